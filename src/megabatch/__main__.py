@@ -1,0 +1,3 @@
+from megabatch.cli import main
+
+main()

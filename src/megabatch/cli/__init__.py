@@ -1,0 +1,50 @@
+"""The command line: one small file per command.  Commands import torch only when they run, so help is instant."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from megabatch import __version__
+from megabatch.cli import bench, recipes, show, train
+from megabatch.errors import UserError
+
+app = typer.Typer(
+    help="Trains image classifiers with huge batches, as fast as the hardware allows.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(train.train)
+app.command()(show.show)
+app.command()(recipes.recipes)
+app.add_typer(bench.app, name="bench")
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"megabatch {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    try:
+        app()
+    except UserError as error:
+        sys.exit(complain(error))
+
+
+def complain(error: UserError) -> int:
+    """The one line that a user sees, and the exit code."""
+    print(f"megabatch: {error}", file=sys.stderr)
+    return 2

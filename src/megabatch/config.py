@@ -1,0 +1,211 @@
+"""RunConfig: everything that a recipe can say, checked once, before anything is started or written.
+
+A recipe is a TOML file; `section.key=value` words override it.  Each section is a frozen Struct that stands beside
+the code that reads it.
+"""
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from datetime import date, datetime, time
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct, field
+
+from megabatch.data.sources import DataSettings
+from megabatch.errors import UserError, nearest
+from megabatch.models.catalog import ModelSettings
+from megabatch.models.loss import LossSettings
+from megabatch.optim.optimizers import OptimSettings
+from megabatch.optim.schedules import ScheduleSettings
+from megabatch.planning.batch import BatchSettings
+from megabatch.precision.policy import PrecisionSettings
+
+RECIPES = resources.files("megabatch.recipes")
+Settings = dict[str, Any]
+
+
+class TrainSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    epochs: Annotated[float, Meta(gt=0)]
+    target_top1: Annotated[float, Meta(gt=0, le=1)] | None = None  # the accuracy whose time is reported
+
+
+class RunSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    dir: str | None = None  # the run's folder; by default the next free runs/<recipe>-<nnn>
+    device: str = "auto"  # cuda where there is one, else cpu
+
+
+class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=False):
+    about: str = ""
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 1
+    model: ModelSettings
+    data: DataSettings
+    batch: BatchSettings
+    optim: OptimSettings
+    schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
+    loss: LossSettings = field(default_factory=LossSettings)
+    precision: PrecisionSettings = field(default_factory=PrecisionSettings)
+    train: TrainSettings
+    run: RunSettings = field(default_factory=RunSettings)
+
+    def __post_init__(self) -> None:
+        if self.schedule.warmup_epochs >= self.train.epochs:
+            raise UserError(
+                f"schedule.warmup_epochs={self.schedule.warmup_epochs:g} leaves nothing of "
+                f"train.epochs={self.train.epochs:g}; nearest: schedule.warmup_epochs={self.train.epochs / 2:g}"
+            )
+
+    def to_toml(self) -> str:
+        """The resolved recipe; what is None is left out, as TOML has no word for it."""
+        return msgspec.toml.encode(without_none(msgspec.to_builtins(self))).decode()
+
+
+def without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_none(member) for key, member in value.items() if member is not None}
+    return value
+
+
+def recipe_names() -> list[str]:
+    return sorted(entry.name.removesuffix(".toml") for entry in RECIPES.iterdir() if entry.name.endswith(".toml"))
+
+
+def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """The recipe (a name or a TOML file) with `section.key=value` overrides, or UserError."""
+    settings = read_recipe(recipe)
+    for word in overrides:
+        override(settings, word)
+    check_keys(settings)
+    try:
+        return msgspec.convert(settings, RunConfig)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, UserError):
+            raise error.__cause__ from None
+        raise UserError(explain(str(error), settings)) from None
+
+
+def recipe_name(recipe: str) -> str:
+    return Path(recipe).stem
+
+
+def read_recipe(recipe: str) -> Settings:
+    if recipe in recipe_names():
+        return tomllib.loads((RECIPES / f"{recipe}.toml").read_text())
+    path = Path(recipe)
+    try:
+        return tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path} is not TOML: {error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        names = recipe_names()
+        raise UserError(
+            f"recipe {recipe!r} is neither a name ({', '.join(names)}) nor a readable TOML file "
+            f"({getattr(error, 'strerror', None) or error}); nearest: {nearest(recipe, names)}"
+        ) from None
+
+
+def override(settings: Settings, word: str) -> None:
+    """Applies one `section.key=value`.  The value is TOML; what is not TOML is a string."""
+    key, equals, text = word.partition("=")
+    if not equals:
+        raise UserError(f"{word!r} is not an override; expected section.key=value, such as batch.global=512")
+    *sections, name = key.split(".")
+    place = settings
+    for section in sections:
+        place = place.setdefault(section, {})
+        if not isinstance(place, dict):
+            raise UserError(f"{word!r}: {section} is not a section; {suggest(key)}")
+    place[name] = parse_value(text)
+
+
+def parse_value(text: str) -> Any:
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+    return text if isinstance(value, date | datetime | time) else value
+
+
+def fields_of(struct: type[Struct], prefix: str = "") -> Iterator[tuple[str, msgspec.inspect.Field]]:
+    """Every setting by its dotted name."""
+    described = msgspec.inspect.type_info(struct)
+    assert isinstance(described, msgspec.inspect.StructType)
+    for member in described.fields:
+        name = prefix + member.encode_name
+        if isinstance(member.type, msgspec.inspect.StructType):
+            yield from fields_of(member.type.cls, f"{name}.")
+        else:
+            yield name, member
+
+
+FIELDS = dict(fields_of(RunConfig))
+
+
+def check_keys(settings: Settings, prefix: str = "") -> None:
+    for name, value in settings.items():
+        key = prefix + name
+        if key in FIELDS:
+            continue
+        is_section = any(known.startswith(f"{key}.") for known in FIELDS)
+        if not is_section:
+            raise UserError(f"{key}={show_value(value)}: there is no setting {key}; {suggest(key)}")
+        if not isinstance(value, dict):
+            raise UserError(f"{key}={show_value(value)}: {key} is a section, not a value; {suggest(f'{key}.name')}")
+        check_keys(value, f"{key}.")
+
+
+def suggest(key: str) -> str:
+    """The known setting that looks most like `key`: by its last word first, since a section is easily forgotten."""
+    by_last_word = {known.rpartition(".")[2]: known for known in FIELDS}
+    close = difflib.get_close_matches(key.rpartition(".")[2], by_last_word, n=1, cutoff=0.8)
+    return f"nearest: {by_last_word[close[0]] if close else nearest(key, FIELDS)}"
+
+
+def explain(error: str, settings: Settings) -> str:
+    """Turns msgspec's "Expected `float` > 0.0 - at `$.optim.learning_rate`" into value, rule and remedy."""
+    rule, _, path = error.partition(" - at `$")
+    path = path.strip("`.")
+    rule = rule.replace("`", "")
+    missing = re.fullmatch(r"Object missing required field (\w+)", rule)
+    if missing:
+        key = f"{path}.{missing[1]}".strip(".")
+        return f"{key} is not set, and has no default; {example(key)}"
+    value: Any = settings
+    for name in path.split("."):
+        value = value[name] if isinstance(value, dict) else value
+    return f"{path}={show_value(value)}: {rule[0].lower()}{rule[1:]}; {remedy(path, value)}"
+
+
+def remedy(key: str, value: Any) -> str:
+    """The bound that `value` has overstepped, the whole number next to it, or a value that is known to be good."""
+    kind = FIELDS[key].type if key in FIELDS else None
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        lowest, highest = getattr(kind, "ge", None), getattr(kind, "le", None)
+        if lowest is not None and value < lowest:
+            return f"nearest: {key}={lowest}"
+        if highest is not None and value > highest:
+            return f"nearest: {key}={highest}"
+        if isinstance(kind, msgspec.inspect.IntType) and isinstance(value, float):
+            return f"nearest: {key}={round(value)}"
+    return example(key)
+
+
+def example(key: str) -> str:
+    """The setting as the default recipe has it, or its default."""
+    value: Any = read_recipe("fashion")
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    if value is None and key in FIELDS and FIELDS[key].default not in (msgspec.NODEFAULT, None):
+        value = FIELDS[key].default
+    return f"for example {key}={show_value(value)}" if value is not None else f"leave {key} out for its default"
+
+
+def show_value(value: Any) -> str:
+    """As it would stand in TOML."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value)

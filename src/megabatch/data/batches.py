@@ -1,0 +1,61 @@
+"""Batches, as functions of where they stand: a training microbatch of (step, index), a test batch of its number."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from megabatch.data.augment import augment
+from megabatch.data.order import samples_at
+from megabatch.data.sources import DataSettings, ImageSet
+from megabatch.planning.batch import StepPlan
+
+Batch = tuple[torch.Tensor, torch.Tensor]  # uint8 images [B, C, H, W], int64 labels [B]
+
+
+class TrainingImages:
+    """The training set in the run's order, augmented."""
+
+    def __init__(self, images: ImageSet, settings: DataSettings, seed: int, plan: StepPlan) -> None:
+        self.images, self.settings, self.seed, self.plan = images, settings, seed, plan
+
+    def microbatch(self, step: int, index: int) -> Batch:
+        samples, epochs = samples_at(self.seed, len(self.images), self.plan.positions(step, index))
+        pixels = augment(
+            self.images.read(samples), self.seed, epochs, samples, self.settings.crop_padding, self.settings.flip
+        )
+        return pixels, self.images.labels[torch.from_numpy(samples)]
+
+
+def evaluation_batches(images: ImageSet, batch_size: int, rank: int, num_ranks: int) -> Iterator[Batch]:
+    """This rank's share: every `num_ranks`-th batch.  A batch holds the same samples on any number of ranks."""
+    for start in range(rank * batch_size, len(images), num_ranks * batch_size):
+        samples = np.arange(start, min(start + batch_size, len(images)))
+        yield images.read(samples), images.labels[samples]
+
+
+class Normalise:
+    """uint8 -> the training set's zero mean and unit deviation per channel, on the device, in the run's dtype."""
+
+    MEASURED_SAMPLES = 50_000
+
+    def __init__(self, images: ImageSet, device: torch.device, dtype: torch.dtype) -> None:
+        totals = torch.zeros(2, 1, dtype=torch.float64)
+        count = 0
+        num_measured = min(len(images), self.MEASURED_SAMPLES)
+        for start in range(0, num_measured, 1000):
+            pixels = images.read(np.arange(start, min(start + 1000, num_measured))).double()
+            totals = totals + torch.stack([pixels.sum((0, 2, 3)), pixels.square().sum((0, 2, 3))])
+            count += pixels.numel() // pixels.shape[1]
+        mean, mean_square = totals / count
+        # A channel without variation is only shifted.
+        deviation = (mean_square - mean.square()).clamp(min=0).sqrt()
+        deviation = torch.where(deviation > 0, deviation, 1.0)
+        self.device, self.dtype = device, dtype
+        self.scale, self.shift = (
+            values.view(1, -1, 1, 1).to(device, dtype) for values in (1 / deviation, -mean / deviation)
+        )
+
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        moved = images.to(self.device, non_blocking=True).to(self.dtype, memory_format=torch.channels_last)
+        return moved.mul_(self.scale).add_(self.shift)

@@ -1,0 +1,21 @@
+"""What a user sees when something is wrong: the value, the rule, the remedy, on one line."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class UserError(ValueError):
+    """Something only the user can mend. Its text is the one line the user sees."""
+
+
+def nearest(value: str, choices: Iterable[str]) -> str:
+    """The choice that looks most like `value`."""
+    return get_close_matches(value, list(choices), n=1, cutoff=0.0)[0]
+
+
+def require_one_of(key: str, value: str, choices: Iterable[str]) -> None:
+    choices = list(choices)
+    if value not in choices:
+        raise UserError(
+            f"{key}={value!r} is not one of {', '.join(choices)}; nearest: {key}={nearest(value, choices)}"
+        )

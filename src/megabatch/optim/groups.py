@@ -1,0 +1,39 @@
+"""Which parameters decay.
+
+Biases and the gamma and beta of normalisation layers do not: at batch 64K that is worth 1.3 points on AlexNet
+(Jia et al. 2018: 55.8 % with, 57.1 % without).  The rule asks for the module's type, not for names, so that the
+BatchNorm of a shortcut (`downsample.1.weight`) is recognised too.
+"""
+
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+NORMALISATION = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Groups for a torch optimizer: "weights" decay, "biases" and "normalisation" do not."""
+    names: dict[str, list[str]] = {"weights": [], "biases": [], "normalisation": []}
+    kinds = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(module, NORMALISATION):
+                kinds[parameter] = "normalisation"
+            else:
+                kinds[parameter] = "biases" if name.endswith("bias") else "weights"
+    parameters = dict(model.named_parameters())  # each once, however often it is shared
+    for name, parameter in parameters.items():
+        if parameter.requires_grad:
+            names[kinds[parameter]].append(name)
+    return [
+        {
+            "name": kind,
+            "params": [parameters[name] for name in members],
+            "param_names": members,
+            "weight_decay": weight_decay if kind == "weights" else 0.0,
+        }
+        for kind, members in names.items()
+        if members
+    ]

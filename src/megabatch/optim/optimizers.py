@@ -1,0 +1,49 @@
+"""Optimizers by name."""
+
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import torch
+from msgspec import Meta, Struct
+
+from megabatch.errors import UserError, require_one_of
+
+
+class OptimSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str = "sgd"
+    learning_rate: Annotated[float, Meta(gt=0)]  # the peak; `schedule` shapes it
+    momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
+    nesterov: bool = True
+    weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    clip_norm: Annotated[float, Meta(ge=0)] = 0.0  # of the whole gradient; 0 leaves it alone
+
+    def __post_init__(self) -> None:
+        require_one_of("optim.name", self.name, OPTIMIZERS)
+        if self.nesterov and self.momentum == 0:
+            raise UserError("optim.nesterov=true needs momentum, and optim.momentum=0; nearest: optim.nesterov=false")
+
+
+def sgd(groups: Iterable[dict[str, Any]], settings: OptimSettings) -> torch.optim.Optimizer:
+    # fused: a fifth of the time of foreach on CPU, and one kernel on CUDA.
+    return torch.optim.SGD(
+        groups,
+        lr=settings.learning_rate,
+        momentum=settings.momentum,
+        nesterov=settings.nesterov,
+        fused=True,
+    )
+
+
+OPTIMIZERS = {"sgd": sgd}
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+def clip_gradients(optimizer: torch.optim.Optimizer, clip_norm: float) -> None:
+    """Shrinks the whole gradient to `clip_norm` if it is longer. Gradients are equal on all ranks, and so is this."""
+    if clip_norm > 0:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        torch.nn.utils.clip_grad_norm_(parameters, clip_norm)

@@ -1,0 +1,54 @@
+"""Learning rates, as pure functions of the step.
+
+The rate climbs linearly over the warm-up, then decays from its peak to `end`.  `progress` runs from 0 at the
+first step after the warm-up to 1 one step past the last, so no step is wasted on a rate of zero.
+Goyal et al. 2017 (linear warm-up); You et al. 2017 (poly, power 2).
+"""
+
+import math
+from collections.abc import Callable
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from megabatch.errors import require_one_of
+
+NonNegative = Annotated[float, Meta(ge=0)]
+
+
+def poly(progress: float, power: float) -> float:
+    return float((1.0 - progress) ** power)
+
+
+def cosine(progress: float, power: float) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def constant(progress: float, power: float) -> float:
+    return 1.0
+
+
+DECAYS = {"poly": poly, "cosine": cosine, "constant": constant}
+
+
+class ScheduleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    warmup_epochs: NonNegative = 0.0
+    decay: str = "poly"
+    power: Annotated[float, Meta(gt=0)] = 2.0  # of `poly`; the others have none
+    end: NonNegative = 0.0  # the rate that the decay runs towards
+
+    def __post_init__(self) -> None:
+        require_one_of("schedule.decay", self.decay, DECAYS)
+
+
+def schedule(settings: ScheduleSettings, peak: float, warmup_steps: int, num_steps: int) -> Callable[[int], float]:
+    """The learning rate of each step, counted from 0."""
+    decay = DECAYS[settings.decay]
+
+    def learning_rate(step: int) -> float:
+        if step < warmup_steps:
+            return peak * (step + 1) / warmup_steps
+        progress = (step - warmup_steps) / (num_steps - warmup_steps)
+        return settings.end + (peak - settings.end) * decay(progress, settings.power)
+
+    return learning_rate

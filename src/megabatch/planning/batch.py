@@ -1,0 +1,101 @@
+"""The arithmetic of a step.  G samples in the global batch, m in a microbatch, R ranks.
+
+G = m x accumulation x R.  Step s takes positions [s*G, (s+1)*G) of one endless stream of samples, cut into
+G/m microbatches; rank r takes its `accumulation` of them one after another.  What a microbatch holds depends
+on (s, its index) alone, so the same run can be shared out over any number of ranks.
+"""
+
+import math
+from typing import Annotated
+
+from msgspec import Meta, Struct, field
+
+from megabatch.errors import UserError
+
+Count = Annotated[int, Meta(ge=1)]
+
+
+class BatchSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    global_batch: Count = field(name="global")
+    microbatch: Count = field(name="micro")  # the samples that one BatchNorm sees
+
+    def __post_init__(self) -> None:
+        if self.global_batch % self.microbatch:
+            below = self.global_batch // self.microbatch * self.microbatch
+            choices = [size for size in (below, below + self.microbatch) if size]
+            closest = min(choices, key=lambda size: abs(size - self.global_batch))
+            raise UserError(
+                f"batch.global={self.global_batch} is not a whole number of microbatches of {self.microbatch}; "
+                f"nearest: batch.global={closest}"
+            )
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.global_batch // self.microbatch
+
+
+class StepPlan(Struct, frozen=True, kw_only=True):
+    """How every step of a run is shared out over its ranks."""
+
+    global_batch: int
+    microbatch: int
+    num_ranks: int
+    num_samples: int  # in one epoch
+    num_steps: int
+
+    @property
+    def accumulation(self) -> int:
+        """Microbatches that one rank takes in a step."""
+        return self.global_batch // (self.microbatch * self.num_ranks)
+
+    def microbatches_of(self, rank: int) -> range:
+        return range(rank * self.accumulation, (rank + 1) * self.accumulation)
+
+    def positions(self, step: int, index: int) -> range:
+        """Positions in the sample stream of microbatch `index` of step `step` (both from 0)."""
+        start = step * self.global_batch + index * self.microbatch
+        return range(start, start + self.microbatch)
+
+    def epochs_after(self, num_steps: int) -> float:
+        return num_steps * self.global_batch / self.num_samples
+
+    def should_evaluate_after(self, num_steps: int) -> bool:
+        """True after the step that crosses an epoch, and after the last."""
+        before, after = (n * self.global_batch // self.num_samples for n in (num_steps - 1, num_steps))
+        return after > before or num_steps == self.num_steps
+
+
+def plan_steps(batch: BatchSettings, num_ranks: int, num_samples: int, epochs: float) -> StepPlan:
+    check_ranks(batch, num_ranks)
+    # The margin keeps 0.3 epochs of 1,000 samples at 300 steps, not 299: 0.3 has no exact binary form.
+    num_steps = math.floor(epochs * num_samples / batch.global_batch + 1e-9)
+    if num_steps == 0:
+        raise UserError(
+            f"train.epochs={epochs:g} of {num_samples} samples is less than one step of "
+            f"batch.global={batch.global_batch}; nearest: train.epochs={batch.global_batch / num_samples:g}"
+        )
+    return StepPlan(
+        global_batch=batch.global_batch,
+        microbatch=batch.microbatch,
+        num_ranks=num_ranks,
+        num_samples=num_samples,
+        num_steps=num_steps,
+    )
+
+
+def check_ranks(batch: BatchSettings, num_ranks: int) -> None:
+    if num_ranks < 1:
+        raise UserError(f"--ranks {num_ranks}: a run needs at least one rank; nearest: --ranks 1")
+    if batch.num_microbatches % num_ranks:
+        span = batch.microbatch * num_ranks
+        nearest_batch = max(1, round(batch.global_batch / span)) * span
+        raise UserError(
+            f"batch.global={batch.global_batch} makes {batch.num_microbatches} microbatches of {batch.microbatch}, "
+            f"which {num_ranks} ranks cannot share evenly; "
+            f"nearest: batch.global={nearest_batch} or --ranks {most_ranks(batch, num_ranks)}"
+        )
+
+
+def most_ranks(batch: BatchSettings, limit: int) -> int:
+    """The largest number of ranks, at most `limit`, that share the microbatches evenly."""
+    return next(ranks for ranks in range(limit, 0, -1) if batch.num_microbatches % ranks == 0)

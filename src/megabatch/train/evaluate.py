@@ -1,0 +1,51 @@
+"""Evaluation, exact under any sharding: integer counts, summed over ranks; no sample is padded or seen twice."""
+
+import torch
+import torch.nn.functional as F
+from msgspec import Struct
+from torch import nn
+
+from megabatch.comm.world import World
+from megabatch.data.batches import Normalise, evaluation_batches
+from megabatch.data.sources import ImageSet
+
+
+class Evaluation(Struct, frozen=True, kw_only=True):
+    top1: float
+    top5: float
+    test_loss: float  # mean cross-entropy, without label smoothing
+    class_top1: list[float | None]
+    samples_evaluated: int
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, images: ImageSet, normalise: Normalise, num_classes: int, batch_size: int, world: World
+) -> Evaluation:
+    """Top-1, top-5, loss and top-1 per class over all of `images`, shared out over the ranks."""
+    # Per class: right at first guess, right within five, seen.
+    counts = torch.zeros(3, num_classes, dtype=torch.int64, device=world.device)
+    loss = torch.zeros((), dtype=torch.float64, device=world.device)
+    was_training = model.training
+    model.eval()
+    for pixels, labels in evaluation_batches(images, batch_size, world.rank, world.num_ranks):
+        labels = labels.to(world.device)
+        logits = model(normalise(pixels))
+        loss += F.cross_entropy(logits, labels, reduction="sum")
+        right = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
+        marks = torch.stack([right[:, 0], right.any(1), torch.ones_like(labels, dtype=torch.bool)])
+        counts.index_add_(1, labels, marks.long())
+    model.train(was_training)
+
+    world.sum(counts)
+    world.sum(loss)
+    top1, top5, total = counts.sum(1).tolist()
+    assert total == len(images), f"evaluated {total} of {len(images)} samples"
+    first, _, seen = counts.tolist()
+    return Evaluation(
+        top1=top1 / total,
+        top5=top5 / total,
+        test_loss=loss.item() / total,
+        class_top1=[right / count if count else None for right, count in zip(first, seen, strict=True)],
+        samples_evaluated=total,
+    )

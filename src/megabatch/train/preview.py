@@ -1,0 +1,82 @@
+"""What a run would be: steps, parameter groups, bytes.  Nothing is started, and nothing is written."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from msgspec import Struct
+from torch import nn
+
+from megabatch.comm.launch import num_cores
+from megabatch.config import RunConfig
+from megabatch.data.sources import load_data_set
+from megabatch.models.loss import summed_loss
+from megabatch.optim.groups import parameter_groups
+from megabatch.planning.batch import BatchSettings, StepPlan, most_ranks
+from megabatch.train.assemble import make_model, plan_learning_rate, plan_run
+
+
+class Memory(Struct, frozen=True, kw_only=True):
+    """Bytes on one rank."""
+
+    weights: int  # parameters and buffers
+    gradients: int  # DDP's buckets; the gradients are views of them
+    optimizer: int
+    activations: int  # what one microbatch keeps for its backward pass
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+class Preview(Struct, frozen=True, kw_only=True):
+    plan: StepPlan
+    learning_rate: Callable[[int], float]
+    groups: list[dict[str, Any]]
+    memory: Memory
+
+
+def default_ranks(batch: BatchSettings, device_type: str) -> int:
+    """One per GPU, on CPU one per core, as far as they share the microbatches evenly."""
+    available = torch.cuda.device_count() if device_type == "cuda" else num_cores()
+    return most_ranks(batch, available)
+
+
+def preview(config: RunConfig, num_ranks: int) -> Preview:
+    data = load_data_set(config.data)
+    plan = plan_run(config, data, num_ranks)
+    model = make_model(config, data).to(config.precision.dtype)
+    groups = parameter_groups(model, config.optim.weight_decay)
+    trained = [parameter for group in groups for parameter in group["params"]]
+    image_shape = (data.num_channels, config.data.image_size, config.data.image_size)
+    memory = Memory(
+        weights=num_bytes([*model.parameters(), *model.buffers()]),
+        gradients=num_bytes(trained),
+        optimizer=num_bytes(trained) if config.optim.momentum else 0,
+        activations=activation_bytes(config, model, image_shape),
+    )
+    return Preview(plan=plan, learning_rate=plan_learning_rate(config, plan), groups=groups, memory=memory)
+
+
+def num_bytes(tensors: list[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def activation_bytes(config: RunConfig, model: nn.Module, image_shape: tuple[int, ...]) -> int:
+    """Runs one microbatch forward on the meta device, which computes shapes only, and adds up what autograd keeps."""
+    model = model.to("meta", memory_format=torch.channels_last)
+    owned = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+    kept: dict[int, torch.UntypedStorage] = {}  # by storage: a tensor kept twice takes its bytes once
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in owned:
+            kept[storage._cdata] = storage
+        return tensor
+
+    images = torch.empty(config.batch.microbatch, *image_shape, dtype=config.precision.dtype, device="meta")
+    labels = torch.empty(config.batch.microbatch, dtype=torch.int64, device="meta")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = summed_loss(config.loss, model(images), labels)
+    assert loss.requires_grad
+    return sum(storage.nbytes() for storage in kept.values())

@@ -1,0 +1,88 @@
+"""The training loop: input, forward and backward, all-reduce, update (Jia et al. 2018, figure 1)."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import msgspec
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from megabatch.data.batches import Normalise, TrainingImages
+from megabatch.data.philox import dropout_seed
+from megabatch.errors import UserError
+from megabatch.optim.optimizers import clip_gradients, set_learning_rate
+from megabatch.planning.batch import StepPlan
+from megabatch.train.batch_norm import RunningStatistics
+from megabatch.train.evaluate import Evaluation
+from megabatch.train.exchange import Exchange
+from megabatch.train.records import EvaluationRecord, Record, StepRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """The parts of a run on one rank; `assemble` makes them from a recipe."""
+
+    rank: int
+    seed: int
+    plan: StepPlan
+    images: TrainingImages
+    normalise: Normalise
+    model: DistributedDataParallel
+    summed_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    statistics: RunningStatistics
+    exchange: Exchange
+    optimizer: torch.optim.Optimizer
+    learning_rate: Callable[[int], float]
+    clip_norm: float
+    evaluate: Callable[[], Evaluation]
+    stop_requested: Callable[[], bool]
+
+
+def train(run: Training) -> Iterator[Record]:
+    """Takes the steps of a run; yields a record after each, and after each evaluation."""
+    plan = run.plan
+    for step in range(plan.num_steps):
+        started_s = time.perf_counter()
+        learning_rate = run.learning_rate(step)
+        set_learning_rate(run.optimizer, learning_rate)
+        run.optimizer.zero_grad(set_to_none=False)  # the gradients are views of DDP's buckets
+
+        for turn, index in enumerate(plan.microbatches_of(run.rank)):
+            is_last = turn == plan.accumulation - 1
+            images, labels = run.images.microbatch(step, index)
+            torch.manual_seed(dropout_seed(run.seed, step, index))
+            with nullcontext() if is_last else run.model.no_sync():
+                with run.statistics.microbatch(turn, plan.accumulation):
+                    logits = run.model(run.normalise(images))
+                loss = run.summed_loss(logits, labels.to(logits.device)) / plan.global_batch
+                run.exchange.add(loss, len(labels))
+                if is_last:
+                    run.exchange.send(stop=run.stop_requested())
+                loss.backward()  # the last one sums gradients over ranks as they appear
+
+        clip_gradients(run.optimizer, run.clip_norm)
+        run.optimizer.step()
+        totals = run.exchange.receive()
+
+        done = step + 1
+        epoch = plan.epochs_after(done)
+        check_loss(totals.loss, done, learning_rate)
+        assert totals.samples == plan.global_batch
+        images_per_s = plan.global_batch / (time.perf_counter() - started_s)
+        yield StepRecord(step=done, epoch=epoch, loss=totals.loss, lr=learning_rate, images_per_s=images_per_s)
+        if totals.stop and done < plan.num_steps:
+            return
+        if plan.should_evaluate_after(done):
+            yield EvaluationRecord(step=done, epoch=epoch, **msgspec.structs.asdict(run.evaluate()))
+
+
+def check_loss(loss: float, step: int, learning_rate: float) -> None:
+    """The loss is the same on all ranks, so all of them end here together."""
+    if not math.isfinite(loss):
+        raise UserError(
+            f"the loss is {loss} at step {step} (learning rate {learning_rate:.4g}); "
+            "lower optim.learning_rate, lengthen schedule.warmup_epochs, or set optim.clip_norm"
+        )
