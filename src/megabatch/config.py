@@ -8,7 +8,6 @@ import difflib
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
-from datetime import date, datetime, time
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
@@ -119,15 +118,15 @@ def override(settings: Settings, word: str) -> None:
         place = place.setdefault(section, {})
         if not isinstance(place, dict):
             raise UserError(f"{word!r}: {section} is not a section; {suggest(key)}")
-    place[name] = parse_value(text)
+    place[name] = parse_value(text, wants_text=isinstance(kind_of(key), msgspec.inspect.StrType))
 
 
-def parse_value(text: str) -> Any:
+def parse_value(text: str, wants_text: bool) -> Any:
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
-    return text if isinstance(value, date | datetime | time) else value
+    return text if wants_text and not isinstance(value, str) else value  # run.dir=2026 is a folder
 
 
 def fields_of(struct: type[Struct], prefix: str = "") -> Iterator[tuple[str, msgspec.inspect.Field]]:
@@ -145,17 +144,26 @@ def fields_of(struct: type[Struct], prefix: str = "") -> Iterator[tuple[str, msg
 FIELDS = dict(fields_of(RunConfig))
 
 
+def kind_of(key: str) -> msgspec.inspect.Type | None:
+    """The type of a setting, which None aside is always one; None if there is no such setting."""
+    kind = FIELDS[key].type if key in FIELDS else None
+    if isinstance(kind, msgspec.inspect.UnionType):
+        return next(member for member in kind.types if not isinstance(member, msgspec.inspect.NoneType))
+    return kind
+
+
 def check_keys(settings: Settings, prefix: str = "") -> None:
     for name, value in settings.items():
         key = prefix + name
         if key in FIELDS:
             continue
-        is_section = any(known.startswith(f"{key}.") for known in FIELDS)
-        if not is_section:
+        members = [known for known in FIELDS if known.startswith(f"{key}.")]
+        if isinstance(value, dict) and value:  # an unknown section is reported by its first member
+            check_keys(value, f"{key}.")
+        elif not members:
             raise UserError(f"{key}={show_value(value)}: there is no setting {key}; {suggest(key)}")
-        if not isinstance(value, dict):
-            raise UserError(f"{key}={show_value(value)}: {key} is a section, not a value; {suggest(f'{key}.name')}")
-        check_keys(value, f"{key}.")
+        elif not isinstance(value, dict):
+            raise UserError(f"{key}={show_value(value)}: {key} is a section of {', '.join(members)}; give one of them")
 
 
 def suggest(key: str) -> str:
@@ -182,7 +190,7 @@ def explain(error: str, settings: Settings) -> str:
 
 def remedy(key: str, value: Any) -> str:
     """The bound that `value` has overstepped, the whole number next to it, or a value that is known to be good."""
-    kind = FIELDS[key].type if key in FIELDS else None
+    kind = kind_of(key)
     if isinstance(value, int | float) and not isinstance(value, bool):
         lowest, highest = getattr(kind, "ge", None), getattr(kind, "le", None)
         if lowest is not None and value < lowest:

@@ -16,6 +16,4 @@ def nearest(value: str, choices: Iterable[str]) -> str:
 def require_one_of(key: str, value: str, choices: Iterable[str]) -> None:
     choices = list(choices)
     if value not in choices:
-        raise UserError(
-            f"{key}={value!r} is not one of {', '.join(choices)}; nearest: {key}={nearest(value, choices)}"
-        )
+        raise UserError(f"{key}={value!r} is not one of {', '.join(choices)}; nearest: {key}={nearest(value, choices)}")

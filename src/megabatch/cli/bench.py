@@ -1,5 +1,52 @@
-"""megabatch bench: every claim, measured beside its peer in the same run."""
+"""megabatch bench: every claim, measured beside its peer in the same run.
+
+The benches themselves lie in `benchmarks/` of a checkout, since they need the peers of the `dev` extra.
+"""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
+from megabatch.errors import UserError
+
 app = typer.Typer(help="Measure megabatch beside its peers, in the same run.", no_args_is_help=True)
+CHECKOUT = Path(__file__).parents[3]
+
+Json = Annotated[Path | None, typer.Option("--json", help="Write command, machine and rows to this file.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+
+
+@app.callback()
+def benches() -> None:
+    """Measure megabatch beside its peers, in the same run."""
+
+
+@app.command()
+def train(
+    json: Json = None,
+    ranks: Annotated[int, typer.Option(help="Ranks on this machine.")] = 2,
+    rounds: Annotated[int, typer.Option(min=3, help="Blocks of steps for each arm; the median counts.")] = 41,
+    device: Device = "auto",
+) -> None:
+    """Our trainer against stock DistributedDataParallel, in images per second."""
+    from megabatch.comm.launch import launch
+    from megabatch.comm.world import discover
+
+    bench = load_bench("train")
+    place = discover()
+    if place:
+        bench.run_rank(place, device, rounds, json)
+    else:
+        launch(sys.argv[1:], ranks)
+
+
+def load_bench(name: str) -> Any:
+    if not (CHECKOUT / "benchmarks" / f"{name}.py").is_file():
+        raise UserError(
+            "benches are run from a checkout of megabatch, and this is an installed copy; remedy: make bench"
+        )
+    sys.path.insert(0, str(CHECKOUT))
+    return importlib.import_module(f"benchmarks.{name}")

@@ -4,7 +4,7 @@ One rank is the general case made small: it has a process group of its own, and 
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -54,11 +54,11 @@ class World:
         dist.all_reduce(tensor)
         return tensor
 
-    def start_sum(self, tensor: torch.Tensor) -> dist.Work:
-        """Starts `sum` in the background; `wait` on what it returns before reading the tensor."""
+    def start_sum(self, tensor: torch.Tensor) -> Callable[[], object]:
+        """Starts `sum` in the background.  Call what it returns, to wait, before reading the tensor."""
         work = dist.all_reduce(tensor, async_op=True)
         assert work is not None
-        return work
+        return work.wait
 
 
 @contextmanager

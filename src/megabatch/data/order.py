@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from megabatch.data.philox import ORDER, SHIFT, draw
+from megabatch.data.philox import ORDER, draw
 
 Samples = NDArray[np.int64]
 
@@ -17,7 +17,7 @@ Samples = NDArray[np.int64]
 def epoch_order(seed: int, epoch: int, num_samples: int) -> Samples:
     """All samples once, by the rank of a random 64-bit number drawn for each."""
     high, low, *_ = draw(seed, ORDER, np.arange(num_samples), epoch)
-    return np.argsort(high << SHIFT | low, kind="stable")
+    return np.argsort(high << np.uint64(32) | low, kind="stable")
 
 
 def samples_at(seed: int, num_samples: int, positions: range) -> tuple[Samples, Samples]:

@@ -9,7 +9,7 @@ import torch
 from msgspec import Struct, field
 from torch import nn
 
-from megabatch.errors import UserError, require_one_of
+from megabatch.errors import UserError, nearest, require_one_of
 from megabatch.models.small import small_cnn, small_resnet
 
 MODELS: dict[str, Callable[..., nn.Module]] = {"small_resnet": small_resnet, "small_cnn": small_cnn}
@@ -35,9 +35,11 @@ def build_model(settings: ModelSettings, seed: int, num_classes: int, in_channel
     offered = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size}
     arguments = {key: value for key, value in offered.items() if key in named or key == "num_classes"}
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in named.values())
-    if not takes_any:
-        for option in settings.options:
-            require_one_of(f"model.options of {settings.name}", option, sorted(set(named) - set(offered)) or ["(none)"])
+    known = [name for name in named if name not in offered]
+    for option in settings.options:
+        if option not in known and not takes_any:
+            remedy = f"nearest: model.options.{nearest(option, known)}" if known else "it takes none"
+            raise UserError(f"model.options.{option}: {settings.name} has no such option; {remedy}")
     torch.manual_seed(seed)
     model = factory(**arguments | settings.options)
     if not isinstance(model, nn.Module):

@@ -27,13 +27,11 @@ def never() -> bool:
     return False
 
 
-def assemble(
-    config: RunConfig, data: DataSet, world: World, stop_requested: Callable[[], bool] = never
-) -> Training:
+def assemble(config: RunConfig, data: DataSet, world: World, stop_requested: Callable[[], bool] = never) -> Training:
     plan = plan_run(config, data, world.num_ranks)
     dtype = config.precision.dtype
     model = make_model(config, data).to(world.device, dtype, memory_format=torch.channels_last)
-    statistics = RunningStatistics(model)
+    statistics = RunningStatistics(model, plan.accumulation)
     normalise = Normalise(data.train, world.device, dtype)
     return Training(
         rank=world.rank,
@@ -48,9 +46,7 @@ def assemble(
         optimizer=OPTIMIZERS[config.optim.name](parameter_groups(model, config.optim.weight_decay), config.optim),
         learning_rate=plan_learning_rate(config, plan),
         clip_norm=config.optim.clip_norm,
-        evaluate=partial(
-            evaluate, model, data.test, normalise, len(data.class_names), config.batch.microbatch, world
-        ),
+        evaluate=partial(evaluate, model, data.test, normalise, len(data.class_names), config.batch.microbatch, world),
         stop_requested=stop_requested,
     )
 
@@ -65,6 +61,4 @@ def plan_learning_rate(config: RunConfig, plan: StepPlan) -> Callable[[int], flo
 
 
 def make_model(config: RunConfig, data: DataSet) -> nn.Module:
-    return build_model(
-        config.model, config.seed, len(data.class_names), data.num_channels, config.data.image_size
-    )
+    return build_model(config.model, config.seed, len(data.class_names), data.num_channels, config.data.image_size)

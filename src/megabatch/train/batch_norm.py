@@ -6,9 +6,6 @@ With A microbatches on a rank, the i-th (1..A) moves r by (M/A) / (1 - (A-i) M/A
 1 - M, and every s_i ends with the weight M/A.  All this is linear in s, so the mean of r over ranks is exact.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -21,39 +18,34 @@ def share_of_momentum(momentum: float, turn: int, accumulation: int) -> float:
 
 
 class RunningStatistics:
-    """The running means and variances of all BatchNorms of a model."""
+    """The running means and variances of all BatchNorms of a model, over the microbatches of a step."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.modules = [
-            module for module in model.modules() if isinstance(module, _BatchNorm) and module.running_mean is not None
-        ]
-        self.tensors = [
-            tensor
-            for module in self.modules
-            for tensor in (module.running_mean, module.running_var)
-            if tensor is not None
-        ]
+    def __init__(self, model: nn.Module, accumulation: int) -> None:
+        self.accumulation = accumulation
+        self.modules: list[_BatchNorm] = []
+        self.tensors: list[torch.Tensor] = []
+        for module in model.modules():
+            if isinstance(module, _BatchNorm) and module.running_mean is not None and module.running_var is not None:
+                self.modules.append(module)
+                self.tensors += [module.running_mean, module.running_var]
+        self.momenta = [module.momentum for module in self.modules]
 
-    @contextmanager
-    def microbatch(self, turn: int, accumulation: int) -> Iterator[None]:
-        """Around the forward pass of microbatch `turn` (from 0) of a step."""
-        momenta = [module.momentum for module in self.modules]
-        for module in self.modules:
-            assert module.num_batches_tracked is not None
-            # None asks for the plain average over all steps.
-            momentum = module.momentum or 1.0 / (1.0 + module.num_batches_tracked.item())
-            module.momentum = share_of_momentum(momentum, turn, accumulation)
-        try:
-            yield
-        finally:
-            for module, momentum in zip(self.modules, momenta, strict=True):
-                module.momentum = momentum
-                if module.training and turn < accumulation - 1:
-                    assert module.num_batches_tracked is not None
-                    module.num_batches_tracked -= 1  # it counts steps: only the last microbatch's increment stays
+    def begin_microbatch(self, turn: int) -> None:
+        """Before the forward pass of microbatch `turn` (from 0) of a step."""
+        for module, momentum in zip(self.modules, self.momenta, strict=True):
+            if momentum is None:  # asks for the plain average over all steps
+                assert module.num_batches_tracked is not None
+                momentum = 1.0 / (1.0 + module.num_batches_tracked.item() - turn)
+            module.momentum = share_of_momentum(momentum, turn, self.accumulation)
 
     @torch.no_grad()
-    def assign(self, flat: torch.Tensor) -> None:
-        """Takes all statistics from one flat tensor, in the order of `tensors`."""
-        parts = flat.split([tensor.numel() for tensor in self.tensors])
-        torch._foreach_copy_(self.tensors, list(parts))
+    def end_step(self, averaged: torch.Tensor) -> None:
+        """Takes the mean over ranks, one flat tensor in the order of `tensors`; each module counts one step."""
+        parts = averaged.split([tensor.numel() for tensor in self.tensors])
+        for tensor, part in zip(self.tensors, parts, strict=True):
+            tensor.copy_(part)
+        for module, momentum in zip(self.modules, self.momenta, strict=True):
+            module.momentum = momentum
+            if module.training and self.accumulation > 1:
+                assert module.num_batches_tracked is not None
+                module.num_batches_tracked.sub_(self.accumulation - 1)

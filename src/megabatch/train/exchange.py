@@ -5,12 +5,9 @@ All of them are known when the last forward pass of the step is done, so the exc
 
 import torch
 from msgspec import Struct
-from torch.distributed import Work
 
 from megabatch.comm.world import World
 from megabatch.train.batch_norm import RunningStatistics
-
-NUM_SCALARS = 3
 
 
 class Totals(Struct, frozen=True):
@@ -23,25 +20,25 @@ class Exchange:
     """`add` every microbatch's loss, `send` before the last backward pass, `receive` after it."""
 
     def __init__(self, world: World, statistics: RunningStatistics, dtype: torch.dtype) -> None:
-        self.world, self.statistics = world, statistics
-        self.scalars = torch.zeros(NUM_SCALARS, dtype=dtype, device=world.device)
-        self.message: torch.Tensor | None = None
-        self.work: Work | None = None
+        self.world, self.statistics, self.dtype = world, statistics, dtype
+        self.losses: list[torch.Tensor] = []
+        self.samples = 0
 
     def add(self, loss: torch.Tensor, samples: int) -> None:
-        self.scalars[0] += loss.detach()
-        self.scalars[1] += samples
+        self.losses.append(loss.detach())
+        self.samples += samples
 
     def send(self, stop: bool) -> None:
-        self.scalars[2] = stop
-        statistics = [tensor.flatten().to(self.scalars) for tensor in self.statistics.tensors]
-        self.message = torch.cat([self.scalars, *statistics])
-        self.work = self.world.start_sum(self.message)
-        self.scalars.zero_()
+        counts = torch.tensor([self.samples, stop], dtype=self.dtype, device=self.world.device)
+        loss = torch.stack(self.losses).sum(0, keepdim=True)
+        statistics = [tensor.to(self.dtype) for tensor in self.statistics.tensors]
+        self.message = torch.cat([loss, counts, *statistics])
+        self.wait = self.world.start_sum(self.message)
+        self.losses, self.samples = [], 0
 
     def receive(self) -> Totals:
-        assert self.work is not None and self.message is not None
-        self.work.wait()
-        self.statistics.assign(self.message[NUM_SCALARS:] / self.world.num_ranks)
-        loss, samples, stop = self.message[:NUM_SCALARS].tolist()
+        self.wait()
+        scalars, statistics = self.message[:3], self.message[3:]
+        self.statistics.end_step(statistics / self.world.num_ranks)
+        loss, samples, stop = scalars.tolist()
         return Totals(loss=loss, samples=int(samples), stop=stop > 0)

@@ -53,10 +53,10 @@ def train(run: Training) -> Iterator[Record]:
         for turn, index in enumerate(plan.microbatches_of(run.rank)):
             is_last = turn == plan.accumulation - 1
             images, labels = run.images.microbatch(step, index)
-            torch.manual_seed(dropout_seed(run.seed, step, index))
+            seed_dropout(dropout_seed(run.seed, step, index))
+            run.statistics.begin_microbatch(turn)
             with nullcontext() if is_last else run.model.no_sync():
-                with run.statistics.microbatch(turn, plan.accumulation):
-                    logits = run.model(run.normalise(images))
+                logits = run.model(run.normalise(images))
                 loss = run.summed_loss(logits, labels.to(logits.device)) / plan.global_batch
                 run.exchange.add(loss, len(labels))
                 if is_last:
@@ -77,6 +77,13 @@ def train(run: Training) -> Iterator[Record]:
             return
         if plan.should_evaluate_after(done):
             yield EvaluationRecord(step=done, epoch=epoch, **msgspec.structs.asdict(run.evaluate()))
+
+
+def seed_dropout(seed: int) -> None:
+    """What torch.manual_seed does for the generators that we use, in a tenth of its time."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
 
 
 def check_loss(loss: float, step: int, learning_rate: float) -> None:

@@ -1,0 +1,33 @@
+# Two commands to know: `make train` and `make test`.  Both install into .venv first, if they have to.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := PIP_CONSTRAINT=constraints.txt $(BIN)/pip --disable-pip-version-check install --quiet
+SPECIFIED := pyproject.toml constraints.txt
+
+.PHONY: train test lint bench clean
+
+train: .venv/installed
+	$(BIN)/megabatch train $(ARGS)
+
+test: lint
+	$(BIN)/pytest $(ARGS)
+
+lint: .venv/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/installed-dev
+	$(BIN)/megabatch bench train --json bench-train.json
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+
+.venv/installed: $(SPECIFIED)
+	$(PYTHON) -m venv .venv
+	$(PIP) --editable .
+	touch $@
+
+.venv/installed-dev: .venv/installed
+	$(PIP) --editable '.[dev]'
+	touch $@

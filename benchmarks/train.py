@@ -1,0 +1,106 @@
+"""megabatch bench train: our trainer against stock DDP, images per second.
+
+Both arms live in the same ranks with the same threads, model, images and batch, and take turns: a block of steps
+of one, then of the other, the order swapped every round.  A block's time is that of the slowest rank (a barrier
+ends it); `ratio` is the median over rounds of stock's time by ours in the same round, since neighbours in time share
+the machine's mood.  Ours writes every row of metrics.jsonl, as `megabatch train` does; evaluation is left out of both.
+"""
+
+import dataclasses
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.report import report
+from benchmarks.stock_ddp import train_stock
+from megabatch.comm.world import Place, World, choose_device, connect
+from megabatch.config import load_config
+from megabatch.data.sources import ArrayImages, DataSet, load_data_set
+from megabatch.train.assemble import assemble, make_model
+from megabatch.train.evaluate import Evaluation
+from megabatch.train.folder import RunFolder
+from megabatch.train.records import StepRecord
+from megabatch.train.trainer import train
+
+MODELS = ("small_resnet", "small_cnn")
+STEPS_A_BLOCK = 4
+NOT_EVALUATED = Evaluation(top1=0.0, top5=0.0, test_loss=0.0, class_top1=[], samples_evaluated=0)
+
+
+def run_rank(place: Place, device: str, rounds: int, json_file: Path | None) -> None:
+    """One rank of the bench; rank 0 reports."""
+    with connect(place, choose_device(device)) as world:
+        rows = [measure(model, world, rounds) for model in MODELS]
+    if place.rank == 0:
+        report(rows, json_file)
+
+
+def measure(model_name: str, world: World, rounds: int) -> dict[str, Any]:
+    config = load_config("fashion", [f"model.name={model_name}", "train.epochs=1000"])
+    data = load_data_set(config.data)
+    with tempfile.TemporaryDirectory() as folder, RunFolder(Path(folder), config) as run_folder:
+        arms = {"ours": our_steps(config, data, world, run_folder), "stock_ddp": stock_steps(config, data, world)}
+        for take_step in arms.values():  # DDP settles its buckets, caches warm up
+            time_block(take_step, STEPS_A_BLOCK)
+        times: dict[str, list[float]] = {name: [] for name in arms}
+        for turn in range(rounds):
+            for name in sorted(arms, reverse=turn % 2 == 1):
+                times[name].append(time_block(arms[name], STEPS_A_BLOCK))
+    images = STEPS_A_BLOCK * config.batch.global_batch
+    ours, stock = times["ours"], times["stock_ddp"]
+    return {
+        "model": model_name,
+        "ranks": world.num_ranks,
+        "threads": torch.get_num_threads(),
+        "global_batch": config.batch.global_batch,
+        "microbatch": config.batch.microbatch,
+        "rounds": rounds,
+        "ours_images_per_s": images / statistics.median(ours),
+        "stock_ddp_images_per_s": images / statistics.median(stock),
+        "ratio": statistics.median(theirs / mine for theirs, mine in zip(stock, ours, strict=True)),
+    }
+
+
+def time_block(take_step: Callable[[], object], num_steps: int) -> float:
+    dist.barrier()
+    started_s = time.perf_counter()
+    for _ in range(num_steps):
+        take_step()
+    dist.barrier()
+    return time.perf_counter() - started_s
+
+
+def our_steps(config: Any, data: DataSet, world: World, folder: RunFolder) -> Callable[[], object]:
+    training = dataclasses.replace(assemble(config, data, world), evaluate=lambda: NOT_EVALUATED)
+    records = train(training)
+
+    def take_step() -> None:
+        record = next(records)
+        while not isinstance(record, StepRecord):
+            record = next(records)
+        if world.rank == 0:
+            folder.write(record)
+
+    return take_step
+
+
+def stock_steps(config: Any, data: DataSet, world: World) -> Callable[[], object]:
+    assert isinstance(data.train, ArrayImages)
+    losses = train_stock(
+        make_model(config, data),
+        data.train.images,
+        data.train.labels,
+        world.device,
+        config.batch.global_batch,
+        config.batch.microbatch,
+        config.optim.learning_rate,
+        config.data.crop_padding,
+        config.loss.label_smoothing,
+    )
+    return lambda: next(losses)

@@ -1,0 +1,46 @@
+import numpy as np
+import torch
+
+from megabatch.data.augment import augment
+from megabatch.data.philox import AUGMENT, draw, draw_below
+
+IMAGES = torch.randint(1, 256, (40, 3, 9, 9), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+SAMPLES, EPOCHS = np.arange(100, 140), np.full(40, 2)
+
+
+def plain(image: np.ndarray, seed: int, epoch: int, sample: int, padding: int, flip: bool) -> np.ndarray:
+    """The same augmentation of one image, written without torch."""
+    down, right, mirrored, _ = draw(seed, AUGMENT, [sample], [epoch])
+    row, column = (int(draw_below(2 * padding + 1, words)[0]) for words in (down, right))
+    padded = np.pad(image, ((0, 0), (padding, padding), (padding, padding)))
+    cropped = padded[:, row : row + image.shape[1], column : column + image.shape[2]]
+    return cropped[:, :, ::-1] if flip and int(mirrored[0]) >= 2**31 else cropped
+
+
+def test_every_image_is_cropped_and_flipped_as_its_own_counter_says() -> None:
+    for padding, flip in ((0, False), (2, False), (0, True), (3, True)):
+        got = augment(IMAGES, 5, EPOCHS, SAMPLES, padding, flip).numpy()
+        for image, result, sample in zip(IMAGES.numpy(), got, SAMPLES, strict=True):
+            assert np.array_equal(result, plain(image, 5, 2, int(sample), padding, flip))
+
+
+def test_neighbours_in_the_batch_do_not_matter() -> None:
+    whole = augment(IMAGES, 5, EPOCHS, SAMPLES, 2, True)
+    order = np.random.default_rng(0).permutation(40)[:7]
+    part = augment(IMAGES[order], 5, EPOCHS[order], SAMPLES[order], 2, True)
+    assert torch.equal(part, whole[order])
+
+
+def test_another_epoch_sees_other_crops() -> None:
+    first, second = (augment(IMAGES, 5, np.full(40, epoch), SAMPLES, 2, True) for epoch in (0, 1))
+    assert (first != second).flatten(1).any(1).sum() > 30
+
+
+def test_all_crops_and_both_flips_occur_evenly() -> None:
+    marker = torch.zeros(5000, 1, 3, 3, dtype=torch.uint8)
+    marker[:, 0, 1, 2] = 1  # right of the middle
+    got = augment(marker, 1, np.zeros(5000, int), np.arange(5000), 1, True)
+    counts = got.sum(0).flatten().numpy()
+    # Its row is any of three; its column is lost over the edge, right or middle, and then mirrored half the time.
+    expected = 5000 / 3 * np.array([1 / 6, 1 / 3, 1 / 6] * 3)
+    assert abs(counts - expected).max() < 5 * np.sqrt(expected.max())

@@ -1,0 +1,157 @@
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megabatch.data.sources import ArrayImages, DataSettings, DataSet, SyntheticSettings, load_data_set
+from megabatch.errors import UserError
+from tools.embed_fashion import FASHION_MNIST, subset
+
+
+def load(source: object, image_size: int = 28, **synthetic: int) -> DataSet:
+    return load_data_set(
+        DataSettings(source=str(source), image_size=image_size, synthetic=SyntheticSettings(**synthetic))
+    )
+
+
+def pixels(images: object) -> torch.Tensor:
+    assert isinstance(images, ArrayImages)
+    return images.images
+
+
+def arrays(channels: tuple[int, ...] = ()) -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(0)
+    return {
+        "train_images": generator.integers(0, 256, (12, 28, 28, *channels), np.uint8),
+        "train_labels": np.arange(12, dtype=np.uint8) % 3,
+        "test_images": generator.integers(0, 256, (6, 28, 28, *channels), np.uint8),
+        "test_labels": np.arange(6, dtype=np.uint8) % 3,
+    }
+
+
+def write_idx(folder: Path, content: dict[str, np.ndarray], zipped: bool) -> None:
+    for part, prefix in (("train", "train"), ("test", "t10k")):
+        for kind, dims in (("images", 3), ("labels", 1)):
+            array = content[f"{part}_{kind}"]
+            raw = bytes([0, 0, 8, dims]) + np.array(array.shape, ">u4").tobytes() + array.tobytes()
+            name = f"{prefix}-{kind}-idx{dims}-ubyte"
+            (folder / (f"{name}.gz" if zipped else name)).write_bytes(gzip.compress(raw) if zipped else raw)
+
+
+def test_the_embedded_set_is_balanced_and_of_the_size_it_states() -> None:
+    data = load("fashion-mnist-10k")
+    assert (len(data.train), len(data.test), data.num_channels) == (10_000, 2_000, 1)
+    assert torch.bincount(data.train.labels).tolist() == [1000] * 10
+    assert torch.bincount(data.test.labels).tolist() == [200] * 10
+    assert data.class_names[9] == "Boot"
+    assert data.train.read(np.arange(5)).shape == (5, 1, 28, 28)
+
+
+@pytest.mark.skipif(not FASHION_MNIST.is_dir(), reason="needs Debian's dataset-fashion-mnist")
+def test_the_embedded_set_is_the_stated_part_of_the_full_one() -> None:
+    data, expected = load("fashion-mnist-10k"), subset()
+    assert np.array_equal(pixels(data.train)[:, 0].numpy(), expected["train_images"])
+    assert np.array_equal(pixels(data.test)[:, 0].numpy(), expected["test_images"])
+    assert np.array_equal(data.train.labels.numpy(), expected["train_labels"])
+    assert len(load("fashion-mnist").train) == 60_000
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_idx_folders_load_zipped_or_not(tmp_path: Path, zipped: bool) -> None:
+    content = arrays()
+    write_idx(tmp_path, content, zipped)
+    data = load(tmp_path)
+    assert np.array_equal(pixels(data.train)[:, 0].numpy(), content["train_images"])
+    assert np.array_equal(data.test.labels.numpy(), content["test_labels"])
+    assert data.class_names == ("0", "1", "2")
+
+
+def test_npz_arrays_load_with_colour_and_class_names(tmp_path: Path) -> None:
+    content = arrays((3,)) | {"class_names": np.array(["a", "b", "c", "d"])}
+    np.savez(tmp_path / "set.npz", **content)
+    data = load(tmp_path / "set.npz")
+    assert data.class_names == ("a", "b", "c", "d") and data.num_channels == 3
+    assert np.array_equal(pixels(data.train).permute(0, 2, 3, 1).numpy(), content["train_images"])
+
+
+def test_images_are_brought_to_the_size_of_the_recipe(tmp_path: Path) -> None:
+    content = arrays()
+    content["train_images"] = np.full_like(content["train_images"], 77)
+    np.savez(tmp_path / "set.npz", **content)
+    images = load(tmp_path / "set.npz", image_size=32).train.read(np.arange(12))
+    assert images.shape == (12, 1, 32, 32) and images.dtype == torch.uint8
+    assert (images == 77).all()
+
+
+def test_synthetic_images_are_as_asked_for_and_the_same_every_time() -> None:
+    first, again = (load("synthetic", 20, train=500, test=30, classes=7, channels=2) for _ in range(2))
+    samples = np.array([3, 499, 3])
+    images = first.train.read(samples)
+    assert images.shape == (3, 2, 20, 20) and images.dtype == torch.uint8
+    assert torch.equal(images, again.train.read(samples)) and torch.equal(images[0], images[2])
+    assert (len(first.train), len(first.test), len(first.class_names)) == (500, 30, 7)
+    assert set(first.train.labels.tolist()) == set(range(7))
+    assert not torch.equal(first.train.labels[:30], first.test.labels)
+
+
+def test_synthetic_images_of_a_class_are_more_alike_than_those_of_two() -> None:
+    data = load("synthetic", 16, train=200, classes=2, channels=1)
+    images = data.train.read(np.arange(200)).float()
+    means = [images[data.train.labels == label].mean(0) for label in range(2)]
+    assert (means[0] - means[1]).abs().mean() > 10
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"train_labels": None}, "has no array 'train_labels'"),
+        ({"train_images": np.zeros((12, 28, 28), np.float32)}, r"train_images is float32 .*expected uint8"),
+        ({"test_labels": np.zeros(5, np.uint8)}, r"test_labels is uint8 of shape \(5,\) for 6 images"),
+        ({"test_labels": -np.ones(6, np.int64)}, "expected one integer from 0"),
+        ({"class_names": np.array(["a"])}, "has a label 2 but only 1 class_names"),
+        ({"test_images": np.zeros((6, 28, 28, 3), np.uint8)}, "differ in channels"),
+    ],
+)
+def test_a_wrong_npz_is_named_with_its_fault(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    content = {name: array for name, array in (arrays() | change).items() if array is not None}
+    np.savez(tmp_path / "set.npz", **content)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=rf"set\.npz.*{message}"):
+        load(tmp_path / "set.npz")
+
+
+def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"gone\.npz"):
+        load(tmp_path / "gone.npz")
+    (tmp_path / "torn.npz").write_bytes(b"PK\x03\x04 torn")
+    with pytest.raises(UserError, match=r"torn\.npz cannot be read"):
+        load(tmp_path / "torn.npz")
+    with pytest.raises(UserError, match=r"data.source='fashon-mnist' .*nearest: data.source=fashion-mnist"):
+        load("fashon-mnist")
+    with pytest.raises(UserError, match="train-images-idx3-ubyte"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda raw: raw[:-5], "holds 7 bytes where its header promises 12"),
+        (lambda raw: b"\0\0\x0d\x01" + raw[4:], "is not an IDX file"),
+        (lambda raw: b"", "is not an IDX file"),
+    ],
+)
+def test_a_damaged_idx_file_is_named(tmp_path: Path, spoil: object, message: str) -> None:
+    write_idx(tmp_path, arrays(), zipped=False)
+    path = tmp_path / "train-labels-idx1-ubyte"
+    path.write_bytes(spoil(path.read_bytes()))  # type: ignore[operator]
+    with pytest.raises(UserError, match=rf"train-labels-idx1-ubyte .*({message})"):
+        load(tmp_path)
+
+
+def test_a_damaged_gzip_is_named(tmp_path: Path) -> None:
+    write_idx(tmp_path, arrays(), zipped=True)
+    path = tmp_path / "t10k-images-idx3-ubyte.gz"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(UserError, match=r"t10k-images-idx3-ubyte\.gz cannot be read"):
+        load(tmp_path)

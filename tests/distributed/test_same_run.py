@@ -1,0 +1,95 @@
+"""The run does not depend on the number of ranks."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megabatch.data.batches import Normalise, TrainingImages
+from megabatch.data.philox import dropout_seed
+from megabatch.data.sources import load_data_set
+from megabatch.train.assemble import make_model, plan_learning_rate, plan_run
+from tests.distributed.runs import small_run, train_small
+from tests.ranks import RankPool
+
+
+@pytest.fixture(scope="module")
+def by_ranks(ranks: RankPool) -> dict[int, list[dict]]:
+    return {
+        num_ranks: ranks.run(train_small, num_ranks=num_ranks) for num_ranks in (1, 2, 4) if num_ranks <= ranks.size
+    }
+
+
+def test_losses_agree_to_1e_9_and_evaluations_exactly_on_1_2_and_4_ranks(by_ranks: dict[int, list[dict]]) -> None:
+    alone = by_ranks[1][0]
+    assert len(alone["losses"]) == 50 and len(alone["evaluations"]) == 8
+    for results in by_ranks.values():
+        for result in results:
+            np.testing.assert_allclose(result["losses"], alone["losses"], rtol=0, atol=1e-9)
+            for ours, theirs in zip(result["evaluations"], alone["evaluations"], strict=True):
+                assert (ours.top1, ours.top5, ours.class_top1) == (theirs.top1, theirs.top5, theirs.class_top1)
+                assert ours.samples_evaluated == 37
+
+
+def test_ranks_hold_bitwise_the_same_state_after_every_step(by_ranks: dict[int, list[dict]]) -> None:
+    for results in by_ranks.values():
+        for result in results[1:]:
+            assert result["losses"] == results[0]["losses"]
+            assert all(np.array_equal(*pair) for pair in zip(result["norms"], results[0]["norms"], strict=True))
+            for key, value in results[0]["state"].items():
+                assert np.array_equal(result["state"][key], value), key
+
+
+def test_the_run_learns(by_ranks: dict[int, list[dict]]) -> None:
+    assert by_ranks[1][0]["evaluations"][-1].top1 > 0.9
+
+
+def test_fp32_agrees_to_1e_5_for_the_first_three_steps(ranks: RankPool) -> None:
+    alone, *others = (
+        ranks.run(train_small, "precision.name=fp32", "train.epochs=0.48", "schedule.warmup_epochs=0", num_ranks=n)[0]
+        for n in (1, 2, 4)
+        if n <= ranks.size
+    )
+    assert len(alone["losses"]) == 3 and others
+    for other in others:
+        np.testing.assert_allclose(other["losses"], alone["losses"], rtol=0, atol=1e-5)
+
+
+def plain_losses() -> list[float]:
+    """The same run by a plain loop without DDP, DDP's accumulation, or our BatchNorm and optimizer code."""
+    config = small_run("optim.clip_norm=1.5")
+    data = load_data_set(config.data)
+    plan = plan_run(config, data, 1)
+    images = TrainingImages(data.train, config.data, config.seed, plan)
+    normalise = Normalise(data.train, torch.device("cpu"), torch.float64)
+    learning_rate = plan_learning_rate(config, plan)
+    model = make_model(config, data).double()
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    decays = {
+        name: config.optim.weight_decay if parameter.ndim > 1 else 0.0 for name, parameter in model.named_parameters()
+    }
+    velocity = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
+    losses = []
+    for step in range(plan.num_steps):
+        loss, batch_means = torch.zeros((), dtype=torch.float64), []
+        for index in range(8):
+            pixels, labels = images.microbatch(step, index)
+            torch.manual_seed(dropout_seed(config.seed, step, index))
+            logits = model(normalise(pixels))
+            loss = loss + F.cross_entropy(logits, labels, reduction="sum", label_smoothing=0.1) / 32
+        model.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()  # type: ignore[union-attr]
+        for name, parameter in model.named_parameters():
+            gradient = gradients[name] * min(1.0, 1.5 / (norm.item() + 1e-6)) + decays[name] * parameter.detach()
+            velocity[name] = 0.9 * velocity[name] + gradient
+            parameter.data -= learning_rate(step) * (gradient + 0.9 * velocity[name])
+    return losses
+
+
+def test_the_run_is_that_of_a_plain_loop(ranks: RankPool) -> None:
+    ours = ranks.run(train_small, "optim.clip_norm=1.5", num_ranks=min(2, ranks.size))[0]["losses"]
+    np.testing.assert_allclose(ours, plain_losses(), rtol=0, atol=1e-9)

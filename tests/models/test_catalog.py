@@ -1,0 +1,75 @@
+import pytest
+import torch
+from torch import nn
+
+from megabatch.errors import UserError
+from megabatch.models.catalog import MODELS, ModelSettings, build_model
+from megabatch.models.loss import LossSettings, summed_loss
+from megabatch.models.small import Residual
+
+
+def users_own(num_classes: int, image_size: int, hidden: int = 5) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(image_size**2, hidden), nn.Linear(hidden, num_classes))
+
+
+def not_a_model(num_classes: int) -> int:
+    return num_classes
+
+
+def build(name: str, seed: int = 1, in_channels: int = 1, **options: object) -> nn.Module:
+    settings = ModelSettings(name=name, options=options)
+    return build_model(settings, seed, num_classes=10, in_channels=in_channels, image_size=28)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize(("channels", "size"), [(1, 28), (3, 32)])
+def test_every_model_takes_28_and_32_pixels(name: str, channels: int, size: int) -> None:
+    assert build(name, in_channels=channels)(torch.zeros(2, channels, size, size)).shape == (2, 10)
+
+
+def test_small_resnet_has_the_parameters_it_states() -> None:
+    assert sum(parameter.numel() for parameter in build("small_resnet").parameters()) == 121_274
+
+
+def test_weights_depend_on_the_seed_alone() -> None:
+    first, again, other = (build("small_cnn", seed=seed).state_dict() for seed in (1, 1, 2))
+    torch.rand(3)
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    assert not torch.equal(first["0.0.weight"], other["0.0.weight"])
+
+
+def test_a_zero_gamma_branch_starts_as_nothing() -> None:
+    x = torch.rand(2, 4, 5, 5)
+    assert torch.equal(Residual(4, zero_gamma=True)(x), x)
+    assert not torch.equal(Residual(4, zero_gamma=False)(x), x)
+
+
+def test_a_users_own_factory_gets_the_arguments_it_names() -> None:
+    model = build(f"{__name__}:users_own", hidden=7)
+    assert model(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 784 * 7 + 7 + 70 + 10
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("no.such.module:net", {}, r"model.name='no.such.module:net' cannot be imported"),
+        (f"{__name__}:missing", {}, r"cannot be imported .*missing"),
+        (f"{__name__}:not_a_model", {}, r"returned a int; it must return an nn.Module"),
+        (f"{__name__}:__name__", {}, r"is a str; it must be a function"),
+        ("small_cnn", {"widht": 3}, r"model.options.widht: small_cnn has no such option; nearest: model.options.width"),
+        (f"{__name__}:not_a_model", {"x": 3}, r"model.options.x: .* has no such option; it takes none"),
+    ],
+)
+def test_what_cannot_be_built_is_one_line(name: str, options: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        build(name, **options)
+
+
+def test_the_loss_is_the_sum_over_samples_of_the_smoothed_cross_entropy() -> None:
+    logits = torch.tensor([[1.0, 2.0, 3.0], [0.5, 0.0, -1.0]], dtype=torch.float64)
+    labels = torch.tensor([2, 1])
+    target = torch.full((2, 3), 0.3 / 3, dtype=torch.float64)
+    target[torch.arange(2), labels] += 0.7
+    expected = -(target * logits.log_softmax(1)).sum()
+    torch.testing.assert_close(summed_loss(LossSettings(label_smoothing=0.3), logits, labels), expected)

@@ -1,0 +1,54 @@
+import torch
+from torch import nn
+
+from megabatch.models.small import small_resnet
+from megabatch.optim.groups import parameter_groups
+
+
+class Block(nn.Module):
+    """A shortcut with a BatchNorm that no rule by name would recognise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.downsample = nn.Sequential(nn.Conv2d(3, 4, 1, bias=False), nn.BatchNorm2d(4))
+        self.layer_norm = nn.LayerNorm(4)
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.tied = nn.Linear(4, 4, bias=False)
+        self.tied_again = self.tied
+
+
+def groups_by_name(model: nn.Module) -> dict[str, list[str]]:
+    return {group["name"]: group["param_names"] for group in parameter_groups(model, 0.1)}
+
+
+def test_normalisation_is_found_by_type_and_biases_by_name() -> None:
+    groups = groups_by_name(Block())
+    assert groups["normalisation"] == [
+        "downsample.1.weight",
+        "downsample.1.bias",
+        "layer_norm.weight",
+        "layer_norm.bias",
+    ]
+    assert groups["biases"] == ["conv.bias", "attention.in_proj_bias", "attention.out_proj.bias"]
+    assert groups["weights"] == [
+        "conv.weight",
+        "downsample.0.weight",
+        "attention.in_proj_weight",
+        "attention.out_proj.weight",
+        "tied.weight",
+    ]
+
+
+def test_only_weights_decay() -> None:
+    decay = {group["name"]: group["weight_decay"] for group in parameter_groups(Block(), 0.1)}
+    assert decay == {"weights": 0.1, "biases": 0.0, "normalisation": 0.0}
+
+
+def test_every_trained_parameter_is_in_exactly_one_group() -> None:
+    model = small_resnet(10, 1)
+    grouped = [parameter for group in parameter_groups(model, 0.1) for parameter in group["params"]]
+    assert {id(parameter) for parameter in grouped} == {id(parameter) for parameter in model.parameters()}
+    assert len(grouped) == len(list(model.parameters()))
+    torch.optim.SGD(parameter_groups(model, 0.1), lr=0.1)  # torch itself refuses doubles

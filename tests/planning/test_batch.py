@@ -1,0 +1,104 @@
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megabatch.errors import UserError
+from megabatch.planning.batch import BatchSettings, StepPlan, check_ranks, most_ranks, plan_steps
+
+sizes = st.integers(1, 12)
+
+
+def plan_of(micro: int, accumulation: int, ranks: int, samples: int = 1000, epochs: float = 100.0) -> StepPlan:
+    batch = BatchSettings(global_batch=micro * accumulation * ranks, microbatch=micro)
+    return plan_steps(batch, ranks, samples, epochs)
+
+
+@given(micro=sizes, accumulation=sizes, ranks=sizes, step=st.integers(0, 50))
+def test_ranks_share_every_position_of_a_step_exactly_once(
+    micro: int, accumulation: int, ranks: int, step: int
+) -> None:
+    plan = plan_of(micro, accumulation, ranks)
+    positions = [
+        position
+        for rank in range(ranks)
+        for index in plan.microbatches_of(rank)
+        for position in plan.positions(step, index)
+    ]
+    assert positions == list(range(step * plan.global_batch, (step + 1) * plan.global_batch))
+
+
+@given(micro=sizes, microbatches=st.integers(1, 24), step=st.integers(0, 50))
+def test_what_a_microbatch_holds_does_not_depend_on_the_ranks(micro: int, microbatches: int, step: int) -> None:
+    seen = {
+        ranks: [plan.positions(step, index) for rank in range(ranks) for index in plan.microbatches_of(rank)]
+        for ranks in range(1, microbatches + 1)
+        if microbatches % ranks == 0
+        for plan in [plan_of(micro, microbatches // ranks, ranks)]
+    }
+    assert all(positions == seen[1] for positions in seen.values())
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch", "epochs", "steps"),
+    [
+        (10_000, 256, 16, 625),
+        (10_000, 256, 10, 390),
+        (1000, 1, 0.3, 300),
+        (100, 256, 3, 1),
+        (1_281_167, 65_536, 90, 1759),
+    ],
+)
+def test_steps_are_the_whole_batches_in_all_epochs(samples: int, batch: int, epochs: float, steps: int) -> None:
+    assert plan_steps(BatchSettings(global_batch=batch, microbatch=1), 1, samples, epochs).num_steps == steps
+
+
+@given(samples=st.integers(1, 60), batch=st.integers(1, 40), epochs=st.integers(1, 6))
+def test_evaluation_follows_every_step_that_crosses_an_epoch_and_the_last(
+    samples: int, batch: int, epochs: int
+) -> None:
+    if epochs * samples < batch:
+        return
+    plan = plan_steps(BatchSettings(global_batch=batch, microbatch=batch), 1, samples, epochs)
+    seen, expected = 0, []
+    for step in range(1, plan.num_steps + 1):
+        before, seen = seen, seen + batch
+        crossed = any(before < samples * epoch <= seen for epoch in range(1, epochs + 1))
+        if crossed or step == plan.num_steps:
+            expected.append(step)
+    assert [step for step in range(1, plan.num_steps + 1) if plan.should_evaluate_after(step)] == expected
+
+
+@given(batch=st.integers(1, 5000), micro=st.integers(1, 300))
+def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_does(batch: int, micro: int) -> None:
+    if batch % micro == 0:
+        assert BatchSettings(global_batch=batch, microbatch=micro).num_microbatches == batch // micro
+        return
+    with pytest.raises(UserError, match=f"batch.global={batch} ") as refusal:
+        BatchSettings(global_batch=batch, microbatch=micro)
+    proposed = int(re.findall(r"nearest: batch.global=(\d+)", str(refusal.value))[0])
+    assert proposed % micro == 0 and proposed > 0
+    assert abs(proposed - batch) <= max(micro / 2, micro - batch)
+
+
+@given(micro=sizes, microbatches=st.integers(1, 40), ranks=st.integers(1, 40))
+def test_ranks_that_cannot_share_evenly_are_refused_with_remedies_that_work(
+    micro: int, microbatches: int, ranks: int
+) -> None:
+    batch = BatchSettings(global_batch=micro * microbatches, microbatch=micro)
+    if microbatches % ranks == 0:
+        check_ranks(batch, ranks)
+        assert most_ranks(batch, ranks) == ranks
+        return
+    with pytest.raises(UserError, match="cannot share evenly") as refusal:
+        check_ranks(batch, ranks)
+    found = re.search(r"nearest: batch.global=(\d+) or --ranks (\d+)", str(refusal.value))
+    assert found
+    check_ranks(BatchSettings(global_batch=int(found[1]), microbatch=micro), ranks)
+    check_ranks(batch, int(found[2]))
+
+
+def test_less_than_one_step_is_refused() -> None:
+    with pytest.raises(UserError, match=r"less than one step.*nearest: train.epochs=2.56"):
+        plan_steps(BatchSettings(global_batch=256, microbatch=256), 1, 100, 1)

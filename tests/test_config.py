@@ -1,0 +1,132 @@
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from megabatch.config import RunConfig, load_config, recipe_names
+from megabatch.errors import UserError
+
+MINIMAL = """
+[model]
+name = "small_cnn"
+[data]
+source = "synthetic"
+image_size = 16
+[batch]
+global = 8
+micro = 4
+[optim]
+learning_rate = 0.1
+[train]
+epochs = 1
+"""
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_loads_and_says_what_it_is_for(name: str) -> None:
+    assert load_config(name).about
+
+
+def test_the_default_recipe_is_the_documented_one() -> None:
+    config = load_config("fashion")
+    assert (config.batch.global_batch, config.batch.microbatch) == (256, 64)
+
+
+def test_overrides_reach_every_kind_of_setting() -> None:
+    config = load_config(
+        "fashion",
+        [
+            "batch.global=512",
+            "optim.learning_rate=1",
+            "optim.nesterov=false",
+            "model.name=small_cnn",
+            "model.options.width=8",
+            'data.source="a b.npz"',
+            "data.synthetic.classes=3",
+            "seed=7",
+            "run.dir=2026",
+        ],
+    )
+    assert config.batch.global_batch == 512
+    assert config.optim.learning_rate == 1.0 and not config.optim.nesterov
+    assert config.model.name == "small_cnn" and config.model.options == {"width": 8}
+    assert config.data.source == "a b.npz" and config.data.synthetic.classes == 3
+    assert config.seed == 7 and config.run.dir == "2026"
+
+
+def test_the_resolved_recipe_is_a_recipe_that_resolves_to_itself(tmp_path: Path) -> None:
+    config = load_config("fashion", ["optim.momentum=0.8", "model.options.width=8"])
+    (tmp_path / "again.toml").write_text(config.to_toml())
+    assert load_config(str(tmp_path / "again.toml")) == config
+
+
+def test_a_users_recipe_needs_only_what_has_no_default(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(MINIMAL)
+    assert load_config(str(tmp_path / "mine.toml")).optim.momentum == 0.9
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        # A wrong key.
+        ("optim.lerning_rate=1", r"optim.lerning_rate=1: there is no setting .*nearest: optim.learning_rate"),
+        ("optimizer.momentum=0.8", r"there is no setting optimizer.momentum; nearest: optim.momentum"),
+        ("learning_rate=1", r"there is no setting learning_rate; nearest: optim.learning_rate"),
+        ("batch.size=3", r"there is no setting batch.size; nearest: "),
+        ("optim=3", r"optim=3: optim is a section of optim.name, optim.learning_rate, .*; give one of them"),
+        ("seed.x=3", r"'seed.x=3': seed is not a section; nearest: seed"),
+        ("batch.global", r"'batch.global' is not an override; expected section.key=value"),
+        # A wrong type.
+        ("optim.learning_rate=fast", r"optim.learning_rate='fast': expected float, got str; for example .*=0.2"),
+        ("batch.global=64.5", r"batch.global=64.5: expected int, got float; nearest: batch.global=64"),
+        ("optim.nesterov=1", r"optim.nesterov=1: expected bool, got int; for example optim.nesterov=true"),
+        # A wrong value.
+        ("optim.learning_rate=-1", r"optim.learning_rate=-1: expected float > 0.0; for example"),
+        ("optim.momentum=-0.5", r"optim.momentum=-0.5: expected float >= 0.0; nearest: optim.momentum=0"),
+        ("train.target_top1=90", r"train.target_top1=90: expected float <= 1.0; nearest: train.target_top1=1"),
+        ("batch.micro=0", r"batch.micro=0: expected int >= 1; nearest: batch.micro=1"),
+        (
+            "batch.global=250",
+            r"batch.global=250 is not a whole number of microbatches of 64; nearest: batch.global=256",
+        ),
+        ("optim.name=sdg", r"optim.name='sdg' is not one of sgd; nearest: optim.name=sgd"),
+        ("precision.name=fp23", r"precision.name='fp23' is not one of .*nearest: precision.name=fp32"),
+        ("schedule.decay=polly", r"nearest: schedule.decay=poly"),
+        ("model.name=small_resent", r"nearest: model.name=small_resnet"),
+        ("schedule.warmup_epochs=20", r"schedule.warmup_epochs=20 leaves nothing of train.epochs=16; nearest"),
+        ("model.options=3", r"model.options=3: expected object, got int"),
+    ],
+)
+def test_a_wrong_word_is_one_line_with_the_value_the_rule_and_the_remedy(word: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as refusal:
+        load_config("fashion", [word])
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_missing_setting_is_named_with_an_example(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(MINIMAL.replace("global = 8", ""))
+    with pytest.raises(UserError, match=r"^batch.global is not set, and has no default; for example batch.global=256$"):
+        load_config(str(path))
+    path.write_text(MINIMAL.replace("[train]\nepochs = 1", ""))
+    with pytest.raises(UserError, match=r"^train is not set"):
+        load_config(str(path))
+
+
+def test_an_unreadable_recipe_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"recipe 'fashon' is neither a name .*nearest: fashion"):
+        load_config("fashon")
+    (tmp_path / "broken.toml").write_text("[model\n")
+    with pytest.raises(UserError, match=r"broken.toml is not TOML: .*line 1"):
+        load_config(str(tmp_path / "broken.toml"))
+    with pytest.raises(UserError, match=r"Is a directory"):
+        load_config(str(tmp_path))
+
+
+def test_settings_cannot_be_changed_after_they_were_checked() -> None:
+    config = load_config("fashion")
+    with pytest.raises(AttributeError):
+        config.seed = 3  # type: ignore[misc]
+    assert msgspec.structs.replace(config, seed=3) == msgspec.convert(
+        msgspec.to_builtins(config) | {"seed": 3}, RunConfig
+    )

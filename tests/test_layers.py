@@ -1,0 +1,60 @@
+"""Imports point down only."""
+
+import ast
+from pathlib import Path
+
+import megabatch
+
+PACKAGE = Path(megabatch.__file__).parent
+# Highest first; the members of one layer do not import each other.
+LAYERS = [
+    {"__main__"},
+    {"cli"},
+    {"train"},
+    {"config"},
+    {"simulate", "report"},
+    {"comm", "precision", "optim", "models", "data"},
+    {"planning"},
+    {"errors", "recipes", ""},
+]
+LEVEL = {part: -depth for depth, layer in enumerate(LAYERS) for part in layer}
+
+
+def part_of(module: str) -> str:
+    return (module.split(".") + [""])[1]
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide the layer"
+            found.add(str(node.module))
+            if node.module == "megabatch":
+                found |= {f"megabatch.{alias.name}" for alias in node.names if alias.name in LEVEL}
+    return found
+
+
+def test_imports_point_down_and_siblings_do_not_know_each_other() -> None:
+    wrong = []
+    files = sorted(PACKAGE.rglob("*.py"))
+    assert len(files) > 20
+    for path in files:
+        own = part_of(".".join(["megabatch", *path.relative_to(PACKAGE).with_suffix("").parts]))
+        own = "" if own == "__init__" else own
+        for module in imports(path):
+            if module.split(".")[0] == "megabatch" and (other := part_of(module)) != own:
+                if LEVEL[other] >= LEVEL[own]:
+                    wrong.append(f"{path.relative_to(PACKAGE)} imports {module}")
+    assert not wrong
+
+
+def test_only_comm_uses_torch_distributed() -> None:
+    users = {
+        path.relative_to(PACKAGE).parts[0]
+        for path in PACKAGE.rglob("*.py")
+        if any(module.startswith("torch.distributed") for module in imports(path))
+    }
+    assert users == {"comm"}

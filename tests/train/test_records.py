@@ -1,0 +1,34 @@
+import pytest
+
+from megabatch.train.records import EvaluationRecord, StepRecord, Tally
+
+
+def step(number: int, images_per_s: float = 100.0) -> StepRecord:
+    return StepRecord(step=number, epoch=number / 2, loss=1.0, lr=0.1, images_per_s=images_per_s)
+
+
+def evaluation(number: int, top1: float) -> EvaluationRecord:
+    return EvaluationRecord(
+        step=number, epoch=1, top1=top1, top5=0.9, test_loss=0.5, class_top1=[top1], samples_evaluated=20
+    )
+
+
+def test_the_summary_adds_the_records_up() -> None:
+    tally = Tally(global_batch=50, target_top1=0.5)
+    tally.add(step(1, images_per_s=100.0), wall_s=1)
+    tally.add(evaluation(1, 0.4), wall_s=2)
+    tally.add(step(2, images_per_s=50.0), wall_s=3)
+    tally.add(evaluation(2, 0.6), wall_s=4)
+    tally.add(evaluation(2, 0.55), wall_s=5)
+    summary = tally.summary("finished", wall_s=6)
+    assert (summary.top1, summary.best_top1, summary.top5, summary.samples_evaluated) == (0.55, 0.6, 0.9, 20)
+    assert (summary.steps, summary.wall_s, summary.status) == (2, 6, "finished")
+    assert summary.images_per_s == pytest.approx(100 / 1.5)
+    assert summary.time_to_target_s == 4  # the first that reached it, not the last
+
+
+def test_a_run_without_target_or_evaluation_says_so_with_null() -> None:
+    tally = Tally(global_batch=50, target_top1=None)
+    assert tally.summary("failed", 0.1).images_per_s is None
+    tally.add(evaluation(1, 1.0), wall_s=2)
+    assert tally.summary("stopped", 3).time_to_target_s is None
