@@ -21,7 +21,7 @@ LEVEL = {part: -depth for depth, layer in enumerate(LAYERS) for part in layer}
 
 
 def part_of(module: str) -> str:
-    return (module.split(".") + [""])[1]
+    return [*module.split("."), ""][1]
 
 
 def imports(path: Path) -> set[str]:
@@ -45,9 +45,9 @@ def test_imports_point_down_and_siblings_do_not_know_each_other() -> None:
         own = part_of(".".join(["megabatch", *path.relative_to(PACKAGE).with_suffix("").parts]))
         own = "" if own == "__init__" else own
         for module in imports(path):
-            if module.split(".")[0] == "megabatch" and (other := part_of(module)) != own:
-                if LEVEL[other] >= LEVEL[own]:
-                    wrong.append(f"{path.relative_to(PACKAGE)} imports {module}")
+            is_ours = module.split(".")[0] == "megabatch" and part_of(module) != own
+            if is_ours and LEVEL[part_of(module)] >= LEVEL[own]:
+                wrong.append(f"{path.relative_to(PACKAGE)} imports {module}")
     assert not wrong
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from megabatch.data.sources import ArrayImages, DataSettings, DataSet, SyntheticSettings, load_data_set
+from megabatch.data.sources import ArrayImages, DataSet, DataSettings, SyntheticSettings, load_data_set
 from megabatch.errors import UserError
 from tools.embed_fashion import FASHION_MNIST, subset
 

@@ -41,7 +41,7 @@ def test_a_hang_a_failure_and_a_death_are_named_and_do_not_spoil_the_next_test(r
     last = min(2, ranks.size) - 1
     with pytest.raises(RanksFailed, match=rf"hang_on_last: no answer from ranks \[{last}\]"):
         ranks.run(hang_on_last, num_ranks=last + 1, timeout_s=2)
-    with pytest.raises(RanksFailed, match="rank 0:(.|\n)*the first rank is unwell"):
+    with pytest.raises(RanksFailed, match=r"rank 0:(.|\n)*the first rank is unwell"):
         ranks.run(fail_on_first, num_ranks=last + 1)
     with pytest.raises(RanksFailed, match="rank 0:\nits process ended without a word"):
         ranks.run(die_on_first, num_ranks=last + 1)

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from megabatch.data.batches import Normalise, TrainingImages
 from megabatch.data.philox import dropout_seed
@@ -65,14 +64,13 @@ def plain_losses() -> list[float]:
     normalise = Normalise(data.train, torch.device("cpu"), torch.float64)
     learning_rate = plan_learning_rate(config, plan)
     model = make_model(config, data).double()
-    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
     decays = {
         name: config.optim.weight_decay if parameter.ndim > 1 else 0.0 for name, parameter in model.named_parameters()
     }
     velocity = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
     losses = []
     for step in range(plan.num_steps):
-        loss, batch_means = torch.zeros((), dtype=torch.float64), []
+        loss = torch.zeros((), dtype=torch.float64)
         for index in range(8):
             pixels, labels = images.microbatch(step, index)
             torch.manual_seed(dropout_seed(config.seed, step, index))

@@ -68,12 +68,13 @@ def run_rank(config: "RunConfig", recipe: str, place: "Place") -> int:
     try:
         return run(config, recipe_name(recipe), place)
     except UserError as error:
-        report_failure(str(error))
+        code = 2
+        report_failure(code, str(error))
         if not was_launched():
             raise
-        return 2
     except Exception as error:
-        report_failure(f"{type(error).__name__}: {error}", traceback.format_exc())
+        code = 1
+        report_failure(code, f"{type(error).__name__}: {error}", traceback.format_exc())
         if not was_launched():
             raise
-        return 1
+    return code

@@ -8,11 +8,14 @@ from torch.nn.parallel import DistributedDataParallel
 from megabatch.comm.world import World
 
 
-def sum_bucket(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def sum_bucket(
+    group: dist.ProcessGroup | None,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
     """DDP would average.  Our losses are divided by the global batch already, so the gradient is the plain sum."""
-    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-    assert work is not None
-    return work.get_future().then(lambda future: future.value()[0])
+    future: torch.futures.Future[list[torch.Tensor]]
+    future = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
+    return future.then(lambda done: done.value()[0])
 
 
 def distribute(model: nn.Module, world: World) -> DistributedDataParallel:

@@ -12,8 +12,9 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -48,26 +49,36 @@ def launch(arguments: Sequence[str], num_ranks: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_ranks)))
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here: no look-up of the host's name
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
-        run_id=f"megabatch-{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
-        max_restarts=0,
-    )
+    quieten("torch.distributed")
     try:
-        elastic_launch(config, sys.executable)("-m", "megabatch", *arguments)
+        with TemporaryDirectory(prefix="megabatch-") as errors:
+            config = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=num_ranks,
+                run_id=f"megabatch-{os.getpid()}",
+                rdzv_backend="c10d",
+                rdzv_endpoint="localhost:0",
+                local_addr="localhost",
+                max_restarts=0,
+                logs_specs=DefaultLogsSpecs(log_dir=errors),
+            )
+            elastic_launch(config, sys.executable)("-m", "megabatch", *arguments)
     except SignalException as stop:
         raise Stopped(stop.sigval) from None
     except ChildFailedError as failed:
         # A rank without a file was killed, and is the cause of whatever the others say.
         rank, failure = min(failed.failures.items(), key=lambda item: item[1].error_file_data.get("time_ns", 0))
-        trace = failure.error_file_data.get("trace", "")
-        raise RankFailed(rank, failure.exitcode, failure.message, trace) from None
+        # A rank that has reported may be ended by torchelastic before it could exit by itself.
+        exit_code = failure.error_file_data.get("exit_code", failure.exitcode)
+        raise RankFailed(rank, exit_code, failure.message, failure.error_file_data.get("trace", "")) from None
+
+
+def quieten(package: str) -> None:
+    """Each of torchelastic's loggers has a level of its own; what they would say, we say in one line."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(package):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def was_launched() -> bool:
@@ -84,9 +95,10 @@ def die_with_launcher() -> None:
         os._exit(1)
 
 
-def report_failure(message: str, trace: str = "") -> None:
+def report_failure(exit_code: int, message: str, trace: str = "") -> None:
     """Leaves the line for the launcher, where and as torchelastic looks for it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        content = {"message": message, "timestamp": int(time.time()), "time_ns": time.time_ns(), "trace": trace}
-        Path(path).write_text(json.dumps(content))
+        now_ns = time.time_ns()
+        for_torch = {"message": message, "timestamp": now_ns // 10**9}
+        Path(path).write_text(json.dumps(for_torch | {"time_ns": now_ns, "exit_code": exit_code, "trace": trace}))

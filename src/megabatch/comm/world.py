@@ -56,13 +56,12 @@ class World:
 
     def start_sum(self, tensor: torch.Tensor) -> Callable[[], object]:
         """Starts `sum` in the background.  Call what it returns, to wait, before reading the tensor."""
-        work = dist.all_reduce(tensor, async_op=True)
-        assert work is not None
-        return work.wait
+        wait: Callable[[], object] = dist.all_reduce(tensor, async_op=True).wait
+        return wait
 
 
 @contextmanager
-def connect(place: Place, device_type: str, store: dist.Store | None = None) -> Iterator[World]:
+def connect(place: Place, device_type: str, store: "dist.Store | None" = None) -> Iterator[World]:  # type: ignore[name-defined]
     """Joins the ranks, and leaves them at the end.  Without a `store`, torchrun's variables say where they meet."""
     device = torch.device(device_type, place.local_rank) if device_type == "cuda" else torch.device(device_type)
     if device.type == "cuda":

@@ -4,7 +4,7 @@ There is no state: the words drawn for (seed, stream, a, b) are the same on ever
 resume.  Streams keep uses apart, so that a sample's crop says nothing about its place in the order.
 """
 
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -12,14 +12,14 @@ from numpy.typing import ArrayLike, NDArray
 ORDER, AUGMENT, DROPOUT, SYNTHETIC = range(4)
 
 Words = NDArray[np.uint64]  # each holds 32 random bits
-Lane = TypeVar("Lane", int, Words)
+Quadruple = tuple[Any, Any, Any, Any]  # of Words, or of ints
 
 LOW = 0xFFFFFFFF
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 WEYL = 0x9E3779B9, 0xBB67AE85
 
 
-def philox(counter: tuple[Lane, Lane, Lane, Lane], key: tuple[int, int]) -> tuple[Lane, Lane, Lane, Lane]:
+def philox(counter: Quadruple, key: tuple[int, int]) -> Quadruple:
     """Ten rounds over 32-bit words: Python's ints, or arrays of 64-bit lanes, in which no product overflows."""
     a, b, c, d = counter
     left, right = key
@@ -50,4 +50,4 @@ def draw_below(limit: int, words: Words) -> NDArray[np.int64]:
 def dropout_seed(seed: int, step: int, microbatch: int) -> int:
     """What torch's generator is seeded with before the forward pass of a microbatch."""
     high, low, *_ = philox((step, 0, microbatch, DROPOUT), (seed & LOW, seed >> 32))
-    return high << 32 | low
+    return int(high << 32 | low)

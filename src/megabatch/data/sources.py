@@ -146,6 +146,8 @@ NAMED_SOURCES: dict[str, Callable[[DataSettings], DataSet]] = {
 
 def read_npz(path: Path) -> Arrays:
     """train_images, train_labels, test_images, test_labels and, if it is there, class_names."""
+    if not path.is_file():
+        raise UserError(f"{path} does not exist; data.source names an .npz file, a folder of IDX files, or a known set")
     try:
         with np.load(path, allow_pickle=False) as archive:
             missing = [name for name in ARRAYS if name not in archive]

@@ -30,7 +30,8 @@ def never() -> bool:
 def assemble(config: RunConfig, data: DataSet, world: World, stop_requested: Callable[[], bool] = never) -> Training:
     plan = plan_run(config, data, world.num_ranks)
     dtype = config.precision.dtype
-    model = make_model(config, data).to(world.device, dtype, memory_format=torch.channels_last)
+    model = make_model(config, data).to(world.device, dtype)
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     statistics = RunningStatistics(model, plan.accumulation)
     normalise = Normalise(data.train, world.device, dtype)
     return Training(

@@ -64,7 +64,7 @@ def num_bytes(tensors: list[torch.Tensor]) -> int:
 
 def activation_bytes(config: RunConfig, model: nn.Module, image_shape: tuple[int, ...]) -> int:
     """Runs one microbatch forward on the meta device, which computes shapes only, and adds up what autograd keeps."""
-    model = model.to("meta", memory_format=torch.channels_last)
+    model = model.to("meta")
     owned = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     kept: dict[int, torch.UntypedStorage] = {}  # by storage: a tensor kept twice takes its bytes once
 

@@ -11,7 +11,7 @@ from megabatch.config import RunConfig
 from megabatch.data.sources import load_data_set
 from megabatch.train.assemble import assemble
 from megabatch.train.folder import RunFolder
-from megabatch.train.records import Record, Tally
+from megabatch.train.records import Record, Status, Tally
 from megabatch.train.screen import Screen
 from megabatch.train.trainer import Training, train
 
@@ -70,7 +70,7 @@ def observe(config: RunConfig, recipe: str, training: Training, world: World) ->
         except BaseException:
             folder.finish(tally.summary("failed", time.perf_counter() - started_s))
             raise
-        status = "finished" if tally.steps == training.plan.num_steps else "stopped"
+        status: Status = "finished" if tally.steps == training.plan.num_steps else "stopped"
         summary = tally.summary(status, time.perf_counter() - started_s)
         folder.finish(summary)
         screen.finish(summary)

@@ -1,0 +1,94 @@
+"""The commands that start nothing."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megabatch.cli import app
+from megabatch.cli.show import draw_curve
+from megabatch.config import recipe_names
+
+
+@pytest.fixture(autouse=True)
+def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+def output(*words: str) -> str:
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.output
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "megabatch", *words], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["bench", "train", "--help"], ["--version"]])
+def test_help_does_not_import_torch(words: list[str]) -> None:
+    code = (
+        "import sys; from megabatch.cli import app\n"
+        f"try: app({words!r}, prog_name='megabatch')\n"
+        "finally: assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert "megabatch" in result.stdout
+
+
+def test_help_names_every_command() -> None:
+    text = output("--help")
+    assert all(command in text for command in ("train", "show", "recipes", "bench"))
+
+
+def test_recipes_lists_them_all() -> None:
+    text = output("recipes")
+    assert recipe_names()
+    assert all(name in text for name in recipe_names())
+
+
+@pytest.mark.parametrize("command", [["show"], ["train", "--dry-run"]])
+def test_show_and_dry_run_print_what_would_be_run(command: list[str], tmp_path: Path) -> None:
+    text = output(*command, "fashion", "optim.weight_decay=0.0025", "--ranks", "4")
+    assert "weight_decay = 0.0025" in text
+    assert "global 256 = micro 64 x accumulation 1 x ranks 4" in text
+    assert "625 steps = floor(16 epochs x 10,000 samples / 256)" in text
+    assert "█" in text and "peak 0.2" in text
+    rows = [line.split() for line in text.splitlines()]
+    assert ["weights", "0.0025", "10", "120,592"] in rows
+    assert ["biases", "0", "1", "10"] in rows
+    assert ["normalisation", "0", "18", "672"] in rows
+    assert "485,096 bytes to all-reduce a step" in text  # 4 x 121,274
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["fashion", "optim.lerning_rate=1"], "nearest: optim.learning_rate"),
+        (["fashion", "batch.global=320", "--ranks", "2"], "nearest: batch.global=256 or --ranks 1"),
+        (["fashion", "--ranks", "0"], "nearest: --ranks 1"),
+        (["fashon"], "nearest: fashion"),
+        (["fashion", "run.device=gpu"], "run.device='gpu' is not one of auto, cpu, cuda"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "show"])
+def test_a_wrong_word_is_one_line_and_exit_code_2_and_leaves_nothing(
+    command: str, words: list[str], message: str, tmp_path: Path
+) -> None:
+    result = run(command, *words)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1 and message in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_curve_is_as_high_as_it_says() -> None:
+    rows = draw_curve(lambda step: float(step + 1), num_steps=12, width=6, height=3).splitlines()
+    assert [row.partition("│")[2] for row in rows[:3]] == ["    ▄█", "  ▂███", "▂▆████"]
+    assert rows[0].startswith("       12 ")
+    assert rows[-1].strip() == "first 1, peak 12, last 12"

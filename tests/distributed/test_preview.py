@@ -1,0 +1,49 @@
+import torch
+
+from megabatch.comm.world import World
+from megabatch.data.sources import load_data_set
+from megabatch.train.assemble import assemble
+from megabatch.train.preview import default_ranks, num_bytes, preview
+from megabatch.train.trainer import train
+from tests.distributed.runs import small_run
+from tests.ranks import RankPool
+
+
+def bytes_in_use(world: World, *overrides: str) -> list[int]:
+    """Weights, gradients, optimizer state and kept activations of a real step of one microbatch."""
+    config = small_run(*overrides)
+    training = assemble(config, load_data_set(config.data), world)
+    model = training.model.module
+    tensors = [*model.parameters(), *model.buffers()]
+    owned = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    kept = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in owned:
+            kept[storage.data_ptr()] = storage  # held, so that no address is used twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        next(train(training))
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    state = [tensor for values in training.optimizer.state.values() for tensor in values.values() if tensor is not None]
+    kept_bytes = sum(storage.nbytes() for storage in kept.values())
+    return [num_bytes(tensors), num_bytes(gradients), num_bytes(state), kept_bytes]
+
+
+def test_the_expected_memory_is_what_a_step_takes(ranks: RankPool) -> None:
+    for overrides in (
+        ["batch.global=4"],
+        ["batch.global=4", "precision.name=fp32", "model.name=small_resnet"],
+        ["batch.global=4", "optim.momentum=0", "optim.nesterov=false"],
+    ):
+        memory = preview(small_run(*overrides), 1).memory
+        expected = [memory.weights, memory.gradients, memory.optimizer, memory.activations]
+        assert ranks.run(bytes_in_use, *overrides, num_ranks=1)[0] == expected
+        assert memory.total == sum(expected)
+
+
+def test_by_default_there_is_a_rank_for_every_core_that_divides_the_microbatches() -> None:
+    batch = small_run().batch
+    assert batch.num_microbatches % default_ranks(batch, "cpu") == 0
