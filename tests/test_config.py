@@ -3,7 +3,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megabatch.config import RunConfig, load_config, recipe_names
+from megabatch.config import FIELDS, RunConfig, load_config, recipe_names
 from megabatch.errors import UserError
 
 MINIMAL = """
@@ -93,7 +93,7 @@ def test_a_users_recipe_needs_only_what_has_no_default(tmp_path: Path) -> None:
         ("precision.name=fp23", r"precision.name='fp23' is not one of .*nearest: precision.name=fp32"),
         ("schedule.decay=polly", r"nearest: schedule.decay=poly"),
         ("model.name=small_resent", r"nearest: model.name=small_resnet"),
-        ("schedule.warmup_epochs=20", r"schedule.warmup_epochs=20 leaves nothing of train.epochs=16; nearest"),
+        ("schedule.warmup_epochs=20", r"schedule.warmup_epochs=20 leaves nothing of train.epochs=12; nearest"),
         ("model.options=3", r"model.options=3: expected object, got int"),
     ],
 )
@@ -130,3 +130,9 @@ def test_settings_cannot_be_changed_after_they_were_checked() -> None:
     assert msgspec.structs.replace(config, seed=3) == msgspec.convert(
         msgspec.to_builtins(config) | {"seed": 3}, RunConfig
     )
+
+
+def test_every_setting_is_documented() -> None:
+    text = (Path(__file__).parents[1] / "docs/recipes.md").read_text()
+    assert len(FIELDS) > 20
+    assert not [key for key in FIELDS if f"`{key}`" not in text]

@@ -56,7 +56,7 @@ def test_show_and_dry_run_print_what_would_be_run(command: list[str], tmp_path: 
     text = output(*command, "fashion", "optim.weight_decay=0.0025", "--ranks", "4")
     assert "weight_decay = 0.0025" in text
     assert "global 256 = micro 64 x accumulation 1 x ranks 4" in text
-    assert "625 steps = floor(16 epochs x 10,000 samples / 256)" in text
+    assert "468 steps = floor(12 epochs x 10,000 samples / 256)" in text
     assert "█" in text and "peak 0.2" in text
     rows = [line.split() for line in text.splitlines()]
     assert ["weights", "0.0025", "10", "120,592"] in rows

@@ -91,3 +91,12 @@ def plain_losses() -> list[float]:
 def test_the_run_is_that_of_a_plain_loop(ranks: RankPool) -> None:
     ours = ranks.run(train_small, "optim.clip_norm=1.5", num_ranks=min(2, ranks.size))[0]["losses"]
     np.testing.assert_allclose(ours, plain_losses(), rtol=0, atol=1e-9)
+
+
+def test_for_one_number_of_ranks_a_run_repeats_itself_to_the_bit(ranks: RankPool) -> None:
+    overrides = ("precision.name=fp32", "batch.global=24", "train.epochs=2")
+    for num_ranks in (1, 2, 3):
+        if num_ranks <= ranks.size:
+            first, again = (ranks.run(train_small, *overrides, num_ranks=num_ranks)[0] for _ in range(2))
+            assert first["losses"] == again["losses"] and len(first["losses"]) == 16
+            assert all(np.array_equal(first["state"][key], again["state"][key]) for key in first["state"])

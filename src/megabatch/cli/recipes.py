@@ -4,23 +4,17 @@
 def recipes() -> None:
     """List the recipes that come with megabatch."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.padding import Padding
 
     from megabatch.config import load_config, recipe_names
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column, justify in (("recipe", "left"), ("model", "left"), ("data", "left"), ("batch", "right")):
-        table.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    table.add_column("epochs", justify="right")
-    table.add_column("about")
+    console = Console(highlight=False)
+    indent = 2 + max(map(len, recipe_names()))
     for name in recipe_names():
         config = load_config(name)
-        table.add_row(
-            name,
-            config.model.name,
-            config.data.source,
-            f"{config.batch.global_batch:,}",
-            f"{config.train.epochs:g}",
-            config.about,
+        console.print(
+            f"[bold]{name:<{indent}}[/bold]{config.model.name} on {config.data.source}, "
+            f"batch {config.batch.global_batch:,}, {config.train.epochs:g} epochs"
         )
-    Console().print(table)
+        console.print(Padding(config.about, (0, 0, 0, indent)))
+    console.print("\nmegabatch show RECIPE prints a recipe in full; megabatch train RECIPE section.key=value changes it.")
