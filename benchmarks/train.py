@@ -33,12 +33,13 @@ STEPS_A_BLOCK = 4
 NOT_EVALUATED = Evaluation(top1=0.0, top5=0.0, test_loss=0.0, class_top1=[], samples_evaluated=0)
 
 
-def run_rank(place: Place, device: str, rounds: int, json_file: Path | None) -> None:
-    """One rank of the bench; rank 0 reports."""
+def run_rank(place: Place, device: str, rounds: int, json_file: Path | None) -> int:
+    """One rank of the bench; rank 0 reports.  Returns the exit code."""
     with connect(place, choose_device(device)) as world:
         rows = [measure(model, world, rounds) for model in MODELS]
     if place.rank == 0:
         report(rows, json_file)
+    return 0
 
 
 def measure(model_name: str, world: World, rounds: int) -> dict[str, Any]:

@@ -1,9 +1,11 @@
+import pytest
 import torch
 
 from megabatch.comm.world import World
 from megabatch.data.sources import load_data_set
+from megabatch.errors import UserError
 from megabatch.train.assemble import assemble
-from megabatch.train.preview import default_ranks, num_bytes, preview
+from megabatch.train.preview import choose_ranks, num_bytes, preview
 from megabatch.train.trainer import train
 from tests.distributed.runs import small_run
 from tests.ranks import RankPool
@@ -44,6 +46,13 @@ def test_the_expected_memory_is_what_a_step_takes(ranks: RankPool) -> None:
         assert memory.total == sum(expected)
 
 
-def test_by_default_there_is_a_rank_for_every_core_that_divides_the_microbatches() -> None:
-    batch = small_run().batch
-    assert batch.num_microbatches % default_ranks(batch, "cpu") == 0
+def test_by_default_ranks_are_as_many_as_cores_as_far_as_they_divide_the_microbatches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = small_run("batch.global=24", "run.device=cpu")  # six microbatches
+    for cores, expected in ((1, 1), (2, 2), (5, 3), (8, 6), (64, 6)):
+        monkeypatch.setattr("megabatch.train.preview.num_cores", lambda cores=cores: cores)
+        assert choose_ranks(config, None) == expected
+    assert choose_ranks(config, 2) == 2
+    with pytest.raises(UserError, match="cannot share evenly"):
+        choose_ranks(config, 4)

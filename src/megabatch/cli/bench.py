@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from megabatch.cli.ranks import be_a_rank, start_ranks
 from megabatch.errors import UserError
 
 app = typer.Typer(help="Measure megabatch beside its peers, in the same run.", no_args_is_help=True)
@@ -32,15 +33,14 @@ def train(
     device: Device = "auto",
 ) -> None:
     """Our trainer against stock DistributedDataParallel, in images per second."""
-    from megabatch.comm.launch import launch
     from megabatch.comm.world import discover
 
     bench = load_bench("train")
     place = discover()
     if place:
-        bench.run_rank(place, device, rounds, json)
+        be_a_rank(lambda: bench.run_rank(place, device, rounds, json))
     else:
-        launch(sys.argv[1:], ranks)
+        start_ranks(sys.argv[1:], ranks)
 
 
 def load_bench(name: str) -> Any:

@@ -17,4 +17,6 @@ def recipes() -> None:
             f"batch {config.batch.global_batch:,}, {config.train.epochs:g} epochs"
         )
         console.print(Padding(config.about, (0, 0, 0, indent)))
-    console.print("\nmegabatch show RECIPE prints a recipe in full; megabatch train RECIPE section.key=value changes it.")
+    console.print(
+        "\nmegabatch show RECIPE prints a recipe in full; megabatch train RECIPE section.key=value changes it."
+    )

@@ -13,14 +13,11 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 
 def show(words: Words = None, ranks: Ranks = None) -> None:
     """Show what a recipe resolves to: settings, batch arithmetic, learning rates, parameter groups, memory."""
-    from megabatch.comm.world import choose_device
     from megabatch.config import load_config
-    from megabatch.train.preview import default_ranks
+    from megabatch.train.preview import choose_ranks
 
-    recipe, overrides = split_words(words)
-    config = load_config(recipe, overrides)
-    device = choose_device(config.run.device)
-    print_preview(config, default_ranks(config.batch, device) if ranks is None else ranks)
+    config = load_config(*split_words(words))
+    print_preview(config, choose_ranks(config, ranks))
 
 
 def print_preview(config: "RunConfig", num_ranks: int) -> None:

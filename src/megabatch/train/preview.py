@@ -8,11 +8,12 @@ from msgspec import Struct
 from torch import nn
 
 from megabatch.comm.launch import num_cores
+from megabatch.comm.world import choose_device
 from megabatch.config import RunConfig
 from megabatch.data.sources import load_data_set
 from megabatch.models.loss import summed_loss
 from megabatch.optim.groups import parameter_groups
-from megabatch.planning.batch import BatchSettings, StepPlan, most_ranks
+from megabatch.planning.batch import StepPlan, check_ranks, most_ranks
 from megabatch.train.assemble import make_model, plan_learning_rate, plan_run
 
 
@@ -36,10 +37,13 @@ class Preview(Struct, frozen=True, kw_only=True):
     memory: Memory
 
 
-def default_ranks(batch: BatchSettings, device_type: str) -> int:
-    """One per GPU, on CPU one per core, as far as they share the microbatches evenly."""
-    available = torch.cuda.device_count() if device_type == "cuda" else num_cores()
-    return most_ranks(batch, available)
+def choose_ranks(config: RunConfig, wanted: int | None) -> int:
+    """The ranks that were asked for, or one per GPU, on CPU one per core, as far as they divide the microbatches."""
+    device_type = choose_device(config.run.device)
+    if wanted is not None:
+        check_ranks(config.batch, wanted)
+        return wanted
+    return most_ranks(config.batch, torch.cuda.device_count() if device_type == "cuda" else num_cores())
 
 
 def preview(config: RunConfig, num_ranks: int) -> Preview:

@@ -7,6 +7,7 @@ from typing import Self
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megabatch import __version__
@@ -39,7 +40,7 @@ class Screen:
         self.say("folder", str(folder))
 
     def say(self, name: str, text: str) -> None:
-        self.console.print(f"[bold]{name:<9}[/bold] {text}")
+        self.console.print(f"[bold]{name:<9}[/bold] {escape(text)}")
 
     def show(self, record: Record) -> None:
         if isinstance(record, EvaluationRecord):
