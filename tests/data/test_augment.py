@@ -19,20 +19,20 @@ def plain(image: np.ndarray, seed: int, epoch: int, sample: int, padding: int, f
 
 def test_every_image_is_cropped_and_flipped_as_its_own_counter_says() -> None:
     for padding, flip in ((0, False), (2, False), (0, True), (3, True)):
-        got = augment(IMAGES, 5, EPOCHS, SAMPLES, padding, flip).numpy()
+        got = augment(IMAGES.clone(), 5, EPOCHS, SAMPLES, padding, flip).numpy()
         for image, result, sample in zip(IMAGES.numpy(), got, SAMPLES, strict=True):
             assert np.array_equal(result, plain(image, 5, 2, int(sample), padding, flip))
 
 
 def test_neighbours_in_the_batch_do_not_matter() -> None:
-    whole = augment(IMAGES, 5, EPOCHS, SAMPLES, 2, True)
+    whole = augment(IMAGES.clone(), 5, EPOCHS, SAMPLES, 2, True)
     order = np.random.default_rng(0).permutation(40)[:7]
     part = augment(IMAGES[order], 5, EPOCHS[order], SAMPLES[order], 2, True)
     assert torch.equal(part, whole[order])
 
 
 def test_another_epoch_sees_other_crops() -> None:
-    first, second = (augment(IMAGES, 5, np.full(40, epoch), SAMPLES, 2, True) for epoch in (0, 1))
+    first, second = (augment(IMAGES.clone(), 5, np.full(40, epoch), SAMPLES, 2, True) for epoch in (0, 1))
     assert (first != second).flatten(1).any(1).sum() > 30
 
 

@@ -10,7 +10,7 @@ from megabatch.data.philox import AUGMENT, draw, draw_below
 def augment(
     images: torch.Tensor, seed: int, epochs: Samples, samples: Samples, crop_padding: int, flip: bool
 ) -> torch.Tensor:
-    """uint8 images [B, C, H, W] -> the same shape: padded with zeros, cropped back at random, flipped at random."""
+    """uint8 images [B, C, H, W], padded with zeros, cropped back at random, flipped at random.  May work in place."""
     down, right, mirrored, _ = draw(seed, AUGMENT, samples, epochs)
     if crop_padding:
         *_, height, width = images.shape
@@ -20,5 +20,5 @@ def augment(
         images = windows[torch.arange(len(images)), :, rows, columns]
     if flip:
         chosen = torch.from_numpy(draw_below(2, mirrored) == 1)
-        images = torch.where(chosen[:, None, None, None], images.flip(3), images)
+        images[chosen] = images[chosen].flip(3)
     return images

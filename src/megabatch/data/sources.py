@@ -55,7 +55,7 @@ class ImageSet(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, samples: Samples) -> torch.Tensor:
-        """uint8 [B, C, H, W]"""
+        """uint8 [B, C, H, W], a copy that the caller may change."""
         ...
 
 
