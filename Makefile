@@ -21,7 +21,7 @@ bench: .venv/installed-dev
 	$(BIN)/megabatch bench train --json bench-train.json
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist bench-*.json
 
 .venv/installed: $(SPECIFIED)
 	$(PYTHON) -m venv .venv

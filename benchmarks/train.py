@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from benchmarks.report import report
 from benchmarks.stock_ddp import train_stock
-from megabatch.comm.world import Place, World, choose_device, connect
+from megabatch.comm.discover import Place
+from megabatch.comm.world import World, choose_device, connect
 from megabatch.config import load_config
 from megabatch.data.sources import ArrayImages, DataSet, load_data_set
 from megabatch.train.assemble import assemble, make_model
@@ -45,7 +46,8 @@ def run_rank(place: Place, device: str, rounds: int, json_file: Path | None) -> 
 def measure(model_name: str, world: World, rounds: int) -> dict[str, Any]:
     config = load_config("fashion", [f"model.name={model_name}", "train.epochs=1000"])
     data = load_data_set(config.data)
-    with tempfile.TemporaryDirectory() as folder, RunFolder(Path(folder), config) as run_folder:
+    with tempfile.TemporaryDirectory() as folder, RunFolder(Path(folder)) as run_folder:
+        run_folder.begin(config, 0)
         arms = {"ours": our_steps(config, data, world, run_folder), "stock_ddp": stock_steps(config, data, world)}
         for take_step in arms.values():  # DDP settles its buckets, caches warm up
             time_block(take_step, STEPS_A_BLOCK)

@@ -38,9 +38,14 @@ class RankPool:
         if not self.processes:
             self.start()
         with tempfile.TemporaryDirectory() as folder:
-            for rank, pipe in enumerate(self.pipes[:num_ranks]):
-                pipe.send((function, args, rank, num_ranks, str(Path(folder) / "store")))
-            answers = self.collect(num_ranks, timeout_s)
+            try:
+                for rank, pipe in enumerate(self.pipes[:num_ranks]):
+                    with contextlib.suppress(BrokenPipeError):  # it has ended, and `collect` says so
+                        pipe.send((function, args, rank, num_ranks, str(Path(folder) / "store")))
+                answers = self.collect(num_ranks, timeout_s)
+            except BaseException:  # pytest's own timeout, or Ctrl-C: nobody must read these answers later
+                self.close()
+                raise
         failures = {rank: text for rank, (ok, text) in answers.items() if not ok}
         silent = [rank for rank in range(num_ranks) if rank not in answers]
         if silent:
@@ -62,7 +67,7 @@ class RankPool:
                 rank = waiting.pop(pipe)  # type: ignore[index]
                 try:
                     answers[rank] = pipe.recv()  # type: ignore[union-attr]
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     answers[rank] = (False, "its process ended without a word")
                 if not answers[rank][0]:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
@@ -77,6 +82,8 @@ class RankPool:
             theirs.close()
             self.processes.append(process)
             self.pipes.append(ours)
+        for pipe in self.pipes:
+            pipe.recv()  # ready: importing torch does not count against a test's time
 
     def show_where_they_hang(self, ranks: list[int]) -> None:
         for rank in ranks:
@@ -100,16 +107,18 @@ def serve(pipe: Connection, device: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from megabatch.comm.world import Place, connect
+    from megabatch.comm.discover import Place
+    from megabatch.comm.world import connect
 
     torch.set_num_threads(1)
+    pipe.send("ready")
     while True:
         try:
             function, args, rank, num_ranks, store = pipe.recv()
         except EOFError:
             return
         try:
-            with connect(Place(rank, num_ranks, rank), device, dist.FileStore(store, num_ranks)) as world:
+            with connect(Place(rank, num_ranks, rank, num_ranks), device, dist.FileStore(store, num_ranks)) as world:
                 answer = (True, function(world, *args))
         except BaseException:
             answer = (False, traceback.format_exc())

@@ -51,6 +51,11 @@ def test_imports_point_down_and_siblings_do_not_know_each_other() -> None:
     assert not wrong
 
 
+def test_planning_is_pure() -> None:
+    used = {module.split(".")[0] for path in (PACKAGE / "planning").glob("*.py") for module in imports(path)}
+    assert used <= {"math", "typing", "msgspec", "megabatch", "itertools", "collections", "functools"}
+
+
 def test_only_comm_uses_torch_distributed() -> None:
     users = {
         path.relative_to(PACKAGE).parts[0]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megabatch.data.sources import FASHION_MNIST, read_idx_folder
+from megabatch.data.sources import FASHION_CLASSES, FASHION_MNIST, read_idx_folder
 
 PER_CLASS = {"train": 1000, "test": 200}
 OUT = Path(__file__).parents[1] / "src/megabatch/data/embedded/fashion_mnist_10k.npz"
@@ -28,7 +28,7 @@ def subset() -> dict[str, np.ndarray]:
         images, labels = full[f"{part}_images"], full[f"{part}_labels"]
         chosen = first_of_each_class(labels, per_class)
         arrays[f"{part}_images"], arrays[f"{part}_labels"] = images[chosen], labels[chosen].astype(np.uint8)
-    arrays["class_names"] = full["class_names"]
+    arrays["class_names"] = np.array(FASHION_CLASSES)
     return arrays
 
 

@@ -1,3 +1,19 @@
-"""megabatch: image classifiers trained with huge batches, as fast as the cluster can go."""
+"""megabatch: image classifiers trained with huge batches, as fast as the cluster can go.
+
+import megabatch
+summary = megabatch.fit(network, train=(images, labels), test=(images, labels), overrides=["batch.global=256"])
+"""
+
+import importlib
+from typing import Any
 
 __version__ = "0.1.0"
+
+# Looked up when they are first used, so that `megabatch --help` need not import torch.
+PUBLIC = {"fit": "megabatch.train.fit", "load_config": "megabatch.config", "UserError": "megabatch.errors"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in PUBLIC:
+        return getattr(importlib.import_module(PUBLIC[name]), name)
+    raise AttributeError(f"module 'megabatch' has no attribute {name!r}")

@@ -5,6 +5,7 @@ the code that reads it.
 """
 
 import difflib
+import math
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -33,12 +34,22 @@ class TrainSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     target_top1: Annotated[float, Meta(gt=0, le=1)] | None = None  # the accuracy whose time is reported
 
 
+class CheckpointSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """With neither `every_steps` nor `every_minutes`, as often as costs a hundredth of the time."""
+
+    every_steps: Annotated[int, Meta(ge=0)] = 0
+    every_minutes: Annotated[float, Meta(ge=0)] = 0.0
+    keep: Annotated[int, Meta(ge=1)] = 2  # the newest; the best is kept besides
+
+
 class RunSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    dir: str | None = None  # the run's folder; by default the next free runs/<recipe>-<nnn>
+    dir: str | None = None  # the run's folder; by default runs/<recipe>-<nnn>
     device: str = "auto"  # cuda where there is one, else cpu
+    threads: Annotated[int, Meta(ge=1)] | None = None  # of a rank; by default its share of the cores
 
 
 class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=False):
+    name: Annotated[str, Meta(pattern=r"^[\w.-]*$")] = ""  # of the recipe; by default that of its file
     about: str = ""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 1
     model: ModelSettings
@@ -49,14 +60,18 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, o
     loss: LossSettings = field(default_factory=LossSettings)
     precision: PrecisionSettings = field(default_factory=PrecisionSettings)
     train: TrainSettings
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     run: RunSettings = field(default_factory=RunSettings)
 
     def __post_init__(self) -> None:
         if self.schedule.warmup_epochs >= self.train.epochs:
             raise UserError(
-                f"schedule.warmup_epochs={self.schedule.warmup_epochs:g} leaves nothing of "
-                f"train.epochs={self.train.epochs:g}; nearest: schedule.warmup_epochs={self.train.epochs / 2:g}"
+                f"train.epochs={self.train.epochs:g} is no longer than schedule.warmup_epochs="
+                f"{self.schedule.warmup_epochs:g}; for example also schedule.warmup_epochs={self.train.epochs / 4:g}"
             )
+
+    def with_run(self, **changes: Any) -> "RunConfig":
+        return msgspec.structs.replace(self, run=msgspec.structs.replace(self.run, **changes))
 
     def to_toml(self) -> str:
         """The resolved recipe; what is None is left out, as TOML has no word for it."""
@@ -75,20 +90,17 @@ def recipe_names() -> list[str]:
 
 def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     """The recipe (a name or a TOML file) with `section.key=value` overrides, or UserError."""
-    settings = read_recipe(recipe)
+    settings = {"name": re.sub(r"[^\w.-]+", "-", Path(recipe).stem)} | read_recipe(recipe)
     for word in overrides:
         override(settings, word)
     check_keys(settings)
+    check_complete(settings)
     try:
         return msgspec.convert(settings, RunConfig)
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, UserError):
             raise error.__cause__ from None
         raise UserError(explain(str(error), settings)) from None
-
-
-def recipe_name(recipe: str) -> str:
-    return Path(recipe).stem
 
 
 def read_recipe(recipe: str) -> Settings:
@@ -166,6 +178,26 @@ def check_keys(settings: Settings, prefix: str = "") -> None:
             raise UserError(f"{key}={show_value(value)}: {key} is a section of {', '.join(members)}; give one of them")
 
 
+def check_complete(settings: Settings) -> None:
+    """What has no default must be there; and no number may be infinite or NaN."""
+    given = dict(flatten(settings))
+    missing = [key for key, member in FIELDS.items() if member.required and key not in given]
+    if missing:
+        raise UserError(f"{', '.join(missing)} must be set; {' '.join([example(key) for key in missing][:1])}")
+    for key, value in given.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{key}={value}: expected a finite number; {example(key)}")
+
+
+def flatten(settings: Settings, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value by its dotted name."""
+    for name, value in settings.items():
+        if isinstance(value, dict) and prefix + name not in FIELDS:
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
 def suggest(key: str) -> str:
     """The known setting that looks most like `key`: by its last word first, since a section is easily forgotten."""
     by_last_word = {known.rpartition(".")[2]: known for known in FIELDS}
@@ -178,10 +210,6 @@ def explain(error: str, settings: Settings) -> str:
     rule, _, path = error.partition(" - at `$")
     path = path.strip("`.")
     rule = rule.replace("`", "")
-    missing = re.fullmatch(r"Object missing required field (\w+)", rule)
-    if missing:
-        key = f"{path}.{missing[1]}".strip(".")
-        return f"{key} is not set, and has no default; {example(key)}"
     value: Any = settings
     for name in path.split("."):
         value = value[name] if isinstance(value, dict) else value
@@ -216,4 +244,4 @@ def show_value(value: Any) -> str:
     """As it would stand in TOML."""
     if isinstance(value, bool):
         return str(value).lower()
-    return repr(value)
+    return repr(value) if isinstance(value, int | float | str | dict | list) else str(value)

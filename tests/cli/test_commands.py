@@ -88,7 +88,7 @@ def test_a_wrong_word_is_one_line_and_exit_code_2_and_leaves_nothing(
 
 
 def test_a_curve_is_as_high_as_it_says() -> None:
-    rows = draw_curve(lambda step: float(step + 1), num_steps=12, width=6, height=3).splitlines()
+    rows = draw_curve(lambda step: float(step + 1), peak=12.0, num_steps=12, width=6, height=3).splitlines()
     assert [row.partition("│")[2] for row in rows[:3]] == ["    ▄█", "  ▂███", "▂▆████"]
     assert rows[0].startswith("       12 ")
     assert rows[-1].strip() == "first 1, peak 12, last 12"

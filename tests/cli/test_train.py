@@ -3,7 +3,9 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 
 from megabatch.config import load_config
+from megabatch.train.reevaluate import evaluate_run
 from tests.distributed.runs import SMALL_RUN
 
 LONG_RUN = [*SMALL_RUN, "train.epochs=100000"]
@@ -80,11 +83,13 @@ def test_a_run_leaves_its_rows_its_summary_and_its_recipe() -> None:
     result = train(*SMALL_RUN, "train.target_top1=0.5", "--ranks", "2")
     assert result.returncode == 0, result.stderr
     folder = "runs/fashion-001"
-    assert folder in result.stdout and "256" not in result.stdout.split("batch")[1].splitlines()[0]
+    assert folder in result.stdout and "32 = 4 micro x 4 accumulated x 2 ranks" in result.stdout
+    assert "200 + 37 images of 12x12x3, 6 classes" in result.stdout
     steps = [row for row in rows(folder) if "lr" in row]
     evaluations = [row for row in rows(folder) if "lr" not in row]
     assert [row["step"] for row in steps] == list(range(1, 51))
-    assert all(set(row) == {"step", "epoch", "loss", "lr", "images_per_s"} for row in steps)
+    fields = {"step", "epoch", "loss", "lr", "images_per_s", "data_wait_s", "comm_wait_s"}
+    assert all(set(row) == fields for row in steps)
     assert steps[-1]["epoch"] == 8.0
     assert [row["step"] for row in evaluations] == [7, 13, 19, 25, 32, 38, 44, 50]
     assert all(row["samples_evaluated"] == 37 and 0 <= row["top1"] <= row["top5"] <= 1 for row in evaluations)
@@ -109,18 +114,17 @@ def test_under_torchrun_it_joins_and_is_the_same_run(tmp_path: Path) -> None:
     np.testing.assert_allclose(one, two, rtol=0, atol=1e-9)
 
 
-def test_a_users_own_model_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_own_model_and_recipe_in_the_current_folder_are_trained(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from torch import nn\n"
         "def net(num_classes, in_channels, image_size):\n"
         "    return nn.Sequential(nn.Flatten(), nn.Linear(in_channels * image_size**2, num_classes))\n"
     )
     (tmp_path / "mine.toml").write_text(
-        load_config("fashion", SMALL_RUN).to_toml().replace("small_cnn", "mine:net").replace("width = 4", "")
+        '[model]\nname = "mine:net"\n'
+        '[data]\nsource = "synthetic"\nimage_size = 12\nsynthetic = { train = 200, test = 37, classes = 4 }\n'
+        "[batch]\nglobal = 16\nmicro = 4\n[optim]\nlearning_rate = 0.01\n[train]\nepochs = 3\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    text = (tmp_path / "mine.toml").read_text().replace("dropout = 0.2", "")
-    (tmp_path / "mine.toml").write_text(text)
     result = train("mine.toml", "--ranks", "2")
     assert result.returncode == 0, result.stderr
     assert summary("runs/mine-001")["top1"] > 0.5
@@ -164,6 +168,8 @@ def test_a_killed_rank_is_named_and_ends_the_run() -> None:
     [
         (["data.source=gone.npz"], "gone.npz does not exist"),
         (["model.name=no_such:net"], "model.name='no_such:net' cannot be imported"),
+        (["run.dir=/proc/nothing"], "run.dir='/proc/nothing' cannot be used"),
+        (["model.name=small_resnet", "data.image_size=8", "batch.micro=1"], "fails on images [1, 3, 8, 8]"),
         (["optim.learning_rate=1e300"], "the loss is"),
     ],
 )
@@ -194,7 +200,141 @@ def test_an_unexpected_error_is_shown_once_with_its_rank_and_traceback(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     result = train(*SMALL_RUN, "model.name=unwell:Net", "model.options={}", "--ranks", "2")
     assert result.returncode == 1
-    lines = result.stderr.splitlines()
-    assert lines[-1] == "megabatch: rank 1: KeyError: 'unwell'"
-    assert sum("Traceback" in line for line in lines) == 1
+    log = "runs/fashion-001/train.log"
+    assert result.stderr == f"megabatch: rank 1: KeyError: 'unwell' (traceback in {log})\n"
+    assert "raise KeyError('unwell')" in Path(log).read_text()
     assert summary("runs/fashion-001")["status"] == "failed"
+
+
+def test_a_run_killed_at_any_step_and_started_again_ends_to_the_bit_as_one_never_stopped() -> None:
+    """Twice: once the launcher is killed, once a rank, at whatever step they have come to."""
+    short = [*SMALL_RUN, "precision.name=fp32", "train.epochs=40", "checkpoint.every_steps=7"]
+    whole = train(*short, "run.dir=whole", "--ranks", "2")
+    assert whole.returncode == 0, whole.stderr
+    with started(*short, "--ranks", "2") as launcher:
+        ranks = ranks_of(launcher.pid)
+        wait_until(lambda: len(rows()) > 40)
+        os.kill(launcher.pid, signal.SIGKILL)
+        wait_until(lambda: not any(is_alive(rank) for rank in ranks))
+    first_stop = len([row for row in rows() if "lr" in row])
+    with started(*short, "--ranks", "2") as launcher:
+        wait_until(lambda: len([row for row in rows() if "lr" in row]) > first_stop + 30)
+        os.kill(ranks_of(launcher.pid)[1], signal.SIGKILL)
+        launcher.communicate(timeout=60)
+    again = train(*short, "run.dir=run", "--ranks", "2")
+    assert again.returncode == 0, again.stderr
+    assert "resumes   after step" in again.stdout
+    resumed_from = summary()["resumed_from_step"]
+    assert (resumed_from > first_stop - 7 and resumed_from % 7 == 0) or resumed_from in evaluated_steps()
+    assert summary("whole")["resumed_from_step"] is None
+    for name in ("model.safetensors", "checkpoints/last/state.safetensors"):
+        assert (Path("run") / name).read_bytes() == (Path("whole") / name).read_bytes()
+    for ours, theirs in zip(rows(), rows("whole"), strict=True):  # no row is missing, none is there twice
+        same = ("step", "epoch", "loss", "lr", "top1", "test_loss")
+        assert [ours.get(key) for key in same] == [theirs.get(key) for key in same]
+
+
+def evaluated_steps() -> list[int]:
+    return [row["step"] for row in rows() if "top1" in row]
+
+
+def test_a_stopped_run_goes_on_by_itself_and_a_finished_one_does_not() -> None:
+    with started(*LONG_RUN, "--ranks", "2") as launcher:
+        launcher.send_signal(signal.SIGINT)
+        output, _ = launcher.communicate(timeout=60)
+    assert "megabatch train --resume run" in output
+    stopped_at = summary()["steps"]
+    with started_again("--resume", "run", "--ranks", "2") as launcher:
+        wait_until(lambda: len([row for row in rows() if "lr" in row]) > stopped_at + 2)
+        launcher.send_signal(signal.SIGTERM)
+        launcher.communicate(timeout=60)
+    assert summary()["resumed_from_step"] == stopped_at
+    taken = [row["step"] for row in rows() if "lr" in row]
+    assert taken == list(range(1, len(taken) + 1))
+
+
+@contextlib.contextmanager
+def started_again(*words: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "megabatch", "train", *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_second_ctrl_c_ends_at_once() -> None:
+    with started(*LONG_RUN, "--ranks", "2") as launcher:
+        ranks = ranks_of(launcher.pid)
+        for rank in ranks:
+            os.kill(rank, signal.SIGSTOP)  # so that the first one cannot be obeyed
+        launcher.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        launcher.send_signal(signal.SIGINT)
+        launcher.communicate(timeout=10)
+        wait_until(lambda: not any(is_alive(rank) for rank in ranks), at_most_s=10)
+    assert launcher.returncode == 130
+
+
+def test_failed_ranks_are_restarted_and_go_on() -> None:
+    with started(*SMALL_RUN, "train.epochs=60", "--ranks", "2", "--max-restarts", "1") as launcher:
+        wait_until(lambda: len(rows()) > 60)
+        os.kill(ranks_of(launcher.pid)[0], signal.SIGKILL)
+        _, errors = launcher.communicate(timeout=90)
+    assert launcher.returncode == 0, errors
+    assert summary()["status"] == "finished" and summary()["resumed_from_step"] > 0
+    assert [row["step"] for row in rows() if "lr" in row] == list(range(1, 376))
+
+
+@pytest.mark.skipif(shutil.which("mpiexec", path=str(Path(sys.executable).parent)) is None, reason="needs mpiexec")
+def test_under_mpiexec_it_joins() -> None:
+    mpiexec = str(Path(sys.executable).parent / "mpiexec")
+    command = [mpiexec, "-n", "2", sys.executable, "-m", "megabatch", "train", "smoke", "run.dir=run"]
+    environment = os.environ | {"MASTER_PORT": str(free_port())}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert "2 ranks" in result.stdout and summary()["status"] == "finished"
+
+
+def test_torchrun_on_two_nodes_is_one_run() -> None:
+    """Two agents, as docs/clusters.md starts them, on one machine."""
+    words = ["-m", "megabatch", "train", *SMALL_RUN, "run.dir=run"]
+    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=two"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        "--local-addr=127.0.0.1",
+    ]
+    nodes = [
+        subprocess.Popen([*command, *rendezvous, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    outputs = [node.communicate(timeout=100) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert sum("finished" in output for output, _ in outputs) == 1  # only rank 0 speaks
+    assert summary()["status"] == "finished" and summary()["steps"] == 50
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def test_eval_prints_the_figures_of_the_summary_again() -> None:
+    result = train("smoke", "train.epochs=1.5", "run.dir=run", "--ranks", "2")
+    assert result.returncode == 0, result.stderr
+    seen = summary()
+    command = [sys.executable, "-m", "megabatch"]
+    again = subprocess.run([*command, "eval", "run"], capture_output=True, text=True, timeout=60)
+    expected = f"top-1 {seen['top1']:.4f}, top-5 {seen['top5']:.4f}, loss {seen['test_loss']:.6f} on 200 samples"
+    assert expected in again.stdout
+    assert evaluate_run(Path("run"), None).test_loss == seen["test_loss"]
+    listed = subprocess.run([*command, "runs", "."], capture_output=True, text=True, timeout=60).stdout
+    assert ["run", "finished", "12", f"{seen['top1']:.4f}"] in [line.split()[:4] for line in listed.splitlines()]
+    missing = subprocess.run([*command, "eval", "nothing"], capture_output=True, text=True, timeout=60)
+    assert missing.returncode == 2 and "nothing is not a run's folder" in missing.stderr

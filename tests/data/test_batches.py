@@ -17,11 +17,11 @@ def numbered(count: int) -> ArrayImages:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
 def test_evaluation_reads_every_sample_once_in_batches_that_do_not_depend_on_the_ranks(num_ranks: int) -> None:
     images = numbered(37)
-    by_start = {}
+    by_number = {}
     for rank in range(num_ranks):
-        for _, labels in evaluation_batches(images, 4, rank, num_ranks):
-            by_start[int(labels[0])] = labels.tolist()
-    assert by_start == {start: list(range(start, min(start + 4, 37))) for start in range(0, 37, 4)}
+        for number, _, labels in evaluation_batches(images, 4, rank, num_ranks):
+            by_number[number] = labels.tolist()
+    assert by_number == {number: list(range(4 * number, min(4 * number + 4, 37))) for number in range(10)}
 
 
 def test_training_microbatches_follow_the_order_of_the_epochs() -> None:

@@ -111,6 +111,10 @@ def test_synthetic_images_of_a_class_are_more_alike_than_those_of_two() -> None:
         ({"test_labels": np.zeros(5, np.uint8)}, r"test_labels is uint8 of shape \(5,\) for 6 images"),
         ({"test_labels": -np.ones(6, np.int64)}, "expected one integer from 0"),
         ({"class_names": np.array(["a"])}, "has a label 2 but only 1 class_names"),
+        ({"class_names": np.array("a")}, "has a label 2 but only 1 class_names"),
+        ({"train_images": np.zeros((12, 3, 28, 28), np.uint8)}, r"of shape \(12, 3, 28, 28\); .*C at most"),
+        ({"train_images": np.zeros((12, 0, 28), np.uint8)}, r"of shape \(12, 0, 28\)"),
+        ({"train_labels": np.full(12, 10**12)}, "has a label 1000000000000; labels number the classes"),
         ({"test_images": np.zeros((6, 28, 28, 3), np.uint8)}, "differ in channels"),
     ],
 )
@@ -125,8 +129,16 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"gone\.npz"):
         load(tmp_path / "gone.npz")
     (tmp_path / "torn.npz").write_bytes(b"PK\x03\x04 torn")
-    with pytest.raises(UserError, match=r"torn\.npz cannot be read"):
+    with pytest.raises(UserError, match=r"torn\.npz is not an \.npz archive"):
         load(tmp_path / "torn.npz")
+    np.savez(tmp_path / "cut.npz", **arrays())  # type: ignore[arg-type]
+    content = bytearray((tmp_path / "cut.npz").read_bytes())
+    content[5000:5100] = bytes(100)
+    (tmp_path / "cut.npz").write_bytes(content)
+    with pytest.raises(UserError, match=r"cut\.npz cannot be read as \.npz arrays"):
+        load(tmp_path / "cut.npz")
+    with pytest.raises(UserError, match=r"cannot be read .File name too long"):
+        load("x" * 300)
     with pytest.raises(UserError, match=r"data.source='fashon-mnist' .*nearest: data.source=fashion-mnist"):
         load("fashon-mnist")
     with pytest.raises(UserError, match="train-images-idx3-ubyte"):

@@ -11,7 +11,7 @@ from megabatch.train.assemble import assemble
 from megabatch.train.records import EvaluationRecord, StepRecord
 from megabatch.train.trainer import train
 
-# 50 steps of eight microbatches of four; 7 evaluations of 37 images; dropout, crops and flips, decay and warm-up.
+# 50 steps of eight microbatches of four; 8 evaluations of 37 images; dropout, crops and flips, decay and warm-up.
 SMALL_RUN = [
     "model.name=small_cnn",
     "model.options.width=4",

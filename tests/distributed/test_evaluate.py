@@ -39,8 +39,10 @@ def test_evaluation_counts_every_image_once_under_any_sharding(ranks: RankPool, 
     guesses = logits.argsort(1, descending=True)
     first = guesses[:, 0] == images.labels
     within_five = (guesses[:, :5] == images.labels[:, None]).any(1)
+    alone = ranks.run(evaluate_on, count, 8, num_ranks=1)[0]
     for num_ranks in range(1, ranks.size + 1):
         for result in ranks.run(evaluate_on, count, 8, num_ranks=num_ranks):
+            assert result == alone  # to the bit, the loss too
             assert result.samples_evaluated == count
             assert result.top1 == first.sum().item() / count
             assert result.top5 == within_five.sum().item() / count

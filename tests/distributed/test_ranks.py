@@ -51,12 +51,14 @@ def test_a_hang_a_failure_and_a_death_are_named_and_do_not_spoil_the_next_test(r
 def gradient_of_shares(world: World, dtype: torch.dtype) -> tuple[list[float], list[float]]:
     """The gradient of sum(w * x) is x: rank r brings x = 10^r, twice, the first time without reducing."""
     layer = torch.nn.Linear(3, 1, bias=False, device=world.device, dtype=dtype)
-    model = distribute(layer, world)
+    model, clock = distribute(layer, world)
     x = torch.full((1, 3), 10.0**world.rank, device=world.device, dtype=dtype)
     with model.no_sync():
         model(x).sum().backward()
+    assert clock.ready_s == 0  # no bucket has been reduced
     before = layer.weight.grad[0].tolist()  # type: ignore[index]
     model(x).sum().backward()
+    assert clock.ready_s > 0
     return before, layer.weight.grad[0].tolist()  # type: ignore[index]
 
 

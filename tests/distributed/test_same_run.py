@@ -5,10 +5,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megabatch.comm.world import World
 from megabatch.data.batches import Normalise, TrainingImages
 from megabatch.data.philox import dropout_seed
 from megabatch.data.sources import load_data_set
-from megabatch.train.assemble import make_model, plan_learning_rate, plan_run
+from megabatch.train.assemble import assemble, make_model, plan_learning_rate, plan_run
+from megabatch.train.trainer import train
 from tests.distributed.runs import small_run, train_small
 from tests.ranks import RankPool
 
@@ -28,6 +30,7 @@ def test_losses_agree_to_1e_9_and_evaluations_exactly_on_1_2_and_4_ranks(by_rank
             np.testing.assert_allclose(result["losses"], alone["losses"], rtol=0, atol=1e-9)
             for ours, theirs in zip(result["evaluations"], alone["evaluations"], strict=True):
                 assert (ours.top1, ours.top5, ours.class_top1) == (theirs.top1, theirs.top5, theirs.class_top1)
+                assert ours.test_loss == pytest.approx(theirs.test_loss, abs=1e-9)
                 assert ours.samples_evaluated == 37
 
 
@@ -50,9 +53,25 @@ def test_fp32_agrees_to_1e_5_for_the_first_three_steps(ranks: RankPool) -> None:
         for n in (1, 2, 4)
         if n <= ranks.size
     )
-    assert len(alone["losses"]) == 3 and others
+    assert len(alone["losses"]) == 3
     for other in others:
         np.testing.assert_allclose(other["losses"], alone["losses"], rtol=0, atol=1e-5)
+
+
+def collectives_of_a_step(world: World) -> list[str]:
+    """What the ranks say to each other in one step, once DDP has settled."""
+    config = small_run()
+    records = train(assemble(config, load_data_set(config.data), world))
+    next(records)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        next(records)
+    return [event.name for event in profiler.events() if event.name.startswith("c10d::")]
+
+
+def test_a_step_is_one_bucket_and_one_small_all_reduce(ranks: RankPool) -> None:
+    """No broadcast of buffers; loss, counts, statistics and the stop flag travel together."""
+    for names in ranks.run(collectives_of_a_step, num_ranks=min(2, ranks.size)):
+        assert names == ["c10d::allreduce_"] * 2
 
 
 def plain_losses() -> list[float]:

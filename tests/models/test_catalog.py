@@ -12,6 +12,10 @@ def users_own(num_classes: int, image_size: int, hidden: int = 5) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(image_size**2, hidden), nn.Linear(hidden, num_classes))
 
 
+def takes_nothing() -> nn.Module:
+    return nn.Flatten()
+
+
 def not_a_model(num_classes: int) -> int:
     return num_classes
 
@@ -32,8 +36,9 @@ def test_small_resnet_has_the_parameters_it_states() -> None:
 
 
 def test_weights_depend_on_the_seed_alone() -> None:
-    first, again, other = (build("small_cnn", seed=seed).state_dict() for seed in (1, 1, 2))
+    first = build("small_cnn", seed=1).state_dict()
     torch.rand(3)
+    again, other = (build("small_cnn", seed=seed).state_dict() for seed in (1, 2))
     assert all(torch.equal(first[key], again[key]) for key in first)
     assert not torch.equal(first["0.0.weight"], other["0.0.weight"])
 
@@ -58,6 +63,10 @@ def test_a_users_own_factory_gets_the_arguments_it_names() -> None:
         (f"{__name__}:not_a_model", {}, r"returned a int; it must return an nn.Module"),
         (f"{__name__}:__name__", {}, r"is a str; it must be a function"),
         ("small_cnn", {"widht": 3}, r"model.options.widht: small_cnn has no such option; nearest: model.options.width"),
+        ("small_cnn", {"width": "abc"}, r"model.name='small_cnn' with model.options=.* fails: "),
+        (":x", {}, r"model.name=':x' cannot be imported"),
+        ("..x:net", {}, r"model.name='..x:net' cannot be imported"),
+        (f"{__name__}:takes_nothing", {}, r"must take num_classes; it takes nothing"),
         (f"{__name__}:not_a_model", {"x": 3}, r"model.options.x: .* has no such option; it takes none"),
     ],
 )

@@ -45,7 +45,7 @@ def test_what_a_microbatch_holds_does_not_depend_on_the_ranks(micro: int, microb
     [
         (10_000, 256, 16, 625),
         (10_000, 256, 10, 390),
-        (1000, 1, 0.3, 300),
+        (100, 1, 0.29, 29),
         (100, 256, 3, 1),
         (1_281_167, 65_536, 90, 1759),
     ],
@@ -99,6 +99,14 @@ def test_ranks_that_cannot_share_evenly_are_refused_with_remedies_that_work(
     check_ranks(batch, int(found[2]))
 
 
-def test_less_than_one_step_is_refused() -> None:
-    with pytest.raises(UserError, match=r"less than one step.*nearest: train.epochs=2.56"):
-        plan_steps(BatchSettings(global_batch=256, microbatch=256), 1, 100, 1)
+@given(samples=st.integers(1, 1000), batch=st.integers(1, 1000))
+def test_less_than_one_step_is_refused_with_a_remedy_that_works(samples: int, batch: int) -> None:
+    settings = BatchSettings(global_batch=batch, microbatch=batch)
+    with pytest.raises(UserError, match=r"less than one step") as refusal:
+        plan_steps(settings, 1, samples, 0.99 * batch / samples)
+    proposed = float(str(refusal.value).rpartition("=")[2])
+    assert plan_steps(settings, 1, samples, proposed).num_steps >= 1
+
+
+def test_a_great_many_ranks_are_counted_down_quickly() -> None:
+    assert most_ranks(BatchSettings(global_batch=256, microbatch=64), 10**12) == 4

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 
+from megabatch.errors import UserError
 from megabatch.train.batch_norm import RunningStatistics, share_of_momentum
 
 
@@ -47,9 +48,42 @@ def test_frozen_and_stateless_layers_are_left_alone() -> None:
     assert torch.equal(frozen.running_mean, torch.zeros(3))  # type: ignore[arg-type]
 
 
+def test_a_frozen_layer_with_a_plain_average_is_left_alone() -> None:
+    norm = nn.BatchNorm1d(3, momentum=None).eval()
+    statistics = RunningStatistics(nn.Sequential(norm), accumulation=2)
+    for _ in range(3):
+        for turn in range(2):
+            statistics.begin_microbatch(turn)
+            norm(torch.randn(4, 3))
+        statistics.end_step(torch.cat(statistics.tensors))
+    assert norm.num_batches_tracked == 0 and norm.momentum is None
+
+
+def test_a_layer_that_is_used_twice_in_a_pass_is_refused() -> None:
+    norm = nn.BatchNorm1d(3)
+    statistics = RunningStatistics(nn.Sequential(norm), accumulation=2)
+    for turn in range(2):
+        statistics.begin_microbatch(turn)
+        norm(norm(torch.randn(4, 3)))
+    with pytest.raises(UserError, match="the model uses 0 2 times in a forward pass"):
+        statistics.end_step(torch.cat(statistics.tensors))
+
+
+def test_instance_norms_that_keep_statistics_move_them_once_a_step_too() -> None:
+    norm = nn.InstanceNorm1d(3, momentum=0.5, track_running_stats=True)
+    statistics = RunningStatistics(nn.Sequential(norm), accumulation=2)
+    microbatches = torch.randn(2, 4, 3, 10) + 2
+    for turn, microbatch in enumerate(microbatches):
+        statistics.begin_microbatch(turn)
+        norm(microbatch)
+    statistics.end_step(torch.cat(statistics.tensors))
+    torch.testing.assert_close(norm.running_mean, 0.5 * microbatches.mean((0, 1, 3)))
+
+
 def test_statistics_are_assigned_in_the_order_they_are_listed() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(3))
     statistics = RunningStatistics(model, accumulation=1)
+    statistics.begin_microbatch(0)
     statistics.end_step(torch.arange(10.0))
     assert model[0].running_mean.tolist() == [0, 1] and model[0].running_var.tolist() == [2, 3]  # type: ignore
     assert model[1].running_mean.tolist() == [4, 5, 6] and model[1].running_var.tolist() == [7, 8, 9]  # type: ignore

@@ -1,33 +1,49 @@
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from megabatch.config import load_config
 from megabatch.errors import UserError
-from megabatch.train.folder import make_folder
+from megabatch.train.folder import RunFolder, describe_environment, is_held, rows_up_to
+
+HOLD = "import sys, pathlib; from megabatch.train.folder import RunFolder; RunFolder(pathlib.Path(sys.argv[1]))"
 
 
-@pytest.fixture(autouse=True)
-def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_two_runs_never_share_a_folder(tmp_path: Path) -> None:
+    assert not is_held(tmp_path)
+    with RunFolder(tmp_path / "run"):
+        assert is_held(tmp_path / "run")
+        other = subprocess.run([sys.executable, "-c", HOLD, str(tmp_path / "run")], capture_output=True, text=True)
+        assert other.returncode == 1 and "is in use by process" in other.stderr
+        with pytest.raises(UserError, match="in use"):
+            RunFolder(tmp_path / "run")
+    assert not is_held(tmp_path / "run")
+    with RunFolder(tmp_path / "run"):
+        pass
 
 
-def test_runs_are_numbered() -> None:
-    assert [str(make_folder(None, "fashion")) for _ in range(2)] == ["runs/fashion-001", "runs/fashion-002"]
-    assert str(make_folder(None, "other")) == "runs/other-001"
-    Path("runs/fashion-041").mkdir()
-    assert str(make_folder(None, "fashion")) == "runs/fashion-042"
+def test_rows_beyond_the_checkpoint_and_half_rows_are_cut(tmp_path: Path) -> None:
+    rows = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step}) + "\n" for step in (1, 2, 2, 3)]
+    rows.write_text("".join(lines) + '{"step"')
+    assert rows_up_to(rows, 2).decode() == "".join(lines[:3])
+    assert rows_up_to(rows, 9).decode() == "".join(lines)
+    assert rows_up_to(tmp_path / "none", 2) == b""
 
 
-def test_a_named_folder_is_used_as_it_is() -> None:
-    assert str(make_folder("a/b", "fashion")) == "a/b"
-    assert str(make_folder("a/b", "fashion")) == "a/b"  # it is still empty
+def test_a_run_that_begins_anew_keeps_no_rows(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step":1}\n')
+    with RunFolder(tmp_path) as folder:
+        folder.begin(load_config("fashion"), step=0)
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    assert load_config(str(tmp_path / "config.toml")) == load_config("fashion")
 
 
-def test_a_folder_with_something_in_it_is_refused_untouched() -> None:
-    Path("mine").mkdir()
-    Path("mine/thesis.txt").write_text("precious")
-    with pytest.raises(UserError, match=r"run.dir='mine' exists and is not an empty folder"):
-        make_folder("mine", "fashion")
-    with pytest.raises(UserError, match=r"run.dir='mine/thesis.txt'"):
-        make_folder("mine/thesis.txt", "fashion")
-    assert Path("mine/thesis.txt").read_text() == "precious"
+def test_the_environment_is_written_from_an_allow_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "hunter2")
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    text = json.dumps(describe_environment())
+    assert "hunter2" not in text and '"NCCL_ALGO": "Tree"' in text

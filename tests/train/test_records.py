@@ -1,10 +1,12 @@
+import msgspec
 import pytest
 
 from megabatch.train.records import EvaluationRecord, StepRecord, Tally
 
 
 def step(number: int, images_per_s: float = 100.0) -> StepRecord:
-    return StepRecord(step=number, epoch=number / 2, loss=1.0, lr=0.1, images_per_s=images_per_s)
+    waits = {"data_wait_s": 0.1, "comm_wait_s": 0.2}
+    return StepRecord(step=number, epoch=number / 2, loss=1.0, lr=0.1, images_per_s=images_per_s, **waits)
 
 
 def evaluation(number: int, top1: float) -> EvaluationRecord:
@@ -19,16 +21,19 @@ def test_the_summary_adds_the_records_up() -> None:
     tally.add(evaluation(1, 0.4), wall_s=2)
     tally.add(step(2, images_per_s=50.0), wall_s=3)
     tally.add(evaluation(2, 0.6), wall_s=4)
-    tally.add(evaluation(2, 0.55), wall_s=5)
-    summary = tally.summary("finished", wall_s=6)
+    tally = msgspec.json.decode(msgspec.json.encode(tally), type=Tally)  # through a checkpoint
+    tally.add(evaluation(2, 0.55), wall_s=6)
+    summary = tally.summary("finished")
     assert (summary.top1, summary.best_top1, summary.top5, summary.samples_evaluated) == (0.55, 0.6, 0.9, 20)
     assert (summary.steps, summary.wall_s, summary.status) == (2, 6, "finished")
     assert summary.images_per_s == pytest.approx(100 / 1.5)
+    assert summary.data_wait_share == pytest.approx(0.2 / 1.5)
+    assert summary.comm_wait_share == pytest.approx(0.4 / 1.5)
     assert summary.time_to_target_s == 4  # the first that reached it, not the last
 
 
 def test_a_run_without_target_or_evaluation_says_so_with_null() -> None:
     tally = Tally(global_batch=50, target_top1=None)
-    assert tally.summary("failed", 0.1).images_per_s is None
+    assert tally.summary("failed").images_per_s is None
     tally.add(evaluation(1, 1.0), wall_s=2)
-    assert tally.summary("stopped", 3).time_to_target_s is None
+    assert tally.summary("stopped").time_to_target_s is None

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from megabatch import __version__
-from megabatch.cli import bench, recipes, show, train
+from megabatch.cli import bench, evaluate, recipes, runs, show, train
 from megabatch.errors import UserError
 
 app = typer.Typer(
@@ -19,6 +19,8 @@ app = typer.Typer(
 app.command()(train.train)
 app.command()(show.show)
 app.command()(recipes.recipes)
+app.command(name="eval")(evaluate.evaluate)
+app.command()(runs.runs)
 app.add_typer(bench.app, name="bench")
 
 
@@ -41,10 +43,5 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        sys.exit(complain(error))
-
-
-def complain(error: UserError) -> int:
-    """The one line that a user sees, and the exit code."""
-    print(f"megabatch: {error}", file=sys.stderr)
-    return 2
+        print(f"megabatch: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -28,14 +28,16 @@ def benches() -> None:
 @app.command()
 def train(
     json: Json = None,
-    ranks: Annotated[int, typer.Option(help="Ranks on this machine.")] = 2,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks on this machine.")] = 2,
     rounds: Annotated[int, typer.Option(min=3, help="Blocks of steps for each arm; the median counts.")] = 41,
     device: Device = "auto",
 ) -> None:
     """Our trainer against stock DistributedDataParallel, in images per second."""
-    from megabatch.comm.world import discover
+    from megabatch.comm.discover import discover
 
     bench = load_bench("train")
+    if json and not json.absolute().parent.is_dir():
+        raise UserError(f"--json {json}: the folder {json.absolute().parent} does not exist; make it first")
     place = discover()
     if place:
         be_a_rank(lambda: bench.run_rank(place, device, rounds, json))
@@ -46,7 +48,7 @@ def train(
 def load_bench(name: str) -> Any:
     if not (CHECKOUT / "benchmarks" / f"{name}.py").is_file():
         raise UserError(
-            "benches are run from a checkout of megabatch, and this is an installed copy; remedy: make bench"
+            "benches are run from a checkout of megabatch, and this is an installed copy; clone it, then make bench"
         )
     sys.path.insert(0, str(CHECKOUT))
     return importlib.import_module(f"benchmarks.{name}")

@@ -1,7 +1,9 @@
 """megabatch show: what a recipe resolves to, before anything runs."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from megabatch.cli.words import Ranks, Words, split_words
 
@@ -11,12 +13,19 @@ if TYPE_CHECKING:
 BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
-def show(words: Words = None, ranks: Ranks = None) -> None:
+def show(
+    words: Words = None,
+    ranks: Ranks = None,
+    toml: Annotated[bool, typer.Option("--toml", help="Print the recipe alone, as a file to start from.")] = False,
+) -> None:
     """Show what a recipe resolves to: settings, batch arithmetic, learning rates, parameter groups, memory."""
     from megabatch.config import load_config
     from megabatch.train.preview import choose_ranks
 
     config = load_config(*split_words(words))
+    if toml:
+        print(config.to_toml(), end="")
+        return
     print_preview(config, choose_ranks(config, ranks))
 
 
@@ -46,7 +55,7 @@ def print_preview(config: "RunConfig", num_ranks: int) -> None:
         f"/ {plan.global_batch:,}); {1 / plan.epochs_after(1):.1f} steps an epoch"
     )
     title("learning rate")
-    console.print(draw_curve(seen.learning_rate, plan.num_steps), end="")
+    console.print(draw_curve(seen.learning_rate, config.optim.learning_rate, plan.num_steps), end="")
     title("parameter groups")
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("group")
@@ -60,7 +69,10 @@ def print_preview(config: "RunConfig", num_ranks: int) -> None:
     console.print(f"weights      {megabytes(memory.weights)}")
     console.print(f"gradients    {megabytes(memory.gradients)}  ({memory.gradients:,} bytes to all-reduce a step)")
     console.print(f"optimizer    {megabytes(memory.optimizer)}")
-    console.print(f"activations  {megabytes(memory.activations)}  of one microbatch")
+    if memory.activations is None:
+        console.print("activations     unknown: the model does not run without real images")
+    else:
+        console.print(f"activations  {megabytes(memory.activations)}  of one microbatch")
     console.print(f"expected     {megabytes(memory.total)}  beside the data set and torch itself")
 
 
@@ -68,12 +80,12 @@ def megabytes(count: int) -> str:
     return f"{count / 1e6:10,.2f} MB"
 
 
-def draw_curve(value: Callable[[int], float], num_steps: int, width: int = 64, height: int = 6) -> str:
+def draw_curve(value: Callable[[int], float], peak: float, num_steps: int, width: int = 64, height: int = 6) -> str:
     """The values at evenly spaced steps, as rows of blocks with the axis on the left."""
     columns = min(width, num_steps)
     steps = [round(column * (num_steps - 1) / max(1, columns - 1)) for column in range(columns)]
     values = [value(step) for step in steps]
-    highest = max(map(value, range(num_steps)))
+    highest = max(*values, peak)
     rows = []
     for row in range(height - 1, -1, -1):
         levels = [min(8, max(0, round(8 * (height * value / highest - row)))) for value in values]

@@ -1,32 +1,43 @@
 """megabatch train: validates the recipe, starts ranks, or joins them if it was started as one."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from megabatch.cli.ranks import be_a_rank, start_ranks
-from megabatch.cli.words import Ranks, Words, split_words
+from megabatch.cli.words import DEFAULT_RECIPE, Ranks, Words, split_words
 from megabatch.errors import UserError
 
 
 def train(
     words: Words = None,
     ranks: Ranks = None,
+    resume: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|never|PATH",
+            help="Go on with an unfinished run of this recipe; begin anew; or go on with the run or checkpoint PATH.",
+        ),
+    ] = "auto",
+    max_restarts: Annotated[int, typer.Option(min=0, help="Times to restart the ranks after one has failed.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run, and end.")] = False,
 ) -> None:
     """Train a recipe to its end.
 
     [bold]megabatch train[/bold] fashion batch.global=512 optim.learning_rate=0.4 --ranks 2
 
-    Under torchrun it joins the ranks that torchrun started.
+    Under torchrun, srun or mpiexec it joins the ranks that they have started.
     """
     from megabatch.cli.show import print_preview
-    from megabatch.comm.world import discover
-    from megabatch.config import load_config, recipe_name
+    from megabatch.comm.discover import discover
+    from megabatch.comm.launch import NOTES_FOLDER
+    from megabatch.config import load_config
     from megabatch.train.preview import choose_ranks
+    from megabatch.train.resume import choose_start
     from megabatch.train.run import run
 
-    recipe, overrides = split_words(words)
+    recipe, overrides = split_words(words, default=recipe_of(resume))
     config = load_config(recipe, overrides)
     place = discover()
     if place and ranks not in (None, place.num_ranks):
@@ -34,6 +45,21 @@ def train(
     if dry_run:
         print_preview(config, place.num_ranks if place else choose_ranks(config, ranks))
     elif place:
-        be_a_rank(lambda: run(config, recipe_name(recipe), place))
+        be_a_rank(lambda: run(config, place, resume))
     else:
-        start_ranks(["train", recipe, *overrides], choose_ranks(config, ranks))
+        num_ranks = choose_ranks(config, ranks)
+        choose_start(config, resume, report=ignore)  # rank 0 decides, but what it would refuse is said at once
+        # Ranks read what was resolved here: a file may change, and a pipe can be read only once.
+        arguments = ["train", f"{NOTES_FOLDER}/recipe.toml", "--resume", resume]
+        start_ranks(arguments, num_ranks, max_restarts, {"recipe.toml": config.to_toml()})
+
+
+def ignore(damage: str) -> None:
+    """Rank 0 will report it."""
+
+
+def recipe_of(resume: str) -> str:
+    """The recipe of a run to go on with, if `resume` is the path of one."""
+    folders = [Path(resume), *Path(resume).resolve().parents[:2]] if resume not in ("auto", "never") else []
+    recipes = [folder / "config.toml" for folder in folders]
+    return next((str(recipe) for recipe in recipes if recipe.is_file()), DEFAULT_RECIPE)

@@ -21,9 +21,9 @@ Ranks = Annotated[
 ]
 
 
-def split_words(words: Sequence[str] | None) -> tuple[str, list[str]]:
+def split_words(words: Sequence[str] | None, default: str = DEFAULT_RECIPE) -> tuple[str, list[str]]:
     """The recipe, which may only come first, and the overrides."""
     words = list(words or [])
     if words and "=" not in words[0]:
         return words[0], words[1:]
-    return DEFAULT_RECIPE, words
+    return default, words

@@ -7,27 +7,35 @@ import ctypes
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
+from types import FrameType
 
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 PARENT = "MEGABATCH_LAUNCHER"  # the launcher's process id; says that a rank is ours, and whom it must not outlive
+NOTES = "MEGABATCH_NOTES"  # a folder in which launcher and ranks leave word for each other
+NOTES_FOLDER = "{notes}"
+FOLDER = "run-folder"
+STOP_TIMEOUT_S = 600  # a step, an evaluation or a checkpoint may be under way
+FAILURE_TIMEOUT_S = 30  # what a rank gets to end after another one has failed
 PR_SET_PDEATHSIG = 1
 
 
 class RankFailed(Exception):
     """The first rank that failed: its exit code, its one line, and its traceback if the line does not say it all."""
 
-    def __init__(self, rank: int, exit_code: int, message: str, trace: str) -> None:
+    def __init__(self, rank: int, exit_code: int, message: str, trace: str, folder: Path | None) -> None:
         super().__init__(message)
         self.rank, self.exit_code, self.trace = rank, exit_code, trace
+        self.folder = folder  # the run's, if it had come so far
 
 
 class Stopped(Exception):
@@ -42,36 +50,76 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def launch(arguments: Sequence[str], num_ranks: int) -> None:
-    """Runs `python -m megabatch ARGUMENTS` as `num_ranks` ranks of this machine, and waits for them."""
-    os.environ[PARENT] = str(os.getpid())
+def launch(arguments: Sequence[str], num_ranks: int, max_restarts: int, files: Mapping[str, str]) -> None:
+    """Runs `python -m megabatch ARGUMENTS` as `num_ranks` ranks of this machine, and waits for them.
+
+    Ranks find the `files` (name to text) in the folder that replaces the word NOTES_FOLDER in their arguments.
+    """
+    notes = Path(mkdtemp(prefix="megabatch-"))
+    try:
+        for name, text in files.items():
+            (notes / name).write_text(text)
+        words = [word.replace(NOTES_FOLDER, str(notes)) for word in arguments]
+        launch_with_notes(words, num_ranks, max_restarts, notes)
+    finally:
+        shutil.rmtree(notes, ignore_errors=True)
+
+
+def launch_with_notes(arguments: Sequence[str], num_ranks: int, max_restarts: int, notes: Path) -> None:
+    os.environ[PARENT], os.environ[NOTES] = str(os.getpid()), str(notes)
     # One thread per core in all: ranks with more than their share of threads slow each other down.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_ranks)))
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here: no look-up of the host's name
     quieten("torch.distributed")
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=f"megabatch-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=max_restarts,
+        logs_specs=DefaultLogsSpecs(log_dir=str(notes)),
+        signals_to_handle="SIGHUP,SIGQUIT",  # the others are `StopSignals`'
+        shutdown_timeout=STOP_TIMEOUT_S,
+    )
+    stop = StopSignals(notes)
     try:
-        with TemporaryDirectory(prefix="megabatch-") as errors:
-            config = LaunchConfig(
-                min_nodes=1,
-                max_nodes=1,
-                nproc_per_node=num_ranks,
-                run_id=f"megabatch-{os.getpid()}",
-                rdzv_backend="c10d",
-                rdzv_endpoint="localhost:0",
-                local_addr="localhost",
-                max_restarts=0,
-                logs_specs=DefaultLogsSpecs(log_dir=errors),
-            )
-            elastic_launch(config, sys.executable)("-m", "megabatch", *arguments)
-    except SignalException as stop:
-        raise Stopped(stop.sigval) from None
+        # -P: what lies in the working directory does not shadow what is installed.
+        elastic_launch(config, sys.executable)("-P", "-m", "megabatch", *arguments)
+    except SignalException as caught:
+        raise Stopped(stop.number or caught.sigval) from None
     except ChildFailedError as failed:
         # A rank without a file was killed, and is the cause of whatever the others say.
         rank, failure = min(failed.failures.items(), key=lambda item: item[1].error_file_data.get("time_ns", 0))
         # A rank that has reported may be ended by torchelastic before it could exit by itself.
         exit_code = failure.error_file_data.get("exit_code", failure.exitcode)
-        raise RankFailed(rank, exit_code, failure.message, failure.error_file_data.get("trace", "")) from None
+        reported = "time_ns" in failure.error_file_data or failure.exitcode < 0
+        message = failure.message if reported else f"ended with exit code {failure.exitcode}"
+        trace = failure.error_file_data.get("trace", "")
+        folder = Path((notes / FOLDER).read_text()) if (notes / FOLDER).exists() else None
+        raise RankFailed(rank, exit_code, message, trace, folder) from None
+
+
+class StopSignals:
+    """Ctrl-C or SIGTERM asks the ranks to stop after their step; a second one ends everything at once."""
+
+    def __init__(self, notes: Path) -> None:
+        self.number: int | None = None
+        self.notes = notes
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.receive)
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        if self.number is not None:
+            shutil.rmtree(self.notes, ignore_errors=True)
+            os._exit(128 + number)  # and the kernel kills the ranks: see `die_with_launcher`
+        self.number = number
+        print("stopping   after this step; once more to end at once", flush=True)
+        # Ranks get SIGINT either way: a SIGTERM tells them that another rank has failed.
+        raise SignalException(f"signal {number}", sigval=signal.SIGINT)
 
 
 def quieten(package: str) -> None:
@@ -93,6 +141,12 @@ def die_with_launcher() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(os.environ[PARENT]):  # it died before we asked
         os._exit(1)
+
+
+def announce_folder(folder: Path) -> None:
+    """Tells the launcher where the run's folder is."""
+    if NOTES in os.environ:
+        (Path(os.environ[NOTES]) / FOLDER).write_text(str(folder))
 
 
 def report_failure(exit_code: int, message: str, trace: str = "") -> None:

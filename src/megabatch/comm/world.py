@@ -3,6 +3,7 @@
 One rank is the general case made small: it has a process group of its own, and nobody asks how many there are.
 """
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,27 +11,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from msgspec import Struct
 
+from megabatch.comm.discover import Place, discover, meeting_point
 from megabatch.errors import UserError, require_one_of
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-
-
-class Place(Struct, frozen=True):
-    """Which rank this process is."""
-
-    rank: int
-    num_ranks: int
-    local_rank: int
-
-
-def discover() -> Place | None:
-    """The place that torchrun gave this process; None if nobody started it as a rank."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    if not all(name in os.environ for name in names):
-        return None
-    return Place(*(int(os.environ[name]) for name in names))
 
 
 def choose_device(name: str) -> str:
@@ -59,18 +44,53 @@ class World:
         wait: Callable[[], object] = dist.all_reduce(tensor, async_op=True).wait
         return wait
 
+    def share_text(self, text: str) -> str:
+        """Rank 0's text, on all ranks."""
+        content = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.device)
+        length = torch.tensor([len(content)], device=self.device)
+        dist.broadcast(length, src=0)
+        if self.rank != 0:
+            content = torch.empty(int(length.item()), dtype=torch.uint8, device=self.device)
+        dist.broadcast(content, src=0)
+        return bytes(content.tolist()).decode()
+
+    def share_tensors(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Rank 0's tensors, on all ranks and on their devices; only rank 0 needs to bring any."""
+        layout = {name: (list(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
+        layout = json.loads(self.share_text(json.dumps(layout)))
+        shared = {}
+        for name, (shape, dtype) in layout.items():
+            dtype = getattr(torch, dtype.removeprefix("torch."))
+            empty = torch.empty(shape, dtype=dtype, device=self.device)
+            tensor = empty.copy_(tensors[name]) if self.rank == 0 else empty
+            dist.broadcast(tensor, src=0)
+            shared[name] = tensor
+        return shared
+
+
+def current_place() -> Place:
+    """This process's place among the ranks that exist, which may be it alone."""
+    place = discover()
+    if place is None and dist.is_initialized():
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        return Place(rank, num_ranks, rank, num_ranks)
+    return place or Place(0, 1, 0, 1)
+
 
 @contextmanager
 def connect(place: Place, device_type: str, store: "dist.Store | None" = None) -> Iterator[World]:  # type: ignore[name-defined]
-    """Joins the ranks, and leaves them at the end.  Without a `store`, torchrun's variables say where they meet."""
+    """Joins the ranks, and leaves them at the end.  A script that has joined them already stays joined."""
     device = torch.device(device_type, place.local_rank) if device_type == "cuda" else torch.device(device_type)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if dist.is_initialized():
+        yield World(place.rank, place.num_ranks, device)
+        return
     dist.init_process_group(
         BACKENDS[device.type],
         rank=place.rank,
         world_size=place.num_ranks,
-        store=store,
+        store=store or find_store(place),
         timeout=timedelta(minutes=10),
         device_id=device if device.type == "cuda" else None,
     )
@@ -78,3 +98,16 @@ def connect(place: Place, device_type: str, store: "dist.Store | None" = None) -
         yield World(place.rank, place.num_ranks, device)
     finally:
         dist.destroy_process_group()
+
+
+def find_store(place: Place) -> "dist.Store":  # type: ignore[name-defined]
+    """Where the ranks meet: torchrun's own store, or one that rank 0 opens."""
+    if place.num_ranks == 1:
+        return dist.HashStore()  # type: ignore[attr-defined]
+    if dist.is_torchelastic_launched():
+        store = next(dist.rendezvous("env://", place.rank, place.num_ranks))[0]  # type: ignore[attr-defined]
+        # The launcher's store outlives its ranks: restarted ones must not find the addresses of those before.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
+    host, port = meeting_point(place)
+    return dist.TCPStore(host, port, place.num_ranks, is_master=place.rank == 0)  # type: ignore[attr-defined]

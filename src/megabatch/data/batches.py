@@ -27,11 +27,14 @@ class TrainingImages:
         return pixels, self.images.labels[torch.from_numpy(samples)]
 
 
-def evaluation_batches(images: ImageSet, batch_size: int, rank: int, num_ranks: int) -> Iterator[Batch]:
-    """This rank's share: every `num_ranks`-th batch.  A batch holds the same samples on any number of ranks."""
-    for start in range(rank * batch_size, len(images), num_ranks * batch_size):
-        samples = np.arange(start, min(start + batch_size, len(images)))
-        yield images.read(samples), images.labels[samples]
+def evaluation_batches(
+    images: ImageSet, batch_size: int, rank: int, num_ranks: int
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """This rank's share, every `num_ranks`-th batch: number, images, labels.  A batch is the same for any ranks."""
+    num_batches = -(-len(images) // batch_size)
+    for number in range(rank, num_batches, num_ranks):
+        samples = np.arange(number * batch_size, min((number + 1) * batch_size, len(images)))
+        yield number, images.read(samples), images.labels[samples]
 
 
 class Normalise:
@@ -39,12 +42,13 @@ class Normalise:
 
     MEASURED_SAMPLES = 50_000
 
-    def __init__(self, images: ImageSet, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, images: ImageSet, device: torch.device, dtype: torch.dtype, channels_last: bool = False) -> None:
         totals = torch.zeros(2, 1, dtype=torch.float64)
         count = 0
-        num_measured = min(len(images), self.MEASURED_SAMPLES)
-        for start in range(0, num_measured, 1000):
-            pixels = images.read(np.arange(start, min(start + 1000, num_measured))).double()
+        # Evenly spread: a set may be sorted by class.
+        measured = np.arange(0, len(images), -(-len(images) // self.MEASURED_SAMPLES))
+        for start in range(0, len(measured), 1000):
+            pixels = images.read(measured[start : start + 1000]).double()
             totals = totals + torch.stack([pixels.sum((0, 2, 3)), pixels.square().sum((0, 2, 3))])
             count += pixels.numel() // pixels.shape[1]
         mean, mean_square = totals / count
@@ -52,10 +56,11 @@ class Normalise:
         deviation = (mean_square - mean.square()).clamp(min=0).sqrt()
         deviation = torch.where(deviation > 0, deviation, 1.0)
         self.device, self.dtype = device, dtype
+        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.scale, self.shift = (
             values.view(1, -1, 1, 1).to(device, dtype) for values in (1 / deviation, -mean / deviation)
         )
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        moved = images.to(self.device, non_blocking=True).to(self.dtype, memory_format=torch.channels_last)
+        moved = images.to(self.device, non_blocking=True).to(self.dtype, memory_format=self.memory_format)
         return moved.mul_(self.scale).add_(self.shift)

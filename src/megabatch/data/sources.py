@@ -24,9 +24,12 @@ from megabatch.planning.batch import Count
 
 Arrays = dict[str, NDArray[np.generic]]
 
+FROM_PYTHON = "python"  # the source of a run whose images were handed to `megabatch.fit`
 EMBEDDED = "fashion_mnist_10k.npz"
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # where Debian's package puts it
 FASHION_CLASSES = ("T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Boot")
+MOST_CHANNELS = 16  # more is an array whose channels come first
+MOST_CLASSES = 1_000_000  # more is not a label but some other number
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 
 
@@ -105,10 +108,13 @@ def load_data_set(settings: DataSettings) -> DataSet:
     if settings.source in NAMED_SOURCES:
         return NAMED_SOURCES[settings.source](settings)
     path = Path(settings.source)
-    if path.suffix == ".npz":
-        return from_arrays(settings, read_npz(path), path)
-    if path.is_dir():
-        return from_arrays(settings, read_idx_folder(path), path)
+    try:
+        if path.suffix == ".npz":
+            return from_arrays(settings, read_npz(path), path)
+        if path.is_dir():
+            return from_arrays(settings, read_idx_folder(path), path)
+    except OSError as error:
+        raise UserError(f"data.source={settings.source!r} cannot be read ({error.strerror}); give another") from error
     raise UserError(
         f"data.source={settings.source!r} is neither a folder of IDX files, nor an .npz file, nor one of "
         f"{', '.join(NAMED_SOURCES)}; nearest: data.source={nearest(settings.source, NAMED_SOURCES)}"
@@ -126,7 +132,8 @@ def full_fashion_mnist(settings: DataSettings) -> DataSet:
             f"data.source='fashion-mnist' is read from {FASHION_MNIST}, which does not exist; "
             "remedy: apt-get install dataset-fashion-mnist, or give the folder of its four IDX files"
         )
-    return from_arrays(settings, read_idx_folder(FASHION_MNIST), FASHION_MNIST)
+    arrays = read_idx_folder(FASHION_MNIST) | {"class_names": np.array(FASHION_CLASSES)}
+    return from_arrays(settings, arrays, FASHION_MNIST)
 
 
 def synthetic(settings: DataSettings) -> DataSet:
@@ -149,6 +156,8 @@ def read_npz(path: Path) -> Arrays:
     if not path.is_file():
         raise UserError(f"{path} does not exist; data.source names an .npz file, a folder of IDX files, or a known set")
     try:
+        if not zipfile.is_zipfile(path):
+            raise UserError(f"{path} is not an .npz archive; make it anew with numpy.savez")
         with np.load(path, allow_pickle=False) as archive:
             missing = [name for name in ARRAYS if name not in archive]
             if missing:
@@ -166,8 +175,6 @@ def read_idx_folder(folder: Path) -> Arrays:
     for part, prefix in (("train", "train"), ("test", "t10k")):
         arrays[f"{part}_images"] = read_idx(folder, f"{prefix}-images-idx3-ubyte", num_dims=3)
         arrays[f"{part}_labels"] = read_idx(folder, f"{prefix}-labels-idx1-ubyte", num_dims=1)
-    if folder.name == FASHION_MNIST.name:
-        arrays["class_names"] = np.array(FASHION_CLASSES)
     return arrays
 
 
@@ -196,7 +203,9 @@ def from_arrays(settings: DataSettings, arrays: Arrays, path: Path) -> DataSet:
         for part in ("train", "test")
     }
     num_labels = 1 + max(int(part.labels.max()) for part in parts.values())
-    names = arrays.get("class_names", np.arange(num_labels))
+    if num_labels > MOST_CLASSES:
+        raise UserError(f"{path} has a label {num_labels - 1}; labels number the classes from 0 to {MOST_CLASSES - 1}")
+    names = np.atleast_1d(arrays.get("class_names", np.arange(num_labels)))
     if len(names) < num_labels:
         raise UserError(f"{path} has a label {num_labels - 1} but only {len(names)} class_names; name them all")
     train, test = parts["train"], parts["test"]
@@ -209,9 +218,11 @@ def array_images(
     settings: DataSettings, images: NDArray[np.generic], labels: NDArray[np.generic], where: str
 ) -> ArrayImages:
     """Checks one part of an array source; brings it to [N, C, H, W] and to the recipe's image size."""
-    if images.dtype != np.uint8 or images.ndim not in (3, 4):
+    channels = images.shape[3] if images.ndim == 4 else 1
+    if images.dtype != np.uint8 or images.ndim not in (3, 4) or 0 in images.shape or channels > MOST_CHANNELS:
         raise UserError(
-            f"{where}_images is {images.dtype} of shape {images.shape}; expected uint8 [N, H, W] or [N, H, W, C]"
+            f"{where}_images is {images.dtype} of shape {images.shape}; expected uint8 [N, H, W] or [N, H, W, C], "
+            f"C at most {MOST_CHANNELS}"
         )
     if labels.shape != (len(images),) or labels.dtype.kind not in "iu" or not len(labels) or labels.min() < 0:
         raise UserError(

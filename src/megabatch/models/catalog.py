@@ -2,7 +2,10 @@
 
 import importlib
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +21,20 @@ MODELS: dict[str, Callable[..., nn.Module]] = {"small_resnet": small_resnet, "sm
 class ModelSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
     options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the factory
+    channels_last: bool | None = None  # the memory order of images; by default true for the models of MODELS
 
     def __post_init__(self) -> None:
-        if ":" not in self.name:
+        if not self.is_users_own:
             require_one_of("model.name", self.name, MODELS)
+
+    @property
+    def is_users_own(self) -> bool:
+        return ":" in self.name
+
+    @property
+    def wants_channels_last(self) -> bool:
+        # A quarter faster on CPU; but `x.view(len(x), -1)`, which many models use, refuses it.
+        return not self.is_users_own if self.channels_last is None else self.channels_last
 
 
 def build_model(settings: ModelSettings, seed: int, num_classes: int, in_channels: int, image_size: int) -> nn.Module:
@@ -30,30 +43,60 @@ def build_model(settings: ModelSettings, seed: int, num_classes: int, in_channel
     A factory is called with `num_classes`, with `in_channels` and `image_size` if it names them, and with
     the options of the recipe.
     """
-    factory = MODELS[settings.name] if settings.name in MODELS else import_factory(settings.name)
-    named = inspect.signature(factory).parameters
+    factory = import_factory(settings.name) if settings.is_users_own else MODELS[settings.name]
+    try:
+        named = inspect.signature(factory).parameters
+    except ValueError:  # built-in types have none
+        raise UserError(f"model.name={settings.name!r} is not a factory: its arguments cannot be seen") from None
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in named.values())
+    if "num_classes" not in named and not takes_any:
+        raise UserError(f"model.name={settings.name!r} must take num_classes; it takes {', '.join(named) or 'nothing'}")
     offered = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size}
     arguments = {key: value for key, value in offered.items() if key in named or key == "num_classes"}
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in named.values())
     known = [name for name in named if name not in offered]
     for option in settings.options:
         if option not in known and not takes_any:
             remedy = f"nearest: model.options.{nearest(option, known)}" if known else "it takes none"
             raise UserError(f"model.options.{option}: {settings.name} has no such option; {remedy}")
     torch.manual_seed(seed)
-    model = factory(**arguments | settings.options)
+    with model_errors(settings):
+        model = factory(**arguments | settings.options)
     if not isinstance(model, nn.Module):
         raise UserError(f"model.name={settings.name!r} returned a {type(model).__name__}; it must return an nn.Module")
     return model
 
 
+@contextmanager
+def model_errors(settings: ModelSettings, image_shape: Sequence[int] = ()) -> Iterator[None]:
+    """Our own models fail because of a setting: that is one line.  In a user's own, the traceback is what helps."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if settings.is_users_own:
+            raise
+        on = f" on images {list(image_shape)}" if image_shape else ""
+        options = f" with model.options={settings.options}" if settings.options else ""
+        raise UserError(f"model.name={settings.name!r}{options} fails{on}: {error}; change one of them") from error
+
+
+def check_logits(settings: ModelSettings, logits: object, expected: tuple[int, int]) -> None:
+    if not isinstance(logits, torch.Tensor) or tuple(logits.shape) != expected:
+        got = list(logits.shape) if isinstance(logits, torch.Tensor) else f"a {type(logits).__name__}"
+        raise UserError(f"model.name={settings.name!r} returned {got}; it must return logits {list(expected)}")
+
+
 def import_factory(name: str) -> Callable[..., nn.Module]:
     module_name, _, attribute = name.partition(":")
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))  # last: what lies here shadows nothing
     try:
         factory = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise UserError(
-            f"model.name={name!r} cannot be imported ({error}); expected package.module:factory on PYTHONPATH"
+            f"model.name={name!r} cannot be imported ({error}); "
+            "expected package.module:factory, installed, on PYTHONPATH or in the current folder"
         ) from error
     if not callable(factory):
         raise UserError(f"model.name={name!r} is a {type(factory).__name__}; it must be a function or a class")

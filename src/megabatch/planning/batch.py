@@ -67,12 +67,13 @@ class StepPlan(Struct, frozen=True, kw_only=True):
 
 def plan_steps(batch: BatchSettings, num_ranks: int, num_samples: int, epochs: float) -> StepPlan:
     check_ranks(batch, num_ranks)
-    # The margin keeps 0.3 epochs of 1,000 samples at 300 steps, not 299: 0.3 has no exact binary form.
+    # The margin keeps 0.29 epochs of 100 samples at 29 steps of one, not 28: 0.29 has no exact binary form.
     num_steps = math.floor(epochs * num_samples / batch.global_batch + 1e-9)
     if num_steps == 0:
+        enough = math.ceil(1000 * batch.global_batch / num_samples) / 1000
         raise UserError(
             f"train.epochs={epochs:g} of {num_samples} samples is less than one step of "
-            f"batch.global={batch.global_batch}; nearest: train.epochs={batch.global_batch / num_samples:g}"
+            f"batch.global={batch.global_batch}; nearest: train.epochs={enough}"
         )
     return StepPlan(
         global_batch=batch.global_batch,
@@ -98,4 +99,5 @@ def check_ranks(batch: BatchSettings, num_ranks: int) -> None:
 
 def most_ranks(batch: BatchSettings, limit: int) -> int:
     """The largest number of ranks, at most `limit`, that share the microbatches evenly."""
-    return next(ranks for ranks in range(limit, 0, -1) if batch.num_microbatches % ranks == 0)
+    highest = min(limit, batch.num_microbatches)
+    return next(ranks for ranks in range(highest, 0, -1) if batch.num_microbatches % ranks == 0)

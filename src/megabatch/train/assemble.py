@@ -11,7 +11,8 @@ from megabatch.comm.world import World
 from megabatch.config import RunConfig
 from megabatch.data.batches import Normalise, TrainingImages
 from megabatch.data.sources import DataSet
-from megabatch.models.catalog import build_model
+from megabatch.errors import UserError
+from megabatch.models.catalog import ModelSettings, build_model, check_logits, model_errors
 from megabatch.models.loss import summed_loss
 from megabatch.optim.groups import parameter_groups
 from megabatch.optim.optimizers import OPTIMIZERS
@@ -27,29 +28,71 @@ def never() -> bool:
     return False
 
 
-def assemble(config: RunConfig, data: DataSet, world: World, stop_requested: Callable[[], bool] = never) -> Training:
+def assemble(
+    config: RunConfig,
+    data: DataSet,
+    world: World,
+    stop_requested: Callable[[], bool] = never,
+    model: nn.Module | None = None,
+) -> Training:
+    """The parts of a run; the recipe's model, unless one is given."""
     plan = plan_run(config, data, world.num_ranks)
     dtype = config.precision.dtype
-    model = make_model(config, data).to(world.device, dtype)
-    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = (model or make_model(config, data)).to(world.device, dtype)
+    channels_last = config.model.wants_channels_last
+    if channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     statistics = RunningStatistics(model, plan.accumulation)
-    normalise = Normalise(data.train, world.device, dtype)
-    return Training(
+    normalise = Normalise(data.train, world.device, dtype, channels_last)
+    distributed, buckets = distribute(model, world)
+    training = Training(
         rank=world.rank,
         seed=config.seed,
         plan=plan,
+        data=data,
         images=TrainingImages(data.train, config.data, config.seed, plan),
         normalise=normalise,
-        model=distribute(model, world),
+        model=distributed,
         summed_loss=partial(summed_loss, config.loss),
         statistics=statistics,
         exchange=Exchange(world, statistics, dtype),
+        buckets=buckets,
         optimizer=OPTIMIZERS[config.optim.name](parameter_groups(model, config.optim.weight_decay), config.optim),
         learning_rate=plan_learning_rate(config, plan),
         clip_norm=config.optim.clip_norm,
         evaluate=partial(evaluate, model, data.test, normalise, len(data.class_names), config.batch.microbatch, world),
         stop_requested=stop_requested,
     )
+    settle_buckets(training, config.model)
+    return training
+
+
+def settle_buckets(training: Training, settings: ModelSettings) -> None:
+    """One backward pass whose result is discarded.
+
+    DDP sorts its buckets anew after the first, and where a gradient lies in its bucket decides how its sum is rounded
+    on three ranks and more.  Fresh and resumed runs alike take their first step on the final buckets.  It is also the
+    trial of the model, before anything is written.
+    """
+    model = training.model
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    images, labels = training.images.microbatch(0, training.plan.microbatches_of(training.rank)[0])
+    with model_errors(settings, images.shape):
+        logits = model(training.normalise(images))
+        check_logits(settings, logits, (len(labels), len(training.data.class_names)))
+        training.summed_loss(logits, labels.to(logits.device)).backward()
+    unused = [name for name, parameter in model.module.named_parameters() if not_reached(parameter)]
+    if unused:
+        raise UserError(
+            f"model.name={settings.name!r}: no gradient reaches {', '.join(unused[:3])}{' ...' * (len(unused) > 3)}; "
+            "remove what forward does not use, or set requires_grad to False"
+        )
+    for buffer, before in zip(model.buffers(), buffers, strict=True):
+        buffer.copy_(before)
+
+
+def not_reached(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad and parameter.grad is None
 
 
 def plan_run(config: RunConfig, data: DataSet, num_ranks: int) -> StepPlan:

@@ -8,7 +8,9 @@ With A microbatches on a rank, the i-th (1..A) moves r by (M/A) / (1 - (A-i) M/A
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
+
+from megabatch.errors import UserError
 
 
 def share_of_momentum(momentum: float, turn: int, accumulation: int) -> float:
@@ -18,34 +20,57 @@ def share_of_momentum(momentum: float, turn: int, accumulation: int) -> float:
 
 
 class RunningStatistics:
-    """The running means and variances of all BatchNorms of a model, over the microbatches of a step."""
+    """The running means and variances of all normalisation layers that keep some, over the microbatches of a step."""
 
     def __init__(self, model: nn.Module, accumulation: int) -> None:
         self.accumulation = accumulation
-        self.modules: list[_BatchNorm] = []
+        self.modules: list[_NormBase] = []
         self.tensors: list[torch.Tensor] = []
-        for module in model.modules():
-            if isinstance(module, _BatchNorm) and module.running_mean is not None and module.running_var is not None:
+        self.names: list[str] = []
+        for name, module in model.named_modules():
+            if isinstance(module, _NormBase) and module.running_mean is not None and module.running_var is not None:
                 self.modules.append(module)
+                self.names.append(name)
                 self.tensors += [module.running_mean, module.running_var]
         self.momenta = [module.momentum for module in self.modules]
+        self.counts: list[int] | None = None  # steps that each module has seen
 
     def begin_microbatch(self, turn: int) -> None:
         """Before the forward pass of microbatch `turn` (from 0) of a step."""
-        for module, momentum in zip(self.modules, self.momenta, strict=True):
+        if self.counts is None:  # read once: a resumed run has restored them by now
+            self.counts = [counter(module).item() for module in self.modules]  # type: ignore[misc]
+        for module, momentum, count in zip(self.modules, self.momenta, self.counts, strict=True):
             if momentum is None:  # asks for the plain average over all steps
-                assert module.num_batches_tracked is not None
-                momentum = 1.0 / (1.0 + module.num_batches_tracked.item() - turn)
+                momentum = 1.0 / (1.0 + count)
             module.momentum = share_of_momentum(momentum, turn, self.accumulation)
 
     @torch.no_grad()
     def end_step(self, averaged: torch.Tensor) -> None:
         """Takes the mean over ranks, one flat tensor in the order of `tensors`; each module counts one step."""
+        assert self.counts is not None
         parts = averaged.split([tensor.numel() for tensor in self.tensors])
         for tensor, part in zip(self.tensors, parts, strict=True):
             tensor.copy_(part)
-        for module, momentum in zip(self.modules, self.momenta, strict=True):
+        if not hasattr(self, "counting"):
+            self.counting = [self.check_use(index) for index in range(len(self.modules))]
+        for index, (module, momentum) in enumerate(zip(self.modules, self.momenta, strict=True)):
             module.momentum = momentum
-            if module.training and self.accumulation > 1:
-                assert module.num_batches_tracked is not None
-                module.num_batches_tracked.sub_(self.accumulation - 1)
+            if self.counting[index]:
+                self.counts[index] += 1
+                counter(module).fill_(self.counts[index])
+
+    def check_use(self, index: int) -> bool:
+        """After the first step: True if the module counts its forward passes, as one in training does."""
+        assert self.counts is not None
+        passes = int(counter(self.modules[index]).item()) - self.counts[index]
+        if passes > self.accumulation:
+            raise UserError(
+                f"the model uses {self.names[index]} {passes // self.accumulation} times in a forward pass, and its "
+                "running statistics would depend on the number of ranks; give each use a layer of its own"
+            )
+        return passes > 0
+
+
+def counter(module: _NormBase) -> torch.Tensor:
+    assert module.num_batches_tracked is not None
+    return module.num_batches_tracked

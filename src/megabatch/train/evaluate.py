@@ -14,7 +14,7 @@ class Evaluation(Struct, frozen=True, kw_only=True):
     top1: float
     top5: float
     test_loss: float  # mean cross-entropy, without label smoothing
-    class_top1: list[float | None]
+    class_top1: list[float | None]  # None for a class without test images
     samples_evaluated: int
 
 
@@ -25,27 +25,28 @@ def evaluate(
     """Top-1, top-5, loss and top-1 per class over all of `images`, shared out over the ranks."""
     # Per class: right at first guess, right within five, seen.
     counts = torch.zeros(3, num_classes, dtype=torch.int64, device=world.device)
-    loss = torch.zeros((), dtype=torch.float64, device=world.device)
+    # One place per batch, filled by the rank that takes it: summed in one order, whatever the number of ranks.
+    losses = torch.zeros(-(-len(images) // batch_size), dtype=torch.float64, device=world.device)
     was_training = model.training
     model.eval()
-    for pixels, labels in evaluation_batches(images, batch_size, world.rank, world.num_ranks):
+    for number, pixels, labels in evaluation_batches(images, batch_size, world.rank, world.num_ranks):
         labels = labels.to(world.device)
         logits = model(normalise(pixels))
-        loss += F.cross_entropy(logits, labels, reduction="sum")
+        losses[number] = F.cross_entropy(logits, labels, reduction="sum")
         right = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
         marks = torch.stack([right[:, 0], right.any(1), torch.ones_like(labels, dtype=torch.bool)])
         counts.index_add_(1, labels, marks.long())
     model.train(was_training)
 
     world.sum(counts)
-    world.sum(loss)
+    world.sum(losses)
     top1, top5, total = counts.sum(1).tolist()
     assert total == len(images), f"evaluated {total} of {len(images)} samples"
     first, _, seen = counts.tolist()
     return Evaluation(
         top1=top1 / total,
         top5=top5 / total,
-        test_loss=loss.item() / total,
+        test_loss=losses.sum().item() / total,
         class_top1=[right / count if count else None for right, count in zip(first, seen, strict=True)],
         samples_evaluated=total,
     )

@@ -3,6 +3,8 @@
 All of them are known when the last forward pass of the step is done, so the exchange runs underneath backward.
 """
 
+import time
+
 import torch
 from msgspec import Struct
 
@@ -23,6 +25,7 @@ class Exchange:
         self.world, self.statistics, self.dtype = world, statistics, dtype
         self.losses: list[torch.Tensor] = []
         self.samples = 0
+        self.waited_s = 0.0  # in the newest `receive`
 
     def add(self, loss: torch.Tensor, samples: int) -> None:
         self.losses.append(loss.detach())
@@ -37,7 +40,9 @@ class Exchange:
         self.losses, self.samples = [], 0
 
     def receive(self) -> Totals:
+        started_s = time.perf_counter()
         self.wait()
+        self.waited_s = time.perf_counter() - started_s
         scalars, statistics = self.message[:3], self.message[3:]
         self.statistics.end_step(statistics / self.world.num_ranks)
         loss, samples, stop = scalars.tolist()

@@ -1,26 +1,63 @@
-"""The run's folder: config.toml, metrics.jsonl, summary.json."""
+"""The run's folder: config.toml, env.json, metrics.jsonl, summary.json, train.log, checkpoints/, model.safetensors.
+
+It belongs to one run at a time, which holds it by `flock`: the kernel lets go of it however the run ends.
+"""
 
 import contextlib
+import fcntl
+import json
+import os
+import platform
+import time
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TextIO
 
 import msgspec
+import torch
 
+from megabatch import __version__
 from megabatch.config import RunConfig
 from megabatch.errors import UserError
 from megabatch.train.records import Record, Summary
 
+LOCK = ".lock"
+# What explains a run's speed or numerics.  An allow-list: an environment also holds secrets.
+VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "GLOO_SOCKET_IFNAME",
+    "LOCAL_WORLD_SIZE",
+    "MKL_NUM_THREADS",
+    "NCCL_ALGO",
+    "NCCL_DEBUG",
+    "NCCL_IB_DISABLE",
+    "NCCL_PROTO",
+    "NCCL_SOCKET_IFNAME",
+    "OMP_NUM_THREADS",
+    "SLURM_JOB_ID",
+    "SLURM_JOB_NUM_NODES",
+    "WORLD_SIZE",
+)
+
 
 class RunFolder:
-    def __init__(self, path: Path, config: RunConfig) -> None:
-        self.path = path
-        (path / "config.toml").write_text(config.to_toml())
-        self.metrics = (path / "metrics.jsonl").open("wb")
+    """A folder that this process holds until it leaves the `with`."""
 
-    @classmethod
-    def create(cls, config: RunConfig, recipe: str) -> Self:
-        return cls(make_folder(config.run.dir, recipe), config)
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+        self.lock = hold(path)
+
+    def begin(self, config: RunConfig, step: int) -> None:
+        """Writes what describes the run, and keeps the rows up to `step`, where it begins or goes on."""
+        self.write_text("config.toml", config.to_toml())
+        self.write_text("env.json", json.dumps(describe_environment(), indent=2) + "\n")
+        rows = self.path / "metrics.jsonl"
+        kept = rows_up_to(rows, step) if step else b""
+        rows.write_bytes(kept)
+        self.metrics = rows.open("ab")
+        self.log(f"begins at step {step}")
 
     def write(self, record: Record) -> None:
         """One row, flushed: what has happened is on disk before the next step begins."""
@@ -28,8 +65,18 @@ class RunFolder:
         self.metrics.flush()
 
     def finish(self, summary: Summary) -> None:
-        text = msgspec.json.format(msgspec.json.encode(summary), indent=2)
-        (self.path / "summary.json").write_bytes(text + b"\n")
+        text = msgspec.json.format(msgspec.json.encode(summary), indent=2).decode()
+        self.write_text("summary.json", text + "\n")
+        self.log(f"{summary.status} after step {summary.steps}")
+
+    def write_text(self, name: str, text: str) -> None:
+        """The whole file or the one before it."""
+        new = self.path / f".writing-{name}"
+        new.write_text(text)
+        new.rename(self.path / name)
+
+    def log(self, text: str) -> None:
+        append_to_log(self.path, text)
 
     def __enter__(self) -> Self:
         return self
@@ -37,21 +84,62 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.metrics.close()
+        if hasattr(self, "metrics"):
+            self.metrics.close()
+        self.lock.close()
 
 
-def make_folder(wanted: str | None, recipe: str) -> Path:
-    """The folder that the recipe names, or the next free runs/<recipe>-<nnn>."""
-    if wanted is not None:
-        path = Path(wanted)
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise UserError(f"run.dir={wanted!r} exists and is not an empty folder; give a new one, or leave it out")
-        path.mkdir(parents=True, exist_ok=True)
-        return path
-    taken = [int(path.name.rpartition("-")[2]) for path in Path("runs").glob(f"{recipe}-[0-9][0-9][0-9]")]
-    for number in range(max(taken, default=0) + 1, 1000):
-        path = Path("runs") / f"{recipe}-{number:03d}"
-        with contextlib.suppress(FileExistsError):  # another run was faster
-            path.mkdir(parents=True)
-            return path
-    raise UserError(f"runs/{recipe}-999 exists; remove old runs, or give run.dir")
+def append_to_log(folder: Path, text: str) -> None:
+    with (folder / "train.log").open("a") as file:
+        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text.rstrip()}\n")
+
+
+def hold(path: Path) -> TextIO:
+    """Takes the folder for this process."""
+    file = (path / LOCK).open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().strip()
+        file.close()
+        raise UserError(
+            f"run.dir={str(path)!r} is in use by process {holder}; wait for it, or give another run.dir"
+        ) from None
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file
+
+
+def is_held(path: Path) -> bool:
+    """True while some run holds the folder."""
+    with contextlib.suppress(FileNotFoundError), (path / LOCK).open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def rows_up_to(rows: Path, step: int) -> bytes:
+    """The rows of the steps that a checkpoint holds.  A kill may have left later ones, or half of one."""
+    kept = b""
+    if rows.exists():
+        for line in rows.read_bytes().splitlines(keepends=True):
+            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                break
+            kept += line
+    return kept
+
+
+def describe_environment() -> dict[str, object]:
+    return {
+        "megabatch": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "host": platform.node(),
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+    }

@@ -6,11 +6,13 @@ from typing import Any
 import torch
 from msgspec import Struct
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from megabatch.comm.launch import num_cores
 from megabatch.comm.world import choose_device
 from megabatch.config import RunConfig
 from megabatch.data.sources import load_data_set
+from megabatch.models.catalog import model_errors
 from megabatch.models.loss import summed_loss
 from megabatch.optim.groups import parameter_groups
 from megabatch.planning.batch import StepPlan, check_ranks, most_ranks
@@ -23,11 +25,11 @@ class Memory(Struct, frozen=True, kw_only=True):
     weights: int  # parameters and buffers
     gradients: int  # DDP's buckets; the gradients are views of them
     optimizer: int
-    activations: int  # what one microbatch keeps for its backward pass
+    activations: int | None  # what one microbatch keeps for its backward pass; None where that cannot be foreseen
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations
+        return self.weights + self.gradients + self.optimizer + (self.activations or 0)
 
 
 class Preview(Struct, frozen=True, kw_only=True):
@@ -66,8 +68,11 @@ def num_bytes(tensors: list[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def activation_bytes(config: RunConfig, model: nn.Module, image_shape: tuple[int, ...]) -> int:
+def activation_bytes(config: RunConfig, model: nn.Module, image_shape: tuple[int, ...]) -> int | None:
     """Runs one microbatch forward on the meta device, which computes shapes only, and adds up what autograd keeps."""
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and module.momentum is None:
+            module.momentum = 0.1  # the plain average would read its counter, which has no value here
     model = model.to("meta")
     owned = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     kept: dict[int, torch.UntypedStorage] = {}  # by storage: a tensor kept twice takes its bytes once
@@ -80,7 +85,12 @@ def activation_bytes(config: RunConfig, model: nn.Module, image_shape: tuple[int
 
     images = torch.empty(config.batch.microbatch, *image_shape, dtype=config.precision.dtype, device="meta")
     labels = torch.empty(config.batch.microbatch, dtype=torch.int64, device="meta")
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = summed_loss(config.loss, model(images), labels)
-    assert loss.requires_grad
+    try:
+        with (
+            model_errors(config.model, images.shape),
+            torch.autograd.graph.saved_tensors_hooks(keep, keep),
+        ):
+            summed_loss(config.loss, model(images), labels)
+    except (RuntimeError, NotImplementedError):  # a forward that looks at values
+        return None
     return sum(storage.nbytes() for storage in kept.values())

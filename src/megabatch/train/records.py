@@ -4,6 +4,8 @@ from typing import Literal
 
 from msgspec import Struct
 
+from megabatch.train.evaluate import Evaluation
+
 Status = Literal["finished", "stopped", "failed"]
 
 
@@ -13,16 +15,13 @@ class StepRecord(Struct, frozen=True, kw_only=True):
     loss: float  # mean over the global batch, before the update
     lr: float
     images_per_s: float
+    data_wait_s: float  # rank 0 waited for images
+    comm_wait_s: float  # rank 0 waited for other ranks, after all its gradients were ready
 
 
-class EvaluationRecord(Struct, frozen=True, kw_only=True):
+class EvaluationRecord(Evaluation, frozen=True, kw_only=True):
     step: int
     epoch: float
-    top1: float
-    top5: float
-    test_loss: float
-    class_top1: list[float | None]  # None for a class without test images
-    samples_evaluated: int
 
 
 Record = StepRecord | EvaluationRecord
@@ -37,34 +36,46 @@ class Summary(Struct, frozen=True, kw_only=True):
     class_top1: list[float | None] | None
     samples_evaluated: int
     steps: int
-    wall_s: float  # from the first step, evaluations included
+    resumed_from_step: int | None  # where the last resumption began
+    wall_s: float  # of training, evaluations included; what a resumption repeats is counted once
     images_per_s: float | None  # over all training steps, evaluations left out
+    data_wait_share: float | None  # of the time of training steps
+    comm_wait_share: float | None
     time_to_target_s: float | None  # wall time of the first evaluation that reached train.target_top1
 
 
-class Tally:
-    """Adds records up to a summary."""
+class Tally(Struct, kw_only=True):
+    """Adds records up to a summary.  It goes into checkpoints, so that a resumed run adds on."""
 
-    def __init__(self, global_batch: int, target_top1: float | None) -> None:
-        self.global_batch, self.target_top1 = global_batch, target_top1
-        self.steps = 0
-        self.training_s = 0.0
-        self.evaluation: EvaluationRecord | None = None
-        self.best_top1: float | None = None
-        self.time_to_target_s: float | None = None
+    global_batch: int
+    target_top1: float | None
+    steps: int = 0
+    wall_s: float = 0.0
+    training_s: float = 0.0
+    data_wait_s: float = 0.0
+    comm_wait_s: float = 0.0
+    evaluation: EvaluationRecord | None = None
+    best_top1: float | None = None
+    best_step: int | None = None
+    time_to_target_s: float | None = None
+    resumed_from_step: int | None = None
 
     def add(self, record: Record, wall_s: float) -> None:
+        self.wall_s = wall_s
         if isinstance(record, StepRecord):
             self.steps = record.step
             self.training_s += self.global_batch / record.images_per_s
+            self.data_wait_s += record.data_wait_s
+            self.comm_wait_s += record.comm_wait_s
             return
         self.evaluation = record
-        self.best_top1 = max(record.top1, self.best_top1 or 0.0)
+        if self.best_top1 is None or record.top1 > self.best_top1:
+            self.best_top1, self.best_step = record.top1, record.step
         reached = self.target_top1 is not None and record.top1 >= self.target_top1
         if reached and self.time_to_target_s is None:
             self.time_to_target_s = wall_s
 
-    def summary(self, status: Status, wall_s: float) -> Summary:
+    def summary(self, status: Status) -> Summary:
         last = self.evaluation
         return Summary(
             status=status,
@@ -75,7 +86,10 @@ class Tally:
             class_top1=last.class_top1 if last else None,
             samples_evaluated=last.samples_evaluated if last else 0,
             steps=self.steps,
-            wall_s=wall_s,
+            resumed_from_step=self.resumed_from_step,
+            wall_s=self.wall_s,
             images_per_s=self.steps * self.global_batch / self.training_s if self.steps else None,
+            data_wait_share=self.data_wait_s / self.training_s if self.steps else None,
+            comm_wait_share=self.comm_wait_s / self.training_s if self.steps else None,
             time_to_target_s=self.time_to_target_s,
         )

@@ -1,23 +1,40 @@
-"""A whole run on one rank: join, assemble, train, and on rank 0 write and show every record."""
+"""A whole run on one rank: join, assemble, begin or resume, train, and on rank 0 record everything."""
 
 import signal
+import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+import traceback
+from contextlib import ExitStack
 from types import FrameType
 
-from megabatch.comm.world import Place, World, choose_device, connect
+import msgspec
+import torch
+from msgspec import Struct
+
+from megabatch.comm.discover import Place
+from megabatch.comm.launch import FAILURE_TIMEOUT_S, announce_folder, num_cores, was_launched
+from megabatch.comm.world import World, choose_device, connect
 from megabatch.config import RunConfig
 from megabatch.data.sources import load_data_set
+from megabatch.errors import UserError
 from megabatch.train.assemble import assemble
+from megabatch.train.checkpoint import (
+    Checkpoints,
+    read_description,
+    read_state,
+    restore_training_state,
+    save_weights,
+)
 from megabatch.train.folder import RunFolder
-from megabatch.train.records import Record, Status, Tally
+from megabatch.train.records import Record, Status, Summary, Tally
+from megabatch.train.resume import choose_start
 from megabatch.train.screen import Screen
+from megabatch.train.tensorboard import EventFile
 from megabatch.train.trainer import Training, train
 
 
 class StopSignal:
-    """Remembers that Ctrl-C or SIGTERM came; the trainer asks once a step.  A second Ctrl-C ends at once."""
+    """Remembers that Ctrl-C or SIGTERM came; the trainer asks once a step."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -25,52 +42,124 @@ class StopSignal:
         signal.signal(signal.SIGINT, self.receive)
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.number is not None:
-            raise KeyboardInterrupt
+        if self.number is not None and not was_launched():
+            raise KeyboardInterrupt  # our launcher ends a rank itself
+        if number == signal.SIGTERM and was_launched():
+            signal.alarm(FAILURE_TIMEOUT_S)  # another rank has failed; a collective may never return
         self.number = number
 
     def received(self) -> bool:
         return self.number is not None
 
 
-def run(config: RunConfig, recipe: str, place: Place) -> int:
+def run(config: RunConfig, place: Place, resume: str) -> int:
     """Runs one rank to its end; returns the exit code: 0, or 128 + the signal that stopped it."""
     stop = StopSignal()
+    config = share_cores(config, place)
     with connect(place, choose_device(config.run.device)) as world:
         training = assemble(config, load_data_set(config.data), world, stop.received)
+        summary = train_and_record(config, resume, training, world)
+    # Where only another rank got the signal, this one does not know which it was.
+    return 0 if summary.status == "finished" else 128 + (stop.number or signal.SIGTERM)
+
+
+def share_cores(config: RunConfig, place: Place) -> RunConfig:
+    """Gives this rank its share of the cores, and says so in the recipe: more threads would fight over them."""
+    threads = config.run.threads or max(1, num_cores() // place.num_local_ranks)
+    torch.set_num_threads(threads)
+    return config.with_run(threads=threads)
+
+
+def train_and_record(config: RunConfig, resume: str, training: Training, world: World) -> Summary:
+    """Trains from where the run stands.  All ranks return the same status; rank 0's summary has the times."""
+    with ExitStack() as stack:
         # Only now is anything written: what can be wrong with a recipe has been found by here.
-        observer = observe(config, recipe, training, world) if world.rank == 0 else nullcontext(ignore)
-        steps = 0
-        with observer as see:
-            for record in train(training):
-                see(record)
-                steps = record.step
-    finished = steps == training.plan.num_steps
-    return 0 if finished else 128 + (stop.number or signal.SIGTERM)
-
-
-def ignore(record: Record) -> None:
-    """What the other ranks do with their records: all ranks have the same."""
-
-
-@contextmanager
-def observe(config: RunConfig, recipe: str, training: Training, world: World) -> Iterator[Callable[[Record], None]]:
-    """Rank 0's eyes: every record goes to the folder, the screen and the summary."""
-    tally = Tally(training.plan.global_batch, config.train.target_top1)
-    with RunFolder.create(config, recipe) as folder, Screen(config, recipe, training, world, folder.path) as screen:
-        started_s = time.perf_counter()
-
-        def see(record: Record) -> None:
-            folder.write(record)
-            tally.add(record, wall_s=time.perf_counter() - started_s)
-            screen.show(record)
-
+        recorder, tally = begin(config, resume, training, world, stack)
+        started_s = time.perf_counter() - tally.wall_s
         try:
-            yield see
+            for record in train(training, first_step=tally.steps):
+                tally.add(record, wall_s=time.perf_counter() - started_s)
+                if recorder:
+                    recorder.see(record)
         except BaseException:
-            folder.finish(tally.summary("failed", time.perf_counter() - started_s))
+            if recorder:
+                recorder.end("failed")
             raise
         status: Status = "finished" if tally.steps == training.plan.num_steps else "stopped"
-        summary = tally.summary(status, time.perf_counter() - started_s)
-        folder.finish(summary)
-        screen.finish(summary)
+        if recorder:
+            recorder.end(status)
+        return tally.summary(status)
+
+
+class Beginning(Struct, frozen=True):
+    """What rank 0 has decided, for the others."""
+
+    problem: str | None
+    tally: Tally
+
+
+def begin(
+    config: RunConfig, resume: str, training: Training, world: World, stack: ExitStack
+) -> tuple["Recorder | None", Tally]:
+    """Rank 0 takes the run's folder and finds where the run stands; all ranks go there."""
+    tally = Tally(global_batch=training.plan.global_batch, target_top1=config.train.target_top1)
+    problem, folder, start, state = None, None, None, {}
+    if world.rank == 0:
+        try:
+            start = choose_start(config, resume, report)
+            folder = stack.enter_context(RunFolder(start.folder))
+        except UserError as error:
+            problem = str(error)
+        except OSError as error:
+            folder_name = str(start.folder if start else config.run.dir)
+            problem = f"run.dir={folder_name!r} cannot be used ({error.strerror}); give another"
+        if start and start.checkpoint:
+            tally = read_description(start.checkpoint).tally
+            tally.resumed_from_step = tally.steps
+            state = read_state(start.checkpoint)
+    shared = world.share_text(msgspec.json.encode(Beginning(problem, tally)).decode())
+    beginning = msgspec.json.decode(shared, type=Beginning)
+    if beginning.problem:
+        raise UserError(beginning.problem)
+    if beginning.tally.steps:
+        restore_training_state(training, world.share_tensors(state))
+    if folder is None or start is None:
+        return None, beginning.tally
+    recorder = Recorder(config, training, world, folder, tally)
+    stack.enter_context(recorder.screen)
+    return recorder, tally
+
+
+def report(problem: str) -> None:
+    print(f"megabatch: {problem}; the one before it is used", file=sys.stderr)
+
+
+class Recorder:
+    """Rank 0's eyes: every record goes to the folder, the screen and, when it is time, into a checkpoint."""
+
+    def __init__(self, config: RunConfig, training: Training, world: World, folder: RunFolder, tally: Tally) -> None:
+        self.training, self.folder, self.tally = training, folder, tally
+        announce_folder(folder.path)
+        folder.begin(config.with_run(dir=None), tally.steps)  # so that it can be run again, elsewhere
+        self.checkpoints = Checkpoints(folder.path, config.checkpoint)
+        self.events = EventFile(folder.path, tally.steps)
+        self.screen = Screen(config, training, world, folder.path, tally)
+
+    def see(self, record: Record) -> None:
+        self.folder.write(record)
+        self.events.write(record)
+        self.screen.show(record)
+        self.checkpoints.see(record, self.training, self.tally)
+
+    def end(self, status: Status) -> None:
+        if status == "failed":
+            self.folder.log(traceback.format_exc())
+        elif self.checkpoints.saved_step != self.tally.steps:
+            self.checkpoints.save(self.training, self.tally)
+        if status == "finished":
+            save_weights(self.training, self.folder.path / "model.safetensors")
+        summary = self.tally.summary(status)
+        self.folder.finish(summary)
+        self.events.close()
+        if status != "failed":
+            self.screen.finish(summary)

@@ -13,73 +13,84 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from megabatch import __version__
 from megabatch.comm.world import World
 from megabatch.config import RunConfig
-from megabatch.train.records import EvaluationRecord, Record, StepRecord, Summary
+from megabatch.data.sources import FROM_PYTHON
+from megabatch.train.records import EvaluationRecord, Record, StepRecord, Summary, Tally
 from megabatch.train.trainer import Training
 
 QUIET_S = 10.0  # where there is no live bar, a line at least this often
 
 
 class Screen:
-    def __init__(self, config: RunConfig, recipe: str, training: Training, world: World, folder: Path) -> None:
+    def __init__(self, config: RunConfig, training: Training, world: World, folder: Path, tally: Tally) -> None:
         self.console = Console(highlight=False, soft_wrap=True)
         self.plan, self.folder, self.target_top1 = training.plan, folder, config.train.target_top1
+        self.from_python = config.data.source == FROM_PYTHON
         self.last_step: StepRecord | None = None
         self.spoke_s = time.monotonic()
         self.bar = Progress(
-            TextColumn("epoch {task.fields[epoch]:.2f}  step {task.completed}/{task.total}"),
-            BarColumn(bar_width=24),
-            TextColumn("loss {task.fields[loss]:.4f}  lr {task.fields[lr]:.4f}  {task.fields[speed]:,.0f} images/s"),
-            TimeRemainingColumn(),
+            TextColumn("epoch {task.fields[epoch]:.2f} step {task.completed}/{task.total}"),
+            BarColumn(bar_width=10),
+            TextColumn("{task.fields[text]}"),
+            TimeRemainingColumn(compact=True),
             console=self.console,
             disable=not self.console.is_terminal,
             transient=True,
         )
-        self.task = self.bar.add_task("", total=self.plan.num_steps, epoch=0.0, loss=0.0, lr=0.0, speed=0.0)
-        for name, text in header(config, recipe, training, world).items():
+        self.task = self.bar.add_task("", total=self.plan.num_steps, epoch=0.0, text="", visible=False)
+        for name, text in header(config, training, world).items():
             self.say(name, text)
         self.say("folder", str(folder))
+        if tally.steps:
+            self.say("resumes", f"after step {tally.steps} of {self.plan.num_steps}")
 
     def say(self, name: str, text: str) -> None:
         self.console.print(f"[bold]{name:<9}[/bold] {escape(text)}")
 
     def show(self, record: Record) -> None:
         if isinstance(record, EvaluationRecord):
-            self.line(f"top-1 {record.top1:.4f}  top-5 {record.top5:.4f}")
+            self.line(f"top-1 {record.top1:.4f} top-5 {record.top5:.4f}")
             return
         self.last_step = record
-        self.bar.update(
-            self.task,
-            completed=record.step,
-            epoch=record.epoch,
-            loss=record.loss,
-            lr=record.lr,
-            speed=record.images_per_s,
-        )
+        text = f"loss {record.loss:.3f} {record.images_per_s:,.0f}/s {self.waits(record)}"
+        self.bar.update(self.task, completed=record.step, epoch=record.epoch, text=text, visible=True)
         if not self.console.is_terminal and time.monotonic() - self.spoke_s > QUIET_S:
             self.line("")
 
     def line(self, result: str) -> None:
+        """At most 80 characters on a terminal; elsewhere the waits too, which a terminal shows in the bar."""
         step = self.last_step
         assert step is not None
-        self.console.print(
-            f"epoch {step.epoch:6.2f}  step {step.step:>6}  loss {step.loss:.4f}  lr {step.lr:.4f}  "
-            f"{step.images_per_s:>7,.0f} images/s  {result}".rstrip()
-        )
+        line = f"epoch {step.epoch:5.2f} step {step.step:>5} loss {step.loss:.4f} lr {step.lr:.4f} "
+        line += f"{step.images_per_s:>6,.0f}/s "
+        self.console.print(line + result + ("" if self.console.is_terminal else f"  {self.waits(step)}"))
         self.spoke_s = time.monotonic()
+
+    def waits(self, step: StepRecord) -> str:
+        """The shares of a step in which rank 0 waited for images, and for other ranks."""
+        per_second = step.images_per_s / self.plan.global_batch
+        return f"data {step.data_wait_s * per_second:.0%} comm {step.comm_wait_s * per_second:.0%}"
 
     def finish(self, summary: Summary) -> None:
         self.bar.stop()
         if summary.top1 is None:
-            self.say(summary.status, f"after {summary.steps} of {self.plan.num_steps} steps, not evaluated yet")
+            self.say(summary.status, "not evaluated yet")
         else:
             self.say(
                 summary.status,
                 f"top-1 {summary.top1:.4f} (best {summary.best_top1:.4f}), top-5 {summary.top5:.4f} "
-                f"on {summary.samples_evaluated:,} samples after {summary.steps} of {self.plan.num_steps} steps",
+                f"on {summary.samples_evaluated:,} images",
             )
         speed = f", {summary.images_per_s:,.0f} images/s" if summary.images_per_s else ""
-        self.say("time", f"{summary.wall_s:.1f} s{speed}{self.target_text(summary)}")
-        self.say("folder", str(self.folder))
+        steps = f"{summary.steps} of {self.plan.num_steps} steps"
+        self.say("time", f"{summary.wall_s:.1f} s, {steps}{speed}{self.target_text(summary)}")
+        if summary.data_wait_share is not None and summary.comm_wait_share is not None:
+            shares = f"{summary.data_wait_share:.1%} for data, {summary.comm_wait_share:.1%} for communication"
+            self.say("waited", shares)
+        if summary.status == "finished":
+            self.say("weights", str(self.folder / "model.safetensors"))
+        if not self.from_python:  # there, calling `fit` again goes on
+            again = "eval" if summary.status == "finished" else "train --resume"
+            self.say("again" if summary.status == "finished" else "go on", f"megabatch {again} {self.folder}")
 
     def target_text(self, summary: Summary) -> str:
         if self.target_top1 is None:
@@ -98,16 +109,24 @@ class Screen:
         self.bar.stop()
 
 
-def header(config: RunConfig, recipe: str, training: Training, world: World) -> dict[str, str]:
+def header(config: RunConfig, training: Training, world: World) -> dict[str, str]:
     plan = training.plan
     num_parameters = sum(parameter.numel() for parameter in training.model.parameters())
     ranks = f"{plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}"
     threads = f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
     return {
         "megabatch": f"{__version__}, torch {torch.__version__}, {ranks} on {world.device.type}, {threads} each",
-        "recipe": f"{recipe}: {config.model.name}, {num_parameters:,} parameters, {config.precision.name}",
-        "data": f"{config.data.source}, {plan.num_samples:,} training images",
+        "recipe": f"{config.name}: {config.model.name}, {num_parameters:,} parameters, {config.precision.name}",
+        "data": describe_data(config, training),
         "batch": f"{plan.global_batch} = {plan.microbatch} micro x {plan.accumulation} accumulated x {ranks}",
         "steps": f"{plan.num_steps} in {config.train.epochs:g} epochs, "
         f"{config.optim.name} at {config.optim.learning_rate:g}",
     }
+
+
+def describe_data(config: RunConfig, training: Training) -> str:
+    data, size = training.data, config.data.image_size
+    return (
+        f"{config.data.source}: {len(data.train):,} + {len(data.test):,} images of {size}x{size}x{data.num_channels}, "
+        f"{len(data.class_names)} classes"
+    )

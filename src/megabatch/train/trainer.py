@@ -10,8 +10,10 @@ import msgspec
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from megabatch.comm.gradients import BucketClock
 from megabatch.data.batches import Normalise, TrainingImages
 from megabatch.data.philox import dropout_seed
+from megabatch.data.sources import DataSet
 from megabatch.errors import UserError
 from megabatch.optim.optimizers import clip_gradients, set_learning_rate
 from megabatch.planning.batch import StepPlan
@@ -28,12 +30,14 @@ class Training:
     rank: int
     seed: int
     plan: StepPlan
+    data: DataSet
     images: TrainingImages
     normalise: Normalise
     model: DistributedDataParallel
     summed_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     statistics: RunningStatistics
     exchange: Exchange
+    buckets: BucketClock
     optimizer: torch.optim.Optimizer
     learning_rate: Callable[[int], float]
     clip_norm: float
@@ -41,18 +45,20 @@ class Training:
     stop_requested: Callable[[], bool]
 
 
-def train(run: Training) -> Iterator[Record]:
-    """Takes the steps of a run; yields a record after each, and after each evaluation."""
+def train(run: Training, first_step: int = 0) -> Iterator[Record]:
+    """Takes the steps of a run from `first_step` on; yields a record after each, and after each evaluation."""
     plan = run.plan
-    for step in range(plan.num_steps):
-        started_s = time.perf_counter()
+    for step in range(first_step, plan.num_steps):
+        started_s, data_wait_s = time.perf_counter(), 0.0
         learning_rate = run.learning_rate(step)
         set_learning_rate(run.optimizer, learning_rate)
         run.optimizer.zero_grad(set_to_none=False)  # the gradients are views of DDP's buckets
 
         for turn, index in enumerate(plan.microbatches_of(run.rank)):
             is_last = turn == plan.accumulation - 1
+            asked_s = time.perf_counter()
             images, labels = run.images.microbatch(step, index)
+            data_wait_s += time.perf_counter() - asked_s
             seed_dropout(dropout_seed(run.seed, step, index))
             run.statistics.begin_microbatch(turn)
             with nullcontext() if is_last else run.model.no_sync():
@@ -63,6 +69,7 @@ def train(run: Training) -> Iterator[Record]:
                     run.exchange.send(stop=run.stop_requested())
                 loss.backward()  # the last one sums gradients over ranks as they appear
 
+        comm_wait_s = time.perf_counter() - run.buckets.ready_s
         clip_gradients(run.optimizer, run.clip_norm)
         run.optimizer.step()
         totals = run.exchange.receive()
@@ -71,12 +78,21 @@ def train(run: Training) -> Iterator[Record]:
         epoch = plan.epochs_after(done)
         check_loss(totals.loss, done, learning_rate)
         assert totals.samples == plan.global_batch
-        images_per_s = plan.global_batch / (time.perf_counter() - started_s)
-        yield StepRecord(step=done, epoch=epoch, loss=totals.loss, lr=learning_rate, images_per_s=images_per_s)
+        yield StepRecord(
+            step=done,
+            epoch=epoch,
+            loss=totals.loss,
+            lr=learning_rate,
+            images_per_s=plan.global_batch / (time.perf_counter() - started_s),
+            data_wait_s=data_wait_s,
+            comm_wait_s=comm_wait_s + run.exchange.waited_s,
+        )
         if totals.stop and done < plan.num_steps:
             return
         if plan.should_evaluate_after(done):
-            yield EvaluationRecord(step=done, epoch=epoch, **msgspec.structs.asdict(run.evaluate()))
+            evaluation = run.evaluate()
+            check_loss(evaluation.test_loss, done, learning_rate)
+            yield EvaluationRecord(step=done, epoch=epoch, **msgspec.structs.asdict(evaluation))
 
 
 def seed_dropout(seed: int) -> None:

@@ -1,0 +1,28 @@
+"""megabatch eval: the figures of a run's summary, again, from the weights that it left."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    data: Annotated[str | None, typer.Option(metavar="SOURCE", help="Another data source's test images.")] = None,
+) -> None:
+    """Evaluate a run again from its saved weights."""
+    from rich.console import Console
+
+    from megabatch.config import load_config
+    from megabatch.data.sources import load_data_set
+    from megabatch.train.reevaluate import evaluate_run
+
+    result = evaluate_run(run, data)
+    console = Console(highlight=False)
+    console.print(
+        f"top-1 {result.top1:.4f}, top-5 {result.top5:.4f}, loss {result.test_loss:.6f} "
+        f"on {result.samples_evaluated:,} samples"
+    )
+    names = load_data_set(load_config(str(run / "config.toml")).data).class_names
+    for name, top1 in zip(names, result.class_top1, strict=True):
+        console.print(f"  {name:<16} {'-' if top1 is None else f'{top1:.4f}'}")

@@ -1,0 +1,76 @@
+"""Which rank this process is: torchrun, Slurm's srun and MPI's mpiexec say so in variables of their own."""
+
+import os
+import re
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+from megabatch.errors import UserError
+
+# rank, ranks, rank on this host, ranks on this host
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+OPEN_MPI = (
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+)
+MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+MASTER_PORT = 29_500
+
+
+class Place(Struct, frozen=True):
+    """Which rank this process is."""
+
+    rank: int
+    num_ranks: int
+    local_rank: int
+    num_local_ranks: int  # on this host
+
+
+def discover(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """This process's place among ranks that somebody has started; None if nobody has."""
+    for names in (TORCHRUN, OPEN_MPI, MPICH):
+        if all(name in environment for name in names):
+            return Place(*(read_number(environment, name) for name in names))
+    # In a batch script, outside of srun, Slurm sets SLURM_NTASKS and SLURM_PROCID too, but no step's variables.
+    if all(name in environment for name in SLURM) and "SLURM_STEP_NODELIST" in environment:
+        rank, num_ranks, local_rank = (read_number(environment, name) for name in SLURM)
+        counts = per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", "1")))
+        return Place(rank, num_ranks, local_rank, counts[int(environment.get("SLURM_NODEID", "0"))])
+    return None
+
+
+def read_number(environment: Mapping[str, str], name: str) -> int:
+    if not environment[name].isdecimal():
+        raise UserError(f"the variable {name}={environment[name]!r} must be a number; unset it if no launcher set it")
+    return int(environment[name])
+
+
+def meeting_point(place: Place, environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
+    """The host and port at which the ranks meet."""
+    if "MASTER_ADDR" in environment:
+        return environment["MASTER_ADDR"], int(environment.get("MASTER_PORT", MASTER_PORT))
+    if "SLURM_STEP_NODELIST" in environment:
+        # A port of the job's own: two jobs may share a node.
+        port = MASTER_PORT + int(environment.get("SLURM_JOB_ID", "0")) % 1000
+        return first_host(environment["SLURM_STEP_NODELIST"]), int(environment.get("MASTER_PORT", port))
+    if place.num_local_ranks == place.num_ranks:
+        return "127.0.0.1", int(environment.get("MASTER_PORT", MASTER_PORT))
+    raise UserError("MASTER_ADDR is not set, and the ranks are on several hosts; set it to the host of rank 0")
+
+
+def first_host(nodelist: str) -> str:
+    """node[003-007,012],other1 -> node003"""
+    first = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", nodelist)
+    if first is None:
+        raise UserError(f"SLURM_STEP_NODELIST={nodelist!r} names no host; set MASTER_ADDR to the host of rank 0")
+    return first[1] + (first[2] or "")
+
+
+def per_node(counts: str) -> list[int]:
+    """Slurm's 2(x3),1 -> [2, 2, 2, 1]"""
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
+    return [int(count) for count, times in found for _ in range(int(times or 1))]

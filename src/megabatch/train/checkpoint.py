@@ -1,0 +1,187 @@
+"""Checkpoints: a training state, to the bit, on disk.
+
+checkpoints/step-00000390/state.safetensors   weights, buffers, optimizer state
+            step-00000390/state.json          the step, the tally, and the checksum of the other file
+            last -> step-00000390,  best -> step-00000351
+
+There is little to keep, because position determines data: no generator, sampler or loader has a state.
+A checkpoint is written under another name, synced and renamed, so that a kill leaves all of it or nothing.
+All ranks hold the same state after every step, so rank 0 alone saves, and shares what it has loaded.
+"""
+
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import torch
+from msgspec import Struct
+from safetensors.torch import load_file, save_file
+
+from megabatch.config import CheckpointSettings
+from megabatch.train.records import EvaluationRecord, Record, Tally
+from megabatch.train.trainer import Training
+
+STATE, DESCRIPTION = "state.safetensors", "state.json"
+MODEL, OPTIMIZER = "model.", "optimizer."
+AUTO_SHARE = 0.01  # of a run's time may be spent on saving, where the recipe does not say how often
+
+
+class Description(Struct, frozen=True, kw_only=True):
+    step: int
+    tally: Tally
+    checksum: str  # sha256 of the tensors' file
+
+
+def save_weights(training: Training, path: Path) -> None:
+    """The model alone, under the names of its state dict: what a run is for."""
+    new = path.with_name(f".writing-{path.name}")
+    save_file({name: tensor.contiguous() for name, tensor in training.model.module.state_dict().items()}, new)
+    new.chmod(0o644)  # safetensors lets only the owner read
+    sync(new)
+    new.rename(path)
+
+
+def training_state(training: Training) -> dict[str, torch.Tensor]:
+    """Every tensor that the next step depends on, by name."""
+    state = {f"{MODEL}{name}": tensor for name, tensor in training.model.module.state_dict().items()}
+    for name, parameter in named_parameters(training.optimizer):
+        for key, value in training.optimizer.state[parameter].items():
+            state[f"{OPTIMIZER}{name}.{key}"] = value
+    return state
+
+
+def restore_training_state(training: Training, state: dict[str, torch.Tensor]) -> None:
+    """The inverse of `training_state`."""
+    model = {name.removeprefix(MODEL): tensor for name, tensor in state.items() if name.startswith(MODEL)}
+    training.model.module.load_state_dict(model)
+    parameters = dict(named_parameters(training.optimizer))
+    for name, tensor in state.items():
+        if name.startswith(OPTIMIZER):
+            parameter_name, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
+            parameter = parameters[parameter_name]
+            # In the parameter's memory order (channels_last), which fused kernels rely on.
+            training.optimizer.state[parameter][key] = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
+
+
+def named_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    for group in optimizer.param_groups:
+        yield from zip(group["param_names"], group["params"], strict=True)
+
+
+class Checkpoints:
+    """The checkpoints of one run, on rank 0."""
+
+    def __init__(self, run_folder: Path, settings: CheckpointSettings) -> None:
+        self.folder, self.settings = run_folder / "checkpoints", settings
+        self.saved_s = time.monotonic()
+        self.saving_took_s = 0.0
+        self.saved_step = 0
+
+    def see(self, record: Record, training: Training, tally: Tally) -> None:
+        """Saves after a record if it is time to, or if it is the best result so far."""
+        if isinstance(record, EvaluationRecord):
+            is_best = tally.best_step == record.step
+        else:
+            is_best = False
+            if training.plan.should_evaluate_after(record.step):
+                return  # the evaluation belongs to this step, and comes next
+        if is_best or self.is_due(record.step):
+            self.save(training, tally, is_best)
+
+    def is_due(self, step: int) -> bool:
+        since_s = time.monotonic() - self.saved_s
+        if self.settings.every_steps:
+            return step % self.settings.every_steps == 0
+        if self.settings.every_minutes:
+            return since_s >= 60 * self.settings.every_minutes
+        return since_s * AUTO_SHARE >= self.saving_took_s
+
+    def save(self, training: Training, tally: Tally, is_best: bool = False) -> None:
+        started_s = time.monotonic()
+        name = f"step-{tally.steps:08d}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        writing = self.folder / f"writing-{name}"
+        shutil.rmtree(writing, ignore_errors=True)
+        writing.mkdir()
+        tensors = {key: tensor.contiguous() for key, tensor in training_state(training).items()}
+        save_file(tensors, writing / STATE)
+        description = Description(step=tally.steps, tally=tally, checksum=checksum(writing / STATE))
+        (writing / DESCRIPTION).write_bytes(msgspec.json.encode(description))
+        sync(writing / STATE, writing / DESCRIPTION, writing)
+        if (self.folder / name).exists():  # a resumed run has come past here again
+            shutil.rmtree(self.folder / name)
+        writing.rename(self.folder / name)
+        self.point("last", name)
+        if is_best:
+            self.point("best", name)
+        sync(self.folder)
+        self.remove_old()
+        self.saved_step, self.saved_s = tally.steps, time.monotonic()
+        self.saving_took_s = self.saved_s - started_s
+
+    def point(self, link: str, name: str) -> None:
+        """Makes `link` a symbolic link to checkpoint `name`, in one move."""
+        new = self.folder / f"writing-{link}"
+        new.unlink(missing_ok=True)
+        new.symlink_to(name)
+        new.rename(self.folder / link)
+
+    def remove_old(self) -> None:
+        """Keeps the newest `checkpoint.keep`, and whatever `last` and `best` point to."""
+        pointed = {link.readlink().name for link in (self.folder / "last", self.folder / "best") if link.is_symlink()}
+        for path in self.newest_first()[self.settings.keep :]:
+            if path.name not in pointed:
+                shutil.rmtree(path)
+
+    def newest_first(self) -> list[Path]:
+        return sorted(self.folder.glob("step-*"), reverse=True)
+
+
+def newest_good(run_folder: Path, report: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint of a run that is whole; damaged ones are reported and passed over."""
+    for path in sorted((run_folder / "checkpoints").glob("step-*"), reverse=True):
+        try:
+            read_description(path)
+            return path
+        except DamagedCheckpoint as damage:
+            report(str(damage))
+    return None
+
+
+class DamagedCheckpoint(Exception):
+    pass
+
+
+def read_description(path: Path) -> Description:
+    """Checks a checkpoint, and says where in the run it stands."""
+    try:
+        description = msgspec.json.decode((path / DESCRIPTION).read_bytes(), type=Description)
+        found = checksum(path / STATE)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise DamagedCheckpoint(f"checkpoint {path} cannot be read ({error})") from error
+    if found != description.checksum:
+        raise DamagedCheckpoint(f"checkpoint {path / STATE} is damaged: its checksum does not match")
+    return description
+
+
+def read_state(path: Path) -> dict[str, torch.Tensor]:
+    return load_file(path / STATE)
+
+
+def checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync(*paths: Path) -> None:
+    """What is written there is on the disk when this returns."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,68 @@
+"""megabatch.fit: one's own network and images, from Python, in the ranks that exist.  It never starts any."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from megabatch.comm.world import choose_device, connect, current_place
+from megabatch.config import load_config
+from megabatch.data.sources import FROM_PYTHON, ArrayImages, DataSet, ImageSet
+from megabatch.errors import UserError
+from megabatch.train.assemble import assemble
+from megabatch.train.records import Summary
+from megabatch.train.run import share_cores, train_and_record
+
+Images = ImageSet | tuple[torch.Tensor, torch.Tensor]
+
+
+def fit(
+    model: nn.Module,
+    train: Images,
+    test: Images,
+    recipe: str = "fashion",
+    overrides: Sequence[str] = (),
+    class_names: Sequence[str] | None = None,
+    resume: str = "auto",
+) -> Summary:
+    """Trains `model` (images [B, C, H, W] to logits) as `recipe` says, and returns the run's summary.
+
+    `train` and `test` are pairs of uint8 images [N, C, H, W] and integer labels from 0, or `ImageSet`s of your own.
+    The recipe's model and data sections do not count, but for crop_padding and flip.  Under torchrun, srun or mpiexec
+    call it on every rank, with the same arguments; the model's weights are taken from rank 0.
+    """
+    train_images, test_images = as_image_set(train, "train"), as_image_set(test, "test")
+    num_classes = 1 + int(max(train_images.labels.max(), test_images.labels.max()))
+    names = tuple(class_names or map(str, range(num_classes)))
+    if len(names) < num_classes:
+        raise UserError(f"there is a label {num_classes - 1} but only {len(names)} class_names; name them all")
+    _, channels, _, size = train_images.read(torch.zeros(1, dtype=torch.int64).numpy()).shape
+    network = type(model)
+    config = load_config(
+        recipe,
+        [
+            f"model.name={network.__module__}:{network.__qualname__}",
+            "model.options={}",
+            f"data.source={FROM_PYTHON}",
+            f"data.image_size={size}",
+            *overrides,
+        ],
+    )
+    place = current_place()
+    config = share_cores(config, place)
+    with connect(place, choose_device(config.run.device)) as world:
+        data = DataSet(train_images, test_images, names, channels)
+        training = assemble(config, data, world, model=model)
+        return train_and_record(config, resume, training, world)
+
+
+def as_image_set(images: Images, name: str) -> ImageSet:
+    if not isinstance(images, tuple):
+        return images
+    pixels, labels = images
+    if pixels.dtype != torch.uint8 or pixels.ndim != 4 or not len(pixels) or labels.shape != (len(pixels),):
+        raise UserError(
+            f"{name}: images are {pixels.dtype} {list(pixels.shape)}, labels {list(labels.shape)}; "
+            "expected uint8 [N, C, H, W] and [N]"
+        )
+    return ArrayImages(pixels, labels.long())

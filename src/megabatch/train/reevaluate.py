@@ -1,0 +1,63 @@
+"""Evaluates a run again from the weights that it left."""
+
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors.torch import load_file
+
+from megabatch.comm.discover import Place
+from megabatch.comm.world import choose_device, connect
+from megabatch.config import load_config
+from megabatch.data.batches import Normalise
+from megabatch.data.sources import FROM_PYTHON, load_data_set
+from megabatch.errors import UserError
+from megabatch.train.assemble import make_model
+from megabatch.train.checkpoint import MODEL, newest_good, read_state
+from megabatch.train.evaluate import Evaluation, evaluate
+from megabatch.train.resume import is_run
+
+
+def evaluate_run(folder: Path, source: str | None) -> Evaluation:
+    """The run's own test images, or those of another source, normalised as in training.
+
+    With the run's own threads and batches the logits are the same to the bit, and so are all figures.
+    """
+    if not is_run(folder):
+        raise UserError(f"{folder} is not a run's folder; `megabatch runs` lists runs")
+    config = load_config(str(folder / "config.toml"))
+    if config.data.source == FROM_PYTHON:
+        raise UserError(f"{folder} was trained from Python, where its model and images are; evaluate it there")
+    trained_on = load_data_set(config.data)
+    test = trained_on.test
+    if source is not None:
+        other = load_data_set(msgspec.structs.replace(config.data, source=source))
+        if other.num_channels != trained_on.num_channels or len(other.class_names) > len(trained_on.class_names):
+            raise UserError(
+                f"--data {source} has {other.num_channels} channels and {len(other.class_names)} classes; the run was "
+                f"trained on {trained_on.num_channels} and {len(trained_on.class_names)}"
+            )
+        test = other.test
+    torch.set_num_threads(config.run.threads or 1)
+    with connect(Place(0, 1, 0, 1), choose_device(config.run.device)) as world:
+        model = make_model(config, trained_on)
+        model.load_state_dict(read_weights(folder))
+        model.to(world.device, config.precision.dtype)
+        channels_last = config.model.wants_channels_last
+        if channels_last:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        normalise = Normalise(trained_on.train, world.device, config.precision.dtype, channels_last)
+        num_classes = len(trained_on.class_names)
+        return evaluate(model, test, normalise, num_classes, config.batch.microbatch, world)
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The final weights, or those of the newest checkpoint of a run that is not finished."""
+    weights = folder / "model.safetensors"
+    if weights.exists():
+        return load_file(weights)
+    checkpoint = newest_good(folder, report=lambda damage: None)
+    if checkpoint is None:
+        raise UserError(f"{folder} has neither model.safetensors nor a whole checkpoint; train it first")
+    state = read_state(checkpoint)
+    return {name.removeprefix(MODEL): tensor for name, tensor in state.items() if name.startswith(MODEL)}

@@ -1,0 +1,122 @@
+"""Where a run begins: in a new folder, or where an earlier one stopped.
+
+auto    goes on with an unfinished run of the same recipe, in `run.dir` or in the newest runs/<recipe>-<nnn>, if any
+never   begins anew
+PATH    goes on with the run, or from the checkpoint, at PATH
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from megabatch.config import RunConfig, load_config, show_value
+from megabatch.errors import UserError
+from megabatch.train.checkpoint import DESCRIPTION, newest_good
+from megabatch.train.folder import LOCK, is_held
+from megabatch.train.records import Summary
+
+RUNS = Path("runs")
+IRRELEVANT = ("name", "about", "run", "checkpoint")  # sections that do not change what is computed
+Report = Callable[[str], None]
+
+
+class Start(Struct, frozen=True):
+    folder: Path
+    checkpoint: Path | None  # None: from the first step
+
+
+def choose_start(config: RunConfig, resume: str, report: Report) -> Start:
+    """Decides, and writes nothing.  `report` hears of damaged checkpoints that were passed over."""
+    if resume == "never":
+        return Start(new_folder(config), None)
+    if resume != "auto":
+        return start_at(Path(resume), config, report)
+    if config.run.dir is None:
+        newest = newest_numbered(config.name)
+        if newest and not is_held(newest) and not why_not(newest, config):
+            return Start(newest, newest_good(newest, report))
+        return Start(new_folder(config), None)
+    folder = Path(config.run.dir)
+    if is_run(folder):
+        return go_on(folder, config, report)
+    return Start(new_folder(config), None)
+
+
+def start_at(path: Path, config: RunConfig, report: Report) -> Start:
+    if is_run(path):
+        return go_on(path, config, report)
+    if (path / DESCRIPTION).is_file():
+        checkpoint = path.resolve()
+        return Start(go_on(checkpoint.parents[1], config, report).folder, checkpoint)
+    raise UserError(f"--resume {path} is neither a run's folder nor a checkpoint; `megabatch runs` lists runs")
+
+
+def go_on(folder: Path, config: RunConfig, report: Report) -> Start:
+    reason = why_not(folder, config)
+    if reason:
+        raise UserError(f"{folder} {reason}; give another run.dir")
+    return Start(folder, newest_good(folder, report))
+
+
+def why_not(folder: Path, config: RunConfig) -> str | None:
+    """Why the run in `folder` cannot go on under this recipe; None if it can."""
+    try:
+        earlier = load_config(str(folder / "config.toml"))
+    except UserError as error:
+        return f"holds a run whose recipe cannot be read ({error})"
+    ours, theirs = flat(config), flat(earlier)
+    for key in sorted(ours | theirs):
+        if ours.get(key) != theirs.get(key):
+            return f"holds a run with {key}={show_value(theirs.get(key))}, not {show_value(ours.get(key))}"
+    summary = read_summary(folder)
+    if summary and summary.status == "finished":
+        return "holds this run, and it is finished"
+    return None
+
+
+def flat(config: RunConfig) -> dict[str, Any]:
+    """The settings that determine a run, by their dotted names."""
+    flattened: dict[str, Any] = {}
+
+    def add(value: Any, name: str) -> None:
+        if isinstance(value, dict):
+            for key, member in value.items():
+                add(member, f"{name}.{key}" if name else key)
+        else:
+            flattened[name] = value
+
+    settings = msgspec.to_builtins(config)
+    add({key: value for key, value in settings.items() if key not in IRRELEVANT}, "")
+    return flattened
+
+
+def read_summary(folder: Path) -> Summary | None:
+    """None for a run that runs, or that was killed."""
+    try:
+        return msgspec.json.decode((folder / "summary.json").read_bytes(), type=Summary)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / "config.toml").is_file()
+
+
+def new_folder(config: RunConfig) -> Path:
+    """The folder that the recipe names, or the next free runs/<recipe>-<nnn>."""
+    if config.run.dir is None:
+        newest = newest_numbered(config.name)
+        return RUNS / f"{config.name}-{int(newest.name[-3:]) + 1 if newest else 1:03d}"
+    folder = Path(config.run.dir)
+    if folder.exists() and (not folder.is_dir() or any(path.name != LOCK for path in folder.iterdir())):
+        raise UserError(
+            f"run.dir={config.run.dir!r} exists and is not an empty folder; give a new one, or leave it out"
+        )
+    return folder
+
+
+def newest_numbered(name: str) -> Path | None:
+    return max(RUNS.glob(f"{name}-[0-9][0-9][0-9]"), default=None)

@@ -1,0 +1,18 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_a_bench_writes_its_command_the_machine_and_rows(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    command = [sys.executable, "-m", "megabatch", "bench", "train", "--rounds", "3", "--json", str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert result.returncode == 0, result.stderr
+    written = json.loads(path.read_text())
+    assert set(written) == {"command", "machine", "rows"}
+    assert written["command"].startswith("megabatch bench train --rounds 3")
+    assert {"cpu", "cores", "torch"} <= set(written["machine"])
+    for row in written["rows"]:
+        assert row["ranks"] == 2 and row["rounds"] == 3
+        assert row["ours_images_per_s"] > 0 and row["stock_ddp_images_per_s"] > 0 and row["ratio"] > 0

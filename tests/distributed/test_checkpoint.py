@@ -1,0 +1,135 @@
+"""A run that was stopped at any step goes on to the bit; what is on disk is whole or reported."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megabatch.comm.world import World
+from megabatch.config import CheckpointSettings
+from megabatch.data.sources import load_data_set
+from megabatch.train.assemble import assemble
+from megabatch.train.checkpoint import (
+    Checkpoints,
+    newest_good,
+    read_description,
+    read_state,
+    restore_training_state,
+    training_state,
+)
+from megabatch.train.records import Tally
+from megabatch.train.trainer import train
+from tests.distributed.runs import small_run
+from tests.ranks import RankPool
+
+SHORT = ("precision.name=fp32", "batch.global=24", "train.epochs=2")  # 16 steps of six microbatches
+
+
+def train_with_stops(world: World, stops: list[int], folder: str) -> tuple[list[float], dict[str, Any]]:
+    """Trains a short run, throwing everything away but the checkpoint at each of `stops`."""
+    config = small_run(*SHORT)
+    data = load_data_set(config.data)
+    checkpoints = Checkpoints(Path(folder), config.checkpoint)
+    losses: list[float] = []
+    tally = Tally(global_batch=24, target_top1=None)
+    for stop in [*stops, 16]:
+        training = assemble(config, data, world)
+        if tally.steps:
+            state = read_state(checkpoints.folder / "last") if world.rank == 0 else {}
+            restore_training_state(training, world.share_tensors(state))
+        for record in train(training, first_step=tally.steps):
+            tally.add(record, wall_s=0.0)
+            if hasattr(record, "loss"):
+                losses.append(record.loss)
+            if record.step == stop:
+                break
+        if world.rank == 0:
+            checkpoints.save(training, tally)
+        world.sum(torch.zeros(1, device=world.device))  # the others wait for it to be written
+    return losses, {name: tensor.cpu().numpy() for name, tensor in training_state(training).items()}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_resume_at_any_step_is_bitwise_the_uninterrupted_run(ranks: RankPool, num_ranks: int, tmp_path: Path) -> None:
+    if num_ranks > ranks.size:
+        pytest.skip(f"needs {num_ranks} ranks")
+    whole = ranks.run(train_with_stops, [], str(tmp_path / "whole"), num_ranks=num_ranks)
+    for stops in ([1], [2, 3], [7], [15]):
+        folder = tmp_path / str(stops)
+        pieces = ranks.run(train_with_stops, stops, str(folder), num_ranks=num_ranks)
+        for (losses, state), (expected_losses, expected_state) in zip(pieces, whole, strict=True):
+            assert losses == expected_losses and len(losses) == 16
+            assert state.keys() == expected_state.keys() and any("momentum" in name for name in state)
+            for name in state:
+                assert np.array_equal(state[name], expected_state[name]), name
+
+
+def share(world: World) -> tuple[str, dict[str, Any]]:
+    tensors = {"a": torch.arange(6.0).reshape(2, 3), "n": torch.tensor(7), "e": torch.empty(0)}
+    mine = tensors if world.rank == 0 else {}
+    text = world.share_text("größe" if world.rank == 0 else "")
+    return text, {name: tensor.tolist() for name, tensor in world.share_tensors(mine).items()}
+
+
+def test_rank_0_shares_text_and_tensors(ranks: RankPool) -> None:
+    expected = ("größe", {"a": [[0, 1, 2], [3, 4, 5]], "n": 7, "e": []})
+    assert ranks.run(share, num_ranks=min(3, ranks.size)) == [expected] * min(3, ranks.size)
+
+
+def save_steps(world: World, folder: str, steps: list[int], keep: int, best: int) -> None:
+    config = small_run(*SHORT)
+    training = assemble(config, load_data_set(config.data), world)
+    checkpoints = Checkpoints(Path(folder), CheckpointSettings(keep=keep))
+    for step in steps:
+        checkpoints.save(training, Tally(global_batch=24, target_top1=None, steps=step), is_best=step == best)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def test_the_newest_and_the_best_are_kept(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(save_steps, str(tmp_path), [1, 2, 3, 4, 5], 2, 2, num_ranks=1)
+    assert names(tmp_path) == ["best", "last", "step-00000002", "step-00000004", "step-00000005"]
+    assert (tmp_path / "checkpoints/last").readlink().name == "step-00000005"
+    assert (tmp_path / "checkpoints/best").readlink().name == "step-00000002"
+    assert read_description(tmp_path / "checkpoints/best").step == 2
+
+
+def test_the_only_one_is_never_removed(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(save_steps, str(tmp_path), [1, 2], 1, 0, num_ranks=1)
+    assert names(tmp_path) == ["last", "step-00000002"]
+
+
+def test_damage_is_reported_and_the_one_before_is_used(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(save_steps, str(tmp_path), [1, 2, 3, 4], 4, 0, num_ranks=1)
+    folder = tmp_path / "checkpoints"
+    state = folder / "step-00000004/state.safetensors"
+    content = bytearray(state.read_bytes())
+    content[-1] ^= 1
+    state.write_bytes(content)
+    (folder / "step-00000003/state.json").write_text(json.dumps({"step": 3})[:-2])
+    shutil.copytree(folder / "step-00000002", folder / "writing-step-00000005")  # a kill while it was written
+    reports: list[str] = []
+    assert newest_good(tmp_path, reports.append) == folder / "step-00000002"
+    assert len(reports) == 2
+    assert "step-00000004" in reports[0] and "checksum does not match" in reports[0]
+    assert "step-00000003" in reports[1] and "cannot be read" in reports[1]
+    ranks.run(save_steps, str(tmp_path), [5], 4, 0, num_ranks=1)  # the half-written one is not in the way
+    assert newest_good(tmp_path, reports.append) == folder / "step-00000005"
+
+
+def test_checkpoints_are_due_as_the_recipe_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr("megabatch.train.checkpoint.time.monotonic", lambda: clock[0])
+    by_steps = Checkpoints(tmp_path, CheckpointSettings(every_steps=5))
+    assert [step for step in range(1, 16) if by_steps.is_due(step)] == [5, 10, 15]
+    by_minutes = Checkpoints(tmp_path, CheckpointSettings(every_minutes=2))
+    by_cost = Checkpoints(tmp_path, CheckpointSettings())
+    by_cost.saving_took_s = 0.5
+    for clock[0], minutes_due, cost_due in ((1049.0, False, False), (1051.0, False, True), (1121.0, True, True)):
+        assert (by_minutes.is_due(1), by_cost.is_due(1)) == (minutes_due, cost_due)

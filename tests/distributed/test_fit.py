@@ -1,0 +1,42 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megabatch
+from megabatch.comm.world import World
+from tests.ranks import RankPool
+
+
+def fit_in(world: World, folder: str) -> dict[str, Any]:
+    """The example of docs/python.md, in ranks that exist already."""
+    labels = torch.arange(200) % 4
+    images = (labels[:, None, None, None] * 60 + torch.randint(0, 20, (200, 1, 8, 8))).to(torch.uint8)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+    summary = megabatch.fit(
+        network,
+        train=(images[:160], labels[:160]),
+        test=(images[160:], labels[160:]),
+        overrides=["batch.global=24", "batch.micro=4", "train.epochs=6", f"run.dir={folder}"],
+    )
+    same = world.sum(network[1].weight.detach().clone()) / world.num_ranks
+    assert torch.allclose(same, network[1].weight)
+    return {"status": summary.status, "top1": summary.top1, "steps": summary.steps}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_ones_own_network_and_images_train_in_the_ranks_that_exist(
+    ranks: RankPool, num_ranks: int, tmp_path: Path
+) -> None:
+    if num_ranks > ranks.size:
+        pytest.skip("needs more ranks")
+    results = ranks.run(fit_in, str(tmp_path / "run"), num_ranks=num_ranks)
+    assert all(result == {"status": "finished", "top1": 1.0, "steps": 40} for result in results)
+    assert (tmp_path / "run/model.safetensors").exists()
+
+
+def test_images_of_the_wrong_kind_are_refused() -> None:
+    with pytest.raises(megabatch.UserError, match=r"train: images are torch.float32 \[2, 8, 8\].*expected uint8"):
+        megabatch.fit(nn.Flatten(), train=(torch.zeros(2, 8, 8), torch.zeros(2)), test=(torch.zeros(0), torch.zeros(0)))

@@ -1,0 +1,83 @@
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from megabatch.config import RunConfig, load_config
+from megabatch.errors import UserError
+from megabatch.train.folder import RunFolder
+from megabatch.train.records import Status, Tally
+from megabatch.train.resume import Start, choose_start
+
+
+@pytest.fixture(autouse=True)
+def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def config_of(*overrides: str) -> RunConfig:
+    return load_config("fashion", overrides)
+
+
+def make_run(folder: str, config: RunConfig, status: Status | None = None) -> None:
+    """A run's folder without checkpoints; without a status it was killed."""
+    Path(folder).mkdir(parents=True)
+    (Path(folder) / "config.toml").write_text(config.to_toml())
+    if status:
+        summary = Tally(global_batch=1, target_top1=None).summary(status)
+        (Path(folder) / "summary.json").write_bytes(msgspec.json.encode(summary))
+
+
+def start(*overrides: str, resume: str = "auto") -> Start:
+    return choose_start(config_of(*overrides), resume, report=print)
+
+
+def test_without_earlier_runs_the_first_number_is_taken() -> None:
+    assert start() == Start(Path("runs/fashion-001"), None)
+    assert start("run.dir=a/b") == Start(Path("a/b"), None)
+    assert not list(Path.cwd().iterdir())
+
+
+@pytest.mark.parametrize("status", ["stopped", "failed", None])
+def test_an_unfinished_run_of_the_same_recipe_goes_on(status: Status | None) -> None:
+    make_run("runs/fashion-007", config_of(), status)
+    assert start().folder == Path("runs/fashion-007")
+    assert start("run.dir=runs/fashion-007").folder == Path("runs/fashion-007")
+    assert start(resume="runs/fashion-007").folder == Path("runs/fashion-007")
+    assert start(resume="never").folder == Path("runs/fashion-008")
+
+
+def test_what_does_not_change_the_numbers_does_not_make_another_run() -> None:
+    make_run("runs/fashion-001", config_of("checkpoint.keep=5", "run.threads=3", "about=x"))
+    assert start("checkpoint.every_steps=1").folder == Path("runs/fashion-001")
+
+
+def test_a_finished_run_is_left_alone() -> None:
+    make_run("runs/fashion-001", config_of(), "finished")
+    assert start().folder == Path("runs/fashion-002")
+    with pytest.raises(UserError, match=r"runs/fashion-001 holds this run, and it is finished; give another run.dir"):
+        start("run.dir=runs/fashion-001")
+
+
+def test_another_recipe_is_refused_with_the_first_difference() -> None:
+    make_run("runs/fashion-001", config_of("optim.learning_rate=0.1"))
+    assert start().folder == Path("runs/fashion-002")
+    with pytest.raises(UserError, match=r"with optim.learning_rate=0.1, not 0.2; give another run.dir"):
+        start("run.dir=runs/fashion-001")
+
+
+def test_a_run_that_runs_is_left_alone() -> None:
+    make_run("runs/fashion-001", config_of())
+    with RunFolder(Path("runs/fashion-001")):
+        assert start().folder == Path("runs/fashion-002")
+
+
+def test_a_folder_with_something_else_in_it_is_refused_untouched() -> None:
+    Path("mine").mkdir()
+    Path("mine/thesis.txt").write_text("precious")
+    for wrong in ("run.dir=mine", "run.dir=mine/thesis.txt"):
+        with pytest.raises(UserError, match="exists and is not an empty folder"):
+            start(wrong)
+    with pytest.raises(UserError, match="--resume mine is neither a run's folder nor a checkpoint"):
+        start(resume="mine")
+    assert Path("mine/thesis.txt").read_text() == "precious"
