@@ -51,6 +51,7 @@ class RunFolder:
 
     def begin(self, config: RunConfig, step: int) -> None:
         """Writes what describes the run, and keeps the rows up to `step`, where it begins or goes on."""
+        (self.path / "summary.json").unlink(missing_ok=True)  # of the attempt before
         self.write_text("config.toml", config.to_toml())
         self.write_text("env.json", json.dumps(describe_environment(), indent=2) + "\n")
         rows = self.path / "metrics.jsonl"
