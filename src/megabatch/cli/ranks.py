@@ -1,5 +1,6 @@
 """What `train` and the benches share: a command that is run once starts ranks, which run the same command."""
 
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -53,8 +54,12 @@ def be_a_rank(work: Callable[[], int]) -> NoReturn:
     except BaseException as error:
         is_users_mistake = isinstance(error, UserError)
         code = 2 if is_users_mistake else 1
-        message = str(error) if is_users_mistake else f"{type(error).__name__}: {error}"
-        report_failure(code, message, trace="" if is_users_mistake else traceback.format_exc())
+        line = str(error) if is_users_mistake else f"{type(error).__name__}: {error}"
+        trace = "" if is_users_mistake else traceback.format_exc()
+        report_failure(code, line, trace)
         if not was_launched():
-            raise
-    sys.exit(code)
+            print(f"{trace}megabatch: {line}", file=sys.stderr)
+    # Everything is closed.  The interpreter's own end would meet Gloo's threads, and sometimes abort.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

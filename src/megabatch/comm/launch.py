@@ -117,7 +117,7 @@ class StopSignals:
             shutil.rmtree(self.notes, ignore_errors=True)
             os._exit(128 + number)  # and the kernel kills the ranks: see `die_with_launcher`
         self.number = number
-        print("stopping   after this step; once more to end at once", flush=True)
+        print("\nstopping  after this step; once more to end at once", flush=True)
         # Ranks get SIGINT either way: a SIGTERM tells them that another rank has failed.
         raise SignalException(f"signal {number}", sigval=signal.SIGINT)
 

@@ -3,6 +3,7 @@
 One rank is the general case made small: it has a process group of its own, and nobody asks how many there are.
 """
 
+import gc
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -97,6 +98,7 @@ def connect(place: Place, device_type: str, store: "dist.Store | None" = None) -
     try:
         yield World(place.rank, place.num_ranks, device)
     finally:
+        gc.collect()  # DDP and what it has pending go before the group, while its threads can still end in order
         dist.destroy_process_group()
 
 

@@ -79,8 +79,8 @@ def settle_buckets(training: Training, settings: ModelSettings) -> None:
     images, labels = training.images.microbatch(0, training.plan.microbatches_of(training.rank)[0])
     with model_errors(settings, images.shape):
         logits = model(training.normalise(images))
-        check_logits(settings, logits, (len(labels), len(training.data.class_names)))
-        training.summed_loss(logits, labels.to(logits.device)).backward()
+    check_logits(settings, logits, (len(labels), len(training.data.class_names)))
+    training.summed_loss(logits, labels.to(logits.device)).backward()
     unused = [name for name, parameter in model.module.named_parameters() if not_reached(parameter)]
     if unused:
         raise UserError(

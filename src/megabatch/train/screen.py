@@ -29,7 +29,7 @@ class Screen:
         self.spoke_s = time.monotonic()
         self.bar = Progress(
             TextColumn("epoch {task.fields[epoch]:.2f} step {task.completed}/{task.total}"),
-            BarColumn(bar_width=10),
+            BarColumn(bar_width=6),
             TextColumn("{task.fields[text]}"),
             TimeRemainingColumn(compact=True),
             console=self.console,
@@ -51,7 +51,7 @@ class Screen:
             self.line(f"top-1 {record.top1:.4f} top-5 {record.top5:.4f}")
             return
         self.last_step = record
-        text = f"loss {record.loss:.3f} {record.images_per_s:,.0f}/s {self.waits(record)}"
+        text = f"loss {record.loss:.3f} lr {record.lr:.3f} {record.images_per_s:,.0f}/s {self.waits(record)}"
         self.bar.update(self.task, completed=record.step, epoch=record.epoch, text=text, visible=True)
         if not self.console.is_terminal and time.monotonic() - self.spoke_s > QUIET_S:
             self.line("")
