@@ -19,6 +19,7 @@ from megabatch.train.checkpoint import (
     read_description,
     read_state,
     restore_training_state,
+    separate,
     training_state,
 )
 from megabatch.train.records import Tally
@@ -33,7 +34,7 @@ def train_with_stops(world: World, stops: list[int], folder: str) -> tuple[list[
     """Trains a short run, throwing everything away but the checkpoint at each of `stops`."""
     config = small_run(*SHORT)
     data = load_data_set(config.data)
-    checkpoints = Checkpoints(Path(folder), config.checkpoint)
+    checkpoints = Checkpoints(Path(folder), config.checkpoint, 0)
     losses: list[float] = []
     tally = Tally(global_batch=24, target_top1=None)
     for stop in [*stops, 16]:
@@ -83,7 +84,7 @@ def test_rank_0_shares_text_and_tensors(ranks: RankPool) -> None:
 def save_steps(world: World, folder: str, steps: list[int], keep: int, best: int) -> None:
     config = small_run(*SHORT)
     training = assemble(config, load_data_set(config.data), world)
-    checkpoints = Checkpoints(Path(folder), CheckpointSettings(keep=keep))
+    checkpoints = Checkpoints(Path(folder), CheckpointSettings(keep=keep), 4)
     for step in steps:
         checkpoints.save(training, Tally(global_batch=24, target_top1=None, steps=step), is_best=step == best)
 
@@ -103,6 +104,24 @@ def test_the_newest_and_the_best_are_kept(ranks: RankPool, tmp_path: Path) -> No
 def test_the_only_one_is_never_removed(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(save_steps, str(tmp_path), [1, 2], 1, 0, num_ranks=1)
     assert names(tmp_path) == ["last", "step-00000002"]
+
+
+def test_going_back_to_an_older_one_abandons_the_newer(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(save_steps, str(tmp_path), [1, 2, 3, 4], 4, 4, num_ranks=1)
+    Checkpoints(tmp_path, CheckpointSettings(), first_step=2)
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+def test_tied_weights_are_saved_each_by_itself() -> None:
+    tied = torch.arange(6.0).reshape(2, 3)
+    state = separate({"a": tied, "b": tied, "c": tied.T})
+    assert {name: tensor.tolist() for name, tensor in state.items()} == {
+        "a": tied.tolist(),
+        "b": tied.tolist(),
+        "c": tied.T.tolist(),
+    }
+    assert len({tensor.data_ptr() for tensor in state.values()}) == 3
+    assert all(tensor.is_contiguous() for tensor in state.values())
 
 
 def test_damage_is_reported_and_the_one_before_is_used(ranks: RankPool, tmp_path: Path) -> None:
@@ -126,10 +145,10 @@ def test_damage_is_reported_and_the_one_before_is_used(ranks: RankPool, tmp_path
 def test_checkpoints_are_due_as_the_recipe_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     clock = [1000.0]
     monkeypatch.setattr("megabatch.train.checkpoint.time.monotonic", lambda: clock[0])
-    by_steps = Checkpoints(tmp_path, CheckpointSettings(every_steps=5))
+    by_steps = Checkpoints(tmp_path, CheckpointSettings(every_steps=5), 0)
     assert [step for step in range(1, 16) if by_steps.is_due(step)] == [5, 10, 15]
-    by_minutes = Checkpoints(tmp_path, CheckpointSettings(every_minutes=2))
-    by_cost = Checkpoints(tmp_path, CheckpointSettings())
+    by_minutes = Checkpoints(tmp_path, CheckpointSettings(every_minutes=2), 0)
+    by_cost = Checkpoints(tmp_path, CheckpointSettings(), 0)
     by_cost.saving_took_s = 0.5
     for clock[0], minutes_due, cost_due in ((1049.0, False, False), (1051.0, False, True), (1121.0, True, True)):
         assert (by_minutes.is_due(1), by_cost.is_due(1)) == (minutes_due, cost_due)

@@ -7,7 +7,8 @@ import pytest
 
 from megabatch.config import load_config
 from megabatch.errors import UserError
-from megabatch.train.folder import RunFolder, describe_environment, is_held, rows_up_to
+from megabatch.train.folder import RunFolder, describe_environment, is_held, length_up_to
+from megabatch.train.records import StepRecord
 
 HOLD = "import sys, pathlib; from megabatch.train.folder import RunFolder; RunFolder(pathlib.Path(sys.argv[1]))"
 
@@ -29,9 +30,12 @@ def test_rows_beyond_the_checkpoint_and_half_rows_are_cut(tmp_path: Path) -> Non
     rows = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": step}) + "\n" for step in (1, 2, 2, 3)]
     rows.write_text("".join(lines) + '{"step"')
-    assert rows_up_to(rows, 2).decode() == "".join(lines[:3])
-    assert rows_up_to(rows, 9).decode() == "".join(lines)
-    assert rows_up_to(tmp_path / "none", 2) == b""
+    assert length_up_to(rows, 2) == len("".join(lines[:3]))
+    assert length_up_to(rows, 9) == len("".join(lines))
+    with RunFolder(tmp_path) as folder:
+        folder.begin(load_config("fashion"), step=2)
+        folder.write(StepRecord(step=3, epoch=1, loss=1, lr=1, images_per_s=1, data_wait_s=0, comm_wait_s=0))
+    assert [json.loads(line)["step"] for line in rows.read_text().splitlines()] == [1, 2, 2, 3]
 
 
 def test_a_run_that_begins_anew_keeps_no_rows(tmp_path: Path) -> None:

@@ -66,6 +66,21 @@ def test_another_recipe_is_refused_with_the_first_difference() -> None:
         start("run.dir=runs/fashion-001")
 
 
+def test_an_older_unfinished_run_goes_on_too_and_numbers_have_no_end() -> None:
+    make_run("runs/fashion-003", config_of())
+    make_run("runs/fashion-1000", config_of("seed=5"))
+    make_run("runs/fashion-full-002", config_of())
+    assert start().folder == Path("runs/fashion-003")
+    assert start("seed=9").folder == Path("runs/fashion-1001")
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew_in_its_place() -> None:
+    make_run("runs/fashion-001", config_of())
+    Path("runs/fashion-001/checkpoints/step-00000007").mkdir(parents=True)
+    with pytest.raises(UserError, match="runs/fashion-001 has no checkpoint that is whole"):
+        start()
+
+
 def test_a_run_that_runs_is_left_alone() -> None:
     make_run("runs/fashion-001", config_of())
     with RunFolder(Path("runs/fashion-001")):

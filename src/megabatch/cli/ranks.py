@@ -47,18 +47,19 @@ def be_a_rank(work: Callable[[], int]) -> NoReturn:
     """Does the work of one rank.  Its launcher speaks for it if it fails; without ours, it speaks for itself."""
     from megabatch.comm.launch import die_with_launcher, report_failure, was_launched
 
-    if was_launched():
-        die_with_launcher()
+    die_with_launcher()
     try:
         code = work()
     except BaseException as error:
         is_users_mistake = isinstance(error, UserError)
         code = 2 if is_users_mistake else 1
-        line = str(error) if is_users_mistake else f"{type(error).__name__}: {error}"
+        first_line = str(error).strip().partition("\n")[0]
+        line = first_line if is_users_mistake else f"{type(error).__name__}: {first_line}"
         trace = "" if is_users_mistake else traceback.format_exc()
         report_failure(code, line, trace)
         if not was_launched():
-            print(f"{trace}megabatch: {line}", file=sys.stderr)
+            rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+            print(f"{trace}megabatch: {rank}{line}", file=sys.stderr)
     # Everything is closed.  The interpreter's own end would meet Gloo's threads, and sometimes abort.
     sys.stdout.flush()
     sys.stderr.flush()

@@ -36,7 +36,9 @@ def discover(environment: Mapping[str, str] = os.environ) -> Place | None:
         if all(name in environment for name in names):
             return Place(*(read_number(environment, name) for name in names))
     # In a batch script, outside of srun, Slurm sets SLURM_NTASKS and SLURM_PROCID too, but no step's variables.
-    if all(name in environment for name in SLURM) and "SLURM_STEP_NODELIST" in environment:
+    # A step of one task is a shell (srun --pty bash).
+    is_step = "SLURM_STEP_NODELIST" in environment and environment.get("SLURM_NTASKS") != "1"
+    if all(name in environment for name in SLURM) and is_step:
         rank, num_ranks, local_rank = (read_number(environment, name) for name in SLURM)
         counts = per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", "1")))
         return Place(rank, num_ranks, local_rank, counts[int(environment.get("SLURM_NODEID", "0"))])
@@ -49,16 +51,20 @@ def read_number(environment: Mapping[str, str], name: str) -> int:
     return int(environment[name])
 
 
+def read_port(environment: Mapping[str, str], default: int) -> int:
+    return read_number(environment, "MASTER_PORT") if "MASTER_PORT" in environment else default
+
+
 def meeting_point(place: Place, environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """The host and port at which the ranks meet."""
     if "MASTER_ADDR" in environment:
-        return environment["MASTER_ADDR"], int(environment.get("MASTER_PORT", MASTER_PORT))
+        return environment["MASTER_ADDR"], read_port(environment, MASTER_PORT)
     if "SLURM_STEP_NODELIST" in environment:
         # A port of the job's own: two jobs may share a node.
         port = MASTER_PORT + int(environment.get("SLURM_JOB_ID", "0")) % 1000
-        return first_host(environment["SLURM_STEP_NODELIST"]), int(environment.get("MASTER_PORT", port))
+        return first_host(environment["SLURM_STEP_NODELIST"]), read_port(environment, port)
     if place.num_local_ranks == place.num_ranks:
-        return "127.0.0.1", int(environment.get("MASTER_PORT", MASTER_PORT))
+        return "127.0.0.1", read_port(environment, MASTER_PORT)
     raise UserError("MASTER_ADDR is not set, and the ranks are on several hosts; set it to the host of rank 0")
 
 

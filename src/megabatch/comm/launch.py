@@ -82,7 +82,7 @@ def launch_with_notes(arguments: Sequence[str], num_ranks: int, max_restarts: in
         local_addr="localhost",
         max_restarts=max_restarts,
         logs_specs=DefaultLogsSpecs(log_dir=str(notes)),
-        signals_to_handle="SIGHUP,SIGQUIT",  # the others are `StopSignals`'
+        signals_to_handle="SIGQUIT",  # the others are `StopSignals`'
         shutdown_timeout=STOP_TIMEOUT_S,
     )
     stop = StopSignals(notes)
@@ -90,6 +90,9 @@ def launch_with_notes(arguments: Sequence[str], num_ranks: int, max_restarts: in
         # -P: what lies in the working directory does not shadow what is installed.
         elastic_launch(config, sys.executable)("-P", "-m", "megabatch", *arguments)
     except SignalException as caught:
+        failed_to_stop = first_reported_failure(notes)
+        if failed_to_stop:
+            raise failed_to_stop from None
         raise Stopped(stop.number or caught.sigval) from None
     except ChildFailedError as failed:
         # A rank without a file was killed, and is the cause of whatever the others say.
@@ -99,8 +102,17 @@ def launch_with_notes(arguments: Sequence[str], num_ranks: int, max_restarts: in
         reported = "time_ns" in failure.error_file_data or failure.exitcode < 0
         message = failure.message if reported else f"ended with exit code {failure.exitcode}"
         trace = failure.error_file_data.get("trace", "")
-        folder = Path((notes / FOLDER).read_text()) if (notes / FOLDER).exists() else None
-        raise RankFailed(rank, exit_code, message, trace, folder) from None
+        raise RankFailed(rank, exit_code, message, trace, announced_folder(notes)) from None
+
+
+def first_reported_failure(notes: Path) -> RankFailed | None:
+    """What went wrong on the ranks while they were to stop, as they reported it."""
+    reports = [json.loads(path.read_text()) for path in notes.rglob("error.json")]
+    reports = sorted((report for report in reports if "time_ns" in report), key=lambda report: report["time_ns"])
+    for report in reports[:1]:
+        folder = announced_folder(notes)
+        return RankFailed(report["rank"], report["exit_code"], report["message"], report["trace"], folder)
+    return None
 
 
 class StopSignals:
@@ -109,8 +121,9 @@ class StopSignals:
     def __init__(self, notes: Path) -> None:
         self.number: int | None = None
         self.notes = notes
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.receive)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup asks
+                signal.signal(number, self.receive)
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         if self.number is not None:
@@ -135,11 +148,12 @@ def was_launched() -> bool:
 
 
 def die_with_launcher() -> None:
-    """Ranks live in a session of their own: without this, `kill -9` of the launcher would leave them training."""
-    if sys.platform != "linux":
+    """Ranks of ours and of torchrun live in a session of their own: `kill -9` of it would leave them training."""
+    if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(os.environ[PARENT]):  # it died before we asked
+    is_orphan = os.getppid() == 1 or (was_launched() and os.getppid() != int(os.environ[PARENT]))
+    if is_orphan:  # it died before we asked
         os._exit(1)
 
 
@@ -149,10 +163,17 @@ def announce_folder(folder: Path) -> None:
         (Path(os.environ[NOTES]) / FOLDER).write_text(str(folder))
 
 
+def announced_folder(notes: Path | None = None) -> Path | None:
+    """The run's folder, if rank 0 has come so far; asked by the launcher, or by a restarted rank."""
+    notes = notes or Path(os.environ.get(NOTES, "/nonexistent"))
+    return Path((notes / FOLDER).read_text()) if (notes / FOLDER).exists() else None
+
+
 def report_failure(exit_code: int, message: str, trace: str = "") -> None:
     """Leaves the line for the launcher, where and as torchelastic looks for it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         now_ns = time.time_ns()
         for_torch = {"message": message, "timestamp": now_ns // 10**9}
-        Path(path).write_text(json.dumps(for_torch | {"time_ns": now_ns, "exit_code": exit_code, "trace": trace}))
+        ours = {"rank": int(os.environ["RANK"]), "time_ns": now_ns, "exit_code": exit_code, "trace": trace}
+        Path(path).write_text(json.dumps(for_torch | ours))

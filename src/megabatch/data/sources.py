@@ -24,7 +24,7 @@ from megabatch.planning.batch import Count
 
 Arrays = dict[str, NDArray[np.generic]]
 
-FROM_PYTHON = "python"  # the source of a run whose images were handed to `megabatch.fit`
+FROM_PYTHON = "python:"  # begins the source of a run whose images were handed to `megabatch.fit`
 EMBEDDED = "fashion_mnist_10k.npz"
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # where Debian's package puts it
 FASHION_CLASSES = ("T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Boot")

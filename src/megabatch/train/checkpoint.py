@@ -39,10 +39,22 @@ class Description(Struct, frozen=True, kw_only=True):
 def save_weights(training: Training, path: Path) -> None:
     """The model alone, under the names of its state dict: what a run is for."""
     new = path.with_name(f".writing-{path.name}")
-    save_file({name: tensor.contiguous() for name, tensor in training.model.module.state_dict().items()}, new)
+    save_file(separate(training.model.module.state_dict()), new)
     new.chmod(0o644)  # safetensors lets only the owner read
     sync(new)
     new.rename(path)
+    sync(path.parent)
+
+
+def separate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As safetensors wants them: contiguous, and each with memory of its own, tied weights too."""
+    seen: set[int] = set()
+    separated = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.contiguous()
+        separated[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
+        seen.add(tensor.data_ptr())
+    return separated
 
 
 def training_state(training: Training) -> dict[str, torch.Tensor]:
@@ -75,11 +87,21 @@ def named_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, to
 class Checkpoints:
     """The checkpoints of one run, on rank 0."""
 
-    def __init__(self, run_folder: Path, settings: CheckpointSettings) -> None:
+    def __init__(self, run_folder: Path, settings: CheckpointSettings, first_step: int) -> None:
         self.folder, self.settings = run_folder / "checkpoints", settings
         self.saved_s = time.monotonic()
         self.saving_took_s = 0.0
-        self.saved_step = 0
+        self.saved_step = first_step
+        self.forget_after(first_step)
+
+    def forget_after(self, step: int) -> None:
+        """A run that goes back to an older checkpoint abandons the newer ones."""
+        for path in self.newest_first():
+            if int(path.name.rpartition("-")[2]) > step:
+                shutil.rmtree(path)
+        for link in (self.folder / "last", self.folder / "best"):
+            if link.is_symlink() and not link.exists():
+                link.unlink()
 
     def see(self, record: Record, training: Training, tally: Tally) -> None:
         """Saves after a record if it is time to, or if it is the best result so far."""
@@ -94,11 +116,10 @@ class Checkpoints:
 
     def is_due(self, step: int) -> bool:
         since_s = time.monotonic() - self.saved_s
-        if self.settings.every_steps:
-            return step % self.settings.every_steps == 0
-        if self.settings.every_minutes:
-            return since_s >= 60 * self.settings.every_minutes
-        return since_s * AUTO_SHARE >= self.saving_took_s
+        steps, minutes = self.settings.every_steps, self.settings.every_minutes
+        if not steps and not minutes:
+            return since_s * AUTO_SHARE >= self.saving_took_s
+        return bool(steps and step % steps == 0) or bool(minutes and since_s >= 60 * minutes)
 
     def save(self, training: Training, tally: Tally, is_best: bool = False) -> None:
         started_s = time.monotonic()
@@ -107,17 +128,14 @@ class Checkpoints:
         writing = self.folder / f"writing-{name}"
         shutil.rmtree(writing, ignore_errors=True)
         writing.mkdir()
-        tensors = {key: tensor.contiguous() for key, tensor in training_state(training).items()}
-        save_file(tensors, writing / STATE)
+        save_file(separate(training_state(training)), writing / STATE)
         description = Description(step=tally.steps, tally=tally, checksum=checksum(writing / STATE))
         (writing / DESCRIPTION).write_bytes(msgspec.json.encode(description))
         sync(writing / STATE, writing / DESCRIPTION, writing)
-        if (self.folder / name).exists():  # a resumed run has come past here again
-            shutil.rmtree(self.folder / name)
         writing.rename(self.folder / name)
-        self.point("last", name)
         if is_best:
             self.point("best", name)
+        self.point("last", name)
         sync(self.folder)
         self.remove_old()
         self.saved_step, self.saved_s = tally.steps, time.monotonic()

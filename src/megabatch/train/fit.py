@@ -1,7 +1,9 @@
 """megabatch.fit: one's own network and images, from Python, in the ranks that exist.  It never starts any."""
 
+import hashlib
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -43,7 +45,7 @@ def fit(
         [
             f"model.name={network.__module__}:{network.__qualname__}",
             "model.options={}",
-            f"data.source={FROM_PYTHON}",
+            f"data.source={FROM_PYTHON}{digest(model, train_images, test_images)}",
             f"data.image_size={size}",
             *overrides,
         ],
@@ -54,6 +56,16 @@ def fit(
         data = DataSet(train_images, test_images, names, channels)
         training = assemble(config, data, world, model=model)
         return train_and_record(config, resume, training, world)
+
+
+def digest(model: nn.Module, *sets: ImageSet) -> str:
+    """Tells this network and these images from others, so that nobody else's run goes on."""
+    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    content = hashlib.sha256(str(shapes).encode())
+    for images in sets:
+        content.update(images.labels.numpy().tobytes())
+        content.update(images.read(np.arange(min(16, len(images)))).numpy().tobytes())
+    return content.hexdigest()[:16]
 
 
 def as_image_set(images: Images, name: str) -> ImageSet:

@@ -55,9 +55,8 @@ class RunFolder:
         self.write_text("config.toml", config.to_toml())
         self.write_text("env.json", json.dumps(describe_environment(), indent=2) + "\n")
         rows = self.path / "metrics.jsonl"
-        kept = rows_up_to(rows, step) if step else b""
-        rows.write_bytes(kept)
         self.metrics = rows.open("ab")
+        self.metrics.truncate(length_up_to(rows, step))
         self.log(f"begins at step {step}")
 
     def write(self, record: Record) -> None:
@@ -98,15 +97,20 @@ def append_to_log(folder: Path, text: str) -> None:
 def hold(path: Path) -> TextIO:
     """Takes the folder for this process."""
     file = (path / LOCK).open("a+")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        holder = file.read().strip()
-        file.close()
-        raise UserError(
-            f"run.dir={str(path)!r} is in use by process {holder}; wait for it, or give another run.dir"
-        ) from None
+    for attempt in range(10):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if attempt < 9:
+                time.sleep(0.1)  # `is_held` touches it for a moment
+                continue
+            file.seek(0)
+            holder = file.read().strip()
+            file.close()
+            raise UserError(
+                f"run.dir={str(path)!r} is in use by process {holder}; wait for it, or give another run.dir"
+            ) from None
     file.truncate(0)
     file.write(str(os.getpid()))
     file.flush()
@@ -123,15 +127,18 @@ def is_held(path: Path) -> bool:
     return False
 
 
-def rows_up_to(rows: Path, step: int) -> bytes:
-    """The rows of the steps that a checkpoint holds.  A kill may have left later ones, or half of one."""
-    kept = b""
-    if rows.exists():
-        for line in rows.read_bytes().splitlines(keepends=True):
-            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+def length_up_to(rows: Path, step: int) -> int:
+    """The bytes of the rows that a checkpoint knows.  A kill may have left later ones, or half of one."""
+    length = 0
+    with rows.open("rb") as file:
+        for line in file:
+            try:
+                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                    break
+            except ValueError:
                 break
-            kept += line
-    return kept
+            length += len(line)
+    return length
 
 
 def describe_environment() -> dict[str, object]:

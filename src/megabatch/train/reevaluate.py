@@ -26,7 +26,7 @@ def evaluate_run(folder: Path, source: str | None) -> Evaluation:
     if not is_run(folder):
         raise UserError(f"{folder} is not a run's folder; `megabatch runs` lists runs")
     config = load_config(str(folder / "config.toml"))
-    if config.data.source == FROM_PYTHON:
+    if config.data.source.startswith(FROM_PYTHON):
         raise UserError(f"{folder} was trained from Python, where its model and images are; evaluate it there")
     trained_on = load_data_set(config.data)
     test = trained_on.test

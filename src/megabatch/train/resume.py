@@ -5,6 +5,7 @@ never   begins anew
 PATH    goes on with the run, or from the checkpoint, at PATH
 """
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,9 @@ def choose_start(config: RunConfig, resume: str, report: Report) -> Start:
     if resume != "auto":
         return start_at(Path(resume), config, report)
     if config.run.dir is None:
-        newest = newest_numbered(config.name)
-        if newest and not is_held(newest) and not why_not(newest, config):
-            return Start(newest, newest_good(newest, report))
+        for earlier in reversed(numbered(config.name)):
+            if is_run(earlier) and not is_held(earlier) and not why_not(earlier, config):
+                return Start(earlier, checkpoint_of(earlier, report))
         return Start(new_folder(config), None)
     folder = Path(config.run.dir)
     if is_run(folder):
@@ -50,15 +51,27 @@ def start_at(path: Path, config: RunConfig, report: Report) -> Start:
         return go_on(path, config, report)
     if (path / DESCRIPTION).is_file():
         checkpoint = path.resolve()
-        return Start(go_on(checkpoint.parents[1], config, report).folder, checkpoint)
+        refuse_if(why_not(checkpoint.parents[1], config), checkpoint.parents[1])
+        return Start(checkpoint.parents[1], checkpoint)
     raise UserError(f"--resume {path} is neither a run's folder nor a checkpoint; `megabatch runs` lists runs")
 
 
 def go_on(folder: Path, config: RunConfig, report: Report) -> Start:
-    reason = why_not(folder, config)
+    refuse_if(why_not(folder, config), folder)
+    return Start(folder, checkpoint_of(folder, report))
+
+
+def refuse_if(reason: str | None, folder: Path) -> None:
     if reason:
         raise UserError(f"{folder} {reason}; give another run.dir")
-    return Start(folder, newest_good(folder, report))
+
+
+def checkpoint_of(folder: Path, report: Report) -> Path | None:
+    """The newest whole checkpoint; None if the run was ended before its first."""
+    good = newest_good(folder, report)
+    if good is None and any((folder / "checkpoints").glob("step-*")):
+        raise UserError(f"{folder} has no checkpoint that is whole; begin anew in another run.dir, or remove it")
+    return good
 
 
 def why_not(folder: Path, config: RunConfig) -> str | None:
@@ -108,8 +121,8 @@ def is_run(folder: Path) -> bool:
 def new_folder(config: RunConfig) -> Path:
     """The folder that the recipe names, or the next free runs/<recipe>-<nnn>."""
     if config.run.dir is None:
-        newest = newest_numbered(config.name)
-        return RUNS / f"{config.name}-{int(newest.name[-3:]) + 1 if newest else 1:03d}"
+        earlier = numbered(config.name)
+        return RUNS / f"{config.name}-{number_of(earlier[-1]) + 1 if earlier else 1:03d}"
     folder = Path(config.run.dir)
     if folder.exists() and (not folder.is_dir() or any(path.name != LOCK for path in folder.iterdir())):
         raise UserError(
@@ -118,5 +131,12 @@ def new_folder(config: RunConfig) -> Path:
     return folder
 
 
-def newest_numbered(name: str) -> Path | None:
-    return max(RUNS.glob(f"{name}-[0-9][0-9][0-9]"), default=None)
+def numbered(name: str) -> list[Path]:
+    """The folders runs/<name>-<nnn>, in the order of their numbers."""
+    return sorted(
+        (path for path in RUNS.glob(f"{name}-*") if re.fullmatch(r"\d{3,}", path.name[len(name) + 1 :])), key=number_of
+    )
+
+
+def number_of(path: Path) -> int:
+    return int(path.name.rpartition("-")[2])

@@ -1,5 +1,6 @@
 """A whole run on one rank: join, assemble, begin or resume, train, and on rank 0 record everything."""
 
+import os
 import signal
 import sys
 import time
@@ -12,7 +13,7 @@ import torch
 from msgspec import Struct
 
 from megabatch.comm.discover import Place
-from megabatch.comm.launch import FAILURE_TIMEOUT_S, announce_folder, num_cores, was_launched
+from megabatch.comm.launch import FAILURE_TIMEOUT_S, announce_folder, announced_folder, num_cores, was_launched
 from megabatch.comm.world import World, choose_device, connect
 from megabatch.config import RunConfig
 from megabatch.data.sources import load_data_set
@@ -20,6 +21,7 @@ from megabatch.errors import UserError
 from megabatch.train.assemble import assemble
 from megabatch.train.checkpoint import (
     Checkpoints,
+    DamagedCheckpoint,
     read_description,
     read_state,
     restore_training_state,
@@ -44,8 +46,10 @@ class StopSignal:
     def receive(self, number: int, frame: FrameType | None) -> None:
         if self.number is not None and not was_launched():
             raise KeyboardInterrupt  # our launcher ends a rank itself
-        if number == signal.SIGTERM and was_launched():
-            signal.alarm(FAILURE_TIMEOUT_S)  # another rank has failed; a collective may never return
+        if was_launched() and self.number != signal.SIGINT:
+            # From our launcher SIGINT means to stop, in good time; SIGTERM that another rank has failed, and then a
+            # collective may never return.
+            signal.alarm(FAILURE_TIMEOUT_S if number == signal.SIGTERM else 0)
         self.number = number
 
     def received(self) -> bool:
@@ -56,6 +60,8 @@ def run(config: RunConfig, place: Place, resume: str) -> int:
     """Runs one rank to its end; returns the exit code: 0, or 128 + the signal that stopped it."""
     stop = StopSignal()
     config = share_cores(config, place)
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):  # whatever it began with, it goes on with that
+        resume = str(announced_folder() or "auto")
     with connect(place, choose_device(config.run.device)) as world:
         training = assemble(config, load_data_set(config.data), world, stop.received)
         summary = train_and_record(config, resume, training, world)
@@ -81,13 +87,13 @@ def train_and_record(config: RunConfig, resume: str, training: Training, world: 
                 tally.add(record, wall_s=time.perf_counter() - started_s)
                 if recorder:
                     recorder.see(record)
+            status: Status = "finished" if tally.steps == training.plan.num_steps else "stopped"
+            if recorder:
+                recorder.end(status)
         except BaseException:
             if recorder:
                 recorder.end("failed")
             raise
-        status: Status = "finished" if tally.steps == training.plan.num_steps else "stopped"
-        if recorder:
-            recorder.end(status)
         return tally.summary(status)
 
 
@@ -108,15 +114,15 @@ def begin(
         try:
             start = choose_start(config, resume, report)
             folder = stack.enter_context(RunFolder(start.folder))
-        except UserError as error:
+            if start.checkpoint:
+                tally = read_description(start.checkpoint).tally
+                tally.resumed_from_step = tally.steps
+                state = read_state(start.checkpoint)
+        except (UserError, DamagedCheckpoint) as error:
             problem = str(error)
         except OSError as error:
             folder_name = str(start.folder if start else config.run.dir)
             problem = f"run.dir={folder_name!r} cannot be used ({error.strerror}); give another"
-        if start and start.checkpoint:
-            tally = read_description(start.checkpoint).tally
-            tally.resumed_from_step = tally.steps
-            state = read_state(start.checkpoint)
     shared = world.share_text(msgspec.json.encode(Beginning(problem, tally)).decode())
     beginning = msgspec.json.decode(shared, type=Beginning)
     if beginning.problem:
@@ -131,7 +137,7 @@ def begin(
 
 
 def report(problem: str) -> None:
-    print(f"megabatch: {problem}; the one before it is used", file=sys.stderr)
+    print(f"megabatch: {problem}; it is passed over", file=sys.stderr)
 
 
 class Recorder:
@@ -141,7 +147,7 @@ class Recorder:
         self.training, self.folder, self.tally = training, folder, tally
         announce_folder(folder.path)
         folder.begin(config.with_run(dir=None), tally.steps)  # so that it can be run again, elsewhere
-        self.checkpoints = Checkpoints(folder.path, config.checkpoint)
+        self.checkpoints = Checkpoints(folder.path, config.checkpoint, tally.steps)
         self.events = EventFile(folder.path, tally.steps)
         self.screen = Screen(config, training, world, folder.path, tally)
 

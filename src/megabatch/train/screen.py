@@ -24,7 +24,7 @@ class Screen:
     def __init__(self, config: RunConfig, training: Training, world: World, folder: Path, tally: Tally) -> None:
         self.console = Console(highlight=False, soft_wrap=True)
         self.plan, self.folder, self.target_top1 = training.plan, folder, config.train.target_top1
-        self.from_python = config.data.source == FROM_PYTHON
+        self.from_python = config.data.source.startswith(FROM_PYTHON)
         self.last_step: StepRecord | None = None
         self.spoke_s = time.monotonic()
         self.bar = Progress(
@@ -62,7 +62,10 @@ class Screen:
         assert step is not None
         line = f"epoch {step.epoch:5.2f} step {step.step:>5} loss {step.loss:.4f} lr {step.lr:.4f} "
         line += f"{step.images_per_s:>6,.0f}/s "
-        self.console.print(line + result + ("" if self.console.is_terminal else f"  {self.waits(step)}"))
+        if not self.console.is_terminal:
+            left_s = (self.plan.num_steps - step.step) * self.plan.global_batch / step.images_per_s
+            result += f"  {self.waits(step)} ETA {left_s:.0f} s"
+        self.console.print(line + result)
         self.spoke_s = time.monotonic()
 
     def waits(self, step: StepRecord) -> str:
@@ -89,8 +92,10 @@ class Screen:
         if summary.status == "finished":
             self.say("weights", str(self.folder / "model.safetensors"))
         if not self.from_python:  # there, calling `fit` again goes on
-            again = "eval" if summary.status == "finished" else "train --resume"
-            self.say("again" if summary.status == "finished" else "go on", f"megabatch {again} {self.folder}")
+            if summary.status == "finished":
+                self.say("again", f"megabatch eval {self.folder}")
+            else:
+                self.say("go on", f"megabatch train --resume {self.folder} --ranks {self.plan.num_ranks}")
 
     def target_text(self, summary: Summary) -> str:
         if self.target_top1 is None:
@@ -114,13 +119,19 @@ def header(config: RunConfig, training: Training, world: World) -> dict[str, str
     num_parameters = sum(parameter.numel() for parameter in training.model.parameters())
     ranks = f"{plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}"
     threads = f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
+    groups = [
+        f"{len(group['params'])} {group['name']} (decay {group['weight_decay']:g})"
+        for group in training.optimizer.param_groups
+    ]
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
     return {
-        "megabatch": f"{__version__}, torch {torch.__version__}, {ranks} on {world.device.type}, {threads} each",
+        "megabatch": f"{__version__}, torch {torch.__version__}, {ranks} on {device}, {threads} each",
         "recipe": f"{config.name}: {config.model.name}, {num_parameters:,} parameters, {config.precision.name}",
         "data": describe_data(config, training),
         "batch": f"{plan.global_batch} = {plan.microbatch} micro x {plan.accumulation} accumulated x {ranks}",
         "steps": f"{plan.num_steps} in {config.train.epochs:g} epochs, "
         f"{config.optim.name} at {config.optim.learning_rate:g}",
+        "groups": ", ".join(groups),
     }
 
 

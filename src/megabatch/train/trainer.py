@@ -87,12 +87,12 @@ def train(run: Training, first_step: int = 0) -> Iterator[Record]:
             data_wait_s=data_wait_s,
             comm_wait_s=comm_wait_s + run.exchange.waited_s,
         )
-        if totals.stop and done < plan.num_steps:
-            return
         if plan.should_evaluate_after(done):
             evaluation = run.evaluate()
             check_loss(evaluation.test_loss, done, learning_rate)
             yield EvaluationRecord(step=done, epoch=epoch, **msgspec.structs.asdict(evaluation))
+        if totals.stop:
+            return
 
 
 def seed_dropout(seed: int) -> None:

@@ -1,0 +1,30 @@
+from megabatch.comm.world import World
+from megabatch.data.sources import load_data_set
+from megabatch.train.assemble import assemble
+from megabatch.train.records import EvaluationRecord
+from megabatch.train.trainer import train
+from tests.distributed.runs import small_run
+from tests.ranks import RankPool
+
+
+def stop_asked_of_the_last_rank(world: World, at_step: int) -> tuple[int, bool]:
+    """Only the last rank hears the signal, in the middle of step `at_step`."""
+    config = small_run()
+    asked = 0
+
+    def stop_requested() -> bool:
+        nonlocal asked
+        asked += 1  # once a step
+        return world.rank == world.num_ranks - 1 and asked == at_step
+
+    records = list(train(assemble(config, load_data_set(config.data), world, stop_requested)))
+    return records[-1].step, isinstance(records[-1], EvaluationRecord)
+
+
+def test_one_rank_that_is_asked_stops_all_after_the_same_step(ranks: RankPool) -> None:
+    """An evaluation that the step has made due still belongs to it: a resumed run would not make it."""
+    for at_step, evaluated in ((1, False), (5, False), (7, True), (50, True)):
+        for num_ranks in range(1, ranks.size + 1):
+            if 8 % num_ranks == 0:
+                results = ranks.run(stop_asked_of_the_last_rank, at_step, num_ranks=num_ranks)
+                assert results == [(at_step, evaluated)] * num_ranks
