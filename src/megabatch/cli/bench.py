@@ -29,7 +29,7 @@ def benches() -> None:
 def train(
     json: Json = None,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks on this machine.")] = 2,
-    rounds: Annotated[int, typer.Option(min=3, help="Blocks of steps for each arm; the median counts.")] = 41,
+    rounds: Annotated[int, typer.Option(min=3, help="Blocks of steps for each arm; the median counts.")] = 81,
     device: Device = "auto",
 ) -> None:
     """Our trainer against stock DistributedDataParallel, in images per second."""

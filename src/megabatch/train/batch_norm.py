@@ -48,9 +48,8 @@ class RunningStatistics:
     def end_step(self, averaged: torch.Tensor) -> None:
         """Takes the mean over ranks, one flat tensor in the order of `tensors`; each module counts one step."""
         assert self.counts is not None
-        parts = averaged.split([tensor.numel() for tensor in self.tensors])
-        for tensor, part in zip(self.tensors, parts, strict=True):
-            tensor.copy_(part)
+        if self.tensors:
+            torch._foreach_copy_(self.tensors, averaged.split([tensor.numel() for tensor in self.tensors]))
         if not hasattr(self, "counting"):
             self.counting = [self.check_use(index) for index in range(len(self.modules))]
         for index, (module, momentum) in enumerate(zip(self.modules, self.momenta, strict=True)):
