@@ -37,9 +37,9 @@ def train(*words: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedPr
 
 
 @contextlib.contextmanager
-def started(*words: str) -> Iterator[subprocess.Popen[str]]:
+def started(*words: str, launcher: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[str]]:
     """A run that has taken a few steps; killed at the end if it still lives."""
-    command = [sys.executable, "-m", "megabatch", "train", *words, "run.dir=run"]
+    command = [sys.executable, *launcher, "-m", "megabatch", "train", *words, "run.dir=run"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         wait_until(lambda: process.poll() is not None or len(rows()) >= 3)
@@ -150,10 +150,12 @@ def test_a_stop_signal_ends_all_ranks_after_the_same_step(number: int, code: int
     assert not any(is_alive(rank) for rank in ranks)
 
 
-def test_ranks_do_not_outlive_a_killed_launcher() -> None:
-    with started(*LONG_RUN, "--ranks", "2") as launcher:
-        ranks = ranks_of(launcher.pid)
-        os.kill(launcher.pid, signal.SIGKILL)
+@pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")])
+def test_ranks_do_not_outlive_a_killed_launcher(launcher: tuple[str, ...]) -> None:
+    with started(*LONG_RUN, "--ranks", "2", launcher=launcher) as process:
+        ranks = ranks_of(process.pid)
+        assert all(is_alive(rank) for rank in ranks)
+        os.kill(process.pid, signal.SIGKILL)
         wait_until(lambda: not any(is_alive(rank) for rank in ranks), at_most_s=10)
 
 

@@ -148,12 +148,11 @@ def was_launched() -> bool:
 
 
 def die_with_launcher() -> None:
-    """Ranks of ours and of torchrun live in a session of their own: `kill -9` of it would leave them training."""
+    """Ranks live in a session of their own: without this, a `kill -9` of their launcher would leave them training."""
     if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    is_orphan = os.getppid() == 1 or (was_launched() and os.getppid() != int(os.environ[PARENT]))
-    if is_orphan:  # it died before we asked
+    if was_launched() and os.getppid() != int(os.environ[PARENT]):  # it died before we asked
         os._exit(1)
 
 
