@@ -72,6 +72,7 @@ def test_a_users_recipe_needs_only_what_has_no_default(tmp_path: Path) -> None:
         ("optim.lerning_rate=1", r"optim.lerning_rate=1: there is no setting .*nearest: optim.learning_rate"),
         ("optimizer.momentum=0.8", r"there is no setting optimizer.momentum; nearest: optim.momentum"),
         ("learning_rate=1", r"there is no setting learning_rate; nearest: optim.learning_rate"),
+        ("optim.lr=1", r"there is no setting optim.lr; nearest: optim.learning_rate"),
         ("batch.size=3", r"there is no setting batch.size; nearest: "),
         ("optim=3", r"optim=3: optim is a section of optim.name, optim.learning_rate, .*; give one of them"),
         ("seed.x=3", r"'seed.x=3': seed is not a section; nearest: seed"),

@@ -200,9 +200,11 @@ def flatten(settings: Settings, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def suggest(key: str) -> str:
     """The known setting that looks most like `key`: by its last word first, since a section is easily forgotten."""
-    by_last_word = {known.rpartition(".")[2]: known for known in FIELDS}
-    close = difflib.get_close_matches(key.rpartition(".")[2], by_last_word, n=1, cutoff=0.8)
-    return f"nearest: {by_last_word[close[0]] if close else nearest(key, FIELDS)}"
+    word = key.rpartition(".")[2]
+    by_word = {known.rpartition(".")[2]: known for known in FIELDS}
+    by_initials = {"".join(part[0] for part in known.split("_")): known for known in by_word if "_" in known}  # lr
+    close = [by_initials[word]] if word in by_initials else difflib.get_close_matches(word, by_word, n=1, cutoff=0.8)
+    return f"nearest: {by_word[close[0]] if close else nearest(key, FIELDS)}"
 
 
 def explain(error: str, settings: Settings) -> str:
