@@ -34,6 +34,7 @@ class RunningStatistics:
                 self.tensors += [module.running_mean, module.running_var]
         self.momenta = [module.momentum for module in self.modules]
         self.counts: list[int] | None = None  # steps that each module has seen
+        self.counting: list[bool] | None = None  # whether it counts them; known after the first step
 
     def begin_microbatch(self, turn: int) -> None:
         """Before the forward pass of microbatch `turn` (from 0) of a step."""
@@ -50,7 +51,7 @@ class RunningStatistics:
         assert self.counts is not None
         if self.tensors:
             torch._foreach_copy_(self.tensors, averaged.split([tensor.numel() for tensor in self.tensors]))
-        if not hasattr(self, "counting"):
+        if self.counting is None:
             self.counting = [self.check_use(index) for index in range(len(self.modules))]
         for index, (module, momentum) in enumerate(zip(self.modules, self.momenta, strict=True)):
             module.momentum = momentum
