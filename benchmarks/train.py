@@ -20,6 +20,7 @@ import torch.distributed as dist
 from benchmarks.report import report
 from benchmarks.stock_ddp import train_stock
 from megabatch.comm.discover import Place
+from megabatch.comm.notices import Notices
 from megabatch.comm.world import World, choose_device, connect
 from megabatch.config import load_config
 from megabatch.data.sources import ArrayImages, DataSet, load_data_set
@@ -34,9 +35,9 @@ STEPS_A_BLOCK = 4
 NOT_EVALUATED = Evaluation(top1=0.0, top5=0.0, test_loss=0.0, class_top1=[], samples_evaluated=0)
 
 
-def run_rank(place: Place, device: str, rounds: int, json_file: Path | None) -> int:
+def run_rank(place: Place, notices: Notices, device: str, rounds: int, json_file: Path | None) -> int:
     """One rank of the bench; rank 0 reports.  Returns the exit code."""
-    with connect(place, choose_device(device)) as world:
+    with connect(place, choose_device(device), notices.store) as world:
         rows = [measure(model, world, rounds) for model in MODELS]
     if place.rank == 0:
         report(rows, json_file)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import platform
 import shutil
 import signal
 import socket
@@ -23,6 +24,7 @@ from megabatch.train.reevaluate import evaluate_run
 from tests.distributed.runs import SMALL_RUN
 
 LONG_RUN = [*SMALL_RUN, "train.epochs=100000"]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
 @pytest.fixture(autouse=True)
@@ -68,10 +70,10 @@ def summary(folder: str = "run") -> dict[str, Any]:
     return dict(json.loads((Path(folder) / "summary.json").read_text()))
 
 
-def ranks_of(launcher: int) -> list[int]:
+def ranks_of(launcher: int, num_ranks: int = 2) -> list[int]:
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     found = [int(child) for child in children if b"train" in Path(f"/proc/{child}/cmdline").read_bytes()]
-    assert len(found) == 2
+    assert len(found) == num_ranks
     return found
 
 
@@ -111,8 +113,7 @@ def test_a_run_leaves_its_rows_its_summary_and_its_recipe() -> None:
 
 def test_under_torchrun_it_joins_and_is_the_same_run(tmp_path: Path) -> None:
     ours = train(*SMALL_RUN, "run.dir=ours", "--ranks", "1")
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    joined = train(*SMALL_RUN, "run.dir=joined", launcher=launcher)
+    joined = train(*SMALL_RUN, "run.dir=joined", launcher=TORCHRUN)
     assert ours.returncode == joined.returncode == 0, ours.stderr + joined.stderr
     assert "2 ranks" in joined.stdout
     one, two = ([row["loss"] for row in rows(folder) if "lr" in row] for folder in ("ours", "joined"))
@@ -150,7 +151,7 @@ def test_a_stop_signal_ends_all_ranks_after_the_same_step(number: int, code: int
     assert not any(is_alive(rank) for rank in ranks)
 
 
-@pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")])
+@pytest.mark.parametrize("launcher", [(), TORCHRUN])
 def test_ranks_do_not_outlive_a_killed_launcher(launcher: tuple[str, ...]) -> None:
     with started(*LONG_RUN, "--ranks", "2", launcher=launcher) as process:
         ranks = ranks_of(process.pid)
@@ -190,45 +191,89 @@ def test_what_a_rank_finds_wrong_is_shown_once_on_one_line(words: list[str], mes
         assert summary("runs/fashion-001")["status"] == "failed"
 
 
+UNWELL = """
+import os
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self, num_classes, image_size):
+        super().__init__(nn.Flatten(), nn.Linear(3 * image_size**2, num_classes))
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if os.environ["RANK"] == "1" and self.calls > 20:
+            raise KeyError("unwell")
+        return super().forward(x)
+"""
+
+
+@pytest.mark.parametrize("launcher", [(), TORCHRUN])
 def test_an_unexpected_error_is_shown_once_with_its_rank_and_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launcher: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "unwell.py").write_text(
-        "import os\nfrom torch import nn\n"
-        "class Net(nn.Sequential):\n"
-        "    def __init__(self, num_classes, image_size):\n"
-        "        super().__init__(nn.Flatten(), nn.Linear(3 * image_size**2, num_classes))\n"
-        "        self.calls = 0\n"
-        "    def forward(self, x):\n"
-        "        self.calls += 1\n"
-        "        if os.environ['RANK'] == '1' and self.calls > 20: raise KeyError('unwell')\n"
-        "        return super().forward(x)\n"
-    )
+    (tmp_path / "unwell.py").write_text(UNWELL)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    result = train(*SMALL_RUN, "model.name=unwell:Net", "model.options={}", "--ranks", "2")
+    words = ["model.name=unwell:Net", "model.options={}", "--ranks", "2"]
+    result = train(*SMALL_RUN, *words, launcher=launcher)
     assert result.returncode == 1
     log = "runs/fashion-001/train.log"
-    assert result.stderr == f"megabatch: rank 1: KeyError: 'unwell' (traceback in {log})\n"
-    assert "raise KeyError('unwell')" in Path(log).read_text()
+    where = f"rank 1 on {platform.node()}" if launcher else "rank 1"
+    said = [line for line in result.stderr.splitlines() if line.startswith("megabatch:")]  # torchrun has its own say
+    assert said == [f"megabatch: {where}: KeyError: 'unwell' (traceback in {log})"]
+    assert bool(launcher) or len(result.stderr.splitlines()) == 1
+    assert Path(log).read_text().count("Traceback (most recent call last)") == 1
+    assert 'raise KeyError("unwell")' in Path(log).read_text()
     assert summary("runs/fashion-001")["status"] == "failed"
 
 
-def test_a_run_killed_at_any_step_and_started_again_ends_to_the_bit_as_one_never_stopped() -> None:
-    """Twice: once the launcher is killed, once a rank, at whatever step they have come to."""
-    short = [*SMALL_RUN, "precision.name=fp32", "train.epochs=40", "checkpoint.every_steps=7"]
-    whole = train(*short, "run.dir=whole", "--ranks", "2")
+def test_a_mistake_is_shown_once_under_torchrun_too() -> None:
+    result = train(*SMALL_RUN, "optim.learning_rat=1", launcher=TORCHRUN)
+    assert result.returncode == 1  # torchrun's own
+    said = [line for line in result.stderr.splitlines() if line.startswith("megabatch:")]
+    assert len(said) == 1 and "optim.learning_rat" in said[0]
+
+
+def test_a_mistake_is_not_mended_by_restarts() -> None:
+    result = train(*SMALL_RUN, "optim.learning_rate=1e300", "run.dir=run", "--ranks", "2", "--max-restarts", "2")
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1 and "the loss is" in result.stderr
+    log = Path("run/train.log").read_text()
+    assert log.count("begins at step") == 1  # the restarted ranks have not tried again
+
+
+def test_runs_that_start_at_the_same_moment_take_folders_of_their_own() -> None:
+    command = [sys.executable, "-m", "megabatch", "train", *SMALL_RUN, "--ranks", "1"]
+    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    outputs = [run.communicate(timeout=100) for run in runs]
+    assert [run.returncode for run in runs] == [0, 0, 0], outputs
+    assert sorted(path.name for path in Path("runs").glob("f*")) == ["fashion-001", "fashion-002", "fashion-003"]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_a_run_killed_at_any_step_and_started_again_ends_to_the_bit_as_one_never_stopped(num_ranks: int) -> None:
+    """Three times: before the first checkpoint, then the launcher, then a rank, wherever they have come to."""
+    short = [*SMALL_RUN, "batch.global=24", "precision.name=fp32", "train.epochs=40", "--ranks", str(num_ranks)]
+    whole = train(*short, "run.dir=whole")
     assert whole.returncode == 0, whole.stderr
-    with started(*short, "--ranks", "2") as launcher:
-        ranks = ranks_of(launcher.pid)
-        wait_until(lambda: len(rows()) > 40)
+    with started(*short, "checkpoint.every_steps=100000") as launcher:  # but for the best, after an evaluation
+        ranks = ranks_of(launcher.pid, num_ranks)
+        os.kill(launcher.pid, signal.SIGKILL)
+        wait_until(lambda: not any(is_alive(rank) for rank in ranks))
+    Path("run/checkpoints/writing-step-00000009").mkdir(parents=True)  # as a kill amid a checkpoint leaves it
+    Path("run/checkpoints/writing-step-00000009/state.safetensors").write_bytes(b"half")
+    short.append("checkpoint.every_steps=7")
+    with started(*short) as launcher:
+        wait_until(lambda: len(rows()) > 80)
+        ranks = ranks_of(launcher.pid, num_ranks)
         os.kill(launcher.pid, signal.SIGKILL)
         wait_until(lambda: not any(is_alive(rank) for rank in ranks))
     first_stop = len([row for row in rows() if "lr" in row])
-    with started(*short, "--ranks", "2") as launcher:
+    with started(*short) as launcher:
         wait_until(lambda: len([row for row in rows() if "lr" in row]) > first_stop + 30)
-        os.kill(ranks_of(launcher.pid)[1], signal.SIGKILL)
+        os.kill(ranks_of(launcher.pid, num_ranks)[-1], signal.SIGKILL)
         launcher.communicate(timeout=60)
-    again = train(*short, "run.dir=run", "--ranks", "2")
+    again = train(*short, "run.dir=run")
     assert again.returncode == 0, again.stderr
     assert "resumes   after step" in again.stdout
     resumed_from = summary()["resumed_from_step"]
@@ -251,7 +296,7 @@ def test_a_stopped_run_goes_on_with_the_command_that_it_prints() -> None:
         output, _ = launcher.communicate(timeout=60)
     assert "megabatch train --resume run --ranks 2" in output
     stopped_at = summary()["steps"]
-    with started_again("--resume", "run", "--ranks", "2") as launcher:
+    with started_again("--resume", "run", "--ranks", "1") as launcher:
         wait_until(lambda: len([row for row in rows() if "lr" in row]) > stopped_at + 2)
         launcher.send_signal(signal.SIGTERM)
         launcher.communicate(timeout=60)
@@ -275,7 +320,7 @@ def test_the_same_command_goes_on_until_the_run_is_finished() -> None:
     assert summary("runs/fashion-001")["status"] == "finished"
     refused = train(*words, "run.dir=runs/fashion-001")
     assert refused.returncode == 2 and "it is finished; give another run.dir" in refused.stderr
-    assert [path.name for path in Path("runs").iterdir()] == ["fashion-001"]
+    assert [path.name for path in Path("runs").glob("f*")] == ["fashion-001"]
 
 
 def test_a_stop_that_cannot_write_its_checkpoint_says_so() -> None:

@@ -1,6 +1,17 @@
+import os
+
 import pytest
 
-from megabatch.comm.discover import Place, discover, first_host, meeting_point, per_node
+from megabatch.comm.discover import (
+    Place,
+    discover,
+    fair_threads,
+    first_host,
+    host_identity,
+    meeting_point,
+    per_node,
+    usable_cores,
+)
 from megabatch.errors import UserError
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -41,7 +52,8 @@ def test_ranks_meet_at_the_first_host_of_the_step_or_where_they_are_told() -> No
     place = Place(5, 8, 1, 4)
     assert meeting_point(place, SRUN) == ("gpu07", 29_500 + 345)
     assert meeting_point(place, SRUN | {"MASTER_ADDR": "head", "MASTER_PORT": "7"}) == ("head", 7)
-    assert meeting_point(Place(1, 2, 1, 2), MPICH) == ("127.0.0.1", 29_500)
+    host, port = meeting_point(Place(1, 2, 1, 2), MPICH)
+    assert host == "127.0.0.1" and 29_500 <= port < 30_500
     with pytest.raises(UserError, match="MASTER_ADDR is not set"):
         meeting_point(place, MPICH)
 
@@ -61,3 +73,18 @@ def test_a_variable_that_is_no_number_is_named() -> None:
 
 def test_tasks_per_node() -> None:
     assert per_node("2(x3),1") == [2, 2, 2, 1]
+
+
+def test_ranks_share_the_cores_that_they_may_use() -> None:
+    eight = frozenset(range(8))
+    torchrun = [("a", eight)] * 2 + [("b", eight)] * 3
+    assert [fair_threads(rank, torchrun) for rank in range(5)] == [4, 4, 2, 2, 2]
+    srun = [("a", frozenset(range(4 * rank, 4 * rank + 4))) for rank in range(2)]  # each task its own
+    assert [fair_threads(rank, srun) for rank in range(2)] == [4, 4]
+    assert fair_threads(0, [("a", frozenset({0}))] * 3) == 1  # more ranks than cores
+    assert fair_threads(1, [("a", frozenset({0, 1, 2})), ("a", frozenset({2, 3, 4}))]) == 2  # 2.5
+
+
+def test_a_process_knows_its_host_and_its_cores() -> None:
+    assert host_identity() == host_identity() and host_identity().startswith(os.uname().nodename)
+    assert len(usable_cores()) >= 1

@@ -86,7 +86,7 @@ def save_steps(world: World, folder: str, steps: list[int], keep: int, best: int
     training = assemble(config, load_data_set(config.data), world)
     checkpoints = Checkpoints(Path(folder), CheckpointSettings(keep=keep), 4)
     for step in steps:
-        checkpoints.save(training, Tally(global_batch=24, target_top1=None, steps=step), is_best=step == best)
+        checkpoints.save(training, Tally(global_batch=24, target_top1=None, steps=step, best_step=best))
 
 
 def names(folder: Path) -> list[str]:

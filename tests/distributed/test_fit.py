@@ -1,3 +1,8 @@
+import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +40,44 @@ def test_ones_own_network_and_images_train_in_the_ranks_that_exist(
     results = ranks.run(fit_in, str(tmp_path / "run"), num_ranks=num_ranks)
     assert all(result == {"status": "finished", "top1": 1.0, "steps": 40} for result in results)
     assert (tmp_path / "run/model.safetensors").exists()
+
+
+SCRIPT = """
+import torch
+from torch import nn
+
+import megabatch
+
+labels = torch.arange(64) % 4
+images = (labels[:, None, None, None] * 60).expand(64, 1, 8, 8).to(torch.uint8)
+overrides = ["batch.global=16", "batch.micro=8", "train.epochs=1000000", "run.dir=run"]
+try:
+    network = nn.Sequential(nn.Flatten(), nn.Linear(64, 4))
+    megabatch.fit(network, train=(images, labels), test=(images, labels), overrides=overrides)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.parametrize(("number", "code", "said"), [(signal.SIGINT, 0, "interrupted"), (signal.SIGTERM, 143, "")])
+def test_a_stop_signal_writes_a_checkpoint_and_then_does_what_it_would_have_done(
+    number: int, code: int, said: str, tmp_path: Path
+) -> None:
+    rows = tmp_path / "run/metrics.jsonl"
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not (rows.exists() and rows.stat().st_size > 100):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == code and output.endswith(said + "\n" if said else "")
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["status"] == "stopped"
+    assert (tmp_path / "run/checkpoints/last").readlink().name == f"step-{summary['steps']:08d}"
 
 
 def test_images_of_the_wrong_kind_are_refused() -> None:

@@ -40,7 +40,7 @@ def train(
         raise UserError(f"--json {json}: the folder {json.absolute().parent} does not exist; make it first")
     place = discover()
     if place:
-        be_a_rank(lambda: bench.run_rank(place, device, rounds, json))
+        be_a_rank(place, lambda notices: bench.run_rank(place, notices, device, rounds, json))
     else:
         start_ranks(sys.argv[1:], ranks)
 

@@ -1,16 +1,19 @@
 """What `train` and the benches share: a command that is run once starts ranks, which run the same command."""
 
 import os
+import platform
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
 from megabatch.errors import UserError
 
 if TYPE_CHECKING:
-    from megabatch.comm.launch import RankFailed
+    from megabatch.comm.discover import Place
+    from megabatch.comm.notices import Notices
 
 
 def start_ranks(
@@ -26,41 +29,44 @@ def start_ranks(
     except RankFailed as failed:
         if failed.exit_code > 128:  # it was asked to stop, and has said so
             sys.exit(failed.exit_code)
-        sys.exit(complain(failed))
+        rank = "" if failed.exit_code == 2 else f"rank {failed.rank}: "  # a user's mistake is made on all ranks
+        print(f"{failed.trace}megabatch: {rank}{failed}", file=sys.stderr)
+        sys.exit(failed.exit_code)
 
 
-def complain(failed: "RankFailed") -> int:
-    """One line; the traceback goes to the run's log, or above the line if the run has no folder yet."""
-    from megabatch.train.folder import append_to_log
-
-    is_users_mistake = failed.exit_code == 2
-    where = "" if is_users_mistake else f"rank {failed.rank}: "
-    if failed.trace and failed.folder:
-        append_to_log(failed.folder, f"rank {failed.rank} failed\n{failed.trace}")
-        print(f"megabatch: {where}{failed} (traceback in {failed.folder / 'train.log'})", file=sys.stderr)
-    else:
-        print(f"{failed.trace}megabatch: {where}{failed}", file=sys.stderr)
-    return 2 if is_users_mistake else 1
-
-
-def be_a_rank(work: Callable[[], int]) -> NoReturn:
-    """Does the work of one rank.  Its launcher speaks for it if it fails; without ours, it speaks for itself."""
-    from megabatch.comm.launch import die_with_launcher, report_failure, was_launched
+def be_a_rank(place: "Place", work: Callable[["Notices"], int]) -> NoReturn:
+    """Does the work of one rank.  Of ranks that fail the first alone speaks: to our launcher, or else to the user."""
+    from megabatch.comm.launch import die_with_launcher
+    from megabatch.comm.notices import Notices
 
     die_with_launcher()
+    notices = None
     try:
-        code = work()
+        notices = Notices(place)
+        code = work(notices)
     except BaseException as error:
-        is_users_mistake = isinstance(error, UserError)
-        code = 2 if is_users_mistake else 1
-        first_line = str(error).strip().partition("\n")[0]
-        line = first_line if is_users_mistake else f"{type(error).__name__}: {first_line}"
-        trace = "" if is_users_mistake else traceback.format_exc()
-        report_failure(code, line, trace)
-        if not was_launched():
-            rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-            print(f"{trace}megabatch: {rank}{line}", file=sys.stderr)
+        code = 2 if isinstance(error, UserError) else 1
+        if notices.is_first_to_fail() if notices else place.rank == 0:
+            speak(error, code, place, notices.folder() if notices else None)
     # Everything is closed.  The interpreter's own end would meet Gloo's threads, and sometimes abort.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def speak(error: BaseException, code: int, place: "Place", folder: Path | None) -> None:
+    """One line; the traceback goes to the run's log, or above the line if there is none that this rank can reach."""
+    from megabatch.comm.launch import report_failure, was_launched
+    from megabatch.train.folder import append_to_log
+
+    first_line = str(error).strip().partition("\n")[0]
+    line, trace = (first_line, "") if code == 2 else (f"{type(error).__name__}: {first_line}", traceback.format_exc())
+    if folder:
+        append_to_log(folder, f"rank {place.rank}: {line}\n{trace}")
+    if folder and trace:
+        line, trace = f"{line} (traceback in {folder / 'train.log'})", ""
+    report_failure(code, line, trace)
+    if not was_launched():
+        has_rank = code != 2 or place.num_local_ranks != place.num_ranks  # hosts may differ in what they have
+        rank = f"rank {place.rank} on {platform.node()}: " if has_rank else ""
+        print(f"{trace}megabatch: {rank}{line}", file=sys.stderr)

@@ -31,26 +31,29 @@ def train(
     """
     from megabatch.cli.show import print_preview
     from megabatch.comm.discover import discover
-    from megabatch.comm.launch import NOTES_FOLDER
-    from megabatch.config import load_config
+    from megabatch.comm.launch import NOTES
+    from megabatch.config import RunConfig, load_config
     from megabatch.train.preview import choose_ranks
     from megabatch.train.resume import choose_start
     from megabatch.train.run import run
 
-    recipe, overrides = split_words(words, default=recipe_of(resume))
-    config = load_config(recipe, overrides)
+    def resolve() -> RunConfig:
+        recipe, overrides = split_words(words, default=recipe_of(resume))
+        if place and ranks not in (None, place.num_ranks):
+            raise UserError(f"--ranks {ranks}, but this is one of {place.num_ranks} ranks already; leave --ranks out")
+        return load_config(recipe, overrides)
+
     place = discover()
-    if place and ranks not in (None, place.num_ranks):
-        raise UserError(f"--ranks {ranks}, but this is one of {place.num_ranks} ranks already; leave --ranks out")
+    if place and not dry_run:
+        be_a_rank(place, lambda notices: run(resolve(), place, resume, notices))
+    config = resolve()
     if dry_run:
         print_preview(config, place.num_ranks if place else choose_ranks(config, ranks))
-    elif place:
-        be_a_rank(lambda: run(config, place, resume))
     else:
         num_ranks = choose_ranks(config, ranks)
         choose_start(config, resume, report=ignore)  # rank 0 decides, but what it would refuse is said at once
         # Ranks read what was resolved here: a file may change, and a pipe can be read only once.
-        arguments = ["train", f"{NOTES_FOLDER}/recipe.toml", "--resume", resume]
+        arguments = ["train", f"{NOTES}/recipe.toml", "--resume", resume]
         start_ranks(arguments, num_ranks, max_restarts, {"recipe.toml": config.to_toml()})
 
 

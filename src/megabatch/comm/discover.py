@@ -1,8 +1,10 @@
 """Which rank this process is: torchrun, Slurm's srun and MPI's mpiexec say so in variables of their own."""
 
 import os
+import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from msgspec import Struct
 
@@ -64,8 +66,34 @@ def meeting_point(place: Place, environment: Mapping[str, str] = os.environ) -> 
         port = MASTER_PORT + int(environment.get("SLURM_JOB_ID", "0")) % 1000
         return first_host(environment["SLURM_STEP_NODELIST"]), read_port(environment, port)
     if place.num_local_ranks == place.num_ranks:
-        return "127.0.0.1", read_port(environment, MASTER_PORT)
+        # The ranks of one mpiexec on one host have the same parent: two such runs do not meet.
+        return "127.0.0.1", read_port(environment, MASTER_PORT + os.getppid() % 1000)
     raise UserError("MASTER_ADDR is not set, and the ranks are on several hosts; set it to the host of rank 0")
+
+
+def host_identity() -> str:
+    """Ranks with the same share a memory.  Test hosts on one machine differ in their network namespace only."""
+    boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
+    known = [boot.read_text().strip(), str(network.readlink())] if boot.exists() else []
+    return " ".join([platform.node(), *known])
+
+
+def usable_cores() -> frozenset[int]:
+    """The cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def fair_threads(rank: int, cores: Sequence[tuple[str, frozenset[int]]]) -> int:
+    """This rank's share of the cores, given every rank's host and usable cores.
+
+    srun gives each of its tasks cores of its own, torchrun lets all ranks of a host share all of them.
+    """
+    host, mine = cores[rank]
+    here = [theirs for other, theirs in cores if other == host]
+    share = sum(1 / sum(core in theirs for theirs in here) for core in mine)
+    return max(1, int(share + 1e-6))
 
 
 def first_host(nodelist: str) -> str:

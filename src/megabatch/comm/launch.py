@@ -1,9 +1,12 @@
 """Starts ranks on this machine through torch's elastic launcher: each runs the same command and finds its place.
 
-A rank that fails leaves one line in torchelastic's error file; the launcher reads it and is the only one to speak.
+The first rank that fails leaves one line in torchelastic's error file; the launcher reads it and is the only one to
+speak.
 """
 
+import contextlib
 import ctypes
+import fcntl
 import json
 import logging
 import os
@@ -11,31 +14,32 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import gettempdir, mkdtemp
 from types import FrameType
 
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from megabatch.comm.discover import usable_cores
+
 PARENT = "MEGABATCH_LAUNCHER"  # the launcher's process id; says that a rank is ours, and whom it must not outlive
-NOTES = "MEGABATCH_NOTES"  # a folder in which launcher and ranks leave word for each other
-NOTES_FOLDER = "{notes}"
-FOLDER = "run-folder"
+NOTES = "{notes}"
+NOTES_PREFIX, NOTES_LOCK = "megabatch-", "launcher"
 STOP_TIMEOUT_S = 600  # a step, an evaluation or a checkpoint may be under way
 FAILURE_TIMEOUT_S = 30  # what a rank gets to end after another one has failed
 PR_SET_PDEATHSIG = 1
 
 
 class RankFailed(Exception):
-    """The first rank that failed: its exit code, its one line, and its traceback if the line does not say it all."""
+    """The first rank that failed: its exit code, its one line, and its traceback if no log has that."""
 
-    def __init__(self, rank: int, exit_code: int, message: str, trace: str, folder: Path | None) -> None:
+    def __init__(self, rank: int, exit_code: int, message: str, trace: str = "") -> None:
         super().__init__(message)
         self.rank, self.exit_code, self.trace = rank, exit_code, trace
-        self.folder = folder  # the run's, if it had come so far
 
 
 class Stopped(Exception):
@@ -46,29 +50,44 @@ class Stopped(Exception):
         self.signal_number = signal_number
 
 
-def num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def launch(arguments: Sequence[str], num_ranks: int, max_restarts: int, files: Mapping[str, str]) -> None:
     """Runs `python -m megabatch ARGUMENTS` as `num_ranks` ranks of this machine, and waits for them.
 
-    Ranks find the `files` (name to text) in the folder that replaces the word NOTES_FOLDER in their arguments.
+    Ranks find the `files` (name to text) in the folder that replaces the word NOTES in their arguments.
     """
-    notes = Path(mkdtemp(prefix="megabatch-"))
-    try:
+    sweep_notes()
+    with make_notes() as notes:
         for name, text in files.items():
             (notes / name).write_text(text)
-        words = [word.replace(NOTES_FOLDER, str(notes)) for word in arguments]
+        words = [word.replace(NOTES, str(notes)) for word in arguments]
         launch_with_notes(words, num_ranks, max_restarts, notes)
+
+
+@contextmanager
+def make_notes() -> Iterator[Path]:
+    """A folder in which launcher and ranks leave word for each other, held by `flock` as long as it is in use."""
+    notes = Path(mkdtemp(prefix=NOTES_PREFIX))
+    try:
+        with (notes / "unlocked").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            (notes / "unlocked").rename(notes / NOTES_LOCK)  # `sweep_notes` never sees it without its lock
+            yield notes
     finally:
         shutil.rmtree(notes, ignore_errors=True)
 
 
+def sweep_notes() -> None:
+    """Removes what launchers killed with -9 have left: nobody holds it any more."""
+    for lock in Path(gettempdir()).glob(f"{NOTES_PREFIX}*/{NOTES_LOCK}"):
+        with contextlib.suppress(OSError), lock.open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
+
+
 def launch_with_notes(arguments: Sequence[str], num_ranks: int, max_restarts: int, notes: Path) -> None:
-    os.environ[PARENT], os.environ[NOTES] = str(os.getpid()), str(notes)
+    os.environ[PARENT] = str(os.getpid())
     # One thread per core in all: ranks with more than their share of threads slow each other down.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_ranks)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(usable_cores()) // num_ranks)))
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here: no look-up of the host's name
     quieten("torch.distributed")
@@ -90,28 +109,30 @@ def launch_with_notes(arguments: Sequence[str], num_ranks: int, max_restarts: in
         # -P: what lies in the working directory does not shadow what is installed.
         elastic_launch(config, sys.executable)("-P", "-m", "megabatch", *arguments)
     except SignalException as caught:
-        failed_to_stop = first_reported_failure(notes)
-        if failed_to_stop:
-            raise failed_to_stop from None
+        reported = reported_failure(notes)
+        if reported:  # on the way to the end of the step
+            raise reported from None
         raise Stopped(stop.number or caught.sigval) from None
     except ChildFailedError as failed:
-        # A rank without a file was killed, and is the cause of whatever the others say.
-        rank, failure = min(failed.failures.items(), key=lambda item: item[1].error_file_data.get("time_ns", 0))
-        # A rank that has reported may be ended by torchelastic before it could exit by itself.
-        exit_code = failure.error_file_data.get("exit_code", failure.exitcode)
-        reported = "time_ns" in failure.error_file_data or failure.exitcode < 0
-        message = failure.message if reported else f"ended with exit code {failure.exitcode}"
-        trace = failure.error_file_data.get("trace", "")
-        raise RankFailed(rank, exit_code, message, trace, announced_folder(notes)) from None
+        raise first_failure(notes, max_restarts, failed.failures) from None
 
 
-def first_reported_failure(notes: Path) -> RankFailed | None:
-    """What went wrong on the ranks while they were to stop, as they reported it."""
+def first_failure(notes: Path, attempt: int, failures: Mapping[int, ProcessFailure]) -> RankFailed:
+    """A rank that was killed is the cause of whatever others have reported."""
+    reported = reported_failure(notes, attempt)
+    for rank, failure in failures.items():
+        if failure.exitcode < 0 and not (reported and reported.rank == rank):
+            return RankFailed(rank, 1, failure.message)
+    rank, failure = next(iter(failures.items()))
+    return reported or RankFailed(rank, 1, f"ended with exit code {failure.exitcode}")
+
+
+def reported_failure(notes: Path, attempt: int | None = None) -> RankFailed | None:
+    """What the first rank that failed in an attempt, or in the newest one, has left with `report_failure`."""
     reports = [json.loads(path.read_text()) for path in notes.rglob("error.json")]
-    reports = sorted((report for report in reports if "time_ns" in report), key=lambda report: report["time_ns"])
-    for report in reports[:1]:
-        folder = announced_folder(notes)
-        return RankFailed(report["rank"], report["exit_code"], report["message"], report["trace"], folder)
+    reports = [report for report in reports if "attempt" in report and attempt in (None, report["attempt"])]
+    for report in sorted(reports, key=lambda report: -int(report["attempt"]))[:1]:
+        return RankFailed(report["rank"], report["exit_code"], report["message"], report["trace"])
     return None
 
 
@@ -156,23 +177,11 @@ def die_with_launcher() -> None:
         os._exit(1)
 
 
-def announce_folder(folder: Path) -> None:
-    """Tells the launcher where the run's folder is."""
-    if NOTES in os.environ:
-        (Path(os.environ[NOTES]) / FOLDER).write_text(str(folder))
-
-
-def announced_folder(notes: Path | None = None) -> Path | None:
-    """The run's folder, if rank 0 has come so far; asked by the launcher, or by a restarted rank."""
-    notes = notes or Path(os.environ.get(NOTES, "/nonexistent"))
-    return Path((notes / FOLDER).read_text()) if (notes / FOLDER).exists() else None
-
-
-def report_failure(exit_code: int, message: str, trace: str = "") -> None:
+def report_failure(exit_code: int, message: str, trace: str) -> None:
     """Leaves the line for the launcher, where and as torchelastic looks for it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        now_ns = time.time_ns()
-        for_torch = {"message": message, "timestamp": now_ns // 10**9}
-        ours = {"rank": int(os.environ["RANK"]), "time_ns": now_ns, "exit_code": exit_code, "trace": trace}
+        for_torch = {"message": message, "timestamp": int(time.time())}
+        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        ours = {"attempt": attempt, "rank": int(os.environ["RANK"]), "exit_code": exit_code, "trace": trace}
         Path(path).write_text(json.dumps(for_torch | ours))

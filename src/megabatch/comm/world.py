@@ -5,15 +5,16 @@ One rank is the general case made small: it has a process group of its own, and 
 
 import gc
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megabatch.comm.discover import Place, discover, meeting_point
+from megabatch.comm.discover import Place, discover
+from megabatch.comm.notices import Notices
 from megabatch.errors import UserError, require_one_of
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -55,6 +56,12 @@ class World:
         dist.broadcast(content, src=0)
         return bytes(content.tolist()).decode()
 
+    def collect(self, value: object) -> list[Any]:
+        """The values that all ranks have brought, in rank order, on all ranks."""
+        values: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(values, value)
+        return values
+
     def share_tensors(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Rank 0's tensors, on all ranks and on their devices; only rank 0 needs to bring any."""
         layout = {name: (list(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
@@ -91,7 +98,7 @@ def connect(place: Place, device_type: str, store: "dist.Store | None" = None) -
         BACKENDS[device.type],
         rank=place.rank,
         world_size=place.num_ranks,
-        store=store or find_store(place),
+        store=store or Notices(place).store,
         timeout=timedelta(minutes=10),
         device_id=device if device.type == "cuda" else None,
     )
@@ -100,16 +107,3 @@ def connect(place: Place, device_type: str, store: "dist.Store | None" = None) -
     finally:
         gc.collect()  # DDP and what it has pending go before the group, while its threads can still end in order
         dist.destroy_process_group()
-
-
-def find_store(place: Place) -> "dist.Store":  # type: ignore[name-defined]
-    """Where the ranks meet: torchrun's own store, or one that rank 0 opens."""
-    if place.num_ranks == 1:
-        return dist.HashStore()  # type: ignore[attr-defined]
-    if dist.is_torchelastic_launched():
-        store = next(dist.rendezvous("env://", place.rank, place.num_ranks))[0]  # type: ignore[attr-defined]
-        # The launcher's store outlives its ranks: restarted ones must not find the addresses of those before.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
-    host, port = meeting_point(place)
-    return dist.TCPStore(host, port, place.num_ranks, is_master=place.rank == 0)  # type: ignore[attr-defined]

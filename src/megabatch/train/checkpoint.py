@@ -22,6 +22,7 @@ from msgspec import Struct
 from safetensors.torch import load_file, save_file
 
 from megabatch.config import CheckpointSettings
+from megabatch.planning.batch import StepPlan
 from megabatch.train.records import EvaluationRecord, Record, Tally
 from megabatch.train.trainer import Training
 
@@ -32,6 +33,7 @@ AUTO_SHARE = 0.01  # of a run's time may be spent on saving, where the recipe do
 
 class Description(Struct, frozen=True, kw_only=True):
     step: int
+    num_ranks: int
     tally: Tally
     checksum: str  # sha256 of the tensors' file
 
@@ -103,16 +105,12 @@ class Checkpoints:
             if link.is_symlink() and not link.exists():
                 link.unlink()
 
-    def see(self, record: Record, training: Training, tally: Tally) -> None:
-        """Saves after a record if it is time to, or if it is the best result so far."""
+    def wants(self, record: Record, plan: StepPlan, tally: Tally) -> bool:
+        """After a record: if it is time to save, or if this is the best result so far."""
         if isinstance(record, EvaluationRecord):
-            is_best = tally.best_step == record.step
-        else:
-            is_best = False
-            if training.plan.should_evaluate_after(record.step):
-                return  # the evaluation belongs to this step, and comes next
-        if is_best or self.is_due(record.step):
-            self.save(training, tally, is_best)
+            return tally.best_step == record.step or self.is_due(record.step)
+        # An evaluation that is due belongs to this step, and comes next.
+        return self.is_due(record.step) and not plan.should_evaluate_after(record.step)
 
     def is_due(self, step: int) -> bool:
         since_s = time.monotonic() - self.saved_s
@@ -121,7 +119,7 @@ class Checkpoints:
             return since_s * AUTO_SHARE >= self.saving_took_s
         return bool(steps and step % steps == 0) or bool(minutes and since_s >= 60 * minutes)
 
-    def save(self, training: Training, tally: Tally, is_best: bool = False) -> None:
+    def save(self, training: Training, tally: Tally) -> None:
         started_s = time.monotonic()
         name = f"step-{tally.steps:08d}"
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -129,11 +127,13 @@ class Checkpoints:
         shutil.rmtree(writing, ignore_errors=True)
         writing.mkdir()
         save_file(separate(training_state(training)), writing / STATE)
-        description = Description(step=tally.steps, tally=tally, checksum=checksum(writing / STATE))
+        description = Description(
+            step=tally.steps, num_ranks=training.plan.num_ranks, tally=tally, checksum=checksum(writing / STATE)
+        )
         (writing / DESCRIPTION).write_bytes(msgspec.json.encode(description))
         sync(writing / STATE, writing / DESCRIPTION, writing)
         writing.rename(self.folder / name)
-        if is_best:
+        if tally.best_step == tally.steps:
             self.point("best", name)
         self.point("last", name)
         sync(self.folder)

@@ -1,6 +1,7 @@
 """megabatch.fit: one's own network and images, from Python, in the ranks that exist.  It never starts any."""
 
 import hashlib
+import signal
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +14,7 @@ from megabatch.data.sources import FROM_PYTHON, ArrayImages, DataSet, ImageSet
 from megabatch.errors import UserError
 from megabatch.train.assemble import assemble
 from megabatch.train.records import Summary
-from megabatch.train.run import share_cores, train_and_record
+from megabatch.train.run import StopSignal, share_cores, train_and_record
 
 Images = ImageSet | tuple[torch.Tensor, torch.Tensor]
 
@@ -50,12 +51,14 @@ def fit(
             *overrides,
         ],
     )
-    place = current_place()
-    config = share_cores(config, place)
-    with connect(place, choose_device(config.run.device)) as world:
+    with StopSignal() as stop, connect(current_place(), choose_device(config.run.device)) as world:
+        config = share_cores(config, world)
         data = DataSet(train_images, test_images, names, channels)
-        training = assemble(config, data, world, model=model)
-        return train_and_record(config, resume, training, world)
+        training = assemble(config, data, world, stop.received, model)
+        summary = train_and_record(config, resume, training, world)
+    if summary.status == "stopped":  # the checkpoint is written; now the signal does what it would have done
+        raise KeyboardInterrupt if stop.number == signal.SIGINT else SystemExit(stop.exit_code())
+    return summary
 
 
 def digest(model: nn.Module, *sets: ImageSet) -> str:

@@ -64,6 +64,9 @@ class RunFolder:
         self.metrics.write(msgspec.json.encode(record) + b"\n")
         self.metrics.flush()
 
+    def sync_rows(self) -> None:
+        os.fsync(self.metrics.fileno())
+
     def finish(self, summary: Summary) -> None:
         text = msgspec.json.format(msgspec.json.encode(summary), indent=2).decode()
         self.write_text("summary.json", text + "\n")

@@ -8,7 +8,7 @@ from msgspec import Struct
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from megabatch.comm.launch import num_cores
+from megabatch.comm.discover import usable_cores
 from megabatch.comm.world import choose_device
 from megabatch.config import RunConfig
 from megabatch.data.sources import load_data_set
@@ -45,7 +45,7 @@ def choose_ranks(config: RunConfig, wanted: int | None) -> int:
     if wanted is not None:
         check_ranks(config.batch, wanted)
         return wanted
-    return most_ranks(config.batch, torch.cuda.device_count() if device_type == "cuda" else num_cores())
+    return most_ranks(config.batch, torch.cuda.device_count() if device_type == "cuda" else len(usable_cores()))
 
 
 def preview(config: RunConfig, num_ranks: int) -> Preview:

@@ -5,8 +5,10 @@ never   begins anew
 PATH    goes on with the run, or from the checkpoint, at PATH
 """
 
+import fcntl
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,18 @@ Report = Callable[[str], None]
 class Start(Struct, frozen=True):
     folder: Path
     checkpoint: Path | None  # None: from the first step
+
+
+@contextmanager
+def alone_in_runs(config: RunConfig, resume: str) -> Iterator[None]:
+    """Of runs that start at the same moment, one after the other chooses its number and takes its folder."""
+    if config.run.dir is not None or resume not in ("auto", "never"):
+        yield  # the folder is given, and its own lock decides
+        return
+    RUNS.mkdir(exist_ok=True)
+    with (RUNS / LOCK).open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def choose_start(config: RunConfig, resume: str, report: Report) -> Start:

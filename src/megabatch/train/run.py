@@ -1,19 +1,22 @@
 """A whole run on one rank: join, assemble, begin or resume, train, and on rank 0 record everything."""
 
-import os
 import signal
 import sys
+import threading
 import time
-import traceback
+from collections.abc import Callable
 from contextlib import ExitStack
-from types import FrameType
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
 
 import msgspec
 import torch
 from msgspec import Struct
 
-from megabatch.comm.discover import Place
-from megabatch.comm.launch import FAILURE_TIMEOUT_S, announce_folder, announced_folder, num_cores, was_launched
+from megabatch.comm.discover import Place, fair_threads, host_identity, usable_cores
+from megabatch.comm.launch import FAILURE_TIMEOUT_S, was_launched
+from megabatch.comm.notices import Notices
 from megabatch.comm.world import World, choose_device, connect
 from megabatch.config import RunConfig
 from megabatch.data.sources import load_data_set
@@ -29,19 +32,30 @@ from megabatch.train.checkpoint import (
 )
 from megabatch.train.folder import RunFolder
 from megabatch.train.records import Record, Status, Summary, Tally
-from megabatch.train.resume import choose_start
+from megabatch.train.resume import alone_in_runs, choose_start
 from megabatch.train.screen import Screen
 from megabatch.train.tensorboard import EventFile
 from megabatch.train.trainer import Training, train
 
 
 class StopSignal:
-    """Remembers that Ctrl-C or SIGTERM came; the trainer asks once a step."""
+    """Remembers that Ctrl-C or SIGTERM came; the trainer asks once a step.  A second one ends at once."""
 
     def __init__(self) -> None:
         self.number: int | None = None
-        signal.signal(signal.SIGTERM, self.receive)
-        signal.signal(signal.SIGINT, self.receive)
+
+    def __enter__(self) -> Self:
+        self.before = {}
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows nobody to listen
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self.before[number] = signal.signal(number, self.receive)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, listener in self.before.items():
+            signal.signal(number, listener)
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         if self.number is not None and not was_launched():
@@ -55,32 +69,51 @@ class StopSignal:
     def received(self) -> bool:
         return self.number is not None
 
+    def exit_code(self) -> int:
+        """Where only another rank got the signal, this one does not know which it was."""
+        return 128 + (self.number or signal.SIGTERM)
 
-def run(config: RunConfig, place: Place, resume: str) -> int:
+
+def run(config: RunConfig, place: Place, resume: str, notices: Notices) -> int:
     """Runs one rank to its end; returns the exit code: 0, or 128 + the signal that stopped it."""
-    stop = StopSignal()
-    config = share_cores(config, place)
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):  # whatever it began with, it goes on with that
-        resume = str(announced_folder() or "auto")
-    with connect(place, choose_device(config.run.device)) as world:
-        training = assemble(config, load_data_set(config.data), world, stop.received)
-        summary = train_and_record(config, resume, training, world)
-    # Where only another rank got the signal, this one does not know which it was.
-    return 0 if summary.status == "finished" else 128 + (stop.number or signal.SIGTERM)
+    if notices.attempt:
+        mistake = notices.told("mistake")
+        if mistake:
+            raise UserError(mistake)  # which a restart does not mend
+        resume = str(notices.folder() or "auto")  # whatever it began with, it goes on with that
+    with StopSignal() as stop, connect(place, choose_device(config.run.device), notices.store) as world:
+        try:
+            config = share_cores(config, world)
+            training = assemble(config, load_data_set(config.data), world, stop.received)
+            summary = train_and_record(config, resume, training, world, notices.tell_folder)
+        except BaseException as error:
+            if notices.is_first_to_fail() and isinstance(error, UserError):
+                notices.tell("mistake", str(error))
+            raise
+    return 0 if summary.status == "finished" else stop.exit_code()
 
 
-def share_cores(config: RunConfig, place: Place) -> RunConfig:
+def share_cores(config: RunConfig, world: World) -> RunConfig:
     """Gives this rank its share of the cores, and says so in the recipe: more threads would fight over them."""
-    threads = config.run.threads or max(1, num_cores() // place.num_local_ranks)
+    cores = world.collect((host_identity(), usable_cores()))
+    threads = config.run.threads or fair_threads(world.rank, cores)
     torch.set_num_threads(threads)
     return config.with_run(threads=threads)
 
 
-def train_and_record(config: RunConfig, resume: str, training: Training, world: World) -> Summary:
+def train_and_record(
+    config: RunConfig,
+    resume: str,
+    training: Training,
+    world: World,
+    tell_folder: Callable[[Path], None] | None = None,
+) -> Summary:
     """Trains from where the run stands.  All ranks return the same status; rank 0's summary has the times."""
     with ExitStack() as stack:
         # Only now is anything written: what can be wrong with a recipe has been found by here.
         recorder, tally = begin(config, resume, training, world, stack)
+        if recorder and tell_folder:
+            tell_folder(recorder.folder.path)
         started_s = time.perf_counter() - tally.wall_s
         try:
             for record in train(training, first_step=tally.steps):
@@ -109,13 +142,15 @@ def begin(
 ) -> tuple["Recorder | None", Tally]:
     """Rank 0 takes the run's folder and finds where the run stands; all ranks go there."""
     tally = Tally(global_batch=training.plan.global_batch, target_top1=config.train.target_top1)
-    problem, folder, start, state = None, None, None, {}
+    problem, folder, start, state, earlier_ranks = None, None, None, {}, world.num_ranks
     if world.rank == 0:
         try:
-            start = choose_start(config, resume, report)
-            folder = stack.enter_context(RunFolder(start.folder))
+            with alone_in_runs(config, resume):
+                start = choose_start(config, resume, report)
+                folder = stack.enter_context(RunFolder(start.folder))
             if start.checkpoint:
-                tally = read_description(start.checkpoint).tally
+                checkpoint = read_description(start.checkpoint)
+                tally, earlier_ranks = checkpoint.tally, checkpoint.num_ranks
                 tally.resumed_from_step = tally.steps
                 state = read_state(start.checkpoint)
         except (UserError, DamagedCheckpoint) as error:
@@ -131,7 +166,7 @@ def begin(
         restore_training_state(training, world.share_tensors(state))
     if folder is None or start is None:
         return None, beginning.tally
-    recorder = Recorder(config, training, world, folder, tally)
+    recorder = Recorder(config, training, world, folder, tally, earlier_ranks)
     stack.enter_context(recorder.screen)
     return recorder, tally
 
@@ -143,25 +178,37 @@ def report(problem: str) -> None:
 class Recorder:
     """Rank 0's eyes: every record goes to the folder, the screen and, when it is time, into a checkpoint."""
 
-    def __init__(self, config: RunConfig, training: Training, world: World, folder: RunFolder, tally: Tally) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        training: Training,
+        world: World,
+        folder: RunFolder,
+        tally: Tally,
+        earlier_ranks: int,  # that came to the checkpoint
+    ) -> None:
         self.training, self.folder, self.tally = training, folder, tally
-        announce_folder(folder.path)
         folder.begin(config.with_run(dir=None), tally.steps)  # so that it can be run again, elsewhere
         self.checkpoints = Checkpoints(folder.path, config.checkpoint, tally.steps)
         self.events = EventFile(folder.path, tally.steps)
-        self.screen = Screen(config, training, world, folder.path, tally)
+        self.screen = Screen(config, training, world, folder.path)
+        if tally.steps:
+            self.screen.show_resumption(tally.steps, earlier_ranks)
 
     def see(self, record: Record) -> None:
         self.folder.write(record)
         self.events.write(record)
         self.screen.show(record)
-        self.checkpoints.see(record, self.training, self.tally)
+        if self.checkpoints.wants(record, self.training.plan, self.tally):
+            self.save()
+
+    def save(self) -> None:
+        self.folder.sync_rows()  # a checkpoint is never ahead of the rows
+        self.checkpoints.save(self.training, self.tally)
 
     def end(self, status: Status) -> None:
-        if status == "failed":
-            self.folder.log(traceback.format_exc())
-        elif self.checkpoints.saved_step != self.tally.steps:
-            self.checkpoints.save(self.training, self.tally)
+        if status != "failed" and self.checkpoints.saved_step != self.tally.steps:
+            self.save()
         if status == "finished":
             save_weights(self.training, self.folder.path / "model.safetensors")
         summary = self.tally.summary(status)

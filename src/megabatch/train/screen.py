@@ -14,14 +14,14 @@ from megabatch import __version__
 from megabatch.comm.world import World
 from megabatch.config import RunConfig
 from megabatch.data.sources import FROM_PYTHON
-from megabatch.train.records import EvaluationRecord, Record, StepRecord, Summary, Tally
+from megabatch.train.records import EvaluationRecord, Record, StepRecord, Summary
 from megabatch.train.trainer import Training
 
 QUIET_S = 10.0  # where there is no live bar, a line at least this often
 
 
 class Screen:
-    def __init__(self, config: RunConfig, training: Training, world: World, folder: Path, tally: Tally) -> None:
+    def __init__(self, config: RunConfig, training: Training, world: World, folder: Path) -> None:
         self.console = Console(highlight=False, soft_wrap=True)
         self.plan, self.folder, self.target_top1 = training.plan, folder, config.train.target_top1
         self.from_python = config.data.source.startswith(FROM_PYTHON)
@@ -40,11 +40,14 @@ class Screen:
         for name, text in header(config, training, world).items():
             self.say(name, text)
         self.say("folder", str(folder))
-        if tally.steps:
-            self.say("resumes", f"after step {tally.steps} of {self.plan.num_steps}")
 
     def say(self, name: str, text: str) -> None:
         self.console.print(f"[bold]{name:<9}[/bold] {escape(text)}")
+
+    def show_resumption(self, step: int, earlier_ranks: int) -> None:
+        same = earlier_ranks == self.plan.num_ranks
+        note = "" if same else f", taken by {earlier_ranks} ranks: the same run to rounding, not to the bit"
+        self.say("resumes", f"after step {step} of {self.plan.num_steps}{note}")
 
     def show(self, record: Record) -> None:
         if isinstance(record, EvaluationRecord):
