@@ -36,7 +36,7 @@ def hierarchical(topology: Topology, wire: Wire) -> Plan | None:
 def torus(topology: Topology, wire: Wire) -> Plan | None:
     """2D-torus all-reduce.  H nodes of k ranks, p = Hk, S bytes.
     Reduce-scatter inside the node, all-reduce of each rank's slice across, all-gather inside.   Mikami et al. 2018.
-    Steps 2(k-1) + 2(H-1); bytes across per node 2S(H-1)/H, S/k from each rank, so no rank is a hot spot.
+    Steps 2(k-1) + 2(H-1); bytes across per node 2S(H-1)/H, 1/k of them from each rank, so none is a hot spot.
     None for unequal nodes: their slices do not match.
     """
     if not topology.is_regular:
