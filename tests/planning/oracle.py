@@ -1,0 +1,95 @@
+"""Runs any plan on plain tensors, one per rank, and counts the bytes that each rank sends to another.
+
+Messages are really made, in the type of the wire, so the count is of what travelled.  Whatever a rank no longer
+holds is overwritten with nan: a plan that used it would end in nan.
+"""
+
+from collections import Counter
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megabatch.planning.algorithms import ALGORITHMS
+from megabatch.planning.plan import WIRES, Exchange, Plan, Wire, exchanges
+from megabatch.planning.topology import Topology, from_hosts, regular
+
+WIRE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Oracle:
+    def __init__(self, plan: Plan, topology: Topology, tensors: list[Tensor]) -> None:
+        self.tensors = [tensor.clone() for tensor in tensors]
+        self.bytes_sent: Counter[int] = Counter()
+        for phase, groups in zip(plan.phases, exchanges(plan, topology, tensors[0].numel()), strict=True):
+            wire = WIRE_DTYPES.get(phase.wire, tensors[0].dtype)
+            for group in groups:
+                getattr(self, phase.op)(group, wire)
+
+    def all_reduce(self, group: Exchange, wire: torch.dtype) -> None:
+        self.reduce_scatter(group, wire)
+        self.all_gather(group, wire)
+
+    def reduce(self, group: Exchange, wire: torch.dtype) -> None:
+        self.reduce_scatter(group, wire)
+        first = group.members[0]
+        for rank, (begin, end) in zip(group.members, group.slices, strict=True):
+            self.tensors[first][begin:end] = self.send(rank, first, self.tensors[rank][begin:end].to(wire))
+
+    def broadcast(self, group: Exchange, wire: torch.dtype) -> None:
+        first = group.members[0]
+        whole = self.tensors[first].clone().to(wire)
+        for rank, (begin, end) in zip(group.members, group.slices, strict=True):
+            self.keep(rank, group, begin, self.send(first, rank, whole[begin:end]))
+        self.all_gather(group, wire)
+
+    def reduce_scatter(self, group: Exchange, wire: torch.dtype) -> None:
+        sums = []
+        for owner, (begin, end) in zip(group.members, group.slices, strict=True):
+            arrived = [self.send(rank, owner, self.tensors[rank][begin:end].to(wire)) for rank in group.members]
+            total = arrived[0].to(torch.promote_types(wire, torch.float32))
+            for contribution in arrived[1:]:
+                total = total + contribution
+            sums.append(total.to(wire))
+        for owner, (begin, _), total in zip(group.members, group.slices, sums, strict=True):
+            self.keep(owner, group, begin, total)
+
+    def all_gather(self, group: Exchange, wire: torch.dtype) -> None:
+        for owner, (begin, end) in zip(group.members, group.slices, strict=True):
+            part = self.tensors[owner][begin:end].to(wire)
+            for rank in group.members:
+                self.tensors[rank][begin:end] = self.send(owner, rank, part)
+
+    def send(self, source: int, target: int, message: Tensor) -> Tensor:
+        if source != target:
+            self.bytes_sent[source] += message.nbytes
+        return message.clone()
+
+    def keep(self, rank: int, group: Exchange, begin: int, part: Tensor) -> None:
+        """Of the elements of this exchange the rank holds only `part` from here on."""
+        self.tensors[rank][group.begin : group.end] = torch.nan
+        self.tensors[rank][begin : begin + part.numel()] = part
+
+
+def plans(topology: Topology) -> list[tuple[Wire, Plan]]:
+    """Every plan that applies, with its wire."""
+    made = [(wire, algorithm(topology, wire)) for algorithm in ALGORITHMS.values() for wire in WIRES]
+    return [(wire, plan) for wire, plan in made if plan]
+
+
+def regular_but_shuffled() -> st.SearchStrategy[Topology]:
+    shapes = st.sampled_from([(nodes, ranks) for nodes in range(1, 7) for ranks in range(1, 7) if nodes * ranks <= 12])
+    hosts = shapes.map(lambda shape: [str(node) for node in range(shape[0])] * shape[1])
+    return hosts.flatmap(st.permutations).map(from_hosts)
+
+
+def topologies() -> st.SearchStrategy[Topology]:
+    """1 to 12 ranks; nodes equal or not, their ranks in any order of hosts."""
+    unequal = st.lists(st.sampled_from("abcde"), min_size=1, max_size=12).map(from_hosts)
+    consecutive = st.integers(1, 12).flatmap(lambda ranks: st.integers(1, 12 // ranks).map(lambda n: regular(n, ranks)))
+    return st.one_of(unequal, consecutive, regular_but_shuffled())
+
+
+def element_counts() -> st.SearchStrategy[int]:
+    """None, one, fewer than ranks, odd, around whole cache lines for all ranks."""
+    return st.one_of(st.sampled_from([0, 1, 2, 3, 11, 12, 13, 191, 192, 193, 1000]), st.integers(0, 600))
