@@ -243,7 +243,8 @@ def test_a_mistake_is_not_mended_by_restarts() -> None:
 
 
 def test_runs_that_start_at_the_same_moment_take_folders_of_their_own() -> None:
-    command = [sys.executable, "-m", "megabatch", "train", *SMALL_RUN, "--ranks", "1"]
+    words = [*SMALL_RUN, "train.epochs=2", "run.threads=1", "--ranks", "1"]  # threads of several runs fight
+    command = [sys.executable, "-m", "megabatch", "train", *words]
     runs = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
     outputs = [run.communicate(timeout=100) for run in runs]
     assert [run.returncode for run in runs] == [0, 0, 0], outputs
