@@ -52,7 +52,7 @@ FIELDS = ("operation", "root", "buffer", "elements", "dtype", "scale", "step", "
 ARRIVED, TAG, LEFT = 0, 1, 3  # the barrier's number; a hash of the header, two of them; this rank has closed
 HEADER, LETTER = 16, 48  # two headers of 16 words; words for the peers, see `SharedMemory.share`
 WORDS_PER_RANK = 64
-PACK_HEADER = struct.Struct(f"{len(FIELDS)}q").pack_into
+PACK_HEADER = struct.Struct(f"{len(FIELDS) - 1}qQ").pack_into
 
 SPINS = 400  # about 30 us
 YIELDS = 200
@@ -74,11 +74,11 @@ class Unmapped(RuntimeError):
 
 
 class Header(Struct, frozen=True):
-    """What the caller knows about an operation, and all ranks must agree on.  64 bits each."""
+    """What the caller knows about an operation, and all ranks must agree on."""
 
     step: int = 0
     bucket: int = 0
-    layout: int = 0  # a hash of names, shapes and strides
+    layout: int = 0  # a hash of names, shapes and strides: 64 bits, not negative
 
 
 NO_HEADER = Header()
@@ -90,7 +90,9 @@ def is_supported() -> bool:
 
 def map_storage(pid: int, descriptor: int, num_bytes: int) -> torch.UntypedStorage:
     """The memory behind another process's file descriptor.  Ours is closed as soon as it is mapped."""
-    return torch.UntypedStorage.from_file(f"/proc/{pid}/fd/{descriptor}", True, num_bytes)
+    storage = torch.UntypedStorage.from_file(f"/proc/{pid}/fd/{descriptor}", True, num_bytes)
+    assert isinstance(storage, torch.UntypedStorage)
+    return storage
 
 
 class Barrier:
@@ -108,12 +110,13 @@ class Barrier:
         self.rank, self.num_ranks, self.timeout_s, self.names = rank, num_ranks, timeout_s, names
         # With fewer cores than ranks the one that we wait for may have none: then spinning only keeps it waiting.
         self.spins = SPINS if num_ranks <= len(os.sched_getaffinity(0)) else 0
+        self.is_closed = False
         self.waited_s = 0.0  # at the first barriers of operations, in all
         self.num_meetings = self.num_arrivals = 0
         self.current: tuple[int, ...] = ()
-        self.pids: list[int] = []
-        self.segment, self.pids = join(store, rank, num_ranks, timeout_s, names, WORDS_PER_RANK * num_ranks + extra_words)
-        self.words = memoryview(self.segment.numpy())
+        num_words = WORDS_PER_RANK * num_ranks + extra_words
+        self.segment, self.pids = join(store, rank, num_ranks, timeout_s, names, num_words)
+        self.words = memoryview(self.segment.numpy())  # type: ignore[arg-type]
         self.own = WORDS_PER_RANK * rank
         self.peers = [WORDS_PER_RANK * peer for peer in range(num_ranks) if peer != rank]
         self.deaths = select.poll()
@@ -127,6 +130,7 @@ class Barrier:
 
     def meet(self, header: tuple[int, ...]) -> None:
         """The first barrier of an operation: all ranks are there, and want the same."""
+        self.require_open()
         self.current = header
         self.num_meetings += 1
         place = self.num_meetings & 1
@@ -138,6 +142,10 @@ class Barrier:
         for peer in self.peers:
             if words[peer + TAG + place] != tag:
                 self.complain_of_mismatch(place)
+
+    def require_open(self) -> None:
+        if self.is_closed:
+            raise MissingRank("this rank has left the others, or has missed one of them; join them anew")
 
     def wait(self, is_meeting: bool = False) -> None:
         """A barrier: returns once all ranks have come to it."""
@@ -186,7 +194,8 @@ class Barrier:
         return {peer // WORDS_PER_RANK for peer in self.peers if self.words[peer + LEFT]}
 
     def complain_of_missing(self, ranks: Sequence[int], said: str) -> NoReturn:
-        what = describe(dict(zip(FIELDS, self.current, strict=True))) if self.current else "setting up"
+        self.close()  # what the others find half done, they must not take for whole
+        what = describe(dict(zip(FIELDS, self.current, strict=True)))
         raise MissingRank(f"{self.name(sorted(ranks))} {said} while the others wait in {what}; see its own output")
 
     def complain_of_mismatch(self, place: int) -> NoReturn:
@@ -209,11 +218,12 @@ class Barrier:
         return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(str(self.names[rank]) for rank in ranks)
 
     def close(self) -> None:
+        """Tells the ranks that still wait for this one.  No more operations."""
         for descriptor in self.process_of:
             os.close(descriptor)
         self.process_of = {}
+        self.is_closed = True
         self.words[self.own + LEFT] = 1
-        self.words.release()
 
 
 def join(

@@ -41,7 +41,7 @@ from megabatch.comm.barrier import (
 from megabatch.errors import UserError
 
 CHUNK_BYTES = 128 << 10
-SMALL_BYTES = 16 << 10
+SMALL_BYTES = 8 << 10
 SUMMED_IN_FP32 = (torch.float16, torch.bfloat16)
 CODES = {name: code for code, name in enumerate(OPERATIONS)}
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
@@ -57,7 +57,7 @@ def slices(num_elements: int, parts: int) -> list[tuple[int, int]]:
 
 
 class SharedBuffer:
-    """One tensor per rank, of equal size and type, each of them mapped by all ranks.  Dropping it unmaps the others'."""
+    """One tensor per rank, all of one size and type, each mapped by all ranks.  Dropped, it unmaps the others'."""
 
     def __init__(self, number: int, tensors: Sequence[torch.Tensor], rank: int, places: Sequence[torch.Tensor]) -> None:
         own = tensors[rank]
@@ -120,7 +120,7 @@ class SharedMemory:
         self.close()
 
     def close(self) -> None:
-        """Ranks that still wait for this one are told.  Tensors stay as they are."""
+        """Tells the ranks that still wait for this one.  Tensors stay as they are, and buffers close by themselves."""
         self.places = ()
         self.barrier.close()
 
@@ -133,6 +133,7 @@ class SharedMemory:
             )
         flat = tensor.detach().view(-1)
         barrier, words = self.barrier, self.barrier.words
+        barrier.require_open()
         own = WORDS_PER_RANK * self.rank
         self.num_buffers += 1
         problem = ""
@@ -143,7 +144,7 @@ class SharedMemory:
                 descriptor, num_bytes = flat.untyped_storage()._share_fd_cpu_()
         except RuntimeError as caught:
             descriptor, problem = -1, str(caught).partition("\n")[0]
-        offset = flat.storage_offset() * flat.element_size()
+        offset = int(flat.storage_offset()) * flat.element_size()
         words[own + DESCRIPTOR], words[own + NUM_BYTES], words[own + OFFSET] = descriptor, num_bytes, offset
         buffer_words = self.num_buffers, len(flat), DTYPE_CODES[flat.dtype]
         barrier.meet((CODES["share"], 0, *buffer_words, 0, header.step, header.bucket, header.layout))
@@ -156,7 +157,7 @@ class SharedMemory:
                 elif words[at + DESCRIPTOR] >= 0:
                     storage = map_storage(barrier.pids[rank], words[at + DESCRIPTOR], words[at + NUM_BYTES])
                     mapped = torch.empty(0, dtype=flat.dtype)
-                    tensors.append(mapped.set_(storage, words[at + OFFSET] // flat.element_size(), (len(flat),)))
+                    tensors.append(mapped.set_(storage, words[at + OFFSET] // flat.element_size(), (len(flat),), (1,)))
         except RuntimeError as caught:
             problem = str(caught).partition("\n")[0]
         words[own + OUTCOME] = -self.num_buffers if problem else self.num_buffers
@@ -184,9 +185,7 @@ class SharedMemory:
         """Slice i of rank i's tensor becomes the sum; what the rest of it holds is anybody's guess."""
         self.reduce_slice("reduce_scatter", 0, buffer, header, scale, [self.rank])
 
-    def reduce(
-        self, buffer: SharedBuffer, root: int, header: Header = NO_HEADER, scale: float | None = None
-    ) -> None:
+    def reduce(self, buffer: SharedBuffer, root: int, header: Header = NO_HEADER, scale: float | None = None) -> None:
         """The root's tensor becomes the sum; the others' are anybody's guess."""
         self.reduce_slice("reduce", root, buffer, header, scale, [root])
 
