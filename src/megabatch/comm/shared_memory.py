@@ -1,0 +1,269 @@
+"""All-reduce among the ranks of one host, through memory that all of them map.  CPU tensors.
+
+Legend: p ranks, S bytes; each rank's tensor lies in shared memory and is mapped by all the others.
+Idea: a tensor is cut into p slices.  After a barrier (all tensors are ready) rank i reads slice i of every tensor,
+sums it and writes it to every tensor; after another barrier the result is everywhere.  It works through its slice
+in chunks that stay in cache, so that memory is read once and written once.  A small tensor is cheaper with one
+barrier: each rank puts a copy of its own where the others can read it, and sums all of them for itself.
+Cost: 2 barriers; each rank reads S and writes S.  Small: 1 barrier; each rank reads pS and writes 2S.
+The other operations are the same with less to read (all_gather, broadcast) or to write (reduce_scatter, reduce).
+
+Law: every element is summed in the order of ranks, whatever its place in the tensor, so the result has the same bits
+on all ranks, and a gradient the same bits in any bucket.  16-bit floats are summed in fp32 and rounded once.
+
+A tensor's storage moves into shared memory in place: all of its views, such as the gradients in DDP's bucket, follow.
+The file behind it has mode 0600 and no name, so nothing is left in /dev/shm however a rank ends.
+"""
+
+import os
+import struct
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megabatch.comm.barrier import (
+    DTYPES,
+    LETTER,
+    NO_HEADER,
+    OPERATIONS,
+    TIMEOUT_S,
+    WORDS_PER_RANK,
+    Barrier,
+    Header,
+    Unmapped,
+    is_supported,
+    map_storage,
+)
+from megabatch.errors import UserError
+
+CHUNK_BYTES = 128 << 10
+SMALL_BYTES = 8 << 10
+SUMMED_IN_FP32 = (torch.float16, torch.bfloat16)
+CODES = {name: code for code, name in enumerate(OPERATIONS)}
+DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+DESCRIPTOR, NUM_BYTES, OFFSET, OUTCOME = (LETTER + word for word in range(4))
+
+
+def slices(num_elements: int, parts: int) -> list[tuple[int, int]]:
+    """`parts` neighbouring ranges that cover everything, each a multiple of 16 elements where the size allows."""
+    unit = 16 if num_elements >= 16 * parts else 1
+    units = num_elements // unit
+    ends = [units * (part + 1) // parts * unit for part in range(parts - 1)] + [num_elements]
+    return list(zip([0, *ends], ends, strict=False))
+
+
+class SharedBuffer:
+    """One tensor per rank, all of one size and type, each mapped by all ranks.  Dropped, it unmaps the others'."""
+
+    def __init__(self, number: int, tensors: Sequence[torch.Tensor], rank: int, places: Sequence[torch.Tensor]) -> None:
+        own = tensors[rank]
+        self.number, self.rank, self.num_elements, self.dtype = number, rank, own.numel(), own.dtype
+        self.num_bytes = own.numel() * own.element_size()
+        self.slices = slices(own.numel(), len(tensors))
+        # numpy, since a call costs it a third of what it costs torch; it has no bfloat16 and is slow with float16.
+        self.parts: list[Any] = [as_array(tensor) for tensor in tensors]
+        self.bytes = [tensor.view(torch.uint8).numpy() for tensor in tensors]
+        self.is_small = self.num_bytes <= SMALL_BYTES
+        # Where copies of a small tensor go, one place per rank, and another set for the next operation.
+        self.places: list[list[Any]] = []
+        if self.is_small:
+            views = [place.view(own.dtype)[: own.numel()] for place in places]
+            self.places = [[as_array(view) for view in half] for half in (views[: len(tensors)], views[len(tensors) :])]
+
+    def close(self) -> None:
+        self.parts, self.bytes, self.places = [], [], []
+
+
+def as_array(tensor: torch.Tensor) -> Any:
+    return tensor if tensor.dtype in SUMMED_IN_FP32 else tensor.numpy()
+
+
+class SharedMemory:
+    """This rank among the ranks of its host.  Every operation is collective; one thread at a time."""
+
+    def __init__(
+        self,
+        store: "dist.Store",  # type: ignore[name-defined]  # of these ranks alone: give each host a PrefixStore
+        rank: int,
+        num_ranks: int,
+        timeout_s: float = TIMEOUT_S,
+        names: Sequence[int] | None = None,  # how messages call the ranks
+    ) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+        small_words = 2 * num_ranks * SMALL_BYTES // 8
+        self.barrier = Barrier(store, rank, num_ranks, timeout_s, names or range(num_ranks), small_words)
+        small = self.barrier.segment[WORDS_PER_RANK * num_ranks :].view(torch.uint8)
+        self.places = small.split(SMALL_BYTES)
+        self.num_buffers = 0
+        self.total = torch.empty(CHUNK_BYTES // 2, dtype=torch.float32)  # for 16-bit sums; `addend` for what comes in
+        self.addend = torch.empty_like(self.total)
+        self.everyone = range(num_ranks)
+
+    @staticmethod
+    def is_supported() -> bool:
+        """False where spinning on plain memory is unsound; use Gloo there."""
+        return is_supported()
+
+    @property
+    def waited_s(self) -> float:
+        """How long this rank has waited for others to come, in all.  The straggler waits least."""
+        return self.barrier.waited_s
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Tells the ranks that still wait for this one.  Tensors stay as they are, and buffers close by themselves."""
+        self.places = ()
+        self.barrier.close()
+
+    def share(self, tensor: torch.Tensor, header: Header = NO_HEADER) -> SharedBuffer:
+        """Moves the tensor's storage into shared memory (if it is not there yet) and maps that of every other rank."""
+        if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.dtype not in DTYPE_CODES:
+            raise UserError(
+                f"a tensor of {tensor.dtype} on {tensor.device} with strides {tensor.stride()} cannot be shared; "
+                "it must be contiguous, on the CPU, of real numbers"
+            )
+        flat = tensor.detach().view(-1)
+        barrier, words = self.barrier, self.barrier.words
+        barrier.require_open()
+        own = WORDS_PER_RANK * self.rank
+        self.num_buffers += 1
+        problem = ""
+        descriptor, num_bytes = 0, 0
+        try:
+            if len(flat):
+                # The descriptor is the storage's own, and closed with it.
+                descriptor, num_bytes = flat.untyped_storage()._share_fd_cpu_()
+        except RuntimeError as caught:
+            descriptor, problem = -1, str(caught).partition("\n")[0]
+        offset = int(flat.storage_offset()) * flat.element_size()
+        words[own + DESCRIPTOR], words[own + NUM_BYTES], words[own + OFFSET] = descriptor, num_bytes, offset
+        buffer_words = self.num_buffers, len(flat), DTYPE_CODES[flat.dtype]
+        barrier.meet((CODES["share"], 0, *buffer_words, 0, header.step, header.bucket, header.layout))
+        tensors = []
+        try:
+            for rank in self.everyone:
+                at = WORDS_PER_RANK * rank
+                if rank == self.rank or len(flat) == 0:
+                    tensors.append(flat)
+                elif words[at + DESCRIPTOR] >= 0:
+                    storage = map_storage(barrier.pids[rank], words[at + DESCRIPTOR], words[at + NUM_BYTES])
+                    mapped = torch.empty(0, dtype=flat.dtype)
+                    tensors.append(mapped.set_(storage, words[at + OFFSET] // flat.element_size(), (len(flat),), (1,)))
+        except RuntimeError as caught:
+            problem = str(caught).partition("\n")[0]
+        words[own + OUTCOME] = -self.num_buffers if problem else self.num_buffers
+        barrier.wait()  # from here on, a rank may free its tensor
+        failed = [rank for rank in self.everyone if words[WORDS_PER_RANK * rank + OUTCOME] != self.num_buffers]
+        if failed:
+            free = os.statvfs("/dev/shm")
+            raise Unmapped(
+                f"{barrier.name(failed)} cannot share bucket {header.bucket} of {flat.nbytes:,} bytes ({problem}); "
+                f"/dev/shm has {free.f_bavail * free.f_frsize:,} left: make it larger (docker: --shm-size) or use Gloo"
+            )
+        return SharedBuffer(self.num_buffers, tensors, self.rank, self.places)
+
+    def all_reduce(self, buffer: SharedBuffer, header: Header = NO_HEADER, scale: float | None = None) -> None:
+        """Every rank's tensor becomes the sum of all, times `scale`."""
+        if not buffer.is_small:
+            self.reduce_slice("all_reduce", 0, buffer, header, scale, self.everyone)
+            return
+        places = buffer.places[self.barrier.num_meetings & 1]
+        places[self.rank][:] = buffer.parts[self.rank]
+        self.meet("all_reduce", 0, buffer, header, scale)
+        self.add(places, buffer.parts[self.rank], scale)
+
+    def reduce_scatter(self, buffer: SharedBuffer, header: Header = NO_HEADER, scale: float | None = None) -> None:
+        """Slice i of rank i's tensor becomes the sum; what the rest of it holds is anybody's guess."""
+        self.reduce_slice("reduce_scatter", 0, buffer, header, scale, [self.rank])
+
+    def reduce(self, buffer: SharedBuffer, root: int, header: Header = NO_HEADER, scale: float | None = None) -> None:
+        """The root's tensor becomes the sum; the others' are anybody's guess."""
+        self.reduce_slice("reduce", root, buffer, header, scale, [root])
+
+    def all_gather(self, buffer: SharedBuffer, header: Header = NO_HEADER) -> None:
+        """Slice i of every tensor becomes that of rank i's."""
+        self.copy_slice("all_gather", 0, buffer, header, self.rank)
+
+    def broadcast(self, buffer: SharedBuffer, root: int, header: Header = NO_HEADER) -> None:
+        """Every rank's tensor becomes the root's."""
+        self.copy_slice("broadcast", root, buffer, header, root)
+
+    def meet(self, operation: str, root: int, buffer: SharedBuffer, header: Header, scale: float | None) -> None:
+        scale_bits = 0 if scale is None else struct.unpack("q", struct.pack("d", scale))[0]
+        self.barrier.meet(
+            (
+                CODES[operation],
+                root,
+                buffer.number,
+                buffer.num_elements,
+                DTYPE_CODES[buffer.dtype],
+                scale_bits,
+                header.step,
+                header.bucket,
+                header.layout,
+            )
+        )
+
+    def reduce_slice(
+        self,
+        operation: str,
+        root: int,
+        buffer: SharedBuffer,
+        header: Header,
+        scale: float | None,
+        destinations: Sequence[int],
+    ) -> None:
+        """Sums this rank's slice of all tensors into those of the destinations."""
+        self.meet(operation, root, buffer, header, scale)
+        # The first addition may overwrite either of its operands; a sum that goes elsewhere is made in rank 0's.
+        home = destinations[0] if destinations[0] < 2 else 0
+        begin, end = buffer.slices[self.rank]
+        size = max(1, CHUNK_BYTES * buffer.num_elements // max(1, buffer.num_bytes))
+        for at in range(begin, end, size):
+            parts = [part[at : min(at + size, end)] for part in buffer.parts]
+            self.add(parts, parts[home], scale)
+            for rank in destinations:
+                if rank != home:
+                    parts[rank][:] = parts[home]
+        self.barrier.wait()
+
+    def copy_slice(self, operation: str, root: int, buffer: SharedBuffer, header: Header, source: int) -> None:
+        """Copies this rank's slice of the source's tensor to all other tensors."""
+        self.meet(operation, root, buffer, header, None)
+        begin, end = (buffer.num_bytes // max(1, buffer.num_elements) * edge for edge in buffer.slices[self.rank])
+        for at in range(begin, end, CHUNK_BYTES):
+            parts = [part[at : min(at + CHUNK_BYTES, end)] for part in buffer.bytes]
+            for rank in self.everyone:
+                if rank != source:
+                    parts[rank][:] = parts[source]
+        self.barrier.wait()
+
+    def add(self, parts: Sequence[Any], out: Any, scale: float | None) -> None:
+        """out = (part 0 + part 1 + part 2 + ...) * scale.  `out` may be part 0 or part 1."""
+        if isinstance(out, torch.Tensor):
+            total, addend = self.total[: len(out)], self.addend[: len(out)]
+            total.copy_(parts[0])
+            for part in parts[1:]:
+                total.add_(addend.copy_(part))
+            if scale is not None:
+                total.mul_(scale)
+            out.copy_(total)
+            return
+        with np.errstate(all="ignore"):  # an overflow is the loss scaler's to see
+            if len(parts) == 1:
+                out[:] = parts[0]
+            else:
+                np.add(parts[0], parts[1], out)
+                for part in parts[2:]:
+                    np.add(out, part, out)
+            if scale is not None:
+                np.multiply(out, scale, out)
