@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct, field
 
+from megabatch.comm.settings import CommSettings
 from megabatch.data.sources import DataSettings
 from megabatch.errors import UserError, nearest
 from megabatch.models.catalog import ModelSettings
@@ -58,6 +59,7 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, o
     optim: OptimSettings
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     loss: LossSettings = field(default_factory=LossSettings)
+    comm: CommSettings = field(default_factory=CommSettings)
     precision: PrecisionSettings = field(default_factory=PrecisionSettings)
     train: TrainSettings
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)

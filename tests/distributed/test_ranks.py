@@ -6,7 +6,8 @@ import time
 import pytest
 import torch
 
-from megabatch.comm.gradients import distribute
+from megabatch.comm.hook import distribute
+from megabatch.comm.settings import CommSettings
 from megabatch.comm.world import World
 from tests.ranks import RankPool, RanksFailed
 
@@ -51,7 +52,7 @@ def test_a_hang_a_failure_and_a_death_are_named_and_do_not_spoil_the_next_test(r
 def gradient_of_shares(world: World, dtype: torch.dtype) -> tuple[list[float], list[float]]:
     """The gradient of sum(w * x) is x: rank r brings x = 10^r, twice, the first time without reducing."""
     layer = torch.nn.Linear(3, 1, bias=False, device=world.device, dtype=dtype)
-    model, clock = distribute(layer, world)
+    model, clock = distribute(layer, world, CommSettings())
     x = torch.full((1, 3), 10.0**world.rank, device=world.device, dtype=dtype)
     with model.no_sync():
         model(x).sum().backward()

@@ -5,8 +5,8 @@ One rank is the general case made small: it has a process group of its own, and 
 
 import gc
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -31,20 +31,16 @@ def choose_device(name: str) -> str:
 
 
 class World:
-    """This rank among all ranks."""
+    """This rank among all ranks.  What is opened on it (`closing`) is closed before it leaves them."""
 
     def __init__(self, rank: int, num_ranks: int, device: torch.device) -> None:
         self.rank, self.num_ranks, self.device = rank, num_ranks, device
+        self.closing = ExitStack()
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sums in place over all ranks; bitwise the same on each."""
         dist.all_reduce(tensor)
         return tensor
-
-    def start_sum(self, tensor: torch.Tensor) -> Callable[[], object]:
-        """Starts `sum` in the background.  Call what it returns, to wait, before reading the tensor."""
-        wait: Callable[[], object] = dist.all_reduce(tensor, async_op=True).wait
-        return wait
 
     def share_text(self, text: str) -> str:
         """Rank 0's text, on all ranks."""
@@ -92,7 +88,9 @@ def connect(place: Place, device_type: str, store: "dist.Store | None" = None) -
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if dist.is_initialized():
-        yield World(place.rank, place.num_ranks, device)
+        world = World(place.rank, place.num_ranks, device)
+        with world.closing:
+            yield world
         return
     dist.init_process_group(
         BACKENDS[device.type],
@@ -102,8 +100,10 @@ def connect(place: Place, device_type: str, store: "dist.Store | None" = None) -
         timeout=timedelta(minutes=10),
         device_id=device if device.type == "cuda" else None,
     )
+    world = World(place.rank, place.num_ranks, device)
     try:
-        yield World(place.rank, place.num_ranks, device)
+        with world.closing:
+            yield world
     finally:
         gc.collect()  # DDP and what it has pending go before the group, while its threads can still end in order
         dist.destroy_process_group()

@@ -53,5 +53,8 @@ ALGORITHMS: dict[str, Algorithm] = {"flat": flat, "hierarchical": hierarchical, 
 
 
 def exchanging(topology: Topology, phases: Iterable[Phase]) -> tuple[Phase, ...]:
-    """The phases in which some rank has another one to exchange with."""
-    return tuple(phase for phase in phases if any(len(group) > 1 for group in topology.groups(phase.axis)))
+    """The phases in which some rank has another one to exchange with; the two halves of an all-reduce are one."""
+    kept = tuple(phase for phase in phases if any(len(group) > 1 for group in topology.groups(phase.axis)))
+    if [phase.op for phase in kept] == ["reduce_scatter", "all_gather"]:
+        return (Phase("all_reduce", kept[0].axis, kept[0].wire),)
+    return kept

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from megabatch.comm.gradients import distribute
+from megabatch.comm.hook import distribute
 from megabatch.comm.world import World
 from megabatch.config import RunConfig
 from megabatch.data.batches import Normalise, TrainingImages
@@ -44,7 +44,7 @@ def assemble(
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     statistics = RunningStatistics(model, plan.accumulation)
     normalise = Normalise(data.train, world.device, dtype, channels_last)
-    distributed, buckets = distribute(model, world)
+    distributed, gradients = distribute(model, world, config.comm)
     training = Training(
         rank=world.rank,
         seed=config.seed,
@@ -55,8 +55,8 @@ def assemble(
         model=distributed,
         summed_loss=partial(summed_loss, config.loss),
         statistics=statistics,
-        exchange=Exchange(world, statistics, dtype),
-        buckets=buckets,
+        exchange=Exchange(gradients, statistics, world, dtype),
+        gradients=gradients,
         optimizer=OPTIMIZERS[config.optim.name](parameter_groups(model, config.optim.weight_decay), config.optim),
         learning_rate=plan_learning_rate(config, plan),
         clip_norm=config.optim.clip_norm,

@@ -1,6 +1,7 @@
-"""The one small all-reduce of a step: the loss, whether to stop, and BatchNorm's running statistics.
+"""The one small all-reduce of a step: the loss, whether to stop, who waited how long, BatchNorm's statistics.
 
-All of them are known when the last forward pass of the step is done, so the exchange runs underneath backward.
+All of them are known when the last forward pass of the step is done, so the exchange runs underneath backward, before
+the first gradients.
 """
 
 import time
@@ -8,6 +9,7 @@ import time
 import torch
 from msgspec import Struct
 
+from megabatch.comm.hook import GradientSums
 from megabatch.comm.world import World
 from megabatch.train.batch_norm import RunningStatistics
 
@@ -16,34 +18,43 @@ class Totals(Struct, frozen=True):
     loss: float  # mean over the global batch
     samples: int
     stop: bool  # some rank was asked to
+    waited_s: list[float]  # each rank, for gradients of the others, in the step before
 
 
 class Exchange:
     """`add` every microbatch's loss, `send` before the last backward pass, `receive` after it."""
 
-    def __init__(self, world: World, statistics: RunningStatistics, dtype: torch.dtype) -> None:
-        self.world, self.statistics, self.dtype = world, statistics, dtype
+    def __init__(
+        self, gradients: GradientSums, statistics: RunningStatistics, world: World, dtype: torch.dtype
+    ) -> None:
+        self.gradients, self.statistics, self.world = gradients, statistics, world
         self.losses: list[torch.Tensor] = []
         self.samples = 0
+        self.told_s = 0.0
         self.waited_s = 0.0  # in the newest `receive`
+        num_statistics = sum(tensor.numel() for tensor in statistics.tensors)
+        self.message = torch.zeros(3 + world.num_ranks + num_statistics, dtype=dtype, device=world.device)
+        self.loss, self.counts, self.waits, self.averages = self.message.split([1, 2, world.num_ranks, num_statistics])
 
     def add(self, loss: torch.Tensor, samples: int) -> None:
         self.losses.append(loss.detach())
         self.samples += samples
 
     def send(self, stop: bool) -> None:
-        counts = torch.tensor([self.samples, stop], dtype=self.dtype, device=self.world.device)
-        loss = torch.stack(self.losses).sum(0, keepdim=True)
-        statistics = [tensor.to(self.dtype) for tensor in self.statistics.tensors]
-        self.message = torch.cat([loss, counts, *statistics])
-        self.wait = self.world.start_sum(self.message)
-        self.losses, self.samples = [], 0
+        self.loss.copy_(torch.stack(self.losses).sum())
+        self.counts.copy_(torch.tensor([self.samples, stop]))
+        waited_s = self.gradients.waited_s
+        self.waits.zero_()
+        self.waits[self.world.rank] = waited_s - self.told_s
+        if self.statistics.tensors:
+            torch.cat(self.statistics.tensors, out=self.averages)
+        self.sum = self.gradients.start_sum(self.message)
+        self.losses, self.samples, self.told_s = [], 0, waited_s
 
     def receive(self) -> Totals:
         started_s = time.perf_counter()
-        self.wait()
+        self.sum.wait()
         self.waited_s = time.perf_counter() - started_s
-        scalars, statistics = self.message[:3], self.message[3:]
-        self.statistics.end_step(statistics / self.world.num_ranks)
-        loss, samples, stop = scalars.tolist()
-        return Totals(loss=loss, samples=int(samples), stop=stop > 0)
+        self.statistics.end_step(self.averages / self.world.num_ranks)
+        loss, samples, stop, *waits = self.message[: 3 + self.world.num_ranks].tolist()
+        return Totals(loss=loss, samples=int(samples), stop=stop > 0, waited_s=waits)

@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.comm.gradients import BucketClock
+from megabatch.comm.hook import GradientSums
 from megabatch.data.batches import Normalise, TrainingImages
 from megabatch.data.philox import dropout_seed
 from megabatch.data.sources import DataSet
@@ -37,7 +37,7 @@ class Training:
     summed_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     statistics: RunningStatistics
     exchange: Exchange
-    buckets: BucketClock
+    gradients: GradientSums
     optimizer: torch.optim.Optimizer
     learning_rate: Callable[[int], float]
     clip_norm: float
@@ -69,7 +69,7 @@ def train(run: Training, first_step: int = 0) -> Iterator[Record]:
                     run.exchange.send(stop=run.stop_requested())
                 loss.backward()  # the last one sums gradients over ranks as they appear
 
-        comm_wait_s = time.perf_counter() - run.buckets.ready_s
+        comm_wait_s = time.perf_counter() - run.gradients.ready_s
         clip_gradients(run.optimizer, run.clip_norm)
         run.optimizer.step()
         totals = run.exchange.receive()

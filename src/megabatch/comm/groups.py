@@ -1,0 +1,86 @@
+"""The ranks that sum together, along each axis of their topology: shared memory in the node, the engine elsewhere."""
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from megabatch.comm.discover import host_identity
+from megabatch.comm.engine import Engine
+from megabatch.comm.shared_memory import SharedMemory
+from megabatch.planning.topology import Axis, Topology, from_hosts
+
+AXES: tuple[Axis, ...] = ("node", "masters", "across", "all")
+
+
+class Groups:
+    """Opens what plans need, and closes it.  Every rank of `parent` makes it, with the same arguments.
+
+    Ranks here are places in `parent`; `names` are their global ranks.
+    """
+
+    def __init__(self, parent: Any, device: torch.device, timeout_s: float) -> None:
+        self.parent, self.device, self.timeout_s = parent, device, timeout_s
+        self.names = tuple(dist.get_process_group_ranks(parent))
+        self.rank = dist.get_rank(parent)
+        hosts: list[str] = [""] * len(self.names)
+        dist.all_gather_object(hosts, host_identity(), group=parent)
+        self.topology: Topology = from_hosts(hosts)
+        self.store = self.own_store()
+        self.memory: SharedMemory | None = None
+        self.engines: dict[Axis, Engine] = {}
+        self.stack = ExitStack()
+
+    def own_store(self) -> Any:
+        """Of these ranks and this object alone."""
+        name = f"megabatch/{'-'.join(map(str, self.names))}"
+        store = dist.PrefixStore(name, _get_default_store())  # type: ignore[attr-defined]
+        return dist.PrefixStore(str(store.add(f"opened-by-{self.rank}", 1)), store)  # type: ignore[attr-defined]
+
+    def open(self, axes: Iterable[Axis]) -> None:
+        for axis in sorted(axes, key=AXES.index):  # all ranks in the same order
+            members = self.topology.members(axis, self.rank)
+            if len(members) < 2:
+                continue
+            if axis == "node" and self.device.type == "cpu" and SharedMemory.is_supported():
+                self.memory = self.stack.enter_context(self.open_memory(members))
+            else:
+                self.engines[axis] = self.open_engine(members)
+
+    def open_memory(self, members: tuple[int, ...]) -> SharedMemory:
+        store = dist.PrefixStore(f"node-{members[0]}", self.store)  # type: ignore[attr-defined]
+        names = [self.names[member] for member in members]
+        return SharedMemory(store, members.index(self.rank), len(members), self.timeout_s, names)
+
+    def open_engine(self, members: tuple[int, ...]) -> Engine:
+        """A group of our own, since a script may use its groups at the same time, from another thread."""
+        names = [self.names[member] for member in members]
+        group = dist.new_group(names, timeout=timedelta(seconds=self.timeout_s), use_local_synchronization=True)
+        self.stack.callback(destroy, group)
+        return Engine(group, tuple(names))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def abandon(self) -> None:
+        """Tells the ranks of this node, which may wait for this one, that it has given up."""
+        if self.memory:
+            self.memory.close()
+
+    def close(self) -> None:
+        self.stack.close()
+
+
+def destroy(group: Any) -> None:
+    if dist.is_initialized():  # or it went with all others
+        dist.destroy_process_group(group)

@@ -1,0 +1,195 @@
+"""DDP's communication hook: buckets go to the reducer as backward fills them, and are summed underneath it.
+
+    megabatch.comm.attach(ddp_model)        one line in a script that has DistributedDataParallel already
+    distribute(model, ...)                  what our own trainer does
+
+An error in the hook or its threads would reach the user as a cast error of DDP's; so it is kept, and raised as itself
+by a callback at the end of backward.
+"""
+
+import atexit
+import hashlib
+import time
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+
+from megabatch.comm.barrier import Header
+from megabatch.comm.groups import Groups
+from megabatch.comm.reducer import Reducer
+from megabatch.comm.settings import CommSettings, choose_plan
+from megabatch.comm.watchdog import Watchdog
+from megabatch.comm.world import World
+from megabatch.errors import UserError
+from megabatch.planning.buckets import MIB, Gradient, ddp_caps, fuse
+from megabatch.planning.plan import Wire
+
+MESSAGE = -1  # the key of what is summed beside the buckets
+
+
+class Layout(NamedTuple):
+    storage: torch.UntypedStorage  # kept, so that no other bucket is taken for this one
+    number: int  # a hash of names, shapes and strides, in their order
+    parameters: list[nn.Parameter]
+
+
+class GradientSums:
+    """The sums of one model's gradients.  Close it when no backward will follow; a `with` does."""
+
+    def __init__(self, model: nn.Module, group: Any, device: torch.device, settings: CommSettings) -> None:
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.layouts: dict[int, Layout] = {}  # of the buckets that have been seen
+        self.reduced: set[int] = set()  # buckets of this step
+        self.step = 0
+        self.ready_s = 0.0  # when the newest bucket was ready: from the last one on, backward waits for other ranks
+        self.scale: float | None = None
+        with ExitStack() as stack:
+            groups = stack.enter_context(Groups(group, device, settings.timeout_s))
+            self.topology = groups.topology
+            self.plan = choose_plan(settings, groups.topology, device.type)
+            self.message_plan = choose_plan(settings.exactly(), groups.topology, device.type)
+            groups.open({phase.axis for plan in (self.plan, self.message_plan) for phase in plan.phases})
+            self.watchdog = stack.enter_context(
+                Watchdog(groups.store, groups.rank, groups.names, settings.timeout_s, self.state)
+            )
+            self.reducer = Reducer(groups, self.explain)
+            self.stack = stack.pop_all()
+
+    @property
+    def waited_s(self) -> float:
+        """For other ranks and the network, in all.  The straggler waits least; no clocks are compared."""
+        return self.reducer.waited_s
+
+    def start_sum(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """Sums a small tensor beside the buckets, exactly: no 16 bits on the wire.  Always the same tensor."""
+        return self.reducer.start(MESSAGE, tensor, self.message_plan, Header(self.step, 0), None, is_last=False)
+
+    def reduce(self, bucket: "dist.GradBucket") -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+        self.ready_s = time.perf_counter()
+        self.watchdog.see_progress()
+        index, tensor, is_last = bucket.index(), bucket.buffer(), bucket.is_last()
+        header = Header(self.step, index, self.layout(bucket, tensor))
+        future = self.reducer.start(index, tensor, self.plan, header, self.scale, is_last)
+        self.reduced.add(index)
+        if is_last:
+            self.step += 1
+            self.reduced = set()
+            Variable._execution_engine.queue_callback(lambda: self.end_backward(future))
+        return future
+
+    def layout(self, bucket: "dist.GradBucket", tensor: torch.Tensor) -> int:  # type: ignore[name-defined]
+        """A hash of what lies where in the bucket; made when DDP has made the bucket."""
+        known = self.layouts.get(bucket.index())
+        if known is None or known.storage._cdata != tensor.untyped_storage()._cdata:
+            parameters = bucket.parameters()
+            text = [
+                (self.names.get(id(parameter)), tuple(gradient.shape), gradient.stride())
+                for parameter, gradient in zip(parameters, bucket.gradients(), strict=True)
+            ]
+            digest = hashlib.sha256(str(text).encode()).digest()
+            known = Layout(tensor.untyped_storage(), int.from_bytes(digest[:7]), parameters)
+            self.layouts[bucket.index()] = known
+        return known.number
+
+    def end_backward(self, last: torch.futures.Future[torch.Tensor]) -> None:
+        last.wait()
+        if self.reducer.error is not None:
+            raise self.reducer.error
+
+    def state(self) -> str:
+        """What this rank lacks, for the ranks that wait for it."""
+        reduced = {id(parameter) for index in self.reduced for parameter in self.layouts[index].parameters}
+        missing = [
+            self.names[id(parameter)]
+            for parameter in self.parameters
+            if id(parameter) not in reduced and lacks_gradient(parameter)
+        ]
+        some = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        return f"has reduced {len(self.reduced)} buckets of step {self.step}" + (
+            f" and has no gradient yet of {some}" if missing else ""
+        )
+
+    def explain(self, line: str) -> str:
+        return "; ".join([line, *self.watchdog.told()])
+
+    def close(self) -> None:
+        self.reducer.close()
+        self.stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def sum_bucket(
+    sums: GradientSums,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """The hook, as DDP wants it: a function of a state and a bucket."""
+    return sums.reduce(bucket)
+
+
+def lacks_gradient(parameter: nn.Parameter) -> bool:
+    return parameter.grad is None or not bool(parameter.grad.count_nonzero())
+
+
+def distribute(model: nn.Module, world: World, settings: CommSettings) -> tuple[DistributedDataParallel, GradientSums]:
+    """Wraps a model so that backward leaves the sum over ranks in the gradients.
+
+    DDP would average.  Our losses are divided by the global batch already.
+    """
+    wrapped = DistributedDataParallel(
+        model,
+        device_ids=[world.device] if world.device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        # The trainer keeps BatchNorm's statistics equal on all ranks itself; DDP would overwrite them with rank 0's.
+        forward_sync_buffers=False,
+        **bucket_caps(model, settings.bucket_mb),
+    )
+    sums = GradientSums(model, wrapped.process_group, world.device, settings)
+    world.closing.enter_context(sums)
+    wrapped.register_comm_hook(sums, sum_bucket)
+    return wrapped, sums
+
+
+def bucket_caps(model: nn.Module, threshold_mb: float) -> dict[str, Any]:
+    """What makes DDP fuse gradients up to the threshold, in the order of backward, a larger one alone."""
+    backward = [parameter for parameter in reversed(list(model.parameters())) if parameter.requires_grad]
+    gradients = [Gradient(p.numel() * p.element_size(), str(p.dtype)) for p in backward]
+    caps = ddp_caps(gradients, fuse(gradients, int(threshold_mb * MIB)))
+    return {"bucket_cap_mb": threshold_mb} if caps is None else {"bucket_cap_mb_list": caps}
+
+
+def attach(
+    model: DistributedDataParallel,
+    *,
+    algorithm: str = "auto",
+    wire: Wire = "fp32",
+    timeout_s: float = 600.0,
+    loss_is_scaled: bool = False,
+) -> GradientSums:
+    """Gives megabatch's all-reduce to a DistributedDataParallel model; gradients are averaged, as DDP does.
+
+    Call it on every rank, once, before the first backward.  `wire="bf16"` halves the bytes between hosts; "fp16" too,
+    but small gradients vanish in it unless the loss is scaled (torch.amp.GradScaler): then say `loss_is_scaled=True`.
+    """
+    if wire == "fp16" and not loss_is_scaled:
+        raise UserError("wire='fp16' loses small gradients unless the loss is scaled; nearest: wire='bf16'")
+    settings = CommSettings(algorithm=algorithm, wire=wire, timeout_s=timeout_s)
+    device = next(parameter.device for parameter in model.parameters() if parameter.requires_grad)
+    sums = GradientSums(model.module, model.process_group, device, settings)
+    sums.scale = 1 / dist.get_world_size(model.process_group)
+    model.register_comm_hook(sums, sum_bucket)
+    atexit.register(sums.close)
+    return sums

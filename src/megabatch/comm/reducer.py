@@ -1,0 +1,198 @@
+"""Sums tensors over ranks in the background, as their plans say, one after another in the order in which they come.
+
+A plan is cut in three: what it does in the node, what crosses the network, what it does in the node again.  With
+tensors a, b, c the two threads do
+
+    in the node    a1 b1       a3 c1       b3          c3
+    network           a2          b2          c2
+
+so that the network, the bottleneck, is never idle while a host adds up.  The order in the node is fixed (b1 comes
+before a3, however fast the network was), because all ranks of a node must take part in the same operation.
+
+On CUDA there are no threads: operations are ordered on streams, and the future of a sum carries its stream's event.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from megabatch.comm.barrier import Header, MissingRank
+from megabatch.comm.groups import Groups
+from megabatch.comm.shared_memory import SharedBuffer
+from megabatch.planning.plan import Exchange, Phase, Plan, exchanges
+
+Step = tuple[Phase, Exchange]  # of this rank
+
+
+@dataclass
+class Work:
+    """A tensor to be summed: contiguous and flat, and the same on all ranks but for its values."""
+
+    key: int  # its place among the tensors of a step; negative: none of DDP's buckets
+    tensor: torch.Tensor
+    header: Header
+    steps: list[Step]
+    scale: float | None  # of the sum
+    is_last: bool  # nothing follows before somebody waits for it
+    future: torch.futures.Future[torch.Tensor]
+    crossed: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        network = [index for index, (phase, _) in enumerate(self.steps) if phase.axis != "node"]
+        begin, end = (network[0], network[-1] + 1) if network else (len(self.steps), len(self.steps))
+        self.before, self.network, self.after = self.steps[:begin], self.steps[begin:end], self.steps[end:]
+
+
+class Reducer:
+    def __init__(self, groups: Groups, explain: Callable[[str], str]) -> None:
+        self.groups = groups
+        self.explain = explain  # adds to an error what ranks have told about themselves
+        self.error: BaseException | None = None
+        self.waited_s = 0.0  # for other ranks, and for the network
+        self.buffers: dict[int, tuple[torch.Tensor, SharedBuffer]] = {}
+        self.sizes: dict[tuple[Plan, int], list[Step]] = {}
+        self.in_node: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self.on_network: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self.threads: list[threading.Thread] = []
+        if groups.device.type == "cpu":
+            for loop in (self.work_in_node, self.work_on_network):
+                self.threads.append(threading.Thread(target=loop, name=f"megabatch {loop.__name__}", daemon=True))
+                self.threads[-1].start()
+
+    def start(
+        self, key: int, tensor: torch.Tensor, plan: Plan, header: Header, scale: float | None, is_last: bool
+    ) -> torch.futures.Future[torch.Tensor]:
+        """The tensor, summed in place over all ranks, times `scale`.  All ranks start the same tensors in one order."""
+        devices: list[int | str | torch.device] | None = (
+            [self.groups.device] if self.groups.device.type == "cuda" else None
+        )
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        work = Work(key, tensor.view(-1), header, self.steps_of(plan, tensor.numel()), scale, is_last, future)
+        if self.threads:
+            self.in_node.put(work)
+            return future
+        # A completed future runs this at once, on a stream of its own that has waited for the tensor.
+        future.set_result(work.tensor)
+        return future.then(lambda ready: self.run_all(work))
+
+    def run_all(self, work: Work) -> torch.Tensor:
+        self.attempt(work, work.steps)
+        return self.scaled(work)
+
+    def steps_of(self, plan: Plan, num_elements: int) -> list[Step]:
+        """This rank's part of the plan for a tensor of this size."""
+        if (plan, num_elements) not in self.sizes:
+            steps = []
+            for phase, groups in zip(plan.phases, exchanges(plan, self.groups.topology, num_elements), strict=True):
+                steps += [(phase, exchange) for exchange in groups if self.groups.rank in exchange.members]
+            self.sizes[plan, num_elements] = [step for step in steps if len(step[1].members) > 1]
+        return self.sizes[plan, num_elements]
+
+    def work_in_node(self) -> None:
+        crossing: Work | None = None
+        while work := self.in_node.get():
+            self.attempt(work, work.before)
+            if not work.network:
+                self.finish(work)
+                continue
+            self.on_network.put(work)
+            if crossing:
+                self.end_crossing(crossing)
+            crossing = work if work.after else None
+            if crossing and work.is_last:
+                self.end_crossing(crossing)
+                crossing = None
+
+    def end_crossing(self, work: Work) -> None:
+        work.crossed.wait()
+        self.attempt(work, work.after)
+        self.finish(work)
+
+    def work_on_network(self) -> None:
+        while work := self.on_network.get():
+            began_s = time.perf_counter()
+            self.attempt(work, work.network)
+            self.waited_s += time.perf_counter() - began_s
+            if work.after:
+                work.crossed.set()
+            else:
+                self.finish(work)
+
+    def attempt(self, work: Work, steps: list[Step]) -> None:
+        """After a first error nothing is exchanged any more: the others will miss this rank, and say so."""
+        if self.error is None:
+            try:
+                for step in steps:
+                    self.run(work, step)
+            except BaseException as error:
+                self.error = self.explained(error, work)
+                self.groups.abandon()
+
+    def explained(self, error: BaseException, work: Work) -> BaseException:
+        if isinstance(error, RuntimeError):
+            line = str(error).strip().partition("\n")[0]
+            kind = type(error) if type(error) is not RuntimeError else MissingRank  # the engine has only one
+            return kind(self.explain(f"step {work.header.step}, bucket {work.key}: {line}"))
+        return error
+
+    def finish(self, work: Work) -> None:
+        if self.error is None and not self.is_scaled_in_memory(work):
+            self.scaled(work)
+        work.future.set_result(work.tensor)
+
+    def scaled(self, work: Work) -> torch.Tensor:
+        return work.tensor if work.scale is None else work.tensor.mul_(work.scale)
+
+    def is_scaled_in_memory(self, work: Work) -> bool:
+        """One all-reduce in shared memory scales on its way."""
+        return len(work.steps) == 1 and work.steps[0][0].axis == "node" and self.groups.memory is not None
+
+    def run(self, work: Work, step: Step) -> None:
+        phase, exchange = step
+        if phase.axis == "node" and self.groups.memory:
+            self.run_in_memory(work, phase)
+            return
+        engine = self.groups.engines[phase.axis]
+        getattr(engine, phase.op)(work.tensor[exchange.begin : exchange.end], phase.wire)
+
+    def run_in_memory(self, work: Work, phase: Phase) -> None:
+        memory = self.groups.memory
+        assert memory is not None
+        waited_s = memory.waited_s
+        buffer = self.shared(work)
+        match phase.op:
+            case "all_reduce":
+                memory.all_reduce(buffer, work.header, work.scale if self.is_scaled_in_memory(work) else None)
+            case "reduce_scatter":
+                memory.reduce_scatter(buffer, work.header)
+            case "all_gather":
+                memory.all_gather(buffer, work.header)
+            case "reduce":
+                memory.reduce(buffer, 0, work.header)
+            case "broadcast":
+                memory.broadcast(buffer, 0, work.header)
+        self.waited_s += memory.waited_s - waited_s
+
+    def shared(self, work: Work) -> SharedBuffer:
+        """The tensor in shared memory, where it stays: DDP's buckets keep their place after the first backward."""
+        known, buffer = self.buffers.get(work.key, (None, None))
+        if known is None or buffer is None or known.data_ptr() != work.tensor.data_ptr():
+            assert self.groups.memory is not None
+            buffer = self.groups.memory.share(work.tensor, work.header)
+            self.buffers[work.key] = work.tensor, buffer  # kept, so that no other tensor gets its address
+        if work.is_last:  # DDP may have had more buckets before
+            for key in [key for key in self.buffers if key > work.key]:
+                del self.buffers[key]
+        return buffer
+
+    def close(self) -> None:
+        for inbox in (self.in_node, self.on_network):
+            inbox.put(None)
+        for thread in self.threads:
+            thread.join(timeout=10)
+        self.buffers = {}
+        self.groups.close()

@@ -1,0 +1,42 @@
+"""How gradients are summed: the [comm] section of a recipe, and the arguments of `attach`."""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from megabatch.errors import UserError, require_one_of
+from megabatch.planning.algorithms import ALGORITHMS
+from megabatch.planning.plan import WIRES, Plan, Wire
+from megabatch.planning.topology import Topology
+
+
+class CommSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    algorithm: str = "auto"  # auto, or one of planning.algorithms
+    wire: Wire = "fp32"  # what travels between hosts
+    bucket_mb: Annotated[float, Meta(gt=0)] = 25.0  # gradients are fused up to this
+    timeout_s: Annotated[float, Meta(gt=0)] = 600.0  # a rank that does not come for so long is named
+
+    def __post_init__(self) -> None:
+        require_one_of("comm.algorithm", self.algorithm, ["auto", *ALGORITHMS])
+        require_one_of("comm.wire", self.wire, WIRES)
+
+    def exactly(self) -> "CommSettings":
+        """The same with nothing rounded on the wire."""
+        return msgspec.structs.replace(self, wire="fp32")
+
+
+def choose_plan(settings: CommSettings, topology: Topology, device_type: str) -> Plan:
+    """`auto`: NCCL's own all-reduce on GPUs; on CPUs torus, which sums inside a host through shared memory, or
+    hierarchical where hosts have unequal numbers of ranks."""
+    name = settings.algorithm
+    if name == "auto":
+        name = "flat" if device_type == "cuda" else "torus" if topology.is_regular else "hierarchical"
+    plan = ALGORITHMS[name](topology, settings.wire)
+    if plan is None:
+        sizes = sorted({len(node) for node in topology.nodes})
+        raise UserError(
+            f"comm.algorithm={name!r} needs hosts with equally many ranks, not {' and '.join(map(str, sizes))}; "
+            "nearest: comm.algorithm=hierarchical"
+        )
+    return plan
