@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -30,36 +31,54 @@ from megabatch.train.folder import RunFolder
 from megabatch.train.records import StepRecord
 from megabatch.train.trainer import train
 
-MODELS = ("small_resnet", "small_cnn")
-STEPS_A_BLOCK = 4
+# Overrides of the recipe `fashion`, and steps in a block.
+WORKLOADS = {
+    "small_resnet": (["model.name=small_resnet"], 4),
+    "small_cnn": (["model.name=small_cnn"], 4),
+    "alexnet_like": (
+        [
+            "model.name=benchmarks.models:alexnet_like",
+            "data.source=synthetic",
+            "data.image_size=64",
+            "data.synthetic.train=1024",
+            "data.synthetic.test=16",
+            "data.synthetic.classes=1000",
+            "batch.global=32",
+            "batch.micro=16",
+            "optim.learning_rate=0.01",
+        ],
+        1,
+    ),
+}
 NOT_EVALUATED = Evaluation(top1=0.0, top5=0.0, test_loss=0.0, class_top1=[], samples_evaluated=0)
 
 
 def run_rank(place: Place, notices: Notices, device: str, rounds: int, json_file: Path | None) -> int:
     """One rank of the bench; rank 0 reports.  Returns the exit code."""
     with connect(place, choose_device(device), notices.store) as world:
-        rows = [measure(model, world, rounds) for model in MODELS]
+        rows = [measure(name, world, rounds) for name in WORKLOADS]
     if place.rank == 0:
         report(rows, json_file)
     return 0
 
 
-def measure(model_name: str, world: World, rounds: int) -> dict[str, Any]:
-    config = load_config("fashion", [f"model.name={model_name}", "train.epochs=1000"])
-    data = load_data_set(config.data)
+def measure(name: str, world: World, rounds: int) -> dict[str, Any]:
+    overrides, steps_a_block = WORKLOADS[name]
+    config = load_config("fashion", [*overrides, "train.epochs=1000"])
+    data = in_memory(load_data_set(config.data))
     with tempfile.TemporaryDirectory() as folder, RunFolder(Path(folder)) as run_folder:
         run_folder.begin(config, 0)
         arms = {"ours": our_steps(config, data, world, run_folder), "stock_ddp": stock_steps(config, data, world)}
         for take_step in arms.values():  # DDP settles its buckets, caches warm up
-            time_block(take_step, STEPS_A_BLOCK)
-        times: dict[str, list[float]] = {name: [] for name in arms}
+            time_block(take_step, steps_a_block)
+        times: dict[str, list[float]] = {arm: [] for arm in arms}
         for turn in range(rounds):
-            for name in sorted(arms, reverse=turn % 2 == 1):
-                times[name].append(time_block(arms[name], STEPS_A_BLOCK))
-    images = STEPS_A_BLOCK * config.batch.global_batch
+            for arm in sorted(arms, reverse=turn % 2 == 1):
+                times[arm].append(time_block(arms[arm], steps_a_block))
+    images = steps_a_block * config.batch.global_batch
     ours, stock = times["ours"], times["stock_ddp"]
     return {
-        "model": model_name,
+        "model": name,
         "ranks": world.num_ranks,
         "threads": torch.get_num_threads(),
         "global_batch": config.batch.global_batch,
@@ -78,6 +97,12 @@ def time_block(take_step: Callable[[], object], num_steps: int) -> float:
         take_step()
     dist.barrier()
     return time.perf_counter() - started_s
+
+
+def in_memory(data: DataSet) -> DataSet:
+    """Both arms read the same array, also of images that are made when they are asked for."""
+    train = ArrayImages(data.train.read(np.arange(len(data.train))), data.train.labels)
+    return DataSet(train, data.test, data.class_names, data.num_channels)
 
 
 def our_steps(config: Any, data: DataSet, world: World, folder: RunFolder) -> Callable[[], object]:

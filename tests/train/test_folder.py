@@ -34,7 +34,19 @@ def test_rows_beyond_the_checkpoint_and_half_rows_are_cut(tmp_path: Path) -> Non
     assert length_up_to(rows, 9) == len("".join(lines))
     with RunFolder(tmp_path) as folder:
         folder.begin(load_config("fashion"), step=2)
-        folder.write(StepRecord(step=3, epoch=1, loss=1, lr=1, images_per_s=1, data_wait_s=0, comm_wait_s=0))
+        folder.write(
+            StepRecord(
+                step=3,
+                epoch=1,
+                loss=1,
+                lr=1,
+                images_per_s=1,
+                data_wait_s=0,
+                comm_wait_s=0,
+                straggler=0,
+                straggler_delay_s=0.0,
+            )
+        )
     assert [json.loads(line)["step"] for line in rows.read_text().splitlines()] == [1, 2, 2, 3]
 
 

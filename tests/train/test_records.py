@@ -1,11 +1,11 @@
 import msgspec
 import pytest
 
-from megabatch.train.records import EvaluationRecord, StepRecord, Tally
+from megabatch.train.records import EvaluationRecord, StepRecord, Straggler, Tally, find_straggler
 
 
 def step(number: int, images_per_s: float = 100.0) -> StepRecord:
-    waits = {"data_wait_s": 0.1, "comm_wait_s": 0.2}
+    waits = {"data_wait_s": 0.1, "comm_wait_s": 0.2, "straggler": number % 2, "straggler_delay_s": 0.1 * number}
     return StepRecord(step=number, epoch=number / 2, loss=1.0, lr=0.1, images_per_s=images_per_s, **waits)
 
 
@@ -29,6 +29,7 @@ def test_the_summary_adds_the_records_up() -> None:
     assert summary.images_per_s == pytest.approx(100 / 1.5)
     assert summary.data_wait_share == pytest.approx(0.2 / 1.5)
     assert summary.comm_wait_share == pytest.approx(0.4 / 1.5)
+    assert summary.straggler == Straggler(rank=0, delay_s=0.1, share=pytest.approx(0.2 / 1.5))
     assert summary.time_to_target_s == 4  # the first that reached it, not the last
 
 
@@ -37,3 +38,10 @@ def test_a_run_without_target_or_evaluation_says_so_with_null() -> None:
     assert tally.summary("failed").images_per_s is None
     tally.add(evaluation(1, 1.0), wall_s=2)
     assert tally.summary("stopped").time_to_target_s is None
+
+
+def test_the_straggler_is_the_rank_that_waits_least() -> None:
+    assert find_straggler([3.0, 0.5, 2.0, 4.0]) == (1, 2.5)
+    assert find_straggler([0.0, 0.25]) == (0, 0.25)
+    assert find_straggler([7.0]) == (0, 0.0)
+    assert Tally(global_batch=1, target_top1=None).summary("stopped").straggler is None

@@ -30,7 +30,7 @@ class Exchange:
         self.gradients, self.statistics, self.world = gradients, statistics, world
         self.losses: list[torch.Tensor] = []
         self.samples = 0
-        self.told_s = 0.0
+        self.told_s: float | None = None  # what was waited before the first step is not told
         self.waited_s = 0.0  # in the newest `receive`
         num_statistics = sum(tensor.numel() for tensor in statistics.tensors)
         self.message = torch.zeros(3 + world.num_ranks + num_statistics, dtype=dtype, device=world.device)
@@ -45,7 +45,7 @@ class Exchange:
         self.counts.copy_(torch.tensor([self.samples, stop]))
         waited_s = self.gradients.waited_s
         self.waits.zero_()
-        self.waits[self.world.rank] = waited_s - self.told_s
+        self.waits[self.world.rank] = 0.0 if self.told_s is None else waited_s - self.told_s
         if self.statistics.tensors:
             torch.cat(self.statistics.tensors, out=self.averages)
         self.sum = self.gradients.start_sum(self.message)

@@ -1,5 +1,6 @@
 """What a run leaves behind: a record per step and per evaluation, and a summary of them."""
 
+import statistics
 from typing import Literal
 
 from msgspec import Struct
@@ -17,6 +18,8 @@ class StepRecord(Struct, frozen=True, kw_only=True):
     images_per_s: float
     data_wait_s: float  # rank 0 waited for images
     comm_wait_s: float  # rank 0 waited for other ranks, after all its gradients were ready
+    straggler: int  # the rank that waited least for others in the step before, since they waited for it
+    straggler_delay_s: float  # by how much less than the others, in the middle
 
 
 class EvaluationRecord(Evaluation, frozen=True, kw_only=True):
@@ -25,6 +28,12 @@ class EvaluationRecord(Evaluation, frozen=True, kw_only=True):
 
 
 Record = StepRecord | EvaluationRecord
+
+
+class Straggler(Struct, frozen=True):
+    rank: int
+    delay_s: float  # a step, for which the others waited
+    share: float  # of the time of training steps
 
 
 class Summary(Struct, frozen=True, kw_only=True):
@@ -41,6 +50,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     images_per_s: float | None  # over all training steps, evaluations left out
     data_wait_share: float | None  # of the time of training steps
     comm_wait_share: float | None
+    straggler: Straggler | None  # the rank that delayed the others most, in all; None on one rank
     time_to_target_s: float | None  # wall time of the first evaluation that reached train.target_top1
 
 
@@ -54,6 +64,7 @@ class Tally(Struct, kw_only=True):
     training_s: float = 0.0
     data_wait_s: float = 0.0
     comm_wait_s: float = 0.0
+    delays_s: dict[int, float] = {}  # by rank, over the steps in which it was the straggler
     evaluation: EvaluationRecord | None = None
     best_top1: float | None = None
     best_step: int | None = None
@@ -67,6 +78,9 @@ class Tally(Struct, kw_only=True):
             self.training_s += self.global_batch / record.images_per_s
             self.data_wait_s += record.data_wait_s
             self.comm_wait_s += record.comm_wait_s
+            if record.straggler_delay_s:
+                earlier_s = self.delays_s.get(record.straggler, 0.0)
+                self.delays_s[record.straggler] = earlier_s + record.straggler_delay_s
             return
         self.evaluation = record
         if self.best_top1 is None or record.top1 > self.best_top1:
@@ -74,6 +88,12 @@ class Tally(Struct, kw_only=True):
         reached = self.target_top1 is not None and record.top1 >= self.target_top1
         if reached and self.time_to_target_s is None:
             self.time_to_target_s = wall_s
+
+    def straggler(self) -> Straggler | None:
+        if not self.delays_s:
+            return None
+        rank = max(self.delays_s, key=lambda rank: self.delays_s[rank])
+        return Straggler(rank, self.delays_s[rank] / self.steps, self.delays_s[rank] / self.training_s)
 
     def summary(self, status: Status) -> Summary:
         last = self.evaluation
@@ -91,5 +111,13 @@ class Tally(Struct, kw_only=True):
             images_per_s=self.steps * self.global_batch / self.training_s if self.steps else None,
             data_wait_share=self.data_wait_s / self.training_s if self.steps else None,
             comm_wait_share=self.comm_wait_s / self.training_s if self.steps else None,
+            straggler=self.straggler(),
             time_to_target_s=self.time_to_target_s,
         )
+
+
+def find_straggler(waits_s: list[float]) -> tuple[int, float]:
+    """The rank that waited least, and by how much less than the others in the middle.  Clocks are not compared."""
+    rank = min(range(len(waits_s)), key=waits_s.__getitem__)
+    others = waits_s[:rank] + waits_s[rank + 1 :]
+    return rank, statistics.median(others) - waits_s[rank] if others else 0.0

@@ -17,6 +17,7 @@ from megabatch.data.sources import FROM_PYTHON
 from megabatch.train.records import EvaluationRecord, Record, StepRecord, Summary
 from megabatch.train.trainer import Training
 
+TELLING_SHARE = 0.05  # of the time, that others wait for one rank
 QUIET_S = 10.0  # where there is no live bar, a line at least this often
 
 
@@ -92,6 +93,10 @@ class Screen:
         if summary.data_wait_share is not None and summary.comm_wait_share is not None:
             shares = f"{summary.data_wait_share:.1%} for data, {summary.comm_wait_share:.1%} for communication"
             self.say("waited", shares)
+        late = summary.straggler
+        if late and late.share > TELLING_SHARE:
+            delay = f"{late.delay_s * 1e3:.1f} ms a step ({late.share:.0%})"
+            self.say("straggler", f"rank {late.rank}: the others waited for it {delay}")
         if summary.status == "finished":
             self.say("weights", str(self.folder / "model.safetensors"))
         if not self.from_python:  # there, calling `fit` again goes on

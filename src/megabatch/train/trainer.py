@@ -20,7 +20,7 @@ from megabatch.planning.batch import StepPlan
 from megabatch.train.batch_norm import RunningStatistics
 from megabatch.train.evaluate import Evaluation
 from megabatch.train.exchange import Exchange
-from megabatch.train.records import EvaluationRecord, Record, StepRecord
+from megabatch.train.records import EvaluationRecord, Record, StepRecord, find_straggler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +78,7 @@ def train(run: Training, first_step: int = 0) -> Iterator[Record]:
         epoch = plan.epochs_after(done)
         check_loss(totals.loss, done, learning_rate)
         assert totals.samples == plan.global_batch
+        straggler, straggler_delay_s = find_straggler(totals.waited_s)
         yield StepRecord(
             step=done,
             epoch=epoch,
@@ -86,6 +87,8 @@ def train(run: Training, first_step: int = 0) -> Iterator[Record]:
             images_per_s=plan.global_batch / (time.perf_counter() - started_s),
             data_wait_s=data_wait_s,
             comm_wait_s=comm_wait_s + run.exchange.waited_s,
+            straggler=straggler,
+            straggler_delay_s=straggler_delay_s,
         )
         if plan.should_evaluate_after(done):
             evaluation = run.evaluate()
