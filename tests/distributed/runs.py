@@ -26,6 +26,7 @@ SMALL_RUN = [
     "optim.learning_rate=0.05",
     "train.epochs=8",
     "precision.name=fp64",
+    "run.threads=1",
 ]
 
 
