@@ -40,7 +40,9 @@ from megabatch.comm.barrier import (
 )
 from megabatch.errors import UserError
 
-CHUNK_BYTES = 128 << 10
+CACHE_BYTES = 1 << 20  # all ranks' parts of a chunk together: a core's own cache, as they come today
+MIN_CHUNK_BYTES = 64 << 10
+TORCH_CHUNK = 32_768  # elements, of 16-bit floats: with more, torch would call on other threads
 SMALL_BYTES = 8 << 10
 SUMMED_IN_FP32 = (torch.float16, torch.bfloat16)
 CODES = {name: code for code, name in enumerate(OPERATIONS)}
@@ -62,12 +64,11 @@ class SharedBuffer:
     def __init__(self, number: int, tensors: Sequence[torch.Tensor], rank: int, places: Sequence[torch.Tensor]) -> None:
         own = tensors[rank]
         self.number, self.rank, self.num_elements, self.dtype = number, rank, own.numel(), own.dtype
-        self.num_bytes = own.numel() * own.element_size()
         self.slices = slices(own.numel(), len(tensors))
         # numpy, since a call costs it a third of what it costs torch; it has no bfloat16 and is slow with float16.
         self.parts: list[Any] = [as_array(tensor) for tensor in tensors]
         self.bytes = [tensor.view(torch.uint8).numpy() for tensor in tensors]
-        self.is_small = self.num_bytes <= SMALL_BYTES
+        self.is_small = own.nbytes <= SMALL_BYTES
         # Where copies of a small tensor go, one place per rank, and another set for the next operation.
         self.places: list[list[Any]] = []
         if self.is_small:
@@ -99,8 +100,8 @@ class SharedMemory:
         small = self.barrier.segment[WORDS_PER_RANK * num_ranks :].view(torch.uint8)
         self.places = small.split(SMALL_BYTES)
         self.num_buffers = 0
-        self.total = torch.empty(CHUNK_BYTES // 2, dtype=torch.float32)  # for 16-bit sums; `addend` for what comes in
-        self.addend = torch.empty_like(self.total)
+        self.chunk_bytes = max(MIN_CHUNK_BYTES, CACHE_BYTES // num_ranks)
+        self.total, self.addend = torch.empty(2, TORCH_CHUNK)  # for sums of 16-bit floats
         self.everyone = range(num_ranks)
 
     @staticmethod
@@ -227,9 +228,9 @@ class SharedMemory:
         # The first addition may overwrite either of its operands; a sum that goes elsewhere is made in rank 0's.
         home = destinations[0] if destinations[0] < 2 else 0
         begin, end = buffer.slices[self.rank]
-        size = max(1, CHUNK_BYTES * buffer.num_elements // max(1, buffer.num_bytes))
-        for at in range(begin, end, size):
-            parts = [part[at : min(at + size, end)] for part in buffer.parts]
+        chunk = TORCH_CHUNK if buffer.dtype in SUMMED_IN_FP32 else self.chunk_bytes // buffer.dtype.itemsize
+        for at in range(begin, end, chunk):
+            parts = [part[at : min(at + chunk, end)] for part in buffer.parts]
             self.add(parts, parts[home], scale)
             for rank in destinations:
                 if rank != home:
@@ -239,9 +240,9 @@ class SharedMemory:
     def copy_slice(self, operation: str, root: int, buffer: SharedBuffer, header: Header, source: int) -> None:
         """Copies this rank's slice of the source's tensor to all other tensors."""
         self.meet(operation, root, buffer, header, None)
-        begin, end = (buffer.num_bytes // max(1, buffer.num_elements) * edge for edge in buffer.slices[self.rank])
-        for at in range(begin, end, CHUNK_BYTES):
-            parts = [part[at : min(at + CHUNK_BYTES, end)] for part in buffer.bytes]
+        begin, end = (edge * buffer.dtype.itemsize for edge in buffer.slices[self.rank])
+        for at in range(begin, end, self.chunk_bytes):
+            parts = [part[at : min(at + self.chunk_bytes, end)] for part in buffer.bytes]
             for rank in self.everyone:
                 if rank != source:
                     parts[rank][:] = parts[source]
