@@ -5,8 +5,10 @@ turned every round; the first call of a block only warms up.  All ranks leave a 
 the slowest rank, on every arm; what counts is the median of all calls.  Each arm's sum is checked before.
 ours   a tensor that lives in shared memory, as DDP's buckets do: nothing is copied in or out
 gloo   torch.distributed.all_reduce of a tensor, over the loopback interface
-mpich  MPI_Allreduce in place, of memory from MPI_Alloc_mem, MPI initialised for one thread; its shared memory is on by
-       default.  Measured where mpi4py is installed: then mpiexec starts the ranks.
+mpich  MPI_Allreduce in place, of memory from MPI_Alloc_mem, MPI initialised for one thread: of the ways to call it, the
+       fastest.  MPIR_CVAR_NOLOCAL=1 in the environment makes it use UCX's shared memory instead of its own: twice as
+       fast from 1 MiB on, slower below; rows tell which.  It is measured where mpi4py is installed (then mpiexec
+       starts the ranks) and each rank has a core: MPICH polls, and would be timing the scheduler.
 limit  the memory's: each rank, all at the same time, reads and writes every byte of a tensor of its own once.  No
        all-reduce can move less: p tensors are read, p are written.  `memory_limit_fraction` is its time by ours.
 """
@@ -19,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ import torch.distributed as dist
 
 from benchmarks.report import print_lines, write
 from megabatch.comm.discover import Place
+from megabatch.comm.launch import num_cores
 from megabatch.comm.shared_memory import SharedMemory
 from megabatch.comm.world import World, connect
 
@@ -41,8 +44,8 @@ MAX_CALLS = 20
 MPIEXEC = Path(sys.executable).parent / "mpiexec"
 
 
-def has_mpi() -> bool:
-    return importlib.util.find_spec("mpi4py") is not None and MPIEXEC.exists()
+def has_mpi(num_ranks: int) -> bool:
+    return importlib.util.find_spec("mpi4py") is not None and MPIEXEC.exists() and num_ranks <= num_cores()
 
 
 def start_ranks_with_mpi(arguments: Sequence[str], num_ranks: int) -> int:
@@ -54,9 +57,9 @@ def start_ranks_with_mpi(arguments: Sequence[str], num_ranks: int) -> int:
 
 
 @contextmanager
-def mpi() -> Any:
+def mpi(num_ranks: int) -> Iterator[Any]:
     """mpi4py's MPI; None where mpiexec has not started this rank."""
-    if "PMI_RANK" not in os.environ or not has_mpi():
+    if "PMI_RANK" not in os.environ or not has_mpi(num_ranks):
         yield None
         return
     import mpi4py
@@ -71,7 +74,7 @@ def mpi() -> Any:
 def run_rank(place: Place, rounds: int, sizes: Sequence[int], json_file: Path | None) -> int:
     """One rank of the bench; rank 0 reports.  Returns the exit code."""
     torch.set_num_threads(1)
-    with mpi() as mpi_or_none, connect(place, "cpu") as world:
+    with mpi(place.num_ranks) as mpi_or_none, connect(place, "cpu") as world:
         store = dist.PrefixStore("bench", dist.distributed_c10d._get_default_store())
         with SharedMemory(store, place.rank, place.num_ranks) as memory:
             rows = [measure(size, rounds, world, memory, mpi_or_none) for size in sizes]
@@ -106,6 +109,7 @@ def measure(size: int, rounds: int, world: World, memory: SharedMemory, mpi: Any
         "ours_s": ours,
         "gloo_s": medians["gloo"],
         "mpich_s": medians.get("mpich"),
+        "mpich_memory": ("ucx" if os.environ.get("MPIR_CVAR_NOLOCAL") == "1" else "its own") if mpi else None,
         "gloo_ratio": medians["gloo"] / ours,
         "mpich_ratio": medians["mpich"] / ours if mpi else None,
         "memory_limit_fraction": medians["limit"] / ours,

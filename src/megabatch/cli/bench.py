@@ -59,7 +59,7 @@ def allreduce(
     place = discover()
     if place:
         be_a_rank(lambda: bench.run_rank(place, rounds, sizes or bench.SIZES, json))
-    elif bench.has_mpi():
+    elif bench.has_mpi(ranks):
         sys.exit(bench.start_ranks_with_mpi(sys.argv[1:], ranks))
     else:
         start_ranks(sys.argv[1:], ranks)
