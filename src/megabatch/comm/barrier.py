@@ -60,7 +60,9 @@ YIELDS = 100
 # A yield that comes back late has met a thread that computes, and cost a time slice (5 ms beside a backward pass, where
 # a sleep costs 0.02).  With more ranks than cores, but no such thread, yields are three times as fast as sleeps.
 LATE_S = 1e-3
-MAX_WAITS_WITHOUT_YIELDS = 4096  # after a late one: 16 the first time, then twice as many each time
+MAX_WAITS_WITHOUT_YIELDS = (
+    4096  # after a late one: 2 the first time, then twice as many; half as many once it was prompt
+)
 # A sleep is a tenth of what has been waited so far: a long wait costs the core next to nothing, and ends a tenth late.
 # The shortest takes 20 us; it would be 80 with the timer slack that threads are born with.
 MAX_SLEEP_S = 500e-6
@@ -119,7 +121,7 @@ class Barrier:
         # With fewer cores than ranks the one that we wait for may have none: then spinning only keeps it waiting.
         self.spins = SPINS if num_ranks <= len(os.sched_getaffinity(0)) else 0
         self.is_closed = False
-        self.waits_until_yield, self.waits_without_yields = 0, 8  # see LATE_S
+        self.waits_until_yield, self.waits_without_yields = 0, 1  # see LATE_S
         self.waited_s = 0.0  # at the first barriers of operations, in all
         self.num_meetings = self.num_arrivals = 0
         self.current: tuple[int, ...] = ()
@@ -177,10 +179,11 @@ class Barrier:
         words = self.words
         waiting = self.peers
         self.waits_until_yield -= 1
-        for _ in range(YIELDS if self.waits_until_yield <= 0 else 0):
+        for turn in range(YIELDS if self.waits_until_yield <= 0 else 0):
             waiting = [peer for peer in waiting if words[peer] < number]
             if not waiting:
-                self.waits_without_yields = 8
+                if turn:
+                    self.waits_without_yields = max(1, self.waits_without_yields // 2)
                 return
             began_s = time.perf_counter()
             os.sched_yield()

@@ -17,8 +17,10 @@ The file behind it has mode 0600 and no name, so nothing is left in /dev/shm how
 
 import contextvars
 import os
+import re
 import struct
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -154,6 +156,9 @@ class SharedMemory:
                 descriptor, num_bytes = flat.untyped_storage()._share_fd_cpu_()
         except RuntimeError as caught:
             descriptor, problem = -1, str(caught).partition("\n")[0]
+            # torch leaves its file behind if /dev/shm is too small for it.
+            for name in re.findall(r"file </(torch_\w+)>", problem):
+                Path("/dev/shm", name).unlink(missing_ok=True)
         offset = int(flat.storage_offset()) * flat.element_size()
         words[own + DESCRIPTOR], words[own + NUM_BYTES], words[own + OFFSET] = descriptor, num_bytes, offset
         buffer_words = self.num_buffers, len(flat), DTYPE_CODES[flat.dtype]
