@@ -35,6 +35,20 @@ def report(rows: list[dict[str, Any]], json_file: Path | None) -> None:
     for name in rows[0]:
         table.add_row(name, *(show(row[name]) for row in rows))
     Console().print(table)
+    write(rows, json_file)
+
+
+def print_lines(rows: list[dict[str, str]]) -> None:
+    """A line per row, under the names."""
+    table = Table(box=None, pad_edge=False)
+    for name in rows[0]:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*row.values())
+    Console().print(table)
+
+
+def write(rows: list[dict[str, Any]], json_file: Path | None) -> None:
     if json_file is not None:
         command = " ".join(["megabatch", *sys.argv[1:]])
         json_file.write_text(json.dumps({"command": command, "machine": machine(), "rows": rows}, indent=2) + "\n")

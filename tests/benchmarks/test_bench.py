@@ -16,3 +16,17 @@ def test_a_bench_writes_its_command_the_machine_and_rows(tmp_path: Path) -> None
     for row in written["rows"]:
         assert row["ranks"] == 2 and row["rounds"] == 3
         assert row["ours_images_per_s"] > 0 and row["stock_ddp_images_per_s"] > 0 and row["ratio"] > 0
+
+
+def test_bench_allreduce_measures_all_arms_on_two_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    words = ["bench", "allreduce", "--rounds", "9", "--bytes", "1024", "--bytes", "20480", "--json", str(path)]
+    result = subprocess.run([sys.executable, "-m", "megabatch", *words], capture_output=True, text=True, timeout=110)
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["bytes"] for row in rows] == [1024, 20480]
+    for row in rows:
+        assert row["ranks"] == 2 and row["calls"] >= 9
+        assert row["ours_s"] > 0 and row["gloo_s"] > 0 and row["memory_limit_fraction"] > 0
+        assert row["mpich_s"] is None or row["mpich_s"] > 0
+    assert "up to 256 KiB" in result.stdout

@@ -17,14 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.comm import shared_memory
 from megabatch.comm.barrier import Header, MissingRank, RankMismatch, Unmapped
-from megabatch.comm.shared_memory import CHUNK_BYTES, SMALL_BYTES, SharedBuffer, SharedMemory, slices
+from megabatch.comm.shared_memory import CACHE_BYTES, SMALL_BYTES, SharedBuffer, SharedMemory, slices
 from megabatch.comm.world import World
 from megabatch.errors import UserError
 from tests.ranks import RankPool, RanksFailed
 
 SMALL = SMALL_BYTES // 4  # elements of fp32
-CHUNK = CHUNK_BYTES // 4
-SIZES = (0, 1, 2, 3, 15, 16, 17, 63, 64, 65, SMALL, SMALL + 1, 10_007, 4 * CHUNK, 4 * CHUNK + 77)
+CHUNK = CACHE_BYTES // 4  # the largest, that of one rank
+SIZES = (0, 1, 2, 3, 15, 16, 17, 63, 64, 65, SMALL, SMALL + 1, 10_007, 3 * CHUNK, 3 * CHUNK + 77)
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 

@@ -36,13 +36,38 @@ def train(
     from megabatch.comm.discover import discover
 
     bench = load_bench("train")
-    if json and not json.absolute().parent.is_dir():
-        raise UserError(f"--json {json}: the folder {json.absolute().parent} does not exist; make it first")
+    require_folder_of(json)
     place = discover()
     if place:
         be_a_rank(place, lambda notices: bench.run_rank(place, notices, device, rounds, json))
     else:
         start_ranks(sys.argv[1:], ranks)
+
+
+@app.command()
+def allreduce(
+    json: Json = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks on this machine.")] = 2,
+    rounds: Annotated[int, typer.Option(min=9, help="Turns of each arm; the median of all its calls counts.")] = 25,
+    sizes: Annotated[list[int] | None, typer.Option("--bytes", help="A size; repeat for several.")] = None,
+) -> None:
+    """The all-reduce in a host's shared memory against Gloo's and MPICH's."""
+    from megabatch.comm.discover import discover
+
+    bench = load_bench("allreduce")
+    require_folder_of(json)
+    place = discover()
+    if place:
+        be_a_rank(lambda: bench.run_rank(place, rounds, sizes or bench.SIZES, json))
+    elif bench.has_mpi(ranks):
+        sys.exit(bench.start_ranks_with_mpi(sys.argv[1:], ranks))
+    else:
+        start_ranks(sys.argv[1:], ranks)
+
+
+def require_folder_of(json: Path | None) -> None:
+    if json and not json.absolute().parent.is_dir():
+        raise UserError(f"--json {json}: the folder {json.absolute().parent} does not exist; make it first")
 
 
 def load_bench(name: str) -> Any:

@@ -17,6 +17,7 @@ memcpy ends those with an sfence.  An aligned word is one store.  Other machines
 """
 
 import contextlib
+import ctypes
 import os
 import platform
 import select
@@ -54,10 +55,19 @@ HEADER, LETTER = 16, 48  # two headers of 16 words; words for the peers, see `Sh
 WORDS_PER_RANK = 64
 PACK_HEADER = struct.Struct(f"{len(FIELDS) - 1}qQ").pack_into
 
-SPINS = 400  # about 30 us
-YIELDS = 200
-SLEEP_S, LONG_SLEEP_S = 50e-6, 1e-3
-LONG_WAIT_S = 0.1  # after this, sleeps are long, and each looks for the dead
+SPINS = 30  # about 3 us
+YIELDS = 100
+# A yield that comes back late has met a thread that computes, and cost a time slice (5 ms beside a backward pass, where
+# a sleep costs 0.02).  With more ranks than cores, but no such thread, yields are three times as fast as sleeps.
+LATE_S = 1e-3
+MAX_WAITS_WITHOUT_YIELDS = (
+    4096  # after a late one: 2 the first time, then twice as many; half as many once it was prompt
+)
+# A sleep is a tenth of what has been waited so far: a long wait costs the core next to nothing, and ends a tenth late.
+# The shortest takes 20 us; it would be 80 with the timer slack that threads are born with.
+MAX_SLEEP_S = 500e-6
+PRCTL, PR_SET_TIMERSLACK = ctypes.CDLL(None).prctl, 29
+LOOK_AFTER_S = 0.1  # after this, look for the dead
 TIMEOUT_S = 600.0
 
 
@@ -111,6 +121,7 @@ class Barrier:
         # With fewer cores than ranks the one that we wait for may have none: then spinning only keeps it waiting.
         self.spins = SPINS if num_ranks <= len(os.sched_getaffinity(0)) else 0
         self.is_closed = False
+        self.waits_until_yield, self.waits_without_yields = 0, 1  # see LATE_S
         self.waited_s = 0.0  # at the first barriers of operations, in all
         self.num_meetings = self.num_arrivals = 0
         self.current: tuple[int, ...] = ()
@@ -167,36 +178,43 @@ class Barrier:
     def wait_long(self, number: int) -> None:
         words = self.words
         waiting = self.peers
-        for _ in range(YIELDS):
+        self.waits_until_yield -= 1
+        for turn in range(YIELDS if self.waits_until_yield <= 0 else 0):
             waiting = [peer for peer in waiting if words[peer] < number]
             if not waiting:
+                if turn:
+                    self.waits_without_yields = max(1, self.waits_without_yields // 2)
                 return
+            began_s = time.perf_counter()
             os.sched_yield()
+            if time.perf_counter() - began_s > LATE_S:
+                self.waits_without_yields = min(MAX_WAITS_WITHOUT_YIELDS, 2 * self.waits_without_yields)
+                self.waits_until_yield = self.waits_without_yields
+                break
+        PRCTL(PR_SET_TIMERSLACK, 1000, 0, 0, 0)  # of this thread, in ns
         began_s = time.monotonic()
-        sleep_s = SLEEP_S
+        elapsed_s = 0.0
         while waiting := [peer for peer in waiting if words[peer] < number]:
-            time.sleep(sleep_s)
+            time.sleep(min(MAX_SLEEP_S, elapsed_s / 10))
             elapsed_s = time.monotonic() - began_s
-            if elapsed_s > LONG_WAIT_S:
-                sleep_s = LONG_SLEEP_S
+            if elapsed_s > LOOK_AFTER_S:
                 gone = {self.process_of[descriptor] for descriptor, _ in self.deaths.poll(0)}
-                for said, ranks in (("has died", gone), ("has left", self.ranks_that_left())):
-                    # Its last act may have been to come here.
-                    missing = [rank for rank in ranks if words[WORDS_PER_RANK * rank] < number]
-                    if missing:
-                        self.complain_of_missing(missing, said)
+                self.require_present("has died", gone, number)
+                self.require_present("has left", self.ranks_that_left(), number)
             if elapsed_s > self.timeout_s:
-                missing = [peer // WORDS_PER_RANK for peer in waiting if words[peer] < number]
-                if missing:
-                    self.complain_of_missing(missing, f"did not come within {self.timeout_s:g} s")
+                late = {peer // WORDS_PER_RANK for peer in waiting}
+                self.require_present(f"did not come within {self.timeout_s:g} s", late, number)
+
+    def require_present(self, said: str, ranks: set[int], number: int) -> None:
+        # The last act of a rank that has gone may have been to come here.
+        missing = sorted(rank for rank in ranks if self.words[WORDS_PER_RANK * rank] < number)
+        if missing:
+            self.close()  # what the others find half done, they must not take for whole
+            what = describe(dict(zip(FIELDS, self.current, strict=True)))
+            raise MissingRank(f"{self.name(missing)} {said} while the others wait in {what}; see its own output")
 
     def ranks_that_left(self) -> set[int]:
         return {peer // WORDS_PER_RANK for peer in self.peers if self.words[peer + LEFT]}
-
-    def complain_of_missing(self, ranks: Sequence[int], said: str) -> NoReturn:
-        self.close()  # what the others find half done, they must not take for whole
-        what = describe(dict(zip(FIELDS, self.current, strict=True)))
-        raise MissingRank(f"{self.name(sorted(ranks))} {said} while the others wait in {what}; see its own output")
 
     def complain_of_mismatch(self, place: int) -> NoReturn:
         headers: dict[tuple[int, ...], list[int]] = {}

@@ -15,9 +15,12 @@ A tensor's storage moves into shared memory in place: all of its views, such as 
 The file behind it has mode 0600 and no name, so nothing is left in /dev/shm however a rank ends.
 """
 
+import contextvars
 import os
+import re
 import struct
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -40,7 +43,9 @@ from megabatch.comm.barrier import (
 )
 from megabatch.errors import UserError
 
-CHUNK_BYTES = 128 << 10
+CACHE_BYTES = 1 << 20  # all ranks' parts of a chunk together: a core's own cache, as they come today
+MIN_CHUNK_BYTES = 64 << 10
+TORCH_CHUNK = 32_768  # elements, of 16-bit floats: with more, torch would call on other threads
 SMALL_BYTES = 8 << 10
 SUMMED_IN_FP32 = (torch.float16, torch.bfloat16)
 CODES = {name: code for code, name in enumerate(OPERATIONS)}
@@ -59,26 +64,30 @@ def slices(num_elements: int, parts: int) -> list[tuple[int, int]]:
 class SharedBuffer:
     """One tensor per rank, all of one size and type, each mapped by all ranks.  Dropped, it unmaps the others'."""
 
-    def __init__(self, number: int, tensors: Sequence[torch.Tensor], rank: int, places: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, number: int, tensors: Sequence[torch.Tensor], rank: int, chunk_bytes: int, places: Sequence[torch.Tensor]
+    ) -> None:
         own = tensors[rank]
-        self.number, self.rank, self.num_elements, self.dtype = number, rank, own.numel(), own.dtype
-        self.num_bytes = own.numel() * own.element_size()
-        self.slices = slices(own.numel(), len(tensors))
-        # numpy, since a call costs it a third of what it costs torch; it has no bfloat16 and is slow with float16.
-        self.parts: list[Any] = [as_array(tensor) for tensor in tensors]
-        self.bytes = [tensor.view(torch.uint8).numpy() for tensor in tensors]
-        self.is_small = self.num_bytes <= SMALL_BYTES
+        self.words = number, own.numel(), DTYPE_CODES[own.dtype]
+        chunk = TORCH_CHUNK if own.dtype in SUMMED_IN_FP32 else chunk_bytes // own.element_size()
+        begin, end = slices(own.numel(), len(tensors))[rank]
+        parts = [as_array(tensor) for tensor in tensors]
+        self.own: Any = parts[rank]
+        # This rank's slice, chunk by chunk; of each, every rank's part.
+        self.chunks = [[part[at : min(at + chunk, end)] for part in parts] for at in range(begin, end, chunk)]
+        self.is_small = own.nbytes <= SMALL_BYTES
         # Where copies of a small tensor go, one place per rank, and another set for the next operation.
         self.places: list[list[Any]] = []
         if self.is_small:
-            views = [place.view(own.dtype)[: own.numel()] for place in places]
-            self.places = [[as_array(view) for view in half] for half in (views[: len(tensors)], views[len(tensors) :])]
+            views = [as_array(place.view(own.dtype)[: own.numel()]) for place in places]
+            self.places = [views[: len(tensors)], views[len(tensors) :]]
 
     def close(self) -> None:
-        self.parts, self.bytes, self.places = [], [], []
+        self.own, self.chunks, self.places = None, [], []
 
 
 def as_array(tensor: torch.Tensor) -> Any:
+    """numpy, since a call costs it a third of what it costs torch; it has no bfloat16 and is slow with float16."""
     return tensor if tensor.dtype in SUMMED_IN_FP32 else tensor.numpy()
 
 
@@ -99,9 +108,12 @@ class SharedMemory:
         small = self.barrier.segment[WORDS_PER_RANK * num_ranks :].view(torch.uint8)
         self.places = small.split(SMALL_BYTES)
         self.num_buffers = 0
-        self.total = torch.empty(CHUNK_BYTES // 2, dtype=torch.float32)  # for 16-bit sums; `addend` for what comes in
-        self.addend = torch.empty_like(self.total)
+        self.chunk_bytes = max(MIN_CHUNK_BYTES, CACHE_BYTES // num_ranks)
+        self.total, self.addend = torch.empty(2, TORCH_CHUNK)  # for sums of 16-bit floats
         self.everyone = range(num_ranks)
+        # An overflow is the loss scaler's to see.  Each np.errstate would cost 1 us.
+        self.quietly = contextvars.copy_context().run
+        self.quietly(np.seterr, all="ignore")
 
     @staticmethod
     def is_supported() -> bool:
@@ -144,6 +156,9 @@ class SharedMemory:
                 descriptor, num_bytes = flat.untyped_storage()._share_fd_cpu_()
         except RuntimeError as caught:
             descriptor, problem = -1, str(caught).partition("\n")[0]
+            # torch leaves its file behind if /dev/shm is too small for it.
+            for name in re.findall(r"file </(torch_\w+)>", problem):
+                Path("/dev/shm", name).unlink(missing_ok=True)
         offset = int(flat.storage_offset()) * flat.element_size()
         words[own + DESCRIPTOR], words[own + NUM_BYTES], words[own + OFFSET] = descriptor, num_bytes, offset
         buffer_words = self.num_buffers, len(flat), DTYPE_CODES[flat.dtype]
@@ -169,7 +184,7 @@ class SharedMemory:
                 f"{barrier.name(failed)} cannot share bucket {header.bucket} of {flat.nbytes:,} bytes ({problem}); "
                 f"/dev/shm has {free.f_bavail * free.f_frsize:,} left: make it larger (docker: --shm-size) or use Gloo"
             )
-        return SharedBuffer(self.num_buffers, tensors, self.rank, self.places)
+        return SharedBuffer(self.num_buffers, tensors, self.rank, self.chunk_bytes, self.places)
 
     def all_reduce(self, buffer: SharedBuffer, header: Header = NO_HEADER, scale: float | None = None) -> None:
         """Every rank's tensor becomes the sum of all, times `scale`."""
@@ -177,9 +192,9 @@ class SharedMemory:
             self.reduce_slice("all_reduce", 0, buffer, header, scale, self.everyone)
             return
         places = buffer.places[self.barrier.num_meetings & 1]
-        places[self.rank][:] = buffer.parts[self.rank]
+        places[self.rank][:] = buffer.own
         self.meet("all_reduce", 0, buffer, header, scale)
-        self.add(places, buffer.parts[self.rank], scale)
+        self.quietly(self.add, places, buffer.own, scale)
 
     def reduce_scatter(self, buffer: SharedBuffer, header: Header = NO_HEADER, scale: float | None = None) -> None:
         """Slice i of rank i's tensor becomes the sum; what the rest of it holds is anybody's guess."""
@@ -200,17 +215,7 @@ class SharedMemory:
     def meet(self, operation: str, root: int, buffer: SharedBuffer, header: Header, scale: float | None) -> None:
         scale_bits = 0 if scale is None else struct.unpack("q", struct.pack("d", scale))[0]
         self.barrier.meet(
-            (
-                CODES[operation],
-                root,
-                buffer.number,
-                buffer.num_elements,
-                DTYPE_CODES[buffer.dtype],
-                scale_bits,
-                header.step,
-                header.bucket,
-                header.layout,
-            )
+            (CODES[operation], root, *buffer.words, scale_bits, header.step, header.bucket, header.layout)
         )
 
     def reduce_slice(
@@ -226,11 +231,8 @@ class SharedMemory:
         self.meet(operation, root, buffer, header, scale)
         # The first addition may overwrite either of its operands; a sum that goes elsewhere is made in rank 0's.
         home = destinations[0] if destinations[0] < 2 else 0
-        begin, end = buffer.slices[self.rank]
-        size = max(1, CHUNK_BYTES * buffer.num_elements // max(1, buffer.num_bytes))
-        for at in range(begin, end, size):
-            parts = [part[at : min(at + size, end)] for part in buffer.parts]
-            self.add(parts, parts[home], scale)
+        for parts in buffer.chunks:
+            self.quietly(self.add, parts, parts[home], scale)
             for rank in destinations:
                 if rank != home:
                     parts[rank][:] = parts[home]
@@ -239,9 +241,7 @@ class SharedMemory:
     def copy_slice(self, operation: str, root: int, buffer: SharedBuffer, header: Header, source: int) -> None:
         """Copies this rank's slice of the source's tensor to all other tensors."""
         self.meet(operation, root, buffer, header, None)
-        begin, end = (buffer.num_bytes // max(1, buffer.num_elements) * edge for edge in buffer.slices[self.rank])
-        for at in range(begin, end, CHUNK_BYTES):
-            parts = [part[at : min(at + CHUNK_BYTES, end)] for part in buffer.bytes]
+        for parts in buffer.chunks:
             for rank in self.everyone:
                 if rank != source:
                     parts[rank][:] = parts[source]
@@ -258,12 +258,11 @@ class SharedMemory:
                 total.mul_(scale)
             out.copy_(total)
             return
-        with np.errstate(all="ignore"):  # an overflow is the loss scaler's to see
-            if len(parts) == 1:
-                out[:] = parts[0]
-            else:
-                np.add(parts[0], parts[1], out)
-                for part in parts[2:]:
-                    np.add(out, part, out)
-            if scale is not None:
-                np.multiply(out, scale, out)
+        if len(parts) == 1:
+            out[:] = parts[0]
+        else:
+            np.add(parts[0], parts[1], out)
+            for part in parts[2:]:
+                np.add(out, part, out)
+        if scale is not None:
+            np.multiply(out, scale, out)
