@@ -31,8 +31,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.report import print_lines, write
-from megabatch.comm.discover import Place
-from megabatch.comm.launch import num_cores
+from megabatch.comm.discover import Place, usable_cores
+from megabatch.comm.notices import Notices
 from megabatch.comm.shared_memory import SharedMemory
 from megabatch.comm.world import World, connect
 
@@ -45,7 +45,7 @@ MPIEXEC = Path(sys.executable).parent / "mpiexec"
 
 
 def has_mpi(num_ranks: int) -> bool:
-    return importlib.util.find_spec("mpi4py") is not None and MPIEXEC.exists() and num_ranks <= num_cores()
+    return importlib.util.find_spec("mpi4py") is not None and MPIEXEC.exists() and num_ranks <= len(usable_cores())
 
 
 def start_ranks_with_mpi(arguments: Sequence[str], num_ranks: int) -> int:
@@ -71,10 +71,10 @@ def mpi(num_ranks: int) -> Iterator[Any]:
     MPI.Finalize()
 
 
-def run_rank(place: Place, rounds: int, sizes: Sequence[int], json_file: Path | None) -> int:
+def run_rank(place: Place, notices: Notices, rounds: int, sizes: Sequence[int], json_file: Path | None) -> int:
     """One rank of the bench; rank 0 reports.  Returns the exit code."""
     torch.set_num_threads(1)
-    with mpi(place.num_ranks) as mpi_or_none, connect(place, "cpu") as world:
+    with mpi(place.num_ranks) as mpi_or_none, connect(place, "cpu", notices.store) as world:
         store = dist.PrefixStore("bench", dist.distributed_c10d._get_default_store())
         with SharedMemory(store, place.rank, place.num_ranks) as memory:
             rows = [measure(size, rounds, world, memory, mpi_or_none) for size in sizes]

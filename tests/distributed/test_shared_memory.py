@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.comm import shared_memory
 from megabatch.comm.barrier import Header, MissingRank, RankMismatch, Unmapped
-from megabatch.comm.shared_memory import CACHE_BYTES, SMALL_BYTES, SharedBuffer, SharedMemory, slices
+from megabatch.comm.shared_memory import CACHE_BYTES, SMALL_BYTES, SharedBuffer, SharedMemory
 from megabatch.comm.world import World
 from megabatch.errors import UserError
+from megabatch.planning.plan import slices
 from tests.ranks import RankPool, RanksFailed
 
 SMALL = SMALL_BYTES // 4  # elements of fp32
@@ -355,18 +355,6 @@ def test_a_tensor_that_cannot_be_shared_is_refused(tensor: torch.Tensor) -> None
         pytest.raises(UserError, match="must be contiguous, on the CPU, of real numbers"),
     ):
         memory.share(tensor)
-
-
-def test_slices_cover_everything_in_order_and_are_even() -> None:
-    for parts in range(1, 9):
-        for size in (*range(300), 1000, 4096, 100_003):
-            cuts = slices(size, parts)
-            assert len(cuts) == parts and cuts[0][0] == 0 and cuts[-1][1] == size
-            assert all(end == begin for (_, end), (begin, _) in pairwise(cuts))
-            lengths = [end - begin for begin, end in cuts]
-            assert min(lengths) >= 0 and max(lengths) - min(lengths) <= 32
-            if size >= 16 * parts:
-                assert all(begin % 16 == 0 for begin, _ in cuts)
 
 
 def share_without_end(world: World, dies: int | None) -> None:

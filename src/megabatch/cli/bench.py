@@ -58,7 +58,7 @@ def allreduce(
     require_folder_of(json)
     place = discover()
     if place:
-        be_a_rank(lambda: bench.run_rank(place, rounds, sizes or bench.SIZES, json))
+        be_a_rank(place, lambda notices: bench.run_rank(place, notices, rounds, sizes or bench.SIZES, json))
     elif bench.has_mpi(ranks):
         sys.exit(bench.start_ranks_with_mpi(sys.argv[1:], ranks))
     else:

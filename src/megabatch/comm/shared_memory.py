@@ -42,6 +42,7 @@ from megabatch.comm.barrier import (
     map_storage,
 )
 from megabatch.errors import UserError
+from megabatch.planning.plan import slices
 
 CACHE_BYTES = 1 << 20  # all ranks' parts of a chunk together: a core's own cache, as they come today
 MIN_CHUNK_BYTES = 64 << 10
@@ -51,14 +52,6 @@ SUMMED_IN_FP32 = (torch.float16, torch.bfloat16)
 CODES = {name: code for code, name in enumerate(OPERATIONS)}
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 DESCRIPTOR, NUM_BYTES, OFFSET, OUTCOME = (LETTER + word for word in range(4))
-
-
-def slices(num_elements: int, parts: int) -> list[tuple[int, int]]:
-    """`parts` neighbouring ranges that cover everything, each a multiple of 16 elements where the size allows."""
-    unit = 16 if num_elements >= 16 * parts else 1
-    units = num_elements // unit
-    ends = [units * (part + 1) // parts * unit for part in range(parts - 1)] + [num_elements]
-    return list(zip([0, *ends], ends, strict=False))
 
 
 class SharedBuffer:
