@@ -22,7 +22,8 @@ from megabatch.train.folder import LOCK, is_held
 from megabatch.train.records import Summary
 
 RUNS = Path("runs")
-IRRELEVANT = ("name", "about", "run", "checkpoint")  # sections that do not change what is computed
+# What does not change what is computed: sections, and one setting.
+IRRELEVANT = ("name", "about", "run", "checkpoint", "comm.timeout_s")
 Report = Callable[[str], None]
 
 
@@ -115,9 +116,8 @@ def flat(config: RunConfig) -> dict[str, Any]:
         else:
             flattened[name] = value
 
-    settings = msgspec.to_builtins(config)
-    add({key: value for key, value in settings.items() if key not in IRRELEVANT}, "")
-    return flattened
+    add(msgspec.to_builtins(config), "")
+    return {key: value for key, value in flattened.items() if not {key, key.partition(".")[0]} & set(IRRELEVANT)}
 
 
 def read_summary(folder: Path) -> Summary | None:

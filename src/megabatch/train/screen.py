@@ -131,6 +131,7 @@ def header(config: RunConfig, training: Training, world: World) -> dict[str, str
         f"{len(group['params'])} {group['name']} (decay {group['weight_decay']:g})"
         for group in training.optimizer.param_groups
     ]
+    num_buckets = len(training.gradients.layouts)
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
     return {
         "megabatch": f"{__version__}, torch {torch.__version__}, {ranks} on {device}, {threads} each",
@@ -140,6 +141,7 @@ def header(config: RunConfig, training: Training, world: World) -> dict[str, str
         "steps": f"{plan.num_steps} in {config.train.epochs:g} epochs, "
         f"{config.optim.name} at {config.optim.learning_rate:g}",
         "groups": ", ".join(groups),
+        "sums": f"{training.gradients.plan}; {num_buckets} bucket{'s' if num_buckets > 1 else ''}",
     }
 
 
