@@ -18,13 +18,12 @@ import math
 import os
 import socket
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -48,12 +47,13 @@ def has_mpi(num_ranks: int) -> bool:
     return importlib.util.find_spec("mpi4py") is not None and MPIEXEC.exists() and num_ranks <= len(usable_cores())
 
 
-def start_ranks_with_mpi(arguments: Sequence[str], num_ranks: int) -> int:
+def become_mpiexec(arguments: Sequence[str], num_ranks: int) -> NoReturn:
+    """Signals then reach mpiexec, which ends its ranks."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MASTER_PORT": str(port)}
     command = [str(MPIEXEC), "-n", str(num_ranks), sys.executable, "-P", "-m", "megabatch", *arguments]
-    return subprocess.run(command, env=os.environ | settings).returncode
+    os.execve(MPIEXEC, command, os.environ | settings)
 
 
 @contextmanager

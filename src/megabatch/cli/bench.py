@@ -60,7 +60,7 @@ def allreduce(
     if place:
         be_a_rank(place, lambda notices: bench.run_rank(place, notices, rounds, sizes or bench.SIZES, json))
     elif bench.has_mpi(ranks):
-        sys.exit(bench.start_ranks_with_mpi(sys.argv[1:], ranks))
+        bench.become_mpiexec(sys.argv[1:], ranks)
     else:
         start_ranks(sys.argv[1:], ranks)
 
