@@ -5,7 +5,7 @@ from megabatch.train.records import EvaluationRecord, StepRecord, Straggler, Tal
 
 
 def step(number: int, images_per_s: float = 100.0) -> StepRecord:
-    waits = {"data_wait_s": 0.1, "comm_wait_s": 0.2, "straggler": number % 2, "straggler_delay_s": 0.1 * number}
+    waits = {"data_wait_s": 0.1, "comm_wait_s": 0.2, "straggler": 5, "straggler_delay_s": 0.1 * number}
     return StepRecord(step=number, epoch=number / 2, loss=1.0, lr=0.1, images_per_s=images_per_s, **waits)
 
 
@@ -29,7 +29,7 @@ def test_the_summary_adds_the_records_up() -> None:
     assert summary.images_per_s == pytest.approx(100 / 1.5)
     assert summary.data_wait_share == pytest.approx(0.2 / 1.5)
     assert summary.comm_wait_share == pytest.approx(0.4 / 1.5)
-    assert summary.straggler == Straggler(rank=0, delay_s=0.1, share=pytest.approx(0.2 / 1.5))
+    assert summary.straggler == Straggler(rank=5, delay_s=0.2, share=pytest.approx(0.4 / 1.5))
     assert summary.time_to_target_s == 4  # the first that reached it, not the last
 
 

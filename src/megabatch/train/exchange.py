@@ -18,7 +18,7 @@ class Totals(Struct, frozen=True):
     loss: float  # mean over the global batch
     samples: int
     stop: bool  # some rank was asked to
-    waited_s: list[float]  # each rank, for gradients of the others, in the step before
+    waited_s: list[float]  # a step, each rank, for gradients of the others; since the run began or went on
 
 
 class Exchange:
@@ -31,6 +31,7 @@ class Exchange:
         self.losses: list[torch.Tensor] = []
         self.samples = 0
         self.told_s: float | None = None  # what was waited before the first step is not told
+        self.all_waits_s, self.num_told = [0.0] * world.num_ranks, 0
         self.waited_s = 0.0  # in the newest `receive`
         num_statistics = sum(tensor.numel() for tensor in statistics.tensors)
         self.message = torch.zeros(3 + world.num_ranks + num_statistics, dtype=dtype, device=world.device)
@@ -57,4 +58,7 @@ class Exchange:
         self.waited_s = time.perf_counter() - started_s
         self.statistics.end_step(self.averages / self.world.num_ranks)
         loss, samples, stop, *waits = self.message[: 3 + self.world.num_ranks].tolist()
-        return Totals(loss=loss, samples=int(samples), stop=stop > 0, waited_s=waits)
+        self.all_waits_s = [before_s + wait_s for before_s, wait_s in zip(self.all_waits_s, waits, strict=True)]
+        mean_waits_s = [wait_s / max(1, self.num_told) for wait_s in self.all_waits_s]
+        self.num_told += 1  # a step's waits are told in the next
+        return Totals(loss=loss, samples=int(samples), stop=stop > 0, waited_s=mean_waits_s)

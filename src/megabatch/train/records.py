@@ -18,8 +18,8 @@ class StepRecord(Struct, frozen=True, kw_only=True):
     images_per_s: float
     data_wait_s: float  # rank 0 waited for images
     comm_wait_s: float  # rank 0 waited for other ranks, after all its gradients were ready
-    straggler: int  # the rank that waited least for others in the step before, since they waited for it
-    straggler_delay_s: float  # by how much less than the others, in the middle
+    straggler: int  # the rank that has waited least for others so far, since they waited for it
+    straggler_delay_s: float  # by how much less than the others in the middle, a step
 
 
 class EvaluationRecord(Evaluation, frozen=True, kw_only=True):
@@ -50,7 +50,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     images_per_s: float | None  # over all training steps, evaluations left out
     data_wait_share: float | None  # of the time of training steps
     comm_wait_share: float | None
-    straggler: Straggler | None  # the rank that delayed the others most, in all; None on one rank
+    straggler: Straggler | None  # the rank that delayed the others most, since the last resumption; None on one rank
     time_to_target_s: float | None  # wall time of the first evaluation that reached train.target_top1
 
 
@@ -64,7 +64,7 @@ class Tally(Struct, kw_only=True):
     training_s: float = 0.0
     data_wait_s: float = 0.0
     comm_wait_s: float = 0.0
-    delays_s: dict[int, float] = {}  # by rank, over the steps in which it was the straggler
+    straggler: Straggler | None = None
     evaluation: EvaluationRecord | None = None
     best_top1: float | None = None
     best_step: int | None = None
@@ -79,8 +79,8 @@ class Tally(Struct, kw_only=True):
             self.data_wait_s += record.data_wait_s
             self.comm_wait_s += record.comm_wait_s
             if record.straggler_delay_s:
-                earlier_s = self.delays_s.get(record.straggler, 0.0)
-                self.delays_s[record.straggler] = earlier_s + record.straggler_delay_s
+                share = record.straggler_delay_s * self.steps / self.training_s
+                self.straggler = Straggler(record.straggler, record.straggler_delay_s, share)
             return
         self.evaluation = record
         if self.best_top1 is None or record.top1 > self.best_top1:
@@ -88,12 +88,6 @@ class Tally(Struct, kw_only=True):
         reached = self.target_top1 is not None and record.top1 >= self.target_top1
         if reached and self.time_to_target_s is None:
             self.time_to_target_s = wall_s
-
-    def straggler(self) -> Straggler | None:
-        if not self.delays_s:
-            return None
-        rank = max(self.delays_s, key=lambda rank: self.delays_s[rank])
-        return Straggler(rank, self.delays_s[rank] / self.steps, self.delays_s[rank] / self.training_s)
 
     def summary(self, status: Status) -> Summary:
         last = self.evaluation
@@ -111,7 +105,7 @@ class Tally(Struct, kw_only=True):
             images_per_s=self.steps * self.global_batch / self.training_s if self.steps else None,
             data_wait_share=self.data_wait_s / self.training_s if self.steps else None,
             comm_wait_share=self.comm_wait_s / self.training_s if self.steps else None,
-            straggler=self.straggler(),
+            straggler=self.straggler,
             time_to_target_s=self.time_to_target_s,
         )
 

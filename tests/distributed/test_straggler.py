@@ -1,0 +1,32 @@
+import time
+
+from megabatch.comm.world import World
+from megabatch.data.sources import load_data_set
+from megabatch.train.assemble import assemble
+from megabatch.train.records import StepRecord
+from megabatch.train.trainer import train
+from tests.distributed.runs import small_run
+from tests.ranks import RankPool
+
+
+def train_with_a_slow_rank(world: World, slow: int) -> tuple[int, float]:
+    """One rank comes 30 ms late to every exchange."""
+
+    def come_late() -> bool:
+        if world.rank == slow:
+            time.sleep(0.03)
+        return False
+
+    config = small_run("train.epochs=2")
+    records = list(train(assemble(config, load_data_set(config.data), world, come_late)))
+    last = [record for record in records if isinstance(record, StepRecord)][-1]
+    return last.straggler, last.straggler_delay_s
+
+
+def test_the_rank_that_comes_late_is_named_by_all(ranks: RankPool) -> None:
+    for num_ranks, slow in ((2, 0), (2, 1), (4, 2)):
+        if num_ranks <= ranks.size:
+            results = ranks.run(train_with_a_slow_rank, slow, num_ranks=num_ranks)
+            assert [straggler for straggler, _ in results] == [slow] * num_ranks
+            assert all(delay_s > 0 for _, delay_s in results)
+    assert ranks.run(train_with_a_slow_rank, 0, num_ranks=1) == [(0, 0.0)]
