@@ -19,6 +19,7 @@ lint: .venv/installed-dev
 
 bench: .venv/installed-dev
 	$(BIN)/megabatch bench train --json bench-train.json
+	$(BIN)/megabatch bench allreduce --json bench-allreduce.json
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist bench-*.json

@@ -31,10 +31,10 @@ from megabatch.train.folder import RunFolder
 from megabatch.train.records import StepRecord
 from megabatch.train.trainer import train
 
-# Overrides of the recipe `fashion`, and steps in a block.
+# Overrides of the recipe `fashion`, steps in a block, and rounds as a share of those asked for.
 WORKLOADS = {
-    "small_resnet": (["model.name=small_resnet"], 4),
-    "small_cnn": (["model.name=small_cnn"], 4),
+    "small_resnet": (["model.name=small_resnet"], 4, 1.0),
+    "small_cnn": (["model.name=small_cnn"], 4, 1.0),
     "alexnet_like": (
         [
             "model.name=benchmarks.models:alexnet_like",
@@ -48,6 +48,7 @@ WORKLOADS = {
             "optim.learning_rate=0.01",
         ],
         1,
+        0.3,
     ),
 }
 NOT_EVALUATED = Evaluation(top1=0.0, top5=0.0, test_loss=0.0, class_top1=[], samples_evaluated=0)
@@ -63,7 +64,8 @@ def run_rank(place: Place, notices: Notices, device: str, rounds: int, json_file
 
 
 def measure(name: str, world: World, rounds: int) -> dict[str, Any]:
-    overrides, steps_a_block = WORKLOADS[name]
+    overrides, steps_a_block, share = WORKLOADS[name]
+    rounds = max(3, round(share * rounds))
     config = load_config("fashion", [*overrides, "train.epochs=1000"])
     data = in_memory(load_data_set(config.data))
     with tempfile.TemporaryDirectory() as folder, RunFolder(Path(folder)) as run_folder:

@@ -14,6 +14,8 @@ PUBLIC = {"fit": "megabatch.train.fit", "load_config": "megabatch.config", "User
 
 
 def __getattr__(name: str) -> Any:
+    if name == "comm":
+        return importlib.import_module("megabatch.comm")
     if name in PUBLIC:
         return getattr(importlib.import_module(PUBLIC[name]), name)
     raise AttributeError(f"module 'megabatch' has no attribute {name!r}")
