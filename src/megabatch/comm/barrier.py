@@ -198,7 +198,9 @@ class Barrier:
             time.sleep(min(MAX_SLEEP_S, elapsed_s / 10))
             elapsed_s = time.monotonic() - began_s
             if elapsed_s > LOOK_AFTER_S:
-                gone = {self.process_of[descriptor] for descriptor, _ in self.deaths.poll(0)}
+                self.require_open()  # another thread may have closed it
+                known = self.process_of
+                gone = {known[d] for d, event in self.deaths.poll(0) if event & select.POLLIN and d in known}
                 self.require_present("has died", gone, number)
                 self.require_present("has left", self.ranks_that_left(), number)
             if elapsed_s > self.timeout_s:
@@ -237,11 +239,11 @@ class Barrier:
 
     def close(self) -> None:
         """Tells the ranks that still wait for this one.  No more operations."""
-        for descriptor in self.process_of:
-            os.close(descriptor)
-        self.process_of = {}
         self.is_closed = True
         self.words[self.own + LEFT] = 1
+        descriptors, self.process_of = self.process_of, {}
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 def join(

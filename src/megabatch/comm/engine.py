@@ -8,26 +8,88 @@ Two roundings whatever p is (`planning.plan.error_bound`).  An overflow becomes 
 Gloo's reduce_scatter is a whole all-reduce underneath, so scatter and sum stand for it too.
 """
 
+import ctypes
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
+from megabatch.comm.barrier import MissingRank, RankMismatch
 from megabatch.planning.plan import Wire, slices
 
 WIRE_DTYPES: dict[Wire, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+LOOK_UP_S = 0.5  # how often a call on the CPU looks whether anybody still wants it
+
+
+def join_gloo(store: Any, index: int, size: int, timeout: timedelta) -> Any:
+    return dist.ProcessGroupGloo(store, index, size, timeout)
+
+
+def join_nccl(store: Any, index: int, size: int, timeout: timedelta) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, index, size, options)
+
+
+JOIN = {"cpu": join_gloo, "cuda": join_nccl}
 
 
 class Engine:
-    """One process group.  Calls block, or on CUDA are ordered on the current stream."""
+    """Ranks that exchange over Gloo or NCCL.  Calls block, or on CUDA are ordered on the current stream.
 
-    def __init__(self, group: "dist.ProcessGroup", members: tuple[int, ...]) -> None:
-        self.group, self.members = group, members  # their global ranks, ascending
-        self.index = dist.get_rank(group)
+    A group of our own: a script may use its groups at the same time, from another thread.  It is not made by
+    `dist.new_group`, which all ranks would have to call: with `use_local_synchronization` it names the group after how
+    many others this rank has joined, so ranks that are in different numbers of groups wait for each other for ever.
+    """
+
+    def __init__(self, store: Any, index: int, names: Sequence[int], timeout_s: float, device: torch.device) -> None:
+        self.index, self.names, self.device = index, names, device  # the place of this rank; the ranks' global numbers
+        self.num_members = len(names)
+        self.group = JOIN[device.type](store, index, len(names), timedelta(seconds=timeout_s))
+        self.is_abandoned = self.is_in_flight = False
+
+    def wait(self, work: Any) -> None:
+        if self.device.type == "cuda":
+            work.wait()
+            return
+        self.is_in_flight = True
+        while not work.is_completed():
+            if self.is_abandoned:
+                raise MissingRank("this rank has given up, or has closed its sums")
+            with suppress(RuntimeError):  # not yet; or it has failed, and says so below
+                work.wait(timedelta(seconds=LOOK_UP_S))
+        self.is_in_flight = False
+        work.wait()
+
+    def require_same(self, layout: int, flat: torch.Tensor) -> None:
+        """All members are about to exchange the same tensor."""
+        own = torch.tensor([layout, len(flat)], device=flat.device)
+        arrived = torch.empty(2 * self.num_members, dtype=own.dtype, device=flat.device)
+        self.wait(self.group._allgather_base(arrived, own))
+        found: dict[tuple[int, ...], list[str]] = {}
+        for name, words in zip(self.names, arrived.view(-1, 2).tolist(), strict=True):
+            found.setdefault(tuple(words), []).append(str(name))
+        if len(found) > 1:
+            said = [
+                f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} with {size:,} elements, layout {layout:016x}"
+                for (layout, size), ranks in found.items()
+            ]
+            raise RankMismatch(f"{', '.join(said)}; all ranks must exchange the same tensors in the same order")
+
+    def close(self) -> None:
+        if self.is_in_flight:
+            # Its destructor would wait until the others answer.  Never freed, it ends with the process.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
+        self.group = None
 
     def all_reduce(self, flat: torch.Tensor, wire: Wire) -> None:
         dtype = self.travels_as(flat, wire)
         if dtype is None:
-            dist.all_reduce(flat, group=self.group)
+            self.wait(self.group.allreduce([flat]))
             return
         rounded = flat.to(dtype)
         begin, end = self.own_slice(flat)
@@ -38,7 +100,7 @@ class Engine:
     def reduce(self, flat: torch.Tensor, wire: Wire) -> None:
         """To the first member."""
         if self.travels_as(flat, wire) is None:
-            dist.reduce(flat, self.members[0], group=self.group)
+            self.wait(self.group.reduce([flat], dist.ReduceOptions()))
         else:
             self.all_reduce(flat, wire)
 
@@ -46,7 +108,7 @@ class Engine:
         """From the first member; rounded there too."""
         dtype = self.travels_as(flat, wire)
         travelling = flat if dtype is None else flat.to(dtype)
-        dist.broadcast(as_bits(travelling), self.members[0], group=self.group)
+        self.wait(self.group.broadcast([travelling], dist.BroadcastOptions()))
         flat.copy_(travelling)
 
     def reduce_scatter(self, flat: torch.Tensor, wire: Wire) -> None:
@@ -66,15 +128,15 @@ class Engine:
         return WIRE_DTYPES[wire] or (flat.dtype if flat.dtype in SIXTEEN_BITS else None)
 
     def own_slice(self, flat: torch.Tensor) -> tuple[int, int]:
-        return slices(len(flat), len(self.members))[self.index]
+        return slices(len(flat), self.num_members)[self.index]
 
     def sum_of_slice(self, flat: torch.Tensor) -> torch.Tensor:
         """This member's slice of the sum, in the tensor's type; 16 bits are summed in fp32."""
-        sizes = [end - begin for begin, end in slices(len(flat), len(self.members))]
+        sizes = [end - begin for begin, end in slices(len(flat), self.num_members)]
         own = sizes[self.index]
-        arrived = torch.empty(own * len(self.members), dtype=flat.dtype, device=flat.device)
-        dist.all_to_all_single(as_bits(arrived), as_bits(flat), [own] * len(self.members), sizes, group=self.group)
-        first, *others = arrived.chunk(len(self.members)) if own else [arrived]
+        arrived = torch.empty(own * self.num_members, dtype=flat.dtype, device=flat.device)
+        self.wait(self.group.alltoall_base(arrived, flat, [own] * self.num_members, sizes))
+        first, *others = arrived.chunk(self.num_members) if own else [arrived]
         total = first.to(torch.float32) if flat.dtype in SIXTEEN_BITS else first
         for contribution in others:
             total += contribution
@@ -82,17 +144,12 @@ class Engine:
 
     def gather(self, flat: torch.Tensor) -> None:
         """Everybody's own slice, at everybody."""
-        parts = slices(len(flat), len(self.members))
+        parts = slices(len(flat), self.num_members)
         begin, end = parts[self.index]
         largest = max(stop - start for start, stop in parts)
         padded = torch.zeros(largest, dtype=flat.dtype, device=flat.device)
         padded[: end - begin] = flat[begin:end]
         arrived = torch.empty(largest * len(parts), dtype=flat.dtype, device=flat.device)
-        dist.all_gather_into_tensor(as_bits(arrived), as_bits(padded), group=self.group)
+        self.wait(self.group._allgather_base(arrived, padded))
         for index, (start, stop) in enumerate(parts):
             flat[start:stop] = arrived[index * largest : index * largest + stop - start]
-
-
-def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """16-bit floats travel as integers: not every engine knows them, and nothing is computed on the way."""
-    return tensor.view(torch.int16) if tensor.dtype in SIXTEEN_BITS else tensor

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from contextlib import ExitStack
-from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
@@ -50,19 +49,19 @@ class Groups:
             if axis == "node" and self.device.type == "cpu" and SharedMemory.is_supported():
                 self.memory = self.stack.enter_context(self.open_memory(members))
             else:
-                self.engines[axis] = self.open_engine(members)
+                self.engines[axis] = self.open_engine(axis, members)
 
     def open_memory(self, members: tuple[int, ...]) -> SharedMemory:
         store = dist.PrefixStore(f"node-{members[0]}", self.store)  # type: ignore[attr-defined]
         names = [self.names[member] for member in members]
         return SharedMemory(store, members.index(self.rank), len(members), self.timeout_s, names)
 
-    def open_engine(self, members: tuple[int, ...]) -> Engine:
-        """A group of our own, since a script may use its groups at the same time, from another thread."""
+    def open_engine(self, axis: Axis, members: tuple[int, ...]) -> Engine:
+        store = dist.PrefixStore(f"{axis}-{members[0]}", self.store)  # type: ignore[attr-defined]
         names = [self.names[member] for member in members]
-        group = dist.new_group(names, timeout=timedelta(seconds=self.timeout_s), use_local_synchronization=True)
-        self.stack.callback(destroy, group)
-        return Engine(group, tuple(names))
+        engine = Engine(store, members.index(self.rank), names, self.timeout_s, self.device)
+        self.stack.callback(engine.close)
+        return engine
 
     def __enter__(self) -> Self:
         return self
@@ -73,14 +72,13 @@ class Groups:
         self.close()
 
     def abandon(self) -> None:
-        """Tells the ranks of this node, which may wait for this one, that it has given up."""
+        """This rank has given up: whoever waits for it here need not, nor does it wait for others any more."""
+        for engine in self.engines.values():
+            engine.is_abandoned = True
         if self.memory:
             self.memory.close()
 
     def close(self) -> None:
         self.stack.close()
-
-
-def destroy(group: Any) -> None:
-    if dist.is_initialized():  # or it went with all others
-        dist.destroy_process_group(group)
+        self.engines = {}
+        self.memory = None

@@ -9,6 +9,8 @@ by a callback at the end of backward.
 
 import atexit
 import hashlib
+import json
+import os
 import time
 from contextlib import ExitStack
 from types import TracebackType
@@ -20,22 +22,24 @@ from torch import nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.comm.barrier import Header
+from megabatch.comm.barrier import Header, MissingRank, RankMismatch
 from megabatch.comm.groups import Groups
-from megabatch.comm.reducer import Reducer
+from megabatch.comm.reducer import Reducer, Work
 from megabatch.comm.settings import CommSettings, choose_plan
-from megabatch.comm.watchdog import Watchdog
+from megabatch.comm.watchdog import WAITS, Watchdog
 from megabatch.comm.world import World
 from megabatch.errors import UserError
 from megabatch.planning.buckets import MIB, Gradient, ddp_caps, fuse
 from megabatch.planning.plan import Wire
+from megabatch.planning.topology import Axis
 
 MESSAGE = -1  # the key of what is summed beside the buckets
 
 
 class Layout(NamedTuple):
     storage: torch.UntypedStorage  # kept, so that no other bucket is taken for this one
-    number: int  # a hash of names, shapes and strides, in their order
+    text: str  # names, types, shapes and strides, in their order
+    number: int  # a hash of the text
     parameters: list[nn.Parameter]
 
 
@@ -48,10 +52,12 @@ class GradientSums:
         self.layouts: dict[int, Layout] = {}  # of the buckets that have been seen
         self.reduced: set[int] = set()  # buckets of this step
         self.step = 0
+        self.last: torch.futures.Future[torch.Tensor] | None = None  # bucket of the newest step that is complete here
         self.ready_s = 0.0  # when the newest bucket was ready: from the last one on, backward waits for other ranks
         self.scale: float | None = None
+        self.pid = os.getpid()
         with ExitStack() as stack:
-            groups = stack.enter_context(Groups(group, device, settings.timeout_s))
+            self.groups = groups = stack.enter_context(Groups(group, device, settings.timeout_s))
             self.topology = groups.topology
             self.plan = choose_plan(settings, groups.topology, device.type)
             self.message_plan = choose_plan(settings.exactly(), groups.topology, device.type)
@@ -79,6 +85,7 @@ class GradientSums:
         future = self.reducer.start(index, tensor, self.plan, header, self.scale, is_last)
         self.reduced.add(index)
         if is_last:
+            self.last = future
             self.step += 1
             self.reduced = set()
             Variable._execution_engine.queue_callback(lambda: self.end_backward(future))
@@ -89,12 +96,14 @@ class GradientSums:
         known = self.layouts.get(bucket.index())
         if known is None or known.storage._cdata != tensor.untyped_storage()._cdata:
             parameters = bucket.parameters()
-            text = [
-                (self.names.get(id(parameter)), tuple(gradient.shape), gradient.stride())
-                for parameter, gradient in zip(parameters, bucket.gradients(), strict=True)
-            ]
-            digest = hashlib.sha256(str(text).encode()).digest()
-            known = Layout(tensor.untyped_storage(), int.from_bytes(digest[:7]), parameters)
+            text = json.dumps(
+                [
+                    (self.names.get(id(parameter)), str(gradient.dtype), gradient.shape, gradient.stride())
+                    for parameter, gradient in zip(parameters, bucket.gradients(), strict=True)
+                ]
+            )
+            number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+            known = Layout(tensor.untyped_storage(), text, number, parameters)
             self.layouts[bucket.index()] = known
         return known.number
 
@@ -105,23 +114,40 @@ class GradientSums:
 
     def state(self) -> str:
         """What this rank lacks, for the ranks that wait for it."""
+        if self.last is not None and not self.last.done():
+            return WAITS
         reduced = {id(parameter) for index in self.reduced for parameter in self.layouts[index].parameters}
-        missing = [
-            self.names[id(parameter)]
-            for parameter in self.parameters
-            if id(parameter) not in reduced and lacks_gradient(parameter)
-        ]
+        to_reduce = [parameter for parameter in self.parameters if id(parameter) not in reduced]
+        # Gradients of the last step may still be there.
+        missing = [self.names[id(p)] for p in [p for p in to_reduce if lacks_gradient(p)] or to_reduce]
         some = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-        return f"has reduced {len(self.reduced)} buckets of step {self.step}" + (
-            f" and has no gradient yet of {some}" if missing else ""
-        )
+        return f"has reduced {len(self.reduced)} buckets of step {self.step} and has no gradient yet of {some}"
 
-    def explain(self, line: str) -> str:
-        return "; ".join([line, *self.watchdog.told()])
+    def explain(self, error: BaseException, work: Work, axis: Axis) -> BaseException:
+        """This rank gives up, and tells the others why; its error, with what they have told."""
+        line = str(error).strip().partition("\n")[0]
+        self.watchdog.give_up(f"has given up: {line}")
+        self.groups.abandon()
+        if not isinstance(error, RuntimeError):
+            return error
+        said = [f"step {work.header.step}, bucket {work.key}: {line}"]
+        peers = self.groups.topology.members(axis, self.groups.rank)
+        match error:
+            case RankMismatch():
+                layout = self.layouts.get(work.key)
+                return RankMismatch("; ".join(said + self.watchdog.differences(layout.text if layout else "[]", peers)))
+            case MissingRank():
+                return MissingRank("; ".join(said + self.watchdog.told()))
+            case _ if type(error) is RuntimeError:  # the engine's only one: it knows no ranks
+                return MissingRank("; ".join(said + self.watchdog.told(waits_for_all=True)))
+            case _:
+                return type(error)("; ".join(said))
 
     def close(self) -> None:
-        self.reducer.close()
-        self.stack.close()
+        if os.getpid() == self.pid:  # a forked process must not speak for its parent
+            atexit.unregister(self.close)
+            self.reducer.close()
+            self.stack.close()
 
     def __enter__(self) -> Self:
         return self
@@ -186,10 +212,15 @@ def attach(
     """
     if wire == "fp16" and not loss_is_scaled:
         raise UserError("wire='fp16' loses small gradients unless the loss is scaled; nearest: wire='bf16'")
+    for name, module in model.module.named_modules():
+        if getattr(module, "sparse", False):
+            raise UserError(f"{name} has sparse gradients, which have no place in a bucket; nearest: sparse=False")
     settings = CommSettings(algorithm=algorithm, wire=wire, timeout_s=timeout_s)
     device = next(parameter.device for parameter in model.parameters() if parameter.requires_grad)
-    sums = GradientSums(model.module, model.process_group, device, settings)
-    sums.scale = 1 / dist.get_world_size(model.process_group)
-    model.register_comm_hook(sums, sum_bucket)
-    atexit.register(sums.close)
+    with ExitStack() as stack:
+        sums = stack.enter_context(GradientSums(model.module, model.process_group, device, settings))
+        sums.scale = 1 / dist.get_world_size(model.process_group)
+        model.register_comm_hook(sums, sum_bucket)
+        atexit.register(sums.close)
+        stack.pop_all()
     return sums

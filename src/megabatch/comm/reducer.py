@@ -17,15 +17,27 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
-from megabatch.comm.barrier import Header, MissingRank
+from megabatch.comm.barrier import Header
 from megabatch.comm.groups import Groups
 from megabatch.comm.shared_memory import SharedBuffer
+from megabatch.errors import UserError
 from megabatch.planning.plan import Exchange, Phase, Plan, exchanges
+from megabatch.planning.topology import Axis
 
 Step = tuple[Phase, Exchange]  # of this rank
+
+
+class Steps(NamedTuple):
+    """This rank's part of a plan, cut where the whole plan is: a rank that sends nothing keeps the order too."""
+
+    before: list[Step]
+    network: list[Step]
+    after: list[Step]
+    crosses: bool  # some rank has something to send
 
 
 @dataclass
@@ -35,26 +47,22 @@ class Work:
     key: int  # its place among the tensors of a step; negative: none of DDP's buckets
     tensor: torch.Tensor
     header: Header
-    steps: list[Step]
+    steps: Steps
     scale: float | None  # of the sum
     is_last: bool  # nothing follows before somebody waits for it
     future: torch.futures.Future[torch.Tensor]
     crossed: threading.Event = field(default_factory=threading.Event)
 
-    def __post_init__(self) -> None:
-        network = [index for index, (phase, _) in enumerate(self.steps) if phase.axis != "node"]
-        begin, end = (network[0], network[-1] + 1) if network else (len(self.steps), len(self.steps))
-        self.before, self.network, self.after = self.steps[:begin], self.steps[begin:end], self.steps[end:]
-
 
 class Reducer:
-    def __init__(self, groups: Groups, explain: Callable[[str], str]) -> None:
+    def __init__(self, groups: Groups, explain: Callable[[BaseException, Work, Axis], BaseException]) -> None:
         self.groups = groups
-        self.explain = explain  # adds to an error what ranks have told about themselves
+        self.explain = explain  # gives up for this rank, and says what the others say
         self.error: BaseException | None = None
         self.waited_s = 0.0  # for other ranks, and for the network
         self.buffers: dict[int, tuple[torch.Tensor, SharedBuffer]] = {}
-        self.sizes: dict[tuple[Plan, int], list[Step]] = {}
+        self.sizes: dict[tuple[Plan, int], Steps] = {}
+        self.compared: dict[tuple[Axis, int], int] = {}  # the layout of each bucket that an engine's members agree on
         self.in_node: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self.on_network: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self.threads: list[threading.Thread] = []
@@ -72,7 +80,7 @@ class Reducer:
         )
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         work = Work(key, tensor.view(-1), header, self.steps_of(plan, tensor.numel()), scale, is_last, future)
-        if self.threads:
+        if self.threads and self.error is None:
             self.in_node.put(work)
             return future
         # A completed future runs this at once, on a stream of its own that has waited for the tensor.
@@ -80,64 +88,66 @@ class Reducer:
         return future.then(lambda ready: self.run_all(work))
 
     def run_all(self, work: Work) -> torch.Tensor:
-        self.attempt(work, work.steps)
+        self.attempt(work, [*work.steps.before, *work.steps.network, *work.steps.after])
         return self.scaled(work)
 
-    def steps_of(self, plan: Plan, num_elements: int) -> list[Step]:
+    def steps_of(self, plan: Plan, num_elements: int) -> Steps:
         """This rank's part of the plan for a tensor of this size."""
         if (plan, num_elements) not in self.sizes:
-            steps = []
-            for phase, groups in zip(plan.phases, exchanges(plan, self.groups.topology, num_elements), strict=True):
-                steps += [(phase, exchange) for exchange in groups if self.groups.rank in exchange.members]
-            self.sizes[plan, num_elements] = [step for step in steps if len(step[1].members) > 1]
+            network = [index for index, phase in enumerate(plan.phases) if phase.axis != "node"]
+            begin, end = (network[0], network[-1] + 1) if network else (len(plan.phases), len(plan.phases))
+            phases = list(zip(plan.phases, exchanges(plan, self.groups.topology, num_elements), strict=True))
+            parts = phases[:begin], phases[begin:end], phases[end:]
+            before, crossing, after = (
+                [(phase, exchange) for phase, groups in part for exchange in groups if self.takes_part(exchange)]
+                for part in parts
+            )
+            self.sizes[plan, num_elements] = Steps(before, crossing, after, crosses=bool(network))
         return self.sizes[plan, num_elements]
+
+    def takes_part(self, exchange: Exchange) -> bool:
+        return self.groups.rank in exchange.members and len(exchange.members) > 1 and exchange.begin < exchange.end
 
     def work_in_node(self) -> None:
         crossing: Work | None = None
         while work := self.in_node.get():
-            self.attempt(work, work.before)
-            if not work.network:
+            self.attempt(work, work.steps.before)
+            if not work.steps.crosses:
                 self.finish(work)
                 continue
             self.on_network.put(work)
             if crossing:
                 self.end_crossing(crossing)
-            crossing = work if work.after else None
+            crossing = work if work.steps.after else None
             if crossing and work.is_last:
                 self.end_crossing(crossing)
                 crossing = None
+        self.on_network.put(None)
 
     def end_crossing(self, work: Work) -> None:
         work.crossed.wait()
-        self.attempt(work, work.after)
+        self.attempt(work, work.steps.after)
         self.finish(work)
 
     def work_on_network(self) -> None:
         while work := self.on_network.get():
             began_s = time.perf_counter()
-            self.attempt(work, work.network)
+            self.attempt(work, work.steps.network)
             self.waited_s += time.perf_counter() - began_s
-            if work.after:
+            if work.steps.after:
                 work.crossed.set()
             else:
                 self.finish(work)
 
     def attempt(self, work: Work, steps: list[Step]) -> None:
         """After a first error nothing is exchanged any more: the others will miss this rank, and say so."""
-        if self.error is None:
-            try:
-                for step in steps:
+        for step in steps:
+            if self.error is None:
+                try:
                     self.run(work, step)
-            except BaseException as error:
-                self.error = self.explained(error, work)
-                self.groups.abandon()
-
-    def explained(self, error: BaseException, work: Work) -> BaseException:
-        if isinstance(error, RuntimeError):
-            line = str(error).strip().partition("\n")[0]
-            kind = type(error) if type(error) is not RuntimeError else MissingRank  # the engine has only one
-            return kind(self.explain(f"step {work.header.step}, bucket {work.key}: {line}"))
-        return error
+                except BaseException as error:
+                    explained = self.explain(error, work, step[0].axis)
+                    self.error = self.error or explained
 
     def finish(self, work: Work) -> None:
         if self.error is None and not self.is_scaled_in_memory(work):
@@ -149,7 +159,7 @@ class Reducer:
 
     def is_scaled_in_memory(self, work: Work) -> bool:
         """One all-reduce in shared memory scales on its way."""
-        return len(work.steps) == 1 and work.steps[0][0].axis == "node" and self.groups.memory is not None
+        return self.groups.memory is not None and len(work.steps.before) == 1 and not work.steps.crosses
 
     def run(self, work: Work, step: Step) -> None:
         phase, exchange = step
@@ -157,6 +167,12 @@ class Reducer:
             self.run_in_memory(work, phase)
             return
         engine = self.groups.engines[phase.axis]
+        # In shared memory every operation compares; here it would cost a round trip, so once for each bucket that
+        # DDP makes.
+        layout = work.header.layout
+        if self.compared.get((phase.axis, work.key)) != layout:
+            engine.require_same(layout, work.tensor)
+            self.compared[phase.axis, work.key] = layout
         getattr(engine, phase.op)(work.tensor[exchange.begin : exchange.end], phase.wire)
 
     def run_in_memory(self, work: Work, phase: Phase) -> None:
@@ -190,8 +206,13 @@ class Reducer:
         return buffer
 
     def close(self) -> None:
-        for inbox in (self.in_node, self.on_network):
-            inbox.put(None)
+        self.error = self.error or UserError(
+            "these gradient sums are closed, and a backward follows; close them after the last one"
+        )
+        self.in_node.put(None)
+        for thread in self.threads:
+            thread.join(timeout=0.5)
+        self.groups.abandon()  # a thread that still waits for other ranks has nobody to wait for it
         for thread in self.threads:
             thread.join(timeout=10)
         self.buffers = {}

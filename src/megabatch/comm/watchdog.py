@@ -1,14 +1,21 @@
 """Who keeps the others waiting, and with what: ranks that have made no progress for long write it to the store.
 
 Half of the timeout without progress, and a rank tells the store where it stands, unasked; so when the time is up, the
-ranks that wait for it can say what it lacks.  A rank that has told nothing hangs as a whole, or is gone.
+ranks that wait for it can say what it lacks.  A rank that gives up tells why.  One that has told nothing hangs as a
+whole, or is gone.
 """
 
+import json
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
+
+WAITS = "waits"  # told by a rank that nobody waits for
+WORD_S = 3.0  # how long a rank that has failed listens to what the others tell
+MOST = 3  # ranks that a message quotes
 
 
 class Watchdog:
@@ -24,23 +31,65 @@ class Watchdog:
 
     def watch(self) -> None:
         told_of_s = None
-        while not self.ended.wait(self.timeout_s / 8):
-            seen_s = self.progress_s
-            if time.monotonic() - seen_s > self.timeout_s / 2 and seen_s != told_of_s:
-                told_of_s = seen_s
-                self.tell()
+        with suppress(RuntimeError):  # the store is gone, with the rank that held it
+            while not self.ended.wait(self.timeout_s / 8):
+                seen_s = self.progress_s
+                if told_of_s is not None and seen_s != told_of_s:
+                    told_of_s = None
+                    self.store.delete_key(self.key(self.rank))  # it is true no longer
+                if told_of_s is None and time.monotonic() - seen_s > self.timeout_s / 2:
+                    told_of_s = seen_s
+                    self.store.set(self.key(self.rank), self.state())
 
-    def tell(self) -> None:
-        self.store.set(f"state/{self.rank}", self.state())
+    def key(self, rank: int) -> str:
+        return f"state/{rank}"
 
-    def told(self) -> list[str]:
-        """What the other ranks have told."""
+    def give_up(self, word: str) -> None:
+        """The last that this rank tells."""
+        self.ended.set()
+        with suppress(RuntimeError):
+            self.store.set(self.key(self.rank), word)
+
+    def told(self, waits_for_all: bool = False) -> list[str]:
+        """What the other ranks have told; with `waits_for_all` also who tells nothing, though all have reason to."""
         others = [rank for rank in range(len(self.names)) if rank != self.rank]
         try:
-            ranks = [rank for rank in others if self.store.check([f"state/{rank}"])]
-            return [f"rank {self.names[rank]} {self.store.get(f'state/{rank}').decode()}" for rank in ranks]
-        except RuntimeError:  # the store is gone, with the rank that held it
+            if waits_for_all:
+                self.listen([self.key(rank) for rank in others])
+            words = {rank: self.word(self.key(rank)) for rank in others}
+        except RuntimeError:
+            return ["the store is gone, with the rank that held it (rank 0, unless a launcher did)"]
+        silent = [str(self.names[rank]) for rank in others if words[rank] is None]
+        said = [f"rank {self.names[rank]} {word}" for rank, word in words.items() if word not in (None, WAITS)]
+        if waits_for_all and silent:
+            are = f"ranks {', '.join(silent)} tell" if len(silent) > 1 else f"rank {silent[0]} tells"
+            said.insert(0, f"{are} nothing: gone, or hanging; see the output there")
+        return said[:MOST]
+
+    def differences(self, layout: str, members: Sequence[int]) -> list[str]:
+        """What first differs in the layouts of a bucket that these ranks have, each of which tells its own."""
+        keys = {rank: f"layout/{rank}" for rank in members}
+        try:
+            self.store.set(keys[self.rank], layout)
+            self.listen(list(keys.values()))
+            layouts = {rank: self.word(key) for rank, key in keys.items()}
+        except RuntimeError:
             return []
+        told = {self.names[rank]: json.loads(text) for rank, text in layouts.items() if text is not None}
+        first, *others = told
+        for other in others:
+            for ours, theirs in zip(told[first], told[other], strict=False):
+                if ours != theirs:
+                    return [f"rank {first} has {describe(ours)}, rank {other} has {describe(theirs)}"]
+        return []
+
+    def listen(self, keys: list[str]) -> None:
+        deadline_s = time.monotonic() + min(WORD_S, self.timeout_s)
+        while not self.store.check(keys) and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+
+    def word(self, key: str) -> str | None:
+        return self.store.get(key).decode() if self.store.check([key]) else None
 
     def close(self) -> None:
         self.ended.set()
@@ -53,3 +102,8 @@ class Watchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def describe(parameter: list[Any]) -> str:
+    name, dtype, shape, strides = parameter
+    return f"{name} {shape} of {dtype.removeprefix('torch.')} with strides {tuple(strides)}"
