@@ -96,12 +96,8 @@ class GradientSums:
         known = self.layouts.get(bucket.index())
         if known is None or known.storage._cdata != tensor.untyped_storage()._cdata:
             parameters = bucket.parameters()
-            text = json.dumps(
-                [
-                    (self.names.get(id(parameter)), str(gradient.dtype), gradient.shape, gradient.stride())
-                    for parameter, gradient in zip(parameters, bucket.gradients(), strict=True)
-                ]
-            )
+            # DDP lays a gradient out like its parameter; `bucket.gradients()` shows all of them contiguous.
+            text = json.dumps([(self.names.get(id(p)), str(p.dtype), p.shape, p.stride()) for p in parameters])
             number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
             known = Layout(tensor.untyped_storage(), text, number, parameters)
             self.layouts[bucket.index()] = known
@@ -155,6 +151,8 @@ class GradientSums:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self.watchdog.give_up(f"has given up: {type(error).__name__}: {error}")
         self.close()
 
 

@@ -1,0 +1,502 @@
+"""A plain DistributedDataParallel model with `attach` ends with the gradients of one without."""
+
+import contextlib
+import gc
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megabatch.comm import attach, groups
+from megabatch.comm.hook import GradientSums
+from megabatch.comm.shared_memory import SharedMemory
+from megabatch.comm.world import World
+from megabatch.errors import UserError
+from megabatch.planning.algorithms import ALGORITHMS
+from megabatch.planning.plan import error_bound
+from megabatch.planning.topology import from_hosts
+from tests.planning.oracle import Oracle
+from tests.ranks import RankPool, RanksFailed
+
+KIB = 1 / 1024  # as bucket_cap_mb: several buckets, made anew after the first backward
+NUM_STEPS = 4
+# Of float64 sums in another order, of a few numbers near 1; of 16 bits, since stock DDP rounds at every hop.
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+class Branches(nn.Module):
+    """Uses one of its layers: a different one on each rank and in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.branches = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.unused = nn.Linear(6, 6)
+        self.turn = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.turn += 1
+        return self.branches[(self.turn + dist.get_rank()) % 4](self.first(x))
+
+
+class Mixed(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 30, dtype=torch.float32), nn.Linear(30, 6, dtype=dtype)
+        self.third = nn.Linear(6, 30, dtype=torch.float32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.third(self.second(self.first(x.float()).to(self.second.weight.dtype)).float())
+
+
+class Scalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3))
+
+
+def frozen() -> nn.Module:
+    model = layers()
+    for parameter in (model[0].bias, model[2].weight):
+        parameter.requires_grad = False
+    return model
+
+
+def images() -> nn.Module:
+    model = nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 8, 2, padding=1), nn.Conv2d(8, 5, 2), nn.Flatten())
+    return model.to(memory_format=torch.channels_last)
+
+
+# What to build, and how DDP is called; float64 unless a case has types of its own.
+CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "views": (layers, {"gradient_as_bucket_view": True}),
+    "copies": (layers, {"gradient_as_bucket_view": False}),
+    "no_sync": (layers, {"gradient_as_bucket_view": True}),
+    "zeros": (layers, {"gradient_as_bucket_view": True}),
+    "frozen": (frozen, {}),
+    "unused": (Branches, {"find_unused_parameters": True}),
+    "static_graph": (layers, {"static_graph": True}),
+    "channels_last": (images, {"gradient_as_bucket_view": True}),
+    "fp16": (layers, {}),
+    "bf16": (layers, {"gradient_as_bucket_view": True}),
+    "fp32 and fp64": (lambda: Mixed(torch.float64), {}),
+    "fp32 and bf16": (lambda: Mixed(torch.bfloat16), {"gradient_as_bucket_view": True}),
+    "scalar": (Scalar, {}),
+    "one bucket": (layers, {"bucket_cap_mb": 25}),
+}
+
+
+def gradients(case: str, attached: bool, group: Any = None, **settings: Any) -> list[list[torch.Tensor]]:
+    """After each of some steps.  Deterministic, but for the data of the rank."""
+    torch.manual_seed(0)
+    build, options = CASES[case]
+    model = build()
+    if "and" not in case:
+        model.to({"fp16": torch.float16, "bf16": torch.bfloat16}.get(case, torch.float64))
+    ddp = DistributedDataParallel(model, process_group=group, **{"bucket_cap_mb": KIB, **options})
+    dtype = next(model.parameters()).dtype
+    torch.manual_seed(1 + dist.get_rank())
+    found = []
+    with attach(ddp, **settings) if attached else nullcontext():
+        for _ in range(NUM_STEPS):
+            for _ in range(2 if case == "no_sync" else 0):
+                with ddp.no_sync():
+                    ddp(torch.randn(5, 6).to(dtype)).square().mean().backward()
+            ddp(torch.randn(5, 6).to(dtype)).square().mean().backward()
+            found.append([torch.zeros(0) if p.grad is None else p.grad.clone() for p in model.parameters()])
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        parameter -= 0.1 * parameter.grad
+            ddp.zero_grad(set_to_none=case != "zeros")
+    return found
+
+
+def require_close(found: list[list[torch.Tensor]], expected: list[list[torch.Tensor]], case: str) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        tolerance = max(TOLERANCE.get(gradient.dtype, 0.0) for gradient in theirs)
+        for our, their in zip(ours, theirs, strict=True):
+            assert our.dtype == their.dtype and our.stride() == their.stride()
+            torch.testing.assert_close(our, their, rtol=tolerance, atol=tolerance, msg=lambda text: f"{case}: {text}")
+
+
+def compare_with_stock_ddp(world: World, has_shared_memory: bool) -> None:
+    kept = SharedMemory.is_supported
+    SharedMemory.is_supported = staticmethod(lambda: has_shared_memory)  # type: ignore[method-assign]
+    try:
+        for case in CASES:
+            require_close(gradients(case, attached=True), gradients(case, attached=False), case)
+    finally:
+        SharedMemory.is_supported = staticmethod(kept)  # type: ignore[method-assign]
+
+
+def test_gradients_are_those_of_stock_ddp_whatever_it_is_asked_for(ranks: RankPool) -> None:
+    for num_ranks in range(1, ranks.size + 1):
+        ranks.run(compare_with_stock_ddp, True, num_ranks=num_ranks)
+
+
+def test_without_shared_memory_too(ranks: RankPool) -> None:
+    ranks.run(compare_with_stock_ddp, False, num_ranks=3)
+
+
+def compare_on_subgroups(world: World) -> None:
+    """Ranks are in different numbers of groups, two of which overlap."""
+    made = {members: dist.new_group(list(members)) for members in [(0, 1), (2, 3), (1, 2, 3)]}
+    mine = [group for members, group in made.items() if world.rank in members]
+    for settings in ({}, {"algorithm": "flat"}):
+        for group in [None, *mine]:
+            expected = gradients("views", attached=False, group=group)
+            require_close(gradients("views", attached=True, group=group, **settings), expected, "group")
+
+
+def test_several_process_groups_disjoint_and_overlapping(ranks: RankPool) -> None:
+    ranks.run(compare_on_subgroups, num_ranks=4)
+
+
+def both_gradients(attached: bool, pair: Any) -> list[list[torch.Tensor]]:
+    """Of two models, one of all ranks and one of a pair, in one backward."""
+    torch.manual_seed(0)
+    models = [layers().double(), layers().double()]
+    wrapped = [
+        DistributedDataParallel(model, process_group=group, bucket_cap_mb=KIB)
+        for model, group in zip(models, (None, pair), strict=True)
+    ]
+    torch.manual_seed(1 + dist.get_rank())
+    found = []
+    with contextlib.ExitStack() as stack:
+        for ddp in wrapped if attached else []:
+            stack.enter_context(attach(ddp))
+        for _ in range(NUM_STEPS):
+            x = torch.randn(5, 6).double()
+            sum(ddp(x).square().mean() for ddp in wrapped).backward()  # type: ignore[union-attr]
+            found.append([p.grad.clone() for model in models for p in model.parameters()])  # type: ignore[union-attr]
+            for ddp in wrapped:
+                ddp.zero_grad()
+    return found
+
+
+def compare_two_models(world: World) -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    pair = pairs[world.rank // 2]
+    require_close(both_gradients(True, pair), both_gradients(False, pair), "two models")
+
+
+def test_two_models_at_once(ranks: RankPool) -> None:
+    ranks.run(compare_two_models, num_ranks=4)
+
+
+def opened() -> tuple[int, int, int]:
+    """Threads, file descriptors and mapped shared memory of this process."""
+    gc.collect()
+    maps = sum("/dev/shm/torch_" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    return len(list(Path("/proc/self/task").iterdir())), len(list(Path("/proc/self/fd").iterdir())), maps
+
+
+def attach_and_close(world: World, algorithm: str) -> tuple[tuple[int, int, int], ...]:
+    seen = []
+    for cycle in range(12):
+        model = layers()
+        ddp = DistributedDataParallel(model, bucket_cap_mb=KIB)
+        sums = attach(ddp, algorithm=algorithm)
+        for _ in range(2):
+            ddp(torch.randn(5, 6)).sum().backward()
+        sums.close()
+        del sums, ddp, model
+        world.sum(torch.ones(1))
+        if cycle in (1, 11):
+            seen.append(opened())
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("megabatch")]
+    return tuple(seen)
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "flat"])
+def test_nothing_is_left_of_closed_sums(ranks: RankPool, algorithm: str) -> None:
+    for early, late in ranks.run(attach_and_close, algorithm, num_ranks=2):
+        # Less than one a cycle: torch opens and closes files of its own.
+        assert all(after < before + 10 for before, after in zip(early, late, strict=True))
+        assert late[2] == 0
+
+
+def misuse(world: World) -> list[str]:
+    said = []
+    ddp = DistributedDataParallel(layers())
+    with attach(ddp):
+        with pytest.raises(RuntimeError, match="can only be called once"):
+            attach(ddp)
+        ddp(torch.randn(5, 6)).sum().backward()
+    for attempt in (
+        lambda: ddp(torch.randn(5, 6)).sum().backward(),
+        lambda: attach(DistributedDataParallel(layers()), wire="fp16"),
+        lambda: attach(DistributedDataParallel(layers()), wire="fp8"),  # type: ignore[arg-type]
+        lambda: attach(DistributedDataParallel(layers()), algorithm="tree"),
+        lambda: attach(DistributedDataParallel(nn.Sequential(nn.Embedding(9, 3, sparse=True)))),
+    ):
+        with pytest.raises(UserError) as caught:
+            attempt()
+        said.append(str(caught.value))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("megabatch")]
+    return said
+
+
+def test_misuse_is_told_with_a_remedy(ranks: RankPool) -> None:
+    for said in ranks.run(misuse, num_ranks=2):
+        assert said[0].startswith("these gradient sums are closed, and a backward follows; ")
+        assert said[1].endswith("nearest: wire='bf16'")
+        assert "'fp8' is not one of" in said[2] and "'tree' is not one of" in said[3]
+        assert said[4] == "0 has sparse gradients, which have no place in a bucket; nearest: sparse=False"
+
+
+# Several hosts on one machine.
+
+HOSTS = {"2+2": "aabb", "2+2 in turn": "abab", "3+1": "aaab", "1+2": "abb", "1+1+1": "abc"}
+SIZES = ((), (3,), (17, 5), (1000,), (0,), (33, 2))  # of parameters
+
+
+@contextlib.contextmanager
+def on_hosts(world: World, hosts: str) -> Iterator[None]:
+    kept, groups.host_identity = groups.host_identity, lambda: hosts[world.rank]
+    try:
+        yield
+    finally:
+        groups.host_identity = kept
+
+
+class Known(nn.Module):
+    """Its gradients are known: what each rank brings."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(size, dtype=dtype)) for size in SIZES)
+
+    def forward(self, brought: list[torch.Tensor]) -> torch.Tensor:
+        return sum((w * b).sum() for w, b in zip(self.weights, brought, strict=True))  # type: ignore[return-value]
+
+
+def brought(rank: int, step: int, dtype: torch.dtype, magnitude: float) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    return [(magnitude * torch.randn(size, generator=generator, dtype=torch.float64)).to(dtype) for size in SIZES]
+
+
+def averages(world: World, hosts: str, algorithm: str, magnitude: float) -> dict[tuple[str, str], Any]:
+    """(type, wire) -> the average of each step, as one tensor."""
+    found = {}
+    with on_hosts(world, hosts):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            for wire in ("fp32", "bf16", "fp16"):
+                ddp = DistributedDataParallel(Known(dtype), bucket_cap_mb=KIB)
+                with attach(ddp, algorithm=algorithm, wire=wire, loss_is_scaled=True):  # type: ignore[arg-type]
+                    steps = []
+                    for step in range(3):
+                        ddp(brought(world.rank, step, dtype, magnitude)).backward()
+                        steps.append(torch.cat([w.grad.flatten() for w in ddp.module.weights]))
+                        ddp.zero_grad()
+                found[dtype, wire] = steps
+    return found
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_hosts_average_within_the_bound_with_the_same_bits_everywhere(ranks: RankPool, algorithm: str) -> None:
+    for hosts in HOSTS.values():
+        topology = from_hosts(hosts)
+        if ALGORITHMS[algorithm](topology, "fp32") is None:
+            continue
+        results = ranks.run(averages, hosts, algorithm, 1.0, num_ranks=len(hosts))
+        for (dtype, wire), steps in results[0].items():
+            plan = ALGORITHMS[algorithm](topology, wire)
+            assert plan is not None
+            for step, average in enumerate(steps):
+                assert all(torch.equal(average, other[dtype, wire][step]) for other in results)
+                parts = [
+                    torch.cat([part.flatten() for part in brought(rank, step, dtype, 1.0)])
+                    for rank in range(len(hosts))
+                ]
+                own_error = {torch.float32: 2.0**-24, torch.float64: 2.0**-53, torch.bfloat16: 2.0**-8}[dtype]
+                exact = sum(part.double() for part in parts) / len(hosts)
+                magnitudes = sum(part.double().abs() for part in parts) / len(hosts)
+                # A 16-bit tensor is rounded in every phase; the average is rounded once more.
+                sums_with = own_error if dtype == torch.bfloat16 else max(own_error, 2.0**-24 * (wire != "fp32"))
+                bounds = [error_bound(plan, len(hosts) + 3, float(m), sums_with) for m in magnitudes]
+                assert ((average.double() - exact).abs() <= torch.tensor(bounds)).all()
+                is_ordered = wire != "fp32" or dtype == torch.bfloat16  # Gloo's own sums go round a ring
+                if is_ordered:
+                    total = Oracle(plan, topology, parts).tensors[0]
+                    assert torch.equal(average, total * (1 / len(hosts)))
+
+
+def test_an_overflow_in_fp16_is_seen_on_all_ranks(ranks: RankPool) -> None:
+    for algorithm in ("flat", "hierarchical", "torus"):
+        for found in ranks.run(averages, "aabb", algorithm, 40_000.0, num_ranks=4):
+            assert found[torch.float32, "fp16"][0].isinf().any()
+            assert found[torch.float32, "bf16"][0].isfinite().all()
+
+
+def refuse_torus(world: World) -> str:
+    with on_hosts(world, HOSTS["3+1"]), pytest.raises(UserError) as caught:
+        attach(DistributedDataParallel(layers()), algorithm="torus")
+    return str(caught.value)
+
+
+def test_torus_on_unequal_hosts_is_refused(ranks: RankPool) -> None:
+    said = set(ranks.run(refuse_torus, num_ranks=4))
+    assert said == {
+        "comm.algorithm='torus' needs hosts with equally many ranks, not 1 and 3; nearest: comm.algorithm=hierarchical"
+    }
+
+
+def many_steps(world: World, hosts: str, algorithm: str) -> int:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(8)))
+    with on_hosts(world, hosts):
+        ddp = DistributedDataParallel(model, bucket_cap_mb=2 * KIB, gradient_as_bucket_view=True)
+        with attach(ddp, algorithm=algorithm) as sums:
+            for _ in range(50):
+                ddp(torch.ones(2, 24)).sum().backward()
+                ddp.zero_grad()
+            return len(sums.layouts)
+
+
+def test_buckets_overlap_for_many_steps_without_a_deadlock(ranks: RankPool) -> None:
+    for hosts, algorithm in (("aabb", "torus"), ("aabb", "hierarchical"), ("aaab", "hierarchical"), ("abb", "flat")):
+        assert all(buckets >= 8 for buckets in ranks.run(many_steps, hosts, algorithm, num_ranks=len(hosts)))
+
+
+# Ranks that fail.
+
+
+def run_and_catch(world: World, sums: GradientSums, run: Callable[[], None], waits: bool = True) -> tuple[str, str]:
+    """The type and text of what the rank gets to see.  It waits until all have seen it."""
+    try:
+        with sums:
+            run()
+        said = ("nothing", "")
+    except Exception as error:
+        said = type(error).__name__, str(error)
+    if waits:
+        world.sum(torch.ones(1))
+    return said
+
+
+class Unwell(nn.Module):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.inner, self.turn, self.rank = layers(), 0, rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.turn += 1
+        if self.turn == 3 and dist.get_rank() == self.rank:
+            raise ValueError("this image is broken")
+        return self.inner(x)
+
+
+def raise_in_forward(world: World, hosts: str, algorithm: str) -> tuple[str, str]:
+    with on_hosts(world, hosts):
+        ddp = DistributedDataParallel(Unwell(1), bucket_cap_mb=KIB)
+        sums = attach(ddp, algorithm=algorithm)
+
+    def run() -> None:
+        for _ in range(4):
+            ddp(torch.randn(5, 6)).sum().backward()
+
+    return run_and_catch(world, sums, run)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "algorithm"), [("aaa", "auto"), ("aaa", "flat"), ("aabb", "torus"), ("aabb", "hierarchical")]
+)
+def test_a_rank_that_raises_is_missed_by_name(ranks: RankPool, hosts: str, algorithm: str) -> None:
+    """The timeout is ten minutes, so nobody waits for it."""
+    said = ranks.run(raise_in_forward, hosts, algorithm, num_ranks=len(hosts))
+    assert said.pop(1) == ("ValueError", "this image is broken")
+    for kind, text in said:
+        assert kind == "MissingRank" and text.startswith("step 2, bucket "), text
+        assert "rank 1 has given up: ValueError: this image is broken" in text, text
+
+
+def compute_nothing(world: World, algorithm: str) -> tuple[str, str]:
+    ddp = DistributedDataParallel(layers(), bucket_cap_mb=KIB)
+    sums = attach(ddp, algorithm=algorithm, timeout_s=3.0)
+
+    def run() -> None:
+        for step in range(3):
+            out = ddp(torch.randn(5, 6)).sum()
+            if step == 2 and world.rank == 1:
+                world.sum(torch.ones(1))  # until all others have given up
+            out.backward()
+            ddp.zero_grad()
+
+    return run_and_catch(world, sums, run, waits=world.rank != 1)
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "flat"])
+def test_a_rank_that_hangs_is_named_with_parameters_that_it_lacks(ranks: RankPool, algorithm: str) -> None:
+    first, hung, third = ranks.run(compute_nothing, algorithm, num_ranks=3)
+    for kind, text in (first, third):
+        assert kind == "MissingRank"
+        assert "rank 1 has reduced 0 buckets of step 2 and has no gradient yet of 0.weight, 0.bias, " in text, text
+    assert hung[0] == "MissingRank"
+
+
+def strides_differ(world: World, hosts: str, algorithm: str) -> tuple[str, str]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 2))
+    with on_hosts(world, hosts):
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        sums = attach(ddp, algorithm=algorithm)
+
+    def run() -> None:
+        if world.rank == 1:
+            model[0].to(memory_format=torch.channels_last)
+        for _ in range(3):
+            ddp(torch.ones(1, 3, 8, 8)).sum().backward()
+            ddp.zero_grad()
+
+    return run_and_catch(world, sums, run)
+
+
+@pytest.mark.parametrize(("hosts", "algorithm"), [("aa", "auto"), ("aaa", "flat"), ("ab", "torus")])
+def test_ranks_with_other_strides_are_named_with_the_parameter(ranks: RankPool, hosts: str, algorithm: str) -> None:
+    for kind, text in ranks.run(strides_differ, hosts, algorithm, num_ranks=len(hosts)):
+        assert kind == "RankMismatch", text
+        assert (
+            "; rank 0 has 0.weight [8, 3, 3, 3] of float32 with strides (27, 9, 3, 1), "
+            "rank 1 has 0.weight [8, 3, 3, 3] of float32 with strides (27, 1, 9, 3)"
+        ) in text, text
+
+
+def kill_one(world: World, algorithm: str) -> None:
+    ddp = DistributedDataParallel(layers(), bucket_cap_mb=KIB)
+    with attach(ddp, algorithm=algorithm):
+        for step in range(10**9):
+            ddp(torch.randn(5, 6)).sum().backward()
+            if step == 3 and world.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "said"), [("auto", "rank 1 has died while the others wait"), ("flat", "rank 1 tells nothing")]
+)
+def test_a_killed_rank_is_named(ranks: RankPool, algorithm: str, said: str) -> None:
+    """Last in this file: the pool must start anew."""
+    with pytest.raises(RanksFailed) as caught:
+        ranks.run(kill_one, algorithm, num_ranks=3)
+    failures = re.split(r"^rank \d:$", str(caught.value), flags=re.MULTILINE)[1:]
+    assert len(failures) == 3
+    assert sum("MissingRank: step 4, bucket " in failure for failure in failures) == 2
+    assert any(said in failure for failure in failures), failures
