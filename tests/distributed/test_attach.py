@@ -23,7 +23,7 @@ from megabatch.comm.shared_memory import SharedMemory
 from megabatch.comm.world import World
 from megabatch.errors import UserError
 from megabatch.planning.algorithms import ALGORITHMS
-from megabatch.planning.plan import error_bound
+from megabatch.planning.plan import Wire, error_bound
 from megabatch.planning.topology import from_hosts
 from tests.planning.oracle import Oracle
 from tests.ranks import RankPool, RanksFailed
@@ -266,6 +266,14 @@ def test_misuse_is_told_with_a_remedy(ranks: RankPool) -> None:
 # Several hosts on one machine.
 
 HOSTS = {"2+2": "aabb", "2+2 in turn": "abab", "3+1": "aaab", "1+2": "abb", "1+1+1": "abc"}
+SETTINGS: list[tuple[torch.dtype, Wire]] = [
+    (torch.float32, "fp32"),
+    (torch.float32, "bf16"),
+    (torch.float32, "fp16"),
+    (torch.float64, "fp32"),
+    (torch.float64, "bf16"),
+    (torch.bfloat16, "fp32"),
+]
 SIZES = ((), (3,), (17, 5), (1000,), (0,), (33, 2))  # of parameters
 
 
@@ -294,20 +302,19 @@ def brought(rank: int, step: int, dtype: torch.dtype, magnitude: float) -> list[
     return [(magnitude * torch.randn(size, generator=generator, dtype=torch.float64)).to(dtype) for size in SIZES]
 
 
-def averages(world: World, hosts: str, algorithm: str, magnitude: float) -> dict[tuple[str, str], Any]:
-    """(type, wire) -> the average of each step, as one tensor."""
-    found = {}
+def averages(
+    world: World, hosts: str, algorithm: str, settings: list[tuple[torch.dtype, Wire]], magnitude: float = 1.0
+) -> dict[tuple[torch.dtype, Wire], list[torch.Tensor]]:
+    """For each type and wire, the average of each step, as one tensor."""
+    found: dict[tuple[torch.dtype, Wire], list[torch.Tensor]] = {setting: [] for setting in settings}
     with on_hosts(world, hosts):
-        for dtype in (torch.float32, torch.float64, torch.bfloat16):
-            for wire in ("fp32", "bf16", "fp16"):
-                ddp = DistributedDataParallel(Known(dtype), bucket_cap_mb=KIB)
-                with attach(ddp, algorithm=algorithm, wire=wire, loss_is_scaled=True):  # type: ignore[arg-type]
-                    steps = []
-                    for step in range(3):
-                        ddp(brought(world.rank, step, dtype, magnitude)).backward()
-                        steps.append(torch.cat([w.grad.flatten() for w in ddp.module.weights]))
-                        ddp.zero_grad()
-                found[dtype, wire] = steps
+        for dtype, wire in settings:
+            ddp = DistributedDataParallel(Known(dtype), bucket_cap_mb=KIB)
+            with attach(ddp, algorithm=algorithm, wire=wire, loss_is_scaled=True):
+                for step in range(3):
+                    ddp(brought(world.rank, step, dtype, magnitude)).backward()
+                    found[dtype, wire].append(torch.cat([w.grad.flatten() for w in ddp.module.weights]))
+                    ddp.zero_grad()
     return found
 
 
@@ -317,7 +324,7 @@ def test_hosts_average_within_the_bound_with_the_same_bits_everywhere(ranks: Ran
         topology = from_hosts(hosts)
         if ALGORITHMS[algorithm](topology, "fp32") is None:
             continue
-        results = ranks.run(averages, hosts, algorithm, 1.0, num_ranks=len(hosts))
+        results = ranks.run(averages, hosts, algorithm, SETTINGS, num_ranks=len(hosts))
         for (dtype, wire), steps in results[0].items():
             plan = ALGORITHMS[algorithm](topology, wire)
             assert plan is not None
@@ -342,7 +349,7 @@ def test_hosts_average_within_the_bound_with_the_same_bits_everywhere(ranks: Ran
 
 def test_an_overflow_in_fp16_is_seen_on_all_ranks(ranks: RankPool) -> None:
     for algorithm in ("flat", "hierarchical", "torus"):
-        for found in ranks.run(averages, "aabb", algorithm, 40_000.0, num_ranks=4):
+        for found in ranks.run(averages, "aabb", algorithm, SETTINGS[1:3], 40_000.0, num_ranks=4):
             assert found[torch.float32, "fp16"][0].isinf().any()
             assert found[torch.float32, "bf16"][0].isfinite().all()
 

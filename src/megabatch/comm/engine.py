@@ -52,12 +52,10 @@ class Engine:
         self.group = JOIN[device.type](store, index, len(names), timedelta(seconds=timeout_s))
         self.is_abandoned = self.is_in_flight = False
 
-    def wait(self, work: Any) -> None:
-        if self.device.type == "cuda":
-            work.wait()
-            return
+    def run(self, operation: str, *args: Any) -> None:
         self.is_in_flight = True
-        while not work.is_completed():
+        work = getattr(self.group, operation)(*args)
+        while self.device.type == "cpu" and not work.is_completed():
             if self.is_abandoned:
                 raise MissingRank("this rank has given up, or has closed its sums")
             with suppress(RuntimeError):  # not yet; or it has failed, and says so below
@@ -69,7 +67,7 @@ class Engine:
         """All members are about to exchange the same tensor."""
         own = torch.tensor([layout, len(flat)], device=flat.device)
         arrived = torch.empty(2 * self.num_members, dtype=own.dtype, device=flat.device)
-        self.wait(self.group._allgather_base(arrived, own))
+        self.run("_allgather_base", arrived, own)
         found: dict[tuple[int, ...], list[str]] = {}
         for name, words in zip(self.names, arrived.view(-1, 2).tolist(), strict=True):
             found.setdefault(tuple(words), []).append(str(name))
@@ -80,16 +78,22 @@ class Engine:
             ]
             raise RankMismatch(f"{', '.join(said)}; all ranks must exchange the same tensors in the same order")
 
+    def abandon(self) -> None:
+        self.is_abandoned = True
+        if not self.is_in_flight:
+            self.group = None  # which ends its connections, so that the others know
+
     def close(self) -> None:
-        if self.is_in_flight:
+        self.abandon()
+        if self.group is not None:
             # Its destructor would wait until the others answer.  Never freed, it ends with the process.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
-        self.group = None
+            self.group = None
 
     def all_reduce(self, flat: torch.Tensor, wire: Wire) -> None:
         dtype = self.travels_as(flat, wire)
         if dtype is None:
-            self.wait(self.group.allreduce([flat]))
+            self.run("allreduce", [flat])
             return
         rounded = flat.to(dtype)
         begin, end = self.own_slice(flat)
@@ -100,7 +104,7 @@ class Engine:
     def reduce(self, flat: torch.Tensor, wire: Wire) -> None:
         """To the first member."""
         if self.travels_as(flat, wire) is None:
-            self.wait(self.group.reduce([flat], dist.ReduceOptions()))
+            self.run("reduce", [flat], dist.ReduceOptions())
         else:
             self.all_reduce(flat, wire)
 
@@ -108,7 +112,7 @@ class Engine:
         """From the first member; rounded there too."""
         dtype = self.travels_as(flat, wire)
         travelling = flat if dtype is None else flat.to(dtype)
-        self.wait(self.group.broadcast([travelling], dist.BroadcastOptions()))
+        self.run("broadcast", [travelling], dist.BroadcastOptions())
         flat.copy_(travelling)
 
     def reduce_scatter(self, flat: torch.Tensor, wire: Wire) -> None:
@@ -135,7 +139,7 @@ class Engine:
         sizes = [end - begin for begin, end in slices(len(flat), self.num_members)]
         own = sizes[self.index]
         arrived = torch.empty(own * self.num_members, dtype=flat.dtype, device=flat.device)
-        self.wait(self.group.alltoall_base(arrived, flat, [own] * self.num_members, sizes))
+        self.run("alltoall_base", arrived, flat, [own] * self.num_members, sizes)
         first, *others = arrived.chunk(self.num_members) if own else [arrived]
         total = first.to(torch.float32) if flat.dtype in SIXTEEN_BITS else first
         for contribution in others:
@@ -150,6 +154,6 @@ class Engine:
         padded = torch.zeros(largest, dtype=flat.dtype, device=flat.device)
         padded[: end - begin] = flat[begin:end]
         arrived = torch.empty(largest * len(parts), dtype=flat.dtype, device=flat.device)
-        self.wait(self.group._allgather_base(arrived, padded))
+        self.run("_allgather_base", arrived, padded)
         for index, (start, stop) in enumerate(parts):
             flat[start:stop] = arrived[index * largest : index * largest + stop - start]

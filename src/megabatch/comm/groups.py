@@ -74,7 +74,7 @@ class Groups:
     def abandon(self) -> None:
         """This rank has given up: whoever waits for it here need not, nor does it wait for others any more."""
         for engine in self.engines.values():
-            engine.is_abandoned = True
+            engine.abandon()
         if self.memory:
             self.memory.close()
 

@@ -11,6 +11,7 @@ import atexit
 import hashlib
 import json
 import os
+import re
 import time
 from contextlib import ExitStack
 from types import TracebackType
@@ -112,7 +113,7 @@ class GradientSums:
         """What this rank lacks, for the ranks that wait for it."""
         if self.last is not None and not self.last.done():
             return WAITS
-        reduced = {id(parameter) for index in self.reduced for parameter in self.layouts[index].parameters}
+        reduced = {id(parameter) for index in list(self.reduced) for parameter in self.layouts[index].parameters}
         to_reduce = [parameter for parameter in self.parameters if id(parameter) not in reduced]
         # Gradients of the last step may still be there.
         missing = [self.names[id(p)] for p in [p for p in to_reduce if lacks_gradient(p)] or to_reduce]
@@ -120,24 +121,24 @@ class GradientSums:
         return f"has reduced {len(self.reduced)} buckets of step {self.step} and has no gradient yet of {some}"
 
     def explain(self, error: BaseException, work: Work, axis: Axis) -> BaseException:
-        """This rank gives up, and tells the others why; its error, with what they have told."""
-        line = str(error).strip().partition("\n")[0]
-        self.watchdog.give_up(f"has given up: {line}")
+        """This rank gives up, and tells the others; its error, with what they have told."""
+        if type(error) is RuntimeError:  # the engine's only one: it knows no ranks
+            # [/source/file.cc:553] Connection closed by peer. Explanations.
+            line = re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]
+            error, knows_rank = MissingRank(f"the network says: {line}"), False
+        else:
+            line, knows_rank = str(error), True
+        # Who misses others is not the cause.
+        self.watchdog.give_up(WAITS if isinstance(error, MissingRank) else f"has given up: {line}")
         self.groups.abandon()
-        if not isinstance(error, RuntimeError):
-            return error
-        said = [f"step {work.header.step}, bucket {work.key}: {line}"]
-        peers = self.groups.topology.members(axis, self.groups.rank)
-        match error:
-            case RankMismatch():
-                layout = self.layouts.get(work.key)
-                return RankMismatch("; ".join(said + self.watchdog.differences(layout.text if layout else "[]", peers)))
-            case MissingRank():
-                return MissingRank("; ".join(said + self.watchdog.told()))
-            case _ if type(error) is RuntimeError:  # the engine's only one: it knows no ranks
-                return MissingRank("; ".join(said + self.watchdog.told(waits_for_all=True)))
-            case _:
-                return type(error)("; ".join(said))
+        said = [f"step {work.header.step}, bucket {work.key}: {error}"]
+        if isinstance(error, RankMismatch):
+            layout = self.layouts.get(work.key)
+            members = self.groups.topology.members(axis, self.groups.rank)
+            said += self.watchdog.differences(layout.text if layout else "[]", members)
+        elif isinstance(error, MissingRank):
+            said += self.watchdog.told(waits_for_all=not knows_rank)
+        return type(error)("; ".join(said)) if isinstance(error, RuntimeError) else error
 
     def close(self) -> None:
         if os.getpid() == self.pid:  # a forked process must not speak for its parent
@@ -151,7 +152,7 @@ class GradientSums:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
+        if error is not None and error is not self.reducer.error:
             self.watchdog.give_up(f"has given up: {type(error).__name__}: {error}")
         self.close()
 

@@ -59,6 +59,7 @@ class Reducer:
         self.groups = groups
         self.explain = explain  # gives up for this rank, and says what the others say
         self.error: BaseException | None = None
+        self.has_failed = False  # the error may still be being explained
         self.waited_s = 0.0  # for other ranks, and for the network
         self.buffers: dict[int, tuple[torch.Tensor, SharedBuffer]] = {}
         self.sizes: dict[tuple[Plan, int], Steps] = {}
@@ -141,16 +142,19 @@ class Reducer:
 
     def attempt(self, work: Work, steps: list[Step]) -> None:
         """After a first error nothing is exchanged any more: the others will miss this rank, and say so."""
-        for step in steps:
-            if self.error is None:
-                try:
-                    self.run(work, step)
-                except BaseException as error:
-                    explained = self.explain(error, work, step[0].axis)
-                    self.error = self.error or explained
+        try:
+            for step in steps:
+                if self.has_failed:
+                    return
+                axis = step[0].axis
+                self.run(work, step)
+        except BaseException as error:
+            if not self.has_failed:
+                self.has_failed = True
+                self.error = self.explain(error, work, axis)
 
     def finish(self, work: Work) -> None:
-        if self.error is None and not self.is_scaled_in_memory(work):
+        if not self.has_failed and not self.is_scaled_in_memory(work):
             self.scaled(work)
         work.future.set_result(work.tensor)
 
@@ -206,9 +210,9 @@ class Reducer:
         return buffer
 
     def close(self) -> None:
-        self.error = self.error or UserError(
-            "these gradient sums are closed, and a backward follows; close them after the last one"
-        )
+        if not self.has_failed:
+            self.has_failed = True
+            self.error = UserError("these gradient sums are closed, and a backward follows; close them after the last")
         self.in_node.put(None)
         for thread in self.threads:
             thread.join(timeout=0.5)
