@@ -487,23 +487,22 @@ def test_ranks_with_other_strides_are_named_with_the_parameter(ranks: RankPool, 
         ) in text, text
 
 
-def kill_one(world: World, algorithm: str) -> None:
-    ddp = DistributedDataParallel(layers(), bucket_cap_mb=KIB)
-    with attach(ddp, algorithm=algorithm):
+def kill_one(world: World) -> None:
+    with on_hosts(world, "aab"):
+        ddp = DistributedDataParallel(layers(), bucket_cap_mb=KIB)
+        sums = attach(ddp)
+    with sums:
         for step in range(10**9):
             ddp(torch.randn(5, 6)).sum().backward()
             if step == 3 and world.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "said"), [("auto", "rank 1 has died while the others wait"), ("flat", "rank 1 tells nothing")]
-)
-def test_a_killed_rank_is_named(ranks: RankPool, algorithm: str, said: str) -> None:
+def test_a_killed_rank_is_named_on_its_host_and_on_others(ranks: RankPool) -> None:
     """Last in this file: the pool must start anew."""
     with pytest.raises(RanksFailed) as caught:
-        ranks.run(kill_one, algorithm, num_ranks=3)
-    failures = re.split(r"^rank \d:$", str(caught.value), flags=re.MULTILINE)[1:]
-    assert len(failures) == 3
-    assert sum("MissingRank: step 4, bucket " in failure for failure in failures) == 2
-    assert any(said in failure for failure in failures), failures
+        ranks.run(kill_one, num_ranks=3)
+    said = dict(re.findall(r"^rank (\d):\n(.*?)(?=^rank \d:$|\Z)", str(caught.value), flags=re.MULTILINE | re.DOTALL))
+    assert said["1"].strip() == "its process ended without a word"
+    assert "MissingRank: step 4, bucket 0: rank 1 has died while the others wait" in said["0"], said["0"]
+    assert re.search("MissingRank: step 4, bucket 0: the network says: .*; rank 1 tells nothing", said["2"]), said["2"]

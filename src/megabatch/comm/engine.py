@@ -61,7 +61,10 @@ class Engine:
             with suppress(RuntimeError):  # not yet; or it has failed, and says so below
                 work.wait(timedelta(seconds=LOOK_UP_S))
         self.is_in_flight = False
-        work.wait()
+        try:
+            work.wait()
+        finally:
+            del work  # an error would keep this frame, and it the connections
 
     def require_same(self, layout: int, flat: torch.Tensor) -> None:
         """All members are about to exchange the same tensor."""
