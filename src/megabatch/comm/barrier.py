@@ -60,13 +60,12 @@ YIELDS = 100
 # A yield that comes back late has met a thread that computes, and cost a time slice (5 ms beside a backward pass, where
 # a sleep costs 0.02).  With more ranks than cores, but no such thread, yields are three times as fast as sleeps.
 LATE_S = 1e-3
-MAX_WAITS_WITHOUT_YIELDS = (
-    4096  # after a late one: 2 the first time, then twice as many; half as many once it was prompt
-)
+# After a late one there are none for 2 waits, then for twice as many each time, and half as many once one was prompt.
+MAX_WAITS_WITHOUT_YIELDS = 4096
 # A sleep is a tenth of what has been waited so far: a long wait costs the core next to nothing, and ends a tenth late.
 # The shortest takes 20 us; it would be 80 with the timer slack that threads are born with.
 MAX_SLEEP_S = 500e-6
-PRCTL, PR_SET_TIMERSLACK = ctypes.CDLL(None).prctl, 29
+PRCTL, PR_SET_TIMERSLACK = getattr(ctypes.CDLL(None), "prctl", None), 29  # Linux has it
 LOOK_AFTER_S = 0.1  # after this, look for the dead
 TIMEOUT_S = 600.0
 
@@ -191,7 +190,8 @@ class Barrier:
                 self.waits_without_yields = min(MAX_WAITS_WITHOUT_YIELDS, 2 * self.waits_without_yields)
                 self.waits_until_yield = self.waits_without_yields
                 break
-        PRCTL(PR_SET_TIMERSLACK, 1000, 0, 0, 0)  # of this thread, in ns
+        if PRCTL:
+            PRCTL(PR_SET_TIMERSLACK, 1000, 0, 0, 0)  # of this thread, in ns
         began_s = time.monotonic()
         elapsed_s = 0.0
         while waiting := [peer for peer in waiting if words[peer] < number]:

@@ -27,13 +27,19 @@ class Groups:
         self.parent, self.device, self.timeout_s = parent, device, timeout_s
         self.names = tuple(dist.get_process_group_ranks(parent))
         self.rank = dist.get_rank(parent)
-        hosts: list[str] = [""] * len(self.names)
-        dist.all_gather_object(hosts, host_identity(), group=parent)
-        self.topology: Topology = from_hosts(hosts)
+        found: list[Any] = [None] * len(self.names)
+        free_bytes = SharedMemory.free_bytes() if self.may_share() else None
+        dist.all_gather_object(found, (host_identity(), free_bytes), group=parent)
+        self.topology: Topology = from_hosts([host for host, _ in found])
+        # Of the host that has least; None: nobody shares any.
+        self.shareable_bytes = min((room for _, room in found if room is not None), default=None)
         self.store = self.own_store()
         self.memory: SharedMemory | None = None
         self.engines: dict[Axis, Engine] = {}
         self.stack = ExitStack()
+
+    def may_share(self) -> bool:
+        return self.device.type == "cpu" and SharedMemory.is_supported()
 
     def own_store(self) -> Any:
         """Of these ranks and this object alone."""
@@ -46,7 +52,7 @@ class Groups:
             members = self.topology.members(axis, self.rank)
             if len(members) < 2:
                 continue
-            if axis == "node" and self.device.type == "cpu" and SharedMemory.is_supported():
+            if axis == "node" and self.may_share():
                 self.memory = self.stack.enter_context(self.open_memory(members))
             else:
                 self.engines[axis] = self.open_engine(axis, members)

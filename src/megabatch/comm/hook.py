@@ -13,6 +13,7 @@ import json
 import os
 import re
 import time
+import warnings
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -60,14 +61,30 @@ class GradientSums:
         with ExitStack() as stack:
             self.groups = groups = stack.enter_context(Groups(group, device, settings.timeout_s))
             self.topology = groups.topology
-            self.plan = choose_plan(settings, groups.topology, device.type)
-            self.message_plan = choose_plan(settings.exactly(), groups.topology, device.type)
+            in_memory = self.has_room(groups)
+            self.plan = choose_plan(settings, groups.topology, in_memory)
+            self.message_plan = choose_plan(settings.exactly(), groups.topology, in_memory)
             groups.open({phase.axis for plan in (self.plan, self.message_plan) for phase in plan.phases})
             self.watchdog = stack.enter_context(
                 Watchdog(groups.store, groups.rank, groups.names, settings.timeout_s, self.state)
             )
             self.reducer = Reducer(groups, self.explain)
             self.stack = stack.pop_all()
+
+    def has_room(self, groups: Groups) -> bool:
+        """True if the gradients of all ranks of a host fit into its memory, twice: DDP makes its buckets anew."""
+        if groups.shareable_bytes is None:
+            return False
+        num_bytes = 2 * groups.topology.largest_node * sum(p.numel() * p.element_size() for p in self.parameters)
+        if num_bytes <= groups.shareable_bytes:
+            return True
+        if groups.rank == 0:
+            warnings.warn(
+                f"/dev/shm has {groups.shareable_bytes:,} bytes left, gradients need {num_bytes:,}; they are summed "
+                "through sockets, which is slower: make it larger (docker: --shm-size)",
+                stacklevel=2,
+            )
+        return False
 
     @property
     def waited_s(self) -> float:

@@ -26,12 +26,12 @@ class CommSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return msgspec.structs.replace(self, wire="fp32")
 
 
-def choose_plan(settings: CommSettings, topology: Topology, device_type: str) -> Plan:
-    """`auto`: NCCL's own all-reduce on GPUs; on CPUs torus, which sums inside a host through shared memory, or
-    hierarchical where hosts have unequal numbers of ranks."""
+def choose_plan(settings: CommSettings, topology: Topology, in_memory: bool) -> Plan:
+    """`auto`: torus where ranks of a host sum through its memory, or hierarchical if hosts have unequal numbers of
+    ranks; elsewhere, as on GPUs, the engine's own all-reduce."""
     name = settings.algorithm
     if name == "auto":
-        name = "flat" if device_type == "cuda" else "torus" if topology.is_regular else "hierarchical"
+        name = "flat" if not in_memory else "torus" if topology.is_regular else "hierarchical"
     plan = ALGORITHMS[name](topology, settings.wire)
     if plan is None:
         sizes = sorted({len(node) for node in topology.nodes})

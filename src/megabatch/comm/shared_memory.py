@@ -49,6 +49,7 @@ MIN_CHUNK_BYTES = 64 << 10
 TORCH_CHUNK = 32_768  # elements, of 16-bit floats: with more, torch would call on other threads
 SMALL_BYTES = 8 << 10
 SUMMED_IN_FP32 = (torch.float16, torch.bfloat16)
+FOLDER = "/dev/shm"
 CODES = {name: code for code, name in enumerate(OPERATIONS)}
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 DESCRIPTOR, NUM_BYTES, OFFSET, OUTCOME = (LETTER + word for word in range(4))
@@ -113,6 +114,12 @@ class SharedMemory:
         """False where spinning on plain memory is unsound; use Gloo there."""
         return is_supported()
 
+    @staticmethod
+    def free_bytes() -> int:
+        """Room for the tensors of all ranks of this host.  Containers often have 64 MB."""
+        room = os.statvfs(FOLDER)
+        return room.f_bavail * room.f_frsize
+
     @property
     def waited_s(self) -> float:
         """How long this rank has waited for others to come, in all.  The straggler waits least."""
@@ -151,7 +158,7 @@ class SharedMemory:
             descriptor, problem = -1, str(caught).partition("\n")[0]
             # torch leaves its file behind if /dev/shm is too small for it.
             for name in re.findall(r"file </(torch_\w+)>", problem):
-                Path("/dev/shm", name).unlink(missing_ok=True)
+                Path(FOLDER, name).unlink(missing_ok=True)
         offset = int(flat.storage_offset()) * flat.element_size()
         words[own + DESCRIPTOR], words[own + NUM_BYTES], words[own + OFFSET] = descriptor, num_bytes, offset
         buffer_words = self.num_buffers, len(flat), DTYPE_CODES[flat.dtype]
@@ -172,10 +179,10 @@ class SharedMemory:
         barrier.wait()  # from here on, a rank may free its tensor
         failed = [rank for rank in self.everyone if words[WORDS_PER_RANK * rank + OUTCOME] != self.num_buffers]
         if failed:
-            free = os.statvfs("/dev/shm")
             raise Unmapped(
                 f"{barrier.name(failed)} cannot share bucket {header.bucket} of {flat.nbytes:,} bytes ({problem}); "
-                f"/dev/shm has {free.f_bavail * free.f_frsize:,} left: make it larger (docker: --shm-size) or use Gloo"
+                f"{FOLDER} has {self.free_bytes():,} left: make it larger (docker: --shm-size), "
+                "or use algorithm='flat'"
             )
         return SharedBuffer(self.num_buffers, tensors, self.rank, self.chunk_bytes, self.places)
 
