@@ -254,32 +254,29 @@ def test_runs_that_start_at_the_same_moment_take_folders_of_their_own() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_a_run_killed_at_any_step_and_started_again_ends_to_the_bit_as_one_never_stopped(num_ranks: int) -> None:
-    """Three times: before the first checkpoint, then the launcher, then a rank, wherever they have come to."""
-    short = [*SMALL_RUN, "batch.global=24", "precision.name=fp32", "train.epochs=40", "--ranks", str(num_ranks)]
+    """Twice: first the launcher, about when the first checkpoint is written, then a rank, wherever they have come to."""
+    epochs = {1: 40, 2: 24, 3: 12}[num_ranks]  # one rank is fast, three share two cores
+    short = [*SMALL_RUN, "batch.global=24", "precision.name=fp32", f"train.epochs={epochs}", "--ranks", str(num_ranks)]
     whole = train(*short, "run.dir=whole")
     assert whole.returncode == 0, whole.stderr
-    with started(*short, "checkpoint.every_steps=100000") as launcher:  # but for the best, after an evaluation
-        ranks = ranks_of(launcher.pid, num_ranks)
-        os.kill(launcher.pid, signal.SIGKILL)
-        wait_until(lambda: not any(is_alive(rank) for rank in ranks))
-    Path("run/checkpoints/writing-step-00000009").mkdir(parents=True)  # as a kill amid a checkpoint leaves it
-    Path("run/checkpoints/writing-step-00000009/state.safetensors").write_bytes(b"half")
     short.append("checkpoint.every_steps=7")
     with started(*short) as launcher:
-        wait_until(lambda: len(rows()) > 80)
         ranks = ranks_of(launcher.pid, num_ranks)
         os.kill(launcher.pid, signal.SIGKILL)
         wait_until(lambda: not any(is_alive(rank) for rank in ranks))
     first_stop = len([row for row in rows() if "lr" in row])
+    half_written = Path("run/checkpoints/writing-step-00000007")  # as a kill amid a checkpoint leaves it
+    half_written.mkdir(parents=True, exist_ok=True)
+    (half_written / "state.safetensors").write_bytes(b"half")
     with started(*short) as launcher:
-        wait_until(lambda: len([row for row in rows() if "lr" in row]) > first_stop + 30)
+        wait_until(lambda: len([row for row in rows() if "lr" in row]) > first_stop + 20)
         os.kill(ranks_of(launcher.pid, num_ranks)[-1], signal.SIGKILL)
         launcher.communicate(timeout=60)
     again = train(*short, "run.dir=run")
     assert again.returncode == 0, again.stderr
     assert "resumes   after step" in again.stdout
     resumed_from = summary()["resumed_from_step"]
-    assert resumed_from >= first_stop - 7 and (resumed_from % 7 == 0 or resumed_from in evaluated_steps())
+    assert resumed_from >= first_stop + 13 and (resumed_from % 7 == 0 or resumed_from in evaluated_steps())
     assert summary("whole")["resumed_from_step"] is None
     for name in ("model.safetensors", "checkpoints/last/state.safetensors"):
         assert (Path("run") / name).read_bytes() == (Path("whole") / name).read_bytes()
