@@ -161,6 +161,14 @@ def test_ranks_do_not_outlive_a_killed_launcher(launcher: tuple[str, ...]) -> No
         wait_until(lambda: not any(is_alive(rank) for rank in ranks), at_most_s=10)
 
 
+def test_a_stop_signal_to_one_rank_stops_all() -> None:
+    with started(*LONG_RUN, "--ranks", "2") as launcher:
+        os.kill(ranks_of(launcher.pid)[1], signal.SIGTERM)
+        output, errors = launcher.communicate(timeout=60)
+    assert (launcher.returncode, errors) == (143, "")
+    assert "stopped" in output and summary()["status"] == "stopped"
+
+
 def test_a_killed_rank_is_named_and_ends_the_run() -> None:
     with started(*LONG_RUN, "--ranks", "2") as launcher:
         ranks = ranks_of(launcher.pid)
@@ -254,7 +262,7 @@ def test_runs_that_start_at_the_same_moment_take_folders_of_their_own() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_a_run_killed_at_any_step_and_started_again_ends_to_the_bit_as_one_never_stopped(num_ranks: int) -> None:
-    """Twice: first the launcher, about when the first checkpoint is written, then a rank, wherever they have come to."""
+    """Twice: the launcher, about when the first checkpoint is written, then a rank, wherever they have come to."""
     epochs = {1: 40, 2: 24, 3: 12}[num_ranks]  # one rank is fast, three share two cores
     short = [*SMALL_RUN, "batch.global=24", "precision.name=fp32", f"train.epochs={epochs}", "--ranks", str(num_ranks)]
     whole = train(*short, "run.dir=whole")
@@ -389,26 +397,40 @@ def test_under_mpiexec_it_joins() -> None:
     assert "2 ranks" in result.stdout and summary()["status"] == "finished"
 
 
-def test_torchrun_on_two_nodes_is_one_run() -> None:
+@contextlib.contextmanager
+def two_nodes(*words: str) -> Iterator[list[subprocess.Popen[str]]]:
     """Two agents, as docs/clusters.md starts them, on one machine."""
-    words = ["-m", "megabatch", "train", *SMALL_RUN, "run.dir=run"]
     rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=two"]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nnodes=2",
-        "--nproc-per-node=1",
-        "--local-addr=127.0.0.1",
-    ]
-    nodes = [
-        subprocess.Popen([*command, *rendezvous, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    outputs = [node.communicate(timeout=100) for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], outputs
+    agent = ["--nnodes=2", "--nproc-per-node=1", "--local-addr=127.0.0.1", "--max-restarts=3"]
+    command = [sys.executable, "-m", "torch.distributed.run", *agent, *rendezvous, "-m", "megabatch", "train", *words]
+    nodes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        yield nodes
+    finally:
+        for node in nodes:
+            node.kill()
+            node.communicate()
+
+
+def test_torchrun_on_two_nodes_is_one_run() -> None:
+    with two_nodes(*SMALL_RUN, "run.dir=run") as nodes:
+        outputs = [node.communicate(timeout=100) for node in nodes]
+        assert [node.returncode for node in nodes] == [0, 0], outputs
     assert sum("finished" in output for output, _ in outputs) == 1  # only rank 0 speaks
     assert summary()["status"] == "finished" and summary()["steps"] == 50
+
+
+def test_ranks_of_two_nodes_meet_again_after_one_was_killed() -> None:
+    """Over sockets the other node notices late, and its agent does not count the restart as its own."""
+    words = [*SMALL_RUN, "train.epochs=24", "comm.algorithm=flat", "checkpoint.every_steps=5", "run.dir=run"]
+    with two_nodes(*words) as nodes:
+        wait_until(lambda: len(rows()) > 12)
+        killed = ranks_of(nodes[0].pid, 1)[0]
+        os.kill(killed, signal.SIGKILL)
+        outputs = [node.communicate(timeout=100) for node in nodes]
+        assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert summary()["status"] == "finished" and summary()["resumed_from_step"] >= 5
+    assert [row["step"] for row in rows() if "lr" in row] == list(range(1, 151))
 
 
 def free_port() -> int:

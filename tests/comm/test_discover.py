@@ -1,4 +1,5 @@
 import os
+from pathlib import Path
 
 import pytest
 
@@ -85,6 +86,9 @@ def test_ranks_share_the_cores_that_they_may_use() -> None:
     assert fair_threads(1, [("a", frozenset({0, 1, 2})), ("a", frozenset({2, 3, 4}))]) == 2  # 2.5
 
 
-def test_a_process_knows_its_host_and_its_cores() -> None:
-    assert host_identity() == host_identity() and host_identity().startswith(os.uname().nodename)
-    assert len(usable_cores()) >= 1
+def test_hosts_are_told_apart_by_name_boot_and_namespaces() -> None:
+    name, boot, network, processes = host_identity().split()
+    assert name == os.uname().nodename
+    assert boot == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert network.startswith("net:[") and processes.startswith("pid:[")
+    assert usable_cores() == os.sched_getaffinity(0)

@@ -25,6 +25,6 @@ def test_one_rank_that_is_asked_stops_all_after_the_same_step(ranks: RankPool) -
     """An evaluation that the step has made due still belongs to it: a resumed run would not make it."""
     for at_step, evaluated in ((1, False), (5, False), (7, True), (50, True)):
         for num_ranks in range(1, ranks.size + 1):
-            if 8 % num_ranks == 0:
+            if 8 % num_ranks == 0:  # microbatches
                 results = ranks.run(stop_asked_of_the_last_rank, at_step, num_ranks=num_ranks)
                 assert results == [(at_step, evaluated)] * num_ranks

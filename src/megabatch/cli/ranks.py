@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from megabatch.errors import UserError
 
+PARENT = os.getppid()  # before torch is imported, which takes seconds
+
 if TYPE_CHECKING:
     from megabatch.comm.discover import Place
     from megabatch.comm.notices import Notices
@@ -39,14 +41,17 @@ def be_a_rank(place: "Place", work: Callable[["Notices"], int]) -> NoReturn:
     from megabatch.comm.launch import die_with_launcher
     from megabatch.comm.notices import Notices
 
-    die_with_launcher()
+    die_with_launcher(PARENT)
     notices = None
     try:
         notices = Notices(place)
         code = work(notices)
+    except KeyboardInterrupt:  # a second Ctrl-C
+        code = 130
     except BaseException as error:
         code = 2 if isinstance(error, UserError) else 1
-        if notices.is_first_to_fail() if notices else place.rank == 0:
+        # Without a meeting, all ranks have made the same mistake, or this one alone could not come.
+        if notices.is_first_to_fail() if notices else place.rank == 0 or code != 2:
             speak(error, code, place, notices.folder() if notices else None)
     # Everything is closed.  The interpreter's own end would meet Gloo's threads, and sometimes abort.
     sys.stdout.flush()

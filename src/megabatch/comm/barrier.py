@@ -94,7 +94,13 @@ NO_HEADER = Header()
 
 
 def is_supported() -> bool:
-    return sys.platform == "linux" and platform.machine() == "x86_64"
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))  # Linux 5.3, and containers that allow it
+    except OSError:
+        return False
+    return True
 
 
 def map_storage(pid: int, descriptor: int, num_bytes: int) -> torch.UntypedStorage:
@@ -301,4 +307,8 @@ def describe(header: dict[str, int]) -> str:
             said.append(f"scale {struct.unpack('d', struct.pack('q', value))[0]:g}")
         elif field not in ("operation", "bucket"):
             said.append(f"{field} {value:,}")
-    return ", ".join([f"{OPERATIONS[header['operation']]} of bucket {header['bucket']}", *said])
+    return ", ".join([f"{OPERATIONS[header['operation']]} of {name_bucket(header['bucket'])}", *said])
+
+
+def name_bucket(number: int) -> str:
+    return f"bucket {number}" if number >= 0 else "the step's totals"

@@ -72,9 +72,13 @@ def meeting_point(place: Place, environment: Mapping[str, str] = os.environ) -> 
 
 
 def host_identity() -> str:
-    """Ranks with the same share a memory.  Test hosts on one machine differ in their network namespace only."""
-    boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
-    known = [boot.read_text().strip(), str(network.readlink())] if boot.exists() else []
+    """Ranks with the same share a memory, and see each other's processes.
+
+    Test hosts on one machine differ in their network namespace only, containers of one rank each in that of processes.
+    """
+    links = [Path("/proc/self/ns/net"), Path("/proc/self/ns/pid")]
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    known = [boot.read_text().strip(), *(str(link.readlink()) for link in links)] if boot.exists() else []
     return " ".join([platform.node(), *known])
 
 

@@ -24,7 +24,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.comm.barrier import Header, MissingRank, RankMismatch
+from megabatch.comm.barrier import Header, MissingRank, RankMismatch, name_bucket
 from megabatch.comm.groups import Groups
 from megabatch.comm.reducer import Reducer, Work
 from megabatch.comm.settings import CommSettings, choose_plan
@@ -89,11 +89,11 @@ class GradientSums:
     @property
     def waited_s(self) -> float:
         """For other ranks and the network, in all.  The straggler waits least; no clocks are compared."""
-        return self.reducer.waited_s
+        return sum(list(self.reducer.waits_s.values()))
 
     def start_sum(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """Sums a small tensor beside the buckets, exactly: no 16 bits on the wire.  Always the same tensor."""
-        return self.reducer.start(MESSAGE, tensor, self.message_plan, Header(self.step, 0), None, is_last=False)
+        return self.reducer.start(MESSAGE, tensor, self.message_plan, Header(self.step, MESSAGE), None, is_last=False)
 
     def reduce(self, bucket: "dist.GradBucket") -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         self.ready_s = time.perf_counter()
@@ -148,7 +148,7 @@ class GradientSums:
         # Who misses others is not the cause.
         self.watchdog.give_up(WAITS if isinstance(error, MissingRank) else f"has given up: {line}")
         self.groups.abandon()
-        said = [f"step {work.header.step}, bucket {work.key}: {error}"]
+        said = [f"step {work.header.step}, {name_bucket(work.key)}: {error}"]
         if isinstance(error, RankMismatch):
             layout = self.layouts.get(work.key)
             members = self.groups.topology.members(axis, self.groups.rank)
@@ -229,7 +229,7 @@ def attach(
     if wire == "fp16" and not loss_is_scaled:
         raise UserError("wire='fp16' loses small gradients unless the loss is scaled; nearest: wire='bf16'")
     for name, module in model.module.named_modules():
-        if getattr(module, "sparse", False):
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             raise UserError(f"{name} has sparse gradients, which have no place in a bucket; nearest: sparse=False")
     settings = CommSettings(algorithm=algorithm, wire=wire, timeout_s=timeout_s)
     device = next(parameter.device for parameter in model.parameters() if parameter.requires_grad)

@@ -114,25 +114,28 @@ def launch_with_notes(arguments: Sequence[str], num_ranks: int, max_restarts: in
             raise reported from None
         raise Stopped(stop.number or caught.sigval) from None
     except ChildFailedError as failed:
-        raise first_failure(notes, max_restarts, failed.failures) from None
+        raise first_failure(notes, failed.failures) from None
 
 
-def first_failure(notes: Path, attempt: int, failures: Mapping[int, ProcessFailure]) -> RankFailed:
+def first_failure(notes: Path, failures: Mapping[int, ProcessFailure]) -> RankFailed:
     """A rank that was killed is the cause of whatever others have reported."""
-    reported = reported_failure(notes, attempt)
+    reported = reported_failure(notes)
     for rank, failure in failures.items():
         if failure.exitcode < 0 and not (reported and reported.rank == rank):
             return RankFailed(rank, 1, failure.message)
     rank, failure = next(iter(failures.items()))
-    return reported or RankFailed(rank, 1, f"ended with exit code {failure.exitcode}")
+    was_stopped = failure.exitcode > 128
+    code = failure.exitcode if was_stopped else 1
+    return reported or RankFailed(rank, code, f"ended with exit code {failure.exitcode}")
 
 
-def reported_failure(notes: Path, attempt: int | None = None) -> RankFailed | None:
-    """What the first rank that failed in an attempt, or in the newest one, has left with `report_failure`."""
+def reported_failure(notes: Path) -> RankFailed | None:
+    """What the first rank that failed in the newest attempt has left with `report_failure`."""
+    newest = max((int(path.name.rpartition("_")[2]) for path in notes.rglob("attempt_*")), default=0)
     reports = [json.loads(path.read_text()) for path in notes.rglob("error.json")]
-    reports = [report for report in reports if "attempt" in report and attempt in (None, report["attempt"])]
-    for report in sorted(reports, key=lambda report: -int(report["attempt"]))[:1]:
-        return RankFailed(report["rank"], report["exit_code"], report["message"], report["trace"])
+    for report in reports:
+        if report.get("attempt") == newest:
+            return RankFailed(report["rank"], report["exit_code"], report["message"], report["trace"])
     return None
 
 
@@ -168,12 +171,16 @@ def was_launched() -> bool:
     return PARENT in os.environ
 
 
-def die_with_launcher() -> None:
-    """Ranks live in a session of their own: without this, a `kill -9` of their launcher would leave them training."""
+def die_with_launcher(parent: int) -> None:
+    """Ranks live in a session of their own: without this, a `kill -9` of their launcher would leave them training.
+
+    `parent` is the process that was the parent before anything slow was imported.
+    """
     if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if was_launched() and os.getppid() != int(os.environ[PARENT]):  # it died before we asked
+    launcher = int(os.environ[PARENT]) if was_launched() else parent
+    if os.getppid() != launcher:  # it died before we asked
         os._exit(1)
 
 

@@ -4,20 +4,22 @@ A rank that fails takes the others with it: they see a broken connection.  The f
 leaves, and alone speaks to the user.  The run's folder is told here too, to the one that logs and to restarted ranks.
 """
 
-import os
+import time
+import uuid
 from pathlib import Path
 
 import torch.distributed as dist
 
 from megabatch.comm.discover import Place, meeting_point
 
+FOLDER, MISTAKE = "folder", "mistake"  # what is told
+
 
 class Notices:
     def __init__(self, place: Place) -> None:
         self.lasting = open_store(place)  # torchrun's outlives its ranks
-        self.attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         # Restarted ranks must not find the addresses of those before.
-        self.store = dist.PrefixStore(f"attempt-{self.attempt}", self.lasting)  # type: ignore[attr-defined]
+        self.store = dist.PrefixStore(agree_on_name(self.lasting, place), self.lasting)  # type: ignore[attr-defined]
         self.is_first: bool | None = None
 
     def is_first_to_fail(self) -> bool:
@@ -39,13 +41,33 @@ class Notices:
         except RuntimeError:
             return None
 
-    def tell_folder(self, folder: Path) -> None:
-        self.tell("folder", str(folder))
-
     def folder(self) -> Path | None:
         """The run's folder, where it is known and this host sees it."""
-        told = self.told("folder")
+        told = self.told(FOLDER)
         return Path(told) if told and Path(told).is_dir() else None
+
+
+def agree_on_name(store: "dist.Store", place: Place) -> str:  # type: ignore[name-defined]
+    """A name for this meeting, which rank 0 gives.
+
+    What earlier ranks have left in the store must not be taken for an answer, and torchrun's count of restarts differs
+    between hosts (it leaves out those that another host has caused).  So each rank asks with a word of its own.
+    """
+    own = uuid.uuid4().hex
+    if place.rank != 0:
+        store.set(f"hello/{place.rank}", own)
+        name = str(store.get(f"welcome/{own}").decode())  # waits
+        store.set(f"thanks/{name}/{place.rank}", "")
+        return name
+    waiting = set(range(1, place.num_ranks))
+    while waiting:
+        for rank in sorted(waiting):
+            if store.check([f"hello/{rank}"]):  # maybe of a rank that is no more; then a new one follows
+                store.set(f"welcome/{store.get(f'hello/{rank}').decode()}", own)
+            if store.check([f"thanks/{own}/{rank}"]):
+                waiting.discard(rank)
+        time.sleep(0.01)
+    return own
 
 
 def open_store(place: Place) -> "dist.Store":  # type: ignore[name-defined]

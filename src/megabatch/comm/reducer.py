@@ -15,6 +15,7 @@ On CUDA there are no threads: operations are ordered on streams, and the future 
 import queue
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -60,7 +61,8 @@ class Reducer:
         self.explain = explain  # gives up for this rank, and says what the others say
         self.error: BaseException | None = None
         self.has_failed = False  # the error may still be being explained
-        self.waited_s = 0.0  # for other ranks, and for the network
+        # Seconds for other ranks and for the network, by bucket: a bucket is with one thread at a time.
+        self.waits_s: defaultdict[int, float] = defaultdict(float)
         self.buffers: dict[int, tuple[torch.Tensor, SharedBuffer]] = {}
         self.sizes: dict[tuple[Plan, int], Steps] = {}
         self.compared: dict[tuple[Axis, int], int] = {}  # the layout of each bucket that an engine's members agree on
@@ -89,8 +91,9 @@ class Reducer:
         return future.then(lambda ready: self.run_all(work))
 
     def run_all(self, work: Work) -> torch.Tensor:
+        self.scale(work)
         self.attempt(work, [*work.steps.before, *work.steps.network, *work.steps.after])
-        return self.scaled(work)
+        return work.tensor
 
     def steps_of(self, plan: Plan, num_elements: int) -> Steps:
         """This rank's part of the plan for a tensor of this size."""
@@ -112,6 +115,7 @@ class Reducer:
     def work_in_node(self) -> None:
         crossing: Work | None = None
         while work := self.in_node.get():
+            self.scale(work)
             self.attempt(work, work.steps.before)
             if not work.steps.crosses:
                 self.finish(work)
@@ -134,7 +138,7 @@ class Reducer:
         while work := self.on_network.get():
             began_s = time.perf_counter()
             self.attempt(work, work.steps.network)
-            self.waited_s += time.perf_counter() - began_s
+            self.waits_s[work.key] += time.perf_counter() - began_s
             if work.steps.after:
                 work.crossed.set()
             else:
@@ -154,15 +158,15 @@ class Reducer:
                 self.error = self.explain(error, work, axis)
 
     def finish(self, work: Work) -> None:
-        if not self.has_failed and not self.is_scaled_in_memory(work):
-            self.scaled(work)
         work.future.set_result(work.tensor)
 
-    def scaled(self, work: Work) -> torch.Tensor:
-        return work.tensor if work.scale is None else work.tensor.mul_(work.scale)
+    def scale(self, work: Work) -> None:
+        """Before it is summed, as DDP does: 16 bits might not hold the sum where they hold the average."""
+        if work.scale is not None and not self.has_failed and not self.is_scaled_in_memory(work):
+            work.tensor.mul_(work.scale)
 
     def is_scaled_in_memory(self, work: Work) -> bool:
-        """One all-reduce in shared memory scales on its way."""
+        """One all-reduce in shared memory scales on its way, before it rounds."""
         return self.groups.memory is not None and len(work.steps.before) == 1 and not work.steps.crosses
 
     def run(self, work: Work, step: Step) -> None:
@@ -195,7 +199,7 @@ class Reducer:
                 memory.reduce(buffer, 0, work.header)
             case "broadcast":
                 memory.broadcast(buffer, 0, work.header)
-        self.waited_s += memory.waited_s - waited_s
+        self.waits_s[work.key] += memory.waited_s - waited_s
 
     def shared(self, work: Work) -> SharedBuffer:
         """The tensor in shared memory, where it stays: DDP's buckets keep their place after the first backward."""

@@ -179,8 +179,9 @@ class SharedMemory:
         barrier.wait()  # from here on, a rank may free its tensor
         failed = [rank for rank in self.everyone if words[WORDS_PER_RANK * rank + OUTCOME] != self.num_buffers]
         if failed:
+            cause = f" ({problem})" if problem else ""
             raise Unmapped(
-                f"{barrier.name(failed)} cannot share bucket {header.bucket} of {flat.nbytes:,} bytes ({problem}); "
+                f"{barrier.name(failed)} cannot share bucket {header.bucket} of {flat.nbytes:,} bytes{cause}; "
                 f"{FOLDER} has {self.free_bytes():,} left: make it larger (docker: --shm-size), "
                 "or use algorithm='flat'"
             )

@@ -82,7 +82,12 @@ def current_place() -> Place:
 
 
 @contextmanager
-def connect(place: Place, device_type: str, store: "dist.Store | None" = None) -> Iterator[World]:  # type: ignore[name-defined]
+def connect(
+    place: Place,
+    device_type: str,
+    store: "dist.Store | None" = None,  # type: ignore[name-defined]
+    timeout_s: float = 600.0,
+) -> Iterator[World]:
     """Joins the ranks, and leaves them at the end.  A script that has joined them already stays joined."""
     device = torch.device(device_type, place.local_rank) if device_type == "cuda" else torch.device(device_type)
     if device.type == "cuda":
@@ -97,7 +102,7 @@ def connect(place: Place, device_type: str, store: "dist.Store | None" = None) -
         rank=place.rank,
         world_size=place.num_ranks,
         store=store or Notices(place).store,
-        timeout=timedelta(minutes=10),
+        timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
     world = World(place.rank, place.num_ranks, device)
@@ -105,5 +110,5 @@ def connect(place: Place, device_type: str, store: "dist.Store | None" = None) -
         with world.closing:
             yield world
     finally:
-        gc.collect()  # DDP and what it has pending go before the group, while its threads can still end in order
+        gc.collect()  # what nobody holds any more goes before the group, while its threads can still end in order
         dist.destroy_process_group()

@@ -42,6 +42,8 @@ def assemble(
     channels_last = config.model.wants_channels_last
     if channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(f"model.name={config.model.name!r} has nothing to train; set requires_grad of some parameters")
     statistics = RunningStatistics(model, plan.accumulation)
     normalise = Normalise(data.train, world.device, dtype, channels_last)
     distributed, gradients = distribute(model, world, config.comm)

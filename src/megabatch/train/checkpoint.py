@@ -33,9 +33,15 @@ AUTO_SHARE = 0.01  # of a run's time may be spent on saving, where the recipe do
 
 class Description(Struct, frozen=True, kw_only=True):
     step: int
-    num_ranks: int
+    computed_by: str  # see `describe_arithmetic`
     tally: Tally
     checksum: str  # sha256 of the tensors' file
+
+
+def describe_arithmetic(training: Training) -> str:
+    """What else decides how sums are rounded: a resumed run is the same to the bit where this is the same."""
+    threads = torch.get_num_threads()
+    return f"{training.plan.num_ranks} ranks of {threads} threads, {training.gradients.plan.name}"
 
 
 def save_weights(training: Training, path: Path) -> None:
@@ -128,7 +134,10 @@ class Checkpoints:
         writing.mkdir()
         save_file(separate(training_state(training)), writing / STATE)
         description = Description(
-            step=tally.steps, num_ranks=training.plan.num_ranks, tally=tally, checksum=checksum(writing / STATE)
+            step=tally.steps,
+            computed_by=describe_arithmetic(training),
+            tally=tally,
+            checksum=checksum(writing / STATE),
         )
         (writing / DESCRIPTION).write_bytes(msgspec.json.encode(description))
         sync(writing / STATE, writing / DESCRIPTION, writing)

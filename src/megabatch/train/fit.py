@@ -51,7 +51,8 @@ def fit(
             *overrides,
         ],
     )
-    with StopSignal() as stop, connect(current_place(), choose_device(config.run.device)) as world:
+    device = choose_device(config.run.device)
+    with StopSignal() as stop, connect(current_place(), device, timeout_s=config.comm.timeout_s) as world:
         config = share_cores(config, world)
         data = DataSet(train_images, test_images, names, channels)
         training = assemble(config, data, world, stop.received, model)

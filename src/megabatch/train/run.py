@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
+from functools import partial
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from megabatch.comm.discover import Place, fair_threads, host_identity, usable_cores
 from megabatch.comm.launch import FAILURE_TIMEOUT_S, was_launched
-from megabatch.comm.notices import Notices
+from megabatch.comm.notices import FOLDER, MISTAKE, Notices
 from megabatch.comm.world import World, choose_device, connect
 from megabatch.config import RunConfig
 from megabatch.data.sources import load_data_set
@@ -25,6 +25,7 @@ from megabatch.train.assemble import assemble
 from megabatch.train.checkpoint import (
     Checkpoints,
     DamagedCheckpoint,
+    describe_arithmetic,
     read_description,
     read_state,
     restore_training_state,
@@ -76,19 +77,20 @@ class StopSignal:
 
 def run(config: RunConfig, place: Place, resume: str, notices: Notices) -> int:
     """Runs one rank to its end; returns the exit code: 0, or 128 + the signal that stopped it."""
-    if notices.attempt:
-        mistake = notices.told("mistake")
-        if mistake:
-            raise UserError(mistake)  # which a restart does not mend
-        resume = str(notices.folder() or "auto")  # whatever it began with, it goes on with that
-    with StopSignal() as stop, connect(place, choose_device(config.run.device), notices.store) as world:
+    mistake, folder = notices.told(MISTAKE), notices.folder()
+    if mistake:
+        raise UserError(mistake)  # which a restart does not mend
+    if folder:
+        resume = str(folder)  # whatever restarted ranks began with, they go on with that
+    device = choose_device(config.run.device)
+    with StopSignal() as stop, connect(place, device, notices.store, config.comm.timeout_s) as world:
         try:
             config = share_cores(config, world)
             training = assemble(config, load_data_set(config.data), world, stop.received)
-            summary = train_and_record(config, resume, training, world, notices.tell_folder)
+            summary = train_and_record(config, resume, training, world, partial(notices.tell, FOLDER))
         except BaseException as error:
             if notices.is_first_to_fail() and isinstance(error, UserError):
-                notices.tell("mistake", str(error))
+                notices.tell(MISTAKE, str(error))
             raise
     return 0 if summary.status == "finished" else stop.exit_code()
 
@@ -106,14 +108,14 @@ def train_and_record(
     resume: str,
     training: Training,
     world: World,
-    tell_folder: Callable[[Path], None] | None = None,
+    tell_folder: Callable[[str], None] | None = None,
 ) -> Summary:
     """Trains from where the run stands.  All ranks return the same status; rank 0's summary has the times."""
     with ExitStack() as stack:
         # Only now is anything written: what can be wrong with a recipe has been found by here.
         recorder, tally = begin(config, resume, training, world, stack)
         if recorder and tell_folder:
-            tell_folder(recorder.folder.path)
+            tell_folder(str(recorder.folder.path))
         started_s = time.perf_counter() - tally.wall_s
         try:
             for record in train(training, first_step=tally.steps):
@@ -142,7 +144,7 @@ def begin(
 ) -> tuple["Recorder | None", Tally]:
     """Rank 0 takes the run's folder and finds where the run stands; all ranks go there."""
     tally = Tally(global_batch=training.plan.global_batch, target_top1=config.train.target_top1)
-    problem, folder, start, state, earlier_ranks = None, None, None, {}, world.num_ranks
+    problem, folder, start, state, computed_by = None, None, None, {}, ""
     if world.rank == 0:
         try:
             with alone_in_runs(config, resume):
@@ -150,7 +152,7 @@ def begin(
                 folder = stack.enter_context(RunFolder(start.folder))
             if start.checkpoint:
                 checkpoint = read_description(start.checkpoint)
-                tally, earlier_ranks = checkpoint.tally, checkpoint.num_ranks
+                tally, computed_by = checkpoint.tally, checkpoint.computed_by
                 tally.resumed_from_step = tally.steps
                 state = read_state(start.checkpoint)
         except (UserError, DamagedCheckpoint) as error:
@@ -166,7 +168,7 @@ def begin(
         restore_training_state(training, world.share_tensors(state))
     if folder is None or start is None:
         return None, beginning.tally
-    recorder = Recorder(config, training, world, folder, tally, earlier_ranks)
+    recorder = Recorder(config, training, world, folder, tally, computed_by)
     stack.enter_context(recorder.screen)
     return recorder, tally
 
@@ -185,7 +187,7 @@ class Recorder:
         world: World,
         folder: RunFolder,
         tally: Tally,
-        earlier_ranks: int,  # that came to the checkpoint
+        computed_by: str,  # up to the checkpoint
     ) -> None:
         self.training, self.folder, self.tally = training, folder, tally
         folder.begin(config.with_run(dir=None), tally.steps)  # so that it can be run again, elsewhere
@@ -193,7 +195,7 @@ class Recorder:
         self.events = EventFile(folder.path, tally.steps)
         self.screen = Screen(config, training, world, folder.path)
         if tally.steps:
-            self.screen.show_resumption(tally.steps, earlier_ranks)
+            self.screen.show_resumption(tally.steps, computed_by, describe_arithmetic(training))
 
     def see(self, record: Record) -> None:
         self.folder.write(record)

@@ -45,9 +45,8 @@ class Screen:
     def say(self, name: str, text: str) -> None:
         self.console.print(f"[bold]{name:<9}[/bold] {escape(text)}")
 
-    def show_resumption(self, step: int, earlier_ranks: int) -> None:
-        same = earlier_ranks == self.plan.num_ranks
-        note = "" if same else f", taken by {earlier_ranks} ranks: the same run to rounding, not to the bit"
+    def show_resumption(self, step: int, computed_by: str, now: str) -> None:
+        note = "" if computed_by == now else f", which {computed_by} took: the same run to rounding, not to the bit"
         self.say("resumes", f"after step {step} of {self.plan.num_steps}{note}")
 
     def show(self, record: Record) -> None:

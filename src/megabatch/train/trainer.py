@@ -48,6 +48,7 @@ class Training:
 def train(run: Training, first_step: int = 0) -> Iterator[Record]:
     """Takes the steps of a run from `first_step` on; yields a record after each, and after each evaluation."""
     plan = run.plan
+    run.gradients.step = first_step  # for messages
     for step in range(first_step, plan.num_steps):
         started_s, data_wait_s = time.perf_counter(), 0.0
         learning_rate = run.learning_rate(step)
