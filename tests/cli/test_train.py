@@ -244,7 +244,7 @@ def test_a_mistake_is_shown_once_under_torchrun_too() -> None:
 
 
 def test_a_mistake_is_not_mended_by_restarts() -> None:
-    result = train(*SMALL_RUN, "optim.learning_rate=1e300", "run.dir=run", "--ranks", "2", "--max-restarts", "2")
+    result = train(*SMALL_RUN, "optim.learning_rate=1e300", "run.dir=run", "--ranks", "2", "--max-restarts", "1")
     assert result.returncode == 2
     assert len(result.stderr.splitlines()) == 1 and "the loss is" in result.stderr
     log = Path("run/train.log").read_text()
@@ -342,16 +342,6 @@ def test_a_stop_that_cannot_write_its_checkpoint_says_so() -> None:
     assert summary()["status"] == "failed"
 
 
-def test_restarted_ranks_go_on_with_what_they_began_also_if_that_was_a_new_run() -> None:
-    words = [*SMALL_RUN, "train.epochs=80", "--ranks", "2", "--max-restarts", "1", "--resume", "never"]
-    with started(*words) as launcher:
-        wait_until(lambda: Path("run/checkpoints/last").exists())
-        os.kill(ranks_of(launcher.pid)[1], signal.SIGKILL)
-        _, errors = launcher.communicate(timeout=90)
-    assert launcher.returncode == 0, errors
-    assert summary()["resumed_from_step"] > 0
-
-
 @contextlib.contextmanager
 def started_again(*words: str) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "megabatch", "train", *words]
@@ -377,14 +367,15 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
     assert launcher.returncode == 130
 
 
-def test_failed_ranks_are_restarted_and_go_on() -> None:
-    with started(*SMALL_RUN, "train.epochs=60", "--ranks", "2", "--max-restarts", "1") as launcher:
-        wait_until(lambda: len(rows()) > 60)
+def test_failed_ranks_are_restarted_and_go_on_with_what_they_began_also_if_that_was_a_new_run() -> None:
+    words = [*SMALL_RUN, "train.epochs=24", "--ranks", "2", "--max-restarts", "1", "--resume", "never"]
+    with started(*words) as launcher:
+        wait_until(lambda: Path("run/checkpoints/last").exists())
         os.kill(ranks_of(launcher.pid)[0], signal.SIGKILL)
         _, errors = launcher.communicate(timeout=90)
     assert launcher.returncode == 0, errors
     assert summary()["status"] == "finished" and summary()["resumed_from_step"] > 0
-    assert [row["step"] for row in rows() if "lr" in row] == list(range(1, 376))
+    assert [row["step"] for row in rows() if "lr" in row] == list(range(1, 151))
 
 
 @pytest.mark.skipif(shutil.which("mpiexec", path=str(Path(sys.executable).parent)) is None, reason="needs mpiexec")
