@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megabatch.comm.discover import Place, meeting_point
 
+TIMEOUT_S = 300.0  # as the store's own
 FOLDER, MISTAKE = "folder", "mistake"  # what is told
 
 
@@ -47,7 +48,7 @@ class Notices:
         return Path(told) if told and Path(told).is_dir() else None
 
 
-def agree_on_name(store: "dist.Store", place: Place) -> str:  # type: ignore[name-defined]
+def agree_on_name(store: "dist.Store", place: Place, timeout_s: float = TIMEOUT_S) -> str:  # type: ignore[name-defined]
     """A name for this meeting, which rank 0 gives.
 
     What earlier ranks have left in the store must not be taken for an answer, and torchrun's count of restarts differs
@@ -60,7 +61,13 @@ def agree_on_name(store: "dist.Store", place: Place) -> str:  # type: ignore[nam
         store.set(f"thanks/{name}/{place.rank}", "")
         return name
     waiting = set(range(1, place.num_ranks))
+    deadline_s = time.monotonic() + timeout_s
     while waiting:
+        if time.monotonic() > deadline_s:
+            ranks = ", ".join(map(str, sorted(waiting)[:8]))
+            raise TimeoutError(
+                f"of {place.num_ranks} ranks {ranks} did not come within {timeout_s:g} s; see their output"
+            )
         for rank in sorted(waiting):
             if store.check([f"hello/{rank}"]):  # maybe of a rank that is no more; then a new one follows
                 store.set(f"welcome/{store.get(f'hello/{rank}').decode()}", own)
