@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable
 from contextlib import ExitStack
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,14 +67,6 @@ class Groups:
         engine = Engine(store, members.index(self.rank), names, self.timeout_s, self.device)
         self.stack.callback(engine.close)
         return engine
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def abandon(self) -> None:
         """This rank has given up: whoever waits for it here need not, nor does it wait for others any more."""

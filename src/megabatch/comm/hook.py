@@ -14,7 +14,7 @@ import os
 import re
 import time
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -59,14 +59,14 @@ class GradientSums:
         self.scale: float | None = None
         self.pid = os.getpid()
         with ExitStack() as stack:
-            self.groups = groups = stack.enter_context(Groups(group, device, settings.timeout_s))
+            self.groups = groups = stack.enter_context(closing(Groups(group, device, settings.timeout_s)))
             self.topology = groups.topology
             in_memory = self.has_room(groups)
             self.plan = choose_plan(settings, groups.topology, in_memory)
             self.message_plan = choose_plan(settings.exactly(), groups.topology, in_memory)
             groups.open({phase.axis for plan in (self.plan, self.message_plan) for phase in plan.phases})
             self.watchdog = stack.enter_context(
-                Watchdog(groups.store, groups.rank, groups.names, settings.timeout_s, self.state)
+                closing(Watchdog(groups.store, groups.rank, groups.names, settings.timeout_s, self.state))
             )
             self.reducer = Reducer(groups, self.explain)
             self.stack = stack.pop_all()

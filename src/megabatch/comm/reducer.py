@@ -224,4 +224,3 @@ class Reducer:
         for thread in self.threads:
             thread.join(timeout=10)
         self.buffers = {}
-        self.groups.close()

@@ -10,8 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 WAITS = "waits"  # told by a rank that nobody waits for
 WORD_S = 3.0  # how long a rank that has failed listens to what the others tell
@@ -94,14 +93,6 @@ class Watchdog:
     def close(self) -> None:
         self.ended.set()
         self.thread.join(timeout=10)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def describe(parameter: list[Any]) -> str:
