@@ -72,12 +72,6 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, o
                 f"{self.schedule.warmup_epochs:g}; for example also schedule.warmup_epochs={self.train.epochs / 4:g}"
             )
 
-        if self.comm.wire == "fp16":
-            raise UserError(
-                "comm.wire='fp16' loses small gradients unless the loss is scaled, which it is not yet; "
-                "nearest: comm.wire=bf16"
-            )
-
     def with_run(self, **changes: Any) -> "RunConfig":
         return msgspec.structs.replace(self, run=msgspec.structs.replace(self.run, **changes))
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from megabatch.data.augment import augment
-from megabatch.data.order import samples_at
+from megabatch.data.order import Samples, samples_at
 from megabatch.data.sources import DataSettings, ImageSet
 from megabatch.planning.batch import StepPlan
 
@@ -19,8 +19,12 @@ class TrainingImages:
     def __init__(self, images: ImageSet, settings: DataSettings, seed: int, plan: StepPlan) -> None:
         self.images, self.settings, self.seed, self.plan = images, settings, seed, plan
 
+    def samples(self, step: int, index: int) -> tuple[Samples, Samples]:
+        """Which samples a microbatch holds, and in which pass over the set each of them stands."""
+        return samples_at(self.seed, len(self.images), self.plan.positions(step, index))
+
     def microbatch(self, step: int, index: int) -> Batch:
-        samples, epochs = samples_at(self.seed, len(self.images), self.plan.positions(step, index))
+        samples, epochs = self.samples(step, index)
         pixels = augment(
             self.images.read(samples), self.seed, epochs, samples, self.settings.crop_padding, self.settings.flip
         )
@@ -38,7 +42,7 @@ def evaluation_batches(
 
 
 class Normalise:
-    """uint8 -> the training set's zero mean and unit deviation per channel, on the device, in the run's dtype."""
+    """uint8 -> the training set's zero mean and unit deviation per channel, on the device, rounded to `dtype` once."""
 
     MEASURED_SAMPLES = 50_000
 
@@ -57,10 +61,11 @@ class Normalise:
         deviation = torch.where(deviation > 0, deviation, 1.0)
         self.device, self.dtype = device, dtype
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        wide = torch.promote_types(dtype, torch.float32)
         self.scale, self.shift = (
-            values.view(1, -1, 1, 1).to(device, dtype) for values in (1 / deviation, -mean / deviation)
+            values.view(1, -1, 1, 1).to(device, wide) for values in (1 / deviation, -mean / deviation)
         )
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        moved = images.to(self.device, non_blocking=True).to(self.dtype, memory_format=self.memory_format)
-        return moved.mul_(self.scale).add_(self.shift)
+        moved = images.to(self.device, non_blocking=True).to(self.scale.dtype, memory_format=self.memory_format)
+        return moved.mul_(self.scale).add_(self.shift).to(self.dtype)
