@@ -9,6 +9,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megabatch.precision.loss_scale as loss_scale
+from megabatch.comm.hook import distribute
+from megabatch.comm.settings import CommSettings
 from megabatch.comm.world import World
 from megabatch.config import load_config
 from megabatch.data.batches import Normalise
@@ -84,6 +86,21 @@ def test_products_see_16_bits_only_and_nothing_is_cast_twice(ranks: RankPool, pr
     narrowed, widened = (torch.float32, dtype), (dtype, torch.float32)
     # A microbatch casts its images, its logits and the gradient of the logits; a step casts weights and gradients.
     assert sorted(map(str, seen["casts"])) == sorted(map(str, [narrowed] * (3 + 3 + 6) + [widened] * (3 + 6)))
+
+
+def sum_in_backward(world: World, inputs: list[list[float]]) -> list[float]:
+    """The gradient of an fp16 weight is its input; what backward leaves is the sum over ranks."""
+    model = nn.Linear(2, 1, bias=False, device=world.device).half()
+    distributed, _ = distribute(model, world, CommSettings())
+    distributed(torch.tensor([inputs[world.rank]], device=world.device).half()).sum().backward()
+    assert model.weight.grad is not None and model.weight.grad.dtype == torch.float16
+    return model.weight.grad.flatten().tolist()
+
+
+def test_sums_over_ranks_survive_where_sums_in_fp16_would_overflow_or_lose_a_rank(ranks: RankPool) -> None:
+    """In fp16 40,000 + 40,000 is inf, and 2,048 + 1 is 2,048."""
+    results = ranks.run(sum_in_backward, [[4e4, 2048], [4e4, 1], [-4e4, 1]], num_ranks=3)
+    assert results == [[4e4, 2050]] * 3
 
 
 def state_of(training: Training) -> dict[str, np.ndarray]:
