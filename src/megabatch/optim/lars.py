@@ -12,9 +12,8 @@ larc      `outside` with tau = min(tau / lr, 1), so that nothing moves faster th
 A group with "trust_ratio": False has tau = 1: biases and normalisation layers, see `parameter_groups`.  Weight decay is
 a matter of its own: tau is there without it too.
 
-Bytes: w and g are read for the norms; then w, g, v are read and w, v written.  On the CPU a tensor's norms and its
-update follow each other, so that the update finds what fits into the cache there.  Elsewhere lists of tensors are
-updated together, and tau never leaves the device.
+Bytes: w and g are read for the norms; then w, g, v are read and w, v written.  On the CPU that is all: tensors are
+updated one by one, each by a fused kernel.  Elsewhere they are updated together, and tau never leaves the device.
 """
 
 from collections.abc import Callable, Iterable
@@ -119,11 +118,9 @@ class LARS(torch.optim.Optimizer):
                 for weight in weights:
                     self.state[weight].pop(BUFFER, None)
                 continue
-            together = group["foreach"]
-            if together is None:
-                together = not all(weight.is_cpu for weight in weights)
-            update = update_together if together else update_each
-            update(group, weights, [weight.grad for weight in weights], self.momentum_buffers(group, weights))
+            if weights:
+                gradients = [weight.grad for weight in weights]
+                update(group, weights, gradients, self.momentum_buffers(group, weights))
         return loss
 
     def momentum_buffers(self, group: Group, weights: list[Tensor]) -> list[Tensor]:
@@ -136,30 +133,33 @@ class LARS(torch.optim.Optimizer):
         return [self.state[weight][BUFFER] for weight in weights]
 
 
-def update_each(group: Group, weights: list[Tensor], gradients: list[Tensor], buffers: list[Tensor]) -> None:
-    if not group["trust_ratio"]:
-        factor, rate = place_rate(group, 1.0)
-        step_fused(weights, gradients, buffers, factor, rate=rate, **momentum_settings(group))
-        return
-    for index in range(len(weights)):
-        one = slice(index, index + 1)
-        tau = trust_ratio(norm(weights[index]), norm(gradients[index]), **trust_settings(group))
-        factor, rate = place_rate(group, tau.item())
-        step_fused(weights[one], gradients[one], buffers[one], factor, rate=rate, **momentum_settings(group))
-
-
-def update_together(group: Group, weights: list[Tensor], gradients: list[Tensor], buffers: list[Tensor]) -> None:
-    """Never asks the device for a value, which would wait for it."""
+def update(group: Group, weights: list[Tensor], gradients: list[Tensor], buffers: list[Tensor]) -> None:
     lists = [weights, gradients, buffers] if buffers else [weights, gradients]
     kinds: dict[Any, Any] = torch.optim.Optimizer._group_tensors_by_device_and_dtype(cast(Any, lists))
-    for (weights, gradients, *rest), _ in kinds.values():
-        tau = torch.ones(len(weights), dtype=weights[0].dtype, device=weights[0].device)
-        if group["trust_ratio"]:
-            norms = [torch.stack(torch._foreach_norm(tensors)) for tensors in (weights, gradients)]
-            tau = trust_ratio(*norms, **trust_settings(group))
-        factors, rate = place_rate(group, tau)
-        buffers = rest[0] if rest else []
-        step_lists(weights, gradients, buffers, list(factors.unbind()), rate=rate, **momentum_settings(group))
+    for (device, _), (tensors, _) in kinds.items():
+        together = device.type != "cpu" if group["foreach"] is None else group["foreach"]
+        (update_together if together else update_each)(group, *tensors)
+
+
+def update_each(group: Group, weights: list[Tensor], gradients: list[Tensor], *buffers: list[Tensor]) -> None:
+    if not group["trust_ratio"]:
+        factor, rate = place_rate(group, 1.0)
+        step_fused(weights, gradients, *buffers, factor=factor, rate=rate, **momentum_settings(group))
+        return
+    norms = [torch.stack([norm(tensor) for tensor in tensors]) for tensors in (weights, gradients)]
+    factors, rate = place_rate(group, trust_ratio(*norms, **trust_settings(group)))
+    for factor, *tensors in zip(factors.tolist(), weights, gradients, *buffers, strict=True):
+        step_fused(*([tensor] for tensor in tensors), factor=factor, rate=rate, **momentum_settings(group))
+
+
+def update_together(group: Group, weights: list[Tensor], gradients: list[Tensor], *buffers: list[Tensor]) -> None:
+    """Never asks the device for a value, which would wait for it."""
+    tau = torch.ones(len(weights), dtype=weights[0].dtype, device=weights[0].device)
+    if group["trust_ratio"]:
+        norms = [torch.stack(torch._foreach_norm(tensors)) for tensors in (weights, gradients)]
+        tau = trust_ratio(*norms, **trust_settings(group))
+    factors, rate = place_rate(group, tau)
+    step_lists(weights, gradients, *buffers, factors=factors.unbind(), rate=rate, **momentum_settings(group))
 
 
 def place_rate(group: Group, tau: Any) -> tuple[Any, float]:
