@@ -47,6 +47,7 @@ class RunSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     dir: str | None = None  # the run's folder; by default runs/<recipe>-<nnn>
     device: str = "auto"  # cuda where there is one, else cpu
     threads: Annotated[int, Meta(ge=1)] | None = None  # of a rank; by default its share of the cores
+    deterministic: bool = False  # on CUDA: convolutions are chosen by rule, and not by timing them
 
 
 class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=False):
@@ -70,12 +71,6 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, o
             raise UserError(
                 f"train.epochs={self.train.epochs:g} is no longer than schedule.warmup_epochs="
                 f"{self.schedule.warmup_epochs:g}; for example also schedule.warmup_epochs={self.train.epochs / 4:g}"
-            )
-
-        if self.comm.wire == "fp16":
-            raise UserError(
-                "comm.wire='fp16' loses small gradients unless the loss is scaled, which it is not yet; "
-                "nearest: comm.wire=bf16"
             )
 
     def with_run(self, **changes: Any) -> "RunConfig":

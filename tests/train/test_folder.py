@@ -40,6 +40,8 @@ def test_rows_beyond_the_checkpoint_and_half_rows_are_cut(tmp_path: Path) -> Non
                 epoch=1,
                 loss=1,
                 lr=1,
+                loss_scale=1,
+                skipped=False,
                 images_per_s=1,
                 data_wait_s=0,
                 comm_wait_s=0,

@@ -6,7 +6,8 @@ from megabatch.train.records import EvaluationRecord, StepRecord, Straggler, Tal
 
 def step(number: int, images_per_s: float = 100.0) -> StepRecord:
     waits = {"data_wait_s": 0.1, "comm_wait_s": 0.2, "straggler": 5, "straggler_delay_s": 0.1 * number}
-    return StepRecord(step=number, epoch=number / 2, loss=1.0, lr=0.1, images_per_s=images_per_s, **waits)
+    scale = {"loss_scale": 2.0**number, "skipped": number == 2}
+    return StepRecord(step=number, epoch=number / 2, loss=1.0, lr=0.1, images_per_s=images_per_s, **waits, **scale)
 
 
 def evaluation(number: int, top1: float) -> EvaluationRecord:
@@ -26,6 +27,7 @@ def test_the_summary_adds_the_records_up() -> None:
     summary = tally.summary("finished")
     assert (summary.top1, summary.best_top1, summary.top5, summary.samples_evaluated) == (0.55, 0.6, 0.9, 20)
     assert (summary.steps, summary.wall_s, summary.status) == (2, 6, "finished")
+    assert (summary.skipped_steps, summary.loss_scale) == (1, 4.0)
     assert summary.images_per_s == pytest.approx(100 / 1.5)
     assert summary.data_wait_share == pytest.approx(0.2 / 1.5)
     assert summary.comm_wait_share == pytest.approx(0.4 / 1.5)

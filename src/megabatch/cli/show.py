@@ -67,7 +67,11 @@ def print_preview(config: "RunConfig", num_ranks: int) -> None:
     console.print(table)
     title("memory of a rank")
     console.print(f"weights      {megabytes(memory.weights)}")
+    if memory.masters:
+        console.print(f"masters      {megabytes(memory.masters)}  fp32, which the optimizer changes")
     console.print(f"gradients    {megabytes(memory.gradients)}  ({memory.gradients:,} bytes to all-reduce a step)")
+    if memory.unscaled:
+        console.print(f"unscaled     {megabytes(memory.unscaled)}  gradients in fp32")
     console.print(f"optimizer    {megabytes(memory.optimizer)}")
     if memory.activations is None:
         console.print("activations     unknown: the model does not run without real images")

@@ -6,8 +6,9 @@ import numpy as np
 import torch
 
 from megabatch.data.augment import augment
-from megabatch.data.order import samples_at
+from megabatch.data.order import Samples, samples_at
 from megabatch.data.sources import DataSettings, ImageSet
+from megabatch.errors import UserError
 from megabatch.planning.batch import StepPlan
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # uint8 images [B, C, H, W], int64 labels [B]
@@ -19,8 +20,12 @@ class TrainingImages:
     def __init__(self, images: ImageSet, settings: DataSettings, seed: int, plan: StepPlan) -> None:
         self.images, self.settings, self.seed, self.plan = images, settings, seed, plan
 
+    def samples(self, step: int, index: int) -> tuple[Samples, Samples]:
+        """Which samples a microbatch holds, and in which pass over the set each of them stands."""
+        return samples_at(self.seed, len(self.images), self.plan.positions(step, index))
+
     def microbatch(self, step: int, index: int) -> Batch:
-        samples, epochs = samples_at(self.seed, len(self.images), self.plan.positions(step, index))
+        samples, epochs = self.samples(step, index)
         pixels = augment(
             self.images.read(samples), self.seed, epochs, samples, self.settings.crop_padding, self.settings.flip
         )
@@ -37,8 +42,12 @@ def evaluation_batches(
         yield number, images.read(samples), images.labels[samples]
 
 
+def first_not_finite(images: ImageSet, samples: Samples) -> int:
+    return next(int(sample) for sample in samples if not images.read(np.array([sample])).isfinite().all())
+
+
 class Normalise:
-    """uint8 -> the training set's zero mean and unit deviation per channel, on the device, in the run's dtype."""
+    """uint8 -> the training set's zero mean and unit deviation per channel, on the device, rounded to `dtype` once."""
 
     MEASURED_SAMPLES = 50_000
 
@@ -52,15 +61,20 @@ class Normalise:
             totals = totals + torch.stack([pixels.sum((0, 2, 3)), pixels.square().sum((0, 2, 3))])
             count += pixels.numel() // pixels.shape[1]
         mean, mean_square = totals / count
+        if not mean.isfinite().all():  # integers always are, images of one's own may not be
+            raise UserError(
+                f"image {first_not_finite(images, measured)} of the training set is not finite; mend or leave it out"
+            )
         # A channel without variation is only shifted.
         deviation = (mean_square - mean.square()).clamp(min=0).sqrt()
         deviation = torch.where(deviation > 0, deviation, 1.0)
         self.device, self.dtype = device, dtype
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        wide = torch.promote_types(dtype, torch.float32)
         self.scale, self.shift = (
-            values.view(1, -1, 1, 1).to(device, dtype) for values in (1 / deviation, -mean / deviation)
+            values.view(1, -1, 1, 1).to(device, wide) for values in (1 / deviation, -mean / deviation)
         )
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        moved = images.to(self.device, non_blocking=True).to(self.dtype, memory_format=self.memory_format)
-        return moved.mul_(self.scale).add_(self.shift)
+        moved = images.to(self.device, non_blocking=True).to(self.scale.dtype, memory_format=self.memory_format)
+        return moved.mul_(self.scale).add_(self.shift).to(self.dtype)

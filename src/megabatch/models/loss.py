@@ -12,4 +12,5 @@ class LossSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def summed_loss(settings: LossSettings, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # a sum of exponentials leaves 16 bits
     return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=settings.label_smoothing)

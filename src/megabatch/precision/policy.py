@@ -1,19 +1,65 @@
-"""Which number format a run computes in."""
+"""Which number formats a run computes in.
+
+|      | weights, activations, gradients | master weights, update | loss scale |
+|------|---------------------------------|------------------------|------------|
+| fp32 | fp32                            | the same               |            |
+| fp64 | fp64                            | the same               |            |
+| fp16 | fp16                            | fp32                   | yes        |   Jia et al. 2018
+| bf16 | bf16, which has fp32's range    | fp32                   |            |
+| amp  | fp32; autocast computes in fp16 | the same               | yes        |
+
+Normalisation layers, the loss and everything that is summed over a step stay in fp32 (fp64 under fp64).
+"""
+
+from typing import Annotated, NamedTuple
 
 import torch
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from megabatch.errors import require_one_of
+from megabatch.errors import UserError, require_one_of
 
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+class Precision(NamedTuple):
+    model: torch.dtype  # of weights, images and gradients
+    autocast: torch.dtype | None = None  # of convolutions and products, whatever the weights are
+    has_small_range: bool = False  # small gradients vanish unless the loss is scaled
+
+    @property
+    def update(self) -> torch.dtype:
+        """Of master weights, statistics, sums and the loss."""
+        return torch.promote_types(self.model, torch.float32)
+
+
+PRECISIONS = {
+    "fp32": Precision(torch.float32),
+    "fp64": Precision(torch.float64),
+    "fp16": Precision(torch.float16, has_small_range=True),
+    "bf16": Precision(torch.bfloat16),
+    "amp": Precision(torch.float32, autocast=torch.float16, has_small_range=True),
+}
 
 
 class PrecisionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str = "fp32"
+    loss_scale: Annotated[float, Meta(ge=1)] | None = None  # a fixed one; by default it finds itself
 
     def __post_init__(self) -> None:
-        require_one_of("precision.name", self.name, DTYPES)
+        require_one_of("precision.name", self.name, PRECISIONS)
 
     @property
-    def dtype(self) -> torch.dtype:
-        return DTYPES[self.name]
+    def formats(self) -> Precision:
+        return PRECISIONS[self.name]
+
+
+def check_device(settings: PrecisionSettings, device: torch.device) -> None:
+    """Tries the format where it will be used: what a device supports is best asked of itself."""
+    dtype = settings.formats.autocast or settings.formats.model
+    try:
+        image = torch.ones(1, 1, 3, 3, dtype=dtype, device=device, requires_grad=True)
+        kernel = torch.ones(1, 1, 3, 3, dtype=dtype, device=device, requires_grad=True)
+        torch.nn.functional.conv2d(image, kernel).flatten(1).matmul(kernel[0, 0, :1]).float().sum().backward()
+    except (RuntimeError, TypeError) as error:
+        remedy = "precision.name=amp" if dtype == torch.bfloat16 else "precision.name=fp32"
+        raise UserError(
+            f"precision.name={settings.name!r} does not work on {device.type} ({error}); nearest: {remedy}"
+        ) from error

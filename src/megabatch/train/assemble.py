@@ -18,6 +18,9 @@ from megabatch.optim.groups import parameter_groups
 from megabatch.optim.optimizers import OPTIMIZERS
 from megabatch.optim.schedules import schedule
 from megabatch.planning.batch import StepPlan, plan_steps
+from megabatch.precision.loss_scale import choose_loss_scale
+from megabatch.precision.masters import Masters
+from megabatch.precision.policy import check_device
 from megabatch.train.batch_norm import RunningStatistics
 from megabatch.train.evaluate import evaluate
 from megabatch.train.exchange import Exchange
@@ -37,16 +40,24 @@ def assemble(
 ) -> Training:
     """The parts of a run; the recipe's model, unless one is given."""
     plan = plan_run(config, data, world.num_ranks)
-    dtype = config.precision.dtype
-    model = (model or make_model(config, data)).to(world.device, dtype)
-    channels_last = config.model.wants_channels_last
-    if channels_last:
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+    formats = config.precision.formats
+    check_device(config.precision, world.device)
+    torch.backends.cudnn.benchmark = not config.run.deterministic  # which nothing on a CPU looks at
+    torch.backends.cudnn.deterministic = config.run.deterministic
+    is_given = model is not None
+    model = model or make_model(config, data)
+    masters = place_model(model, config, world.device)
+    if not masters.weights:
         raise UserError(f"model.name={config.model.name!r} has nothing to train; set requires_grad of some parameters")
-    statistics = RunningStatistics(model, plan.accumulation)
-    normalise = Normalise(data.train, world.device, dtype, channels_last)
+    if is_given:  # ours are the same everywhere, as they follow from the seed; DDP would share rounded ones
+        masters.load(world.share_tensors(dict(masters.weights)))
+    loss_scale = choose_loss_scale(
+        config.precision, formats.has_small_range or config.comm.wire == "fp16", plan.global_batch
+    )
+    statistics = RunningStatistics(model, plan.accumulation, may_skip=loss_scale.is_on)
+    normalise = Normalise(data.train, world.device, formats.model, config.model.wants_channels_last)
     distributed, gradients = distribute(model, world, config.comm)
+    groups = masters.of(parameter_groups(model, config.optim.weight_decay))
     training = Training(
         rank=world.rank,
         seed=config.seed,
@@ -57,9 +68,11 @@ def assemble(
         model=distributed,
         summed_loss=partial(summed_loss, config.loss),
         statistics=statistics,
-        exchange=Exchange(gradients, statistics, world, dtype),
+        exchange=Exchange(gradients, statistics, world, formats.update),
         gradients=gradients,
-        optimizer=OPTIMIZERS[config.optim.name](parameter_groups(model, config.optim.weight_decay), config.optim),
+        masters=masters,
+        loss_scale=loss_scale,
+        optimizer=OPTIMIZERS[config.optim.name](groups, config.optim),
         learning_rate=plan_learning_rate(config, plan),
         clip_norm=config.optim.clip_norm,
         evaluate=partial(evaluate, model, data.test, normalise, len(data.class_names), config.batch.microbatch, world),
@@ -67,6 +80,15 @@ def assemble(
     )
     settle_buckets(training, config.model)
     return training
+
+
+def place_model(model: nn.Module, config: RunConfig, device: torch.device) -> Masters:
+    """Puts the model where and how it will compute."""
+    formats = config.precision.formats
+    model.to(device, formats.update)
+    if config.model.wants_channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return Masters(model, formats, device)
 
 
 def settle_buckets(training: Training, settings: ModelSettings) -> None:

@@ -22,7 +22,7 @@ def share_of_momentum(momentum: float, turn: int, accumulation: int) -> float:
 class RunningStatistics:
     """The running means and variances of all normalisation layers that keep some, over the microbatches of a step."""
 
-    def __init__(self, model: nn.Module, accumulation: int) -> None:
+    def __init__(self, model: nn.Module, accumulation: int, may_skip: bool = False) -> None:
         self.accumulation = accumulation
         self.modules: list[_NormBase] = []
         self.tensors: list[torch.Tensor] = []
@@ -32,6 +32,7 @@ class RunningStatistics:
                 self.modules.append(module)
                 self.names.append(name)
                 self.tensors += [module.running_mean, module.running_var]
+        self.before = [torch.empty_like(tensor) for tensor in self.tensors] if may_skip else []
         self.momenta = [module.momentum for module in self.modules]
         self.counts: list[int] | None = None  # steps that each module has seen
         self.counting: list[bool] | None = None  # whether it counts them; known after the first step
@@ -40,6 +41,8 @@ class RunningStatistics:
         """Before the forward pass of microbatch `turn` (from 0) of a step."""
         if self.counts is None:  # read once: a resumed run has restored them by now
             self.counts = [counter(module).item() for module in self.modules]  # type: ignore[misc]
+        if self.before and turn == 0:
+            torch._foreach_copy_(self.before, self.tensors)
         for module, momentum, count in zip(self.modules, self.momenta, self.counts, strict=True):
             if momentum is None:  # asks for the plain average over all steps
                 momentum = 1.0 / (1.0 + count)
@@ -48,15 +51,25 @@ class RunningStatistics:
     @torch.no_grad()
     def end_step(self, averaged: torch.Tensor) -> None:
         """Takes the mean over ranks, one flat tensor in the order of `tensors`; each module counts one step."""
-        assert self.counts is not None
         if self.tensors:
             torch._foreach_copy_(self.tensors, averaged.split([tensor.numel() for tensor in self.tensors]))
+        self.count(1)
+
+    @torch.no_grad()
+    def undo_step(self) -> None:
+        """After a step that is skipped, everything is as it was before."""
+        if self.tensors:
+            torch._foreach_copy_(self.tensors, self.before)
+        self.count(0)
+
+    def count(self, num_steps: int) -> None:
+        assert self.counts is not None
         if self.counting is None:
             self.counting = [self.check_use(index) for index in range(len(self.modules))]
         for index, (module, momentum) in enumerate(zip(self.modules, self.momenta, strict=True)):
             module.momentum = momentum
             if self.counting[index]:
-                self.counts[index] += 1
+                self.counts[index] += num_steps
                 counter(module).fill_(self.counts[index])
 
     def check_use(self, index: int) -> bool:

@@ -1,6 +1,6 @@
 """Checkpoints: a training state, to the bit, on disk.
 
-checkpoints/step-00000390/state.safetensors   weights, buffers, optimizer state
+checkpoints/step-00000390/state.safetensors   weights (fp32), buffers, optimizer state, loss scale
             step-00000390/state.json          the step, the tally, and the checksum of the other file
             last -> step-00000390,  best -> step-00000351
 
@@ -27,7 +27,7 @@ from megabatch.train.records import EvaluationRecord, Record, Tally
 from megabatch.train.trainer import Training
 
 STATE, DESCRIPTION = "state.safetensors", "state.json"
-MODEL, OPTIMIZER = "model.", "optimizer."
+MODEL, OPTIMIZER, LOSS_SCALE = "model.", "optimizer.", "loss_scale"
 AUTO_SHARE = 0.01  # of a run's time may be spent on saving, where the recipe does not say how often
 
 
@@ -47,7 +47,7 @@ def describe_arithmetic(training: Training) -> str:
 def save_weights(training: Training, path: Path) -> None:
     """The model alone, under the names of its state dict: what a run is for."""
     new = path.with_name(f".writing-{path.name}")
-    save_file(separate(training.model.module.state_dict()), new)
+    save_file(separate(model_state(training)), new)
     new.chmod(0o644)  # safetensors lets only the owner read
     sync(new)
     new.rename(path)
@@ -65,9 +65,16 @@ def separate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return separated
 
 
+def model_state(training: Training) -> dict[str, torch.Tensor]:
+    """The model's state dict with its master weights: 16-bit ones are those, rounded."""
+    masters = {rounded.data_ptr(): master.detach() for rounded, master in training.masters.pairs()}
+    return {name: masters.get(tensor.data_ptr(), tensor) for name, tensor in training.model.module.state_dict().items()}
+
+
 def training_state(training: Training) -> dict[str, torch.Tensor]:
     """Every tensor that the next step depends on, by name."""
-    state = {f"{MODEL}{name}": tensor for name, tensor in training.model.module.state_dict().items()}
+    state = {f"{MODEL}{name}": tensor for name, tensor in model_state(training).items()}
+    state[LOSS_SCALE] = training.loss_scale.state()
     for name, parameter in named_parameters(training.optimizer):
         for key, value in training.optimizer.state[parameter].items():
             state[f"{OPTIMIZER}{name}.{key}"] = value
@@ -78,6 +85,8 @@ def restore_training_state(training: Training, state: dict[str, torch.Tensor]) -
     """The inverse of `training_state`."""
     model = {name.removeprefix(MODEL): tensor for name, tensor in state.items() if name.startswith(MODEL)}
     training.model.module.load_state_dict(model)
+    training.masters.load(model)
+    training.loss_scale.restore(state[LOSS_SCALE])
     parameters = dict(named_parameters(training.optimizer))
     for name, tensor in state.items():
         if name.startswith(OPTIMIZER):

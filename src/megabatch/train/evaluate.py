@@ -1,13 +1,13 @@
 """Evaluation, exact under any sharding: integer counts, summed over ranks; no sample is padded or seen twice."""
 
 import torch
-import torch.nn.functional as F
 from msgspec import Struct
 from torch import nn
 
 from megabatch.comm.world import World
 from megabatch.data.batches import Normalise, evaluation_batches
 from megabatch.data.sources import ImageSet
+from megabatch.models.loss import LossSettings, summed_loss
 
 
 class Evaluation(Struct, frozen=True, kw_only=True):
@@ -32,7 +32,7 @@ def evaluate(
     for number, pixels, labels in evaluation_batches(images, batch_size, world.rank, world.num_ranks):
         labels = labels.to(world.device)
         logits = model(normalise(pixels))
-        losses[number] = F.cross_entropy(logits, labels, reduction="sum")
+        losses[number] = summed_loss(LossSettings(), logits, labels)
         right = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
         marks = torch.stack([right[:, 0], right.any(1), torch.ones_like(labels, dtype=torch.bool)])
         counts.index_add_(1, labels, marks.long())

@@ -19,6 +19,7 @@ class Totals(Struct, frozen=True):
     samples: int
     stop: bool  # some rank was asked to
     waited_s: list[float]  # a step, each rank, for gradients of the others; since the run began or went on
+    statistics: torch.Tensor  # of BatchNorm, the mean over ranks
 
 
 class Exchange:
@@ -28,7 +29,7 @@ class Exchange:
         self, gradients: GradientSums, statistics: RunningStatistics, world: World, dtype: torch.dtype
     ) -> None:
         self.gradients, self.statistics, self.world = gradients, statistics, world
-        self.losses: list[torch.Tensor] = []
+        self.losses: list[torch.Tensor] = []  # of the step
         self.samples = 0
         self.told_s: float | None = None  # what was waited before the first step is not told
         self.all_waits_s, self.num_told = [0.0] * world.num_ranks, 0
@@ -42,7 +43,8 @@ class Exchange:
         self.samples += samples
 
     def send(self, stop: bool) -> None:
-        self.loss.copy_(torch.stack(self.losses).sum())
+        self.sent_losses = torch.stack(self.losses)
+        self.loss.copy_(self.sent_losses.sum())
         self.counts.copy_(torch.tensor([self.samples, stop]))
         waited_s = self.gradients.waited_s
         self.waits.zero_()
@@ -56,9 +58,14 @@ class Exchange:
         started_s = time.perf_counter()
         self.sum.wait()
         self.waited_s = time.perf_counter() - started_s
-        self.statistics.end_step(self.averages / self.world.num_ranks)
         loss, samples, stop, *waits = self.message[: 3 + self.world.num_ranks].tolist()
         self.all_waits_s = [before_s + wait_s for before_s, wait_s in zip(self.all_waits_s, waits, strict=True)]
         mean_waits_s = [wait_s / max(1, self.num_told) for wait_s in self.all_waits_s]
         self.num_told += 1  # a step's waits are told in the next
-        return Totals(loss=loss, samples=int(samples), stop=stop > 0, waited_s=mean_waits_s)
+        return Totals(
+            loss=loss,
+            samples=int(samples),
+            stop=stop > 0,
+            waited_s=mean_waits_s,
+            statistics=self.averages / self.world.num_ranks,
+        )

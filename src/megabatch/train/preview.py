@@ -1,11 +1,14 @@
 """What a run would be: steps, parameter groups, bytes.  Nothing is started, and nothing is written."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import msgspec
 import torch
 from msgspec import Struct
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from megabatch.comm.discover import usable_cores
@@ -16,20 +19,23 @@ from megabatch.models.catalog import model_errors
 from megabatch.models.loss import summed_loss
 from megabatch.optim.groups import parameter_groups
 from megabatch.planning.batch import StepPlan, check_ranks, most_ranks
-from megabatch.train.assemble import make_model, plan_learning_rate, plan_run
+from megabatch.precision.masters import gradients_of
+from megabatch.train.assemble import make_model, place_model, plan_learning_rate, plan_run
 
 
 class Memory(Struct, frozen=True, kw_only=True):
     """Bytes on one rank."""
 
-    weights: int  # parameters and buffers
+    weights: int  # parameters and buffers of the model
+    masters: int  # fp32 copies of its 16-bit weights
     gradients: int  # DDP's buckets; the gradients are views of them
+    unscaled: int  # fp32 copies of 16-bit gradients
     optimizer: int
     activations: int | None  # what one microbatch keeps for its backward pass; None where that cannot be foreseen
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + (self.activations or 0)
+        return sum(count or 0 for count in msgspec.structs.astuple(self))
 
 
 class Preview(Struct, frozen=True, kw_only=True):
@@ -51,30 +57,36 @@ def choose_ranks(config: RunConfig, wanted: int | None) -> int:
 def preview(config: RunConfig, num_ranks: int) -> Preview:
     data = load_data_set(config.data)
     plan = plan_run(config, data, num_ranks)
-    model = make_model(config, data).to(config.precision.dtype)
+    model = make_model(config, data)
+    masters = place_model(model, config, torch.device("cpu"))
     groups = parameter_groups(model, config.optim.weight_decay)
-    trained = [parameter for group in groups for parameter in group["params"]]
+    trained = list(masters.parameters.values())
     image_shape = (data.num_channels, config.data.image_size, config.data.image_size)
     memory = Memory(
         weights=num_bytes([*model.parameters(), *model.buffers()]),
+        masters=num_bytes(masters.copies),
         gradients=num_bytes(trained),
-        optimizer=num_bytes(trained) if config.optim.momentum else 0,
+        unscaled=num_bytes(gradients_of(masters.copies)),
+        optimizer=num_bytes(masters.weights.values()) if config.optim.momentum else 0,
         activations=activation_bytes(config, model, image_shape),
     )
     return Preview(plan=plan, learning_rate=plan_learning_rate(config, plan), groups=groups, memory=memory)
 
 
-def num_bytes(tensors: list[torch.Tensor]) -> int:
+def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def activation_bytes(config: RunConfig, model: nn.Module, image_shape: tuple[int, ...]) -> int | None:
-    """Runs one microbatch forward on the meta device, which computes shapes only, and adds up what autograd keeps."""
+    """Runs one microbatch forward on tensors without content, and adds up what autograd keeps."""
     for module in model.modules():
         if isinstance(module, _BatchNorm) and module.momentum is None:
             module.momentum = 0.1  # the plain average would read its counter, which has no value here
-    model = model.to("meta")
-    owned = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+    without_content = FakeTensorMode()  # and not the meta device, where autocast does nothing
+    tensors: dict[str, torch.Tensor] = {
+        name: without_content.from_tensor(tensor) for name, tensor in model.state_dict(keep_vars=True).items()
+    }
+    owned = {tensor.untyped_storage()._cdata for tensor in tensors.values()}
     kept: dict[int, torch.UntypedStorage] = {}  # by storage: a tensor kept twice takes its bytes once
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -83,14 +95,15 @@ def activation_bytes(config: RunConfig, model: nn.Module, image_shape: tuple[int
             kept[storage._cdata] = storage
         return tensor
 
-    images = torch.empty(config.batch.microbatch, *image_shape, dtype=config.precision.dtype, device="meta")
-    labels = torch.empty(config.batch.microbatch, dtype=torch.int64, device="meta")
     try:
         with (
-            model_errors(config.model, images.shape),
+            without_content,
+            model_errors(config.model, (config.batch.microbatch, *image_shape)),
             torch.autograd.graph.saved_tensors_hooks(keep, keep),
         ):
-            summed_loss(config.loss, model(images), labels)
+            images = torch.empty(config.batch.microbatch, *image_shape, dtype=config.precision.formats.model)
+            labels = torch.empty(config.batch.microbatch, dtype=torch.int64)
+            summed_loss(config.loss, functional_call(model, tensors, (images,)), labels)
     except (RuntimeError, NotImplementedError):  # a forward that looks at values
         return None
     return sum(storage.nbytes() for storage in kept.values())

@@ -15,6 +15,8 @@ class StepRecord(Struct, frozen=True, kw_only=True):
     epoch: float  # passes over the training set
     loss: float  # mean over the global batch, before the update
     lr: float
+    loss_scale: float  # 1 where there is none
+    skipped: bool  # gradients overflowed: weights, optimizer and statistics were left as they are
     images_per_s: float
     data_wait_s: float  # rank 0 waited for images
     comm_wait_s: float  # rank 0 waited for other ranks, after all its gradients were ready
@@ -45,6 +47,8 @@ class Summary(Struct, frozen=True, kw_only=True):
     class_top1: list[float | None] | None
     samples_evaluated: int
     steps: int
+    skipped_steps: int  # of them, since their gradients overflowed
+    loss_scale: float | None  # the last
     resumed_from_step: int | None  # where the last resumption began
     wall_s: float  # of training, evaluations included; what a resumption repeats is counted once
     images_per_s: float | None  # over all training steps, evaluations left out
@@ -60,6 +64,8 @@ class Tally(Struct, kw_only=True):
     global_batch: int
     target_top1: float | None
     steps: int = 0
+    skipped_steps: int = 0
+    loss_scale: float | None = None
     wall_s: float = 0.0
     training_s: float = 0.0
     data_wait_s: float = 0.0
@@ -75,6 +81,8 @@ class Tally(Struct, kw_only=True):
         self.wall_s = wall_s
         if isinstance(record, StepRecord):
             self.steps = record.step
+            self.skipped_steps += record.skipped
+            self.loss_scale = record.loss_scale
             self.training_s += self.global_batch / record.images_per_s
             self.data_wait_s += record.data_wait_s
             self.comm_wait_s += record.comm_wait_s
@@ -100,6 +108,8 @@ class Tally(Struct, kw_only=True):
             class_top1=last.class_top1 if last else None,
             samples_evaluated=last.samples_evaluated if last else 0,
             steps=self.steps,
+            skipped_steps=self.skipped_steps,
+            loss_scale=self.loss_scale,
             resumed_from_step=self.resumed_from_step,
             wall_s=self.wall_s,
             images_per_s=self.steps * self.global_batch / self.training_s if self.steps else None,

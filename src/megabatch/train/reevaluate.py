@@ -12,7 +12,7 @@ from megabatch.config import load_config
 from megabatch.data.batches import Normalise
 from megabatch.data.sources import FROM_PYTHON, load_data_set
 from megabatch.errors import UserError
-from megabatch.train.assemble import make_model
+from megabatch.train.assemble import make_model, place_model
 from megabatch.train.checkpoint import MODEL, newest_good, read_state
 from megabatch.train.evaluate import Evaluation, evaluate
 from megabatch.train.resume import is_run
@@ -42,11 +42,9 @@ def evaluate_run(folder: Path, source: str | None) -> Evaluation:
     with connect(Place(0, 1, 0, 1), choose_device(config.run.device)) as world:
         model = make_model(config, trained_on)
         model.load_state_dict(read_weights(folder))
-        model.to(world.device, config.precision.dtype)
-        channels_last = config.model.wants_channels_last
-        if channels_last:
-            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        normalise = Normalise(trained_on.train, world.device, config.precision.dtype, channels_last)
+        place_model(model, config, world.device)
+        formats = config.precision.formats
+        normalise = Normalise(trained_on.train, world.device, formats.model, config.model.wants_channels_last)
         num_classes = len(trained_on.class_names)
         return evaluate(model, test, normalise, num_classes, config.batch.microbatch, world)
 

@@ -54,6 +54,8 @@ class Screen:
             self.line(f"top-1 {record.top1:.4f} top-5 {record.top5:.4f}")
             return
         self.last_step = record
+        if record.skipped:
+            self.say("skipped", f"step {record.step}: a gradient overflowed with loss scale {record.loss_scale:g}")
         text = f"loss {record.loss:.3f} lr {record.lr:.3f} {record.images_per_s:,.0f}/s {self.waits(record)}"
         self.bar.update(self.task, completed=record.step, epoch=record.epoch, text=text, visible=True)
         if not self.console.is_terminal and time.monotonic() - self.spoke_s > QUIET_S:
@@ -89,6 +91,11 @@ class Screen:
         speed = f", {summary.images_per_s:,.0f} images/s" if summary.images_per_s else ""
         steps = f"{summary.steps} of {self.plan.num_steps} steps"
         self.say("time", f"{summary.wall_s:.1f} s, {steps}{speed}{self.target_text(summary)}")
+        if summary.skipped_steps:
+            self.say(
+                "skipped",
+                f"{summary.skipped_steps} steps that overflowed; loss scale {summary.loss_scale:g} at the end",
+            )
         if summary.data_wait_share is not None and summary.comm_wait_share is not None:
             shares = f"{summary.data_wait_share:.1%} for data, {summary.comm_wait_share:.1%} for communication"
             self.say("waited", shares)
@@ -134,7 +141,8 @@ def header(config: RunConfig, training: Training, world: World) -> dict[str, str
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
     return {
         "megabatch": f"{__version__}, torch {torch.__version__}, {ranks} on {device}, {threads} each",
-        "recipe": f"{config.name}: {config.model.name}, {num_parameters:,} parameters, {config.precision.name}",
+        "recipe": f"{config.name}: {config.model.name}, {num_parameters:,} parameters",
+        "precision": describe_precision(config, training),
         "data": describe_data(config, training),
         "batch": f"{plan.global_batch} = {plan.microbatch} micro x {plan.accumulation} accumulated x {ranks}",
         "steps": f"{plan.num_steps} in {config.train.epochs:g} epochs, "
@@ -142,6 +150,12 @@ def header(config: RunConfig, training: Training, world: World) -> dict[str, str
         "groups": ", ".join(groups),
         "sums": f"{training.gradients.plan}; {num_buckets} bucket{'s' if num_buckets > 1 else ''}",
     }
+
+
+def describe_precision(config: RunConfig, training: Training) -> str:
+    scale = training.loss_scale
+    masters = ", fp32 masters" if training.masters.copies else ""
+    return config.precision.name + masters + (f", {scale.kind} loss scale {scale.value:g}" if scale.is_on else "")
 
 
 def describe_data(config: RunConfig, training: Training) -> str:

@@ -5,7 +5,12 @@ from pathlib import Path
 
 from megabatch.train.records import EvaluationRecord, Record
 
-STEP_SCALARS = {"loss": "train/loss", "lr": "train/learning_rate", "images_per_s": "speed/images_per_s"}
+STEP_SCALARS = {
+    "loss": "train/loss",
+    "lr": "train/learning_rate",
+    "loss_scale": "train/loss_scale",
+    "images_per_s": "speed/images_per_s",
+}
 EVALUATION_SCALARS = {"top1": "test/top1", "top5": "test/top5", "test_loss": "test/loss"}
 
 

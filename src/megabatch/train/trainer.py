@@ -1,6 +1,5 @@
 """The training loop: input, forward and backward, all-reduce, update (Jia et al. 2018, figure 1)."""
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -14,12 +13,14 @@ from megabatch.comm.hook import GradientSums
 from megabatch.data.batches import Normalise, TrainingImages
 from megabatch.data.philox import dropout_seed
 from megabatch.data.sources import DataSet
-from megabatch.errors import UserError
 from megabatch.optim.optimizers import clip_gradients, set_learning_rate
 from megabatch.planning.batch import StepPlan
+from megabatch.precision.loss_scale import LossScale
+from megabatch.precision.masters import Masters
 from megabatch.train.batch_norm import RunningStatistics
 from megabatch.train.evaluate import Evaluation
 from megabatch.train.exchange import Exchange
+from megabatch.train.not_finite import check_loss, check_scale, check_test_loss
 from megabatch.train.records import EvaluationRecord, Record, StepRecord, find_straggler
 
 
@@ -38,6 +39,8 @@ class Training:
     statistics: RunningStatistics
     exchange: Exchange
     gradients: GradientSums
+    masters: Masters
+    loss_scale: LossScale
     optimizer: torch.optim.Optimizer
     learning_rate: Callable[[int], float]
     clip_norm: float
@@ -51,9 +54,9 @@ def train(run: Training, first_step: int = 0) -> Iterator[Record]:
     run.gradients.step = first_step  # for messages
     for step in range(first_step, plan.num_steps):
         started_s, data_wait_s = time.perf_counter(), 0.0
-        learning_rate = run.learning_rate(step)
+        learning_rate, loss_scale = run.learning_rate(step), run.loss_scale.value
         set_learning_rate(run.optimizer, learning_rate)
-        run.optimizer.zero_grad(set_to_none=False)  # the gradients are views of DDP's buckets
+        run.masters.zero_gradients()
 
         for turn, index in enumerate(plan.microbatches_of(run.rank)):
             is_last = turn == plan.accumulation - 1
@@ -68,16 +71,24 @@ def train(run: Training, first_step: int = 0) -> Iterator[Record]:
                 run.exchange.add(loss, len(labels))
                 if is_last:
                     run.exchange.send(stop=run.stop_requested())
-                loss.backward()  # the last one sums gradients over ranks as they appear
+                run.loss_scale.scaled(loss).backward()  # the last one sums gradients over ranks as they appear
 
         comm_wait_s = time.perf_counter() - run.gradients.ready_s
-        clip_gradients(run.optimizer, run.clip_norm)
-        run.optimizer.step()
         totals = run.exchange.receive()
+        check_loss(run, totals.loss, step)
+        overflowed = run.masters.load_gradients(run.loss_scale)  # as fp32, unscaled
+        if overflowed:
+            check_scale(run, step)
+            run.statistics.undo_step()
+        else:
+            clip_gradients(run.optimizer, run.clip_norm)
+            run.optimizer.step()
+            run.masters.publish()
+            run.statistics.end_step(totals.statistics)
+        run.loss_scale.see(overflowed)
 
         done = step + 1
         epoch = plan.epochs_after(done)
-        check_loss(totals.loss, done, learning_rate)
         assert totals.samples == plan.global_batch
         straggler, straggler_delay_s = find_straggler(totals.waited_s)
         yield StepRecord(
@@ -85,6 +96,8 @@ def train(run: Training, first_step: int = 0) -> Iterator[Record]:
             epoch=epoch,
             loss=totals.loss,
             lr=learning_rate,
+            loss_scale=loss_scale,
+            skipped=overflowed,
             images_per_s=plan.global_batch / (time.perf_counter() - started_s),
             data_wait_s=data_wait_s,
             comm_wait_s=comm_wait_s + run.exchange.waited_s,
@@ -93,7 +106,7 @@ def train(run: Training, first_step: int = 0) -> Iterator[Record]:
         )
         if plan.should_evaluate_after(done):
             evaluation = run.evaluate()
-            check_loss(evaluation.test_loss, done, learning_rate)
+            check_test_loss(evaluation.test_loss, step)
             yield EvaluationRecord(step=done, epoch=epoch, **msgspec.structs.asdict(evaluation))
         if totals.stop:
             return
@@ -104,12 +117,3 @@ def seed_dropout(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(seed)
-
-
-def check_loss(loss: float, step: int, learning_rate: float) -> None:
-    """The loss is the same on all ranks, so all of them end here together."""
-    if not math.isfinite(loss):
-        raise UserError(
-            f"the loss is {loss} at step {step} (learning rate {learning_rate:.4g}); "
-            "lower optim.learning_rate, lengthen schedule.warmup_epochs, or set optim.clip_norm"
-        )

@@ -1,0 +1,87 @@
+"""fp32 master weights of a model that computes in 16 bits (Jia et al. 2018, "mixed precision with LARS").
+
+    gradients, summed over ranks   fp16   -> load_gradients: cast, undo the loss scale, look for inf and NaN
+    clip, LARS, momentum, update   fp32
+    publish                        fp32   -> fp16 weights of the next forward pass
+
+LARS in fp16 would leave its range: ratios become 0 and training stalls.  A parameter that is fp32 anyway, as those of
+normalisation layers are, is its own master; so in an fp32 run there is nothing to copy.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from megabatch.precision.cast import cast
+from megabatch.precision.loss_scale import LossScale
+from megabatch.precision.policy import Precision
+
+
+class Masters:
+    """Casts the model, and keeps its weights as they were before for the optimizer to change."""
+
+    def __init__(self, model: nn.Module, precision: Precision, device: torch.device) -> None:
+        before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+        cast(model, precision, device)
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.weights = {
+            name: parameter if parameter.dtype == before[name].dtype else nn.Parameter(before[name])
+            for name, parameter in self.parameters.items()
+        }
+        copied = [name for name, weight in self.weights.items() if weight is not self.parameters[name]]
+        self.published: list[torch.Tensor] = [self.parameters[name] for name in copied]
+        self.copies: list[torch.Tensor] = [self.weights[name] for name in copied]
+        for weight in self.copies:
+            weight.grad = torch.zeros_like(weight)
+
+    def pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each trained parameter of the model with its master, which may be itself."""
+        return zip(self.parameters.values(), self.weights.values(), strict=True)
+
+    @torch.no_grad()
+    def load(self, weights: dict[str, torch.Tensor]) -> None:
+        for name, weight in self.weights.items():
+            weight.copy_(weights[name])
+        self.publish()
+
+    def of(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The same groups, for the optimizer of the masters."""
+        return [group | {"params": [self.weights[name] for name in group["param_names"]]} for group in groups]
+
+    def zero_gradients(self) -> None:
+        torch._foreach_zero_(gradients_of(self.parameters.values()))  # views of DDP's buckets, which stay
+
+    @torch.no_grad()
+    def load_gradients(self, loss_scale: LossScale) -> bool:
+        """Gives the masters their gradients; True if a scaled one has overflowed: then the step is to be skipped.
+
+        Gradients are the same on all ranks by now, and so is the answer.
+        """
+        if self.copies:
+            torch._foreach_copy_(gradients_of(self.copies), gradients_of(self.published))
+        if not loss_scale.is_on:
+            return False
+        gradients = gradients_of(self.weights.values())
+        overflows = torch.zeros((), device=gradients[0].device)
+        inverse = torch.full_like(overflows, 1 / loss_scale.value)
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflows, inverse)
+        return bool(overflows)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Each weight is rounded once a step."""
+        if self.copies:
+            torch._foreach_copy_(self.published, self.copies)
+
+    def first_overflow(self) -> str:
+        """The parameter whose gradient is not finite, and which backward reached first: it spoils those before it."""
+        for name, weight in reversed(self.weights.items()):
+            if weight.grad is not None and not weight.grad.isfinite().all():
+                return name
+        raise AssertionError("all gradients are finite")
+
+
+def gradients_of(weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [weight.grad for weight in weights if weight.grad is not None]

@@ -1,0 +1,60 @@
+"""Where inf and NaN end a run: what is said, and what it is found from.
+
+Losses and sums of gradients are the same on all ranks, so all ranks end here together, after the same step.  Nothing
+is saved: the last checkpoint is good.
+"""
+
+import math
+from typing import TYPE_CHECKING
+
+from megabatch.errors import UserError
+
+if TYPE_CHECKING:
+    from megabatch.train.trainer import Training
+
+
+def check_loss(run: "Training", loss: float, step: int) -> None:
+    """`step` counts from 0, and users from 1."""
+    if math.isfinite(loss):
+        return
+    causes = [cause for causes in run.exchange.world.collect(find_causes(run, step)) for cause in causes]
+    raise UserError(f"the loss is {loss} at step {step + 1}: {causes[0]}; the last checkpoint is good")
+
+
+def find_causes(run: "Training", step: int) -> list[str]:
+    """A line for each microbatch of this rank whose loss is not finite: which, why, and what helps."""
+    rate = f"learning rate {run.learning_rate(step):.4g}"
+    remedy = "lower optim.learning_rate, lengthen schedule.warmup_epochs, or set optim.clip_norm"
+    if run.loss_scale.is_on:
+        remedy += "; if activations leave fp16, precision.name=bf16"
+    causes = []
+    finite = run.exchange.sent_losses.isfinite().tolist()
+    for index in [index for index, good in zip(run.plan.microbatches_of(run.rank), finite, strict=True) if not good]:
+        images, _ = run.images.microbatch(step, index)  # position determines data: these are the same
+        samples, _ = run.images.samples(step, index)
+        bad = samples[~run.normalise(images).isfinite().flatten(1).all(1).cpu().numpy()]
+        causes.append(
+            f"microbatch {index} has image {bad[0]} of the training set, which is not finite; mend it"
+            if len(bad)
+            else f"microbatch {index}, whose images are finite ({rate}); {remedy}"
+        )
+    return causes
+
+
+def check_scale(run: "Training", step: int) -> None:
+    """After gradients have overflowed: whether it is worth going on."""
+    if run.loss_scale.is_at_its_end:
+        often = run.loss_scale.overflows_in_a_row + 1
+        raise UserError(
+            f"the gradient of {run.masters.first_overflow()} overflows at step {step + 1} with a loss scale of "
+            f"{run.loss_scale.value:g}, {often} step{'s' * (often > 1)} in a row; lower optim.learning_rate, or use "
+            "bf16 where the recipe says fp16 or amp; the last checkpoint is good"
+        )
+
+
+def check_test_loss(loss: float, step: int) -> None:
+    if not math.isfinite(loss):
+        raise UserError(
+            f"the test loss is {loss} after step {step + 1}; lower optim.learning_rate, lengthen "
+            "schedule.warmup_epochs, or set optim.clip_norm; the last checkpoint is good"
+        )
