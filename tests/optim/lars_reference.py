@@ -1,4 +1,4 @@
-"""LARS in float64, each variant written from its formula as it stands in megabatch/optim/lars.py, and nothing shared."""
+"""LARS in float64, each variant written from its formula in megabatch/optim/lars.py; nothing is shared with it."""
 
 from collections.abc import Callable
 

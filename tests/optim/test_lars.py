@@ -69,7 +69,7 @@ def test_in_float32_the_step_of_each_weight_is_right_to_rounding(variant: str, s
 
 @pytest.mark.parametrize("variant", ["outside", "larc"])
 def test_pytorch_optimizer_and_timm_agree_where_they_have_the_variant(variant: str) -> None:
-    """pytorch_optimizer's LARS is `outside` with eps 0, timm's trust_clip is `larc`, and they leave gradients changed."""
+    """pytorch_optimizer's LARS is `outside` with eps 0; timm's is `outside` with eps, or `larc` with trust_clip."""
     weights = [nn.Parameter(random(4, 7)), nn.Parameter(random(6, 5, seed=1))]
     theirs = copy.deepcopy(weights)
     if variant == "outside":
