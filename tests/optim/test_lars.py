@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megabatch.errors import UserError
 from megabatch.optim import LARS, parameter_groups
 from megabatch.optim.dense import ROW, norm
-from megabatch.optim.lars import VARIANTS, trust_ratio
+from megabatch.optim.lars import VARIANTS, trust_ratio, trust_ratios
 from megabatch.optim.optimizers import OPTIMIZERS, OptimSettings, set_learning_rate
 from tests.optim.lars_reference import EPS, ETA, MU, REFERENCES
 
@@ -127,15 +127,22 @@ def test_without_decay_the_gradients_scale_does_not_matter(foreach: bool | None)
 
 
 def test_the_trust_ratio_is_one_where_a_norm_is_zero() -> None:
-    zero, two, rates = torch.zeros(()), torch.tensor(2.0), {"trust": 0.5, "weight_decay": 0.0}
+    settings = {"trust": 0.5, "weight_decay": 0.0}
     for clip_at in (None, 0.0, 10.0):
-        assert trust_ratio(zero, two, clip_at=clip_at, **rates) == 1
-        assert trust_ratio(two, zero, clip_at=clip_at, **rates) == 1
-        assert trust_ratio(zero, zero, clip_at=clip_at, **rates) == 1
-    assert trust_ratio(two, 2 * two, **rates) == 0.25
-    assert trust_ratio(two, 2 * two, clip_at=0.5, **rates) == 0.5
-    assert trust_ratio(two, 2 * two, clip_at=0.1, **rates) == 1
-    assert trust_ratio(two, 2 * two, clip_at=0.0, **rates) == 1
+        for norms in ((0.0, 2.0), (2.0, 0.0), (0.0, 0.0)):
+            assert trust_ratio(*norms, clip_at=clip_at, **settings) == 1
+    assert trust_ratio(2.0, 4.0, **settings) == 0.25
+    assert [trust_ratio(2.0, 4.0, clip_at=rate, **settings) for rate in (0.5, 0.1, 0.0)] == [0.5, 1, 1]
+
+
+@pytest.mark.parametrize("clip_at", [None, 0.0, 0.01, 10.0])
+@pytest.mark.parametrize(("weight_decay", "eps"), [(0.0, 0.0), (0.1, 0.0), (0.1, 0.2)])
+def test_the_trust_ratios_of_many_are_those_of_each(weight_decay: float, eps: float, clip_at: float | None) -> None:
+    norms = torch.tensor([0.0, 1e-12, 0.3, 2.0, 1e6], dtype=torch.float64)
+    weights, gradients = norms.repeat_interleave(5), norms.repeat(5)
+    settings: dict[str, Any] = {"trust": 0.02, "weight_decay": weight_decay, "eps": eps, "clip_at": clip_at}
+    pairs = zip(weights.tolist(), gradients.tolist(), strict=True)
+    assert trust_ratios(weights, gradients, **settings).tolist() == [trust_ratio(*pair, **settings) for pair in pairs]
 
 
 @pytest.mark.parametrize("foreach", [None, True])
@@ -200,13 +207,13 @@ def test_a_norm_is_right_for_any_size_and_any_number_of_threads() -> None:
     threads = torch.get_num_threads()
     for size in (0, 1, ROW - 1, ROW, ROW + 1, 100 * ROW + 5):
         tensor = random(size, dtype=torch.float32)
-        assert norm(tensor).item() == pytest.approx(tensor.double().norm().item(), rel=1e-7)
+        assert norm(tensor) == pytest.approx(tensor.double().norm().item(), rel=1e-7)
     tensor = random(1 << 20, dtype=torch.float32) + 1
     torch.set_num_threads(1)
     alone = norm(tensor)
     torch.set_num_threads(threads)
-    assert torch.equal(alone, norm(tensor))
-    assert alone.item() == pytest.approx(tensor.double().norm().item(), rel=1e-8)
+    assert alone == norm(tensor)
+    assert alone == pytest.approx(tensor.double().norm().item(), rel=1e-8)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

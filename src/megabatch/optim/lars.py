@@ -12,12 +12,13 @@ larc      `outside` with tau = min(tau / lr, 1), so that nothing moves faster th
 A group with "trust_ratio": False has tau = 1: biases and normalisation layers, see `parameter_groups`.  Weight decay is
 a matter of its own: tau is there without it too.
 
-Bytes: w and g are read for the norms; then w, g, v are read and w, v written.  On the CPU that is all: tensors are
-updated one by one, each by a fused kernel.  Elsewhere they are updated together, and tau never leaves the device.
+Bytes: w and g are read for the norms; then w, g, v are read and w, v written.  On the CPU that is all, and less where
+w and g are still in the cache: each tensor is measured and then updated by a fused kernel.  Elsewhere all are updated
+together, and tau never leaves the device.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from megabatch.errors import UserError, require_one_of
 from megabatch.optim.dense import norm
 from megabatch.optim.momentum import step_fused, step_lists
 
+Norm = TypeVar("Norm", float, Tensor)
 Group = dict[str, Any]  # of a torch optimizer
 BUFFER = "momentum_buffer"  # torch.optim.SGD's name, so that either can go on from the other's state
 
@@ -54,19 +56,39 @@ RULES: dict[str, tuple[str, Callable[[float], bool]]] = {
 
 
 def trust_ratio(
-    weight_norm: Tensor,
-    gradient_norm: Tensor,
+    weight_norm: float,
+    gradient_norm: float,
+    *,
+    trust: float,
+    weight_decay: float,
+    eps: float = 0.0,
+    clip_at: float | None = None,
+) -> float:
+    """tau; LARC's, if `clip_at` gives the learning rate."""
+    if not (weight_norm > 0 and gradient_norm > 0) or clip_at == 0:
+        return 1.0
+    ratio = unclipped(weight_norm, gradient_norm, trust, weight_decay, eps)
+    return ratio if clip_at is None else min(ratio / clip_at, 1.0)
+
+
+def trust_ratios(
+    weight_norms: Tensor,
+    gradient_norms: Tensor,
     *,
     trust: float,
     weight_decay: float,
     eps: float = 0.0,
     clip_at: float | None = None,
 ) -> Tensor:
-    """tau of each pair of norms; LARC's, if `clip_at` gives the learning rate."""
-    ratio = trust * weight_norm / (gradient_norm + weight_decay * weight_norm + eps)
+    """`trust_ratio` of many tensors, on their device.  (For a single one on the CPU, ten times slower than floats.)"""
+    ratios = unclipped(weight_norms, gradient_norms, trust, weight_decay, eps)
     if clip_at is not None:
-        ratio = (ratio / clip_at).clamp(max=1.0)
-    return torch.where((weight_norm > 0) & (gradient_norm > 0), ratio, 1.0)
+        ratios = (ratios / clip_at).clamp(max=1.0)
+    return torch.where((weight_norms > 0) & (gradient_norms > 0), ratios, 1.0)
+
+
+def unclipped(weight_norm: Norm, gradient_norm: Norm, trust: float, weight_decay: float, eps: float) -> Norm:
+    return trust * weight_norm / (gradient_norm + weight_decay * weight_norm + eps)
 
 
 class LARS(torch.optim.Optimizer):
@@ -146,9 +168,9 @@ def update_each(group: Group, weights: list[Tensor], gradients: list[Tensor], *b
         factor, rate = place_rate(group, 1.0)
         step_fused(weights, gradients, *buffers, factor=factor, rate=rate, **momentum_settings(group))
         return
-    norms = [torch.stack([norm(tensor) for tensor in tensors]) for tensors in (weights, gradients)]
-    factors, rate = place_rate(group, trust_ratio(*norms, **trust_settings(group)))
-    for factor, *tensors in zip(factors.tolist(), weights, gradients, *buffers, strict=True):
+    for tensors in zip(weights, gradients, *buffers, strict=True):
+        tau = trust_ratio(norm(tensors[0]), norm(tensors[1]), **trust_settings(group))
+        factor, rate = place_rate(group, tau)
         step_fused(*([tensor] for tensor in tensors), factor=factor, rate=rate, **momentum_settings(group))
 
 
@@ -157,7 +179,7 @@ def update_together(group: Group, weights: list[Tensor], gradients: list[Tensor]
     tau = torch.ones(len(weights), dtype=weights[0].dtype, device=weights[0].device)
     if group["trust_ratio"]:
         norms = [torch.stack(torch._foreach_norm(tensors)) for tensors in (weights, gradients)]
-        tau = trust_ratio(*norms, **trust_settings(group))
+        tau = trust_ratios(*norms, **trust_settings(group))
     factors, rate = place_rate(group, tau)
     step_lists(weights, gradients, *buffers, factors=factors.unbind(), rate=rate, **momentum_settings(group))
 
