@@ -20,6 +20,7 @@ lint: .venv/installed-dev
 bench: .venv/installed-dev
 	$(BIN)/megabatch bench train --json bench-train.json
 	$(BIN)/megabatch bench allreduce --json bench-allreduce.json
+	$(BIN)/megabatch bench optimizer --json bench-optimizer.json
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist bench-*.json
@@ -31,4 +32,5 @@ clean:
 
 .venv/installed-dev: .venv/installed
 	$(PIP) --editable '.[dev]'
+	$(PIP) --no-deps torchvision timm
 	touch $@

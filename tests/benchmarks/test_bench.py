@@ -1,9 +1,11 @@
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.allreduce import has_mpi
+from megabatch.comm.discover import usable_cores
 
 
 def test_a_bench_writes_its_command_the_machine_and_rows(tmp_path: Path) -> None:
@@ -32,3 +34,19 @@ def test_bench_allreduce_measures_all_arms_on_two_ranks(tmp_path: Path) -> None:
         assert row["ours_s"] > 0 and row["gloo_s"] > 0 and row["memory_limit_fraction"] > 0
         assert row["mpich_s"] > 0 if has_mpi(2) else row["mpich_s"] is None
     assert "up to 256 KiB" in result.stdout
+
+
+def test_bench_optimizer_measures_one_thread_and_all(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    words = ["bench", "optimizer", "--rounds", "3", "--model", "small_cnn", "--json", str(path)]
+    result = subprocess.run([sys.executable, "-m", "megabatch", *words], capture_output=True, text=True, timeout=110)
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["threads"] for row in rows] == sorted({1, len(usable_cores())})
+    for row in rows:
+        assert row["model"] == "small_cnn" and row["rounds"] == 3 and row["parameters"] > 1000
+        assert row["ours_s"] > 0 and row["sgd_fused_s"] > 0 and row["limit_s"] > 0 and row["ratio_to_sgd"] > 0
+        if find_spec("pytorch_optimizer"):
+            assert row["peer_lars_s"] > 0 and row["ratio_to_peer"] > 0 and row["peer"]
+        else:
+            assert row["peer_lars_s"] is None and "were left out; `make" in result.stdout

@@ -34,6 +34,14 @@ def test_clipping_shortens_the_whole_gradient_and_only_a_long_one() -> None:
         assert length == pytest.approx(expected, rel=1e-4)
 
 
+def test_sgd_has_nesterov_by_default_where_there_is_momentum_and_lars_refuses_it() -> None:
+    for momentum, expected in ((0.9, True), (0.0, False)):
+        settings = OptimSettings(learning_rate=0.1, momentum=momentum)
+        assert OPTIMIZERS["sgd"]([{"params": [torch.zeros(1)]}], settings).defaults["nesterov"] is expected
+    with pytest.raises(UserError, match=r"optim.nesterov=true with optim.name=lars: .*leave nesterov out"):
+        OptimSettings(name="lars", learning_rate=0.1, nesterov=True)
+
+
 def test_nesterov_without_momentum_is_refused() -> None:
     with pytest.raises(UserError, match=r"optim.nesterov=false"):
         OptimSettings(learning_rate=0.1, momentum=0.0, nesterov=True)

@@ -65,6 +65,18 @@ def allreduce(
         start_ranks(sys.argv[1:], ranks)
 
 
+@app.command()
+def optimizer(
+    json: Json = None,
+    rounds: Annotated[int, typer.Option(min=3, help="Steps of each arm; the median counts.")] = 31,
+    models: Annotated[list[str] | None, typer.Option("--model", help="A model; repeat for several.")] = None,
+) -> None:
+    """A step of LARS against its peers' and against fused SGD, on one core and on all."""
+    bench = load_bench("optimizer")
+    require_folder_of(json)
+    bench.run(models or bench.NETWORKS, rounds, json)
+
+
 def require_folder_of(json: Path | None) -> None:
     if json and not json.absolute().parent.is_dir():
         raise UserError(f"--json {json}: the folder {json.absolute().parent} does not exist; make it first")

@@ -11,14 +11,14 @@ from torch import Tensor
 ROW = 4096  # divides most weights of ResNet and AlexNet, so that nothing is left over
 
 
-def norm(tensor: Tensor) -> Tensor:
-    """The Euclidean norm, as a float64 scalar."""
+def norm(tensor: Tensor) -> float:
+    """The Euclidean norm."""
     line = in_memory_order(tensor).reshape(-1)
-    whole = line.numel() // ROW * ROW
-    norms = torch.linalg.vector_norm(line[:whole].view(-1, ROW), dim=1)
-    if whole < line.numel():
-        norms = torch.cat([norms, torch.linalg.vector_norm(line[whole:]).view(1)])
-    total: Tensor = torch.linalg.vector_norm(norms, dtype=torch.float64)
+    rest = line.numel() % ROW
+    rows = torch.linalg.vector_norm(line[: line.numel() - rest].view(-1, ROW), dim=1)
+    if rest:
+        rows = torch.cat([rows, torch.linalg.vector_norm(line[-rest:]).view(1)])
+    total: float = torch.linalg.vector_norm(rows, dtype=torch.float64).item()
     return total
 
 

@@ -12,13 +12,13 @@ larc      `outside` with tau = min(tau / lr, 1), so that nothing moves faster th
 A group with "trust_ratio": False has tau = 1: biases and normalisation layers, see `parameter_groups`.  Weight decay is
 a matter of its own: tau is there without it too.
 
-Bytes: w and g are read for the norms; then w, g, v are read and w, v written.  On the CPU a tensor's norms and its
-update follow each other, so that the update finds what fits into the cache there.  Elsewhere lists of tensors are
-updated together, and tau never leaves the device.
+Bytes: w and g are read for the norms; then w, g, v are read and w, v written.  On the CPU that is all, and less where
+w and g are still in the cache: each tensor is measured and then updated by a fused kernel.  Elsewhere all are updated
+together, and tau never leaves the device.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from megabatch.errors import UserError, require_one_of
 from megabatch.optim.dense import norm
 from megabatch.optim.momentum import step_fused, step_lists
 
+Norm = TypeVar("Norm", float, Tensor)
 Group = dict[str, Any]  # of a torch optimizer
 BUFFER = "momentum_buffer"  # torch.optim.SGD's name, so that either can go on from the other's state
 
@@ -55,19 +56,39 @@ RULES: dict[str, tuple[str, Callable[[float], bool]]] = {
 
 
 def trust_ratio(
-    weight_norm: Tensor,
-    gradient_norm: Tensor,
+    weight_norm: float,
+    gradient_norm: float,
+    *,
+    trust: float,
+    weight_decay: float,
+    eps: float = 0.0,
+    clip_at: float | None = None,
+) -> float:
+    """tau; LARC's, if `clip_at` gives the learning rate."""
+    if not (weight_norm > 0 and gradient_norm > 0) or clip_at == 0:
+        return 1.0
+    ratio = unclipped(weight_norm, gradient_norm, trust, weight_decay, eps)
+    return ratio if clip_at is None else min(ratio / clip_at, 1.0)
+
+
+def trust_ratios(
+    weight_norms: Tensor,
+    gradient_norms: Tensor,
     *,
     trust: float,
     weight_decay: float,
     eps: float = 0.0,
     clip_at: float | None = None,
 ) -> Tensor:
-    """tau of each pair of norms; LARC's, if `clip_at` gives the learning rate."""
-    ratio = trust * weight_norm / (gradient_norm + weight_decay * weight_norm + eps)
+    """`trust_ratio` of many tensors, on their device.  (For a single one on the CPU, ten times slower than floats.)"""
+    ratios = unclipped(weight_norms, gradient_norms, trust, weight_decay, eps)
     if clip_at is not None:
-        ratio = (ratio / clip_at).clamp(max=1.0)
-    return torch.where((weight_norm > 0) & (gradient_norm > 0), ratio, 1.0)
+        ratios = (ratios / clip_at).clamp(max=1.0)
+    return torch.where((weight_norms > 0) & (gradient_norms > 0), ratios, 1.0)
+
+
+def unclipped(weight_norm: Norm, gradient_norm: Norm, trust: float, weight_decay: float, eps: float) -> Norm:
+    return trust * weight_norm / (gradient_norm + weight_decay * weight_norm + eps)
 
 
 class LARS(torch.optim.Optimizer):
@@ -119,11 +140,9 @@ class LARS(torch.optim.Optimizer):
                 for weight in weights:
                     self.state[weight].pop(BUFFER, None)
                 continue
-            together = group["foreach"]
-            if together is None:
-                together = not all(weight.is_cpu for weight in weights)
-            update = update_together if together else update_each
-            update(group, weights, [weight.grad for weight in weights], self.momentum_buffers(group, weights))
+            if weights:
+                gradients = [weight.grad for weight in weights]
+                update(group, weights, gradients, self.momentum_buffers(group, weights))
         return loss
 
     def momentum_buffers(self, group: Group, weights: list[Tensor]) -> list[Tensor]:
@@ -136,30 +155,33 @@ class LARS(torch.optim.Optimizer):
         return [self.state[weight][BUFFER] for weight in weights]
 
 
-def update_each(group: Group, weights: list[Tensor], gradients: list[Tensor], buffers: list[Tensor]) -> None:
-    if not group["trust_ratio"]:
-        factor, rate = place_rate(group, 1.0)
-        step_fused(weights, gradients, buffers, factor, rate=rate, **momentum_settings(group))
-        return
-    for index in range(len(weights)):
-        one = slice(index, index + 1)
-        tau = trust_ratio(norm(weights[index]), norm(gradients[index]), **trust_settings(group))
-        factor, rate = place_rate(group, tau.item())
-        step_fused(weights[one], gradients[one], buffers[one], factor, rate=rate, **momentum_settings(group))
-
-
-def update_together(group: Group, weights: list[Tensor], gradients: list[Tensor], buffers: list[Tensor]) -> None:
-    """Never asks the device for a value, which would wait for it."""
+def update(group: Group, weights: list[Tensor], gradients: list[Tensor], buffers: list[Tensor]) -> None:
     lists = [weights, gradients, buffers] if buffers else [weights, gradients]
     kinds: dict[Any, Any] = torch.optim.Optimizer._group_tensors_by_device_and_dtype(cast(Any, lists))
-    for (weights, gradients, *rest), _ in kinds.values():
-        tau = torch.ones(len(weights), dtype=weights[0].dtype, device=weights[0].device)
-        if group["trust_ratio"]:
-            norms = [torch.stack(torch._foreach_norm(tensors)) for tensors in (weights, gradients)]
-            tau = trust_ratio(*norms, **trust_settings(group))
-        factors, rate = place_rate(group, tau)
-        buffers = rest[0] if rest else []
-        step_lists(weights, gradients, buffers, list(factors.unbind()), rate=rate, **momentum_settings(group))
+    for (device, _), (tensors, _) in kinds.items():
+        together = device.type != "cpu" if group["foreach"] is None else group["foreach"]
+        (update_together if together else update_each)(group, *tensors)
+
+
+def update_each(group: Group, weights: list[Tensor], gradients: list[Tensor], *buffers: list[Tensor]) -> None:
+    if not group["trust_ratio"]:
+        factor, rate = place_rate(group, 1.0)
+        step_fused(weights, gradients, *buffers, factor=factor, rate=rate, **momentum_settings(group))
+        return
+    for tensors in zip(weights, gradients, *buffers, strict=True):
+        tau = trust_ratio(norm(tensors[0]), norm(tensors[1]), **trust_settings(group))
+        factor, rate = place_rate(group, tau)
+        step_fused(*([tensor] for tensor in tensors), factor=factor, rate=rate, **momentum_settings(group))
+
+
+def update_together(group: Group, weights: list[Tensor], gradients: list[Tensor], *buffers: list[Tensor]) -> None:
+    """Never asks the device for a value, which would wait for it."""
+    tau = torch.ones(len(weights), dtype=weights[0].dtype, device=weights[0].device)
+    if group["trust_ratio"]:
+        norms = [torch.stack(torch._foreach_norm(tensors)) for tensors in (weights, gradients)]
+        tau = trust_ratios(*norms, **trust_settings(group))
+    factors, rate = place_rate(group, tau)
+    step_lists(weights, gradients, *buffers, factors=factors.unbind(), rate=rate, **momentum_settings(group))
 
 
 def place_rate(group: Group, tau: Any) -> tuple[Any, float]:

@@ -13,27 +13,29 @@ from torch import Tensor
 
 from megabatch.optim.dense import are_alike
 
-# The kernel is handed 1 - factor in float64.  A smaller factor would keep fewer bits than float32 has.
-LEAST_FUSED_FACTOR = 2.0**-28
+Tensors = tuple[Tensor, ...] | list[Tensor]
 
 
 def step_fused(
-    weights: list[Tensor],
-    gradients: list[Tensor],
-    buffers: list[Tensor],
-    factor: float,
+    weights: Tensors,
+    gradients: Tensors,
+    buffers: Tensors = (),
     *,
+    factor: float,
     rate: float,
     momentum: float,
     weight_decay: float,
 ) -> None:
-    """Only on the CPU: where the kernel cannot, it calls `step_lists`."""
+    """Tensors of one dtype, on the CPU.  Where the kernel would be wrong, `step_lists` takes over."""
     if not buffers:  # the kernel reads `dampening` only where there is momentum
         factor, rate = 1.0, rate * factor
-    tensors = zip(weights, gradients, buffers or weights, strict=True)
-    if 0 < factor < LEAST_FUSED_FACTOR or not all(are_alike(*each) for each in tensors):
+    # The kernel is handed 1 - factor, rounded to float64: the weights must be rounded more than that.
+    is_exact = factor == 0 or factor >= 2.0**-53 / torch.finfo(weights[0].dtype).eps
+    if not is_exact or not all(are_alike(*each) for each in zip(weights, gradients, buffers or weights, strict=True)):
         factors = [torch.tensor(factor, dtype=weight.dtype) for weight in weights]
-        step_lists(weights, gradients, buffers, factors, rate=rate, momentum=momentum, weight_decay=weight_decay)
+        step_lists(
+            weights, gradients, buffers, factors=factors, rate=rate, momentum=momentum, weight_decay=weight_decay
+        )
         return
     torch._fused_sgd_(
         weights,
@@ -50,17 +52,17 @@ def step_fused(
 
 
 def step_lists(
-    weights: list[Tensor],
-    gradients: list[Tensor],
-    buffers: list[Tensor],
-    factors: list[Tensor],
+    weights: Tensors,
+    gradients: Tensors,
+    buffers: Tensors = (),
     *,
+    factors: Tensors,
     rate: float,
     momentum: float,
     weight_decay: float,
 ) -> None:
-    steps = list(torch._foreach_add(gradients, weights, alpha=weight_decay))
-    torch._foreach_mul_(steps, tuple(factors))
+    steps: Tensors = torch._foreach_add(gradients, weights, alpha=weight_decay)
+    torch._foreach_mul_(steps, factors)
     if buffers:
         torch._foreach_mul_(buffers, momentum)
         torch._foreach_add_(buffers, steps)

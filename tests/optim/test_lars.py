@@ -1,0 +1,305 @@
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megabatch.errors import UserError
+from megabatch.optim import LARS, parameter_groups
+from megabatch.optim.dense import ROW, norm
+from megabatch.optim.lars import VARIANTS, trust_ratio, trust_ratios
+from megabatch.optim.optimizers import OPTIMIZERS, OptimSettings, set_learning_rate
+from tests.optim.lars_reference import EPS, ETA, MU, REFERENCES
+
+DECAY = 0.02
+RATES = [0.0, 0.5, 1.0, 2.0, 3.0, 3.0, 0.0, 1.5, 1.0, 0.4, 0.1, 0.01]  # warm-up from 0, a pause, decay
+SHAPES = [(5, 3, 2, 2), (4, 7), (ROW + 37,)]
+SAME = {"rtol": 1e-12, "atol": 1e-14}
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def make_weights(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
+    return [nn.Parameter(random(*shape, dtype=dtype, seed=seed)) for seed, shape in enumerate(SHAPES)]
+
+
+def make_lars(weights: list[nn.Parameter], **settings: Any) -> LARS:
+    return LARS(weights, **({"lr": 1.0, "momentum": MU, "weight_decay": DECAY, "trust": ETA, "eps": EPS} | settings))
+
+
+def take_steps(optimizer: torch.optim.Optimizer, rates: list[float], first: int = 0, scale: float = 1.0) -> None:
+    for step, rate in enumerate(rates, first):
+        set_learning_rate(optimizer, rate)
+        for group in optimizer.param_groups:
+            for index, weight in enumerate(group["params"]):
+                weight.grad = scale * random(*weight.shape, dtype=weight.dtype, seed=100 * step + index)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("foreach", [None, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_each_variant_is_its_formula_in_float64(variant: str, foreach: bool | None) -> None:
+    weights = make_weights()
+    expected, steps = [weight.detach().clone() for weight in weights], [REFERENCES[variant]() for _ in weights]
+    optimizer = make_lars(weights, variant=variant, foreach=foreach)
+    for step, rate in enumerate(RATES):
+        take_steps(optimizer, [rate], first=step)
+        for index, weight in enumerate(weights):
+            assert weight.grad is not None
+            expected[index] = steps[index](expected[index], weight.grad, rate, DECAY)
+            torch.testing.assert_close(weight.detach(), expected[index], **SAME)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e8])  # 1e8: too small a trust ratio for the fused kernel
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_in_float32_the_step_of_each_weight_is_right_to_rounding(variant: str, scale: float) -> None:
+    weight, gradient = random(3, 50_000, dtype=torch.float32), scale * random(3, 50_000, dtype=torch.float32, seed=1)
+    parameter = nn.Parameter(weight.clone())
+    optimizer = make_lars([parameter], variant=variant)
+    parameter.grad = gradient.clone()
+    optimizer.step()
+    expected = weight.double() - REFERENCES[variant]()(weight.double(), gradient.double(), 1.0, DECAY)
+    buffer = optimizer.state[parameter]["momentum_buffer"].double()
+    torch.testing.assert_close(buffer, expected, rtol=1e-6, atol=1e-7 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("variant", ["outside", "larc"])
+def test_pytorch_optimizer_and_timm_agree_where_they_have_the_variant(variant: str) -> None:
+    """pytorch_optimizer's LARS is `outside` with eps 0; timm's is `outside` with eps, or `larc` with trust_clip."""
+    weights = [nn.Parameter(random(4, 7)), nn.Parameter(random(6, 5, seed=1))]
+    theirs = copy.deepcopy(weights)
+    if variant == "outside":
+        peer = pytest.importorskip("pytorch_optimizer").LARS(
+            theirs, lr=1.0, momentum=MU, weight_decay=DECAY, trust_coefficient=ETA
+        )
+        ours = make_lars(weights, variant=variant, eps=0.0)
+        rates = RATES
+    else:
+        from benchmarks.torchvision_on_cpu import import_torchvision
+
+        if import_torchvision() is None:
+            pytest.skip("torchvision, which timm imports, is not installed")
+        peer = pytest.importorskip("timm.optim").Lars(
+            theirs, lr=1.0, momentum=MU, weight_decay=DECAY, trust_coeff=ETA, eps=EPS, trust_clip=True
+        )
+        ours = make_lars(weights, variant=variant)
+        rates = [rate for rate in RATES if rate]  # timm divides by it
+    take_steps(ours, rates)
+    take_steps(peer, rates)
+    for mine, other in zip(weights, theirs, strict=True):
+        torch.testing.assert_close(mine, other, **SAME)
+
+
+@pytest.mark.parametrize("variant", ["outside", "nvidia", "larc"])
+def test_with_trust_off_it_is_fused_sgd_to_the_bit(variant: str) -> None:
+    weights = make_weights(torch.float32)
+    others = copy.deepcopy(weights)
+    rates = [rate for rate in RATES if rate]
+    take_steps(make_lars([{"params": weights, "trust_ratio": False}], variant=variant), rates)  # type: ignore[list-item]
+    take_steps(torch.optim.SGD(others, lr=1.0, momentum=MU, weight_decay=DECAY, fused=True), rates)
+    assert all(torch.equal(mine, other) for mine, other in zip(weights, others, strict=True))
+
+
+def test_with_trust_off_you2017_is_sgd_while_the_rate_stands() -> None:
+    weights = make_weights()
+    others = copy.deepcopy(weights)
+    take_steps(make_lars([{"params": weights, "trust_ratio": False}]), [0.3] * 5)  # type: ignore[list-item]
+    take_steps(torch.optim.SGD(others, lr=1.0, momentum=MU, weight_decay=DECAY), [0.3] * 5)
+    for mine, other in zip(weights, others, strict=True):
+        torch.testing.assert_close(mine, other, **SAME)
+
+
+@pytest.mark.parametrize("foreach", [None, True])
+def test_without_decay_the_gradients_scale_does_not_matter(foreach: bool | None) -> None:
+    """Which holds only if the trust ratio is there without weight decay."""
+    results = []
+    for scale in (1.0, 2.0**-30, 2.0**40):
+        weights = make_weights(torch.float32)
+        take_steps(make_lars(weights, weight_decay=0.0, eps=0.0, foreach=foreach), RATES, scale=scale)
+        results.append(weights)
+    for scaled in results[1:]:
+        for one, other in zip(results[0], scaled, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_the_trust_ratio_is_one_where_a_norm_is_zero() -> None:
+    settings = {"trust": 0.5, "weight_decay": 0.0}
+    for clip_at in (None, 0.0, 10.0):
+        for norms in ((0.0, 2.0), (2.0, 0.0), (0.0, 0.0)):
+            assert trust_ratio(*norms, clip_at=clip_at, **settings) == 1
+    assert trust_ratio(2.0, 4.0, **settings) == 0.25
+    assert [trust_ratio(2.0, 4.0, clip_at=rate, **settings) for rate in (0.5, 0.1, 0.0)] == [0.5, 1, 1]
+
+
+@pytest.mark.parametrize("clip_at", [None, 0.0, 0.01, 10.0])
+@pytest.mark.parametrize(("weight_decay", "eps"), [(0.0, 0.0), (0.1, 0.0), (0.1, 0.2)])
+def test_the_trust_ratios_of_many_are_those_of_each(weight_decay: float, eps: float, clip_at: float | None) -> None:
+    norms = torch.tensor([0.0, 1e-12, 0.3, 2.0, 1e6], dtype=torch.float64)
+    weights, gradients = norms.repeat_interleave(5), norms.repeat(5)
+    settings: dict[str, Any] = {"trust": 0.02, "weight_decay": weight_decay, "eps": eps, "clip_at": clip_at}
+    pairs = zip(weights.tolist(), gradients.tolist(), strict=True)
+    assert trust_ratios(weights, gradients, **settings).tolist() == [trust_ratio(*pair, **settings) for pair in pairs]
+
+
+@pytest.mark.parametrize("foreach", [None, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_zero_weights_and_zero_gradients_move_as_with_sgd(variant: str, foreach: bool | None) -> None:
+    for weight, gradient, expected in ((0.0, 1.0, -0.5), (1.0, 0.0, 1 - 0.5 * DECAY)):
+        parameter = nn.Parameter(torch.full((3, 3), weight))
+        parameter.grad = torch.full((3, 3), gradient)
+        make_lars([parameter], lr=0.5, variant=variant, foreach=foreach).step()
+        torch.testing.assert_close(parameter.detach(), torch.full((3, 3), expected))
+
+
+@pytest.mark.parametrize("foreach", [None, True])
+@pytest.mark.parametrize("momentum", [MU, 0.0])
+def test_the_memory_order_of_weight_gradient_and_buffer_does_not_matter(momentum: float, foreach: bool | None) -> None:
+    plain = nn.Parameter(random(8, 6, 3, 3, dtype=torch.float32))
+    permuted = nn.Parameter(plain.detach().to(memory_format=torch.channels_last))
+    sliced = nn.Parameter(torch.zeros(8, 12, 3, 3)[:, ::2].copy_(plain.detach()))
+    for_all = [plain, permuted, sliced]
+    optimizer = make_lars(for_all, momentum=momentum, foreach=foreach)
+    for step in range(4):
+        for weight in for_all:
+            weight.grad = random(8, 6, 3, 3, dtype=torch.float32, seed=step + 1)
+            if step % 2:
+                weight.grad = weight.grad.to(memory_format=torch.channels_last)
+        optimizer.step()
+    for weight in (permuted, sliced):
+        torch.testing.assert_close(weight.detach(), plain.detach())
+    if momentum:
+        assert optimizer.state[permuted]["momentum_buffer"].stride() == permuted.stride()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_lists_of_tensors_give_what_one_by_one_gives(variant: str) -> None:
+    results = []
+    for foreach in (False, True):
+        weights = make_weights(torch.float32)
+        take_steps(make_lars(weights, variant=variant, foreach=foreach), RATES)
+        results.append(weights)
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_off_the_cpu_no_step_waits_for_a_value(variant: str) -> None:
+    """Tensors of the meta device have none: whatever asks for one fails."""
+    weights = [nn.Parameter(weight.detach().to("meta")) for weight in make_weights(torch.float32)]
+    groups: list[Any] = [{"params": weights[:2]}, {"params": weights[2:], "trust_ratio": False}]
+    optimizer = make_lars(groups, variant=variant)
+    for rate in RATES:
+        set_learning_rate(optimizer, rate)
+        for weight in weights:
+            weight.grad = torch.empty_like(weight)
+        optimizer.step()
+    optimizer.param_groups[0]["foreach"] = False
+    set_learning_rate(optimizer, 1.0)
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        optimizer.step()
+
+
+def test_a_norm_is_right_for_any_size_and_any_number_of_threads() -> None:
+    threads = torch.get_num_threads()
+    for size in (0, 1, ROW - 1, ROW, ROW + 1, 100 * ROW + 5):
+        tensor = random(size, dtype=torch.float32)
+        assert norm(tensor) == pytest.approx(tensor.double().norm().item(), rel=1e-7)
+    tensor = random(1 << 20, dtype=torch.float32) + 1
+    torch.set_num_threads(1)
+    alone = norm(tensor)
+    torch.set_num_threads(threads)
+    assert alone == norm(tensor)
+    assert alone == pytest.approx(tensor.double().norm().item(), rel=1e-8)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_restored_state_goes_on_to_the_bit(variant: str) -> None:
+    weights = make_weights(torch.float32)
+    weights[0] = nn.Parameter(weights[0].detach().to(memory_format=torch.channels_last))
+    optimizer = make_lars(weights, variant=variant)
+    take_steps(optimizer, RATES[:5])
+    again = copy.deepcopy(weights)
+    saved = pickle.loads(pickle.dumps(optimizer.state_dict()))
+    for state in saved["state"].values():  # as a file that knows no memory order gives it back
+        state["momentum_buffer"] = state["momentum_buffer"].contiguous()
+    restored = make_lars(again, lr=7.0, variant="you2017", weight_decay=0.5)
+    restored.load_state_dict(saved)
+    assert restored.state[again[0]]["momentum_buffer"].stride() == again[0].stride()
+    duplicate = copy.deepcopy(optimizer)
+    for each in (optimizer, restored, duplicate):
+        take_steps(each, RATES[5:], first=5)
+    for index, weight in enumerate(weights):
+        assert torch.equal(weight, again[index])
+        assert torch.equal(weight, duplicate.param_groups[0]["params"][index])
+
+
+def test_groups_may_come_late_and_parameters_may_lack_a_gradient() -> None:
+    first, late, unused = (nn.Parameter(random(3, 3, seed=seed)) for seed in range(3))
+    optimizer = make_lars([first, unused])
+    first.grad = random(3, 3)
+    optimizer.step()
+    optimizer.add_param_group({"params": [late], "weight_decay": 0.0, "trust_ratio": False, "variant": "outside"})
+    before = late.detach().clone()
+    late.grad = random(3, 3, seed=9)
+    optimizer.step()
+    torch.testing.assert_close(late.detach(), before - late.grad)
+    assert torch.equal(unused, random(3, 3, seed=2)) and not optimizer.state[unused]
+
+
+def test_schedulers_and_closures_work_as_with_torchs_own() -> None:
+    weight = nn.Parameter(random(3, 3))
+    expected, step = weight.detach().clone(), REFERENCES["you2017"]()
+    optimizer = make_lars([weight])
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: epoch / 4)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = (weight**3).sum()
+        loss.backward()
+        return loss.item()
+
+    for epoch in range(6):
+        assert optimizer.step(closure) == pytest.approx((expected**3).sum().item())
+        expected = step(expected, 3 * expected**2, epoch / 4, DECAY)
+        scheduler.step()
+        torch.testing.assert_close(weight.detach(), expected, **SAME)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": -1.0}, r"lr=-1 is not allowed: expected lr >= 0; for example"),
+        ({"lr": float("nan")}, r"lr=nan"),
+        ({"momentum": 1.0}, r"momentum=1 .*0 <= momentum < 1; for example momentum=0.9"),
+        ({"weight_decay": -0.1}, r"weight_decay=-0.1 .*nearest: weight_decay=0"),
+        ({"trust": 0.0}, r"trust=0 .*trust > 0; for example trust=0.001"),
+        ({"eps": -1e-9}, r"eps=-1e-09 .*nearest: eps=0"),
+        ({"variant": "lark"}, r"variant='lark' is not one of you2017, .*nearest: variant=larc"),
+    ],
+)
+def test_a_wrong_value_is_refused_also_in_a_later_group(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make_lars(make_weights(), **settings)
+    optimizer = make_lars(make_weights())
+    with pytest.raises(UserError, match=message):
+        optimizer.add_param_group({"params": make_weights(), **settings})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_half_precision_is_refused() -> None:
+    with pytest.raises(UserError, match=r"\[2, 2\] is torch.float16, whose range LARS leaves; .*float32"):
+        make_lars([nn.Parameter(torch.zeros(2, 2, dtype=torch.float16))])
+
+
+def test_a_recipes_lars_has_trust_ratios_for_weights_alone() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    settings = OptimSettings(name="lars", learning_rate=2.0, variant="larc", trust=0.01, eps=1e-8, weight_decay=0.1)
+    optimizer = OPTIMIZERS["lars"](parameter_groups(model, settings.weight_decay), settings)
+    seen = {group["name"]: (group["trust_ratio"], group["weight_decay"]) for group in optimizer.param_groups}
+    assert seen == {"weights": (True, 0.1), "biases": (False, 0.0), "normalisation": (False, 0.0)}
+    group = optimizer.param_groups[0]
+    assert (group["variant"], group["trust"], group["eps"], group["lr"]) == ("larc", 0.01, 1e-8, 2.0)
