@@ -80,7 +80,7 @@ def test_a_users_recipe_needs_only_what_has_no_default(tmp_path: Path) -> None:
         # A wrong type.
         ("optim.learning_rate=fast", r"optim.learning_rate='fast': expected float, got str; for example .*=0.2"),
         ("batch.global=64.5", r"batch.global=64.5: expected int, got float; nearest: batch.global=64"),
-        ("optim.nesterov=1", r"optim.nesterov=1: expected bool, got int; for example optim.nesterov=true"),
+        ("optim.nesterov=1", r"optim.nesterov=1: expected bool, got int; leave optim.nesterov out for its default"),
         # A wrong value.
         ("optim.learning_rate=-1", r"optim.learning_rate=-1: expected float > 0.0; for example"),
         ("optim.learning_rate=inf", r"optim.learning_rate=inf: expected a finite number; for example"),
@@ -93,7 +93,7 @@ def test_a_users_recipe_needs_only_what_has_no_default(tmp_path: Path) -> None:
             "batch.global=250",
             r"batch.global=250 is not a whole number of microbatches of 64; nearest: batch.global=256",
         ),
-        ("optim.name=sdg", r"optim.name='sdg' is not one of sgd; nearest: optim.name=sgd"),
+        ("optim.name=sdg", r"optim.name='sdg' is not one of sgd, lars; nearest: optim.name=sgd"),
         ("precision.name=fp23", r"precision.name='fp23' is not one of .*nearest: precision.name=fp32"),
         ("schedule.decay=polly", r"nearest: schedule.decay=poly"),
         ("model.name=small_resent", r"nearest: model.name=small_resnet"),

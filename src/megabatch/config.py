@@ -213,7 +213,7 @@ def explain(error: str, settings: Settings) -> str:
     """Turns msgspec's "Expected `float` > 0.0 - at `$.optim.learning_rate`" into value, rule and remedy."""
     rule, _, path = error.partition(" - at `$")
     path = path.strip("`.")
-    rule = rule.replace("`", "")
+    rule = rule.replace("`", "").replace(" | null", "")  # TOML has no null
     value: Any = settings
     for name in path.split("."):
         value = value[name] if isinstance(value, dict) else value

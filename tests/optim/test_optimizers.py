@@ -36,4 +36,4 @@ def test_clipping_shortens_the_whole_gradient_and_only_a_long_one() -> None:
 
 def test_nesterov_without_momentum_is_refused() -> None:
     with pytest.raises(UserError, match=r"optim.nesterov=false"):
-        OptimSettings(learning_rate=0.1, momentum=0.0)
+        OptimSettings(learning_rate=0.1, momentum=0.0, nesterov=True)

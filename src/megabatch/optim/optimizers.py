@@ -7,18 +7,26 @@ import torch
 from msgspec import Meta, Struct
 
 from megabatch.errors import UserError, require_one_of
+from megabatch.optim.lars import LARS, VARIANTS
 
 
 class OptimSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str = "sgd"
     learning_rate: Annotated[float, Meta(gt=0)]  # the peak; `schedule` shapes it
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
-    nesterov: bool = True
+    nesterov: bool | None = None  # of sgd, by default where there is momentum; lars has none
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
     clip_norm: Annotated[float, Meta(ge=0)] = 0.0  # of the whole gradient; 0 leaves it alone
+    # Of lars; sgd has no use for them, so that optim.name=sgd is all it takes to compare the two.
+    variant: str = "you2017"
+    trust: Annotated[float, Meta(gt=0)] = 0.001  # how far a weight moves at rate 1, as a share of its norm
+    eps: Annotated[float, Meta(ge=0)] = 0.0  # beside the gradient's norm in the trust ratio
 
     def __post_init__(self) -> None:
         require_one_of("optim.name", self.name, OPTIMIZERS)
+        require_one_of("optim.variant", self.variant, VARIANTS)
+        if self.nesterov and self.name == "lars":
+            raise UserError("optim.nesterov=true with optim.name=lars: LARS has no Nesterov form; leave nesterov out")
         if self.nesterov and self.momentum == 0:
             raise UserError("optim.nesterov=true needs momentum, and optim.momentum=0; nearest: optim.nesterov=false")
 
@@ -29,12 +37,23 @@ def sgd(groups: Iterable[dict[str, Any]], settings: OptimSettings) -> torch.opti
         groups,
         lr=settings.learning_rate,
         momentum=settings.momentum,
-        nesterov=settings.nesterov,
+        nesterov=settings.momentum > 0 if settings.nesterov is None else settings.nesterov,
         fused=True,
     )
 
 
-OPTIMIZERS = {"sgd": sgd}
+def lars(groups: Iterable[dict[str, Any]], settings: OptimSettings) -> torch.optim.Optimizer:
+    return LARS(
+        groups,
+        lr=settings.learning_rate,
+        momentum=settings.momentum,
+        trust=settings.trust,
+        eps=settings.eps,
+        variant=settings.variant,
+    )
+
+
+OPTIMIZERS = {"sgd": sgd, "lars": lars}
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

@@ -1,0 +1,177 @@
+"""LARS: momentum SGD in which every weight tensor moves in proportion to its own norm.  You et al. 2017.
+
+w weight, g gradient, v momentum buffer, lambda weight decay, mu momentum, eta `trust`
+
+    tau = eta |w| / (|g| + lambda |w| + eps),  1 where |w| or |g| is 0;      u = tau (g + lambda w)
+
+you2017   v = mu v + lr u,   w -= v       the rate inside the momentum; so does MLPerf's TensorFlow reference
+outside   v = mu v + u,      w -= lr v    most PyTorch ports; differs from you2017 only while the rate moves
+nvidia    v = mu lr / lr_before v + lr u,   w -= v:   `outside`, but v is forgotten where the rate is 0
+larc      `outside` with tau = min(tau / lr, 1), so that nothing moves faster than with SGD
+
+A group with "trust_ratio": False has tau = 1: biases and normalisation layers, see `parameter_groups`.  Weight decay is
+a matter of its own: tau is there without it too.
+
+Bytes: w and g are read for the norms; then w, g, v are read and w, v written.  On the CPU a tensor's norms and its
+update follow each other, so that the update finds what fits into the cache there.  Elsewhere lists of tensors are
+updated together, and tau never leaves the device.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from megabatch.errors import UserError, require_one_of
+from megabatch.optim.dense import norm
+from megabatch.optim.momentum import step_fused, step_lists
+
+Group = dict[str, Any]  # of a torch optimizer
+BUFFER = "momentum_buffer"  # torch.optim.SGD's name, so that either can go on from the other's state
+
+
+class Variant(NamedTuple):
+    rate_inside: bool = False
+    clips: bool = False
+    forgets_at_rate_zero: bool = False
+
+
+VARIANTS = {
+    "you2017": Variant(rate_inside=True),
+    "outside": Variant(),
+    # Its v is multiplied by the rate, also by 0; afterwards MXNet's LARS takes mu alone, and divides nothing by 0.
+    "nvidia": Variant(forgets_at_rate_zero=True),
+    "larc": Variant(clips=True),
+}
+
+RULES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "lr": ("lr >= 0; for example lr=10.0", lambda value: value >= 0),
+    "momentum": ("0 <= momentum < 1; for example momentum=0.9", lambda value: 0 <= value < 1),
+    "weight_decay": ("weight_decay >= 0; nearest: weight_decay=0", lambda value: value >= 0),
+    "trust": ("trust > 0; for example trust=0.001", lambda value: value > 0),
+    "eps": ("eps >= 0; nearest: eps=0", lambda value: value >= 0),
+}
+
+
+def trust_ratio(
+    weight_norm: Tensor,
+    gradient_norm: Tensor,
+    *,
+    trust: float,
+    weight_decay: float,
+    eps: float = 0.0,
+    clip_at: float | None = None,
+) -> Tensor:
+    """tau of each pair of norms; LARC's, if `clip_at` gives the learning rate."""
+    ratio = trust * weight_norm / (gradient_norm + weight_decay * weight_norm + eps)
+    if clip_at is not None:
+        ratio = (ratio / clip_at).clamp(max=1.0)
+    return torch.where((weight_norm > 0) & (gradient_norm > 0), ratio, 1.0)
+
+
+class LARS(torch.optim.Optimizer):
+    """See the top of the file.  `foreach`: lists of tensors together; by default where they are not on the CPU."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust: float = 0.001,
+        eps: float = 0.0,
+        variant: str = "you2017",
+        foreach: bool | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust, "eps": eps}
+        super().__init__(params, defaults | {"variant": variant, "trust_ratio": True, "foreach": foreach})
+
+    def add_param_group(self, param_group: Group) -> None:
+        settings = self.defaults | param_group
+        require_one_of("variant", settings["variant"], VARIANTS)
+        for key, (rule, holds) in RULES.items():
+            if not holds(settings[key]):
+                raise UserError(f"{key}={settings[key]:g} is not allowed: expected {rule}")
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.dtype not in (torch.float32, torch.float64):
+                raise UserError(
+                    f"a parameter {list(parameter.shape)} is {parameter.dtype}, whose range LARS leaves; "
+                    "give LARS a float32 copy of the weights"
+                )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for parameter, state in self.state.items():
+            if BUFFER in state:  # in the parameter's memory order, which a file does not keep
+                state[BUFFER] = torch.empty_like(parameter).copy_(state[BUFFER])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            weights = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if group["lr"] == 0 and VARIANTS[group["variant"]].forgets_at_rate_zero:
+                for weight in weights:
+                    self.state[weight].pop(BUFFER, None)
+                continue
+            together = group["foreach"]
+            if together is None:
+                together = not all(weight.is_cpu for weight in weights)
+            update = update_together if together else update_each
+            update(group, weights, [weight.grad for weight in weights], self.momentum_buffers(group, weights))
+        return loss
+
+    def momentum_buffers(self, group: Group, weights: list[Tensor]) -> list[Tensor]:
+        """One a weight; none at all without momentum."""
+        if group["momentum"] == 0:
+            return []
+        for weight in weights:
+            if BUFFER not in self.state[weight]:
+                self.state[weight][BUFFER] = torch.zeros_like(weight)
+        return [self.state[weight][BUFFER] for weight in weights]
+
+
+def update_each(group: Group, weights: list[Tensor], gradients: list[Tensor], buffers: list[Tensor]) -> None:
+    if not group["trust_ratio"]:
+        factor, rate = place_rate(group, 1.0)
+        step_fused(weights, gradients, buffers, factor, rate=rate, **momentum_settings(group))
+        return
+    for index in range(len(weights)):
+        one = slice(index, index + 1)
+        tau = trust_ratio(norm(weights[index]), norm(gradients[index]), **trust_settings(group))
+        factor, rate = place_rate(group, tau.item())
+        step_fused(weights[one], gradients[one], buffers[one], factor, rate=rate, **momentum_settings(group))
+
+
+def update_together(group: Group, weights: list[Tensor], gradients: list[Tensor], buffers: list[Tensor]) -> None:
+    """Never asks the device for a value, which would wait for it."""
+    lists = [weights, gradients, buffers] if buffers else [weights, gradients]
+    kinds: dict[Any, Any] = torch.optim.Optimizer._group_tensors_by_device_and_dtype(cast(Any, lists))
+    for (weights, gradients, *rest), _ in kinds.values():
+        tau = torch.ones(len(weights), dtype=weights[0].dtype, device=weights[0].device)
+        if group["trust_ratio"]:
+            norms = [torch.stack(torch._foreach_norm(tensors)) for tensors in (weights, gradients)]
+            tau = trust_ratio(*norms, **trust_settings(group))
+        factors, rate = place_rate(group, tau)
+        buffers = rest[0] if rest else []
+        step_lists(weights, gradients, buffers, list(factors.unbind()), rate=rate, **momentum_settings(group))
+
+
+def place_rate(group: Group, tau: Any) -> tuple[Any, float]:
+    """The factor of g + lambda w, and the rate that the momentum buffer is multiplied by."""
+    rate = group["lr"]
+    return (tau * rate, 1.0) if VARIANTS[group["variant"]].rate_inside else (tau, rate)
+
+
+def trust_settings(group: Group) -> dict[str, Any]:
+    clip_at = group["lr"] if VARIANTS[group["variant"]].clips else None
+    return {"trust": group["trust"], "weight_decay": group["weight_decay"], "eps": group["eps"], "clip_at": clip_at}
+
+
+def momentum_settings(group: Group) -> dict[str, Any]:
+    return {"momentum": group["momentum"], "weight_decay": group["weight_decay"]}
