@@ -11,10 +11,9 @@ def recipes() -> None:
     console = Console(highlight=False)
     configs = [load_config(name) for name in recipe_names()]
     for config in sorted(configs, key=lambda each: (each.model.name, each.data.source, each.batch.global_batch)):
-        console.print(
-            f"[bold]{config.name}[/bold]  {config.model.name}, batch {config.batch.global_batch:,}, {config.optim.name}, "
-            f"{config.train.epochs:g} epochs"
-        )
+        batch, epochs = config.batch.global_batch, config.train.epochs
+        what = f"{config.model.name}, batch {batch:,}, {config.optim.name}, {epochs:g} epochs"
+        console.print(f"[bold]{config.name}[/bold]  {what}")
         lines = [config.about, *(f"{kind}: {', '.join(keys)}" for kind, keys in marked_settings(config).items())]
         console.print(Padding("\n".join(lines), (0, 0, 0, 4)))
     console.print(

@@ -7,8 +7,8 @@ the points on either side of G, as straight lines in log-log, and that value is 
 for the decay.  The factors come from the table itself: they are such that each point of ResNet-50 with LARS lies within
 what the others foresee for it (test_preflight holds this).
 
-Beyond the known batches the outermost point counts.  But SGD's rate goes with G on both sides (the linear rule, Goyal et
-al. 2017); LARS's may do so below, where nothing forbids a shorter warm-up either.
+Beyond the known batches the outermost point counts.  But SGD's rate goes with G on both sides (the linear rule, Goyal
+et al. 2017); LARS's may do so below, where nothing forbids a shorter warm-up either.
 
 BatchNorm's span and the steps of an epoch are not functions of G: no point of any family has gone below or above the
 spans of the table, and no point of this family has got along with fewer steps an epoch than its largest batch has.
@@ -159,15 +159,14 @@ def warn(config: RunConfig, quantity: Quantity, points: Sequence[KnownPoint]) ->
 
 
 def warn_of_span(config: RunConfig) -> str | None:
-    spans = {point.bn_span: point for point in KNOWN_POINTS if point.bn_span}
+    spans = {point.bn_span: point for point in reversed(KNOWN_POINTS) if point.bn_span}
     low, high = min(spans), max(spans)
     span = config.batch.microbatch
     if low <= span <= high:
         return None
     fitting = [size for size in range(low, high + 1) if config.batch.global_batch % size == 0]
-    remedy = (
-        f"nearest: batch.micro={min(fitting, key=lambda size: abs(size - span))}" if fitting else "change the batch"
-    )
+    closest = min(fitting, key=lambda size: abs(size - span), default=None)
+    remedy = f"nearest: batch.micro={closest}" if closest else "choose another batch.global"
     return (
         f"batch.micro={span} is BatchNorm's span: known to converge is {low} ({spans[low].source}) to "
         f"{high} ({spans[high].source}); {remedy}"
