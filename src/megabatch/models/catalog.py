@@ -13,9 +13,17 @@ from msgspec import Struct, field
 from torch import nn
 
 from megabatch.errors import UserError, nearest, require_one_of
+from megabatch.models.alexnet import alexnet, alexnet_bn
+from megabatch.models.resnet import RESNETS
 from megabatch.models.small import small_cnn, small_resnet
 
-MODELS: dict[str, Callable[..., nn.Module]] = {"small_resnet": small_resnet, "small_cnn": small_cnn}
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "small_resnet": small_resnet,
+    "small_cnn": small_cnn,
+    "alexnet": alexnet,
+    "alexnet_bn": alexnet_bn,
+    **RESNETS,
+}
 
 
 class ModelSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
