@@ -55,28 +55,28 @@ def known_lines(recipe: str) -> list[str]:
     [
         (
             ["optim.learning_rate=100"],
-            "optim.learning_rate=100 at batch 65,536: known to converge is 12.3 to 49.4 (MLPerf reference convergence "
-            "point: 24.699 at 65,536); for example optim.learning_rate=24.7",
+            "optim.learning_rate=100 at batch 65,536: known to converge is 12.3 to 49.4 (24.699 at 65,536: MLPerf "
+            "reference convergence point); for example optim.learning_rate=24.7",
         ),
         (
             ["optim.trust=0.01"],
             "optim.learning_rate=24.699 with optim.trust=0.01 at batch 65,536: known to converge is 1.23 to 4.94 "
-            "(MLPerf reference convergence point: 24.699 at 65,536); for example optim.learning_rate=2.47",
+            "(24.699 at 65,536: MLPerf reference convergence point); for example optim.learning_rate=2.47",
         ),
         (
             ["schedule.warmup_epochs=5"],
-            "schedule.warmup_epochs=5 at batch 65,536: known to converge is 15.5 to 62 (MLPerf reference convergence "
-            "point: 31 at 65,536); for example schedule.warmup_epochs=31",
+            "schedule.warmup_epochs=5 at batch 65,536: known to converge is 15.5 to 62 (31 at 65,536: MLPerf "
+            "reference convergence point); for example schedule.warmup_epochs=31",
         ),
         (
             ["optim.momentum=0.9"],
-            "optim.momentum=0.9 at batch 65,536: known to converge is 0.904 to 0.976 (MLPerf reference convergence "
-            "point: 0.951807 at 65,536); for example optim.momentum=0.952",
+            "optim.momentum=0.9 at batch 65,536: known to converge is 0.904 to 0.976 (0.951807 at 65,536: MLPerf "
+            "reference convergence point); for example optim.momentum=0.952",
         ),
         (
             ["optim.weight_decay=0"],
-            "optim.weight_decay=0 at batch 65,536: known to converge is 2.5e-05 to 0.0004 (MLPerf reference "
-            "convergence point: 0.0001 at 65,536); for example optim.weight_decay=0.0001",
+            "optim.weight_decay=0 at batch 65,536: known to converge is 2.5e-05 to 0.0004 (0.0001 at 65,536: MLPerf "
+            "reference convergence point); for example optim.weight_decay=0.0001",
         ),
         (
             ["batch.micro=8"],
@@ -148,8 +148,10 @@ def test_strict_refuses_what_is_not_known_on_one_line(recipe: str, words: list[s
 
 @pytest.mark.parametrize("point", [point for point in KNOWN_POINTS if point.source.startswith("megabatch, ")])
 def test_a_point_of_ours_is_what_its_recipe_says(point: KnownPoint) -> None:
-    recipe, *overrides = point.source.removeprefix("megabatch, ").partition(":")[0].split()
-    config = load_config(recipe, overrides)
+    recipe, _, batch = point.source.removeprefix("megabatch, ").partition(":")[0].partition(" at ")
+    config = load_config(
+        recipe, [f"batch.global={batch}", f"optim.learning_rate={point.learning_rate}"] if batch else []
+    )
     assert values_of(config) == {
         **{key: value for key, value in msgspec.to_builtins(point).items() if key not in ("source", "top1")},
         "weight_decay": point.weight_decay or 0.0,  # where there is none, nothing is known of it

@@ -142,9 +142,7 @@ KNOWN_POINTS = (
         source="Jia et al. 2018",
     ),
     fashion("fashion", "sgd", 256, 0.2, 1, 64, "12", top1=0.9045, is_embedded=True),
-    fashion(
-        "fashion batch.global=512 optim.learning_rate=0.4", "sgd", 512, 0.4, 1, 64, "12", top1=0.895, is_embedded=True
-    ),
+    fashion("fashion at 512", "sgd", 512, 0.4, 1, 64, "12", top1=0.895, is_embedded=True),
     fashion("fashion-full", "sgd", 256, 0.2, 1, 64, "12"),
     fashion("fashion-128", "sgd", 128, 0.1, 1, 64, "30"),
     fashion("fashion-3k", "lars", 3_072, 10, 3, 128, "30"),

@@ -150,10 +150,11 @@ def warn(config: RunConfig, quantity: Quantity, points: Sequence[KnownPoint]) ->
     if known is None or known.low * (1 - ROUNDING) <= value * scale <= known.high * (1 + ROUNDING):
         return None
     trust = f" with optim.trust={config.optim.trust:g}" if scale != 1.0 else ""
-    sources = ", ".join(f"{quantity.known(point):g} at {point.batch:,}" for point in known.points)
+    values = ", ".join(f"{quantity.known(point):g} at {point.batch:,}" for point in known.points)
+    sources = " and ".join(dict.fromkeys(point.source for point in known.points))
     return (
         f"{quantity.setting}={value:g}{trust} at batch {batch:,}: known to converge is {known.low / scale:.3g} to "
-        f"{known.high / scale:.3g} ({known.points[0].source}: {sources}); "
+        f"{known.high / scale:.3g} ({values}: {sources}); "
         f"for example {quantity.setting}={known.good / scale:.3g}"
     )
 
