@@ -1,9 +1,12 @@
 import msgspec
 import pytest
+import torch
+from torch import nn
 
 from megabatch.config import RunConfig, load_config, recipe_names
 from megabatch.data.sources import foresee_shape
 from megabatch.errors import UserError
+from megabatch.train.fit import fit
 from megabatch.train.known_points import KNOWN_POINTS, KnownPoint
 from megabatch.train.preflight import QUANTITIES, Findings, Quantity, foresee, preflight, require_known
 
@@ -144,6 +147,14 @@ def test_strict_refuses_what_is_not_known_on_one_line(recipe: str, words: list[s
         require_known(config, foresee_shape(config.data).num_train)
     assert "\n" not in str(refusal.value)
     require_known(load_config(recipe), foresee_shape(load_config(recipe).data).num_train)
+
+
+def test_strict_refuses_a_network_of_ones_own_in_python_too() -> None:
+    images = (torch.zeros(8, 1, 8, 8, dtype=torch.uint8), torch.arange(8))
+    with pytest.raises(
+        UserError, match=r"^--strict: nothing is known of torch.*:Flatten on images from Python with sgd;"
+    ):
+        fit(nn.Flatten(), images, images, strict=True)
 
 
 @pytest.mark.parametrize("point", [point for point in KNOWN_POINTS if point.source.startswith("megabatch, ")])
