@@ -48,6 +48,7 @@ class RunSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     dir: str | None = None  # the run's folder; by default runs/<recipe>-<nnn>
     device: str = "auto"  # cuda where there is one, else cpu
     threads: Annotated[int, Meta(ge=1)] | None = None  # of a rank; by default its share of the cores
+    deterministic: bool = False  # on CUDA: convolutions are chosen by rule, and not by timing them
 
 
 class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=False):

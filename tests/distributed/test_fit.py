@@ -15,7 +15,7 @@ from megabatch.comm.world import World
 from tests.ranks import RankPool
 
 
-def fit_in(world: World, folder: str) -> dict[str, Any]:
+def fit_in(world: World, folder: str, precision: str) -> dict[str, Any]:
     """The example of docs/python.md, in ranks that exist already."""
     labels = torch.arange(200) % 4
     images = (labels[:, None, None, None] * 60 + torch.randint(0, 20, (200, 1, 8, 8))).to(torch.uint8)
@@ -24,20 +24,27 @@ def fit_in(world: World, folder: str) -> dict[str, Any]:
         network,
         train=(images[:160], labels[:160]),
         test=(images[160:], labels[160:]),
-        overrides=["batch.global=24", "batch.micro=4", "train.epochs=6", f"run.dir={folder}"],
+        overrides=[
+            "batch.global=24",
+            "batch.micro=4",
+            "train.epochs=6",
+            f"run.dir={folder}",
+            f"precision.name={precision}",
+        ],
     )
+    assert network[1].weight.dtype == torch.float32 and network(images[:2].float()).dtype == torch.float32
     weights = world.collect(network[1].weight.detach())
     assert all(torch.equal(other, weights[0]) for other in weights)
     return {"status": summary.status, "top1": summary.top1, "steps": summary.steps}
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(("num_ranks", "precision"), [(1, "fp32"), (2, "fp32"), (2, "fp16"), (2, "amp")])
 def test_ones_own_network_and_images_train_in_the_ranks_that_exist(
-    ranks: RankPool, num_ranks: int, tmp_path: Path
+    ranks: RankPool, num_ranks: int, precision: str, tmp_path: Path
 ) -> None:
     if num_ranks > ranks.size:
         pytest.skip("needs more ranks")
-    results = ranks.run(fit_in, str(tmp_path / "run"), num_ranks=num_ranks)
+    results = ranks.run(fit_in, str(tmp_path / "run"), precision, num_ranks=num_ranks)
     assert all(result == {"status": "finished", "top1": 1.0, "steps": 40} for result in results)
     assert (tmp_path / "run/model.safetensors").exists()
 

@@ -1,9 +1,11 @@
+import msgspec
 import pytest
 import torch
 
 from megabatch.comm.world import World
 from megabatch.data.sources import load_data_set
 from megabatch.errors import UserError
+from megabatch.precision.masters import gradients_of
 from megabatch.train.assemble import assemble
 from megabatch.train.preview import choose_ranks, num_bytes, preview
 from megabatch.train.trainer import train
@@ -12,7 +14,7 @@ from tests.ranks import RankPool
 
 
 def bytes_in_use(world: World, *overrides: str) -> list[int]:
-    """Weights, gradients, optimizer state and kept activations of a real step of one microbatch."""
+    """Bytes of a real step of one microbatch, in the order of `Memory`."""
     config = small_run(*overrides)
     training = assemble(config, load_data_set(config.data), world)
     model = training.model.module
@@ -28,22 +30,30 @@ def bytes_in_use(world: World, *overrides: str) -> list[int]:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         next(train(training))
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    masters = [master for parameter, master in training.masters.pairs() if master is not parameter]
     state = [tensor for values in training.optimizer.state.values() for tensor in values.values() if tensor is not None]
     kept_bytes = sum(storage.nbytes() for storage in kept.values())
-    return [num_bytes(tensors), num_bytes(gradients), num_bytes(state), kept_bytes]
+    gradients, unscaled = gradients_of(model.parameters()), gradients_of(masters)
+    return [*map(num_bytes, (tensors, masters, gradients, unscaled, state)), kept_bytes]
 
 
 def test_the_expected_memory_is_what_a_step_takes(ranks: RankPool) -> None:
     for overrides in (
-        ["batch.global=4"],
+        ["batch.global=4", "precision.name=fp64"],
         ["batch.global=4", "precision.name=fp32", "model.name=small_resnet"],
         ["batch.global=4", "optim.momentum=0", "optim.nesterov=false"],
+        ["batch.global=4", "precision.name=fp16", "optim.name=lars", "optim.nesterov=false"],
+        ["batch.global=4", "precision.name=amp"],
     ):
         memory = preview(small_run(*overrides), 1).memory
-        expected = [memory.weights, memory.gradients, memory.optimizer, memory.activations]
-        assert ranks.run(bytes_in_use, *overrides, num_ranks=1)[0] == expected
-        assert memory.total == sum(expected)
+        computes_in_16_bits = overrides[1] in ("precision.name=fp16", "precision.name=amp")
+        *expected, activations = msgspec.structs.astuple(memory)
+        *counted, kept = ranks.run(bytes_in_use, *overrides, num_ranks=1)[0]
+        assert counted == expected
+        # Without content, torch's BatchNorm keeps its mean and deviation in 16 bits; with it, in fp32.
+        assert activations == (pytest.approx(kept, rel=0.01) if computes_in_16_bits else kept)
+        assert memory.total == sum(expected) + activations
+        assert bool(memory.masters) == bool(memory.unscaled) == ("precision.name=fp16" in overrides)
 
 
 def test_by_default_ranks_are_as_many_as_cores_as_far_as_they_divide_the_microbatches(

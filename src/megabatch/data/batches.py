@@ -8,6 +8,7 @@ import torch
 from megabatch.data.augment import augment
 from megabatch.data.order import Samples, samples_at
 from megabatch.data.sources import DataSettings, ImageSet
+from megabatch.errors import UserError
 from megabatch.planning.batch import StepPlan
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # uint8 images [B, C, H, W], int64 labels [B]
@@ -41,6 +42,10 @@ def evaluation_batches(
         yield number, images.read(samples), images.labels[samples]
 
 
+def first_not_finite(images: ImageSet, samples: Samples) -> int:
+    return next(int(sample) for sample in samples if not images.read(np.array([sample])).isfinite().all())
+
+
 class Normalise:
     """uint8 -> the training set's zero mean and unit deviation per channel, on the device, rounded to `dtype` once."""
 
@@ -56,6 +61,10 @@ class Normalise:
             totals = totals + torch.stack([pixels.sum((0, 2, 3)), pixels.square().sum((0, 2, 3))])
             count += pixels.numel() // pixels.shape[1]
         mean, mean_square = totals / count
+        if not mean.isfinite().all():  # integers always are, images of one's own may not be
+            raise UserError(
+                f"image {first_not_finite(images, measured)} of the training set is not finite; mend or leave it out"
+            )
         # A channel without variation is only shifted.
         deviation = (mean_square - mean.square()).clamp(min=0).sqrt()
         deviation = torch.where(deviation > 0, deviation, 1.0)

@@ -43,6 +43,8 @@ def assemble(
     plan = plan_run(config, data.shape, world.num_ranks)
     formats = config.precision.formats
     check_device(config.precision, world.device)
+    torch.backends.cudnn.benchmark = not config.run.deterministic  # which nothing on a CPU looks at
+    torch.backends.cudnn.deterministic = config.run.deterministic
     is_given = model is not None
     model = model or make_model(config, data.shape)
     masters = place_model(model, config, world.device)

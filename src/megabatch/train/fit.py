@@ -1,5 +1,6 @@
 """megabatch.fit: one's own network and images, from Python, in the ranks that exist.  It never starts any."""
 
+import copy
 import hashlib
 import signal
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from megabatch.config import load_config
 from megabatch.data.sources import FROM_PYTHON, ArrayImages, DataSet, ImageSet
 from megabatch.errors import UserError
 from megabatch.train.assemble import assemble
+from megabatch.train.checkpoint import model_state
 from megabatch.train.preflight import require_known
 from megabatch.train.records import Summary
 from megabatch.train.run import StopSignal, share_cores, train_and_record
@@ -60,8 +62,10 @@ def fit(
     with StopSignal() as stop, connect(current_place(), device, timeout_s=config.comm.timeout_s) as world:
         config = share_cores(config, world)
         data = DataSet(train_images, test_images, names, channels)
-        training = assemble(config, data, world, stop.received, model)
+        # A copy: what becomes of it (its device, 16 bits, autocast) is not the caller's concern.
+        training = assemble(config, data, world, stop.received, copy.deepcopy(model))
         summary = train_and_record(config, resume, training, world)
+        model.load_state_dict(model_state(training))
     if summary.status == "stopped":  # the checkpoint is written; now the signal does what it would have done
         raise KeyboardInterrupt if stop.number == signal.SIGINT else SystemExit(stop.exit_code())
     return summary

@@ -17,30 +17,28 @@ def check_loss(run: "Training", loss: float, step: int) -> None:
     """`step` counts from 0, and users from 1."""
     if math.isfinite(loss):
         return
-    found = [line for lines in run.exchange.world.collect(find_causes(run, step)) for line in lines]
-    remedy = "mend the images" if any("image" in line for line in found) else remedies(run)
-    raise UserError(f"the loss is {loss} at step {step + 1}: {found[0]}; {remedy}; the last checkpoint is good")
+    causes = [cause for causes in run.exchange.world.collect(find_causes(run, step)) for cause in causes]
+    raise UserError(f"the loss is {loss} at step {step + 1}: {causes[0]}; the last checkpoint is good")
 
 
 def find_causes(run: "Training", step: int) -> list[str]:
-    """A line for each microbatch of this rank whose loss is not finite."""
+    """A line for each microbatch of this rank whose loss is not finite: which, why, and what helps."""
+    rate = f"learning rate {run.learning_rate(step):.4g}"
+    remedy = "lower optim.learning_rate, lengthen schedule.warmup_epochs, or set optim.clip_norm"
+    if run.loss_scale.is_on:
+        remedy += "; if activations leave fp16, precision.name=bf16"
     causes = []
     finite = run.exchange.sent_losses.isfinite().tolist()
     for index in [index for index, good in zip(run.plan.microbatches_of(run.rank), finite, strict=True) if not good]:
         images, _ = run.images.microbatch(step, index)  # position determines data: these are the same
-        bad = (~run.normalise(images).isfinite().flatten(1).all(1)).nonzero().flatten().tolist()
         samples, _ = run.images.samples(step, index)
+        bad = samples[~run.normalise(images).isfinite().flatten(1).all(1).cpu().numpy()]
         causes.append(
-            f"microbatch {index} has image {samples[bad[0]]} of the training set, which is not finite"
-            if bad
-            else f"microbatch {index}, whose images are finite (learning rate {run.learning_rate(step):.4g})"
+            f"microbatch {index} has image {bad[0]} of the training set, which is not finite; mend it"
+            if len(bad)
+            else f"microbatch {index}, whose images are finite ({rate}); {remedy}"
         )
-    return causes or ["the sum over microbatches is too large"]
-
-
-def remedies(run: "Training") -> str:
-    rate = "lower optim.learning_rate, lengthen schedule.warmup_epochs, or set optim.clip_norm"
-    return f"{rate}; or activations leave fp16: precision.name=bf16" if run.loss_scale.is_on else rate
+    return causes
 
 
 def check_scale(run: "Training", step: int) -> None:

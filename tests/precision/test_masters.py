@@ -1,0 +1,129 @@
+import pytest
+import torch
+from torch import nn
+
+from megabatch.errors import UserError
+from megabatch.precision.loss_scale import LossScale
+from megabatch.precision.masters import Masters
+from megabatch.precision.policy import PRECISIONS, PrecisionSettings, check_device
+
+CPU = torch.device("cpu")
+NORMS = {
+    "batch": lambda: nn.BatchNorm2d(4),
+    "instance": lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
+    "group": lambda: nn.GroupNorm(2, 4),
+    "layer": lambda: nn.LayerNorm(6),
+    "rms": lambda: nn.RMSNorm(6),
+    "response": lambda: nn.LocalResponseNorm(3),
+}
+
+
+def network(norm: str = "batch") -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), NORMS[norm](), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_only_normalisation_stays_in_fp32(name: str, norm: str) -> None:
+    model = network(norm)
+    expected = model(torch.ones(2, 2, 6, 6))
+    Masters(model, PRECISIONS[name], CPU)
+    dtype = PRECISIONS[name].model
+    for module in model:
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor.is_floating_point():
+                assert tensor.dtype == (torch.float32 if module is model[1] else dtype)
+    logits = model(torch.ones(2, 2, 6, 6, dtype=dtype))
+    assert logits.dtype == dtype
+    torch.testing.assert_close(logits.float(), expected, atol=0.05, rtol=0.05)
+    logits.float().sum().backward()
+    assert all(parameter.grad.dtype == parameter.dtype for parameter in model.parameters())
+
+
+def test_local_response_norm_does_not_overflow_where_its_squares_would() -> None:
+    model = nn.Sequential(nn.LocalResponseNorm(3))
+    Masters(model, PRECISIONS["fp16"], CPU)
+    assert model(torch.full((1, 4, 2, 2), 1000.0, dtype=torch.float16)).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp64", "amp"])
+def test_wide_weights_are_their_own_masters(name: str) -> None:
+    model = network().to(PRECISIONS[name].update)
+    masters = Masters(model, PRECISIONS[name], CPU)
+    assert not masters.copies
+    assert all(parameter is master for parameter, master in masters.pairs())
+
+
+def test_amp_computes_in_fp16_and_keeps_fp32_weights_and_gradients() -> None:
+    model = network()
+    Masters(model, PRECISIONS["amp"], CPU)
+    logits = model(torch.ones(2, 2, 6, 6))
+    assert logits.dtype == torch.float16
+    logits.float().sum().backward()
+    assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+
+
+def test_masters_keep_what_the_model_rounds() -> None:
+    """A step of 1e-5 is lost on an fp16 weight of 1; a hundred of them are not lost on its master."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    masters = Masters(model, PRECISIONS["fp16"], CPU)
+    for _ in range(100):
+        with torch.no_grad():
+            masters.weights["weight"] += 1e-5
+        masters.publish()
+    assert masters.weights["weight"].item() == pytest.approx(1.001, rel=1e-5)
+    assert model.weight.item() == torch.tensor(1.001).half().item() != 1.0
+
+
+def test_publishing_rounds_each_weight_to_nearest() -> None:
+    model = network()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    masters = Masters(model, PRECISIONS["fp16"], CPU)
+    masters.publish()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(masters.weights[name], before[name])
+        assert torch.equal(parameter, before[name].to(parameter.dtype))
+
+
+def loaded(gradient: list[float], scale: float) -> tuple[bool, torch.Tensor]:
+    """What the optimizer gets when backward has left `gradient` times `scale` in fp16."""
+    model = nn.Linear(len(gradient), 1, bias=False)
+    masters = Masters(model, PRECISIONS["fp16"], CPU)
+    model.weight.grad = (torch.tensor([gradient], dtype=torch.float64) * scale).half()
+    overflowed = masters.load_gradients(LossScale("fixed", scale))
+    return overflowed, masters.weights["weight"].grad
+
+
+def test_the_loss_scale_is_undone_in_fp32() -> None:
+    """1e-9 is nothing in fp16; a scale that is undone there would have been in vain."""
+    values = [1e-9, -3e-7, 2e-6]
+    assert not torch.tensor(values[0]).half()
+    overflowed, gradient = loaded(values, 2.0**24)
+    assert not overflowed and gradient.dtype == torch.float32
+    torch.testing.assert_close(gradient, torch.tensor([values]), rtol=2**-10, atol=0)
+
+
+def test_an_overflow_is_seen_and_its_first_parameter_in_backward_named() -> None:
+    assert loaded([1e-3, 1.0], 2.0**17)[0]
+    model = network()
+    masters = Masters(model, PRECISIONS["fp16"], CPU)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for name in ("1.weight", "0.weight"):  # that of the BatchNorm comes first, in fp32, and spoils the convolution
+        model.get_parameter(name).grad.fill_(torch.inf if name == "1.weight" else torch.nan)
+    assert masters.load_gradients(LossScale("dynamic", 256.0))
+    assert masters.first_overflow() == "1.weight"
+
+
+def test_a_precision_that_the_device_lacks_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in PRECISIONS:
+        check_device(PrecisionSettings(name=name), CPU)
+
+    def refuse(*tensors: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError(f"conv2d not implemented for {tensors[0].dtype}")
+
+    monkeypatch.setattr("torch.nn.functional.conv2d", refuse)
+    with pytest.raises(UserError, match=r"precision.name='fp16' does not work on cpu .*; nearest: precision.name=fp32"):
+        check_device(PrecisionSettings(name="fp16"), CPU)
