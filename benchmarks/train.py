@@ -124,7 +124,7 @@ def our_steps(config: Any, data: DataSet, world: World, folder: RunFolder) -> Ca
 def stock_steps(config: Any, data: DataSet, world: World) -> Callable[[], object]:
     assert isinstance(data.train, ArrayImages)
     losses = train_stock(
-        make_model(config, data),
+        make_model(config, data.shape),
         data.train.images,
         data.train.labels,
         world.device,

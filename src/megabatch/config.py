@@ -27,6 +27,7 @@ from megabatch.planning.batch import BatchSettings
 from megabatch.precision.policy import PrecisionSettings
 
 RECIPES = resources.files("megabatch.recipes")
+MARKS = ("interpolated", "extrapolated", "assumed")  # begins a mark; a colon and the reason follow
 Settings = dict[str, Any]
 
 
@@ -65,6 +66,7 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, o
     train: TrainSettings
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     run: RunSettings = field(default_factory=RunSettings)
+    marks: dict[str, str] = field(default_factory=dict)  # settings whose values no source gives, and why
 
     def __post_init__(self) -> None:
         if self.schedule.warmup_epochs >= self.train.epochs:
@@ -98,6 +100,7 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
         override(settings, word)
     check_keys(settings)
     check_complete(settings)
+    settle_marks(settings, [word.partition("=")[0] for word in overrides])
     try:
         return msgspec.convert(settings, RunConfig)
     except msgspec.ValidationError as error:
@@ -190,6 +193,29 @@ def check_complete(settings: Settings) -> None:
     for key, value in given.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{key}={value}: expected a finite number; {example(key)}")
+
+
+def settle_marks(settings: Settings, overridden: Sequence[str]) -> None:
+    """Brings marks to dotted names, checks them, and drops those whose value is now the user's."""
+    if not isinstance(settings.get("marks"), dict):
+        return
+    marks = dict(flatten(settings["marks"]))
+    for key, text in marks.items():
+        if key not in FIELDS:
+            raise UserError(f"marks.{key}={show_value(text)}: there is no setting {key}; {suggest(key)}")
+        if not isinstance(text, str) or not re.fullmatch(rf"({'|'.join(MARKS)}): \S.*", text):
+            raise UserError(
+                f"marks.{key}={show_value(text)}: a mark is one line that begins with {': or '.join(MARKS)}:, and says "
+                f'why; for example marks.{key}="assumed: no source gives it"'
+            )
+    users = {key for key in marks for word in overridden if f"{word}.".startswith(f"{key}.")}
+    settings["marks"] = {key: text for key, text in marks.items() if key not in users}
+
+
+def marked_settings(config: RunConfig) -> dict[str, list[str]]:
+    """The marked settings by the kind of their mark."""
+    kinds = {kind: [key for key, text in config.marks.items() if text.startswith(f"{kind}:")] for kind in MARKS}
+    return {kind: keys for kind, keys in kinds.items() if keys}
 
 
 def flatten(settings: Settings, prefix: str = "") -> Iterator[tuple[str, Any]]:

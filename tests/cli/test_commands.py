@@ -9,7 +9,9 @@ from typer.testing import CliRunner
 
 from megabatch.cli import app
 from megabatch.cli.show import draw_curve
-from megabatch.config import recipe_names
+from megabatch.config import load_config, recipe_names
+from megabatch.data.sources import foresee_shape
+from megabatch.train.assemble import make_model
 
 
 @pytest.fixture(autouse=True)
@@ -45,10 +47,14 @@ def test_help_names_every_command() -> None:
     assert all(command in text for command in ("train", "show", "recipes", "bench"))
 
 
-def test_recipes_lists_them_all() -> None:
+def test_recipes_lists_them_all_with_their_marks_on_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     text = output("recipes")
     assert recipe_names()
-    assert all(name in text for name in recipe_names())
+    assert all(f"{name}  " in text for name in recipe_names())
+    assert "resnet50-imagenet-16k  resnet50, batch 16,384, lars, 49 epochs" in text
+    assert "interpolated: batch.micro, optim.learning_rate" in text and "extrapolated: " in text
+    assert all(len(line) <= 80 for line in text.splitlines())
 
 
 @pytest.mark.parametrize("command", [["show"], ["train", "--dry-run"]])
@@ -63,6 +69,37 @@ def test_show_and_dry_run_print_what_would_be_run(command: list[str], tmp_path: 
     assert ["biases", "0", "1", "10"] in rows
     assert ["normalisation", "0", "18", "672"] in rows
     assert "485,096 bytes to all-reduce a step" in text  # 4 x 121,274
+    assert "reference  batch 256, rate 0.2" in text and "warning    optim.weight_decay=0.0025 at batch 256" in text
+    assert not list(tmp_path.iterdir())
+
+
+def test_show_lists_every_parameter_once_with_its_group_decay_and_trust_ratio() -> None:
+    config = load_config("fashion", ["optim.name=lars"])
+    model = make_model(config, foresee_shape(config.data))
+    rows = [line.split() for line in output("show", "fashion", "optim.name=lars").splitlines()]
+    for name, parameter in model.named_parameters():
+        group, decay = ("weights", "0.0005") if parameter.ndim > 1 else ("normalisation", "0")
+        group = "biases" if name == "10.bias" else group
+        shape = "x".join(map(str, parameter.shape))
+        expected = [name, shape, group, decay, "yes" if group == "weights" else "no"]
+        assert [row for row in rows if row[:1] == [name]] == [expected]
+
+
+def test_what_is_planned_for_a_cluster_can_be_seen_anywhere() -> None:
+    text = output("train", "resnet50-imagenet-64k", "--ranks", "512", "--dry-run")
+    assert "global 65,536 = micro 128 x accumulation 1 x ranks 512" in text
+    assert "1,681 steps = floor(86 epochs x 1,281,167 samples / 65,536); 19.5 steps an epoch" in text
+    assert sum(line.endswith(("yes", "no")) for line in map(str.rstrip, text.splitlines())) == 161
+    assert "reference  batch 65,536, rate 24.699" in text and "warning" not in text
+
+
+def test_strict_refuses_before_anything_is_started(tmp_path: Path) -> None:
+    result = run("train", "fashion", "batch.global=4096", "--strict")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith(
+        "megabatch: --strict: optim.learning_rate=0.2 at batch 4,096: known to converge is "
+    )
     assert not list(tmp_path.iterdir())
 
 

@@ -434,6 +434,7 @@ def free_port() -> int:
 def test_eval_prints_the_figures_of_the_summary_again() -> None:
     result = train("smoke", "train.epochs=1.5", "run.dir=run", "--ranks", "2")
     assert result.returncode == 0, result.stderr
+    assert "reference batch 128, rate 0.1, " in result.stdout and "warning" not in result.stdout
     seen = summary()
     command = [sys.executable, "-m", "megabatch"]
     again = subprocess.run([*command, "eval", "run"], capture_output=True, text=True, timeout=60)

@@ -82,11 +82,11 @@ def plain_losses() -> list[float]:
     """The same run by a plain loop without DDP, DDP's accumulation, or our BatchNorm and optimizer code."""
     config = small_run("optim.clip_norm=1.5")
     data = load_data_set(config.data)
-    plan = plan_run(config, data, 1)
+    plan = plan_run(config, data.shape, 1)
     images = TrainingImages(data.train, config.data, config.seed, plan)
     normalise = Normalise(data.train, torch.device("cpu"), torch.float64)
     learning_rate = plan_learning_rate(config, plan)
-    model = make_model(config, data).double()
+    model = make_model(config, data.shape).double()
     decays = {
         name: config.optim.weight_decay if parameter.ndim > 1 else 0.0 for name, parameter in model.named_parameters()
     }

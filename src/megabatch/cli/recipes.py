@@ -2,21 +2,21 @@
 
 
 def recipes() -> None:
-    """List the recipes that come with megabatch."""
+    """List the recipes that come with megabatch, and which of their values no source gives."""
     from rich.console import Console
     from rich.padding import Padding
 
-    from megabatch.config import load_config, recipe_names
+    from megabatch.config import load_config, marked_settings, recipe_names
 
     console = Console(highlight=False)
-    indent = 2 + max(map(len, recipe_names()))
-    for name in recipe_names():
-        config = load_config(name)
-        console.print(
-            f"[bold]{name:<{indent}}[/bold]{config.model.name} on {config.data.source}, "
-            f"batch {config.batch.global_batch:,}, {config.train.epochs:g} epochs"
-        )
-        console.print(Padding(config.about, (0, 0, 0, indent)))
+    configs = [load_config(name) for name in recipe_names()]
+    for config in sorted(configs, key=lambda each: (each.model.name, each.data.source, each.batch.global_batch)):
+        batch, epochs = config.batch.global_batch, config.train.epochs
+        what = f"{config.model.name}, batch {batch:,}, {config.optim.name}, {epochs:g} epochs"
+        console.print(f"[bold]{config.name}[/bold]  {what}")
+        lines = [config.about, *(f"{kind}: {', '.join(keys)}" for kind, keys in marked_settings(config).items())]
+        console.print(Padding("\n".join(lines), (0, 0, 0, 4)))
     console.print(
-        "\nmegabatch show RECIPE prints a recipe in full; megabatch train RECIPE section.key=value changes it."
+        "\nmegabatch show RECIPE prints a recipe in full, with the reason of each mark; "
+        "megabatch train RECIPE section.key=value changes it."
     )

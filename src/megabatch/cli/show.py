@@ -31,6 +31,7 @@ def show(
 
 def print_preview(config: "RunConfig", num_ranks: int) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.syntax import Syntax
     from rich.table import Table
 
@@ -56,6 +57,14 @@ def print_preview(config: "RunConfig", num_ranks: int) -> None:
     )
     title("learning rate")
     console.print(draw_curve(seen.learning_rate, config.optim.learning_rate, plan.num_steps), end="")
+    title("parameters")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("parameter", "shape", "group", "decay", "trust ratio"):
+        table.add_column(column, no_wrap=True)
+    for row in seen.parameters:
+        shape = "x".join(map(str, row.shape)) or "1"
+        table.add_row(row.name, shape, row.group, f"{row.weight_decay:g}", "yes" if row.trust_ratio else "no")
+    console.print(table)
     title("parameter groups")
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("group")
@@ -78,6 +87,11 @@ def print_preview(config: "RunConfig", num_ranks: int) -> None:
     else:
         console.print(f"activations  {megabytes(memory.activations)}  of one microbatch")
     console.print(f"expected     {megabytes(memory.total)}  beside the data set and torch itself")
+    title("preflight")
+    for line in seen.findings.references:
+        console.print(f"reference  {escape(line)}")
+    for line in seen.findings.warnings:
+        console.print(f"warning    {escape(line)}")
 
 
 def megabytes(count: int) -> str:

@@ -22,6 +22,9 @@ def train(
     ] = "auto",
     max_restarts: Annotated[int, typer.Option(min=0, help="Times to restart the ranks after one has failed.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run, and end.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse a recipe that lies outside what is known to converge.")
+    ] = False,
 ) -> None:
     """Train a recipe to its end.
 
@@ -33,6 +36,8 @@ def train(
     from megabatch.comm.discover import discover
     from megabatch.comm.launch import NOTES
     from megabatch.config import RunConfig, load_config
+    from megabatch.data.sources import foresee_shape
+    from megabatch.train.preflight import require_known
     from megabatch.train.preview import choose_ranks
     from megabatch.train.resume import choose_start
     from megabatch.train.run import run
@@ -41,7 +46,10 @@ def train(
         recipe, overrides = split_words(words, default=recipe_of(resume))
         if place and ranks not in (None, place.num_ranks):
             raise UserError(f"--ranks {ranks}, but this is one of {place.num_ranks} ranks already; leave --ranks out")
-        return load_config(recipe, overrides)
+        config = load_config(recipe, overrides)
+        if strict:
+            require_known(config, foresee_shape(config.data).num_train)
+        return config
 
     place = discover()
     if place and not dry_run:

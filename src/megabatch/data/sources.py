@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from megabatch.data.order import Samples
 from megabatch.data.philox import SYNTHETIC, draw, draw_below
+from megabatch.data.shapes import FASHION_MNIST_10K, FULL_FASHION_MNIST, IMAGENET, DataShape
 from megabatch.errors import UserError, nearest
 from megabatch.planning.batch import Count
 
@@ -67,6 +68,15 @@ class DataSet(Struct, frozen=True):
     test: ImageSet
     class_names: tuple[str, ...]
     num_channels: int
+
+    @property
+    def shape(self) -> DataShape:
+        return DataShape(
+            num_train=len(self.train),
+            num_test=len(self.test),
+            num_classes=len(self.class_names),
+            num_channels=self.num_channels,
+        )
 
 
 class ArrayImages:
@@ -121,6 +131,13 @@ def load_data_set(settings: DataSettings) -> DataSet:
     )
 
 
+def foresee_shape(settings: DataSettings) -> DataShape:
+    """What `load_data_set` will find.  Sets with a name need not be there for it."""
+    if settings.source in NAMED_SHAPES:
+        return NAMED_SHAPES[settings.source](settings.synthetic)
+    return load_data_set(settings).shape
+
+
 def embedded(settings: DataSettings) -> DataSet:
     with resources.as_file(resources.files("megabatch.data") / "embedded" / EMBEDDED) as path:
         return from_arrays(settings, read_npz(path), path)
@@ -136,6 +153,14 @@ def full_fashion_mnist(settings: DataSettings) -> DataSet:
     return from_arrays(settings, arrays, FASHION_MNIST)
 
 
+def imagenet(settings: DataSettings) -> DataSet:
+    raise UserError(
+        "data.source='imagenet': JPEG files cannot be read yet, only planned for (show, --dry-run); for a trial "
+        f"data.source=synthetic data.synthetic.train={IMAGENET.num_train} "
+        f"data.synthetic.classes={IMAGENET.num_classes}, or give an .npz"
+    )
+
+
 def synthetic(settings: DataSettings) -> DataSet:
     made = settings.synthetic
     train, test = (
@@ -147,7 +172,17 @@ def synthetic(settings: DataSettings) -> DataSet:
 NAMED_SOURCES: dict[str, Callable[[DataSettings], DataSet]] = {
     "fashion-mnist-10k": embedded,
     "fashion-mnist": full_fashion_mnist,
+    "imagenet": imagenet,
     "synthetic": synthetic,
+}
+
+NAMED_SHAPES: dict[str, Callable[[SyntheticSettings], DataShape]] = {
+    "fashion-mnist-10k": lambda made: FASHION_MNIST_10K,
+    "fashion-mnist": lambda made: FULL_FASHION_MNIST,
+    "imagenet": lambda made: IMAGENET,
+    "synthetic": lambda made: DataShape(
+        num_train=made.train, num_test=made.test, num_classes=made.classes, num_channels=made.channels
+    ),
 }
 
 

@@ -10,6 +10,7 @@ from megabatch.comm.hook import distribute
 from megabatch.comm.world import World
 from megabatch.config import RunConfig
 from megabatch.data.batches import Normalise, TrainingImages
+from megabatch.data.shapes import DataShape
 from megabatch.data.sources import DataSet
 from megabatch.errors import UserError
 from megabatch.models.catalog import ModelSettings, build_model, check_logits, model_errors
@@ -39,13 +40,13 @@ def assemble(
     model: nn.Module | None = None,
 ) -> Training:
     """The parts of a run; the recipe's model, unless one is given."""
-    plan = plan_run(config, data, world.num_ranks)
+    plan = plan_run(config, data.shape, world.num_ranks)
     formats = config.precision.formats
     check_device(config.precision, world.device)
     torch.backends.cudnn.benchmark = not config.run.deterministic  # which nothing on a CPU looks at
     torch.backends.cudnn.deterministic = config.run.deterministic
     is_given = model is not None
-    model = model or make_model(config, data)
+    model = model or make_model(config, data.shape)
     masters = place_model(model, config, world.device)
     if not masters.weights:
         raise UserError(f"model.name={config.model.name!r} has nothing to train; set requires_grad of some parameters")
@@ -119,8 +120,8 @@ def not_reached(parameter: nn.Parameter) -> bool:
     return parameter.requires_grad and parameter.grad is None
 
 
-def plan_run(config: RunConfig, data: DataSet, num_ranks: int) -> StepPlan:
-    return plan_steps(config.batch, num_ranks, len(data.train), config.train.epochs)
+def plan_run(config: RunConfig, shape: DataShape, num_ranks: int) -> StepPlan:
+    return plan_steps(config.batch, num_ranks, shape.num_train, config.train.epochs)
 
 
 def plan_learning_rate(config: RunConfig, plan: StepPlan) -> Callable[[int], float]:
@@ -128,5 +129,5 @@ def plan_learning_rate(config: RunConfig, plan: StepPlan) -> Callable[[int], flo
     return schedule(config.schedule, config.optim.learning_rate, warmup_steps, plan.num_steps)
 
 
-def make_model(config: RunConfig, data: DataSet) -> nn.Module:
-    return build_model(config.model, config.seed, len(data.class_names), data.num_channels, config.data.image_size)
+def make_model(config: RunConfig, shape: DataShape) -> nn.Module:
+    return build_model(config.model, config.seed, shape.num_classes, shape.num_channels, config.data.image_size)

@@ -15,6 +15,7 @@ from megabatch.data.sources import FROM_PYTHON, ArrayImages, DataSet, ImageSet
 from megabatch.errors import UserError
 from megabatch.train.assemble import assemble
 from megabatch.train.checkpoint import model_state
+from megabatch.train.preflight import require_known
 from megabatch.train.records import Summary
 from megabatch.train.run import StopSignal, share_cores, train_and_record
 
@@ -29,12 +30,14 @@ def fit(
     overrides: Sequence[str] = (),
     class_names: Sequence[str] | None = None,
     resume: str = "auto",
+    strict: bool = False,
 ) -> Summary:
     """Trains `model` (images [B, C, H, W] to logits) as `recipe` says, and returns the run's summary.
 
     `train` and `test` are pairs of uint8 images [N, C, H, W] and integer labels from 0, or `ImageSet`s of your own.
     The recipe's model and data sections do not count, but for crop_padding and flip.  Under torchrun, srun or mpiexec
-    call it on every rank, with the same arguments; the model's weights are taken from rank 0.
+    call it on every rank, with the same arguments; the model's weights are taken from rank 0.  `strict` refuses what
+    is not known to converge, of which there is otherwise a warning.
     """
     train_images, test_images = as_image_set(train, "train"), as_image_set(test, "test")
     num_classes = 1 + int(max(train_images.labels.max(), test_images.labels.max()))
@@ -53,6 +56,8 @@ def fit(
             *overrides,
         ],
     )
+    if strict:
+        require_known(config, len(train_images))
     device = choose_device(config.run.device)
     with StopSignal() as stop, connect(current_place(), device, timeout_s=config.comm.timeout_s) as world:
         config = share_cores(config, world)

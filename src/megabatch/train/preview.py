@@ -14,13 +14,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from megabatch.comm.discover import usable_cores
 from megabatch.comm.world import choose_device
 from megabatch.config import RunConfig
-from megabatch.data.sources import load_data_set
+from megabatch.data.sources import foresee_shape
 from megabatch.models.catalog import model_errors
 from megabatch.models.loss import summed_loss
 from megabatch.optim.groups import parameter_groups
 from megabatch.planning.batch import StepPlan, check_ranks, most_ranks
 from megabatch.precision.masters import gradients_of
 from megabatch.train.assemble import make_model, place_model, plan_learning_rate, plan_run
+from megabatch.train.preflight import Findings, preflight
 
 
 class Memory(Struct, frozen=True, kw_only=True):
@@ -38,10 +39,22 @@ class Memory(Struct, frozen=True, kw_only=True):
         return sum(count or 0 for count in msgspec.structs.astuple(self))
 
 
+class ParameterRow(Struct, frozen=True, kw_only=True):
+    """One parameter, and what the optimizer does with it."""
+
+    name: str
+    shape: tuple[int, ...]
+    group: str
+    weight_decay: float
+    trust_ratio: bool
+
+
 class Preview(Struct, frozen=True, kw_only=True):
     plan: StepPlan
     learning_rate: Callable[[int], float]
+    findings: Findings
     groups: list[dict[str, Any]]
+    parameters: list[ParameterRow]
     memory: Memory
 
 
@@ -55,13 +68,13 @@ def choose_ranks(config: RunConfig, wanted: int | None) -> int:
 
 
 def preview(config: RunConfig, num_ranks: int) -> Preview:
-    data = load_data_set(config.data)
-    plan = plan_run(config, data, num_ranks)
-    model = make_model(config, data)
+    shape = foresee_shape(config.data)
+    plan = plan_run(config, shape, num_ranks)
+    model = make_model(config, shape)
     masters = place_model(model, config, torch.device("cpu"))
     groups = parameter_groups(model, config.optim.weight_decay)
     trained = list(masters.parameters.values())
-    image_shape = (data.num_channels, config.data.image_size, config.data.image_size)
+    image_shape = (shape.num_channels, config.data.image_size, config.data.image_size)
     memory = Memory(
         weights=num_bytes([*model.parameters(), *model.buffers()]),
         masters=num_bytes(masters.copies),
@@ -70,7 +83,31 @@ def preview(config: RunConfig, num_ranks: int) -> Preview:
         optimizer=num_bytes(masters.weights.values()) if config.optim.momentum else 0,
         activations=activation_bytes(config, model, image_shape),
     )
-    return Preview(plan=plan, learning_rate=plan_learning_rate(config, plan), groups=groups, memory=memory)
+    return Preview(
+        plan=plan,
+        learning_rate=plan_learning_rate(config, plan),
+        findings=preflight(config, shape.num_train),
+        groups=groups,
+        parameters=list_parameters(model, groups, has_trust_ratio=config.optim.name == "lars"),
+        memory=memory,
+    )
+
+
+def list_parameters(model: nn.Module, groups: Iterable[dict[str, Any]], has_trust_ratio: bool) -> list[ParameterRow]:
+    """Every parameter once, in the model's order; those that are not trained are in no group."""
+    group_of = {name: group for group in groups for name in group["param_names"]}
+    frozen = {"name": "frozen", "weight_decay": 0.0, "trust_ratio": False}
+    return [
+        ParameterRow(
+            name=name,
+            shape=tuple(parameter.shape),
+            group=group["name"],
+            weight_decay=group["weight_decay"],
+            trust_ratio=has_trust_ratio and group["trust_ratio"],
+        )
+        for name, parameter in model.named_parameters()
+        for group in [group_of.get(name, frozen)]
+    ]
 
 
 def num_bytes(tensors: Iterable[torch.Tensor]) -> int:

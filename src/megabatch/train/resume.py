@@ -23,7 +23,7 @@ from megabatch.train.records import Summary
 
 RUNS = Path("runs")
 # What does not change what is computed: sections, and one setting.
-IRRELEVANT = ("name", "about", "run", "checkpoint", "comm.timeout_s")
+IRRELEVANT = ("name", "about", "marks", "run", "checkpoint", "comm.timeout_s")
 Report = Callable[[str], None]
 
 

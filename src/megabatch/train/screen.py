@@ -14,6 +14,7 @@ from megabatch import __version__
 from megabatch.comm.world import World
 from megabatch.config import RunConfig
 from megabatch.data.sources import FROM_PYTHON
+from megabatch.train.preflight import preflight
 from megabatch.train.records import EvaluationRecord, Record, StepRecord, Summary
 from megabatch.train.trainer import Training
 
@@ -40,6 +41,11 @@ class Screen:
         self.task = self.bar.add_task("", total=self.plan.num_steps, epoch=0.0, text="", visible=False)
         for name, text in header(config, training, world).items():
             self.say(name, text)
+        findings = preflight(config, self.plan.num_samples)
+        for line in findings.references:
+            self.say("reference", line)
+        for line in findings.warnings:
+            self.say("warning", line)
         self.say("folder", str(folder))
 
     def say(self, name: str, text: str) -> None:

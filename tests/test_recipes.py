@@ -1,0 +1,138 @@
+"""Every value of an ImageNet recipe is that of its source, or carries a mark."""
+
+import pytest
+
+from megabatch.config import FIELDS, RunConfig, flatten, load_config, marked_settings, read_recipe, recipe_names
+from megabatch.data.sources import DataSettings, foresee_shape, load_data_set
+from megabatch.errors import UserError
+
+# MLPerf reference convergence points, LARS: batch, rate, warm-up, momentum, decay, BatchNorm's span, most epochs.
+RESNET50 = {
+    "4k": (4096, 10, 5, 0.9, 2e-4, 64, 42),
+    "8k": (8192, 17, 5, 0.9, 2e-4, 64, 44),
+    "16k": (16384, None, None, None, None, None, None),
+    "32k": (32768, 21.2, 16, 0.94, 2.5e-5, 128, 57),
+    "64k": (65536, 24.699, 31, 0.951807, 1e-4, 128, 86),
+    "256": (None, None, None, None, None, None, None),
+}
+# Public code on which Jia et al. 2018 build, and for 64K their abstract: the same without a span.
+ALEXNET = {
+    "8k": (8192, 10, 4, 0.9, 5e-4, None, 100),
+    "16k": (16384, 24, 5, 0.9, 5e-4, None, 100),
+    "32k": (32768, 32, 10, 0.9, 5e-4, None, 100),
+    "64k": (65536, None, None, None, None, None, 95),
+}
+COLUMNS = (
+    "batch.global",
+    "optim.learning_rate",
+    "schedule.warmup_epochs",
+    "optim.momentum",
+    "optim.weight_decay",
+    "batch.micro",
+    "train.epochs",
+)
+LARS = {
+    "optim.name": "lars",
+    "optim.variant": "you2017",
+    "optim.trust": 0.001,
+    "schedule.decay": "poly",
+    "schedule.power": 2,
+}
+SOURCES = {
+    **{
+        f"resnet50-imagenet-{size}": dict(zip(COLUMNS, row, strict=True))
+        | ({} if size == "256" else LARS | {"optim.eps": 0, "schedule.end": 1e-4, "train.target_top1": 0.759})
+        | {"model.name": "resnet50", "data.source": "imagenet"}
+        for size, row in RESNET50.items()
+    },
+    **{
+        f"alexnet-bn-imagenet-{size}": dict(zip(COLUMNS, row, strict=True))
+        | LARS
+        | {"model.name": "alexnet_bn", "data.source": "imagenet"}
+        | ({"train.target_top1": 0.587} if size == "64k" else {})
+        for size, row in ALEXNET.items()
+    },
+}
+
+
+def test_the_recipes_are_those_that_were_promised() -> None:
+    assert {name for name in recipe_names() if "imagenet" in name} == set(SOURCES)
+    assert {"fashion-128", "fashion-3k", "fashion-8k"} <= set(recipe_names())
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_value_is_the_source_s_or_carries_a_mark(name: str) -> None:
+    given = {key: value for key, value in flatten(read_recipe(name)) if key in FIELDS and key not in ("about", "marks")}
+    marks = load_config(name).marks
+    for key, value in given.items():
+        told = SOURCES[name].get(key)
+        assert (key in marks) if told is None else value == told, key
+    assert {key for key, told in SOURCES[name].items() if told is not None} <= set(given)
+    assert set(marks) <= set(given)
+
+
+def test_between_two_rows_is_interpolated_and_beyond_them_extrapolated() -> None:
+    between, beyond = load_config("resnet50-imagenet-16k"), load_config("alexnet-bn-imagenet-64k")
+    assert {"optim.learning_rate", "train.epochs", "batch.micro"} <= set(marked_settings(between)["interpolated"])
+    assert {"optim.learning_rate", "schedule.warmup_epochs"} <= set(marked_settings(beyond)["extrapolated"])
+    assert 12.8 < between.optim.learning_rate < 21.2 and beyond.optim.learning_rate > 32
+
+
+def marks_after(*overrides: str) -> dict[str, str]:
+    return load_config("fashion-3k", overrides).marks
+
+
+def test_a_mark_is_dropped_when_the_user_gives_the_value() -> None:
+    before = marks_after()
+    after = marks_after("optim.momentum=0.9", "batch.global=6144")
+    assert "optim.momentum" in before
+    assert after == {key: text for key, text in before.items() if key != "optim.momentum"}
+    assert "model.options" in marks_after("marks.model.options=assumed: why not")
+    assert "model.options" not in marks_after("marks.model.options=assumed: why not", "model.options.width=8")
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        (
+            "marks.optim.lr=assumed: x",
+            r"^marks.optim.lr='assumed: x': there is no setting optim.lr; nearest: optim.learn",
+        ),
+        (
+            "marks.seed=guessed",
+            r"^marks.seed='guessed': a mark .* begins with interpolated: or extrapolated: or assumed:",
+        ),
+        ("marks.seed=assumed:", r"for example marks.seed=\"assumed: no source gives it\"$"),
+        ('marks.seed="assumed: x\\ny"', r"one line"),
+        ("marks.seed=3", r"^marks.seed=3: a mark is one line"),
+        ("marks=3", r"^marks=3: expected object"),
+    ],
+)
+def test_a_wrong_mark_is_one_line_with_the_value_the_rule_and_the_remedy(word: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as refusal:
+        load_config("fashion", [word])
+    assert "\n" not in str(refusal.value)
+
+
+def test_marks_are_sorted_by_their_kind() -> None:
+    config = load_config("fashion", ["marks.seed=extrapolated: x", "marks.about=assumed: x"])
+    assert marked_settings(config) == {"extrapolated": ["seed"], "assumed": ["about"]}
+
+
+@pytest.mark.parametrize("source", ["fashion-mnist-10k", "synthetic", "fashion-mnist"])
+def test_the_shape_that_is_foreseen_is_the_one_that_is_found(source: str) -> None:
+    settings = DataSettings(source=source, image_size=28)
+    try:
+        found = load_data_set(settings).shape
+    except UserError:
+        pytest.skip(f"{source} is not installed")
+    assert foresee_shape(settings) == found
+
+
+def test_imagenet_can_be_planned_for_but_not_be_read_yet() -> None:
+    config: RunConfig = load_config("resnet50-imagenet-64k")
+    assert foresee_shape(config.data).num_train == 1_281_167
+    with pytest.raises(
+        UserError, match=r"^data.source='imagenet': .*data.source=synthetic data.synthetic.train=1281167"
+    ):
+        load_data_set(config.data)
