@@ -37,12 +37,12 @@ def outside() -> Step:
 
 
 def nvidia() -> Step:
-    """As MXNet's LARS with momentum_correction: mu is left alone where the last rate was 0."""
-    v, last = torch.zeros((), dtype=torch.float64), 0.0
+    """For rates above 0, by which it divides."""
+    v, last = torch.zeros((), dtype=torch.float64), 1.0
 
     def step(w: Tensor, g: Tensor, rate: float, decay: float) -> Tensor:
         nonlocal v, last
-        v = (MU * rate / last if last else MU) * v + rate * tau(w, g, decay) * (g + decay * w)
+        v = MU * rate / last * v + rate * tau(w, g, decay) * (g + decay * w)
         last = rate
         return w - v
 

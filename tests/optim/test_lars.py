@@ -15,6 +15,7 @@ from tests.optim.lars_reference import EPS, ETA, MU, REFERENCES
 
 DECAY = 0.02
 RATES = [0.0, 0.5, 1.0, 2.0, 3.0, 3.0, 0.0, 1.5, 1.0, 0.4, 0.1, 0.01]  # warm-up from 0, a pause, decay
+ABOVE_ZERO = [rate for rate in RATES if rate]
 SHAPES = [(5, 3, 2, 2), (4, 7), (ROW + 37,)]
 SAME = {"rtol": 1e-12, "atol": 1e-14}
 
@@ -46,12 +47,21 @@ def test_each_variant_is_its_formula_in_float64(variant: str, foreach: bool | No
     weights = make_weights()
     expected, steps = [weight.detach().clone() for weight in weights], [REFERENCES[variant]() for _ in weights]
     optimizer = make_lars(weights, variant=variant, foreach=foreach)
-    for step, rate in enumerate(RATES):
+    for step, rate in enumerate(RATES if variant != "nvidia" else ABOVE_ZERO):
         take_steps(optimizer, [rate], first=step)
         for index, weight in enumerate(weights):
             assert weight.grad is not None
             expected[index] = steps[index](expected[index], weight.grad, rate, DECAY)
             torch.testing.assert_close(weight.detach(), expected[index], **SAME)
+
+
+def test_nvidia_is_another_name_for_outside_also_at_a_rate_of_zero() -> None:
+    results = []
+    for variant in ("nvidia", "outside"):
+        weights = make_weights()
+        take_steps(make_lars(weights, variant=variant), RATES)
+        results.append(weights)
+    assert all(torch.equal(one, other) and one.isfinite().all() for one, other in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e8])  # 1e8: too small a trust ratio for the fused kernel
@@ -87,7 +97,7 @@ def test_pytorch_optimizer_and_timm_agree_where_they_have_the_variant(variant: s
             theirs, lr=1.0, momentum=MU, weight_decay=DECAY, trust_coeff=ETA, eps=EPS, trust_clip=True
         )
         ours = make_lars(weights, variant=variant)
-        rates = [rate for rate in RATES if rate]  # timm divides by it
+        rates = ABOVE_ZERO  # timm divides by it
     take_steps(ours, rates)
     take_steps(peer, rates)
     for mine, other in zip(weights, theirs, strict=True):
@@ -98,9 +108,8 @@ def test_pytorch_optimizer_and_timm_agree_where_they_have_the_variant(variant: s
 def test_with_trust_off_it_is_fused_sgd_to_the_bit(variant: str) -> None:
     weights = make_weights(torch.float32)
     others = copy.deepcopy(weights)
-    rates = [rate for rate in RATES if rate]
-    take_steps(make_lars([{"params": weights, "trust_ratio": False}], variant=variant), rates)  # type: ignore[list-item]
-    take_steps(torch.optim.SGD(others, lr=1.0, momentum=MU, weight_decay=DECAY, fused=True), rates)
+    take_steps(make_lars([{"params": weights, "trust_ratio": False}], variant=variant), ABOVE_ZERO)  # type: ignore[list-item]
+    take_steps(torch.optim.SGD(others, lr=1.0, momentum=MU, weight_decay=DECAY, fused=True), ABOVE_ZERO)
     assert all(torch.equal(mine, other) for mine, other in zip(weights, others, strict=True))
 
 
@@ -207,13 +216,13 @@ def test_a_norm_is_right_for_any_size_and_any_number_of_threads() -> None:
     threads = torch.get_num_threads()
     for size in (0, 1, ROW - 1, ROW, ROW + 1, 100 * ROW + 5):
         tensor = random(size, dtype=torch.float32)
-        assert norm(tensor) == pytest.approx(tensor.double().norm().item(), rel=1e-7)
+        assert norm(tensor) == pytest.approx(tensor.double().norm().item(), rel=2e-7)
     tensor = random(1 << 20, dtype=torch.float32) + 1
     torch.set_num_threads(1)
     alone = norm(tensor)
     torch.set_num_threads(threads)
     assert alone == norm(tensor)
-    assert alone == pytest.approx(tensor.double().norm().item(), rel=1e-8)
+    assert alone == pytest.approx(tensor.double().norm().item(), rel=2e-7)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -6,7 +6,7 @@ w weight, g gradient, v momentum buffer, lambda weight decay, mu momentum, eta `
 
 you2017   v = mu v + lr u,   w -= v       the rate inside the momentum; so does MLPerf's TensorFlow reference
 outside   v = mu v + u,      w -= lr v    most PyTorch ports; differs from you2017 only while the rate moves
-nvidia    v = mu lr / lr_before v + lr u,   w -= v:   `outside`, but v is forgotten where the rate is 0
+nvidia    v = mu lr / lr_before v + lr u,   w -= v:   is `outside` where no rate is 0, and an alias of it here
 larc      `outside` with tau = min(tau / lr, 1), so that nothing moves faster than with SGD
 
 A group with "trust_ratio": False has tau = 1: biases and normalisation layers, see `parameter_groups`.  Weight decay is
@@ -35,14 +35,12 @@ BUFFER = "momentum_buffer"  # torch.optim.SGD's name, so that either can go on f
 class Variant(NamedTuple):
     rate_inside: bool = False
     clips: bool = False
-    forgets_at_rate_zero: bool = False
 
 
 VARIANTS = {
     "you2017": Variant(rate_inside=True),
     "outside": Variant(),
-    # Its v is multiplied by the rate, also by 0; afterwards MXNet's LARS takes mu alone, and divides nothing by 0.
-    "nvidia": Variant(forgets_at_rate_zero=True),
+    "nvidia": Variant(),  # so that nothing is divided by a rate, which a warm-up may begin with at 0
     "larc": Variant(clips=True),
 }
 
@@ -136,10 +134,6 @@ class LARS(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             weights = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if group["lr"] == 0 and VARIANTS[group["variant"]].forgets_at_rate_zero:
-                for weight in weights:
-                    self.state[weight].pop(BUFFER, None)
-                continue
             if weights:
                 gradients = [weight.grad for weight in weights]
                 update(group, weights, gradients, self.momentum_buffers(group, weights))
@@ -168,10 +162,11 @@ def update_each(group: Group, weights: list[Tensor], gradients: list[Tensor], *b
         factor, rate = place_rate(group, 1.0)
         step_fused(weights, gradients, *buffers, factor=factor, rate=rate, **momentum_settings(group))
         return
+    of_trust, of_momentum = trust_settings(group), momentum_settings(group)
     for tensors in zip(weights, gradients, *buffers, strict=True):
-        tau = trust_ratio(norm(tensors[0]), norm(tensors[1]), **trust_settings(group))
+        tau = trust_ratio(norm(tensors[0]), norm(tensors[1]), **of_trust)
         factor, rate = place_rate(group, tau)
-        step_fused(*([tensor] for tensor in tensors), factor=factor, rate=rate, **momentum_settings(group))
+        step_fused(*([tensor] for tensor in tensors), factor=factor, rate=rate, **of_momentum)
 
 
 def update_together(group: Group, weights: list[Tensor], gradients: list[Tensor], *buffers: list[Tensor]) -> None:
