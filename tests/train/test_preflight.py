@@ -183,3 +183,10 @@ def values_of(config: RunConfig) -> dict[str, object]:
         "bn_span": config.batch.microbatch,
         "epochs": f"{config.train.epochs:g}",
     }
+
+
+def test_imagenet_is_known_under_any_name_by_its_size() -> None:
+    words = ["data.source=synthetic", "data.synthetic.classes=1000"]
+    recipe = "resnet50-imagenet-64k"
+    assert findings(recipe, *words, "data.synthetic.train=1281167").references == findings(recipe).references
+    assert findings(recipe, *words, "data.synthetic.train=1000000").references[0].startswith("none: nothing is known")

@@ -1,6 +1,7 @@
 """Whether a recipe lies within what is known to converge, decided before anything is started.
 
-Points are compared that share the recipe's model, data and optimizer.  G is the recipe's batch.
+Points are compared that share the recipe's model, optimizer and data: the source's name, or a set of the same size to
+1 %, since ImageNet may lie anywhere.  G is the recipe's batch.
 
 Rate, warm-up, decay and momentum (as 1 - momentum, on which the length of its memory depends) are interpolated between
 the points on either side of G, as straight lines in log-log, and that value is widened both ways by a factor: 2, and 4
@@ -26,6 +27,7 @@ from megabatch.errors import UserError
 from megabatch.train.known_points import KNOWN_POINTS, KnownPoint
 
 TRUST = 0.001  # of every known point of LARS
+SAME_SIZE = 0.01  # sets of other names are taken for the same if their sizes differ by less
 ROUNDING = 1e-9  # a value on the edge is within
 
 
@@ -66,7 +68,7 @@ class Known(NamedTuple):
 
 def preflight(config: RunConfig, num_samples: int) -> Findings:
     """The known points nearest to the recipe, and a line for each of its values that lies outside them."""
-    points = family_of(config)
+    points = family_of(config, num_samples)
     if not points:
         return Findings([f"none: nothing is known of {describe_family(config)}"], [])
     warnings = [warn(config, quantity, points) for quantity in QUANTITIES]
@@ -79,7 +81,7 @@ def preflight(config: RunConfig, num_samples: int) -> Findings:
 
 def require_known(config: RunConfig, num_samples: int) -> None:
     """--strict: what would be a warning is an error."""
-    if not family_of(config):
+    if not family_of(config, num_samples):
         raise UserError(
             f"--strict: nothing is known of {describe_family(config)}; "
             "leave --strict out, or take a recipe that `megabatch recipes` lists"
@@ -90,10 +92,12 @@ def require_known(config: RunConfig, num_samples: int) -> None:
         raise UserError(f"--strict: {warnings[0]}{more}")
 
 
-def family_of(config: RunConfig) -> list[KnownPoint]:
+def family_of(config: RunConfig, num_samples: int) -> list[KnownPoint]:
     """The known points of the same model, data and optimizer, by batch."""
-    family = (config.model.name, config.data.source, optimizer_of(config))
-    points = [point for point in KNOWN_POINTS if (point.model, point.data, point.optimizer) == family]
+    family = (config.model.name, optimizer_of(config))
+    same = [point for point in KNOWN_POINTS if (point.model, point.optimizer) == family]
+    points = [point for point in same if point.data == config.data.source]
+    points = points or [point for point in same if abs(point.samples / num_samples - 1) < SAME_SIZE]
     return sorted(points, key=lambda point: point.batch)
 
 
