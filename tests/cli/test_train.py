@@ -93,7 +93,7 @@ def test_a_run_leaves_its_rows_its_summary_and_its_recipe() -> None:
     steps = [row for row in rows(folder) if "lr" in row]
     evaluations = [row for row in rows(folder) if "lr" not in row]
     assert [row["step"] for row in steps] == list(range(1, 51))
-    fields = {"step", "epoch", "loss", "lr", "images_per_s", "data_wait_s", "comm_wait_s"}
+    fields = {"step", "epoch", "loss", "lr", "loss_scale", "skipped", "images_per_s", "data_wait_s", "comm_wait_s"}
     fields |= {"straggler", "straggler_delay_s"}
     assert all(set(row) == fields for row in steps)
     assert steps[-1]["epoch"] == 8.0
