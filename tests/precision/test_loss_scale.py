@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megabatch.precision.loss_scale import CLEAN_STEPS, MOST_IN_A_ROW, LossScale, choose_loss_scale
+from megabatch.precision.loss_scale import CLEAN_STEPS, MOST_IN_A_ROW, LossScale, choose_loss_scale, show_scale
 from megabatch.precision.policy import PrecisionSettings
 
 
@@ -72,3 +72,7 @@ def test_a_restored_scale_goes_on_like_the_first(overflows: list[int]) -> None:
         first.see(step % 130 == 0)
         second.see(step % 130 == 0)
     assert first == second
+
+
+def test_scales_are_shown_as_powers_of_two() -> None:
+    assert [show_scale(value) for value in (1.0, 16.0, 1000.0, 2.0**20)] == ["1", "16", "1000", "2^20"]

@@ -5,6 +5,7 @@ An overflow halves S, 100 steps without one double it (a 64K run has only about 
 is 1.  A step that overflows is skipped.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -56,6 +57,12 @@ class LossScale:
     def restore(self, state: torch.Tensor) -> None:
         self.value, clean_steps, overflows = state.tolist()
         self.clean_steps, self.overflows_in_a_row = int(clean_steps), int(overflows)
+
+
+def show_scale(value: float) -> str:
+    """2^20 rather than 1.04858e+06."""
+    power = math.log2(value)
+    return f"2^{power:.0f}" if power.is_integer() and value > 1000 else f"{value:g}"
 
 
 def choose_loss_scale(settings: PrecisionSettings, is_rounded_to_fp16: bool, global_batch: int) -> LossScale:

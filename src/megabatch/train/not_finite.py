@@ -8,6 +8,7 @@ import math
 from typing import TYPE_CHECKING
 
 from megabatch.errors import UserError
+from megabatch.precision.loss_scale import show_scale
 
 if TYPE_CHECKING:
     from megabatch.train.trainer import Training
@@ -47,7 +48,7 @@ def check_scale(run: "Training", step: int) -> None:
         often = run.loss_scale.overflows_in_a_row + 1
         raise UserError(
             f"the gradient of {run.masters.first_overflow()} overflows at step {step + 1} with a loss scale of "
-            f"{run.loss_scale.value:g}, {often} step{'s' * (often > 1)} in a row; lower optim.learning_rate, or use "
+            f"{show_scale(run.loss_scale.value)}, {often} step{'s' * (often > 1)} in a row; lower optim.learning_rate, or use "
             "bf16 where the recipe says fp16 or amp; the last checkpoint is good"
         )
 

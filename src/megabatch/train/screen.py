@@ -14,6 +14,7 @@ from megabatch import __version__
 from megabatch.comm.world import World
 from megabatch.config import RunConfig
 from megabatch.data.sources import FROM_PYTHON
+from megabatch.precision.loss_scale import show_scale
 from megabatch.train.preflight import preflight
 from megabatch.train.records import EvaluationRecord, Record, StepRecord, Summary
 from megabatch.train.trainer import Training
@@ -61,7 +62,9 @@ class Screen:
             return
         self.last_step = record
         if record.skipped:
-            self.say("skipped", f"step {record.step}: a gradient overflowed with loss scale {record.loss_scale:g}")
+            self.say(
+                "skipped", f"step {record.step}: a gradient overflowed with loss scale {show_scale(record.loss_scale)}"
+            )
         text = f"loss {record.loss:.3f} lr {record.lr:.3f} {record.images_per_s:,.0f}/s {self.waits(record)}"
         self.bar.update(self.task, completed=record.step, epoch=record.epoch, text=text, visible=True)
         if not self.console.is_terminal and time.monotonic() - self.spoke_s > QUIET_S:
@@ -98,10 +101,8 @@ class Screen:
         steps = f"{summary.steps} of {self.plan.num_steps} steps"
         self.say("time", f"{summary.wall_s:.1f} s, {steps}{speed}{self.target_text(summary)}")
         if summary.skipped_steps:
-            self.say(
-                "skipped",
-                f"{summary.skipped_steps} steps that overflowed; loss scale {summary.loss_scale:g} at the end",
-            )
+            scale = show_scale(summary.loss_scale or 1.0)
+            self.say("skipped", f"{summary.skipped_steps} steps that overflowed; loss scale {scale} at the end")
         if summary.data_wait_share is not None and summary.comm_wait_share is not None:
             shares = f"{summary.data_wait_share:.1%} for data, {summary.comm_wait_share:.1%} for communication"
             self.say("waited", shares)
@@ -161,7 +162,11 @@ def header(config: RunConfig, training: Training, world: World) -> dict[str, str
 def describe_precision(config: RunConfig, training: Training) -> str:
     scale = training.loss_scale
     masters = ", fp32 masters" if training.masters.copies else ""
-    return config.precision.name + masters + (f", {scale.kind} loss scale {scale.value:g}" if scale.is_on else "")
+    return (
+        config.precision.name
+        + masters
+        + (f", {scale.kind} loss scale {show_scale(scale.value)}" if scale.is_on else "")
+    )
 
 
 def describe_data(config: RunConfig, training: Training) -> str:
