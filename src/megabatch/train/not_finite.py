@@ -45,11 +45,11 @@ def find_causes(run: "Training", step: int) -> list[str]:
 def check_scale(run: "Training", step: int) -> None:
     """After gradients have overflowed: whether it is worth going on."""
     if run.loss_scale.is_at_its_end:
-        often = run.loss_scale.overflows_in_a_row + 1
+        scale, often = show_scale(run.loss_scale.value), run.loss_scale.overflows_in_a_row + 1
         raise UserError(
-            f"the gradient of {run.masters.first_overflow()} overflows at step {step + 1} with a loss scale of "
-            f"{show_scale(run.loss_scale.value)}, {often} step{'s' * (often > 1)} in a row; lower optim.learning_rate, or use "
-            "bf16 where the recipe says fp16 or amp; the last checkpoint is good"
+            f"the gradient of {run.masters.first_overflow()} overflows at step {step + 1} with a loss scale of {scale}, "
+            f"{often} step{'s' * (often > 1)} in a row; lower optim.learning_rate, or use bf16 where the recipe says "
+            "fp16 or amp; the last checkpoint is good"
         )
 
 
