@@ -19,7 +19,8 @@ def check_loss(run: "Training", loss: float, step: int) -> None:
     if math.isfinite(loss):
         return
     causes = [cause for causes in run.exchange.world.collect(find_causes(run, step)) for cause in causes]
-    raise UserError(f"the loss is {loss} at step {step + 1}: {causes[0]}; the last checkpoint is good")
+    cause = causes[0] if causes else "the sum over microbatches is too large; lower optim.learning_rate"
+    raise UserError(f"the loss is {loss} at step {step + 1}: {cause}; the last checkpoint is good")
 
 
 def find_causes(run: "Training", step: int) -> list[str]:
@@ -47,8 +48,8 @@ def check_scale(run: "Training", step: int) -> None:
     if run.loss_scale.is_at_its_end:
         scale, often = show_scale(run.loss_scale.value), run.loss_scale.overflows_in_a_row + 1
         raise UserError(
-            f"the gradient of {run.masters.first_overflow()} overflows at step {step + 1} with a loss scale of {scale}, "
-            f"{often} step{'s' * (often > 1)} in a row; lower optim.learning_rate, or use bf16 where the recipe says "
+            f"the gradient of {run.masters.first_overflow()} overflows at step {step + 1} with a loss scale of "
+            f"{scale}, {often} step{'s' * (often > 1)} in a row; lower optim.learning_rate, or use bf16 where the recipe says "
             "fp16 or amp; the last checkpoint is good"
         )
 
@@ -57,5 +58,5 @@ def check_test_loss(loss: float, step: int) -> None:
     if not math.isfinite(loss):
         raise UserError(
             f"the test loss is {loss} after step {step + 1}; lower optim.learning_rate, lengthen "
-            "schedule.warmup_epochs, or set optim.clip_norm; the last checkpoint is good"
+            "schedule.warmup_epochs, or set optim.clip_norm"
         )
