@@ -49,8 +49,8 @@ def check_scale(run: "Training", step: int) -> None:
         scale, often = show_scale(run.loss_scale.value), run.loss_scale.overflows_in_a_row + 1
         raise UserError(
             f"the gradient of {run.masters.first_overflow()} overflows at step {step + 1} with a loss scale of "
-            f"{scale}, {often} step{'s' * (often > 1)} in a row; lower optim.learning_rate, or use bf16 where the recipe says "
-            "fp16 or amp; the last checkpoint is good"
+            f"{scale}, {often} step{'s' * (often > 1)} in a row; lower optim.learning_rate, or use bf16 where the "
+            "recipe says fp16 or amp; the last checkpoint is good"
         )
 
 
