@@ -87,6 +87,8 @@ def test_a_mark_is_dropped_when_the_user_gives_the_value() -> None:
     after = marks_after("optim.momentum=0.9", "batch.global=6144")
     assert "optim.momentum" in before
     assert after == {key: text for key, text in before.items() if key != "optim.momentum"}
+    section = marks_after('optim={name="sgd", learning_rate=0.1}')
+    assert section and not any(key.startswith("optim.") for key in section)
     assert "model.options" in marks_after("marks.model.options=assumed: why not")
     assert "model.options" not in marks_after("marks.model.options=assumed: why not", "model.options.width=8")
 

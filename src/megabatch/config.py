@@ -208,7 +208,9 @@ def settle_marks(settings: Settings, overridden: Sequence[str]) -> None:
                 f"marks.{key}={show_value(text)}: a mark is one line that begins with {': or '.join(MARKS)}:, and says "
                 f'why; for example marks.{key}="assumed: no source gives it"'
             )
-    users = {key for key in marks for word in overridden if f"{word}.".startswith(f"{key}.")}
+    users = {
+        key for key in marks for word in overridden if f"{word}.".startswith(f"{key}.") or key.startswith(f"{word}.")
+    }
     settings["marks"] = {key: text for key, text in marks.items() if key not in users}
 
 

@@ -89,6 +89,21 @@ def save_steps(world: World, folder: str, steps: list[int], keep: int, best: int
         checkpoints.save(training, Tally(global_batch=24, target_top1=None, steps=step, best_step=best))
 
 
+def save_what_is_not_finite(world: World, folder: str) -> None:
+    config = small_run(*SHORT)
+    training = assemble(config, load_data_set(config.data), world)
+    checkpoints = Checkpoints(Path(folder), CheckpointSettings(keep=1), 0)
+    checkpoints.save(training, Tally(global_batch=24, target_top1=None, steps=1))
+    with torch.no_grad():
+        next(iter(training.masters.weights.values()))[0].fill_(torch.nan)
+    checkpoints.save(training, Tally(global_batch=24, target_top1=None, steps=2))
+
+
+def test_a_state_with_nan_does_not_take_the_place_of_a_good_one(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(save_what_is_not_finite, str(tmp_path), num_ranks=1)
+    assert names(tmp_path) == ["last", "step-00000001"]
+
+
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 

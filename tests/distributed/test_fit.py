@@ -49,6 +49,30 @@ def test_ones_own_network_and_images_train_in_the_ranks_that_exist(
     assert (tmp_path / "run/model.safetensors").exists()
 
 
+def fit_another_on_rank_1(world: World, folder: str) -> str:
+    labels = torch.arange(64) % 4
+    images = torch.zeros(64, 1, 8, 8, dtype=torch.uint8)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(64, 5 if world.rank == 1 else 4))
+    try:
+        megabatch.fit(network, (images, labels), (images, labels), overrides=["batch.micro=4", f"run.dir={folder}"])
+    except megabatch.errors.UserError as error:
+        return str(error)
+    raise AssertionError("it was trained")
+
+
+def test_ranks_that_bring_different_networks_are_told_where_they_differ(ranks: RankPool, tmp_path: Path) -> None:
+    said = ranks.run(fit_another_on_rank_1, str(tmp_path / "run"), num_ranks=2)
+    assert said == ["1.bias is [4] on rank 0 and [5] on rank 1; all ranks must bring the same network"] * 2
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_network_that_cannot_be_copied_is_one_line(tmp_path: Path) -> None:
+    labels, images = torch.arange(64) % 4, torch.zeros(64, 1, 8, 8, dtype=torch.uint8)
+    network = nn.Sequential(nn.Flatten(), nn.utils.weight_norm(nn.Linear(64, 4)))
+    with pytest.raises(megabatch.errors.UserError, match=r"Sequential cannot be copied .*; torch.nn.utils.parametri"):
+        megabatch.fit(network, (images, labels), (images, labels), overrides=[f"run.dir={tmp_path / 'run'}"])
+
+
 SCRIPT = """
 import torch
 from torch import nn

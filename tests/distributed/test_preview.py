@@ -30,7 +30,8 @@ def bytes_in_use(world: World, *overrides: str) -> list[int]:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         next(train(training))
-    masters = [master for parameter, master in training.masters.pairs() if master is not parameter]
+    trained = training.masters.parameters
+    masters = [weight for name, weight in training.masters.weights.items() if weight is not trained[name]]
     state = [tensor for values in training.optimizer.state.values() for tensor in values.values() if tensor is not None]
     kept_bytes = sum(storage.nbytes() for storage in kept.values())
     gradients, unscaled = gradients_of(model.parameters()), gradients_of(masters)

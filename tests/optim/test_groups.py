@@ -13,7 +13,8 @@ class Block(nn.Module):
         self.conv = nn.Conv2d(3, 4, 3)
         self.downsample = nn.Sequential(nn.Conv2d(3, 4, 1, bias=False), nn.BatchNorm2d(4))
         self.layer_norm = nn.LayerNorm(4)
-        self.attention = nn.MultiheadAttention(4, 2)
+        self.attention = nn.MultiheadAttention(4, 2, add_bias_kv=True)
+        self.recurrent = nn.RNN(4, 4)
         self.frozen = nn.Linear(4, 4).requires_grad_(False)
         self.tied = nn.Linear(4, 4, bias=False)
         self.tied_again = self.tied
@@ -31,12 +32,22 @@ def test_normalisation_is_found_by_type_and_biases_by_name() -> None:
         "layer_norm.weight",
         "layer_norm.bias",
     ]
-    assert groups["biases"] == ["conv.bias", "attention.in_proj_bias", "attention.out_proj.bias"]
+    assert groups["biases"] == [
+        "conv.bias",
+        "attention.in_proj_bias",
+        "attention.bias_k",
+        "attention.bias_v",
+        "attention.out_proj.bias",
+        "recurrent.bias_ih_l0",
+        "recurrent.bias_hh_l0",
+    ]
     assert groups["weights"] == [
         "conv.weight",
         "downsample.0.weight",
         "attention.in_proj_weight",
         "attention.out_proj.weight",
+        "recurrent.weight_ih_l0",
+        "recurrent.weight_hh_l0",
         "tied.weight",
     ]
 

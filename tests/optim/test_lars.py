@@ -167,14 +167,15 @@ def test_zero_weights_and_zero_gradients_move_as_with_sgd(variant: str, foreach:
 @pytest.mark.parametrize("foreach", [None, True])
 @pytest.mark.parametrize("momentum", [MU, 0.0])
 def test_the_memory_order_of_weight_gradient_and_buffer_does_not_matter(momentum: float, foreach: bool | None) -> None:
-    plain = nn.Parameter(random(8, 6, 3, 3, dtype=torch.float32))
+    shape = (64, 64, 3, 3)  # whole rows of `norm`, and more than one
+    plain = nn.Parameter(random(*shape, dtype=torch.float32))
     permuted = nn.Parameter(plain.detach().to(memory_format=torch.channels_last))
-    sliced = nn.Parameter(torch.zeros(8, 12, 3, 3)[:, ::2].copy_(plain.detach()))
+    sliced = nn.Parameter(torch.zeros(64, 128, 3, 3)[:, ::2].copy_(plain.detach()))
     for_all = [plain, permuted, sliced]
     optimizer = make_lars(for_all, momentum=momentum, foreach=foreach)
     for step in range(4):
         for weight in for_all:
-            weight.grad = random(8, 6, 3, 3, dtype=torch.float32, seed=step + 1)
+            weight.grad = random(*shape, dtype=torch.float32, seed=step + 1)
             if step % 2:
                 weight.grad = weight.grad.to(memory_format=torch.channels_last)
         optimizer.step()
@@ -302,6 +303,10 @@ def test_a_wrong_value_is_refused_also_in_a_later_group(settings: dict[str, Any]
 def test_half_precision_is_refused() -> None:
     with pytest.raises(UserError, match=r"\[2, 2\] is torch.float16, whose range LARS leaves; .*float32"):
         make_lars([nn.Parameter(torch.zeros(2, 2, dtype=torch.float16))])
+    optimizer = make_lars(make_weights())
+    with pytest.raises(UserError, match="float16"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, 2, dtype=torch.float16))]})
+    assert len(optimizer.param_groups) == 1
 
 
 def test_a_recipes_lars_has_trust_ratios_for_weights_alone() -> None:

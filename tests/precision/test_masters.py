@@ -41,10 +41,33 @@ def test_only_normalisation_stays_in_fp32(name: str, norm: str) -> None:
     assert all(parameter.grad.dtype == parameter.dtype for parameter in model.parameters())
 
 
-def test_local_response_norm_does_not_overflow_where_its_squares_would() -> None:
-    model = nn.Sequential(nn.LocalResponseNorm(3))
-    Masters(model, PRECISIONS["fp16"], CPU)
-    assert model(torch.full((1, 4, 2, 2), 1000.0, dtype=torch.float16)).isfinite().all()
+@pytest.mark.parametrize("name", ["fp16", "amp"])
+def test_local_response_norm_does_not_overflow_where_its_squares_would(name: str) -> None:
+    images = torch.full((1, 4, 2, 2), 1000.0)
+    expected = nn.LocalResponseNorm(3)(images)
+    model = nn.Sequential(nn.Identity(), nn.LocalResponseNorm(3))
+    Masters(model, PRECISIONS[name], CPU)
+    torch.testing.assert_close(model(images.half()), expected.half())
+
+
+def test_what_is_not_trained_is_saved_as_it_was_and_what_has_changed_as_it_is() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
+    model.register_buffer("constant", torch.tensor([1 / 3, 1e6]))
+    model.register_buffer("counter", torch.tensor(1 / 3))
+    model[0].tied = model[0].weight
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    masters = Masters(model, PRECISIONS["fp16"], CPU)
+    assert model[1].weight.dtype == model.constant.dtype == torch.float16
+    assert all(torch.equal(tensor, before[name]) for name, tensor in masters.state().items())
+    model.counter += 1
+    assert masters.state()["counter"].item() == model.counter.item()
+
+    other = Masters(
+        network := nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)), PRECISIONS["fp16"], CPU
+    )
+    other.load_state({name: tensor for name, tensor in before.items() if name in network.state_dict()})
+    for name, tensor in other.state().items():
+        assert torch.equal(tensor, before[name]) and torch.equal(network.state_dict()[name], before[name].half())
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp64", "amp"])
@@ -52,7 +75,7 @@ def test_wide_weights_are_their_own_masters(name: str) -> None:
     model = network().to(PRECISIONS[name].update)
     masters = Masters(model, PRECISIONS[name], CPU)
     assert not masters.copies
-    assert all(parameter is master for parameter, master in masters.pairs())
+    assert all(masters.weights[name] is parameter for name, parameter in masters.parameters.items())
 
 
 def test_amp_computes_in_fp16_and_keeps_fp32_weights_and_gradients() -> None:

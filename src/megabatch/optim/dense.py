@@ -21,7 +21,7 @@ def norm(tensor: Tensor) -> float:
     line = in_memory_order(tensor)
     rest = line.numel() % ROW
     if not rest:
-        return norm_of_rows(line.view(-1, ROW))
+        return norm_of_rows(line.reshape(-1, ROW))
     line = line.reshape(-1)
     return math.hypot(norm_of_rows(line[:-rest].view(-1, ROW)), norm(line[-rest:]))
 

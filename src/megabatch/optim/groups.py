@@ -25,7 +25,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
             if isinstance(module, NORMALISATION):
                 kinds[parameter] = "normalisation"
             else:
-                kinds[parameter] = "biases" if name.endswith("bias") else "weights"
+                kinds[parameter] = "biases" if "bias" in name.split("_") else "weights"  # also in_proj_bias, bias_ih_l0
     parameters = dict(model.named_parameters())  # each once, however often it is shared
     for name, parameter in parameters.items():
         if parameter.requires_grad:

@@ -115,6 +115,7 @@ class LARS(torch.optim.Optimizer):
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             if parameter.dtype not in (torch.float32, torch.float64):
+                self.param_groups.pop()
                 raise UserError(
                     f"a parameter {list(parameter.shape)} is {parameter.dtype}, whose range LARS leaves; "
                     "give LARS a float32 copy of the weights"

@@ -12,15 +12,15 @@ KEPT_IN_FP32 = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalRespo
 
 def cast(model: nn.Module, precision: Precision, device: torch.device) -> None:
     """Changes the model in place: 16-bit weights, or autocast around forward; normalisation layers stay in fp32."""
-    if precision.model != precision.update:
-        for module in model.modules():
-            if not isinstance(module, KEPT_IN_FP32):
-                cast_own_tensors(module, precision.model)
-            elif not isinstance(module, _BatchNorm):  # a BatchNorm takes 16-bit images itself, and keeps fp32 inside
-                module.register_forward_pre_hook(
-                    lambda _, images: tuple(image.to(precision.update) for image in images)
-                )
-                module.register_forward_hook(lambda _, images, result: result.to(precision.model))
+    narrow = precision.autocast or precision.model
+    if narrow == precision.update:
+        return
+    for module in model.modules():
+        if not isinstance(module, KEPT_IN_FP32):
+            cast_own_tensors(module, precision.model)
+        elif not isinstance(module, _BatchNorm):  # a BatchNorm takes 16-bit images itself, and keeps fp32 inside
+            module.register_forward_pre_hook(lambda _, images: tuple(image.to(precision.update) for image in images))
+            module.register_forward_hook(lambda _, images, result: result.to(narrow))
     if precision.autocast:
         model.forward = torch.autocast(device.type, precision.autocast)(model.forward)
 

@@ -8,7 +8,7 @@ LARS in fp16 would leave its range: ratios become 0 and training stalls.  A para
 normalisation layers are, is its own master; so in an fp32 run there is nothing to copy.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,10 +23,11 @@ class Masters:
     """Casts the model, and keeps its weights as they were before for the optimizer to change."""
 
     def __init__(self, model: nn.Module, precision: Precision, device: torch.device) -> None:
-        before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+        self.model = model
+        before = {name: tensor.detach().clone() for name, tensor in named_tensors(model).items()}
         cast(model, precision, device)
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.weights = {
+        self.weights = {  # what the optimizer changes
             name: parameter if parameter.dtype == before[name].dtype else nn.Parameter(before[name])
             for name, parameter in self.parameters.items()
         }
@@ -35,15 +36,30 @@ class Masters:
         self.copies: list[torch.Tensor] = [self.weights[name] for name in copied]
         for weight in self.copies:
             weight.grad = torch.zeros_like(weight)
+        # Frozen parameters and buffers were rounded too.  Whoever saves the model gets them as they were.
+        self.rounded = {
+            name: (tensor, before[name])
+            for name, tensor in named_tensors(model).items()
+            if name not in self.parameters and tensor.dtype != before[name].dtype
+        }
 
-    def pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each trained parameter of the model with its master, which may be itself."""
-        return zip(self.parameters.values(), self.weights.values(), strict=True)
+    def state(self) -> dict[str, torch.Tensor]:
+        """The model's state dict with nothing rounded."""
+        wide: dict[int, torch.Tensor] = {
+            id(parameter): self.weights[name] for name, parameter in self.parameters.items()
+        }
+        for tensor, before in self.rounded.values():
+            if torch.equal(tensor, before.to(tensor.dtype)):  # a buffer may have changed since
+                wide[id(tensor)] = before
+        return {name: wide.get(id(tensor), tensor).detach() for name, tensor in named_tensors(self.model).items()}
 
     @torch.no_grad()
-    def load(self, weights: dict[str, torch.Tensor]) -> None:
+    def load_state(self, state: dict[str, torch.Tensor]) -> None:
+        self.model.load_state_dict(state)
         for name, weight in self.weights.items():
-            weight.copy_(weights[name])
+            weight.copy_(state[name])
+        for name, (_, before) in self.rounded.items():
+            before.copy_(state[name])
         self.publish()
 
     def of(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -81,6 +97,12 @@ class Masters:
             if weight.grad is not None and not weight.grad.isfinite().all():
                 return name
         raise AssertionError("all gradients are finite")
+
+
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers themselves, under the names of the state dict, tied ones under each."""
+    tensors: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    return tensors
 
 
 def gradients_of(weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:

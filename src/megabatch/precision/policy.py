@@ -45,6 +45,8 @@ class PrecisionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         require_one_of("precision.name", self.name, PRECISIONS)
+        if self.name == "fp64" and self.loss_scale is not None:
+            raise UserError(f"precision.loss_scale={self.loss_scale:g}: fp64 has no use for one; leave it out")
 
     @property
     def formats(self) -> Precision:

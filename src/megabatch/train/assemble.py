@@ -42,16 +42,17 @@ def assemble(
     """The parts of a run; the recipe's model, unless one is given."""
     plan = plan_run(config, data.shape, world.num_ranks)
     formats = config.precision.formats
-    check_device(config.precision, world.device)
     torch.backends.cudnn.benchmark = not config.run.deterministic  # which nothing on a CPU looks at
     torch.backends.cudnn.deterministic = config.run.deterministic
     is_given = model is not None
-    model = model or make_model(config, data.shape)
+    if model is None:
+        model = make_model(config, data.shape)
     masters = place_model(model, config, world.device)
     if not masters.weights:
         raise UserError(f"model.name={config.model.name!r} has nothing to train; set requires_grad of some parameters")
     if is_given:  # ours are the same everywhere, as they follow from the seed; DDP would share rounded ones
-        masters.load(world.share_tensors(dict(masters.weights)))
+        require_same_network(masters.state(), world)
+        masters.load_state(world.share_tensors(masters.state()))
     loss_scale = choose_loss_scale(
         config.precision, formats.has_small_range or config.comm.wire == "fp16", plan.global_batch
     )
@@ -86,10 +87,22 @@ def assemble(
 def place_model(model: nn.Module, config: RunConfig, device: torch.device) -> Masters:
     """Puts the model where and how it will compute."""
     formats = config.precision.formats
+    check_device(config.precision, device)
     model.to(device, formats.update)
     if config.model.wants_channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return Masters(model, formats, device)
+
+
+def require_same_network(state: dict[str, torch.Tensor], world: World) -> None:
+    shapes = world.collect({name: list(tensor.shape) for name, tensor in state.items()})
+    for rank, others in enumerate(shapes):
+        for name in sorted(shapes[0].keys() | others.keys()):
+            if shapes[0].get(name) != others.get(name):
+                raise UserError(
+                    f"{name} is {shapes[0].get(name)} on rank 0 and {others.get(name)} on rank {rank}; "
+                    "all ranks must bring the same network"
+                )
 
 
 def settle_buckets(training: Training, settings: ModelSettings) -> None:

@@ -47,7 +47,7 @@ def describe_arithmetic(training: Training) -> str:
 def save_weights(training: Training, path: Path) -> None:
     """The model alone, under the names of its state dict: what a run is for."""
     new = path.with_name(f".writing-{path.name}")
-    save_file(separate(model_state(training)), new)
+    save_file(separate(training.masters.state()), new)
     new.chmod(0o644)  # safetensors lets only the owner read
     sync(new)
     new.rename(path)
@@ -65,15 +65,9 @@ def separate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return separated
 
 
-def model_state(training: Training) -> dict[str, torch.Tensor]:
-    """The model's state dict with its master weights: 16-bit ones are those, rounded."""
-    masters = {rounded.data_ptr(): master.detach() for rounded, master in training.masters.pairs()}
-    return {name: masters.get(tensor.data_ptr(), tensor) for name, tensor in training.model.module.state_dict().items()}
-
-
 def training_state(training: Training) -> dict[str, torch.Tensor]:
     """Every tensor that the next step depends on, by name."""
-    state = {f"{MODEL}{name}": tensor for name, tensor in model_state(training).items()}
+    state = {f"{MODEL}{name}": tensor for name, tensor in training.masters.state().items()}
     state[LOSS_SCALE] = training.loss_scale.state()
     for name, parameter in named_parameters(training.optimizer):
         for key, value in training.optimizer.state[parameter].items():
@@ -84,8 +78,7 @@ def training_state(training: Training) -> dict[str, torch.Tensor]:
 def restore_training_state(training: Training, state: dict[str, torch.Tensor]) -> None:
     """The inverse of `training_state`."""
     model = {name.removeprefix(MODEL): tensor for name, tensor in state.items() if name.startswith(MODEL)}
-    training.model.module.load_state_dict(model)
-    training.masters.load(model)
+    training.masters.load_state(model)
     training.loss_scale.restore(state[LOSS_SCALE])
     parameters = dict(named_parameters(training.optimizer))
     for name, tensor in state.items():
@@ -135,13 +128,17 @@ class Checkpoints:
         return bool(steps and step % steps == 0) or bool(minutes and since_s >= 60 * minutes)
 
     def save(self, training: Training, tally: Tally) -> None:
+        """But for a state with inf or NaN, from which there is no way on: the last good one stays."""
         started_s = time.monotonic()
+        state = training_state(training)
+        if not all(tensor.isfinite().all() for tensor in state.values()):
+            return
         name = f"step-{tally.steps:08d}"
         self.folder.mkdir(parents=True, exist_ok=True)
         writing = self.folder / f"writing-{name}"
         shutil.rmtree(writing, ignore_errors=True)
         writing.mkdir()
-        save_file(separate(training_state(training)), writing / STATE)
+        save_file(separate(state), writing / STATE)
         description = Description(
             step=tally.steps,
             computed_by=describe_arithmetic(training),

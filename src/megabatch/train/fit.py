@@ -14,7 +14,6 @@ from megabatch.config import load_config
 from megabatch.data.sources import FROM_PYTHON, ArrayImages, DataSet, ImageSet
 from megabatch.errors import UserError
 from megabatch.train.assemble import assemble
-from megabatch.train.checkpoint import model_state
 from megabatch.train.preflight import require_known
 from megabatch.train.records import Summary
 from megabatch.train.run import StopSignal, share_cores, train_and_record
@@ -63,12 +62,21 @@ def fit(
         config = share_cores(config, world)
         data = DataSet(train_images, test_images, names, channels)
         # A copy: what becomes of it (its device, 16 bits, autocast) is not the caller's concern.
-        training = assemble(config, data, world, stop.received, copy.deepcopy(model))
+        training = assemble(config, data, world, stop.received, copy_of(model))
         summary = train_and_record(config, resume, training, world)
-        model.load_state_dict(model_state(training))
+        model.load_state_dict(training.masters.state())
     if summary.status == "stopped":  # the checkpoint is written; now the signal does what it would have done
         raise KeyboardInterrupt if stop.number == signal.SIGINT else SystemExit(stop.exit_code())
     return summary
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except RuntimeError as error:  # of torch.nn.utils.weight_norm, for one
+        raise UserError(
+            f"{type(model).__name__} cannot be copied ({error}); torch.nn.utils.parametrizations has what can be"
+        ) from error
 
 
 def digest(model: nn.Module, *sets: ImageSet) -> str:

@@ -1,7 +1,7 @@
 """Where inf and NaN end a run: what is said, and what it is found from.
 
-Losses and sums of gradients are the same on all ranks, so all ranks end here together, after the same step.  Nothing
-is saved: the last checkpoint is good.
+Losses and sums of gradients are the same on all ranks, so all ranks end here together, after the same step.  The last
+checkpoint stays: none is ever written with inf or NaN in it.
 """
 
 import math
@@ -20,7 +20,7 @@ def check_loss(run: "Training", loss: float, step: int) -> None:
         return
     causes = [cause for causes in run.exchange.world.collect(find_causes(run, step)) for cause in causes]
     cause = causes[0] if causes else "the sum over microbatches is too large; lower optim.learning_rate"
-    raise UserError(f"the loss is {loss} at step {step + 1}: {cause}; the last checkpoint is good")
+    raise UserError(f"the loss is {loss} at step {step + 1}: {cause}")
 
 
 def find_causes(run: "Training", step: int) -> list[str]:
@@ -50,7 +50,7 @@ def check_scale(run: "Training", step: int) -> None:
         raise UserError(
             f"the gradient of {run.masters.first_overflow()} overflows at step {step + 1} with a loss scale of "
             f"{scale}, {often} step{'s' * (often > 1)} in a row; lower optim.learning_rate, or use bf16 where the "
-            "recipe says fp16 or amp; the last checkpoint is good"
+            "recipe says fp16 or amp"
         )
 
 

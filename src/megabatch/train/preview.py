@@ -77,7 +77,7 @@ def preview(config: RunConfig, num_ranks: int) -> Preview:
     image_shape = (shape.num_channels, config.data.image_size, config.data.image_size)
     memory = Memory(
         weights=num_bytes([*model.parameters(), *model.buffers()]),
-        masters=num_bytes(masters.copies),
+        masters=num_bytes([*masters.copies, *(before for _, before in masters.rounded.values())]),
         gradients=num_bytes(trained),
         unscaled=num_bytes(gradients_of(masters.copies)),
         optimizer=num_bytes(masters.weights.values()) if config.optim.momentum else 0,

@@ -101,8 +101,10 @@ class Screen:
         steps = f"{summary.steps} of {self.plan.num_steps} steps"
         self.say("time", f"{summary.wall_s:.1f} s, {steps}{speed}{self.target_text(summary)}")
         if summary.skipped_steps:
+            skipped = f"{summary.skipped_steps} of {summary.steps} steps, whose gradients overflowed"
+            nothing = ": nothing was learnt" * (summary.skipped_steps == summary.steps)
             scale = show_scale(summary.loss_scale or 1.0)
-            self.say("skipped", f"{summary.skipped_steps} steps that overflowed; loss scale {scale} at the end")
+            self.say("skipped", f"{skipped}{nothing}; the last step's loss scale was {scale}")
         if summary.data_wait_share is not None and summary.comm_wait_share is not None:
             shares = f"{summary.data_wait_share:.1%} for data, {summary.comm_wait_share:.1%} for communication"
             self.say("waited", shares)
