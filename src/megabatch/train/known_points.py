@@ -145,7 +145,7 @@ KNOWN_POINTS = (
     fashion("fashion at 512", "sgd", 512, 0.4, 1, 64, "12", top1=0.895, is_embedded=True),
     fashion("fashion-full", "sgd", 256, 0.2, 1, 64, "12"),
     fashion("fashion-128", "sgd", 128, 0.1, 1, 64, "30", top1=0.9389),
-    fashion("fashion-3k", "lars", 3_072, 10, 3, 128, "30", top1=0.9266),
+    fashion("fashion-3k", "lars", 3_072, 20, 5, 128, "30", top1=0.9318),
     fashion("fashion-8k", "lars", 8_192, 12, 5, 128, "30", top1=0.9125),
     KnownPoint(
         model="small_cnn",
