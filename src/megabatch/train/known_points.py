@@ -7,6 +7,8 @@ AlexNet-BN, LARS   public code of the authors on whom Jia et al. 2018 build: tru
 the rest           our own recipes.  Where `top1` is None, nobody has run them to their end yet
 """
 
+from functools import partial
+
 from msgspec import Struct
 
 from megabatch.data.shapes import FASHION_MNIST_10K, FULL_FASHION_MNIST, IMAGENET
@@ -34,14 +36,15 @@ class KnownPoint(Struct, frozen=True, kw_only=True):
         return self.samples / self.batch
 
 
+on_imagenet = partial(KnownPoint, data="imagenet", samples=IMAGENET.num_train)
+
+
 def mlperf(
     batch: int, learning_rate: float, warmup: float, momentum: float, weight_decay: float, bn_span: int, epochs: str
 ) -> KnownPoint:
-    return KnownPoint(
+    return on_imagenet(
         model="resnet50",
-        data="imagenet",
         optimizer="lars",
-        samples=IMAGENET.num_train,
         batch=batch,
         learning_rate=learning_rate,
         warmup_epochs=warmup,
@@ -55,11 +58,9 @@ def mlperf(
 
 
 def goyal(batch: int, learning_rate: float, warmup: float | None, top1: float | None) -> KnownPoint:
-    return KnownPoint(
+    return on_imagenet(
         model="resnet50",
-        data="imagenet",
         optimizer="sgd",
-        samples=IMAGENET.num_train,
         batch=batch,
         learning_rate=learning_rate,
         warmup_epochs=warmup,
@@ -73,11 +74,9 @@ def goyal(batch: int, learning_rate: float, warmup: float | None, top1: float | 
 
 
 def alexnet_bn(batch: int, learning_rate: float, warmup: float) -> KnownPoint:
-    return KnownPoint(
+    return on_imagenet(
         model="alexnet_bn",
-        data="imagenet",
         optimizer="lars",
-        samples=IMAGENET.num_train,
         batch=batch,
         learning_rate=learning_rate,
         warmup_epochs=warmup,
@@ -131,11 +130,9 @@ KNOWN_POINTS = (
     alexnet_bn(8_192, 10, 4),
     alexnet_bn(16_384, 24, 5),
     alexnet_bn(32_768, 32, 10),
-    KnownPoint(
+    on_imagenet(
         model="alexnet_bn",
-        data="imagenet",
         optimizer="lars",
-        samples=IMAGENET.num_train,
         batch=65_536,
         epochs="95",
         top1=0.587,
