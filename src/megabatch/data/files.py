@@ -1,0 +1,78 @@
+"""Encoded images, wherever they lie: what every source of JPEGs, PNGs and the like is read as.
+
+A source is a `Library`: class names, and the files of the training and, if it has one, of the test part.  Folders, tars
+and packed shards make libraries; `join` puts several together, `split` takes test images from the training part.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".tif", ".tiff")
+
+
+class Files(Protocol):
+    """Encoded images by number.  Any thread may ask, in any order."""
+
+    labels: NDArray[np.int64]
+
+    def __len__(self) -> int: ...
+
+    def content(self, number: int) -> bytes | memoryview:
+        """The bytes of one file.  OSError where they cannot be had."""
+        ...
+
+    def where(self, number: int) -> str:
+        """For messages: the file, and within a tar the offset and the member's name."""
+        ...
+
+
+class Library(Struct, frozen=True, kw_only=True):
+    class_names: tuple[str, ...]
+    train: Files
+    test: Files | None  # None where the source has no such part
+    place: str  # for messages
+
+
+class Chosen:
+    """Some of the files, in the order of `numbers`, with labels of their own if classes were numbered anew."""
+
+    def __init__(self, files: Files, numbers: NDArray[np.int64], labels: NDArray[np.int64] | None = None) -> None:
+        self.files, self.numbers = files, numbers
+        self.labels = files.labels[numbers] if labels is None else labels
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def content(self, number: int) -> bytes | memoryview:
+        return self.files.content(int(self.numbers[number]))
+
+    def where(self, number: int) -> str:
+        return self.files.where(int(self.numbers[number]))
+
+
+class Joined:
+    """The files of several sources, one after another."""
+
+    def __init__(self, parts: Sequence[Files]) -> None:
+        self.parts = parts
+        self.starts = np.cumsum([0, *map(len, parts)])
+        self.labels = np.concatenate([part.labels for part in parts])
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def find(self, number: int) -> tuple[Files, int]:
+        part = int(np.searchsorted(self.starts, number, side="right")) - 1
+        return self.parts[part], number - int(self.starts[part])
+
+    def content(self, number: int) -> bytes | memoryview:
+        files, number = self.find(number)
+        return files.content(number)
+
+    def where(self, number: int) -> str:
+        files, number = self.find(number)
+        return files.where(number)
