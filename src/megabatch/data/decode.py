@@ -1,0 +1,136 @@
+"""From encoded bytes to the pixels of a crop, at its final size.
+
+JPEGs are decoded by libjpeg-turbo (simplejpeg), everything else by Pillow, which has the last word on what
+libjpeg-turbo refuses too: what Pillow reads is an image, as for torchvision's ImageFolder.  As there, EXIF orientation
+is ignored, transparency is dropped, and grey and CMYK become RGB.
+
+A crop at least twice as large as its target is decoded at a half, a quarter or an eighth of the size, which costs up
+to 3 times less (libjpeg scales in the DCT domain; other fractions are slower than no fraction).  The crop is moved by
+less than that factor onto whole scaled pixels, so that nothing is shifted by parts of a pixel.  Resizing is torch's
+antialiased bilinear filter on uint8, which is Pillow's to 1/255.
+"""
+
+import io
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import simplejpeg  # type: ignore[import-untyped]
+import torch
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
+
+Pixels = NDArray[np.uint8]  # [H, W, 3]
+Content = bytes | memoryview
+Box = tuple[int, int, int, int]  # top, left, height, width
+
+DCT_SCALES = (8, 4, 2)
+# A thread's pixels lie in memory that it keeps: fresh pages cost a tenth of the time of decoding into them.
+MOST_KEPT_BYTES = 64 << 20
+KEPT = threading.local()
+# at::parallel_for leaves a tensor of this size to the calling thread.  Decoding threads must not wake one OpenMP team
+# each, of as many threads as there are cores.
+MOST_ELEMENTS_OF_ONE_THREAD = 32768
+resize_into = torch.ops.aten._upsample_bilinear2d_aa.out  # what F.interpolate(antialias=True) calls, without its copy
+
+
+class Unreadable(Exception):
+    """Bytes that are no image, or one that is too large; the text is the reason."""
+
+
+def read_size(content: Content, max_pixels: int) -> tuple[int, int, bool]:
+    """Height, width, and whether libjpeg-turbo can decode it.  Looks at the header only."""
+    try:
+        height, width, colours, _ = simplejpeg.decode_jpeg_header(content)
+        is_jpeg = colours in ("YCbCr", "RGB", "Gray")
+    except ValueError:
+        with open_with_pillow(content) as image:
+            (width, height), is_jpeg = image.size, False
+    if height * width > max_pixels:
+        raise Unreadable(f"its {width} x {height} pixels are more than data.max_pixels={max_pixels}")
+    return height, width, is_jpeg
+
+
+def decode(content: Content, max_pixels: int) -> Pixels:
+    """The whole image, at its own size."""
+    height, width, is_jpeg = read_size(content, max_pixels)
+    return decode_scaled(content, height, width, 1)[0] if is_jpeg else decode_with_pillow(content)
+
+
+def decode_crop(content: Content, choose_box: Callable[[int, int], Box], size: int, max_pixels: int) -> Pixels:
+    """The pixels that `choose_box(height, width)` wants, for resizing to `size`; they are valid until the next call."""
+    height, width, is_jpeg = read_size(content, max_pixels)
+    box = choose_box(height, width)
+    if is_jpeg:
+        pixels, scale = decode_scaled(content, height, width, dct_scale(box, size))
+    else:
+        pixels, scale = decode_with_pillow(content), 1
+    top, left, rows, columns = (edge // scale for edge in box)
+    return pixels[top : top + rows, left : left + columns]
+
+
+def dct_scale(box: Box, size: int) -> int:
+    """The largest power of two up to 8 by which a crop can be shrunk without falling below its target."""
+    return next((scale for scale in DCT_SCALES if min(box[2:]) >= scale * size), 1)
+
+
+def decode_scaled(content: Content, height: int, width: int, scale: int) -> tuple[Pixels, int]:
+    """libjpeg-turbo at 1/scale; the scale that was kept to, which is 1 if Pillow had to do it."""
+    rows, columns = -(-height // scale), -(-width // scale)
+    try:
+        pixels = simplejpeg.decode_jpeg(
+            content, "RGB", min_height=rows, min_width=columns, min_factor=scale, buffer=kept_bytes(3 * rows * columns)
+        )
+    except ValueError:  # what it only warns of is an error for simplejpeg
+        return decode_with_pillow(content), 1
+    assert pixels.shape == (rows, columns, 3), f"decoded to {pixels.shape}, expected {(rows, columns, 3)}"
+    return pixels, scale
+
+
+def kept_bytes(count: int) -> Pixels:
+    if count > MOST_KEPT_BYTES:
+        return np.empty(count, np.uint8)
+    kept: Pixels | None = getattr(KEPT, "bytes", None)
+    if kept is None or len(kept) < count:
+        KEPT.bytes = kept = np.empty(count, np.uint8)
+    return kept
+
+
+def open_with_pillow(content: Content) -> Image.Image:
+    try:
+        return Image.open(io.BytesIO(content))
+    except Exception as error:  # each of Pillow's formats has errors of its own
+        raise Unreadable(reason_of(error, len(content))) from error
+
+
+def decode_with_pillow(content: Content) -> Pixels:
+    with open_with_pillow(content) as image:
+        try:
+            return np.asarray(image.convert("RGB"))
+        except Exception as error:
+            raise Unreadable(reason_of(error, len(content))) from error
+
+
+def reason_of(error: Exception, length: int) -> str:
+    if length == 0:
+        return "it is empty"
+    if isinstance(error, UnidentifiedImageError):
+        return "it is no image that Pillow knows"
+    return str(error) or type(error).__name__
+
+
+def resize(pixels: Pixels, out: torch.Tensor) -> None:
+    """`pixels` at the size of `out`, uint8 [3, S, S], whose memory may lie in any order."""
+    if pixels.shape[:2] == out.shape[1:]:
+        np.copyto(out.permute(1, 2, 0).numpy(), pixels)
+    else:
+        # A copy by numpy: what is not contiguous torch would copy itself, with an OpenMP team.
+        source = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)[None]
+        resize_into(source, out.shape[1:], False, None, None, out=out[None])
+
+
+def mirror(image: torch.Tensor) -> None:
+    """Left to right, in place, [C, H, W]."""
+    channels, _, width = image.shape
+    for rows in image.split(max(1, MOST_ELEMENTS_OF_ONE_THREAD // (channels * width)), dim=1):
+        rows.copy_(rows.flip(2))
