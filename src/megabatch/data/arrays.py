@@ -1,6 +1,7 @@
-"""Arrays in .npz files: the whole file or the one before it, and never a pickle."""
+"""Arrays in .npz files: on disk is the whole file or the one before it, and never a pickle."""
 
 import hashlib
+import io
 import os
 import zipfile
 import zlib
@@ -24,10 +25,16 @@ def read_arrays(path: Path) -> Arrays:
 
 
 def write_arrays(path: Path, arrays: Arrays) -> None:
+    content = io.BytesIO()
+    np.savez(content, **arrays)  # type: ignore[arg-type]
+    write_whole(path, content.getbuffer())
+
+
+def write_whole(path: Path, content: bytes | memoryview) -> None:
     new = path.with_name(f"{WRITING}{path.name}-{os.getpid()}")
     try:
         with new.open("wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         new.rename(path)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from megabatch.data.arrays import Arrays, Texts, fingerprint
 from megabatch.data.files import IMAGE_SUFFIXES, Library
 from megabatch.data.index_cache import cached_index, settled_mtime
+from megabatch.data.names import is_plain
 from megabatch.errors import UserError
 
 TRAIN_FOLDER = "train"
@@ -129,7 +130,7 @@ def list_classes(folder: Path, walk: Walk) -> dict[str, list[str]]:
             f"put each image into the folder of its class: {LAYOUT}"
         )
     for name in names:
-        if any(letter < " " or "\ud800" <= letter <= "\udfff" for letter in name):  # it goes into lists, a name a line
+        if not is_plain(name):
             raise UserError(f"{folder} has a class folder {name!r}, whose name is no plain text; rename it")
     return {name: list_images(folder / name, walk) for name in sorted(names)}
 

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from megabatch.data.arrays import UNREADABLE, Arrays, fingerprint, read_arrays
 from megabatch.data.files import IMAGE_SUFFIXES, Library
 from megabatch.data.index_cache import cached_index, settled_mtime
+from megabatch.data.names import is_plain, one_line
 from megabatch.data.tars import BLOCK, Damaged, Member, Read, member_name, walk_members
 from megabatch.errors import UserError
 
@@ -118,10 +119,6 @@ class ShardFiles:
         return fingerprint(names, self.shards.sizes, self.shard, self.offset, self.length, self.labels)
 
 
-def one_line(text: str) -> str:
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
-
-
 def allow_descriptors(num_shards: int) -> None:
     """Every map keeps a descriptor (before Python 3.13); a pack of ImageNet has more than a process may have open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -132,10 +129,16 @@ def allow_descriptors(num_shards: int) -> None:
 
 
 def holds_shards(path: Path) -> bool:
-    """Whether `read_shards` is for it: a tar, or a folder with tars or an index in it."""
-    if path.is_dir():
-        return any(is_tar(entry) or entry.name in (INDEX, UNFINISHED) for entry in path.iterdir())
-    return is_tar(path)
+    """Whether `read_shards` is for it: a tar, a pack, or a folder of tars alone.
+
+    Tars beside folders are taken for the archives from which these were unpacked.
+    """
+    if not path.is_dir():
+        return path.is_file() and is_tar(path)
+    entries = [entry for entry in path.iterdir() if entry.name in (INDEX, UNFINISHED) or not entry.name.startswith(".")]
+    if any(entry.name in (INDEX, UNFINISHED) for entry in entries):
+        return True
+    return any(is_tar(entry) for entry in entries) and not any(entry.is_dir() for entry in entries)
 
 
 def is_tar(path: Path) -> bool:
@@ -343,7 +346,7 @@ def read_label(member: Member, extension: str, read: Read, path: Path) -> str | 
             label = fields.get("label", fields.get("cls")) if isinstance(fields, dict) else None
             if label is None:
                 return None
-        if isinstance(label, bool) or not isinstance(label, int | str) or label == "":
+        if isinstance(label, bool) or not isinstance(label, int | str) or label == "" or not is_plain(str(label)):
             raise ValueError(f"{label!r} is neither a number nor a name")
     except ValueError as error:  # msgspec's and Unicode's errors too
         where = f"{path} at offset {member.offset} ({one_line(member.name)})"

@@ -1,0 +1,52 @@
+"""An image as it goes into a shard: its own bytes, or, where it is larger than asked for, a smaller JPEG."""
+
+import simplejpeg  # type: ignore[import-untyped]
+import torch
+from msgspec import Struct
+
+from megabatch.data.decode import (
+    Content,
+    Unreadable,
+    dct_scale,
+    decode_scaled,
+    decode_with_pillow,
+    read_size,
+    resize,
+)
+
+MOST_PIXELS = 89_478_485  # as Pillow has it: a quarter of a GiB in memory
+SMALLEST_SCALE = 8
+
+
+class Stored(Struct, frozen=True):
+    content: Content
+    suffix: str | None  # of the new format, None where the bytes are the source's own
+    width: int
+    height: int
+
+
+def prepare(content: Content, shorter_side: int | None, quality: int) -> Stored:
+    """Decodes every image, also those that stay as they are: a damaged one is found now, not in the middle of a run."""
+    height, width, is_jpeg = read_size(content, MOST_PIXELS)
+    if shorter_side is None or min(height, width) <= shorter_side:
+        # An eighth of the size is the cheapest that still reads all of the bytes.
+        decode_scaled(content, height, width, SMALLEST_SCALE) if is_jpeg else decode_with_pillow(content)
+        return Stored(content, None, width, height)
+    if is_jpeg:
+        pixels, _ = decode_scaled(content, height, width, dct_scale((0, 0, height, width), shorter_side))
+    else:
+        pixels = decode_with_pillow(content)
+    height, width = shrunk(height, width, shorter_side)
+    smaller = torch.empty((height, width, 3), dtype=torch.uint8)
+    resize(pixels, smaller.permute(2, 0, 1))
+    try:
+        encoded: bytes = simplejpeg.encode_jpeg(smaller.numpy(), quality, "RGB", "420")
+    except ValueError as error:
+        raise Unreadable(f"its {width} x {height} pixels cannot be a JPEG: {error}") from error
+    return Stored(encoded, ".jpg", width, height)
+
+
+def shrunk(height: int, width: int, shorter_side: int) -> tuple[int, int]:
+    """The same shape, to whole pixels."""
+    shorter = min(height, width)
+    return round(height * shorter_side / shorter), round(width * shorter_side / shorter)
