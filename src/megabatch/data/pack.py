@@ -55,6 +55,7 @@ Source = FolderFiles | ShardFiles
 
 PARTS = ("train", "val")
 LOCK = ".pack.lock"
+MEGABYTE = 1_000_000
 ORDER_SEED = 0x7061636B
 AHEAD_PER_THREAD = 4  # images that are ready before the writer comes to them
 
@@ -282,7 +283,7 @@ def write_shard(
                 raise UserError(f"{reasons[-1]}; --on-error skip leaves such images out")
             skipped.append(number)
             progress.skipped.append(reasons[-1])
-        elif writer.rows and writer.size + len(made.sample) + len(END) > settings.shard_mb * 1_000_000:
+        elif writer.rows and writer.size + len(made.sample) + len(END) > settings.shard_mb * MEGABYTE:
             break
         else:
             writer.add(number, made.sample)
