@@ -3,8 +3,9 @@ import pytest
 import torch
 
 from megabatch.data.batches import Normalise, TrainingImages, evaluation_batches
+from megabatch.data.images import ArrayImages
 from megabatch.data.order import epoch_order
-from megabatch.data.sources import ArrayImages, DataSettings
+from megabatch.data.settings import DataSettings
 from megabatch.planning.batch import BatchSettings, plan_steps
 
 

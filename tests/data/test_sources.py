@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from megabatch.data.sources import ArrayImages, DataSet, DataSettings, SyntheticSettings, load_data_set
+from megabatch.data.images import ArrayImages, DataSet
+from megabatch.data.settings import DataSettings, SyntheticSettings
+from megabatch.data.sources import load_data_set
 from megabatch.errors import UserError
 from tools.embed_fashion import FASHION_MNIST, subset
 
