@@ -20,8 +20,8 @@ def test_evaluation_reads_every_sample_once_in_batches_that_do_not_depend_on_the
     images = numbered(37)
     by_number = {}
     for rank in range(num_ranks):
-        for number, _, labels in evaluation_batches(images, 4, rank, num_ranks):
-            by_number[number] = labels.tolist()
+        for number, batch in evaluation_batches(images, 4, rank, num_ranks):
+            by_number[number] = batch.labels.tolist()
     assert by_number == {number: list(range(4 * number, min(4 * number + 4, 37))) for number in range(10)}
 
 

@@ -143,6 +143,7 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
         load("x" * 300)
     with pytest.raises(UserError, match=r"data.source='fashon-mnist' .*nearest: data.source=fashion-mnist"):
         load("fashon-mnist")
+    (tmp_path / "t10k-labels-idx1-ubyte").touch()
     with pytest.raises(UserError, match="train-images-idx3-ubyte"):
         load(tmp_path)
 
