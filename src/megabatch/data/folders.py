@@ -1,0 +1,168 @@
+"""Images in folders: one folder for each class, or train/ and val/ with such folders in each.
+
+Samples are numbered by class and then by path, both sorted, so a folder gives the same numbers on every machine.
+"""
+
+import os
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megabatch.data.arrays import Arrays, Texts, fingerprint
+from megabatch.data.files import IMAGE_SUFFIXES, Library
+from megabatch.data.index_cache import cached_index, settled_mtime
+from megabatch.errors import UserError
+
+TRAIN_FOLDER = "train"
+TEST_FOLDERS = ("val", "validation", "test")  # the first that is there: ImageNet's test/ has no labels
+LAYOUT = "CLASS/IMAGE, or train/CLASS/IMAGE and val/CLASS/IMAGE"
+
+
+class FolderFiles:
+    """Files by their paths below `folder`."""
+
+    def __init__(self, folder: Path, names: Texts, labels: NDArray[np.int64]) -> None:
+        self.folder, self.names, self.labels = folder, names, labels
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def content(self, number: int) -> bytes:
+        return (self.folder / self.names[number]).read_bytes()
+
+    def where(self, number: int) -> str:
+        return str(self.folder / self.names[number])
+
+    def name(self, number: int) -> str:
+        return self.names[number]
+
+    def fingerprint(self) -> str:
+        """Of which files there are, in which order and of which class; not of what they hold."""
+        return fingerprint(self.names.content, self.names.ends, self.labels)
+
+
+def read_folder(path: Path) -> Library:
+    if not path.exists():
+        raise UserError(f"{path} does not exist; give a folder of class folders ({LAYOUT})")
+    if not path.is_dir():
+        raise UserError(f"{path} is no folder; give a folder of class folders ({LAYOUT})")
+    path = path.resolve()
+    try:
+        index = cached_index("folder", path, lambda: index_folder(path), is_current)
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or path} cannot be read ({error.strerror}); mend that, or remove it"
+        ) from error
+    parts = [
+        FolderFiles(path / str(name), Texts(index[f"names_{part}"], index[f"ends_{part}"]), index[f"labels_{part}"])
+        for part, name in enumerate(index["parts"])
+    ]
+    names = tuple(str(name) for name in index["class_names"])
+    return Library(class_names=names, train=parts[0], test=parts[1] if len(parts) > 1 else None, place=str(path))
+
+
+def is_current(index: Arrays) -> bool:
+    """True as long as nothing was added to any of its folders, or taken away."""
+    folders = Texts(index["folders"], index["folder_ends"])
+    return all(Path(folders[at]).stat().st_mtime_ns == mtime for at, mtime in enumerate(index["mtimes"]))
+
+
+def index_folder(path: Path) -> Arrays:
+    walk = Walk()
+    parts = choose_parts(path, walk)
+    listed = [list_classes(path / part, walk) for part in parts]
+    class_names = list(listed[0])
+    if len(parts) > 1:
+        require_same_classes(path / parts[0], class_names, path / parts[1], list(listed[1]))
+    folders = Texts.of(walk.folders)
+    index: Arrays = {
+        "parts": np.array(parts),
+        "class_names": np.array(class_names),
+        "folders": folders.content,
+        "folder_ends": folders.ends,
+        "mtimes": np.array(walk.mtimes, np.int64),
+    }
+    for part, classes in enumerate(listed):
+        names = Texts.of(f"{name}/{image}" for name, images in classes.items() for image in images)
+        counts = [len(images) for images in classes.values()]
+        index[f"names_{part}"], index[f"ends_{part}"] = names.content, names.ends
+        index[f"labels_{part}"] = np.repeat(np.arange(len(classes)), counts)
+    return index
+
+
+class Walk:
+    """Lists folders, and remembers when each was changed."""
+
+    def __init__(self) -> None:
+        self.folders: list[str] = []
+        self.mtimes: list[int] = []
+
+    def names_in(self, folder: Path) -> tuple[list[str], list[str]]:
+        """The names of the folders and of the files in it, without those that are hidden."""
+        self.mtimes.append(settled_mtime(folder))
+        self.folders.append(str(folder))
+        names: tuple[list[str], list[str]] = ([], [])
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if not entry.name.startswith("."):
+                    names[not entry.is_dir()].append(entry.name)
+        return names
+
+
+def choose_parts(path: Path, walk: Walk) -> list[str]:
+    """The folders of the training and the test part; the folder itself where it has none."""
+    folders, _ = walk.names_in(path)
+    test = [name for name in TEST_FOLDERS if name in folders][:1]
+    has_parts = TRAIN_FOLDER in folders and (test or len(folders) == 1)
+    return [TRAIN_FOLDER, *test] if has_parts else [""]
+
+
+def list_classes(folder: Path, walk: Walk) -> dict[str, list[str]]:
+    """The paths of the images of every class, sorted."""
+    names, files = walk.names_in(folder)
+    if not names and not files:
+        raise UserError(f"{folder} is empty; expected {LAYOUT}")
+    if not names:
+        raise UserError(
+            f"{folder} holds {len(files):,} files ({min(files)}) but no class folders; "
+            f"put each image into the folder of its class: {LAYOUT}"
+        )
+    for name in names:
+        if any(letter < " " or "\ud800" <= letter <= "\udfff" for letter in name):  # it goes into lists, a name a line
+            raise UserError(f"{folder} has a class folder {name!r}, whose name is no plain text; rename it")
+    return {name: list_images(folder / name, walk) for name in sorted(names)}
+
+
+def list_images(folder: Path, walk: Walk) -> list[str]:
+    images, other = [], None
+    below = [""]
+    while below:
+        prefix = below.pop()
+        folders, files = walk.names_in(folder / prefix)
+        below += [f"{prefix}{name}/" for name in folders]
+        for name in files:
+            if name[name.rfind(".") :].lower() in IMAGE_SUFFIXES:
+                images.append(prefix + name)
+            else:
+                other = prefix + name
+    if not images:
+        found = f"; {other} has another suffix" if other else ""
+        raise UserError(
+            f"{folder} holds no image (suffixes {' '.join(IMAGE_SUFFIXES)}){found}; "
+            "remove it, or put the images of this class there"
+        )
+    return sorted(images)
+
+
+def require_same_classes(train: Path, train_classes: list[str], test: Path, test_classes: list[str]) -> None:
+    for having, classes, lacking, others in (
+        (train, train_classes, test, test_classes),
+        (test, test_classes, train, train_classes),
+    ):
+        missing = sorted(set(classes) - set(others))
+        if missing:
+            count = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
+            raise UserError(
+                f"{lacking} has no class {missing[0]!r}{count}, which {having} has; both must have the same ones"
+            )

@@ -1,0 +1,73 @@
+"""What was found on disk, kept for the next time: listing a million files takes seconds, on a file server minutes.
+
+An index lies in $XDG_CACHE_HOME/megabatch (or ~/.cache/megabatch) under a hash of what it indexes, and holds what its
+validity is judged by.  Ranks that start together take turns on a lock: the first makes the index, the others find it.
+Nothing depends on the cache: where it cannot be read or written, the index is made again.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from megabatch.data.arrays import UNREADABLE, Arrays, read_arrays, write_arrays
+
+FORMAT = 1
+TICK_NS = 20_000_000  # of a file system's clock, at most
+
+
+def cached_index(kind: str, place: Path, build: Callable[[], Arrays], is_current: Callable[[Arrays], bool]) -> Arrays:
+    """The index of `place`, from the cache if it is there and current."""
+    digest = hashlib.sha256(os.fsencode(f"{FORMAT} {kind} {place.resolve()}")).hexdigest()[:32]
+    path = cache_folder() / f"{kind}-{digest}.npz"
+    found = read_current(path, is_current)
+    if found is not None:
+        return found
+    with turn(path.with_suffix(".lock")) as has_turn:
+        found = read_current(path, is_current) if has_turn else None
+        if found is None:
+            found = build()
+            with contextlib.suppress(OSError):
+                write_arrays(path, found)
+    return found
+
+
+def cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "megabatch"
+
+
+def read_current(path: Path, is_current: Callable[[Arrays], bool]) -> Arrays | None:
+    try:
+        arrays = read_arrays(path)
+        return arrays if is_current(arrays) else None
+    except UNREADABLE:
+        return None
+
+
+@contextlib.contextmanager
+def turn(path: Path) -> Iterator[bool]:
+    """Waits for its turn; False where there can be none, which is no reason not to go on."""
+    with contextlib.ExitStack() as opened:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(opened.enter_context(path.open("a")), fcntl.LOCK_EX)
+            has_turn = True
+        except OSError:
+            has_turn = False
+        yield has_turn
+
+
+def settled_mtime(path: Path) -> int:
+    """When it was last changed, in ns; what is changed after this call has another mtime.
+
+    Two changes within one tick of the file system's clock have the same: where the last is that new, wait it out.
+    """
+    mtime = path.stat().st_mtime_ns
+    if 0 <= time.time_ns() - mtime < TICK_NS:
+        time.sleep(TICK_NS / 1e9)
+        mtime = path.stat().st_mtime_ns
+    return mtime

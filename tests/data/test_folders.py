@@ -1,0 +1,199 @@
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megabatch.data import folders
+from megabatch.data.folders import FolderFiles, read_folder
+from megabatch.data.index_cache import cache_folder
+from megabatch.errors import UserError
+from tests.data.pictures import write_files
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "megabatch"
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    write_files(tmp_path / "photos", ["b/2.jpg", "a/x/9.png", "a/1.JPEG", "b/10.jpg", "c/ü 1.webp"])
+    return tmp_path / "photos"
+
+
+@pytest.fixture
+def num_walks(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    walked: list[Path] = []
+    index = folders.index_folder
+
+    def counted(path: Path) -> dict[str, np.ndarray]:
+        walked.append(path)
+        return index(path)
+
+    monkeypatch.setattr(folders, "index_folder", counted)
+    return walked
+
+
+def names(files: object) -> list[str]:
+    assert isinstance(files, FolderFiles)
+    return [files.name(number) for number in range(len(files))]
+
+
+def test_samples_are_numbered_by_class_and_then_by_path(photos: Path) -> None:
+    library = read_folder(photos)
+    assert library.class_names == ("a", "b", "c") and library.test is None
+    assert names(library.train) == ["a/1.JPEG", "a/x/9.png", "b/10.jpg", "b/2.jpg", "c/ü 1.webp"]
+    assert library.train.labels.tolist() == [0, 0, 1, 1, 2] and library.train.labels.dtype == np.int64
+
+
+def test_content_is_that_of_the_file_that_where_names(photos: Path) -> None:
+    train = read_folder(photos).train
+    for number in range(len(train)):
+        assert train.content(number) == Path(train.where(number)).read_bytes()
+
+
+def test_hidden_files_and_folders_and_other_suffixes_are_passed_over(photos: Path) -> None:
+    before = names(read_folder(photos).train)
+    write_files(photos, ["a/.hidden.jpg", ".cache/1.jpg", "a/.ipynb_checkpoints/1.jpg", "a/notes.txt", "list.csv"])
+    assert names(read_folder(photos).train) == before
+
+
+@pytest.mark.parametrize("test_folder", ["val", "validation", "test"])
+def test_train_and_a_test_folder_are_two_parts_of_one_numbering(tmp_path: Path, test_folder: str) -> None:
+    write_files(tmp_path, ["train/b/1.jpg", "train/a/2.jpg", "train/a/1.jpg", f"{test_folder}/a/7.jpg"])
+    write_files(tmp_path, [f"{test_folder}/b/8.jpg", "docs/1.txt"])
+    library = read_folder(tmp_path)
+    assert library.class_names == ("a", "b")
+    assert names(library.train) == ["a/1.jpg", "a/2.jpg", "b/1.jpg"] and library.train.labels.tolist() == [0, 0, 1]
+    assert library.test is not None
+    assert names(library.test) == ["a/7.jpg", "b/8.jpg"] and library.test.labels.tolist() == [0, 1]
+    assert Path(library.test.where(1)) == tmp_path / test_folder / "b/8.jpg"
+
+
+def test_of_val_and_test_val_is_read_and_train_may_be_alone(tmp_path: Path) -> None:
+    write_files(tmp_path / "set", ["train/a/1.jpg"])
+    assert read_folder(tmp_path / "set").class_names == ("a",) and read_folder(tmp_path / "set").test is None
+    write_files(tmp_path / "set", ["val/a/1.jpg", "test/unlabelled.jpg"])
+    test = read_folder(tmp_path / "set").test
+    assert test is not None and names(test) == ["a/1.jpg"] and "val" in test.where(0)
+
+
+def test_a_class_may_be_called_train(tmp_path: Path) -> None:
+    write_files(tmp_path / "set", ["train/1.jpg", "plane/1.jpg"])
+    assert read_folder(tmp_path / "set").class_names == ("plane", "train")
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ([], r"set is empty; expected CLASS/IMAGE"),
+        (["1.jpg", "2.jpg"], r"set holds 2 files \(1.jpg\) but no class folders; put each image .*val/CLASS/IMAGE"),
+        (["train/a/1.jpg", "val/1.JPEG"], r"set/val holds 1 files \(1.JPEG\) but no class folders"),
+        (["a/1.jpg", "b/"], r"set/b holds no image \(suffixes .jpg .*\); remove it"),
+        (["a/1.jpg", "b/x/1.heic"], r"set/b holds no image .*; x/1.heic has another suffix; remove it"),
+        (["train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg"], r"set/val has no class 'b', which .*set/train has"),
+        (
+            ["train/a/1.jpg", "val/a/1.jpg", "val/b/1.jpg", "val/c/1.jpg"],
+            r"set/train has no class 'b' and 1 more, which .*set/val has",
+        ),
+        (["a\nb/1.jpg"], r"set has a class folder 'a\\nb', whose name is no plain text; rename it"),
+    ],
+)
+def test_a_folder_of_another_layout_is_named_with_its_fault(tmp_path: Path, files: list[str], message: str) -> None:
+    (tmp_path / "set").mkdir()
+    write_files(tmp_path / "set", [name for name in files if not name.endswith("/")])
+    for name in files:
+        if name.endswith("/"):
+            (tmp_path / "set" / name).mkdir()
+    with pytest.raises(UserError, match=message) as caught:
+        read_folder(tmp_path / "set")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_path_that_is_no_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"gone does not exist; give a folder"):
+        read_folder(tmp_path / "gone")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file is no folder; give a folder"):
+        read_folder(tmp_path / "file")
+
+
+def test_a_folder_that_contains_itself_is_an_error_and_not_endless(photos: Path) -> None:
+    (photos / "a" / "again").symlink_to(photos)
+    with pytest.raises(UserError, match=r"cannot be read \(Too many levels of symbolic links\)"):
+        read_folder(photos)
+
+
+def test_a_folder_is_walked_once_and_again_after_any_change_of_its_files(photos: Path, num_walks: list[Path]) -> None:
+    first, again = read_folder(photos), read_folder(photos)
+    assert len(num_walks) == 1
+    assert isinstance(first.train, FolderFiles) and isinstance(again.train, FolderFiles)
+    assert first.train.fingerprint() == again.train.fingerprint() and first.class_names == again.class_names
+    for change in (
+        lambda: write_files(photos, ["a/x/10.png"]),
+        lambda: (photos / "b/2.jpg").unlink(),
+        lambda: (photos / "b/10.jpg").rename(photos / "b/11.jpg"),
+        lambda: (photos / "c").rename(photos / "d"),
+    ):
+        change()
+        changed = read_folder(photos)
+        assert names(changed.train) == sorted(
+            str(path.relative_to(photos)) for path in photos.rglob("*") if path.is_file()
+        )
+    assert len(num_walks) == 5
+
+
+@pytest.mark.parametrize("spoil", [lambda raw: b"", lambda raw: raw[:200], lambda raw: raw[:300] + b"?" + raw[301:]])
+def test_a_damaged_cache_is_made_anew(photos: Path, cache: Path, num_walks: list[Path], spoil: object) -> None:
+    expected = names(read_folder(photos).train)
+    (stored,) = cache.glob("*.npz")
+    stored.write_bytes(spoil(stored.read_bytes()))  # type: ignore[operator]
+    assert names(read_folder(photos).train) == expected and len(num_walks) == 2
+    assert names(read_folder(photos).train) == expected and len(num_walks) == 2
+
+
+def test_without_a_place_for_the_cache_the_folder_is_read_all_the_same(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert len(read_folder(photos).train) == len(read_folder(photos).train) == 5
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_folder() == tmp_path / "home/.cache/megabatch"
+
+
+def test_of_many_that_start_together_one_walks(photos: Path, num_walks: list[Path]) -> None:
+    """flock holds between open files, so threads are as good as processes here."""
+    begin = threading.Barrier(6)
+    found: list[list[str]] = []
+
+    def start() -> None:
+        begin.wait()
+        found.append(names(read_folder(photos).train))
+
+    threads = [threading.Thread(target=start) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(num_walks) == 1 and len(found) == 6 and all(each == found[0] for each in found)
+
+
+def test_the_cache_is_no_pickle(photos: Path, cache: Path) -> None:
+    read_folder(photos)
+    (stored,) = cache.glob("*.npz")
+    with np.load(stored, allow_pickle=False) as archive:
+        assert all(archive[name].dtype.kind in "iuU" for name in archive.files)
+    assert not [path for path in cache.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_class_folder_that_may_not_be_read_is_named(photos: Path) -> None:
+    (photos / "b").chmod(0)
+    with pytest.raises(UserError, match=r"photos/b cannot be read \(Permission denied\)"):
+        read_folder(photos)
+    (photos / "b").chmod(0o755)

@@ -1,0 +1,294 @@
+import tarfile
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megabatch.data import shards
+from megabatch.data.shards import ShardFiles, holds_shards, read_shards, split_by_name
+from megabatch.data.tars import Damaged, walk_members
+from megabatch.errors import UserError
+from tests.data.pictures import picture, write_tar
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "megabatch"
+
+
+@pytest.fixture
+def num_scans(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    scanned: list[Path] = []
+    scan_tar = shards.scan_tar
+
+    def counted(path: Path) -> shards.Found:
+        scanned.append(path)
+        return scan_tar(path)
+
+    monkeypatch.setattr(shards, "scan_tar", counted)
+    return scanned
+
+
+def write_shards(folder: Path) -> None:
+    """Two classes; samples 0 to 5 in two training shards, 6 and 7 in one for testing."""
+    for shard, numbers in {"train-000000": range(3), "train-000001": range(3, 6), "val-000000": range(6, 8)}.items():
+        members = [
+            (f"{number}.{suffix}", picture(number) if suffix == "jpg" else str(number % 2))
+            for number in numbers
+            for suffix in ("jpg", "cls")
+        ]
+        write_tar(folder / f"{shard}.tar", members)  # type: ignore[arg-type]
+
+
+def test_tars_are_read_in_the_order_of_their_names_and_members(tmp_path: Path) -> None:
+    write_shards(tmp_path)
+    library = read_shards(tmp_path)
+    assert library.class_names == ("0", "1") and library.test is not None
+    assert [bytes(library.train.content(number)) for number in range(6)] == [picture(number) for number in range(6)]
+    assert [bytes(library.test.content(number)) for number in range(2)] == [picture(6), picture(7)]
+    assert library.train.labels.tolist() == [0, 1, 0, 1, 0, 1] and library.test.labels.tolist() == [0, 1]
+    assert library.train.labels.dtype == np.int64
+
+
+def test_content_is_a_view_of_the_shard_that_outlives_its_library(tmp_path: Path) -> None:
+    write_shards(tmp_path)
+    library = read_shards(tmp_path)
+    view = library.train.content(4)
+    assert isinstance(view, memoryview) and view.readonly
+    other = library.train.content(4)
+    assert isinstance(other, memoryview) and view.obj is other.obj  # one map for both
+    del library, other
+    assert bytes(view) == picture(4)
+
+
+def test_where_names_the_shard_the_offset_and_the_member(tmp_path: Path) -> None:
+    write_shards(tmp_path)
+    where = read_shards(tmp_path).train.where(4)
+    with tarfile.open(tmp_path / "train-000001.tar") as tar:
+        offset = tar.getmember("4.jpg").offset_data
+    assert where == f"{tmp_path}/train-000001.tar at offset {offset} (4.jpg)"
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_members_are_found_where_tarfile_finds_them(tmp_path: Path, form: int) -> None:
+    """mtime=1.5 gives every member a pax header, as WebDataset's writer does; long names need headers of their own."""
+    directory = "d" * 90
+    names = ["a.jpg", f"{directory}/{'n' * 60}.jpg", "deep/er/b.x.png", "empty.cls"]
+    if form != tarfile.USTAR_FORMAT:
+        names += [f"{'l' * 150}/{'n' * 200}.jpg", "ü" * 80 + ".jpg"]
+    write_tar(tmp_path / "x.tar", [(name, picture(at)[: 700 * at]) for at, name in enumerate(names)], form)
+    with tarfile.open(tmp_path / "x.tar", "a", format=form) as tar:
+        tar.add(tmp_path, "folder", recursive=False)
+        link = tarfile.TarInfo("link")
+        link.type, link.linkname = tarfile.SYMTYPE, "l" * 90
+        tar.addfile(link)
+        tar.addfile(tarfile.TarInfo("last.png"))
+    content = (tmp_path / "x.tar").read_bytes()
+    found = list(walk_members(lambda offset, length: content[offset : offset + length], len(content)))
+    with tarfile.open(tmp_path / "x.tar") as tar:
+        expected = [(each.name, each.offset_data, each.size) for each in tar.getmembers() if each.isreg()]
+    assert [(each.name, each.offset, each.length) for each in found] == expected
+    images = shards.Shards([tmp_path / "x.tar"], np.array([len(content)]))
+    assert [images.member_name(0, offset) for _, offset, _ in expected] == [name for name, _, _ in expected]
+
+
+def test_labels_are_text_or_json_numbers_or_names(tmp_path: Path) -> None:
+    write_tar(
+        tmp_path / "a.tar",
+        [
+            ("x/0.jpg", picture(0)),
+            ("x/0.json", {"label": "dog", "caption": "z" * 2000}),
+            ("x/1.cls", "cat\n"),
+            ("x/1.png", picture(1, form="PNG")),
+            ("x/2.JPEG", picture(2)),
+            ("x/2.json", {"cls": "ant"}),
+            ("x/2.seg.png", b"no image of the sample"),
+            ("x/._3.jpg", b"of a Mac"),
+            ("x/4.txt", "a sample without an image"),
+        ],
+    )
+    library = read_shards(tmp_path / "a.tar")
+    assert library.class_names == ("ant", "cat", "dog") and library.train.labels.tolist() == [2, 1, 0]
+    assert [bytes(library.train.content(number)) for number in (0, 2)] == [picture(0), picture(2)]
+
+
+def test_numbers_number_the_classes_and_classes_txt_names_them(tmp_path: Path) -> None:
+    write_tar(
+        tmp_path / "a.tar", [("0.jpg", picture(0)), ("0.cls", "2"), ("1.jpg", picture(1)), ("1.json", {"cls": 0})]
+    )
+    library = read_shards(tmp_path)
+    assert library.class_names == ("0", "1", "2") and library.train.labels.tolist() == [2, 0]
+    (tmp_path / "classes.txt").write_text("ant\nbee\ncat\n")
+    assert read_shards(tmp_path).class_names == ("ant", "bee", "cat")
+
+
+@pytest.mark.parametrize(
+    ("names", "splits"),
+    [
+        (["a-000.tar", "b_1.tar", "trivial-0.tar"], [0, 0, 0]),
+        (["train-000.tar", "val-000.tar"], [0, 1]),
+        (["imagenet1k-train-0000.tar", "imagenet1k-validation-00.tar"], [0, 1]),
+        (["data_1.tar", "test_1.tar"], [0, 1]),
+        (["train2017-1.tar", "val2017-1.tar", "test2017-1.tar"], [0, 1, None]),
+    ],
+)
+def test_the_name_of_a_shard_says_which_part_it_belongs_to(names: list[str], splits: list[int | None]) -> None:
+    assert split_by_name(names) == splits
+
+
+def test_one_tar_is_all_training_whatever_its_name(tmp_path: Path) -> None:
+    write_shards(tmp_path)
+    library = read_shards(tmp_path / "val-000000.tar")
+    assert len(library.train) == 2 and library.test is None
+
+
+def test_a_members_name_never_becomes_a_path(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    names = [
+        "../../evil.jpg",
+        "../../evil.cls",
+        "/etc/evil2.jpg",
+        "/etc/evil2.cls",
+        "line\nbreak.jpg",
+        "line\nbreak.cls",
+    ]
+    write_tar(tmp_path / "in/x.tar", [(name, picture(0) if name.endswith("jpg") else "0") for name in names])
+    before = sorted(tmp_path.rglob("*"))
+    library = read_shards(tmp_path / "in")
+    assert all(bytes(library.train.content(number)) == picture(0) for number in range(3))
+    assert library.train.where(0).endswith("(../../evil.jpg)") and library.train.where(2).endswith("(line?break.jpg)")
+    new = {path for path in tmp_path.rglob("*") if "cache" not in str(path)} - set(before)
+    assert not new and not (tmp_path.parent / "evil.jpg").exists()
+
+
+def test_tars_are_scanned_once_and_again_when_one_has_changed(tmp_path: Path, num_scans: list[Path]) -> None:
+    write_shards(tmp_path / "set")
+    first, again = read_shards(tmp_path / "set"), read_shards(tmp_path / "set")
+    assert len(num_scans) == 3
+    assert isinstance(first.train, ShardFiles) and isinstance(again.train, ShardFiles)
+    assert first.train.fingerprint() == again.train.fingerprint()
+    write_tar(tmp_path / "set/train-000001.tar", [("3.jpg", picture(3)), ("3.cls", "1")])
+    assert len(read_shards(tmp_path / "set").train) == 4
+    (tmp_path / "set/val-000000.tar").unlink()
+    assert read_shards(tmp_path / "set").test is None
+    assert len(num_scans) == 3 + 3 + 2
+
+
+def test_any_thread_may_ask_first(tmp_path: Path) -> None:
+    write_shards(tmp_path)
+    train = read_shards(tmp_path).train
+    begin = threading.Barrier(8)
+    found: list[bool] = []
+
+    def start() -> None:
+        begin.wait()
+        found.append(all(bytes(train.content(number)) == picture(number) for number in range(6)))
+
+    threads = [threading.Thread(target=start) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 8
+
+
+def test_a_shard_that_shrank_after_the_index_was_read_is_an_error_and_no_crash(tmp_path: Path) -> None:
+    write_shards(tmp_path)
+    library = read_shards(tmp_path)
+    (tmp_path / "train-000000.tar").write_bytes(b"")
+    with pytest.raises(OSError, match=r"train-000000.tar has 0 bytes now, and had 10,240 before"):
+        library.train.content(0)
+
+
+def image_and(*members: tuple[str, object]) -> list[tuple[str, object]]:
+    return [("a.jpg", picture(0)), *members]
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ([], r"holds no image for training"),
+        ([("a.cls", "1")], r"holds no image for training"),
+        (image_and(), r"x.tar at offset 512: the image a.jpg has no label; expected a member .cls"),
+        (image_and(("b.cls", "0")), r"the image a.jpg has no label"),
+        (image_and(("a.json", {"caption": "b"})), r"the image a.jpg has no label"),
+        (
+            image_and(("a.json", "{")),
+            r"x.tar at offset \d+ \(a.json\) is no label: .*; expected the number or the name",
+        ),
+        (image_and(("a.json", {"label": [1]})), r"\[1\] is neither a number nor a name"),
+        (image_and(("a.cls", "")), r"'' is neither a number nor a name"),
+        (image_and(("a.cls", b"\xff")), r"\(a.cls\) is no label"),
+        (image_and(("a.cls", "-1")), r"has a label -1; labels number the classes from 0"),
+        (image_and(("a.cls", "10000000")), r"has a label 10000000; labels number the classes from 0"),
+        (image_and(("a.png", picture(0)), ("a.cls", "0")), r"x.tar has two images of one sample, a.jpg and a.png"),
+    ],
+)
+def test_a_tar_of_other_content_is_named_with_its_fault(tmp_path: Path, members: object, message: str) -> None:
+    write_tar(tmp_path / "x.tar", members)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=message) as caught:
+        read_shards(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda raw: b"", r"x.tar is damaged at offset 0 \(it is cut short\); fetch it again"),
+        (lambda raw: raw[:700], r"x.tar is damaged at offset 0 \(the member there has .* bytes, more than are left\)"),
+        (lambda raw: raw[:1536], r"x.tar is damaged at offset 1536 \(it is cut short\)"),
+        (lambda raw: raw[:1700], r"x.tar is damaged at offset 1536 \(it is cut short\)"),
+        (lambda raw: raw[:1540] + b"?" + raw[1541:], r"damaged at offset 1536 \(no header of a member is there\)"),
+        (lambda raw: raw[:124] + b"????????" + raw[132:], r"damaged at offset 0 "),
+        (lambda raw: b"\x1f\x8b" + raw[2:], r"damaged at offset 0 "),
+    ],
+)
+def test_a_damaged_tar_is_named_with_the_offset(tmp_path: Path, spoil: object, message: str) -> None:
+    write_tar(tmp_path / "x.tar", [("a.jpg", picture(0)[:600]), ("a.cls", "1")])
+    content = (tmp_path / "x.tar").read_bytes()
+    (tmp_path / "x.tar").write_bytes(spoil(content))  # type: ignore[operator]
+    with pytest.raises(UserError, match=message):
+        read_shards(tmp_path)
+
+
+def test_no_bytes_make_the_walk_of_a_tar_fail_in_another_way(tmp_path: Path) -> None:
+    write_tar(tmp_path / "x.tar", [("a.jpg", picture(0)), ("é" * 120, "1")], tarfile.PAX_FORMAT)
+    content = (tmp_path / "x.tar").read_bytes()
+    generator = np.random.default_rng(0)
+    for place in generator.integers(0, len(content), 2000):
+        spoilt = bytearray(content)
+        spoilt[place] = generator.integers(256)
+        try:
+            found = list(walk_members(lambda start, length: bytes(spoilt[start : start + length]), len(spoilt)))  # noqa: B023
+        except Damaged:
+            continue
+        assert all(0 < each.offset <= each.offset + each.length <= len(spoilt) for each in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("x.tar.gz", r"x.tar.gz is compressed, so images cannot be read from it at random; unpack it to .tar first"),
+        ("x.tgz", r"x.tgz is compressed"),
+        ("x.zip", r"x.zip is no .tar; give a .tar file"),
+    ],
+)
+def test_what_is_no_plain_tar_is_refused(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(UserError, match=message):
+        read_shards(tmp_path / name)
+
+
+def test_a_place_without_tars_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"gone does not exist"):
+        read_shards(tmp_path / "gone")
+    with pytest.raises(UserError, match=r"holds no .tar; give a .tar file, or a folder of them"):
+        read_shards(tmp_path)
+    assert not holds_shards(tmp_path) and not holds_shards(tmp_path / "gone")
+    write_shards(tmp_path / "set")
+    assert holds_shards(tmp_path / "set") and holds_shards(tmp_path / "set/val-000000.tar")
+    (tmp_path / "set/more.tar.gz").touch()
+    with pytest.raises(UserError, match=r"more.tar.gz is compressed"):
+        read_shards(tmp_path / "set")
