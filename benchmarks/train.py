@@ -24,7 +24,8 @@ from megabatch.comm.discover import Place
 from megabatch.comm.notices import Notices
 from megabatch.comm.world import World, choose_device, connect
 from megabatch.config import load_config
-from megabatch.data.sources import ArrayImages, DataSet, load_data_set
+from megabatch.data.images import ArrayImages, DataSet
+from megabatch.data.sources import load_data_set
 from megabatch.train.assemble import assemble, make_model
 from megabatch.train.evaluate import Evaluation
 from megabatch.train.folder import RunFolder

@@ -3,7 +3,8 @@
 import pytest
 
 from megabatch.config import FIELDS, RunConfig, flatten, load_config, marked_settings, read_recipe, recipe_names
-from megabatch.data.sources import DataSettings, foresee_shape, load_data_set
+from megabatch.data.settings import DataSettings
+from megabatch.data.sources import foresee_shape, load_data_set
 from megabatch.errors import UserError
 
 # MLPerf reference convergence points, LARS: batch, rate, warm-up, momentum, decay, BatchNorm's span, most epochs.

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from megabatch.comm.settings import CommSettings
-from megabatch.data.sources import DataSettings
+from megabatch.data.settings import DataSettings
 from megabatch.errors import UserError, nearest
 from megabatch.models.catalog import ModelSettings
 from megabatch.models.loss import LossSettings
@@ -48,6 +48,7 @@ class RunSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     dir: str | None = None  # the run's folder; by default runs/<recipe>-<nnn>
     device: str = "auto"  # cuda where there is one, else cpu
     threads: Annotated[int, Meta(ge=1)] | None = None  # of a rank; by default its share of the cores
+    decode_threads: Annotated[int, Meta(ge=1)] | None = None  # beside them, for images; by default as many
     deterministic: bool = False  # on CUDA: convolutions are chosen by rule, and not by timing them
 
 
@@ -241,7 +242,7 @@ def suggest(key: str) -> str:
 def explain(error: str, settings: Settings) -> str:
     """Turns msgspec's "Expected `float` > 0.0 - at `$.optim.learning_rate`" into value, rule and remedy."""
     rule, _, path = error.partition(" - at `$")
-    path = path.strip("`.")
+    path = path.strip("`.").partition("[")[0]  # of a list's member, the list
     rule = rule.replace("`", "").replace(" | null", "")  # TOML has no null
     value: Any = settings
     for name in path.split("."):

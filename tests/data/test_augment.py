@@ -1,11 +1,20 @@
 import numpy as np
 import torch
 
-from megabatch.data.augment import augment
+from megabatch.data.augment import Augmentation, crop
+from megabatch.data.order import Samples
 from megabatch.data.philox import AUGMENT, draw, draw_below
+from megabatch.data.settings import DataSettings
 
 IMAGES = torch.randint(1, 256, (40, 3, 9, 9), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 SAMPLES, EPOCHS = np.arange(100, 140), np.full(40, 2)
+
+
+def augment(
+    images: torch.Tensor, seed: int, epochs: Samples, samples: Samples, padding: int, flip: bool, **more: float
+) -> torch.Tensor:
+    settings = DataSettings(source="", image_size=8, crop_padding=padding, flip=flip, **more)
+    return Augmentation(settings, seed, samples, epochs).change(images)
 
 
 def plain(image: np.ndarray, seed: int, epoch: int, sample: int, padding: int, flip: bool) -> np.ndarray:
@@ -44,3 +53,20 @@ def test_all_crops_and_both_flips_occur_evenly() -> None:
     # Its row is any of three; its column is lost over the edge, right or middle, and then mirrored half the time.
     expected = 5000 / 3 * np.array([1 / 6, 1 / 3, 1 / 6] * 3)
     assert abs(counts - expected).max() < 5 * np.sqrt(expected.max())
+
+
+def test_one_image_alone_is_changed_as_within_its_batch() -> None:
+    settings = DataSettings(source="", image_size=9, crop_padding=2, flip=True)
+    augmentation = Augmentation(settings, 5, SAMPLES, EPOCHS)
+    together, alone = augmentation.change(IMAGES.clone()), IMAGES.clone()
+    for which, image in enumerate(alone):
+        augmentation.finish(which, image)
+    assert torch.equal(together, alone)
+
+
+def test_images_in_memory_are_cropped_at_random_too() -> None:
+    settings = DataSettings(source="", image_size=9, crop_area=0.2)
+    augmentation = Augmentation(settings, 5, SAMPLES, EPOCHS)
+    assert augmentation.crops is not None
+    for which, (image, result) in enumerate(zip(IMAGES, augmentation.change(IMAGES.clone()), strict=True)):
+        assert torch.equal(result, crop(image, augmentation.crops.box(which, 9, 9)))

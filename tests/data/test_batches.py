@@ -3,8 +3,9 @@ import pytest
 import torch
 
 from megabatch.data.batches import Normalise, TrainingImages, evaluation_batches
+from megabatch.data.images import ArrayImages
 from megabatch.data.order import epoch_order
-from megabatch.data.sources import ArrayImages, DataSettings
+from megabatch.data.settings import DataSettings
 from megabatch.planning.batch import BatchSettings, plan_steps
 
 
@@ -19,8 +20,8 @@ def test_evaluation_reads_every_sample_once_in_batches_that_do_not_depend_on_the
     images = numbered(37)
     by_number = {}
     for rank in range(num_ranks):
-        for number, _, labels in evaluation_batches(images, 4, rank, num_ranks):
-            by_number[number] = labels.tolist()
+        for number, batch in evaluation_batches(images, 4, rank, num_ranks):
+            by_number[number] = batch.labels.tolist()
     assert by_number == {number: list(range(4 * number, min(4 * number + 4, 37))) for number in range(10)}
 
 

@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from megabatch.data.sources import ArrayImages, DataSet, DataSettings, SyntheticSettings, load_data_set
+from megabatch.data.images import ArrayImages, DataSet
+from megabatch.data.settings import DataSettings, SyntheticSettings
+from megabatch.data.sources import load_data_set
 from megabatch.errors import UserError
 from tools.embed_fashion import FASHION_MNIST, subset
 
@@ -141,6 +143,7 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
         load("x" * 300)
     with pytest.raises(UserError, match=r"data.source='fashon-mnist' .*nearest: data.source=fashion-mnist"):
         load("fashon-mnist")
+    (tmp_path / "t10k-labels-idx1-ubyte").touch()
     with pytest.raises(UserError, match="train-images-idx3-ubyte"):
         load(tmp_path)
 

@@ -5,7 +5,7 @@ from torch import nn
 
 from megabatch.comm.world import World
 from megabatch.data.batches import Normalise
-from megabatch.data.sources import ArrayImages
+from megabatch.data.images import ArrayImages
 from megabatch.train.evaluate import Evaluation, evaluate
 from tests.ranks import RankPool
 

@@ -15,7 +15,8 @@ from megabatch.comm.settings import CommSettings
 from megabatch.comm.world import World
 from megabatch.config import load_config
 from megabatch.data.batches import Normalise
-from megabatch.data.sources import ArrayImages, DataSet, load_data_set
+from megabatch.data.images import ArrayImages, DataSet
+from megabatch.data.sources import load_data_set
 from megabatch.errors import UserError
 from megabatch.train.assemble import assemble
 from megabatch.train.checkpoint import restore_training_state, training_state

@@ -1,45 +1,90 @@
 """Batches, as functions of where they stand: a training microbatch of (step, index), a test batch of its number."""
 
+import time
 from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+from types import TracebackType
+from typing import Self
 
 import numpy as np
 import torch
 
-from megabatch.data.augment import augment
+from megabatch.data.augment import Augmentation
+from megabatch.data.encoded import EncodedImages, Stages
+from megabatch.data.images import ImageSet
 from megabatch.data.order import Samples, samples_at
-from megabatch.data.sources import DataSettings, ImageSet
+from megabatch.data.reader import CPU, Batch, Batches, Reader, Request
+from megabatch.data.settings import DataSettings
 from megabatch.errors import UserError
 from megabatch.planning.batch import StepPlan
-
-Batch = tuple[torch.Tensor, torch.Tensor]  # uint8 images [B, C, H, W], int64 labels [B]
 
 
 class TrainingImages:
     """The training set in the run's order, augmented."""
 
-    def __init__(self, images: ImageSet, settings: DataSettings, seed: int, plan: StepPlan) -> None:
-        self.images, self.settings, self.seed, self.plan = images, settings, seed, plan
+    def __init__(
+        self, images: ImageSet, settings: DataSettings, seed: int, plan: StepPlan, device: torch.device = CPU
+    ) -> None:
+        self.reader = Reader(images, device, partial(Augmentation, settings, seed))
+        self.images, self.seed, self.plan = images, seed, plan
 
     def samples(self, step: int, index: int) -> tuple[Samples, Samples]:
         """Which samples a microbatch holds, and in which pass over the set each of them stands."""
         return samples_at(self.seed, len(self.images), self.plan.positions(step, index))
 
-    def microbatch(self, step: int, index: int) -> Batch:
-        samples, epochs = self.samples(step, index)
-        pixels = augment(
-            self.images.read(samples), self.seed, epochs, samples, self.settings.crop_padding, self.settings.flip
+    def microbatch(self, step: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Images and labels of one, made now."""
+        batch = self.reader.make(Request(*self.samples(step, index)))
+        return batch.images, batch.labels
+
+    def stream(self, rank: int, first_step: int = 0) -> "Stream":
+        """A rank's microbatches from a step on, made ahead."""
+        places = (
+            (step, index)
+            for step in range(first_step, self.plan.num_steps)
+            for index in self.plan.microbatches_of(rank)
         )
-        return pixels, self.images.labels[torch.from_numpy(samples)]
+        return Stream(self.reader.ahead(Request(*self.samples(*place)) for place in places))
+
+
+class Stream:
+    """Batches in order, with an account of what was waited for.  A wait is what its batch was spent on, in parts."""
+
+    def __init__(self, batches: Batches) -> None:
+        self.batches = batches
+        self.waited, self.skipped = Stages(), list[str]()  # since they were last taken
+
+    def next(self) -> tuple[torch.Tensor, torch.Tensor]:
+        asked_s = time.perf_counter()
+        batch = next(self.batches)
+        waited_s = time.perf_counter() - asked_s
+        self.waited.add(batch.spent, waited_s / (batch.spent.total or 1.0))
+        self.skipped += batch.skipped
+        return batch.images, batch.labels
+
+    def take_account(self) -> tuple[Stages, list[str]]:
+        waited, skipped = self.waited, self.skipped
+        self.waited, self.skipped = Stages(), []
+        return waited, skipped
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.batches.close()
 
 
 def evaluation_batches(
-    images: ImageSet, batch_size: int, rank: int, num_ranks: int
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """This rank's share, every `num_ranks`-th batch: number, images, labels.  A batch is the same for any ranks."""
-    num_batches = -(-len(images) // batch_size)
-    for number in range(rank, num_batches, num_ranks):
-        samples = np.arange(number * batch_size, min((number + 1) * batch_size, len(images)))
-        yield number, images.read(samples), images.labels[samples]
+    images: ImageSet, batch_size: int, rank: int, num_ranks: int, device: torch.device = CPU
+) -> Iterator[tuple[int, Batch]]:
+    """This rank's share, every `num_ranks`-th batch, and its number.  A batch is the same for any ranks."""
+    numbers = range(rank, -(-len(images) // batch_size), num_ranks)
+    samples = (np.arange(number * batch_size, min((number + 1) * batch_size, len(images))) for number in numbers)
+    with closing(Reader(images, device=device).ahead(Request(each, None) for each in samples)) as batches:
+        yield from zip(numbers, batches, strict=True)
 
 
 def first_not_finite(images: ImageSet, samples: Samples) -> int:
@@ -50,16 +95,22 @@ class Normalise:
     """uint8 -> the training set's zero mean and unit deviation per channel, on the device, rounded to `dtype` once."""
 
     MEASURED_SAMPLES = 50_000
+    DECODED_SAMPLES = 1_000  # of images that have to be decoded for it
 
     def __init__(self, images: ImageSet, device: torch.device, dtype: torch.dtype, channels_last: bool = False) -> None:
         totals = torch.zeros(2, 1, dtype=torch.float64)
         count = 0
         # Evenly spread: a set may be sorted by class.
-        measured = np.arange(0, len(images), -(-len(images) // self.MEASURED_SAMPLES))
-        for start in range(0, len(measured), 1000):
-            pixels = images.read(measured[start : start + 1000]).double()
-            totals = totals + torch.stack([pixels.sum((0, 2, 3)), pixels.square().sum((0, 2, 3))])
-            count += pixels.numel() // pixels.shape[1]
+        most = self.DECODED_SAMPLES if isinstance(images, EncodedImages) else self.MEASURED_SAMPLES
+        measured = np.arange(0, len(images), -(-len(images) // most))
+        chunks = np.split(measured, range(64, len(measured), 64))
+        with closing(Reader(images).ahead(Request(chunk, None) for chunk in chunks)) as batches:
+            for batch in batches:
+                pixels = batch.images.double()
+                totals = totals + torch.stack([pixels.sum((0, 2, 3)), pixels.square().sum((0, 2, 3))])
+                count += pixels.numel() // pixels.shape[1]
+        if not count:
+            raise UserError(f"none of {len(measured)} training images that were tried can be read; mend the set")
         mean, mean_square = totals / count
         if not mean.isfinite().all():  # integers always are, images of one's own may not be
             raise UserError(

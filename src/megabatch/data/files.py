@@ -76,3 +76,26 @@ class Joined:
     def where(self, number: int) -> str:
         files, number = self.find(number)
         return files.where(number)
+
+
+def join(first: Library, second: Library) -> Library:
+    """Both, with the classes of both by name."""
+    class_names = tuple(sorted({*first.class_names, *second.class_names}))
+    return Library(
+        class_names=class_names,
+        train=Joined([numbered_anew(part.train, part.class_names, class_names) for part in (first, second)]),
+        test=join_tests(first, second, class_names),
+        place=f"{first.place} and {second.place}",
+    )
+
+
+def join_tests(first: Library, second: Library, class_names: tuple[str, ...]) -> Files | None:
+    tests = [
+        numbered_anew(part.test, part.class_names, class_names) for part in (first, second) if part.test is not None
+    ]
+    return Joined(tests) if tests else None
+
+
+def numbered_anew(files: Files, before: tuple[str, ...], after: tuple[str, ...]) -> Files:
+    numbers = np.array([after.index(name) for name in before])
+    return Chosen(files, np.arange(len(files)), numbers[files.labels])

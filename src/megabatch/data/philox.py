@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-ORDER, AUGMENT, DROPOUT, SYNTHETIC = range(4)
+ORDER, AUGMENT, DROPOUT, SYNTHETIC, VALIDATION = range(5)
+CROP = 16  # and the streams after it, one for each attempt at a crop that fits
 
 Words = NDArray[np.uint64]  # each holds 32 random bits
 Quadruple = tuple[Any, Any, Any, Any]  # of Words, or of ints
@@ -35,10 +36,10 @@ def philox(counter: Quadruple, key: tuple[int, int]) -> Quadruple:
     return a, b, c, d
 
 
-def draw(seed: int, stream: int, first: ArrayLike, second: ArrayLike) -> tuple[Words, Words, Words, Words]:
-    """Four 32-bit words for every pair (first, second); the two broadcast against each other."""
-    a, b = np.broadcast_arrays(np.asarray(first, np.uint64), np.asarray(second, np.uint64))
-    counter = (a & LOW, a >> 32, b & LOW, np.full_like(a, stream))
+def draw(seed: int, stream: ArrayLike, first: ArrayLike, second: ArrayLike) -> tuple[Words, Words, Words, Words]:
+    """Four 32-bit words for every triple (stream, first, second); the three broadcast against each other."""
+    streams, a, b = np.broadcast_arrays(*(np.asarray(numbers, np.uint64) for numbers in (stream, first, second)))
+    counter = (a & LOW, a >> 32, b & LOW, streams)
     return philox(counter, (seed & LOW, seed >> 32))
 
 

@@ -10,8 +10,8 @@ from megabatch.comm.hook import distribute
 from megabatch.comm.world import World
 from megabatch.config import RunConfig
 from megabatch.data.batches import Normalise, TrainingImages
+from megabatch.data.images import DataSet
 from megabatch.data.shapes import DataShape
-from megabatch.data.sources import DataSet
 from megabatch.errors import UserError
 from megabatch.models.catalog import ModelSettings, build_model, check_logits, model_errors
 from megabatch.models.loss import summed_loss
@@ -65,7 +65,7 @@ def assemble(
         seed=config.seed,
         plan=plan,
         data=data,
-        images=TrainingImages(data.train, config.data, config.seed, plan),
+        images=TrainingImages(data.train, config.data, config.seed, plan, world.device),
         normalise=normalise,
         model=distributed,
         summed_loss=partial(summed_loss, config.loss),

@@ -6,7 +6,8 @@ from torch import nn
 
 from megabatch.comm.world import World
 from megabatch.data.batches import Normalise, evaluation_batches
-from megabatch.data.sources import ImageSet
+from megabatch.data.images import ImageSet
+from megabatch.errors import UserError
 from megabatch.models.loss import LossSettings, summed_loss
 
 
@@ -16,6 +17,7 @@ class Evaluation(Struct, frozen=True, kw_only=True):
     test_loss: float  # mean cross-entropy, without label smoothing
     class_top1: list[float | None]  # None for a class without test images
     samples_evaluated: int
+    unreadable: list[str]  # test images that were left out, and why
 
 
 @torch.no_grad()
@@ -29,9 +31,13 @@ def evaluate(
     losses = torch.zeros(-(-len(images) // batch_size), dtype=torch.float64, device=world.device)
     was_training = model.training
     model.eval()
-    for number, pixels, labels in evaluation_batches(images, batch_size, world.rank, world.num_ranks):
-        labels = labels.to(world.device)
-        logits = model(normalise(pixels))
+    unreadable = list[str]()
+    for number, batch in evaluation_batches(images, batch_size, world.rank, world.num_ranks, world.device):
+        unreadable += batch.skipped
+        if not len(batch.labels):
+            continue
+        labels = batch.labels.to(world.device)
+        logits = model(normalise(batch.images))
         losses[number] = summed_loss(LossSettings(), logits, labels)
         right = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
         marks = torch.stack([right[:, 0], right.any(1), torch.ones_like(labels, dtype=torch.bool)])
@@ -41,7 +47,11 @@ def evaluate(
     world.sum(counts)
     world.sum(losses)
     top1, top5, total = counts.sum(1).tolist()
-    assert total == len(images), f"evaluated {total} of {len(images)} samples"
+    if total < len(images):
+        unreadable = [line for lines in world.collect(unreadable) for line in lines]
+    assert total + len(unreadable) == len(images), f"evaluated {total} of {len(images)} samples"
+    if not total:
+        raise UserError(f"no test image can be read, such as {unreadable[0]}; mend the set")
     first, _, seen = counts.tolist()
     return Evaluation(
         top1=top1 / total,
@@ -49,4 +59,5 @@ def evaluate(
         test_loss=losses.sum().item() / total,
         class_top1=[right / count if count else None for right, count in zip(first, seen, strict=True)],
         samples_evaluated=total,
+        unreadable=unreadable,
     )

@@ -11,7 +11,8 @@ from torch import nn
 
 from megabatch.comm.world import choose_device, connect, current_place
 from megabatch.config import load_config
-from megabatch.data.sources import FROM_PYTHON, ArrayImages, DataSet, ImageSet
+from megabatch.data.images import ArrayImages, DataSet, ImageSet
+from megabatch.data.sources import FROM_PYTHON
 from megabatch.errors import UserError
 from megabatch.train.assemble import assemble
 from megabatch.train.preflight import require_known

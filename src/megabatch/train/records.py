@@ -3,8 +3,9 @@
 import statistics
 from typing import Literal
 
-from msgspec import Struct
+from msgspec import Struct, field
 
+from megabatch.data.encoded import Stages
 from megabatch.train.evaluate import Evaluation
 
 Status = Literal["finished", "stopped", "failed"]
@@ -19,6 +20,8 @@ class StepRecord(Struct, frozen=True, kw_only=True):
     skipped: bool  # gradients overflowed: weights, optimizer and statistics were left as they are
     images_per_s: float
     data_wait_s: float  # rank 0 waited for images
+    data_wait: Stages  # the same, by what was being done to them
+    skipped_images: list[str]  # that could not be read, and why; another one stood in for each
     comm_wait_s: float  # rank 0 waited for other ranks, after all its gradients were ready
     straggler: int  # the rank that has waited least for others so far, since they waited for it
     straggler_delay_s: float  # by how much less than the others in the middle, a step
@@ -53,6 +56,8 @@ class Summary(Struct, frozen=True, kw_only=True):
     wall_s: float  # of training, evaluations included; what a resumption repeats is counted once
     images_per_s: float | None  # over all training steps, evaluations left out
     data_wait_share: float | None  # of the time of training steps
+    data_wait: Stages | None  # the same, by what was being done to the images
+    skipped_images: int  # that could not be read, in all epochs, and for which others stood in
     comm_wait_share: float | None
     straggler: Straggler | None  # the rank that delayed the others most, since the last resumption; None on one rank
     time_to_target_s: float | None  # wall time of the first evaluation that reached train.target_top1
@@ -68,7 +73,8 @@ class Tally(Struct, kw_only=True):
     loss_scale: float | None = None
     wall_s: float = 0.0
     training_s: float = 0.0
-    data_wait_s: float = 0.0
+    data_wait: Stages = field(default_factory=Stages)
+    skipped_images: int = 0
     comm_wait_s: float = 0.0
     straggler: Straggler | None = None
     evaluation: EvaluationRecord | None = None
@@ -84,7 +90,8 @@ class Tally(Struct, kw_only=True):
             self.skipped_steps += record.skipped
             self.loss_scale = record.loss_scale
             self.training_s += self.global_batch / record.images_per_s
-            self.data_wait_s += record.data_wait_s
+            self.data_wait.add(record.data_wait)
+            self.skipped_images += len(record.skipped_images)
             self.comm_wait_s += record.comm_wait_s
             if record.straggler_delay_s:
                 share = record.straggler_delay_s * self.steps / self.training_s
@@ -99,6 +106,9 @@ class Tally(Struct, kw_only=True):
 
     def summary(self, status: Status) -> Summary:
         last = self.evaluation
+        waited = Stages()
+        if self.steps:
+            waited.add(self.data_wait, 1 / self.training_s)
         return Summary(
             status=status,
             top1=last.top1 if last else None,
@@ -113,7 +123,9 @@ class Tally(Struct, kw_only=True):
             resumed_from_step=self.resumed_from_step,
             wall_s=self.wall_s,
             images_per_s=self.steps * self.global_batch / self.training_s if self.steps else None,
-            data_wait_share=self.data_wait_s / self.training_s if self.steps else None,
+            data_wait_share=waited.total if self.steps else None,
+            data_wait=waited if self.steps else None,
+            skipped_images=self.skipped_images,
             comm_wait_share=self.comm_wait_s / self.training_s if self.steps else None,
             straggler=self.straggler,
             time_to_target_s=self.time_to_target_s,

@@ -28,10 +28,11 @@ def evaluate_run(folder: Path, source: str | None) -> Evaluation:
     config = load_config(str(folder / "config.toml"))
     if config.data.source.startswith(FROM_PYTHON):
         raise UserError(f"{folder} was trained from Python, where its model and images are; evaluate it there")
-    trained_on = load_data_set(config.data)
+    threads = config.run.decode_threads or 1
+    trained_on = load_data_set(config.data, threads)
     test = trained_on.test
     if source is not None:
-        other = load_data_set(msgspec.structs.replace(config.data, source=source))
+        other = load_data_set(msgspec.structs.replace(config.data, source=source, also=[]), threads)
         if other.num_channels != trained_on.num_channels or len(other.class_names) > len(trained_on.class_names):
             raise UserError(
                 f"--data {source} has {other.num_channels} channels and {len(other.class_names)} classes; the run was "

@@ -1,5 +1,6 @@
 """A whole run on one rank: join, assemble, begin or resume, train, and on rank 0 record everything."""
 
+import math
 import signal
 import sys
 import threading
@@ -21,6 +22,7 @@ from megabatch.comm.world import World, choose_device, connect
 from megabatch.config import RunConfig
 from megabatch.data.sources import load_data_set
 from megabatch.errors import UserError
+from megabatch.planning.batch import StepPlan
 from megabatch.train.assemble import assemble
 from megabatch.train.checkpoint import (
     Checkpoints,
@@ -32,7 +34,7 @@ from megabatch.train.checkpoint import (
     save_weights,
 )
 from megabatch.train.folder import RunFolder
-from megabatch.train.records import Record, Status, Summary, Tally
+from megabatch.train.records import Record, Status, StepRecord, Summary, Tally
 from megabatch.train.resume import alone_in_runs, choose_start
 from megabatch.train.screen import Screen
 from megabatch.train.tensorboard import EventFile
@@ -86,7 +88,8 @@ def run(config: RunConfig, place: Place, resume: str, notices: Notices) -> int:
     with StopSignal() as stop, connect(place, device, notices.store, config.comm.timeout_s) as world:
         try:
             config = share_cores(config, world)
-            training = assemble(config, load_data_set(config.data), world, stop.received)
+            data = load_data_set(config.data, config.run.decode_threads or 1)
+            training = assemble(config, data, world, stop.received)
             summary = train_and_record(config, resume, training, world, partial(notices.tell, FOLDER))
         except BaseException as error:
             if notices.is_first_to_fail() and isinstance(error, UserError):
@@ -100,7 +103,7 @@ def share_cores(config: RunConfig, world: World) -> RunConfig:
     cores = world.collect((host_identity(), usable_cores()))
     threads = config.run.threads or fair_threads(world.rank, cores)
     torch.set_num_threads(threads)
-    return config.with_run(threads=threads)
+    return config.with_run(threads=threads, decode_threads=config.run.decode_threads or threads)
 
 
 def train_and_record(
@@ -120,6 +123,7 @@ def train_and_record(
         try:
             for record in train(training, first_step=tally.steps):
                 tally.add(record, wall_s=time.perf_counter() - started_s)
+                check_skipped(record, tally, training.plan, config.data.skip_limit)
                 if recorder:
                     recorder.see(record)
             status: Status = "finished" if tally.steps == training.plan.num_steps else "stopped"
@@ -130,6 +134,16 @@ def train_and_record(
                 recorder.end("failed")
             raise
         return tally.summary(status)
+
+
+def check_skipped(record: Record, tally: Tally, plan: StepPlan, limit: float) -> None:
+    """All ranks know of all images that were skipped, and end together."""
+    most = limit * plan.num_samples * math.ceil(plan.epochs_after(tally.steps))
+    if isinstance(record, StepRecord) and record.skipped_images and tally.skipped_images > most:
+        raise UserError(
+            f"{tally.skipped_images:,} of {tally.steps * plan.global_batch:,} images were skipped, more than "
+            f"data.skip_limit={limit:g} of an epoch allows, such as {record.skipped_images[0]}; mend the set"
+        )
 
 
 class Beginning(Struct, frozen=True):

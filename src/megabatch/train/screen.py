@@ -1,6 +1,7 @@
 """What a run says while it goes: a header, a live bar on a terminal or plain lines elsewhere, and the result."""
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -13,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from megabatch import __version__
 from megabatch.comm.world import World
 from megabatch.config import RunConfig
+from megabatch.data.encoded import Stages
 from megabatch.data.sources import FROM_PYTHON
 from megabatch.precision.loss_scale import show_scale
 from megabatch.train.preflight import preflight
@@ -20,6 +22,7 @@ from megabatch.train.records import EvaluationRecord, Record, StepRecord, Summar
 from megabatch.train.trainer import Training
 
 TELLING_SHARE = 0.05  # of the time, that others wait for one rank
+TELLING_DATA_SHARE = 0.005  # of the time, that is waited for images
 QUIET_S = 10.0  # where there is no live bar, a line at least this often
 
 
@@ -29,6 +32,7 @@ class Screen:
         self.plan, self.folder, self.target_top1 = training.plan, folder, config.train.target_top1
         self.from_python = config.data.source.startswith(FROM_PYTHON)
         self.last_step: StepRecord | None = None
+        self.complaints: set[str] = set()
         self.spoke_s = time.monotonic()
         self.bar = Progress(
             TextColumn("epoch {task.fields[epoch]:.2f} step {task.completed}/{task.total}"),
@@ -58,6 +62,7 @@ class Screen:
 
     def show(self, record: Record) -> None:
         if isinstance(record, EvaluationRecord):
+            self.show_skipped(record.unreadable, "left out")
             self.line(f"top-1 {record.top1:.4f} top-5 {record.top5:.4f}")
             return
         self.last_step = record
@@ -65,10 +70,18 @@ class Screen:
             self.say(
                 "skipped", f"step {record.step}: a gradient overflowed with loss scale {show_scale(record.loss_scale)}"
             )
+        self.show_skipped(record.skipped_images, "skipped")
         text = f"loss {record.loss:.3f} lr {record.lr:.3f} {record.images_per_s:,.0f}/s {self.waits(record)}"
         self.bar.update(self.task, completed=record.step, epoch=record.epoch, text=text, visible=True)
         if not self.console.is_terminal and time.monotonic() - self.spoke_s > QUIET_S:
             self.line("")
+
+    def show_skipped(self, complaints: Iterable[str], name: str) -> None:
+        """Once each, though every epoch finds them again."""
+        for complaint in complaints:
+            if complaint not in self.complaints:
+                self.complaints.add(complaint)
+                self.say(name, complaint)
 
     def line(self, result: str) -> None:
         """At most 80 characters on a terminal; elsewhere the waits too, which a terminal shows in the bar."""
@@ -106,8 +119,10 @@ class Screen:
             scale = show_scale(summary.loss_scale or 1.0)
             self.say("skipped", f"{skipped}{nothing}; the last step's loss scale was {scale}")
         if summary.data_wait_share is not None and summary.comm_wait_share is not None:
-            shares = f"{summary.data_wait_share:.1%} for data, {summary.comm_wait_share:.1%} for communication"
-            self.say("waited", shares)
+            data = f"{summary.data_wait_share:.1%} for data{describe_stages(summary.data_wait)}"
+            self.say("waited", f"{data}, {summary.comm_wait_share:.1%} for communication")
+        if summary.skipped_images:
+            self.say("skipped", f"{summary.skipped_images:,} images that could not be read; their neighbours stood in")
         late = summary.straggler
         if late and late.share > TELLING_SHARE:
             delay = f"{late.delay_s * 1e3:.1f} ms a step ({late.share:.0%})"
@@ -135,6 +150,14 @@ class Screen:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.bar.stop()
+
+
+def describe_stages(shares: Stages | None) -> str:
+    """What the wait for data was spent on, where it is worth a word."""
+    if shares is None or shares.total < TELLING_DATA_SHARE:
+        return ""
+    stages = {stage: getattr(shares, stage) for stage in shares.__struct_fields__}
+    return f" ({', '.join(f'{stage} {share:.1%}' for stage, share in stages.items() if share >= 0.0005)})"
 
 
 def header(config: RunConfig, training: Training, world: World) -> dict[str, str]:

@@ -10,9 +10,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.comm.hook import GradientSums
-from megabatch.data.batches import Normalise, TrainingImages
+from megabatch.data.batches import Normalise, Stream, TrainingImages
+from megabatch.data.images import DataSet
 from megabatch.data.philox import dropout_seed
-from megabatch.data.sources import DataSet
 from megabatch.optim.optimizers import clip_gradients, set_learning_rate
 from megabatch.planning.batch import StepPlan
 from megabatch.precision.loss_scale import LossScale
@@ -50,19 +50,22 @@ class Training:
 
 def train(run: Training, first_step: int = 0) -> Iterator[Record]:
     """Takes the steps of a run from `first_step` on; yields a record after each, and after each evaluation."""
+    with run.images.stream(run.rank, first_step) as microbatches:
+        yield from train_on(microbatches, run, first_step)
+
+
+def train_on(microbatches: Stream, run: Training, first_step: int) -> Iterator[Record]:
     plan = run.plan
     run.gradients.step = first_step  # for messages
     for step in range(first_step, plan.num_steps):
-        started_s, data_wait_s = time.perf_counter(), 0.0
+        started_s = time.perf_counter()
         learning_rate, loss_scale = run.learning_rate(step), run.loss_scale.value
         set_learning_rate(run.optimizer, learning_rate)
         run.masters.zero_gradients()
 
         for turn, index in enumerate(plan.microbatches_of(run.rank)):
             is_last = turn == plan.accumulation - 1
-            asked_s = time.perf_counter()
-            images, labels = run.images.microbatch(step, index)
-            data_wait_s += time.perf_counter() - asked_s
+            images, labels = microbatches.next()
             seed_dropout(dropout_seed(run.seed, step, index))
             run.statistics.begin_microbatch(turn)
             with nullcontext() if is_last else run.model.no_sync():
@@ -70,7 +73,8 @@ def train(run: Training, first_step: int = 0) -> Iterator[Record]:
                 loss = run.summed_loss(logits, labels.to(logits.device)) / plan.global_batch
                 run.exchange.add(loss, len(labels))
                 if is_last:
-                    run.exchange.send(stop=run.stop_requested())
+                    waited, skipped = microbatches.take_account()
+                    run.exchange.send(stop=run.stop_requested(), skipped=skipped)
                 run.loss_scale.scaled(loss).backward()  # the last one sums gradients over ranks as they appear
 
         comm_wait_s = time.perf_counter() - run.gradients.ready_s
@@ -99,7 +103,9 @@ def train(run: Training, first_step: int = 0) -> Iterator[Record]:
             loss_scale=loss_scale,
             skipped=overflowed,
             images_per_s=plan.global_batch / (time.perf_counter() - started_s),
-            data_wait_s=data_wait_s,
+            data_wait_s=waited.total,
+            data_wait=waited,
+            skipped_images=totals.skipped,
             comm_wait_s=comm_wait_s + run.exchange.waited_s,
             straggler=straggler,
             straggler_delay_s=straggler_delay_s,

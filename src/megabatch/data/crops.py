@@ -1,0 +1,47 @@
+"""Which part of an image is looked at: a box at random in training, the middle otherwise.
+
+The law is that of random-resized-crop (Szegedy et al. 2015, as torchvision has it): an area from `area` to 1 of the
+image, evenly; a ratio of width to height from 1/`ratio` to `ratio`, evenly on a log scale; a place, evenly.  Up to ten
+boxes are drawn until one fits; if none does, it is the largest box in the middle whose ratio is allowed.
+All draws are functions of (seed, epoch, sample), as in `augment`.
+"""
+
+import math
+
+import numpy as np
+
+from megabatch.data.decode import Box
+from megabatch.data.order import Samples
+from megabatch.data.philox import CROP, draw
+
+ATTEMPTS = 10
+
+
+class RandomCrops:
+    """The boxes of some samples, each in its epoch."""
+
+    def __init__(self, seed: int, samples: Samples, epochs: Samples, least_area: float, widest: float) -> None:
+        words = draw(seed, CROP + np.arange(ATTEMPTS)[:, None], samples, epochs)
+        area, ratio, self.top, self.left = (draws * 2.0**-32 for draws in words)  # [attempt, sample], from 0 to 1
+        areas, ratios = least_area + (1 - least_area) * area, widest ** (2 * ratio - 1)
+        # Of an image whose area is 1.
+        self.height, self.width = np.sqrt(areas / ratios), np.sqrt(areas * ratios)
+        self.widest = widest
+
+    def box(self, which: int, height: int, width: int) -> Box:
+        side = math.sqrt(height * width)
+        for attempt in range(ATTEMPTS):
+            rows = round(side * self.height[attempt, which])
+            columns = round(side * self.width[attempt, which])
+            if 0 < rows <= height and 0 < columns <= width:
+                top = int(self.top[attempt, which] * (height - rows + 1))
+                left = int(self.left[attempt, which] * (width - columns + 1))
+                return top, left, rows, columns
+        rows, columns = min(height, round(width * self.widest)), min(width, round(height * self.widest))
+        return (height - rows) // 2, (width - columns) // 2, rows, columns
+
+
+def central_box(height: int, width: int, share: float) -> Box:
+    """A square in the middle, whose side is a share of the shorter one."""
+    side = max(1, round(share * min(height, width)))
+    return (height - side) // 2, (width - side) // 2, side, side

@@ -1,0 +1,80 @@
+"""Images that are decoded when they are asked for."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from msgspec import Struct
+
+from megabatch.data.crops import central_box
+from megabatch.data.decode import Box, Unreadable, decode_crop, resize
+from megabatch.data.files import Files
+from megabatch.data.order import Samples
+from megabatch.data.settings import DataSettings
+from megabatch.errors import UserError
+
+
+class Stages(Struct):
+    """Seconds, by what they were spent on."""
+
+    read: float = 0.0
+    decode: float = 0.0
+    augment: float = 0.0  # crop, resize, flip
+    copy: float = 0.0  # to the device
+
+    @property
+    def total(self) -> float:
+        return self.read + self.decode + self.augment + self.copy
+
+    def add(self, other: "Stages", factor: float = 1.0) -> None:
+        for stage in self.__struct_fields__:
+            setattr(self, stage, getattr(self, stage) + factor * getattr(other, stage))
+
+
+class EncodedImages:
+    """An `ImageSet` of files.  `threads` is how many may decode at once."""
+
+    def __init__(self, files: Files, settings: DataSettings, threads: int = 1) -> None:
+        self.files, self.settings, self.threads = files, settings, threads
+        self.labels = torch.from_numpy(files.labels)
+        self.central_box = partial(central_box, share=settings.center_crop)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def read(self, samples: Samples) -> torch.Tensor:
+        """As evaluation sees them."""
+        images = self.buffer(len(samples))
+        for image, sample in zip(images, samples.tolist(), strict=True):
+            try:
+                self.load(sample, self.central_box, image, Stages())
+            except Unreadable as error:
+                raise self.complaint(sample, error) from None
+        return images
+
+    def buffer(self, count: int, pinned: bool = False) -> torch.Tensor:
+        """Room for images, in the order in which decoders write: [N, 3, S, S], channels last."""
+        size = self.settings.image_size
+        return torch.empty(count, size, size, 3, dtype=torch.uint8, pin_memory=pinned).permute(0, 3, 1, 2)
+
+    def load(self, sample: int, choose_box: Callable[[int, int], Box], out: torch.Tensor, spent: Stages) -> None:
+        """One image into `out`, [3, S, S]."""
+        begun_s = time.perf_counter()
+        try:
+            content = self.files.content(sample)
+        except OSError as error:
+            raise Unreadable(error.strerror or str(error)) from error
+        read_s = time.perf_counter()
+        pixels = decode_crop(content, choose_box, self.settings.image_size, self.settings.max_pixels)
+        decoded_s = time.perf_counter()
+        resize(pixels, out)
+        spent.read += read_s - begun_s
+        spent.decode += decoded_s - read_s
+        spent.augment += time.perf_counter() - decoded_s
+
+    def complaint(self, sample: int, error: Unreadable) -> UserError:
+        return UserError(
+            f"{self.files.where(sample)} cannot be read: {error}; mend or remove it, or pass over such images with "
+            "data.on_error=skip"
+        )

@@ -1,0 +1,210 @@
+"""Batches of an image set, made ahead of their use by threads and handed out in order.
+
+Threads, because decoders release the GIL and write straight into the batch: processes would have to send every pixel.
+At most AHEAD batches are made or wait, in memory that is used again and again (pinned where there is a GPU).
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from megabatch.data.augment import Augmentation
+from megabatch.data.decode import Box, Unreadable
+from megabatch.data.encoded import EncodedImages, Stages
+from megabatch.data.images import ImageSet
+from megabatch.data.order import Samples
+from megabatch.errors import UserError
+
+AHEAD = 4
+IMAGES_A_PART = 4  # what a thread takes at once
+MOST_IN_A_ROW = 1000  # unreadable images, after which there is no point in looking for a good one
+SKIPPED = -1  # the label of a test image that cannot be read
+CPU = torch.device("cpu")
+
+
+class Request(NamedTuple):
+    samples: Samples
+    epochs: Samples | None  # None: as evaluation sees them
+
+
+@dataclass
+class Batch:
+    images: torch.Tensor  # uint8 [B, C, H, W]; of encoded images valid until the next batch is asked for
+    labels: torch.Tensor  # int64 [B]
+    spent: Stages = field(default_factory=Stages)  # by all threads together
+    skipped: list[str] = field(default_factory=list)  # images that cannot be read, and why
+
+
+Part = Callable[[], None]
+Batches = Generator[Batch, None, None]
+
+
+class Reader:
+    """`augmentation` of (samples, epochs) is what is done to training images."""
+
+    def __init__(
+        self,
+        images: ImageSet,
+        device: torch.device = CPU,
+        augmentation: Callable[[Samples, Samples], Augmentation] | None = None,
+    ) -> None:
+        self.images, self.device, self.augmentation = images, device, augmentation
+        self.threads = images.threads if isinstance(images, EncodedImages) else 1
+        self.lock = threading.Lock()
+
+    def make(self, request: Request) -> Batch:
+        """Here and now, by the caller."""
+        buffer = self.buffer(len(request.samples))
+        batch, parts = self.begin(request, buffer)
+        for part in parts:
+            part()
+        return without_skipped(batch)
+
+    def ahead(self, requests: Iterable[Request]) -> Batches:
+        """Made by threads while the caller does something else.  Close it to end them."""
+        made = self.made_ahead(iter(requests))
+        return copied_ahead(made, self.device) if self.device.type == "cuda" else made
+
+    def made_ahead(self, requests: Iterator[Request]) -> Batches:
+        free: deque[torch.Tensor | None] = deque()
+        begun: deque[tuple[Batch, list[Future[None]], torch.Tensor | None]] = deque()
+        pool = ThreadPoolExecutor(self.threads, "megabatch-input")
+        try:
+            while True:
+                while len(begun) < AHEAD and (request := next(requests, None)) is not None:
+                    count = len(request.samples)
+                    buffer = free.popleft() if free and fits(free[0], count) else self.buffer(count)
+                    batch, parts = self.begin(request, None if buffer is None else buffer[:count])
+                    begun.append((batch, [pool.submit(part) for part in parts], buffer))
+                if not begun:
+                    return
+                batch, futures, buffer = begun.popleft()
+                for future in futures:
+                    future.result()
+                yield without_skipped(batch)
+                free.append(buffer)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def buffer(self, count: int) -> torch.Tensor | None:
+        """None for images that bring their own memory."""
+        if not isinstance(self.images, EncodedImages):
+            return None
+        return self.images.buffer(count, pinned=self.device.type == "cuda")
+
+    def begin(self, request: Request, buffer: torch.Tensor | None) -> tuple[Batch, list[Part]]:
+        """A batch that is complete when all its parts have been run, in any order and thread."""
+        samples, epochs = request
+        augmentation = self.augmentation(samples, epochs) if self.augmentation and epochs is not None else None
+        labels = self.images.labels[torch.from_numpy(samples)]
+        if buffer is None:
+            batch = Batch(torch.empty(0), labels)
+            return batch, [partial(self.read, batch, samples, augmentation)]
+        batch = Batch(buffer, labels)
+        starts = range(0, len(samples), IMAGES_A_PART)
+        return batch, [
+            partial(self.decode, batch, samples, augmentation, range(start, min(start + IMAGES_A_PART, len(samples))))
+            for start in starts
+        ]
+
+    def read(self, batch: Batch, samples: Samples, augmentation: Augmentation | None) -> None:
+        """All of a batch whose images need no decoding."""
+        begun_s = time.perf_counter()
+        pixels = self.images.read(samples)
+        read_s = time.perf_counter()
+        batch.images = augmentation.change(pixels) if augmentation else pixels
+        batch.spent = Stages(read=read_s - begun_s, augment=time.perf_counter() - read_s)
+
+    def decode(self, batch: Batch, samples: Samples, augmentation: Augmentation | None, places: range) -> None:
+        """Some images of a batch whose images are encoded."""
+        images = self.images
+        assert isinstance(images, EncodedImages)
+        spent, skipped = Stages(), list[str]()
+        for place in places:
+            crops = augmentation.crops if augmentation else None
+            choose_box = partial(crops.box, place) if crops else images.central_box
+            out = batch.images[place]
+            candidates = range(int(samples[place]), int(samples[place]) + (MOST_IN_A_ROW if augmentation else 1))
+            batch.labels[place] = self.load_first(images, candidates, choose_box, out, spent, skipped)
+            if augmentation:
+                begun_s = time.perf_counter()
+                augmentation.finish(place, out)
+                spent.augment += time.perf_counter() - begun_s
+        with self.lock:
+            batch.spent.add(spent)
+            batch.skipped.extend(skipped)
+
+    def load_first(
+        self,
+        images: EncodedImages,
+        candidates: range,
+        choose_box: Callable[[int, int], Box],
+        out: torch.Tensor,
+        spent: Stages,
+        skipped: list[str],
+    ) -> int:
+        """The first of the candidates that can be read, for the first of them all; its label, or SKIPPED.
+
+        So a batch keeps its size and the others their places, whoever makes it.  Candidates are neighbours in the set:
+        mostly of the same class.
+        """
+        for candidate in candidates:
+            sample = candidate % len(images)
+            try:
+                images.load(sample, choose_box, out, spent)
+                return int(images.labels[sample])
+            except Unreadable as error:
+                if images.settings.on_error == "raise":
+                    raise images.complaint(sample, error) from None
+                if candidate == candidates.start:
+                    skipped.append(f"{images.files.where(sample)} cannot be read: {error}")
+        if len(candidates) > 1:
+            raise UserError(f"{len(candidates)} images in a row cannot be read, such as {skipped[-1]}; mend the set")
+        return SKIPPED
+
+
+def fits(buffer: torch.Tensor | None, count: int) -> bool:
+    return buffer is None or len(buffer) >= count
+
+
+def without_skipped(batch: Batch) -> Batch:
+    """Test images have no substitutes."""
+    kept = batch.labels != SKIPPED
+    if batch.skipped and not kept.all():
+        batch.images, batch.labels = batch.images[kept], batch.labels[kept]
+    return batch
+
+
+def copied_ahead(batches: Batches, device: torch.device) -> Batches:
+    """On the device one batch before it is needed, by a stream of its own."""
+    stream = torch.cuda.Stream(device)
+    waiting: Batch | None = None
+    try:
+        for batch in batches:
+            begun_s = time.perf_counter()
+            with torch.cuda.stream(stream):
+                images, labels = (
+                    (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)
+                    for tensor in (batch.images, batch.labels)
+                )
+                copied = stream.record_event()
+            moved = Batch(images, labels, batch.spent, batch.skipped)
+            moved.spent.copy += time.perf_counter() - begun_s
+            if waiting:
+                yield waiting
+            torch.cuda.current_stream(device).wait_event(copied)
+            for tensor in (images, labels):
+                tensor.record_stream(torch.cuda.current_stream(device))
+            waiting = moved
+            copied.synchronize()  # before its memory is written again; it was copied while the last batch was used
+        if waiting:
+            yield waiting
+    finally:
+        batches.close()

@@ -1,0 +1,35 @@
+"""What a recipe can say about images."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct, field
+
+from megabatch.planning.batch import Count
+
+Share = Annotated[float, Meta(gt=0, le=1)]
+
+
+class SyntheticSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Images that cost nothing to read and can still be learnt, for trials and benchmarks."""
+
+    train: Count = 10_000
+    test: Count = 2_000
+    classes: Annotated[int, Meta(ge=2)] = 10
+    channels: Count = 3
+
+
+class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    source: str  # a name of NAMED_SOURCES, a folder of class folders, of tars or of IDX files, a .tar or an .npz file
+    also: list[str] = field(default_factory=list)  # further folders and tars, joined by the names of their classes
+    image_size: Annotated[int, Meta(ge=8)]
+    crop_area: Share | None = None  # a random crop takes this share of the image, or more
+    crop_ratio: Annotated[float, Meta(ge=1)] = 4 / 3  # the widest random crop, and its inverse the highest
+    center_crop: Share = 0.875  # of the shorter side, where images are not cropped at random
+    crop_padding: Annotated[int, Meta(ge=0)] = 0
+    flip: bool = False
+    validation: Annotated[float, Meta(gt=0, lt=1)] | None = None  # take these of the training images to test on
+    validation_seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 1
+    on_error: Literal["raise", "skip"] = "raise"  # where an image cannot be read
+    skip_limit: Share = 0.01  # of the images of an epoch, that may be skipped
+    max_pixels: Count = 89_478_485  # of an encoded image; as Pillow has it, a quarter of a GiB
+    synthetic: SyntheticSettings = field(default_factory=SyntheticSettings)

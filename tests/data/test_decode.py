@@ -1,0 +1,154 @@
+"""Decoding against plain Pillow, on photos and on odd files."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from megabatch.data.decode import (
+    DCT_SCALES,
+    LEAST_MARGIN,
+    Box,
+    Unreadable,
+    dct_scale,
+    decode,
+    decode_crop,
+    mirror,
+    read_size,
+    resize,
+)
+from tests.data.photos import encoded, photo
+
+PLENTY = 10**9
+
+
+def ours(content: bytes, box: Box, size: int) -> np.ndarray:
+    out = torch.empty(size, size, 3, dtype=torch.uint8).permute(2, 0, 1)
+    resize(decode_crop(content, lambda height, width: box, size, PLENTY), out)
+    return out.permute(1, 2, 0).numpy().astype(int)
+
+
+def pillows(content: bytes, box: Box, size: int) -> np.ndarray:
+    top, left, height, width = box
+    image = Image.open(io.BytesIO(content)).convert("RGB").crop((left, top, left + width, top + height))
+    return np.asarray(image.resize((size, size), Image.Resampling.BILINEAR)).astype(int)
+
+
+def boxes(height: int, width: int, count: int) -> list[Box]:
+    draws = np.random.default_rng(0).random((count, 4))
+    sizes = [(1 + int(a * height), 1 + int(b * width)) for a, b in draws[:, :2]]
+    return [
+        (int(top * (height - rows + 1)), int(left * (width - columns + 1)), rows, columns)
+        for (rows, columns), (top, left) in zip(sizes, draws[:, 2:], strict=True)
+    ]
+
+
+PHOTO = photo(5, 150, 110)
+TURNED = Image.Exif()
+TURNED[0x0112] = 6  # to be shown upright by turning it
+GREY = PHOTO.convert("L")
+CONTENTS = {
+    "jpeg": encoded(PHOTO),
+    "jpeg 4:4:4": encoded(PHOTO, quality=98, subsampling=0),
+    "progressive": encoded(PHOTO, progressive=True),
+    "grey jpeg": encoded(GREY),
+    "cmyk jpeg": encoded(PHOTO.convert("CMYK")),
+    "turned by exif": encoded(PHOTO, exif=TURNED),
+    "junk after the end": encoded(PHOTO) + b"junk",
+    "png": encoded(PHOTO, "PNG"),
+    "grey png": encoded(GREY, "PNG"),
+    "transparent png": encoded(PHOTO.convert("RGBA"), "PNG"),
+    "palette": encoded(PHOTO.convert("P"), "GIF"),
+    "black and white": encoded(PHOTO.convert("1"), "PNG"),
+    "webp": encoded(PHOTO, "WEBP"),
+    "bmp": encoded(PHOTO, "BMP"),
+    "tiff": encoded(PHOTO, "TIFF"),
+}
+
+
+@pytest.mark.parametrize("kind", CONTENTS)
+def test_a_crop_is_pillows_to_one_level(kind: str) -> None:
+    for size in (40, 64, 128):
+        for box in boxes(110, 150, 25):
+            if dct_scale(box, size) == 1:
+                assert abs(ours(CONTENTS[kind], box, size) - pillows(CONTENTS[kind], box, size)).max() <= 1
+
+
+def test_the_whole_image_is_pillows_to_the_bit() -> None:
+    for content in CONTENTS.values():
+        assert np.array_equal(decode(content, PLENTY), np.asarray(Image.open(io.BytesIO(content)).convert("RGB")))
+
+
+def test_a_scaled_crop_moves_less_than_a_scaled_pixel_and_stays_near_pillows() -> None:
+    content = encoded(photo(20, 900, 700), quality=92)
+    seen = set()
+    for size in (16, 32, 64):
+        for box in boxes(700, 900, 20):
+            scale = dct_scale(box, size)
+            seen.add(scale)
+            moved = tuple(edge // scale * scale for edge in box)
+            deviations = abs(ours(content, box, size) - pillows(content, moved, size))
+            assert deviations.mean() < 2.5 and deviations.max() < 40
+    assert seen == {1, *DCT_SCALES}
+
+
+def test_scaled_decoding_never_enlarges_afterwards() -> None:
+    for size in (8, 32, 224):
+        for edge in range(size, 20 * size, 7):
+            scale = dct_scale((0, 0, edge, edge + 5), size)
+            assert scale == 1 or edge // scale >= LEAST_MARGIN * size - 1
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 90), (300, 1), (8, 8), (17, 33)])
+def test_images_as_thin_as_a_line_are_decoded(shape: tuple[int, int]) -> None:
+    height, width = shape
+    for format in ("JPEG", "PNG"):
+        content = encoded(photo(3, width, height), format)
+        assert read_size(content, PLENTY)[:2] == shape
+        assert abs(ours(content, (0, 0, height, width), 24) - pillows(content, (0, 0, height, width), 24)).max() <= 1
+
+
+def test_sixteen_bits_become_eight_as_pillow_does_it() -> None:
+    content = encoded(Image.fromarray(np.arange(0, 60000, 50, dtype=np.uint16).reshape(30, 40)), "PNG")
+    assert np.array_equal(decode(content, PLENTY), np.asarray(Image.open(io.BytesIO(content)).convert("RGB")))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "it is empty"),
+        (b"no image at all", "it is no image that Pillow knows"),
+        (CONTENTS["jpeg"][:700], "truncated"),
+        (CONTENTS["jpeg"][:20], "."),
+        (CONTENTS["png"][:700], "truncated"),
+        (CONTENTS["webp"][:100], "."),
+    ],
+)
+def test_what_is_no_image_says_why(content: bytes, reason: str) -> None:
+    with pytest.raises(Unreadable, match=reason):
+        ours(content, (0, 0, 8, 8), 8)
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG"])
+def test_a_bomb_is_refused_by_its_header(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = encoded(PHOTO, format)
+    monkeypatch.setattr("simplejpeg.decode_jpeg", None)
+    monkeypatch.setattr("PIL.Image.Image.convert", None)
+    with pytest.raises(Unreadable, match=r"150 x 110 pixels are more than data.max_pixels=16499"):
+        decode_crop(content, lambda height, width: (0, 0, 8, 8), 8, max_pixels=150 * 110 - 1)
+
+
+def test_a_memoryview_is_as_good_as_bytes() -> None:
+    content = CONTENTS["jpeg"]
+    inside = memoryview(b"before" + content + b"after")[6 : 6 + len(content)]
+    assert np.array_equal(decode(inside, PLENTY), decode(content, PLENTY))
+
+
+def test_mirroring_is_left_to_right() -> None:
+    for size in (8, 224, 512):
+        image = torch.randint(0, 256, (size, size, 3), dtype=torch.uint8).permute(2, 0, 1)
+        mirrored = image.clone()
+        mirror(mirrored)
+        assert torch.equal(mirrored, image.flip(2))
