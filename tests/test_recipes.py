@@ -132,10 +132,8 @@ def test_the_shape_that_is_foreseen_is_the_one_that_is_found(source: str) -> Non
     assert foresee_shape(settings) == found
 
 
-def test_imagenet_can_be_planned_for_but_not_be_read_yet() -> None:
+def test_imagenet_can_be_planned_for_without_its_images() -> None:
     config: RunConfig = load_config("resnet50-imagenet-64k")
     assert foresee_shape(config.data).num_train == 1_281_167
-    with pytest.raises(
-        UserError, match=r"^data.source='imagenet': .*data.source=synthetic data.synthetic.train=1281167"
-    ):
+    with pytest.raises(UserError, match=r"^data.source='imagenet' is the folder imagenet .*give data.source=FOLDER"):
         load_data_set(config.data)

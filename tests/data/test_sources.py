@@ -1,14 +1,18 @@
 import gzip
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from megabatch.data.encoded import EncodedImages
 from megabatch.data.images import ArrayImages, DataSet
 from megabatch.data.settings import DataSettings, SyntheticSettings
-from megabatch.data.sources import load_data_set
+from megabatch.data.sources import foresee_shape, load_data_set
 from megabatch.errors import UserError
+from tests.data.photos import make_folder
 from tools.embed_fashion import FASHION_MNIST, subset
 
 
@@ -16,6 +20,10 @@ def load(source: object, image_size: int = 28, **synthetic: int) -> DataSet:
     return load_data_set(
         DataSettings(source=str(source), image_size=image_size, synthetic=SyntheticSettings(**synthetic))
     )
+
+
+def load_with(source: object, **settings: Any) -> DataSet:
+    return load_data_set(DataSettings(source=str(source), image_size=28, **settings))
 
 
 def pixels(images: object) -> torch.Tensor:
@@ -170,3 +178,57 @@ def test_a_damaged_gzip_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(UserError, match=r"t10k-images-idx3-ubyte\.gz cannot be read"):
         load(tmp_path)
+
+
+def labels_of(data: DataSet) -> list[list[int]]:
+    return [part.labels.tolist() for part in (data.train, data.test)]
+
+
+@pytest.mark.parametrize("source", ["fashion-mnist-10k", "synthetic", "photos"])
+def test_held_out_images_are_the_same_share_of_every_class(tmp_path: Path, source: str) -> None:
+    if source == "photos":
+        source = str(make_folder(tmp_path / "photos", per_class=10))
+    whole = load_with(source, validation=0.5)
+    every = Counter(whole.train.labels.tolist()) + Counter(whole.test.labels.tolist())
+    data, again, other = (load_with(source, validation=0.2, validation_seed=seed) for seed in (1, 1, 2))
+    for label, count in every.items():
+        assert Counter(data.test.labels.tolist())[label] == round(0.2 * count)
+    assert Counter(data.train.labels.tolist()) + Counter(data.test.labels.tolist()) == every
+    some = np.arange(20 if source == "synthetic" else 6)
+    assert torch.equal(data.test.read(some), again.test.read(some))
+    assert not torch.equal(data.test.read(some), other.test.read(some))
+    assert foresee_shape(DataSettings(source=source, image_size=28, validation=0.2)) == data.shape
+
+
+def test_no_image_is_both_trained_and_tested_on(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "photos", per_class=9)
+    data = load_with(folder, validation=0.3)
+    assert isinstance(data.train, EncodedImages) and isinstance(data.test, EncodedImages)
+    places = [part.files.where(number) for part in (data.train, data.test) for number in range(len(part))]
+    assert sorted(places) == sorted(str(path) for path in folder.rglob("*.jpg"))
+
+
+def test_sources_are_joined_by_the_names_of_their_classes(tmp_path: Path) -> None:
+    first = make_folder(tmp_path / "first", 3, ("bag", "coat"))
+    second = make_folder(tmp_path / "second", 4, ("ankle", "coat"))
+    data = load_with(first, also=[str(second)], validation=0.25)
+    assert data.class_names == ("ankle", "bag", "coat")
+    counts = Counter(labels_of(data)[0]) + Counter(labels_of(data)[1])
+    assert counts == {0: 4, 1: 3, 2: 7}
+    assert isinstance(data.train, EncodedImages)
+    for number, label in enumerate(data.train.labels.tolist()):
+        assert f"/{data.class_names[label]}/" in data.train.files.where(number)
+
+
+def test_what_cannot_be_split_or_joined_is_said(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "photos", per_class=1)
+    with pytest.raises(UserError, match=r"data.validation=0.1: class 'ankle' of .*photos has 1 training image"):
+        load_with(folder, validation=0.1)
+    with pytest.raises(UserError, match=r"photos has no test images .*data.validation=0.1"):
+        load_with(folder)
+    with pytest.raises(UserError, match=r"data.also=.*: only folders and tars can be joined"):
+        load_with("fashion-mnist-10k", also=[str(folder)])
+    with pytest.raises(UserError, match=r"gone is neither a folder nor a .tar file"):
+        load_with(folder, also=[str(tmp_path / "gone")])
+    with pytest.raises(UserError, match=r"data.source='imagenet' is the folder imagenet .*data.source=FOLDER"):
+        load_with("imagenet")

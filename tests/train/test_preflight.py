@@ -18,7 +18,7 @@ def findings(recipe: str, *overrides: str) -> Findings:
     return preflight(config, foresee_shape(config.data).num_train)
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", sorted({*recipe_names()} - {"photos"}))  # whose images are the user's
 def test_every_recipe_that_comes_with_megabatch_passes(name: str) -> None:
     found = findings(name)
     assert not found.warnings

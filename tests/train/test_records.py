@@ -1,13 +1,18 @@
 import msgspec
 import pytest
 
+from megabatch.data.encoded import Stages
 from megabatch.train.records import EvaluationRecord, StepRecord, Straggler, Tally, find_straggler
 
 
 def step(number: int, images_per_s: float = 100.0) -> StepRecord:
     waits = {"data_wait_s": 0.1, "comm_wait_s": 0.2, "straggler": 5, "straggler_delay_s": 0.1 * number}
+    split = Stages(read=0.01, decode=0.06, augment=0.02, copy=0.01)
+    more = {"data_wait": split, "skipped_images": [f"{number}.jpg"] * number}
     scale = {"loss_scale": 2.0**number, "skipped": number == 2}
-    return StepRecord(step=number, epoch=number / 2, loss=1.0, lr=0.1, images_per_s=images_per_s, **waits, **scale)
+    return StepRecord(
+        step=number, epoch=number / 2, loss=1.0, lr=0.1, images_per_s=images_per_s, **waits, **scale, **more
+    )
 
 
 def evaluation(number: int, top1: float) -> EvaluationRecord:
@@ -30,6 +35,8 @@ def test_the_summary_adds_the_records_up() -> None:
     assert (summary.skipped_steps, summary.loss_scale) == (1, 4.0)
     assert summary.images_per_s == pytest.approx(100 / 1.5)
     assert summary.data_wait_share == pytest.approx(0.2 / 1.5)
+    assert summary.data_wait is not None and summary.data_wait.decode == pytest.approx(0.12 / 1.5)
+    assert summary.skipped_images == 3
     assert summary.comm_wait_share == pytest.approx(0.4 / 1.5)
     assert summary.straggler == Straggler(rank=5, delay_s=0.2, share=pytest.approx(0.4 / 1.5))
     assert summary.time_to_target_s == 4  # the first that reached it, not the last

@@ -131,7 +131,8 @@ class Reader:
             crops = augmentation.crops if augmentation else None
             choose_box = partial(crops.box, place) if crops else images.central_box
             out = batch.images[place]
-            candidates = range(int(samples[place]), int(samples[place]) + (MOST_IN_A_ROW if augmentation else 1))
+            sample = int(samples[place])
+            candidates = range(sample, sample + (min(len(images), MOST_IN_A_ROW) if augmentation else 1))
             batch.labels[place] = self.load_first(images, candidates, choose_box, out, spent, skipped)
             if augmentation:
                 begun_s = time.perf_counter()
@@ -166,7 +167,7 @@ class Reader:
                 if candidate == candidates.start:
                     skipped.append(f"{images.files.where(sample)} cannot be read: {error}")
         if len(candidates) > 1:
-            raise UserError(f"{len(candidates)} images in a row cannot be read, such as {skipped[-1]}; mend the set")
+            raise UserError(f"{skipped[-1]}, and so for {len(candidates)} images in a row; mend the set")
         return SKIPPED
 
 

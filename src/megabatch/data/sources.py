@@ -1,6 +1,7 @@
 """Where images come from: `load_data_set` turns the recipe's `data` section into a training and a test `ImageSet`."""
 
 from collections.abc import Callable
+from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 
@@ -50,9 +51,14 @@ def find_source(settings: DataSettings) -> DataSet | Library:
             return read_library(path)
     except OSError as error:
         raise UserError(f"data.source={settings.source!r} cannot be read ({error.strerror}); give another") from error
+    if not path.exists() and not get_close_matches(settings.source, NAMED_SOURCES):
+        raise UserError(
+            f"data.source={settings.source!r} does not exist; give a folder with a folder of images for each class, or "
+            f"a .tar or .npz file, or one of {', '.join(NAMED_SOURCES)}"
+        )
     raise UserError(
-        f"data.source={settings.source!r} is neither a folder (of class folders, tars or IDX files), nor a .tar or "
-        f".npz file, nor one of {', '.join(NAMED_SOURCES)}; nearest: data.source={nearest(settings.source, NAMED_SOURCES)}"
+        f"data.source={settings.source!r} is neither a folder (of class folders, tars or IDX files), nor a .tar or .npz"
+        f" file, nor one of {', '.join(NAMED_SOURCES)}; nearest: data.source={nearest(settings.source, NAMED_SOURCES)}"
     )
 
 

@@ -1,7 +1,7 @@
 """Evaluation, exact under any sharding: integer counts, summed over ranks; no sample is padded or seen twice."""
 
 import torch
-from msgspec import Struct
+from msgspec import Struct, field
 from torch import nn
 
 from megabatch.comm.world import World
@@ -17,7 +17,7 @@ class Evaluation(Struct, frozen=True, kw_only=True):
     test_loss: float  # mean cross-entropy, without label smoothing
     class_top1: list[float | None]  # None for a class without test images
     samples_evaluated: int
-    unreadable: list[str]  # test images that were left out, and why
+    unreadable: list[str] = field(default_factory=list)  # test images that were left out, and why
 
 
 @torch.no_grad()

@@ -20,8 +20,8 @@ class StepRecord(Struct, frozen=True, kw_only=True):
     skipped: bool  # gradients overflowed: weights, optimizer and statistics were left as they are
     images_per_s: float
     data_wait_s: float  # rank 0 waited for images
-    data_wait: Stages  # the same, by what was being done to them
-    skipped_images: list[str]  # that could not be read, and why; another one stood in for each
+    data_wait: Stages = field(default_factory=Stages)  # the same, by what was being done to them
+    skipped_images: list[str] = field(default_factory=list)  # not readable, and why; another stood in for each
     comm_wait_s: float  # rank 0 waited for other ranks, after all its gradients were ready
     straggler: int  # the rank that has waited least for others so far, since they waited for it
     straggler_delay_s: float  # by how much less than the others in the middle, a step

@@ -1,0 +1,170 @@
+"""Batches made ahead: nothing but their time depends on threads, and nothing is lost."""
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megabatch.data.batches import TrainingImages, evaluation_batches
+from megabatch.data.encoded import Stages
+from megabatch.data.images import DataSet
+from megabatch.data.reader import AHEAD
+from megabatch.data.settings import DataSettings
+from megabatch.data.sources import load_data_set
+from megabatch.errors import UserError
+from megabatch.planning.batch import BatchSettings, plan_steps
+from tests.data.photos import make_folder, photo
+
+SEED = 7
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("photos") / "set", per_class=12)
+
+
+def settings_of(folder: Path, **more: object) -> DataSettings:
+    chosen = {"source": str(folder), "image_size": 24, "crop_area": 0.2, "flip": True, "validation": 0.25} | more
+    return DataSettings(**chosen)  # type: ignore[arg-type]
+
+
+def training(settings: DataSettings, threads: int = 1) -> TrainingImages:
+    data = load_data_set(settings, threads)
+    plan = plan_steps(BatchSettings(global_batch=10, microbatch=5), 1, len(data.train), 3)
+    return TrainingImages(data.train, settings, SEED, plan)
+
+
+def all_of(images: TrainingImages, first_step: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    count = 2 * (images.plan.num_steps - first_step)
+    with images.stream(0, first_step) as stream:
+        return [tuple(tensor.clone() for tensor in stream.next()) for _ in range(count)]  # type: ignore[misc]
+
+
+def same(ours: list[tuple[torch.Tensor, torch.Tensor]], theirs: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    return len(ours) == len(theirs) and all(
+        torch.equal(mine, yours)
+        for left, right in zip(ours, theirs, strict=True)
+        for mine, yours in zip(left, right, strict=True)
+    )
+
+
+@pytest.mark.parametrize("more", [{}, {"crop_area": None, "crop_padding": 3}, {"crop_area": None, "flip": False}])
+def test_threads_and_resumption_do_not_change_a_pixel(folder: Path, more: dict[str, object]) -> None:
+    settings = settings_of(folder, **more)
+    images = training(settings)
+    expected = [images.microbatch(step, index) for step in range(images.plan.num_steps) for index in (0, 1)]
+    for threads in (1, 4):
+        assert same(all_of(training(settings, threads)), expected)
+    assert same(all_of(training(settings, 2), first_step=4), expected[8:])
+
+
+def test_every_sample_appears_once_per_epoch_with_its_label(folder: Path) -> None:
+    images = training(settings_of(folder), threads=3)
+    samples = np.concatenate([images.samples(step, index)[0] for step in range(5) for index in (0, 1)])
+    count = len(images.images)
+    assert sorted(samples[:count]) == list(range(count))
+    labels = torch.cat([labels for _, labels in all_of(images)])
+    assert torch.equal(labels[: len(samples)], images.images.labels[torch.from_numpy(samples)])
+
+
+def test_memory_is_used_again(folder: Path) -> None:
+    with training(settings_of(folder), threads=2).stream(0) as stream:
+        places = {stream.next()[0].data_ptr() for _ in range(14)}
+    assert len(places) <= AHEAD + 1
+
+
+def test_threads_end_with_the_stream(folder: Path) -> None:
+    before = threading.active_count()
+    with training(settings_of(folder), threads=3).stream(0) as stream:
+        stream.next()
+        assert threading.active_count() > before
+    assert threading.active_count() == before
+
+
+def test_a_wait_is_accounted_for_by_its_stages(folder: Path) -> None:
+    with training(settings_of(folder)).stream(0) as stream:
+        stream.next()
+        waited, skipped = stream.take_account()
+        assert waited.total > 0 and min(waited.read, waited.decode, waited.augment) > 0 and not skipped
+        assert stream.take_account()[0] == Stages()
+
+
+def spoilt(folder: Path, tmp_path: Path, numbers: list[int]) -> tuple[Path, list[str]]:
+    """A copy in which some images are damaged, each in another way."""
+    copy = make_folder(tmp_path / "spoilt", per_class=12)
+    paths = [sorted(copy.rglob("*.jpg"))[number] for number in numbers]
+    spoils = [lambda content: content[:200], lambda content: b"", lambda content: b"text"]
+    for spoil, path in zip(spoils, paths, strict=False):
+        path.write_bytes(spoil(path.read_bytes()))
+    return copy, [str(path) for path in paths]
+
+
+def test_an_image_that_cannot_be_read_is_named(folder: Path, tmp_path: Path) -> None:
+    copy, (path,) = spoilt(folder, tmp_path, [4])
+    settings = settings_of(copy, validation=0.1, validation_seed=1)
+    with pytest.raises(UserError, match=f"{path} cannot be read: .*data.on_error=skip"):
+        data = load_data_set(settings)
+        data.train.read(np.arange(len(data.train)))
+        data.test.read(np.arange(len(data.test)))
+    images = training(settings)
+    with pytest.raises(UserError, match=f"{path} cannot be read: "):
+        all_of(images)
+        images_of_evaluation(load_data_set(settings))
+
+
+def images_of_evaluation(data: DataSet) -> tuple[torch.Tensor, list[str]]:
+    batches = [batch for _, batch in evaluation_batches(data.test, 4, 0, 1)]
+    return torch.cat([batch.labels for batch in batches]), [line for batch in batches for line in batch.skipped]
+
+
+def test_skipping_keeps_sizes_and_all_other_images(folder: Path, tmp_path: Path) -> None:
+    copy, paths = spoilt(folder, tmp_path, [5, 6, 20])
+    whole = training(settings_of(folder))
+    settings = settings_of(copy, on_error="skip")
+    for threads in (1, 3):
+        images = training(settings, threads)
+        bad = {sample for sample in range(len(images.images)) if images.images.files.where(sample) in paths}
+        assert bad
+        with images.stream(0) as stream:
+            for step in range(images.plan.num_steps):
+                for index in (0, 1):
+                    samples, _ = images.samples(step, index)
+                    pixels, labels = stream.next()
+                    expected, expected_labels = whole.microbatch(step, index)
+                    is_good = torch.tensor([int(sample) not in bad for sample in samples])
+                    assert torch.equal(pixels[is_good], expected[is_good])
+                    assert torch.equal(labels[is_good], expected_labels[is_good])
+                    _, skipped = stream.take_account()
+                    assert len(skipped) == (~is_good).sum() and all("cannot be read" in line for line in skipped)
+
+
+def test_evaluation_leaves_out_what_cannot_be_read_and_says_so(folder: Path, tmp_path: Path) -> None:
+    copy, paths = spoilt(folder, tmp_path, [0, 13, 30])
+    (tmp_path / "both").mkdir()
+    copy.rename(tmp_path / "both" / "val")
+    make_folder(tmp_path / "both" / "train", per_class=2)
+    data = load_data_set(settings_of(tmp_path / "both", validation=None, on_error="skip"), threads=2)
+    labels, skipped = images_of_evaluation(data)
+    assert len(data.test) == 36 and labels.tolist() == [0] * 11 + [1] * 11 + [2] * 11
+    assert sorted(line.split(" cannot")[0][-7:] for line in skipped) == sorted(path[-7:] for path in paths)
+
+
+def test_a_set_of_nothing_but_damaged_images_ends(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "set", per_class=4)
+    for path in folder.rglob("*.jpg"):
+        path.write_bytes(b"text")
+    with pytest.raises(UserError, match=r"set/ankle/\d+\.jpg cannot .*and so for 9 images in a row; mend"):
+        training(settings_of(folder, on_error="skip", validation=0.2)).microbatch(0, 0)
+
+
+def test_a_bomb_is_skipped_like_any_other(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "set", per_class=4)
+    photo(3, 400, 300).save(folder / "bag" / "001.jpg")
+    images = training(settings_of(folder, on_error="skip", max_pixels=50_000, validation=0.25, validation_seed=2))
+    with images.stream(0) as stream:
+        for _ in range(2 * images.plan.num_steps):
+            stream.next()
+        _, skipped = stream.take_account()
+    assert skipped and all("400 x 300 pixels are more than data.max_pixels=50000" in line for line in skipped)
