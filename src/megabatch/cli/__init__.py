@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from megabatch import __version__
-from megabatch.cli import bench, evaluate, pack, recipes, runs, show, train
+from megabatch.cli import bench, doctor, evaluate, pack, recipes, runs, show, train
 from megabatch.errors import UserError
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app.command()(train.train)
 app.command()(show.show)
 app.command()(recipes.recipes)
 app.command(name="eval")(evaluate.evaluate)
+app.command()(doctor.doctor)
 app.command()(runs.runs)
 app.command()(pack.pack)
 app.add_typer(bench.app, name="bench")

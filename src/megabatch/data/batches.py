@@ -35,17 +35,21 @@ class TrainingImages:
 
     def microbatch(self, step: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Images and labels of one, made now."""
-        batch = self.reader.make(Request(*self.samples(step, index)))
+        batch = self.reader.make(self.request(step, index))
         return batch.images, batch.labels
+
+    def request(self, step: int, index: int) -> Request:
+        return Request(*self.samples(step, index))
 
     def stream(self, rank: int, first_step: int = 0) -> "Stream":
         """A rank's microbatches from a step on, made ahead."""
-        places = (
-            (step, index)
-            for step in range(first_step, self.plan.num_steps)
-            for index in self.plan.microbatches_of(rank)
+        return Stream(
+            self.reader.ahead(
+                partial(self.request, step, index)
+                for step in range(first_step, self.plan.num_steps)
+                for index in self.plan.microbatches_of(rank)
+            )
         )
-        return Stream(self.reader.ahead(Request(*self.samples(*place)) for place in places))
 
 
 class Stream:
@@ -82,8 +86,11 @@ def evaluation_batches(
 ) -> Iterator[tuple[int, Batch]]:
     """This rank's share, every `num_ranks`-th batch, and its number.  A batch is the same for any ranks."""
     numbers = range(rank, -(-len(images) // batch_size), num_ranks)
-    samples = (np.arange(number * batch_size, min((number + 1) * batch_size, len(images))) for number in numbers)
-    with closing(Reader(images, device=device).ahead(Request(each, None) for each in samples)) as batches:
+
+    def request(number: int) -> Request:
+        return Request(np.arange(number * batch_size, min((number + 1) * batch_size, len(images))), None)
+
+    with closing(Reader(images, device).ahead(partial(request, number) for number in numbers)) as batches:
         yield from zip(numbers, batches, strict=True)
 
 
@@ -104,7 +111,7 @@ class Normalise:
         most = self.DECODED_SAMPLES if isinstance(images, EncodedImages) else self.MEASURED_SAMPLES
         measured = np.arange(0, len(images), -(-len(images) // most))
         chunks = np.split(measured, range(64, len(measured), 64))
-        with closing(Reader(images).ahead(Request(chunk, None) for chunk in chunks)) as batches:
+        with closing(Reader(images).ahead(partial(Request, chunk, None) for chunk in chunks)) as batches:
             for batch in batches:
                 pixels = batch.images.double()
                 totals = totals + torch.stack([pixels.sum((0, 2, 3)), pixels.square().sum((0, 2, 3))])

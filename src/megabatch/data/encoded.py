@@ -31,6 +31,11 @@ class Stages(Struct):
         for stage in self.__struct_fields__:
             setattr(self, stage, getattr(self, stage) + factor * getattr(other, stage))
 
+    def scaled(self, factor: float) -> "Stages":
+        result = Stages()
+        result.add(self, factor)
+        return result
+
 
 class EncodedImages:
     """An `ImageSet` of files.  `threads` is how many may decode at once."""

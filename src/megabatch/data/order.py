@@ -3,6 +3,7 @@
 Position p of the stream is sample order(epoch p // N)[p % N]; a step may straddle two epochs.
 """
 
+import threading
 from functools import lru_cache
 
 import numpy as np
@@ -11,11 +12,18 @@ from numpy.typing import NDArray
 from megabatch.data.philox import ORDER, draw
 
 Samples = NDArray[np.int64]
+SORTING = threading.Lock()
+
+
+def epoch_order(seed: int, epoch: int, num_samples: int) -> Samples:
+    """All samples once.  Of threads that ask for the same, one works it out."""
+    with SORTING:
+        return sorted_order(seed, epoch, num_samples)
 
 
 @lru_cache(maxsize=2)  # a step touches at most two neighbouring epochs, unless the batch is larger than one
-def epoch_order(seed: int, epoch: int, num_samples: int) -> Samples:
-    """All samples once, by the rank of a random 64-bit number drawn for each."""
+def sorted_order(seed: int, epoch: int, num_samples: int) -> Samples:
+    """By the rank of a random 64-bit number drawn for each sample."""
     high, low, *_ = draw(seed, ORDER, np.arange(num_samples), epoch)
     return np.argsort(high << np.uint64(32) | low, kind="stable")
 

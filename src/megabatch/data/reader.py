@@ -42,7 +42,9 @@ class Batch:
     skipped: list[str] = field(default_factory=list)  # images that cannot be read, and why
 
 
+Ask = Callable[[], Request]  # worked out by a thread too: at the beginning of an epoch its order takes a while
 Part = Callable[[], None]
+Begun = tuple[Batch, list[Future[None]], torch.Tensor | None]  # the last is the memory to give back
 Batches = Generator[Batch, None, None]
 
 
@@ -67,31 +69,38 @@ class Reader:
             part()
         return without_skipped(batch)
 
-    def ahead(self, requests: Iterable[Request]) -> Batches:
+    def ahead(self, requests: Iterable[Ask]) -> Batches:
         """Made by threads while the caller does something else.  Close it to end them."""
         made = self.made_ahead(iter(requests))
         return copied_ahead(made, self.device) if self.device.type == "cuda" else made
 
-    def made_ahead(self, requests: Iterator[Request]) -> Batches:
+    def made_ahead(self, requests: Iterator[Ask]) -> Batches:
         free: deque[torch.Tensor | None] = deque()
-        begun: deque[tuple[Batch, list[Future[None]], torch.Tensor | None]] = deque()
+        begun: deque[Future[Begun]] = deque()
         pool = ThreadPoolExecutor(self.threads, "megabatch-input")
         try:
             while True:
-                while len(begun) < AHEAD and (request := next(requests, None)) is not None:
-                    count = len(request.samples)
-                    buffer = free.popleft() if free and fits(free[0], count) else self.buffer(count)
-                    batch, parts = self.begin(request, None if buffer is None else buffer[:count])
-                    begun.append((batch, [pool.submit(part) for part in parts], buffer))
+                while len(begun) < AHEAD and (ask := next(requests, None)):
+                    begun.append(pool.submit(self.begin_in, pool, ask, free))
                 if not begun:
                     return
-                batch, futures, buffer = begun.popleft()
-                for future in futures:
-                    future.result()
+                batch, parts, buffer = begun.popleft().result()
+                for part in parts:
+                    part.result()
                 yield without_skipped(batch)
                 free.append(buffer)
         finally:
             pool.shutdown(cancel_futures=True)
+
+    def begin_in(self, pool: ThreadPoolExecutor, ask: Ask, free: deque[torch.Tensor | None]) -> Begun:
+        """Hands the parts of a batch to the threads."""
+        request = ask()
+        count = len(request.samples)
+        buffer = free.popleft() if free else None
+        if buffer is None or len(buffer) < count:
+            buffer = self.buffer(count)
+        batch, parts = self.begin(request, None if buffer is None else buffer[:count])
+        return batch, [pool.submit(part) for part in parts], buffer
 
     def buffer(self, count: int) -> torch.Tensor | None:
         """None for images that bring their own memory."""
@@ -169,10 +178,6 @@ class Reader:
         if len(candidates) > 1:
             raise UserError(f"{skipped[-1]}, and so for {len(candidates)} images in a row; mend the set")
         return SKIPPED
-
-
-def fits(buffer: torch.Tensor | None, count: int) -> bool:
-    return buffer is None or len(buffer) >= count
 
 
 def without_skipped(batch: Batch) -> Batch:

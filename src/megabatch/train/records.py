@@ -106,9 +106,7 @@ class Tally(Struct, kw_only=True):
 
     def summary(self, status: Status) -> Summary:
         last = self.evaluation
-        waited = Stages()
-        if self.steps:
-            waited.add(self.data_wait, 1 / self.training_s)
+        waited = self.data_wait.scaled(1 / self.training_s) if self.steps else None
         return Summary(
             status=status,
             top1=last.top1 if last else None,
@@ -123,8 +121,8 @@ class Tally(Struct, kw_only=True):
             resumed_from_step=self.resumed_from_step,
             wall_s=self.wall_s,
             images_per_s=self.steps * self.global_batch / self.training_s if self.steps else None,
-            data_wait_share=waited.total if self.steps else None,
-            data_wait=waited if self.steps else None,
+            data_wait_share=waited.total if waited else None,
+            data_wait=waited,
             skipped_images=self.skipped_images,
             comm_wait_share=self.comm_wait_s / self.training_s if self.steps else None,
             straggler=self.straggler,

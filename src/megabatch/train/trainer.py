@@ -1,7 +1,7 @@
 """The training loop: input, forward and backward, all-reduce, update (Jia et al. 2018, figure 1)."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -48,13 +48,13 @@ class Training:
     stop_requested: Callable[[], bool]
 
 
-def train(run: Training, first_step: int = 0) -> Iterator[Record]:
+def train(run: Training, first_step: int = 0) -> Generator[Record, None, None]:
     """Takes the steps of a run from `first_step` on; yields a record after each, and after each evaluation."""
     with run.images.stream(run.rank, first_step) as microbatches:
         yield from train_on(microbatches, run, first_step)
 
 
-def train_on(microbatches: Stream, run: Training, first_step: int) -> Iterator[Record]:
+def train_on(microbatches: Stream, run: Training, first_step: int) -> Generator[Record, None, None]:
     plan = run.plan
     run.gradients.step = first_step  # for messages
     for step in range(first_step, plan.num_steps):

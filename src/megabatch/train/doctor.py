@@ -1,0 +1,180 @@
+"""What limits a run: its input alone, its compute alone, and both together, in turn, in the ranks that would run it.
+
+Nothing is written.  Steps are taken at a rate of 0: compute alone takes the same microbatch again and again.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from megabatch.comm.discover import Place
+from megabatch.comm.notices import Notices
+from megabatch.comm.world import World, choose_device, connect
+from megabatch.config import RunConfig
+from megabatch.data.batches import Stream
+from megabatch.data.decode import Unreadable, read_size
+from megabatch.data.encoded import EncodedImages, Stages
+from megabatch.data.images import ImageSet
+from megabatch.data.reader import AHEAD, Batch, Batches
+from megabatch.data.sources import load_data_set
+from megabatch.train.assemble import assemble
+from megabatch.train.evaluate import Evaluation
+from megabatch.train.records import Record, StepRecord
+from megabatch.train.run import share_cores
+from megabatch.train.trainer import Training, train, train_on
+
+ROUNDS = 3
+MOST_WAIT = 0.05  # of the time, that a run may wait for images without being limited by them
+IN_EACH_OTHERS_WAY = 0.85  # of the speed of the slower one: below, input and compute share the same cores
+MUCH_LARGER = 1.25  # than what is needed: worth packing
+LOOKED_AT = 50  # images, for their size
+ENDLESS = 10**9
+NOT_EVALUATED = Evaluation(top1=0.0, top5=0.0, test_loss=0.0, class_top1=[], samples_evaluated=0)
+
+
+class Diagnosis(Struct, frozen=True, kw_only=True):
+    input_per_s: float  # images, over all ranks
+    compute_per_s: float
+    both_per_s: float
+    waited: Stages  # shares of the time of both, on rank 0
+    spent: Stages  # shares of the time of input alone
+    num_ranks: int
+    decode_threads: int  # of a rank; 0 where there is nothing to decode
+    source: str
+    image_size: int
+    shorter_side: float | None  # of encoded images, the median
+
+
+def diagnose(config: RunConfig, place: Place, notices: Notices, seconds: float) -> Diagnosis:
+    """One rank's part; `seconds` is how long each of the three is run."""
+    with connect(place, choose_device(config.run.device), notices.store, config.comm.timeout_s) as world:
+        config = share_cores(config, world)
+        data = load_data_set(config.data, config.run.decode_threads or 1)
+        training = assemble(config, data, world)
+        is_encoded = isinstance(data.train, EncodedImages)
+        speeds, waited, spent = measure(training, world, seconds)
+        return Diagnosis(
+            **{f"{arm}_per_s": speed for arm, speed in speeds.items()},
+            waited=waited,
+            spent=spent,
+            num_ranks=world.num_ranks,
+            decode_threads=config.run.decode_threads or 1 if is_encoded else 0,
+            source=config.data.source,
+            image_size=config.data.image_size,
+            shorter_side=median_side(data.train),
+        )
+
+
+def measure(training: Training, world: World, seconds: float) -> tuple[dict[str, float], Stages, Stages]:
+    """Images per second of each arm; the shares of what both waited for, and of what input alone was spent on."""
+    plan = msgspec.structs.replace(training.plan, num_steps=ENDLESS)
+    training.images.plan = plan
+    training = dataclasses.replace(training, plan=plan, learning_rate=lambda step: 0.0, evaluate=lambda: NOT_EVALUATED)
+    first = Batch(*training.images.microbatch(0, plan.microbatches_of(training.rank)[0]))
+    with (
+        training.images.stream(training.rank) as stream,
+        closing(train_on(Stream(again_and_again(first)), training, 0)) as compute,
+        closing(train(training)) as both,
+    ):
+        arms: dict[str, Callable[[], Stages]] = {
+            "input": lambda: take_batches(stream, plan.accumulation),
+            "compute": lambda: take_step(compute),
+            "both": lambda: take_step(both),
+        }
+        blocks = {arm: choose_steps(step, seconds / ROUNDS, world) for arm, step in arms.items()}
+        taken_s = dict.fromkeys(arms, 0.0)
+        waited = {arm: Stages() for arm in arms}
+        for _ in range(ROUNDS):
+            for arm, step in arms.items():
+                for _ in range(-(-AHEAD // plan.accumulation)):  # what was made while others had their turn
+                    step()
+                taken_s[arm] += time_steps(step, blocks[arm], waited[arm], world)
+    speeds = {arm: ROUNDS * blocks[arm] * plan.global_batch / taken_s[arm] for arm in arms}
+    return speeds, waited["both"].scaled(1 / taken_s["both"]), waited["input"].scaled(1 / waited["input"].total)
+
+
+def again_and_again(batch: Batch) -> Batches:
+    while True:
+        yield batch
+
+
+def take_batches(stream: Stream, count: int) -> Stages:
+    for _ in range(count):
+        stream.next()
+    return stream.take_account()[0]
+
+
+def take_step(records: Iterator[Record]) -> Stages:
+    return next(record for record in records if isinstance(record, StepRecord)).data_wait
+
+
+def choose_steps(step: Callable[[], Stages], seconds: float, world: World) -> int:
+    """As many as take so long, on all ranks the same."""
+    step()
+    begun_s = time.perf_counter()
+    step()
+    return max(1, int(max(world.collect(seconds / (time.perf_counter() - begun_s)))))
+
+
+def time_steps(step: Callable[[], Stages], count: int, waited: Stages, world: World) -> float:
+    """Until the last rank is done."""
+    world.collect(None)
+    begun_s = time.perf_counter()
+    for _ in range(count):
+        waited.add(step())
+    world.collect(None)
+    return time.perf_counter() - begun_s
+
+
+def median_side(images: ImageSet) -> float | None:
+    """Of the shorter sides of images as they are stored."""
+    if not isinstance(images, EncodedImages):
+        return None
+    sides = []
+    for sample in np.linspace(0, len(images) - 1, LOOKED_AT, dtype=np.int64).tolist():
+        try:
+            sides.append(min(read_size(images.files.content(sample), images.settings.max_pixels)[:2]))
+        except (OSError, Unreadable):
+            continue
+    return float(np.median(sides)) if sides else None
+
+
+def advise(found: Diagnosis) -> str:
+    """One sentence: what limits the run, by which figures, and what to change."""
+    alone = f"{found.input_per_s:,.0f} images/s alone"
+    slower_per_s = min(found.input_per_s, found.compute_per_s)
+    if found.waited.total > MOST_WAIT or found.input_per_s < found.compute_per_s:
+        return (
+            f"input limits this run: it makes {alone} where compute takes {found.compute_per_s:,.0f}, and "
+            f"{found.waited.total:.0%} of the time is spent waiting for it; {remedy(found)}"
+        )
+    if found.decode_threads and found.both_per_s < IN_EACH_OTHERS_WAY * slower_per_s:
+        return (
+            f"compute limits this run, and input is in its way: {found.compute_per_s:,.0f} images/s alone, "
+            f"{found.both_per_s:,.0f} while input ({alone}) uses the same cores; {remedy(found)}"
+        )
+    return (
+        f"compute limits this run: it takes {found.compute_per_s:,.0f} images/s, and input makes {alone}, "
+        f"{found.input_per_s / found.compute_per_s:.1f} times as many; nothing is to be gained from the input"
+    )
+
+
+def remedy(found: Diagnosis) -> str:
+    """By the stage that takes longest."""
+    stage = max(found.spent.__struct_fields__, key=lambda name: getattr(found.spent, name))
+    most = f"{stage} takes {getattr(found.spent, stage):.0%} of it"
+    wanted = round(found.image_size * 8 / 7)  # 256 for 224
+    if stage in ("read", "decode") and found.shorter_side and found.shorter_side > MUCH_LARGER * wanted:
+        return f"{most}: megabatch pack {found.source} OUT --shorter-side {wanted}, then data.source=OUT"
+    if stage == "read":
+        return f"{most}: megabatch pack {found.source} OUT, or bring it to a faster disk"
+    if stage == "copy":
+        return f"{most}: fewer ranks on a host, or a smaller data.image_size"
+    if found.decode_threads:
+        return f"{most}: more cores (run.decode_threads={found.decode_threads} a rank), or a smaller data.image_size"
+    return f"{most}: fewer augmentations, or images that are read faster"
