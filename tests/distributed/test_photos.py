@@ -1,0 +1,95 @@
+"""Training from files: the same on any number of ranks and threads, also around images that cannot be read."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megabatch.comm.world import World
+from megabatch.config import RunConfig, load_config
+from megabatch.data.sources import load_data_set
+from megabatch.errors import UserError
+from megabatch.train.assemble import assemble
+from megabatch.train.doctor import measure
+from megabatch.train.records import EvaluationRecord, StepRecord, Tally
+from megabatch.train.run import check_skipped
+from megabatch.train.trainer import train
+from tests.data.photos import make_folder
+from tests.distributed.runs import SMALL_RUN
+from tests.ranks import RankPool
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Photos, of which one in training and one in validation is damaged."""
+    folder = tmp_path_factory.mktemp("photos") / "set"
+    make_folder(folder / "train", per_class=16)
+    make_folder(folder / "val", per_class=5)
+    for damaged in ("train/bag/003.jpg", "val/coat/002.jpg"):
+        (folder / damaged).write_bytes(b"no image")
+    return folder
+
+
+def photo_run(folder: str, *overrides: str) -> RunConfig:
+    chosen = [f"data.source={folder}", "data.crop_area=0.3", "data.on_error=skip", "data.skip_limit=0.1"]
+    return load_config("fashion", [*SMALL_RUN, *chosen, "train.epochs=3", *overrides])
+
+
+def train_on_photos(world: World, folder: str, threads: int) -> dict[str, Any]:
+    config = photo_run(folder)
+    records = list(train(assemble(config, load_data_set(config.data, threads), world)))
+    steps = [record for record in records if isinstance(record, StepRecord)]
+    return {
+        "losses": [record.loss for record in steps],
+        "skipped": [record.skipped_images for record in steps],
+        "evaluations": [record for record in records if isinstance(record, EvaluationRecord)],
+    }
+
+
+def test_a_run_from_files_is_the_same_on_any_ranks_and_threads(ranks: RankPool, folder: Path) -> None:
+    alone = ranks.run(train_on_photos, str(folder), 1, num_ranks=1)[0]
+    together = ranks.run(train_on_photos, str(folder), 2, num_ranks=2)
+    for result in together:
+        assert result["losses"] == pytest.approx(alone["losses"], rel=1e-9)
+        assert result["skipped"] == alone["skipped"]
+        for ours, theirs in zip(result["evaluations"], alone["evaluations"], strict=True):
+            assert (ours.top1, ours.samples_evaluated, ours.unreadable) == (theirs.top1, 14, theirs.unreadable)
+    complaints = [line for lines in alone["skipped"] for line in lines]
+    assert set(complaints) == {f"{folder}/train/bag/003.jpg cannot be read: it is no image that Pillow knows"}
+    assert len(complaints) == 3  # once an epoch
+    assert alone["evaluations"][0].unreadable == [
+        f"{folder}/val/coat/002.jpg cannot be read: it is no image that Pillow knows"
+    ]
+
+
+def skip_too_much(world: World, folder: str, limit: float) -> str:
+    config = photo_run(folder, f"data.skip_limit={limit}")
+    training = assemble(config, load_data_set(config.data), world)
+    tally = Tally(global_batch=training.plan.global_batch, target_top1=None)
+    try:
+        for record in train(training):
+            tally.add(record, wall_s=1.0)
+            check_skipped(record, tally, training.plan, config.data.skip_limit)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_too_many_images_that_cannot_be_read_end_the_run_on_all_ranks(ranks: RankPool, folder: Path) -> None:
+    one_in_48 = 1 / 48
+    assert ranks.run(skip_too_much, str(folder), one_in_48, num_ranks=2) == ["", ""]
+    first, second = ranks.run(skip_too_much, str(folder), 0.9 * one_in_48, num_ranks=2)
+    assert first == second
+    assert "1 of " in first and "data.skip_limit=0.01875" in first and "train/bag/003.jpg cannot be read" in first
+
+
+def diagnose_photos(world: World, folder: str) -> tuple[list[float], float, float]:
+    config = photo_run(folder)
+    speeds, waited, spent = measure(assemble(config, load_data_set(config.data), world), world, seconds=0.3)
+    return list(speeds.values()), waited.total, spent.total
+
+
+def test_the_doctor_runs_input_and_compute_alone_and_together(ranks: RankPool, folder: Path) -> None:
+    for speeds, waited, spent in ranks.run(diagnose_photos, str(folder), num_ranks=2):
+        assert len(speeds) == 3 and min(speeds) > 0
+        assert 0 <= waited < 1 and spent == pytest.approx(1)

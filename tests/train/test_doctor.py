@@ -1,0 +1,53 @@
+from typing import Any
+
+import pytest
+
+from megabatch.data.encoded import Stages
+from megabatch.train.doctor import Diagnosis, advise
+
+DECODING = Stages(read=0.1, decode=0.7, augment=0.2)
+
+
+def diagnosis(**changes: Any) -> Diagnosis:
+    usual: dict[str, Any] = {
+        "input_per_s": 4000.0,
+        "compute_per_s": 1000.0,
+        "both_per_s": 950.0,
+        "waited": Stages(decode=0.01),
+        "spent": DECODING,
+        "num_ranks": 2,
+        "decode_threads": 1,
+        "source": "photos",
+        "image_size": 224,
+        "shorter_side": 375.0,
+    }
+    return Diagnosis(**usual | changes)
+
+
+WAITING = {"input_per_s": 800.0, "both_per_s": 700.0, "waited": Stages(decode=0.3)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "limit", "remedy"),
+    [
+        ({}, "compute limits this run: it takes 1,000", "4.0 times as many; nothing is to be gained"),
+        (WAITING, "input limits this run: it makes 800 images/s alone where compute takes 1,000", "--shorter-side 256"),
+        (WAITING | {"shorter_side": 256.0}, "input limits", "more cores (run.decode_threads=1 a rank)"),
+        (
+            WAITING | {"spent": Stages(read=1.0), "shorter_side": 256.0},
+            "30% of the time",
+            "read takes 100% of it: megaba",
+        ),
+        (WAITING | {"spent": Stages(copy=1.0)}, "input limits", "copy takes 100%"),
+        ({"both_per_s": 700.0}, "input is in its way: 1,000 images/s alone, 700", "decode takes 70%"),
+        (
+            {"both_per_s": 700.0, "decode_threads": 0, "spent": Stages(read=1.0), "shorter_side": None},
+            "compute limits this run: it takes 1,000",
+            "nothing",
+        ),
+    ],
+)
+def test_the_verdict_names_the_limit_and_the_remedy(changes: dict[str, Any], limit: str, remedy: str) -> None:
+    sentence = advise(diagnosis(**changes))
+    assert limit in sentence and remedy in sentence
+    assert "\n" not in sentence
