@@ -53,9 +53,7 @@ def test_a_damaged_pack_is_named_and_an_error() -> None:
     content[600] ^= 1
     shard.write_bytes(content)
     for words in (["photos", "out", "--verify"], ["out", "--verify"]):
-        with pytest.raises(
-            UserError, match=r"out is damaged in 1 places, first out/train-000000.tar at offset 512 \([ab]/"
-        ):
+        with pytest.raises(UserError, match=r"out is damaged, 1 x: first out/train-000000.tar at offset 512 \([ab]/"):
             output(*words)
 
 

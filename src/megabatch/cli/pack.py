@@ -90,7 +90,7 @@ def verify_pack(folder: Path, console: "Console") -> None:
         damaged = verify(folder, lambda done, total: bar.show(done, total))
     if damaged:
         say_some(console, "damaged", damaged)
-        raise UserError(f"{folder} is damaged in {len(damaged):,} places, first {damaged[0]}; copy or pack it again")
+        raise UserError(f"{folder} is damaged, {len(damaged):,} x: first {damaged[0]}; copy or pack it again")
     say(console, "verified", f"{folder}: every byte is as it was packed")
 
 

@@ -70,7 +70,7 @@ class PackSettings(Struct, frozen=True, kw_only=True):
 class Identity(Struct, frozen=True, kw_only=True):
     """What decides every byte of a pack."""
 
-    source: str
+    source: str  # its name, for messages; the fingerprint decides
     fingerprint: str
     shorter_side: int | None
     quality: int
@@ -122,6 +122,7 @@ def pack(
     identity = identify(library, settings)
     try:
         out.mkdir(parents=True, exist_ok=True)
+        require_place(out)
         with held(out):
             progress = None
             if not is_complete(out, identity):
@@ -145,7 +146,7 @@ def identify(library: Library, settings: PackSettings) -> Identity:
     parts = [files.fingerprint() for files in parts_of(library)]
     text = "\n".join([*parts, *library.class_names])
     return Identity(
-        source=library.place,
+        source=Path(library.place).name,
         fingerprint=hashlib.sha256(text.encode()).hexdigest(),
         shorter_side=settings.shorter_side,
         quality=settings.quality,
@@ -170,26 +171,27 @@ def held(out: Path) -> Iterator[None]:
         yield
 
 
+def require_place(out: Path) -> None:
+    """A pack, one that was begun, or nothing."""
+    ours = (LOCK, INDEX, UNFINISHED)
+    names = [path.name for path in out.iterdir() if not path.name.startswith(WRITING)]
+    if names and not set(names) & set(ours):
+        raise UserError(f"{out} is not empty and no pack ({min(names)}); give a folder that is new or empty")
+
+
 def is_complete(out: Path, asked: Identity) -> bool:
-    """Whether OUT holds this very pack.  What is something else is refused."""
-    if (out / INDEX).exists():
-        index = read_index(out)
-        if "identity" not in index:
-            raise UserError(f"{out} is not empty and no pack; give a folder that is new or empty")
-        require_same(out, msgspec.json.decode(str(index["identity"]), type=Identity), asked)
-        return True
-    if (out / UNFINISHED).exists():
-        try:
-            begun = msgspec.json.decode((out / UNFINISHED).read_bytes(), type=Identity)
-        except msgspec.MsgspecError as error:
-            raise UserError(f"{out / UNFINISHED} is damaged ({error}); delete {out}, and pack again") from error
-        require_same(out, begun, asked)
-        return False
-    others = [path.name for path in out.iterdir() if path.name != LOCK and not path.name.startswith(WRITING)]
-    if others:
-        raise UserError(f"{out} is not empty and no pack ({min(others)}); give a folder that is new or empty")
-    write_whole(out / UNFINISHED, msgspec.json.encode(asked))
-    return False
+    """Whether OUT holds this very pack.  Another is refused, whole or begun."""
+    try:
+        if (out / INDEX).exists():
+            found = str(read_index(out)["identity"]).encode()
+        elif (out / UNFINISHED).exists():
+            found = (out / UNFINISHED).read_bytes()
+        else:
+            return False
+        require_same(out, msgspec.json.decode(found, type=Identity), asked)
+    except (KeyError, msgspec.MsgspecError) as error:
+        raise UserError(f"{out} does not say how it was packed ({error}); delete it, or give another") from error
+    return (out / INDEX).exists()
 
 
 def require_same(out: Path, made: Identity, asked: Identity) -> None:
@@ -202,8 +204,10 @@ def require_same(out: Path, made: Identity, asked: Identity) -> None:
                 f"give the same, another folder, or delete {out}"
             )
     if made.fingerprint != asked.fingerprint:
-        state = f"{asked.source} has changed since" if made.source == asked.source else f"this is {asked.source}"
-        raise UserError(f"{out} was packed from {made.source}, and {state}; give another folder, or delete {out}")
+        raise UserError(
+            f"{out} was packed from {made.source!r} when other files were there than are in {asked.source!r} now; "
+            f"give another folder, or delete {out}"
+        )
 
 
 class Made(Struct, frozen=True):
@@ -242,6 +246,7 @@ class Ahead:
 def pack_library(
     library: Library, out: Path, settings: PackSettings, identity: Identity, show: Callable[[Progress], None]
 ) -> Progress:
+    write_whole(out / UNFINISHED, msgspec.json.encode(identity))
     parts = parts_of(library)
     records = [whole_shards(out, part) for part in PARTS[: len(parts)]]
     progress = Progress(total=sum(map(len, parts)))

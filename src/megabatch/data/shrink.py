@@ -28,15 +28,14 @@ class Stored(Struct, frozen=True):
 def prepare(content: Content, shorter_side: int | None, quality: int) -> Stored:
     """Decodes every image, also those that stay as they are: a damaged one is found now, not in the middle of a run."""
     height, width, is_jpeg = read_size(content, MOST_PIXELS)
-    if shorter_side is None or min(height, width) <= shorter_side:
-        # An eighth of the size is the cheapest that still reads all of the bytes.
-        decode_scaled(content, height, width, SMALLEST_SCALE) if is_jpeg else decode_with_pillow(content)
+    shorter = min(height, width)
+    target = shorter if shorter_side is None else min(shorter, shorter_side)
+    # An image that is only looked at is decoded at an eighth: the cheapest way that still reads all of the bytes.
+    scale = SMALLEST_SCALE if target == shorter else dct_scale((0, 0, height, width), target)
+    pixels = decode_scaled(content, height, width, scale)[0] if is_jpeg else decode_with_pillow(content)
+    if target == shorter:
         return Stored(content, None, width, height)
-    if is_jpeg:
-        pixels, _ = decode_scaled(content, height, width, dct_scale((0, 0, height, width), shorter_side))
-    else:
-        pixels = decode_with_pillow(content)
-    height, width = shrunk(height, width, shorter_side)
+    height, width = shrunk(height, width, target)
     smaller = torch.empty((height, width, 3), dtype=torch.uint8)
     resize(pixels, smaller.permute(2, 0, 1))
     try:

@@ -22,7 +22,8 @@ def verify(folder: Path, show: Callable[[int, int], None] = lambda done, total: 
         if "rest_crc32" not in index:
             raise UserError(f"{folder / INDEX} has no checksums; pack again")
         shards = Shards([folder / str(name) for name in index["shards"]], index["sizes"])
-        damaged, done, total = {}, 0, len(index["label"])
+        damaged: dict[int, list[str]] = {}
+        done, total = 0, len(index["label"])
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             jobs = {pool.submit(verify_shard, index, shards, shard): shard for shard in range(len(shards.paths))}
             for job in as_completed(jobs):
@@ -40,7 +41,7 @@ def verify_shard(index: Arrays, shards: Shards, shard: int) -> tuple[int, list[s
     chosen = np.flatnonzero(index["shard"] == shard)
     chosen = chosen[np.argsort(index["offset"][chosen])]
     files = ShardFiles(shards, *(index[name][chosen] for name in ("shard", "offset", "length", "label")))
-    content = shards.map(shard)
+    content = memoryview(shards.map(shard))
     damaged: list[str] = []
     rest_crc32, end = 0, 0
     for number, crc32 in enumerate(index["crc32"][chosen]):
