@@ -1,22 +1,28 @@
 """Photos for tests: the embedded ones, coloured and enlarged, as files of many kinds."""
 
 import io
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from megabatch.data.images import ImageSet
 from megabatch.data.settings import DataSettings
 from megabatch.data.sources import load_data_set
 
 CLASSES = ("ankle", "bag", "coat")
 
 
+@cache
+def embedded() -> ImageSet:
+    return load_data_set(DataSettings(source="fashion-mnist-10k", image_size=28)).train
+
+
 def photo(number: int, width: int = 90, height: int = 70) -> Image.Image:
     """Three embedded images as red, green and blue."""
-    images = load_data_set(DataSettings(source="fashion-mnist-10k", image_size=28)).train
-    channels = images.read(np.array([number, number + 1, number + 2]))[:, 0].numpy()
+    channels = embedded().read(np.array([number, number + 1, number + 2]))[:, 0].numpy()
     small = Image.fromarray(np.ascontiguousarray(channels.transpose(1, 2, 0)))
     return small.resize((width, height), Image.Resampling.BICUBIC)
 

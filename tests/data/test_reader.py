@@ -3,6 +3,7 @@
 import threading
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from megabatch.data.batches import TrainingImages, evaluation_batches
 from megabatch.data.encoded import Stages
 from megabatch.data.images import DataSet
+from megabatch.data.pack import PackSettings, pack
 from megabatch.data.reader import AHEAD
 from megabatch.data.settings import DataSettings
 from megabatch.data.sources import load_data_set
@@ -168,3 +170,12 @@ def test_a_bomb_is_skipped_like_any_other(tmp_path: Path) -> None:
             stream.next()
         _, skipped = stream.take_account()
     assert skipped and all("400 x 300 pixels are more than data.max_pixels=50000" in line for line in skipped)
+
+
+def test_a_pack_gives_the_same_batches_as_its_folder_to_the_bit(folder: Path, tmp_path: Path) -> None:
+    pack(folder, tmp_path / "packed", PackSettings())
+    for settings in (settings_of(folder), settings_of(folder, crop_area=None, image_size=40)):
+        packed = msgspec.structs.replace(settings, source=str(tmp_path / "packed"))
+        assert same(all_of(training(packed, 2)), all_of(training(settings)))
+        ours, theirs = (load_data_set(each).test for each in (packed, settings))
+        assert torch.equal(ours.read(np.arange(9)), theirs.read(np.arange(9)))

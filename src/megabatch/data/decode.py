@@ -83,7 +83,12 @@ def decode_scaled(content: Content, height: int, width: int, scale: int) -> tupl
     rows, columns = -(-height // scale), -(-width // scale)
     try:
         pixels = simplejpeg.decode_jpeg(
-            content, "RGB", min_height=rows, min_width=columns, min_factor=scale, buffer=kept_bytes(3 * rows * columns)
+            content,
+            "RGB",
+            min_height=rows,
+            min_width=columns,
+            min_factor=scale,
+            buffer=kept_bytes(3 * rows * columns, "pixels"),
         )
     except ValueError:  # what it only warns of is an error for simplejpeg
         return decode_with_pillow(content), 1
@@ -91,12 +96,14 @@ def decode_scaled(content: Content, height: int, width: int, scale: int) -> tupl
     return pixels, scale
 
 
-def kept_bytes(count: int) -> Pixels:
+def kept_bytes(count: int, use: str) -> Pixels:
+    """At least so many, of the calling thread, for one use at a time."""
     if count > MOST_KEPT_BYTES:
         return np.empty(count, np.uint8)
-    kept: Pixels | None = getattr(KEPT, "bytes", None)
+    kept: Pixels | None = getattr(KEPT, use, None)
     if kept is None or len(kept) < count:
-        KEPT.bytes = kept = np.empty(count, np.uint8)
+        kept = np.empty(count, np.uint8)
+        setattr(KEPT, use, kept)
     return kept
 
 
