@@ -136,7 +136,9 @@ def resize(pixels: Pixels, out: torch.Tensor) -> None:
         np.copyto(out.permute(1, 2, 0).numpy(), pixels)
     else:
         # A copy by numpy: what is not contiguous torch would copy itself, with an OpenMP team.
-        source = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)[None]
+        crop = kept_bytes(pixels.size, "crop")[: pixels.size].reshape(pixels.shape)
+        np.copyto(crop, pixels)
+        source = torch.from_numpy(crop).permute(2, 0, 1)[None]
         resize_into(source, out.shape[1:], False, None, None, out=out[None])
 
 

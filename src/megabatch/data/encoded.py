@@ -41,7 +41,7 @@ class Stages(Struct):
 def resident(content: Content) -> Content:
     """Bytes that are in memory for sure: of a map they are copied.
 
-    So waiting for the disk counts as reading and not as decoding, and other threads go on: numpy copies without the GIL.
+    So waiting for the disk counts as reading, not as decoding, and other threads go on: numpy copies without the GIL.
     """
     if isinstance(content, bytes):
         return content
