@@ -35,7 +35,7 @@ def fit(
     """Trains `model` (images [B, C, H, W] to logits) as `recipe` says, and returns the run's summary.
 
     `train` and `test` are pairs of uint8 images [N, C, H, W] and integer labels from 0, or `ImageSet`s of your own.
-    The recipe's model and data sections do not count, but for crop_padding and flip.  Under torchrun, srun or mpiexec
+    The recipe's model and data sections do not count, but for crops and flips.  Under torchrun, srun or mpiexec
     call it on every rank, with the same arguments; the model's weights are taken from rank 0.  `strict` refuses what
     is not known to converge, of which there is otherwise a warning.
     """
