@@ -230,5 +230,11 @@ def test_what_cannot_be_split_or_joined_is_said(tmp_path: Path) -> None:
         load_with("fashion-mnist-10k", also=[str(folder)])
     with pytest.raises(UserError, match=r"gone is neither a folder nor a .tar file"):
         load_with(folder, also=[str(tmp_path / "gone")])
+    both = tmp_path / "both"
+    make_folder(both / "one/train", 2, ("bag", "coat"))
+    make_folder(both / "one/val", 2, ("bag", "coat"))
+    make_folder(both / "two/train", 2, ("ankle", "bag"))
+    with pytest.raises(UserError, match=r"no test image of class 'ankle', of which it has training images"):
+        load_with(both / "one", also=[str(both / "two")])
     with pytest.raises(UserError, match=r"data.source='imagenet' is the folder imagenet .*data.source=FOLDER"):
         load_with("imagenet")

@@ -32,7 +32,7 @@ from msgspec import Struct, field
 from megabatch.data.arrays import UNREADABLE, WRITING, Arrays, read_arrays, write_arrays, write_whole
 from megabatch.data.decode import Unreadable
 from megabatch.data.files import Library
-from megabatch.data.folders import FolderFiles, read_folder
+from megabatch.data.folders import FolderFiles
 from megabatch.data.names import one_line
 from megabatch.data.order import epoch_order
 from megabatch.data.shard_writer import END, ROW, Sample, ShardWriter, record_path, shard_name
@@ -43,11 +43,10 @@ from megabatch.data.shards import (
     INDEX_FORMAT,
     UNFINISHED,
     ShardFiles,
-    holds_shards,
     read_index,
-    read_shards,
 )
 from megabatch.data.shrink import prepare
+from megabatch.data.sources import read_library
 from megabatch.data.tars import Damaged
 from megabatch.errors import UserError
 
@@ -105,10 +104,6 @@ class Packed(Struct, frozen=True, kw_only=True):
     written_bytes: int
     progress: Progress | None  # None where it was complete already
     wall_s: float
-
-
-def read_library(path: Path) -> Library:
-    return read_shards(path) if holds_shards(path) else read_folder(path)
 
 
 def pack(

@@ -6,6 +6,7 @@ from msgspec import Meta, Struct, field
 
 from megabatch.planning.batch import Count
 
+MAX_PIXELS = 89_478_485  # as Pillow has it: a quarter of a GiB in memory
 Share = Annotated[float, Meta(gt=0, le=1)]
 
 
@@ -31,5 +32,5 @@ class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     validation_seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 1
     on_error: Literal["raise", "skip"] = "raise"  # where an image cannot be read
     skip_limit: Share = 0.01  # of the images of an epoch, that may be skipped
-    max_pixels: Count = 89_478_485  # of an encoded image; as Pillow has it, a quarter of a GiB
+    max_pixels: Count = MAX_PIXELS  # of an encoded image
     synthetic: SyntheticSettings = field(default_factory=SyntheticSettings)

@@ -13,8 +13,8 @@ from megabatch.data.decode import (
     read_size,
     resize,
 )
+from megabatch.data.settings import MAX_PIXELS
 
-MOST_PIXELS = 89_478_485  # as Pillow has it: a quarter of a GiB in memory
 SMALLEST_SCALE = 8
 
 
@@ -27,7 +27,7 @@ class Stored(Struct, frozen=True):
 
 def prepare(content: Content, shorter_side: int | None, quality: int) -> Stored:
     """Decodes every image, also those that stay as they are: a damaged one is found now, not in the middle of a run."""
-    height, width, is_jpeg = read_size(content, MOST_PIXELS)
+    height, width, is_jpeg = read_size(content, MAX_PIXELS)
     shorter = min(height, width)
     target = shorter if shorter_side is None else min(shorter, shorter_side)
     # An image that is only looked at is decoded at an eighth: the cheapest way that still reads all of the bytes.

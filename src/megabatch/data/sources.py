@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from difflib import get_close_matches
 from importlib import resources
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
@@ -82,8 +83,23 @@ def from_library(settings: DataSettings, library: Library, threads: int) -> Data
             f"{library.place} has no test images (a val folder, or val-*.tar); "
             "take some of the training images with data.validation=0.1"
         )
+    require_all_classes(library.class_names, train.labels, test.labels, library.place)
     train_images, test_images = (EncodedImages(files, settings, threads) for files in (train, test))
     return DataSet(train_images, test_images, library.class_names, num_channels=3)
+
+
+def require_all_classes(
+    names: tuple[str, ...], train_labels: NDArray[np.int64], test_labels: NDArray[np.int64], place: str
+) -> None:
+    counts = [np.bincount(labels, minlength=len(names)) for labels in (train_labels, test_labels)]
+    for (part, here), (other, there) in permutations(zip(("training", "test"), counts, strict=True)):
+        missing = np.flatnonzero((here == 0) & (there > 0))
+        if len(missing):
+            more = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
+            raise UserError(
+                f"{place} has no {part} image of class {names[missing[0]]!r}{more}, of which it has {other} images; "
+                "add some, or take test images from the training images with data.validation=0.1"
+            )
 
 
 def hold_out(settings: DataSettings, data: DataSet) -> DataSet:
