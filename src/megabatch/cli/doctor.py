@@ -24,12 +24,14 @@ def doctor(
     from megabatch.comm.discover import discover
     from megabatch.comm.launch import NOTES
     from megabatch.config import load_config
+    from megabatch.data.sources import foresee_shape
     from megabatch.train.doctor import diagnose
     from megabatch.train.preview import choose_ranks
 
     place = discover()
     config = load_config(*split_words(words))
     if place is None:
+        foresee_shape(config.data)  # what ranks would refuse is said at once
         arguments = ["doctor", f"{NOTES}/recipe.toml", "--seconds", str(seconds)]
         start_ranks(arguments, choose_ranks(config, ranks), files={"recipe.toml": config.to_toml()})
         return

@@ -59,7 +59,9 @@ def train(
         print_preview(config, place.num_ranks if place else choose_ranks(config, ranks))
     else:
         num_ranks = choose_ranks(config, ranks)
-        choose_start(config, resume, report=ignore)  # rank 0 decides, but what it would refuse is said at once
+        # What ranks would refuse is said at once; and a folder is indexed before they all want it.
+        foresee_shape(config.data)
+        choose_start(config, resume, report=ignore)
         # Ranks read what was resolved here: a file may change, and a pipe can be read only once.
         arguments = ["train", f"{NOTES}/recipe.toml", "--resume", resume]
         start_ranks(arguments, num_ranks, max_restarts, {"recipe.toml": config.to_toml()})
