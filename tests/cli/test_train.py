@@ -150,6 +150,27 @@ def test_under_torchrun_it_joins_and_is_the_same_run(finished: tuple[Path, str])
     assert ours == theirs and len(ours) == 50
 
 
+def test_eval_prints_the_figures_of_the_summary_again(finished: tuple[Path, str]) -> None:
+    folder = finished[0]
+    seen = summary(str(folder))
+    again = CliRunner().invoke(app, ["eval", str(folder)])
+    expected = f"top-1 {seen['top1']:.4f}, top-5 {seen['top5']:.4f}, loss {seen['test_loss']:.6f} on 37 samples"
+    assert expected in again.output
+    assert evaluate_run(folder, None).test_loss == seen["test_loss"]
+
+
+def test_runs_lists_a_run_with_its_figures(finished: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(finished[0].parent)
+    listed = CliRunner().invoke(app, ["runs", "."]).output
+    expected = ["fashion-001", "finished", "50", f"{summary(str(finished[0]))['top1']:.4f}"]
+    assert expected in [line.split()[:4] for line in listed.splitlines()]
+
+
+def test_eval_of_what_is_not_a_run_is_refused() -> None:
+    missing = CliRunner().invoke(app, ["eval", "nothing"])
+    assert isinstance(missing.exception, UserError) and "nothing is not a run's folder" in str(missing.exception)
+
+
 def test_a_users_own_model_and_recipe_in_the_current_folder_are_trained(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from torch import nn\n"
@@ -432,24 +453,3 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
-
-
-def test_eval_prints_the_figures_of_the_summary_again(finished: tuple[Path, str]) -> None:
-    folder = finished[0]
-    seen = summary(str(folder))
-    again = CliRunner().invoke(app, ["eval", str(folder)])
-    expected = f"top-1 {seen['top1']:.4f}, top-5 {seen['top5']:.4f}, loss {seen['test_loss']:.6f} on 37 samples"
-    assert expected in again.output
-    assert evaluate_run(folder, None).test_loss == seen["test_loss"]
-
-
-def test_runs_lists_a_run_with_its_figures(finished: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(finished[0].parent)
-    listed = CliRunner().invoke(app, ["runs", "."]).output
-    expected = ["fashion-001", "finished", "50", f"{summary(str(finished[0]))['top1']:.4f}"]
-    assert expected in [line.split()[:4] for line in listed.splitlines()]
-
-
-def test_eval_of_what_is_not_a_run_is_refused() -> None:
-    missing = CliRunner().invoke(app, ["eval", "nothing"])
-    assert isinstance(missing.exception, UserError) and "nothing is not a run's folder" in str(missing.exception)
