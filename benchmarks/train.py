@@ -10,7 +10,7 @@ import dataclasses
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +55,12 @@ WORKLOADS = {
 NOT_EVALUATED = Evaluation(top1=0.0, top5=0.0, test_loss=0.0, class_top1=[], samples_evaluated=0)
 
 
-def run_rank(place: Place, notices: Notices, device: str, rounds: int, json_file: Path | None) -> int:
+def run_rank(
+    place: Place, notices: Notices, device: str, rounds: int, models: Sequence[str], json_file: Path | None
+) -> int:
     """One rank of the bench; rank 0 reports.  Returns the exit code."""
     with connect(place, choose_device(device), notices.store) as world:
-        rows = [measure(name, world, rounds) for name in WORKLOADS]
+        rows = [measure(name, world, rounds) for name in models]
     if place.rank == 0:
         report(rows, json_file)
     return 0

@@ -10,13 +10,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help="where the laws are tested")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All tests that need ranks go to the one xdist worker that holds the pool."""
-    for item in items:
-        if "ranks" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("ranks"))
-
-
 @pytest.fixture(scope="session")
 def device(pytestconfig: pytest.Config) -> str:
     return str(pytestconfig.getoption("--device"))
@@ -29,8 +22,9 @@ def ranks(device: str) -> Iterator[RankPool]:
     pool.close()
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(autouse=True)
 def one_thread() -> None:
+    """Before every test: a run takes its share of the cores, and two threads beside busy ranks are ten times slower."""
     torch.set_num_threads(1)
 
 

@@ -1,4 +1,4 @@
-"""One pool of started ranks for a whole pytest run: starting torch for every test would eat the time.
+"""One pool of started ranks for all tests of a pytest worker: starting torch for every test would eat the time.
 
     results = ranks.run(function, argument, num_ranks=2)      # function(world, argument) on each, in rank order
 
@@ -20,6 +20,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+# Imported once, in the process that ranks are forked from: torch, and its compiler, which the first DDP model imports,
+# take 3.5 s of a core, and a pool of four ranks is started anew after every test that kills one.
+IMPORTED = ["torch", "torch._dynamo", "megabatch.train.assemble"]
 GRACE_S = 10.0  # what the others get to notice that one of them has failed
 
 
@@ -74,7 +77,8 @@ class RankPool:
         return answers
 
     def start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED)
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(theirs, self.device), name=f"rank {rank}", daemon=True)
@@ -110,13 +114,13 @@ def serve(pipe: Connection, device: str) -> None:
     from megabatch.comm.discover import Place
     from megabatch.comm.world import connect
 
-    torch.set_num_threads(1)
     pipe.send("ready")
     while True:
         try:
             function, args, rank, num_ranks, store = pipe.recv()
         except EOFError:
             return
+        torch.set_num_threads(1)  # whatever the last function has set
         try:
             with connect(Place(rank, num_ranks, rank, num_ranks), device, dist.FileStore(store, num_ranks)) as world:
                 answer = (True, function(world, *args))

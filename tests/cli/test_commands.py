@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from megabatch.cli import app
+from megabatch.cli import app, main
 from megabatch.cli.show import draw_curve
 from megabatch.config import load_config, recipe_names
 from megabatch.data.sources import foresee_shape
@@ -24,10 +24,6 @@ def output(*words: str) -> str:
     result = CliRunner().invoke(app, words, catch_exceptions=False)
     assert result.exit_code == 0
     return result.output
-
-
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "megabatch", *words], capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["bench", "train", "--help"], ["--version"]])
@@ -94,7 +90,9 @@ def test_what_is_planned_for_a_cluster_can_be_seen_anywhere() -> None:
 
 
 def test_strict_refuses_before_anything_is_started(tmp_path: Path) -> None:
-    result = run("train", "fashion", "batch.global=4096", "--strict")
+    """In a process of its own, for all that is wrong with words."""
+    command = [sys.executable, "-m", "megabatch", "train", "fashion", "batch.global=4096", "--strict"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout) == (2, "")
     assert len(result.stderr.splitlines()) == 1
     assert result.stderr.startswith(
@@ -115,12 +113,20 @@ def test_strict_refuses_before_anything_is_started(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("command", ["train", "show"])
 def test_a_wrong_word_is_one_line_and_exit_code_2_and_leaves_nothing(
-    command: str, words: list[str], message: str, tmp_path: Path
+    command: str,
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    result = run(command, *words)
-    assert result.returncode == 2
-    assert result.stdout == ""
-    assert len(result.stderr.splitlines()) == 1 and message in result.stderr
+    monkeypatch.setattr(sys, "argv", ["megabatch", command, *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    output, errors = capfd.readouterr()
+    assert output == ""
+    assert len(errors.splitlines()) == 1 and message in errors
     assert not list(tmp_path.iterdir())
 
 

@@ -28,6 +28,7 @@ def fit_in(world: World, folder: str, precision: str) -> dict[str, Any]:
             "batch.global=24",
             "batch.micro=4",
             "train.epochs=6",
+            "run.threads=1",
             f"run.dir={folder}",
             f"precision.name={precision}",
         ],
@@ -81,7 +82,7 @@ import megabatch
 
 labels = torch.arange(64) % 4
 images = (labels[:, None, None, None] * 60).expand(64, 1, 8, 8).to(torch.uint8)
-overrides = ["batch.global=16", "batch.micro=8", "train.epochs=1000000", "run.dir=run"]
+overrides = ["batch.global=16", "batch.micro=8", "train.epochs=1000000", "run.dir=run", "run.threads=1"]
 try:
     network = nn.Sequential(nn.Flatten(), nn.Linear(64, 4))
     megabatch.fit(network, train=(images, labels), test=(images, labels), overrides=overrides)

@@ -11,13 +11,14 @@ from typing import Annotated, Any
 import typer
 
 from megabatch.cli.ranks import be_a_rank, start_ranks
-from megabatch.errors import UserError
+from megabatch.errors import UserError, require_one_of
 
 app = typer.Typer(help="Measure megabatch beside its peers, in the same run.", no_args_is_help=True)
 CHECKOUT = Path(__file__).parents[3]
 
 Json = Annotated[Path | None, typer.Option("--json", help="Write command, machine and rows to this file.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Models = Annotated[list[str] | None, typer.Option("--model", help="A model; repeat for several.")]
 
 
 @app.callback()
@@ -31,15 +32,19 @@ def train(
     ranks: Annotated[int, typer.Option(min=1, help="Ranks on this machine.")] = 2,
     rounds: Annotated[int, typer.Option(min=3, help="Blocks of steps for each arm; the median counts.")] = 81,
     device: Device = "auto",
+    models: Models = None,
 ) -> None:
     """Our trainer against stock DistributedDataParallel, in images per second."""
     from megabatch.comm.discover import discover
 
     bench = load_bench("train")
     require_folder_of(json)
+    chosen = models or list(bench.WORKLOADS)
+    for model in chosen:
+        require_one_of("--model", model, bench.WORKLOADS)
     place = discover()
     if place:
-        be_a_rank(place, lambda notices: bench.run_rank(place, notices, device, rounds, json))
+        be_a_rank(place, lambda notices: bench.run_rank(place, notices, device, rounds, chosen, json))
     else:
         start_ranks(sys.argv[1:], ranks)
 
@@ -69,7 +74,7 @@ def allreduce(
 def optimizer(
     json: Json = None,
     rounds: Annotated[int, typer.Option(min=3, help="Steps of each arm; the median counts.")] = 31,
-    models: Annotated[list[str] | None, typer.Option("--model", help="A model; repeat for several.")] = None,
+    models: Models = None,
 ) -> None:
     """A step of LARS against its peers' and against fused SGD, on one core and on all."""
     bench = load_bench("optimizer")
