@@ -35,7 +35,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -81,9 +81,10 @@ class Photos(NamedTuple):
         return self._replace(paths=spread(self.paths, most), shards=self.shards[:num_shards])
 
 
-class Sizes(NamedTuple):
-    image: int
+class Settings(NamedTuple):
+    image_size: int
     batch: int
+    worker_counts: Sequence[int]  # that the DataLoaders are tried with
     cores: int
 
 
@@ -92,21 +93,26 @@ def run(
     sets: Sequence[str],
     image_size: int,
     batch: int,
-    most_images: int,
+    num_images: int,
     rounds: int,
+    worker_counts: Sequence[int] | None,
     json_file: Path | None,
 ) -> None:
-    originals = spread(jpegs_of(source), most_images)
-    sizes = Sizes(image_size, batch, len(usable_cores()))
+    originals = spread(jpegs_of(source), num_images)
+    cores = len(usable_cores())
+    worker_counts = worker_counts or sorted({0, 1, cores, cores * 3 // 2, cores * 2})
+    settings = Settings(image_size, batch, worker_counts, cores)
     threads_before = torch.get_num_threads()
     torch.set_num_threads(1)  # arms bring their own threads
+    rows = []
     try:
-        rows = []
-        for name in sets:
-            with TemporaryDirectory(prefix="megabatch-bench-") as folder:
-                photos = make_photos(name, source, originals, Path(folder), sizes.cores)
-                print(f"{name}: {photos.row['made_by']}", flush=True)
-                rows.append(measure(photos, sizes, rounds))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "This DataLoader will create")  # trials have more workers than cores
+            for name in sets:
+                with TemporaryDirectory(prefix="megabatch-bench-") as folder:
+                    photos = make_photos(name, source, originals, Path(folder), settings.cores)
+                    print(f"{name}: {photos.row['made_by']}", flush=True)
+                    rows.append(measure(photos, settings, rounds))
     finally:
         torch.set_num_threads(threads_before)
     report(rows, json_file)
@@ -114,16 +120,16 @@ def run(
         print("peers that are not installed were left out; `make .venv/installed-dev` installs them")
 
 
-def measure(photos: Photos, sizes: Sizes, rounds: int) -> dict[str, Any]:
+def measure(photos: Photos, settings: Settings, rounds: int) -> dict[str, Any]:
     arms: dict[str, Opener] = {
-        "ours_folder": partial(open_ours, photos.folder, sizes),
-        "ours_packed": partial(open_ours, photos.pack, sizes),
+        "ours_folder": partial(open_ours, photos.folder, settings),
+        "ours_packed": partial(open_ours, photos.pack, settings),
     }
     chosen: dict[str, Any] = {}
     for name, candidates in PEERS.items():
-        choice = candidates(photos, sizes)
+        choice = candidates(photos, settings)
         if choice:
-            chosen[name] = fastest(candidates(photos.sample(TRIAL_BATCHES * sizes.batch), sizes))
+            chosen[name] = fastest(candidates(photos.sample(TRIAL_BATCHES * settings.batch), settings))
             arms[name] = choice[chosen[name]]
     with ExitStack() as opened:
         # Those with processes first: a process is better forked from one thread than from several.
@@ -145,6 +151,8 @@ def take_turns(epochs: Mapping[str, Epoch], num_images: int, rounds: int) -> dic
 
 
 def fastest(candidates: Candidates) -> Any:
+    if len(candidates) == 1:
+        return next(iter(candidates))
     with ExitStack() as opened:
         epochs = {name: opened.enter_context(opener()) for name, opener in candidates.items()}
         for epoch in epochs.values():
@@ -221,7 +229,8 @@ def make_photos(name: str, source: Path, originals: list[Path], folder: Path, co
             f"{quality}, 4:2:0, by Pillow"
         )
         with ThreadPoolExecutor(cores) as pool:
-            for path, content in zip(paths, pool.map(partial(enlarged, quality=quality), originals), strict=True):
+            contents = pool.map(lambda original: encoded(enlarged(original), quality), originals)
+            for path, content in zip(paths, contents, strict=True):
                 path.write_bytes(content)
     pack = folder / "pack"
     shards = make_pack(paths, pack, SHORTER_SIDE, min(NUM_SHARDS, len(paths)), cores)
@@ -241,10 +250,11 @@ def make_photos(name: str, source: Path, originals: list[Path], folder: Path, co
 
 def quality_for(num_bytes: int, originals: list[Path]) -> int:
     """The JPEG quality at which an enlarged photo has so many bytes, on average."""
-    sample = spread(originals, 32)
+    sample = [enlarged(path) for path in spread(originals, 32)]
 
+    @cache
     def excess(quality: int) -> float:
-        return statistics.fmean(len(enlarged(path, quality)) for path in sample) - num_bytes
+        return statistics.fmean(len(encoded(image, quality)) for image in sample) - num_bytes
 
     low, high = 1, 100
     while high - low > 1:
@@ -253,11 +263,11 @@ def quality_for(num_bytes: int, originals: list[Path]) -> int:
     return min(low, high, key=lambda quality: abs(excess(quality)))
 
 
-def enlarged(path: Path, quality: int) -> bytes:
+def enlarged(path: Path) -> Image.Image:
     with Image.open(path) as image:
         scale = FULL_SIDE / max(image.size)
         width, height = (max(1, round(side * scale)) for side in image.size)
-        return encoded(image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC), quality)
+        return image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
 
 
 def encoded(image: Image.Image, quality: int) -> bytes:
@@ -270,8 +280,10 @@ def encoded(image: Image.Image, quality: int) -> bytes:
 
 
 @contextmanager
-def open_ours(source: Path, sizes: Sizes) -> Iterator[Epoch]:
-    yield lambda seed: count(our_epoch(source, sizes.image, sizes.batch, sizes.cores, seed), sizes.image)
+def open_ours(source: Path, settings: Settings) -> Iterator[Epoch]:
+    yield lambda seed: count(
+        our_epoch(source, settings.image_size, settings.batch, settings.cores, seed), settings.image_size
+    )
 
 
 def our_epoch(source: Path, image_size: int, batch: int, threads: int, seed: int) -> Iterator[Tensor]:
@@ -421,22 +433,24 @@ class CropsWithTorchvision(Dataset[Tensor]):
         return transformed
 
 
-def dataloader_pillow(photos: Photos, sizes: Sizes) -> Candidates:
-    dataset = CropsWithPillow(photos.paths, sizes.image)
-    return {workers: partial(open_loader, dataset, sizes, workers) for workers in worker_counts(sizes.cores)}
+def dataloader_pillow(photos: Photos, settings: Settings) -> Candidates:
+    dataset = CropsWithPillow(photos.paths, settings.image_size)
+    return {workers: partial(open_loader, dataset, settings, workers) for workers in settings.worker_counts}
 
 
-def torchvision_v2(photos: Photos, sizes: Sizes) -> Candidates:
+def torchvision_v2(photos: Photos, settings: Settings) -> Candidates:
     if not import_torchvision():
         return {}
     return {
-        (on, workers): partial(open_loader, CropsWithTorchvision(photos.paths, sizes.image, on), sizes, workers)
+        (on, workers): partial(
+            open_loader, CropsWithTorchvision(photos.paths, settings.image_size, on), settings, workers
+        )
         for on in ("tensors", "Pillow's images")
-        for workers in worker_counts(sizes.cores)
+        for workers in settings.worker_counts
     }
 
 
-def webdataset(photos: Photos, sizes: Sizes) -> Candidates:
+def webdataset(photos: Photos, settings: Settings) -> Candidates:
     try:
         wds = importlib.import_module("webdataset")
     except ImportError:
@@ -444,45 +458,39 @@ def webdataset(photos: Photos, sizes: Sizes) -> Candidates:
     dataset = (
         wds.WebDataset([str(shard) for shard in photos.shards], shardshuffle=False, empty_check=False)
         .to_tuple("jpg")
-        .map_tuple(lambda content: crop_with_pillow(io.BytesIO(content), sizes.image))
+        .map_tuple(lambda content: crop_with_pillow(io.BytesIO(content), settings.image_size))
         .map(lambda sample: sample[0])
-        .batched(sizes.batch, collation_fn=default_collate)
+        .batched(settings.batch, collation_fn=default_collate)
     )
     return {
-        workers: partial(open_loader, dataset, sizes, workers, makes_batches=True)
-        for workers in worker_counts(sizes.cores)
+        workers: partial(open_loader, dataset, settings, workers, makes_batches=True)
+        for workers in settings.worker_counts
     }
 
 
-def worker_counts(cores: int) -> list[int]:
-    return sorted({0, 1, cores, cores * 3 // 2, cores * 2})
-
-
 @contextmanager
-def open_loader(dataset: Dataset[Tensor], sizes: Sizes, workers: int, makes_batches: bool = False) -> Iterator[Epoch]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores: it is a trial
-        loader = DataLoader(
-            dataset,
-            batch_size=None if makes_batches else sizes.batch,
-            shuffle=None if makes_batches else True,
-            num_workers=workers,
-            persistent_workers=workers > 0,
-        )
-        if workers:
-            iter(loader)  # starts them
+def open_loader(
+    dataset: Dataset[Tensor], settings: Settings, workers: int, makes_batches: bool = False
+) -> Iterator[Epoch]:
+    loader = DataLoader(
+        dataset,
+        batch_size=None if makes_batches else settings.batch,
+        shuffle=None if makes_batches else True,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+    )
     try:
-        yield lambda seed: count(loader, sizes.image)
+        yield lambda seed: count(loader, settings.image_size)
     finally:
         if workers and loader._iterator is not None:
             loader._iterator._shutdown_workers()  # which else waits for the garbage collector
 
 
-def raw_decode(photos: Photos, sizes: Sizes) -> Candidates:
+def raw_decode(photos: Photos, settings: Settings) -> Candidates:
     contents = [path.read_bytes() for path in photos.paths]
     return {
-        "processes": partial(raw_processes, contents, sizes.cores),
-        "threads": partial(raw_threads, contents, sizes.cores),
+        "processes": partial(raw_processes, contents, settings.cores),
+        "threads": partial(raw_threads, contents, settings.cores),
     }
 
 
@@ -522,7 +530,7 @@ def count(batches: Iterator[Tensor] | DataLoader[Tensor], image_size: int) -> in
     return seen
 
 
-PEERS: dict[str, Callable[[Photos, Sizes], Candidates]] = {
+PEERS: dict[str, Callable[[Photos, Settings], Candidates]] = {
     "dataloader_pillow": dataloader_pillow,
     "torchvision_v2": torchvision_v2,
     "webdataset": webdataset,

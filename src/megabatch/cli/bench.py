@@ -85,6 +85,10 @@ def input_pipelines(
     batch: Annotated[int, typer.Option(min=1, help="Images of a batch.")] = 64,
     images: Annotated[int, typer.Option(min=1, help="At most so many photos, evenly spread.")] = 2000,
     rounds: Annotated[int, typer.Option(min=1, help="Epochs of each arm; the median counts.")] = 7,
+    workers: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help="Workers that the peers are tried with; repeat.  Default: none to 2 a core."),
+    ] = None,
     sets: Annotated[
         list[str] | None, typer.Option("--set", help="as_is or full_size (longer side 500, 100 KB); repeat for both.")
     ] = None,
@@ -94,7 +98,7 @@ def input_pipelines(
     require_folder_of(json)
     for name in sets or ():
         require_one_of("--set", name, bench.SETS)
-    bench.run(source, sets or bench.SETS, image_size, batch, images, rounds, json)
+    bench.run(source, sets or bench.SETS, image_size, batch, images, rounds, workers, json)
 
 
 def require_folder_of(json: Path | None) -> None:
