@@ -17,10 +17,12 @@ lint: .venv/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# PHOTOS=folder, of class/photo.jpg, for bench input: no photos come with the code.
 bench: .venv/installed-dev
 	$(BIN)/megabatch bench train --json bench-train.json
 	$(BIN)/megabatch bench allreduce --json bench-allreduce.json
 	$(BIN)/megabatch bench optimizer --json bench-optimizer.json
+	$(if $(PHOTOS),$(BIN)/megabatch bench input --source $(PHOTOS) --json bench-input.json)
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist bench-*.json

@@ -1,13 +1,18 @@
 import json
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
+import simplejpeg
 import torch
+from PIL import Image
 from typer.testing import CliRunner
 
+from benchmarks import input as bench_input
 from benchmarks.allreduce import has_mpi
 from benchmarks.train import WORKLOADS
 from megabatch.cli import app
@@ -77,3 +82,66 @@ def test_bench_optimizer_measures_one_thread_and_all(tmp_path: Path) -> None:
             assert row["peer_lars_s"] > 0 and row["ratio_to_peer"] > 0 and row["peer"]
         else:
             assert row["peer_lars_s"] is None and "were left out; `make" in result.stdout
+
+
+def write_photos(folder: Path, count: int) -> None:
+    draws = np.random.default_rng(1)
+    for number in range(count):
+        path = folder / f"class{number % 3}" / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        height, width = draws.integers(40, 90, 2)
+        path.write_bytes(simplejpeg.encode_jpeg(draws.integers(0, 256, (height, width, 3), np.uint8), 80))
+
+
+def test_bench_input_measures_all_arms_on_both_sets(tmp_path: Path) -> None:
+    path, photos = tmp_path / "bench.json", tmp_path / "photos"
+    write_photos(photos, 41)
+    words = ["bench", "input", "--source", str(photos), "--image-size", "32", "--batch", "8", "--images", "40"]
+    words += ["--workers", "2", "--rounds", "1", "--json", str(path)]
+    (tmp_path / "temporary").mkdir()  # of its own: shows what is left behind
+    environment = os.environ | {"TMPDIR": str(tmp_path / "temporary")}
+    result = subprocess.run(
+        [sys.executable, "-m", "megabatch", *words], capture_output=True, text=True, timeout=110, env=environment
+    )
+    assert result.returncode == 0, result.stderr
+    assert not list((tmp_path / "temporary").glob("megabatch-bench-*"))
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["set"] for row in rows] == ["as_is", "full_size"]
+    for row in rows:
+        # That every arm has seen all 40 in every round, take_turns() asserts.
+        assert row["images"] == 40 and row["rounds"] == 1
+        for name in ("ours_folder", "ours_packed", "dataloader_pillow", "raw_decode"):
+            assert row[name] > 0
+        for name in ("folder_to_dataloader", "folder_to_raw", "packed_to_dataloader"):
+            assert row[name] > 0
+        for peer, ratio in (("torchvision_v2", "folder_to_torchvision"), ("webdataset", "packed_to_webdataset")):
+            assert (row[peer] is None) == (row[ratio] is None)
+            assert row[peer] is None or row[peer] > 0
+        assert (row["webdataset"] is None) == (find_spec("webdataset") is None)
+        assert row["dataloader_workers"] == 2 and row["raw_decode_by"] in ("threads", "processes")
+    assert rows[0]["jpeg_quality"] is None and rows[0]["mean_width"] < 90
+    assert 1 <= rows[1]["jpeg_quality"] <= 100 and max(rows[1]["mean_width"], rows[1]["mean_height"]) > 400
+    assert "encoded anew at quality" in result.stdout and "encoded anew at quality" in rows[1]["made_by"]
+
+
+def test_bench_input_refuses_a_folder_without_photos(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no JPEGs in folders of classes; give a folder that has class/photo\.jpg"):
+        bench_input.run(tmp_path, ["as_is"], 32, 8, 40, 1, None, None)
+    with pytest.raises(UserError, match="is no folder"):
+        bench_input.run(tmp_path / "absent", ["as_is"], 32, 8, 40, 1, None, None)
+
+
+def test_bench_input_crops_of_pillow_are_those_of_the_box_however_small_they_are_decoded(tmp_path: Path) -> None:
+    """A ramp from left to right: the crop's place can be read from its colours."""
+    ramp = np.broadcast_to(np.linspace(0, 255, 512, dtype=np.uint8)[None, :, None], (512, 512, 3))
+    path = tmp_path / "ramp.jpg"
+    Image.fromarray(ramp).save(path, quality=95)
+    for size in (16, 32, 64, 300):
+        rising = 0
+        for _ in range(20):
+            crop = bench_input.crop_with_pillow(path, size)
+            assert crop.shape == (size, size, 3)
+            columns = crop.float().mean((0, 2))
+            rising += bool(columns[-1] > columns[0])
+            assert 0.2 * 255 < abs(float(columns[-1] - columns[0])) <= 255
+        assert 0 < rising < 20  # some are mirrored

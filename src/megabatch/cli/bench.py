@@ -82,6 +82,30 @@ def optimizer(
     bench.run(models or bench.NETWORKS, rounds, json)
 
 
+@app.command("input")
+def input_pipelines(
+    source: Annotated[Path, typer.Option(help="A folder of photos: class/photo.jpg.")],
+    json: Json = None,
+    image_size: Annotated[int, typer.Option(min=8, help="The side of the crops, in pixels.")] = 224,
+    batch: Annotated[int, typer.Option(min=1, help="Images of a batch.")] = 64,
+    images: Annotated[int, typer.Option(min=1, help="At most so many photos, evenly spread.")] = 2000,
+    rounds: Annotated[int, typer.Option(min=1, help="Epochs of each arm; the median counts.")] = 7,
+    workers: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help="Workers that the peers are tried with; repeat.  Default: none to 2 a core."),
+    ] = None,
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", help="as_is or full_size (longer side 500, 100 KB); repeat for both.")
+    ] = None,
+) -> None:
+    """JPEGs to batches of random crops, against torch's DataLoader, torchvision, webdataset and the bare decoder."""
+    bench = load_bench("input")
+    require_folder_of(json)
+    for name in sets or ():
+        require_one_of("--set", name, bench.SETS)
+    bench.run(source, sets or bench.SETS, image_size, batch, images, rounds, workers, json)
+
+
 def require_folder_of(json: Path | None) -> None:
     if json and not json.absolute().parent.is_dir():
         raise UserError(f"--json {json}: the folder {json.absolute().parent} does not exist; make it first")

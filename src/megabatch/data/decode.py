@@ -21,8 +21,10 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
+from megabatch.data.files import Content
+from megabatch.data.strips import cut_rows
+
 Pixels = NDArray[np.uint8]  # [H, W, 3]
-Content = bytes | memoryview
 Box = tuple[int, int, int, int]  # top, left, height, width
 
 DCT_SCALES = (8, 4, 2)
@@ -64,8 +66,11 @@ def decode(content: Content, max_pixels: int) -> Pixels:
 def decode_crop(content: Content, choose_box: Callable[[int, int], Box], size: int, max_pixels: int) -> Pixels:
     """The pixels that `choose_box(height, width)` wants, for resizing to `size`; they are valid until the next call."""
     height, width, is_jpeg = read_size(content, max_pixels)
-    box = choose_box(height, width)
+    box = top, _, rows, _ = choose_box(height, width)
     if is_jpeg:
+        strips = cut_rows(content, top, rows)
+        if strips:
+            content, height, box = strips.content, strips.height, (top - strips.top, *box[1:])
         pixels, scale = decode_scaled(content, height, width, dct_scale(box, size))
     else:
         pixels, scale = decode_with_pillow(content), 1

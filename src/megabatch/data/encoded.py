@@ -9,8 +9,8 @@ import torch
 from msgspec import Struct
 
 from megabatch.data.crops import central_box
-from megabatch.data.decode import Box, Content, Unreadable, decode_crop, kept_bytes, resize
-from megabatch.data.files import Files
+from megabatch.data.decode import Box, Unreadable, decode_crop, kept_bytes, resize
+from megabatch.data.files import Content, Files
 from megabatch.data.order import Samples
 from megabatch.data.settings import DataSettings
 from megabatch.errors import UserError

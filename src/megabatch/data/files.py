@@ -11,6 +11,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+Content = bytes | memoryview
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".tif", ".tiff")
 
 
@@ -21,7 +22,7 @@ class Files(Protocol):
 
     def __len__(self) -> int: ...
 
-    def content(self, number: int) -> bytes | memoryview:
+    def content(self, number: int) -> Content:
         """The bytes of one file.  OSError where they cannot be had."""
         ...
 
@@ -47,7 +48,7 @@ class Chosen:
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def content(self, number: int) -> bytes | memoryview:
+    def content(self, number: int) -> Content:
         return self.files.content(int(self.numbers[number]))
 
     def where(self, number: int) -> str:
@@ -69,7 +70,7 @@ class Joined:
         part = int(np.searchsorted(self.starts, number, side="right")) - 1
         return self.parts[part], number - int(self.starts[part])
 
-    def content(self, number: int) -> bytes | memoryview:
+    def content(self, number: int) -> Content:
         files, number = self.find(number)
         return files.content(number)
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megabatch.data.arrays import Arrays, Texts, fingerprint
-from megabatch.data.files import IMAGE_SUFFIXES, Library
+from megabatch.data.files import IMAGE_SUFFIXES, Content, Library
 from megabatch.data.index_cache import cached_index, settled_mtime
 from megabatch.data.names import is_plain
 from megabatch.errors import UserError
@@ -25,12 +25,13 @@ class FolderFiles:
 
     def __init__(self, folder: Path, names: Texts, labels: NDArray[np.int64]) -> None:
         self.folder, self.names, self.labels = folder, names, labels
+        self.prefix = f"{folder}{os.sep}"  # pathlib takes longer to join two names than the system to open the file
 
     def __len__(self) -> int:
         return len(self.names)
 
-    def content(self, number: int) -> bytes:
-        return (self.folder / self.names[number]).read_bytes()
+    def content(self, number: int) -> Content:
+        return read_file(f"{self.prefix}{self.names[number]}")
 
     def where(self, number: int) -> str:
         return str(self.folder / self.names[number])
@@ -41,6 +42,19 @@ class FolderFiles:
     def fingerprint(self) -> str:
         """Of which files there are, in which order and of which class; not of what they hold."""
         return fingerprint(self.names.content, self.names.ends, self.labels)
+
+
+def read_file(path: str) -> bytes:
+    """In half the time of Path.read_bytes, which asks for more than it needs to know."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = os.fstat(descriptor).st_size
+        content = os.read(descriptor, size)
+        while len(content) < size and (more := os.read(descriptor, size - len(content))):
+            content += more
+        return content
+    finally:
+        os.close(descriptor)
 
 
 def read_folder(path: Path) -> Library:

@@ -23,7 +23,7 @@ from megabatch.data.order import Samples
 from megabatch.errors import UserError
 
 AHEAD = 4
-IMAGES_A_PART = 4  # what a thread takes at once
+IMAGES_A_PART = 8  # what a thread takes at once
 MOST_IN_A_ROW = 1000  # unreadable images, after which there is no point in looking for a good one
 SKIPPED = -1  # the label of a test image that cannot be read
 CPU = torch.device("cpu")

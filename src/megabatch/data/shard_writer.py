@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Struct
 
 from megabatch.data.arrays import Arrays, sync, write_arrays
-from megabatch.data.decode import Content
+from megabatch.data.files import Content
 from megabatch.data.shrink import Stored
 from megabatch.data.tars import BLOCK, padded
 

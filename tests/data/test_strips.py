@@ -1,0 +1,76 @@
+"""Cutting a JPEG before it is decoded changes no pixel."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megabatch.data import decode as decoding
+from megabatch.data.decode import decode, decode_crop
+from megabatch.data.strips import cut_rows
+from tests.data.photos import encoded, photo
+
+PLENTY = 10**9
+KINDS = {
+    "4:2:0": {"subsampling": 2},
+    "4:2:2": {"subsampling": 1},
+    "4:4:4": {"subsampling": 0, "quality": 97},
+    "with comments": {"subsampling": 2, "comment": b"\xff\xd0\xff\xd8 hello", "exif": Image.Exif().tobytes()},
+    "grey": {},
+}
+
+
+def striped(kind: str, height: int, width: int = 75) -> bytes:
+    image = photo(8, width, height)
+    return encoded(image.convert("L") if kind == "grey" else image, restart_marker_rows=1, **KINDS[kind])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("height", [16, 100, 256, 301])
+def test_every_cut_has_the_pixels_of_the_whole_image(kind: str, height: int) -> None:
+    content = striped(kind, height)
+    whole = decode(content, PLENTY).copy()
+    num_cut = 0
+    for top in range(0, height, 7):
+        for rows in {1, 9, 40, height - top}:
+            rows = min(rows, height - top)
+            strips = cut_rows(content, top, rows)
+            if strips:
+                num_cut += 1
+                pixels = decode(strips.content, PLENTY)
+                assert pixels.shape == (strips.height, *whole.shape[1:])
+                inside = pixels[top - strips.top :][:rows]
+                assert np.array_equal(inside, whole[top : top + rows])
+    assert num_cut or height == 16
+
+
+@pytest.mark.parametrize("size", [8, 12, 30, 64])
+def test_a_crop_is_the_same_with_and_without_cutting(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = striped("4:2:0", 301, 240)
+    boxes = [(top, 5 * (top % 7), min(90 + top % 50, 301 - top), 110 + top % 90) for top in range(0, 260, 11)]
+    cut = [decode_crop(content, lambda *shape, box=box: box, size, PLENTY).copy() for box in boxes]
+    monkeypatch.setattr(decoding, "cut_rows", lambda *arguments: None)
+    for box, pixels in zip(boxes, cut, strict=True):
+        assert np.array_equal(pixels, decode_crop(content, lambda *shape, box=box: box, size, PLENTY))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        encoded(photo(8, 75, 200)),
+        encoded(photo(8, 75, 200), progressive=True, restart_marker_rows=1),
+        encoded(photo(8, 75, 200), restart_marker_blocks=3),
+        encoded(photo(8, 75, 200), restart_marker_rows=2),
+        striped("4:2:0", 200)[:150],
+        striped("4:2:0", 200)[:1500],
+        b"\xff\xd8\xff",
+        b"",
+        encoded(photo(8, 75, 200), "PNG"),
+    ],
+)
+def test_what_cannot_be_cut_is_left_whole(content: bytes) -> None:
+    assert cut_rows(content, 150, 40) is None
+
+
+def test_a_view_can_be_cut_too() -> None:
+    content = striped("4:2:0", 200)
+    assert cut_rows(memoryview(content), 0, 20) == cut_rows(content, 0, 20) is not None
