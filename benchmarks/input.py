@@ -22,21 +22,16 @@ anew (4:2:0) at the quality at which a file has 100 KB, the mean of ImageNet.
 
 import importlib
 import io
-import json
 import math
-import mmap
 import multiprocessing
-import os
 import random
 import shutil
 import statistics
-import tarfile
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -52,14 +47,23 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from benchmarks.report import report
 from benchmarks.torchvision_on_cpu import import_torchvision
 from megabatch.comm.discover import usable_cores
-from megabatch.data.decode import Box, dct_scale
+from megabatch.data.augment import Augmentation
+from megabatch.data.decode import Box
+from megabatch.data.encoded import EncodedImages
+from megabatch.data.order import epoch_order
+from megabatch.data.pack import PackSettings
+from megabatch.data.pack import pack as make_pack
+from megabatch.data.reader import Reader, Request
+from megabatch.data.settings import DataSettings
+from megabatch.data.sources import read_library
 from megabatch.errors import UserError
 
 SETS = ("as_is", "full_size")
 ARMS = ("ours_folder", "ours_packed", "dataloader_pillow", "torchvision_v2", "webdataset", "raw_decode")
 FULL_SIDE, FULL_BYTES = 500, 100_000
 SHORTER_SIDE = 256
-NUM_SHARDS = 16
+SHARD_MB = 3  # so that there are some for every worker of webdataset
+TRIAL_SHARDS = 8
 AREAS, RATIOS = (0.08, 1.0), (3 / 4, 4 / 3)
 LOG_RATIOS = (math.log(RATIOS[0]), math.log(RATIOS[1]))
 TRIAL_BATCHES = 10  # enough for all workers to have as much to do
@@ -80,7 +84,7 @@ class Photos(NamedTuple):
 
     def sample(self, most: int) -> "Photos":
         """A part of them, spread over the whole, for trials."""
-        num_shards = max(NUM_SHARDS // 2, math.ceil(most / len(self.paths) * len(self.shards)))
+        num_shards = max(TRIAL_SHARDS, math.ceil(most / len(self.paths) * len(self.shards)))
         return self._replace(paths=spread(self.paths, most), shards=self.shards[:num_shards])
 
 
@@ -236,7 +240,8 @@ def make_photos(name: str, source: Path, originals: list[Path], folder: Path, co
             for path, content in zip(paths, contents, strict=True):
                 path.write_bytes(content)
     pack = folder / "pack"
-    shards = make_pack(paths, pack, SHORTER_SIDE, min(NUM_SHARDS, len(paths)), cores)
+    make_pack(folder / "photos", pack, PackSettings(shorter_side=SHORTER_SIDE, shard_mb=SHARD_MB))
+    shards = sorted(pack.glob("*.tar"))
     shapes = [simplejpeg.decode_jpeg_header(path.read_bytes())[:2] for path in paths]
     row = {
         "set": name,
@@ -284,142 +289,22 @@ def encoded(image: Image.Image, quality: int) -> bytes:
 
 @contextmanager
 def open_ours(source: Path, settings: Settings) -> Iterator[Epoch]:
-    yield lambda seed: count(
-        our_epoch(source, settings.image_size, settings.batch, settings.cores, seed), settings.image_size
+    data = DataSettings(source="", image_size=settings.image_size, crop_area=AREAS[0], crop_ratio=RATIOS[1], flip=True)
+    images = EncodedImages(read_library(source).train, data, settings.cores)
+    yield lambda seed: count(our_epoch(images, settings.batch, seed), settings.image_size)
+
+
+def our_epoch(images: EncodedImages, batch: int, seed: int) -> Iterator[Tensor]:
+    """What a rank of `megabatch train` reads, for one epoch."""
+    order = epoch_order(seed, 0, len(images))
+    requests = (
+        partial(Request, samples, np.zeros_like(samples))
+        for samples in np.split(order, range(batch, len(order), batch))
     )
-
-
-def our_epoch(source: Path, image_size: int, batch: int, threads: int, seed: int) -> Iterator[Tensor]:
-    """STAND-IN for the loader.  One epoch of uint8 batches [B, 3, S, S] from a folder or a pack.
-
-    A batch is valid until the next one is asked for.
-    """
-    with ExitStack() as opened:
-        contents = opened.enter_context(open_contents(source))
-        pool = opened.enter_context(ThreadPoolExecutor(threads))
-        draws = random.Random(seed)
-        order = draws.sample(range(len(contents)), len(contents))
-        batches = [order[start : start + batch] for start in range(0, len(order), batch)]
-        ring = [torch.empty(batch, image_size, image_size, 3, dtype=torch.uint8).permute(0, 3, 1, 2) for _ in range(3)]
-
-        def fill(numbers: list[int], images: Tensor) -> None:
-            for number, image in zip(numbers, images, strict=True):
-                crop_into(contents[number](), draws, image)
-
-        def start(turn: int) -> list[Future[None]]:
-            images = ring[turn % len(ring)]
-            numbers = batches[turn] if turn < len(batches) else []
-            return [
-                pool.submit(fill, numbers[first : first + 8], images[first : min(first + 8, len(numbers))])
-                for first in range(0, len(numbers), 8)
-            ]
-
-        pending = [start(turn) for turn in range(len(ring) - 1)]
-        for turn, numbers in enumerate(batches):
-            pending.append(start(turn + len(ring) - 1))
-            for future in pending.pop(0):
-                future.result()
-            yield ring[turn % len(ring)][: len(numbers)]
-
-
-def crop_into(content: bytes | memoryview, draws: random.Random, image: Tensor) -> None:
-    """STAND-IN for decode_crop, resize and mirror, with the same pixels.
-
-    To mirror costs nothing but a slower copy of the crop: rows of BGR read backwards are mirrored rows of RGB.  A crop
-    that is mirrored before it is resized is bitwise the one that is mirrored after.
-    """
-    size = image.shape[1]
-    height, width, *_ = simplejpeg.decode_jpeg_header(content)
-    top, left, rows, columns = box = random_box(draws, height, width)
-    mirrored = draws.random() < 0.5
-    scale = dct_scale(box, size)
-    if scale > 1:
-        height, width = -(-height // scale), -(-width // scale)
-        top, left, rows, columns = (edge // scale for edge in box)
-    pixels = simplejpeg.decode_jpeg(
-        content,
-        "BGR" if mirrored else "RGB",
-        min_height=height,
-        min_width=width,
-        min_factor=scale,
-        buffer=kept("pixels", 3 * height * width),
-    )
-    lines = pixels.reshape(height, 3 * width)[top : top + rows, 3 * left : 3 * (left + columns)]
-    crop = kept("crop", 3 * rows * columns)[: 3 * rows * columns].reshape(rows, 3 * columns)
-    np.copyto(crop, lines[:, ::-1] if mirrored else lines)
-    source = torch.from_numpy(crop).view(1, rows, columns, 3).permute(0, 3, 1, 2)
-    torch._C._nn._upsample_bilinear2d_aa(source, (size, size), False, None, None, out=image[None])
-
-
-KEPT = threading.local()
-
-
-def kept(name: str, count: int) -> Any:
-    """STAND-IN.  Memory that a thread keeps."""
-    memory = getattr(KEPT, name, None)
-    if memory is None or len(memory) < count:
-        memory = np.empty(count, np.uint8)
-        setattr(KEPT, name, memory)
-    return memory
-
-
-@contextmanager
-def open_contents(source: Path) -> Iterator[list[Callable[[], bytes | memoryview]]]:
-    """STAND-IN."""
-    if not (source / "index.json").exists():
-        yield [partial(read, str(path)) for path in sorted(source.glob("*/*"))]
-        return
-    index = json.loads((source / "index.json").read_text())
-    with ExitStack() as opened:
-        maps = {}
-        for name in {name for name, *_ in index}:
-            with (source / name).open("rb") as file:
-                mapped = opened.enter_context(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-            maps[name] = opened.enter_context(memoryview(mapped))
-        yield [partial(maps[name].__getitem__, slice(offset, offset + size)) for name, offset, size in index]
-
-
-def read(path: str) -> memoryview:
-    """STAND-IN.  Into memory that the thread keeps, without Python's file objects."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        memory = kept("content", 1 << 22)
-        return memoryview(memory)[: os.readv(file, [memory])]
-    finally:
-        os.close(file)
-
-
-def make_pack(paths: list[Path], pack: Path, shorter_side: int, num_shards: int, cores: int) -> list[Path]:
-    """STAND-IN for `megabatch pack --shorter-side`: tars of photo.jpg and photo.cls, and where each photo lies."""
-    pack.mkdir()
-    class_names = sorted({path.parent.name for path in paths})
-    shards, index = [], []
-    with ThreadPoolExecutor(cores) as pool:
-        for number in range(num_shards):
-            shard = pack / f"shard-{number:04d}.tar"
-            members = paths[number::num_shards]
-            with tarfile.open(shard, "w") as tar:
-                for position, content in enumerate(pool.map(partial(shrunk, shorter_side=shorter_side), members)):
-                    label = str(class_names.index(members[position].parent.name)).encode()
-                    for suffix, part in ((".jpg", content), (".cls", label)):
-                        member = tarfile.TarInfo(f"{position:06d}{suffix}")
-                        member.size = len(part)
-                        tar.addfile(member, io.BytesIO(part))
-            with tarfile.open(shard) as tar:
-                index += [(shard.name, each.offset_data, each.size) for each in tar if each.name.endswith(".jpg")]
-            shards.append(shard)
-    (pack / "index.json").write_text(json.dumps(index))
-    return shards
-
-
-def shrunk(path: Path, shorter_side: int) -> bytes:
-    """STAND-IN."""
-    with Image.open(path) as image:
-        scale = shorter_side / min(image.size)
-        if scale >= 1:
-            return path.read_bytes()
-        width, height = (round(side * scale) for side in image.size)
-        return encoded(image.convert("RGB").resize((width, height), Image.Resampling.LANCZOS), quality=90)
+    reader = Reader(images, augmentation=partial(Augmentation, images.settings, seed))
+    with closing(reader.ahead(requests)) as batches:
+        for made in batches:
+            yield made.images
 
 
 # The peers.

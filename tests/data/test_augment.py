@@ -59,8 +59,8 @@ def test_one_image_alone_is_changed_as_within_its_batch() -> None:
     settings = DataSettings(source="", image_size=9, crop_padding=2, flip=True)
     augmentation = Augmentation(settings, 5, SAMPLES, EPOCHS)
     together, alone = augmentation.change(IMAGES.clone()), IMAGES.clone()
-    for which, image in enumerate(alone):
-        augmentation.finish(which, image)
+    for which, images in enumerate(alone.split(1)):
+        augmentation.pad(which, images)
     assert torch.equal(together, alone)
 
 

@@ -15,7 +15,6 @@ from megabatch.data.decode import (
     dct_scale,
     decode,
     decode_crop,
-    mirror,
     read_size,
     resize,
 )
@@ -146,9 +145,11 @@ def test_a_memoryview_is_as_good_as_bytes() -> None:
     assert np.array_equal(decode(inside, PLENTY), decode(content, PLENTY))
 
 
-def test_mirroring_is_left_to_right() -> None:
-    for size in (8, 224, 512):
-        image = torch.randint(0, 256, (size, size, 3), dtype=torch.uint8).permute(2, 0, 1)
-        mirrored = image.clone()
-        mirror(mirrored)
-        assert torch.equal(mirrored, image.flip(2))
+@pytest.mark.parametrize("kind", ["jpeg", "png", "grey jpeg"])
+def test_a_mirrored_crop_is_the_crop_mirrored(kind: str) -> None:
+    for size in (40, 64, 128):
+        for box in boxes(110, 150, 12):
+            out = torch.empty(1, size, size, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
+            pixels = decode_crop(CONTENTS[kind], lambda height, width, box=box: box, size, PLENTY, "BGR")
+            resize(pixels, out, mirrored=True)
+            assert np.array_equal(out[0].permute(1, 2, 0).numpy()[:, ::-1], ours(CONTENTS[kind], box, size))

@@ -4,7 +4,6 @@ import torch
 import torch.nn.functional as F
 
 from megabatch.data.crops import RandomCrops
-from megabatch.data.decode import mirror
 from megabatch.data.order import Samples
 from megabatch.data.philox import AUGMENT, draw, draw_below
 from megabatch.data.settings import DataSettings
@@ -38,12 +37,11 @@ class Augmentation:
             images[chosen] = images[chosen].flip(3)
         return images
 
-    def finish(self, which: int, image: torch.Tensor) -> None:
-        """One image, [C, H, W], in place, that was cropped already."""
-        if self.padding:
-            image.copy_(windows_of(image[None], self.padding)[0, :, self.rows[which], self.columns[which]])
+    def pad(self, which: int, images: torch.Tensor) -> None:
+        """Crop with padding and flip of one image, [1, C, H, W], in place."""
+        images.copy_(windows_of(images, self.padding)[:, :, self.rows[which], self.columns[which]])
         if self.mirrored[which]:
-            mirror(image)
+            images.copy_(images.flip(3))
 
 
 def windows_of(images: torch.Tensor, padding: int) -> torch.Tensor:

@@ -34,9 +34,6 @@ LEAST_MARGIN = 1.5
 # A thread's pixels lie in memory that it keeps: fresh pages cost a tenth of the time of decoding into them.
 MOST_KEPT_BYTES = 64 << 20
 KEPT = threading.local()
-# at::parallel_for leaves a tensor of this size to the calling thread.  Decoding threads must not wake one OpenMP team
-# each, of as many threads as there are cores.
-MOST_ELEMENTS_OF_ONE_THREAD = 32768
 resize_into = torch.ops.aten._upsample_bilinear2d_aa.out  # what F.interpolate(antialias=True) calls, without its copy
 
 
@@ -63,17 +60,20 @@ def decode(content: Content, max_pixels: int) -> Pixels:
     return decode_scaled(content, height, width, 1)[0] if is_jpeg else decode_with_pillow(content)
 
 
-def decode_crop(content: Content, choose_box: Callable[[int, int], Box], size: int, max_pixels: int) -> Pixels:
+def decode_crop(
+    content: Content, choose_box: Callable[[int, int], Box], size: int, max_pixels: int, colours: str = "RGB"
+) -> Pixels:
     """The pixels that `choose_box(height, width)` wants, for resizing to `size`; they are valid until the next call."""
     height, width, is_jpeg = read_size(content, max_pixels)
     box = top, _, rows, _ = choose_box(height, width)
     if is_jpeg:
-        strips = cut_rows(content, top, rows)
+        scale = dct_scale(box, size)
+        strips = cut_rows(content, top, rows, reach=2 * scale)
         if strips:
             content, height, box = strips.content, strips.height, (top - strips.top, *box[1:])
-        pixels, scale = decode_scaled(content, height, width, dct_scale(box, size))
+        pixels, scale = decode_scaled(content, height, width, scale, colours)
     else:
-        pixels, scale = decode_with_pillow(content), 1
+        pixels, scale = decode_with_pillow(content, colours), 1
     top, left, rows, columns = (edge // scale for edge in box)
     return pixels[top : top + rows, left : left + columns]
 
@@ -83,20 +83,20 @@ def dct_scale(box: Box, size: int) -> int:
     return next((scale for scale in DCT_SCALES if min(box[2:]) >= LEAST_MARGIN * scale * size), 1)
 
 
-def decode_scaled(content: Content, height: int, width: int, scale: int) -> tuple[Pixels, int]:
+def decode_scaled(content: Content, height: int, width: int, scale: int, colours: str = "RGB") -> tuple[Pixels, int]:
     """libjpeg-turbo at 1/scale; the scale that was kept to, which is 1 if Pillow had to do it."""
     rows, columns = -(-height // scale), -(-width // scale)
     try:
         pixels = simplejpeg.decode_jpeg(
             content,
-            "RGB",
+            colours,
             min_height=rows,
             min_width=columns,
             min_factor=scale,
             buffer=kept_bytes(3 * rows * columns, "pixels"),
         )
     except ValueError:  # what it only warns of is an error for simplejpeg
-        return decode_with_pillow(content), 1
+        return decode_with_pillow(content, colours), 1
     assert pixels.shape == (rows, columns, 3), f"decoded to {pixels.shape}, expected {(rows, columns, 3)}"
     return pixels, scale
 
@@ -119,10 +119,11 @@ def open_with_pillow(content: Content) -> Image.Image:
         raise Unreadable(reason_of(error, len(content))) from error
 
 
-def decode_with_pillow(content: Content) -> Pixels:
+def decode_with_pillow(content: Content, colours: str = "RGB") -> Pixels:
     with open_with_pillow(content) as image:
         try:
-            return np.array(image.convert("RGB"))
+            pixels = np.asarray(image.convert("RGB"))
+            return pixels[:, :, ::-1].copy() if colours == "BGR" else pixels.copy()
         except Exception as error:
             raise Unreadable(reason_of(error, len(content))) from error
 
@@ -135,20 +136,37 @@ def reason_of(error: Exception, length: int) -> str:
     return str(error) or type(error).__name__
 
 
-def resize(pixels: Pixels, out: torch.Tensor) -> None:
-    """`pixels` at the size of `out`, uint8 [3, S, S], whose memory may lie in any order."""
-    if pixels.shape[:2] == out.shape[1:]:
-        np.copyto(out.permute(1, 2, 0).numpy(), pixels)
+def resize(pixels: Pixels, out: torch.Tensor, mirrored: bool = False) -> None:
+    """`pixels` at the size of `out`, uint8 [3, H, W] or [1, 3, H, W], whose memory may lie in any order.
+
+    To be mirrored they come as BGR: a row of it read backwards is a mirrored row of RGB, so that mirroring is a copy
+    that is made anyway.  (What torch is given must be contiguous: it would copy it itself, with an OpenMP team.)
+    """
+    height, width, _ = pixels.shape
+    place, room = kept_tensor(pixels.size)
+    crop = place[: pixels.size].reshape(height, 3 * width)
+    lines = lines_of(pixels)
+    np.copyto(crop, lines[:, ::-1] if mirrored else lines)
+    source = room.as_strided((1, 3, height, width), (pixels.size, 1, 3 * width, 3))
+    out = out if out.ndim == 4 else out[None]
+    if source.shape == out.shape:
+        out.copy_(source)
     else:
-        # A copy by numpy: what is not contiguous torch would copy itself, with an OpenMP team.
-        crop = kept_bytes(pixels.size, "crop")[: pixels.size].reshape(pixels.shape)
-        np.copyto(crop, pixels)
-        source = torch.from_numpy(crop).permute(2, 0, 1)[None]
-        resize_into(source, out.shape[1:], False, None, None, out=out[None])
+        resize_into(source, out.shape[2:], False, None, None, out=out)
 
 
-def mirror(image: torch.Tensor) -> None:
-    """Left to right, in place, [C, H, W]."""
-    channels, _, width = image.shape
-    for rows in image.split(max(1, MOST_ELEMENTS_OF_ONE_THREAD // (channels * width)), dim=1):
-        rows.copy_(rows.flip(2))
+def lines_of(pixels: Pixels) -> Pixels:
+    """A view in which the three colours of a row lie in a row: [H, 3 W]."""
+    height, width, _ = pixels.shape
+    return np.lib.stride_tricks.as_strided(pixels, (height, 3 * width), (pixels.strides[0], 1))
+
+
+def kept_tensor(count: int) -> tuple[Pixels, torch.Tensor]:
+    """Kept bytes, also as a tensor."""
+    kept: tuple[Pixels, torch.Tensor] | None = getattr(KEPT, "crop", None)
+    if kept is None or len(kept[0]) < count:
+        place = np.empty(count, np.uint8)
+        kept = place, torch.from_numpy(place)
+        if count <= MOST_KEPT_BYTES:
+            KEPT.crop = kept
+    return kept

@@ -76,17 +76,25 @@ class EncodedImages:
         size = self.settings.image_size
         return torch.empty(count, size, size, 3, dtype=torch.uint8, pin_memory=pinned).permute(0, 3, 1, 2)
 
-    def load(self, sample: int, choose_box: Callable[[int, int], Box], out: torch.Tensor, spent: Stages) -> None:
-        """One image into `out`, [3, S, S]."""
+    def load(
+        self,
+        sample: int,
+        choose_box: Callable[[int, int], Box],
+        out: torch.Tensor,
+        spent: Stages,
+        mirrored: bool = False,
+    ) -> None:
+        """One image into `out`, [1, 3, S, S]."""
         begun_s = time.perf_counter()
         try:
             content = resident(self.files.content(sample))
         except OSError as error:
             raise Unreadable(error.strerror or str(error)) from error
         read_s = time.perf_counter()
-        pixels = decode_crop(content, choose_box, self.settings.image_size, self.settings.max_pixels)
+        colours = "BGR" if mirrored else "RGB"
+        pixels = decode_crop(content, choose_box, self.settings.image_size, self.settings.max_pixels, colours)
         decoded_s = time.perf_counter()
-        resize(pixels, out)
+        resize(pixels, out, mirrored)
         spent.read += read_s - begun_s
         spent.decode += decoded_s - read_s
         spent.augment += time.perf_counter() - decoded_s

@@ -7,7 +7,7 @@ At most AHEAD batches are made or wait, in memory that is used again and again (
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from megabatch.data.augment import Augmentation
-from megabatch.data.decode import Box, Unreadable
+from megabatch.data.decode import Unreadable
 from megabatch.data.encoded import EncodedImages, Stages
 from megabatch.data.images import ImageSet
 from megabatch.data.order import Samples
@@ -117,10 +117,10 @@ class Reader:
             batch = Batch(torch.empty(0), labels)
             return batch, [partial(self.read, batch, samples, augmentation)]
         batch = Batch(buffer, labels)
-        starts = range(0, len(samples), IMAGES_A_PART)
+        decode = partial(self.decode, batch, buffer.split(1), samples, augmentation)
+        places = range(len(samples))
         return batch, [
-            partial(self.decode, batch, samples, augmentation, range(start, min(start + IMAGES_A_PART, len(samples))))
-            for start in starts
+            partial(decode, places[start : start + IMAGES_A_PART]) for start in range(0, len(samples), IMAGES_A_PART)
         ]
 
     def read(self, batch: Batch, samples: Samples, augmentation: Augmentation | None) -> None:
@@ -131,53 +131,55 @@ class Reader:
         batch.images = augmentation.change(pixels) if augmentation else pixels
         batch.spent = Stages(read=read_s - begun_s, augment=time.perf_counter() - read_s)
 
-    def decode(self, batch: Batch, samples: Samples, augmentation: Augmentation | None, places: range) -> None:
+    def decode(
+        self,
+        batch: Batch,
+        outs: Sequence[torch.Tensor],
+        samples: Samples,
+        augmentation: Augmentation | None,
+        places: range,
+    ) -> None:
         """Some images of a batch whose images are encoded."""
         images = self.images
         assert isinstance(images, EncodedImages)
         spent, skipped = Stages(), list[str]()
+        crops, pads = (augmentation.crops, augmentation.padding > 0) if augmentation else (None, False)
+        labels = batch.labels.numpy()  # torch would let go of the GIL for each
         for place in places:
-            crops = augmentation.crops if augmentation else None
             choose_box = partial(crops.box, place) if crops else images.central_box
-            out = batch.images[place]
+            mirrored = augmentation is not None and not pads and bool(augmentation.mirrored[place])
+            load = partial(images.load, choose_box=choose_box, out=outs[place], spent=spent, mirrored=mirrored)
             sample = int(samples[place])
             candidates = range(sample, sample + (min(len(images), MOST_IN_A_ROW) if augmentation else 1))
-            batch.labels[place] = self.load_first(images, candidates, choose_box, out, spent, skipped)
-            if augmentation:
+            labels[place] = load_first(images, candidates, load, skipped)
+            if augmentation and pads:
                 begun_s = time.perf_counter()
-                augmentation.finish(place, out)
+                augmentation.pad(place, outs[place])
                 spent.augment += time.perf_counter() - begun_s
         with self.lock:
             batch.spent.add(spent)
             batch.skipped.extend(skipped)
 
-    def load_first(
-        self,
-        images: EncodedImages,
-        candidates: range,
-        choose_box: Callable[[int, int], Box],
-        out: torch.Tensor,
-        spent: Stages,
-        skipped: list[str],
-    ) -> int:
-        """The first of the candidates that can be read, for the first of them all; its label, or SKIPPED.
 
-        So a batch keeps its size and the others their places, whoever makes it.  Candidates are neighbours in the set:
-        mostly of the same class.
-        """
-        for candidate in candidates:
-            sample = candidate % len(images)
-            try:
-                images.load(sample, choose_box, out, spent)
-                return int(images.labels[sample])
-            except Unreadable as error:
-                if images.settings.on_error == "raise":
-                    raise images.complaint(sample, error) from None
-                if candidate == candidates.start:
-                    skipped.append(f"{images.files.where(sample)} cannot be read: {error}")
-        if len(candidates) > 1:
-            raise UserError(f"{skipped[-1]}, and so for {len(candidates)} images in a row; mend the set")
-        return SKIPPED
+def load_first(images: EncodedImages, candidates: range, load: Callable[[int], None], skipped: list[str]) -> int:
+    """Loads the first of the candidates that can be read; its label, or SKIPPED.
+
+    So a batch keeps its size and the others their places, whoever makes it.  Candidates are neighbours in the set:
+    mostly of the same class.
+    """
+    for candidate in candidates:
+        sample = candidate % len(images)
+        try:
+            load(sample)
+            return int(images.files.labels[sample])
+        except Unreadable as error:
+            if images.settings.on_error == "raise":
+                raise images.complaint(sample, error) from None
+            if candidate == candidates.start:
+                skipped.append(f"{images.files.where(sample)} cannot be read: {error}")
+    if len(candidates) > 1:
+        raise UserError(f"{skipped[-1]}, and so for {len(candidates)} images in a row; mend the set")
+    return SKIPPED
 
 
 def without_skipped(batch: Batch) -> Batch:

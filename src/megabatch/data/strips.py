@@ -1,83 +1,85 @@
 """Cuts a JPEG to the rows that a crop needs, so that the others are not decoded.
 
-Every block of a JPEG is coded against the one before it, but behind a restart marker coding begins anew.  Where there
-is one behind every row of blocks, as `megabatch pack` writes them, the file can be cut there: a header with another
-height, some strips of 8 or 16 rows of pixels, their markers counted from 0 again.  A random crop has 0.7 of the height
-in the mean.  Its pixels are those of the whole image, bit for bit: strips that colours are interpolated from are kept.
+Every block of a JPEG is coded against the one before it, but behind a restart marker coding begins anew.  `megabatch
+pack` writes one behind every row of blocks, and a table of where these strips begin into the header (as a segment that
+other readers pass over).  Then a JPEG of some strips is a copy of the header with another height, of their bytes, and
+their markers counted from 0.  A random crop has 0.67 of the height in the mean, so a quarter of the decoding is saved.
+Pixels are those of the whole image, bit for bit: strips that colours are interpolated from are kept.
 """
 
+import re
+import struct
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from megabatch.data.files import Content
 
-BASELINE, RESTART_INTERVAL, SCAN, RESTART, END = 0xC0, 0xDD, 0xDA, 0xD0, b"\xff\xd9"
-OTHER_FRAMES = {*range(0xC1, 0xD0)} - {0xC4, 0xC8, 0xCC}  # progressive ones, for the most part
-REACH = 16  # rows of pixels beyond the crop that may count for it, where it is decoded at an eighth
+START = 20  # of the table: behind the segment with which every JFIF file begins
+MARKER, NAME = b"\xff\xe9", b"megabatch\0"
+HEAD = struct.Struct(">HHHH")  # rows of pixels in a strip, height, strips, where the header of the frame begins
+HEAD_AT = START + 4 + len(NAME)
+TABLE_AT = HEAD_AT + HEAD.size
+FRAME, SCAN, RESTART, END = 0xC0, 0xDA, 0xD0, b"\xff\xd9"
 
 
 class Strips(NamedTuple):
-    content: bytes  # a JPEG
+    content: bytearray  # a JPEG
     top: int  # the row of the whole image that is its first
     height: int
 
 
-class Layout(NamedTuple):
-    frame: int  # where the header of the frame begins
-    scan: int  # where the strips begin
-    height: int
-    strip: int  # rows of pixels in one
+def cut_rows(content: Content, top: int, rows: int, reach: int) -> Strips | None:
+    """The strips in which these rows lie, and `reach` more on both sides; None where that is all, or has no table.
 
-
-def cut_rows(content: Content, top: int, rows: int) -> Strips | None:
-    """The strips in which these rows lie; None where they are all, or cannot be had alone."""
-    layout = find_layout(content)
-    if layout is None:
+    From half as many rows of colours, one more is interpolated with: 2 rows of pixels, at a scale of 1/s 2 s of them.
+    """
+    if content[START + 4 : HEAD_AT] != NAME:
         return None
-    count = -(-layout.height // layout.strip)
-    first = max(0, top - REACH) // layout.strip
-    last = min(count, -(-(top + rows + REACH) // layout.strip))
+    try:
+        return cut_strips(content, top, rows, reach)
+    except (struct.error, ArithmeticError, IndexError):  # a damaged table: decoding all of it will say what is wrong
+        return None
+
+
+def cut_strips(content: Content, top: int, rows: int, reach: int) -> Strips | None:
+    strip, height, count, frame = HEAD.unpack_from(content, HEAD_AT)
+    first = max(0, top - reach) // strip
+    last = min(count, -(-(top + rows + reach) // strip))
     if last - first == count:
         return None
-    whole = bytes(content)
-    starts = [layout.scan]  # of every strip up to the one behind the last
-    for strip in range(last if last < count else last - 1):
-        # Such a pair of bytes is nothing else: in the coded blocks themselves 0 follows upon 255.
-        found = whole.find(bytes([0xFF, RESTART + strip % 8]), starts[-1])
-        if found < 0:
-            return None
-        starts.append(found + 2)
-    height = min(layout.height, last * layout.strip) - first * layout.strip
-    begin, end = starts[first], starts[last] - 2 if last < count else len(whole)
-    cut = bytearray(whole[: layout.scan] + whole[begin:end])
-    cut[layout.frame + 5 : layout.frame + 7] = height.to_bytes(2)
-    for strip in range(first + 1, last):
-        cut[layout.scan + starts[strip] - begin - 1] = RESTART + (strip - first - 1) % 8
-    return Strips(bytes(cut) + END * (last < count), first * layout.strip, height)
+    (scan,) = struct.unpack_from(">I", content, TABLE_AT)
+    starts = struct.unpack_from(f">{last - first + 1}I", content, TABLE_AT + 4 * first)  # also of the strip behind
+    height = min(height, last * strip) - first * strip
+    cut = bytearray(content[:scan])
+    cut += content[starts[0] : starts[-1]]
+    cut[frame + 5 : frame + 7] = height.to_bytes(2)
+    for number, start in enumerate(starts[1:-1]):
+        cut[scan + start - starts[0] - 1] = RESTART + number % 8
+    cut[-2:] = END  # where a restart marker was
+    return Strips(cut, first * strip, height)
 
 
-def find_layout(content: Content) -> Layout | None:
-    """None if this is no baseline JPEG with a restart marker behind every row of blocks."""
-    place, frame, interval = 2, None, 0
-    while place + 4 <= len(content) and content[place] == 0xFF:
-        marker, length = content[place + 1], content[place + 2] << 8 | content[place + 3]
-        if marker == BASELINE:
-            frame = place
-        elif marker == RESTART_INTERVAL:
-            interval = content[place + 4] << 8 | content[place + 5]
-        elif marker == SCAN:
-            return describe(content, frame, place + 2 + length, interval) if frame and interval else None
-        elif marker in OTHER_FRAMES:
-            return None
-        place += 2 + length
-    return None
+def with_table(content: bytes) -> bytes:
+    """A baseline JPEG that has a restart marker behind every row of blocks, with the table of its strips."""
+    segments = dict(walk_segments(content))
+    frame, scan = segments[FRAME], segments[SCAN]
+    _, _, height, _, components = struct.unpack_from(">HBHHB", content, frame + 2)
+    down = max(content[frame + 11 + 3 * number] & 15 for number in range(components))
+    begin = scan + 2 + int.from_bytes(content[scan + 2 : scan + 4])
+    ends = [found.end() for found in re.finditer(rb"\xff[\xd0-\xd7\xd9]", content[begin:])]
+    starts = [0, *ends]
+    assert len(starts) == 1 + -(-height // (8 * down)), "a restart marker is not behind a row of blocks"
+    room = TABLE_AT + 4 * len(starts) - START
+    table = [begin + room + start for start in starts]
+    head = HEAD.pack(8 * down, height, len(starts) - 1, frame + room)
+    segment = MARKER + (room - 2).to_bytes(2) + NAME + head + struct.pack(f">{len(table)}I", *table)
+    return content[:START] + segment + content[START:]
 
 
-def describe(content: Content, frame: int, scan: int, interval: int) -> Layout | None:
-    height, width = (content[frame + at] << 8 | content[frame + at + 1] for at in (5, 7))
-    components = content[frame + 9]
-    samplings = [content[frame + 11 + 3 * number] for number in range(components)]
-    across, down = (1, 1) if components == 1 else (max(s >> 4 for s in samplings), max(s & 15 for s in samplings))
-    # A scan of some components alone is followed by others.
-    is_whole = content[scan - 4 - 2 * components] == components
-    is_by_rows = interval == -(-width // (8 * across))
-    return Layout(frame, scan, height, 8 * down) if is_whole and is_by_rows and height else None
+def walk_segments(content: bytes) -> Iterator[tuple[int, int]]:
+    """Marker and place of each, up to the scan."""
+    marker, place = 0, 2
+    while marker != SCAN:
+        marker = content[place + 1]
+        yield marker, place
+        place += 2 + int.from_bytes(content[place + 2 : place + 4])
