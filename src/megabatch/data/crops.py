@@ -22,21 +22,19 @@ class RandomCrops:
 
     def __init__(self, seed: int, samples: Samples, epochs: Samples, least_area: float, widest: float) -> None:
         words = draw(seed, CROP + np.arange(ATTEMPTS)[:, None], samples, epochs)
-        area, ratio, self.top, self.left = (draws * 2.0**-32 for draws in words)  # [attempt, sample], from 0 to 1
+        area, ratio, top, left = (draws * 2.0**-32 for draws in words)  # [attempt, sample], from 0 to 1
         areas, ratios = least_area + (1 - least_area) * area, widest ** (2 * ratio - 1)
-        # Of an image whose area is 1.
-        self.height, self.width = np.sqrt(areas / ratios), np.sqrt(areas * ratios)
+        # Height and width in an image whose area is 1.  As lists: numbers of numpy take five times as long.
+        attempts = np.stack([np.sqrt(areas / ratios), np.sqrt(areas * ratios), top, left], axis=-1)
+        self.attempts: list[list[list[float]]] = attempts.swapaxes(0, 1).tolist()
         self.widest = widest
 
     def box(self, which: int, height: int, width: int) -> Box:
         side = math.sqrt(height * width)
-        for attempt in range(ATTEMPTS):
-            rows = round(side * self.height[attempt, which])
-            columns = round(side * self.width[attempt, which])
+        for tall, wide, down, right in self.attempts[which]:
+            rows, columns = round(side * tall), round(side * wide)
             if 0 < rows <= height and 0 < columns <= width:
-                top = int(self.top[attempt, which] * (height - rows + 1))
-                left = int(self.left[attempt, which] * (width - columns + 1))
-                return top, left, rows, columns
+                return int(down * (height - rows + 1)), int(right * (width - columns + 1)), rows, columns
         rows, columns = min(height, round(width * self.widest)), min(width, round(height * self.widest))
         return (height - rows) // 2, (width - columns) // 2, rows, columns
 

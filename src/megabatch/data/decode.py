@@ -14,6 +14,7 @@ antialiased bilinear filter on uint8, which is Pillow's to 1/255; after scaled d
 import io
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import simplejpeg  # type: ignore[import-untyped]
@@ -25,6 +26,7 @@ from megabatch.data.files import Content
 from megabatch.data.strips import cut_rows
 
 Pixels = NDArray[np.uint8]  # [H, W, 3]
+Lines = NDArray[np.uint8]  # [H, 3 W]: the same
 Box = tuple[int, int, int, int]  # top, left, height, width
 
 DCT_SCALES = (8, 4, 2)
@@ -34,7 +36,7 @@ LEAST_MARGIN = 1.5
 # A thread's pixels lie in memory that it keeps: fresh pages cost a tenth of the time of decoding into them.
 MOST_KEPT_BYTES = 64 << 20
 KEPT = threading.local()
-resize_into = torch.ops.aten._upsample_bilinear2d_aa.out  # what F.interpolate(antialias=True) calls, without its copy
+resize_into: Any = torch._C._nn._upsample_bilinear2d_aa  # what F.interpolate(antialias=True) calls, which has no `out`
 
 
 class Unreadable(Exception):
@@ -62,7 +64,7 @@ def decode(content: Content, max_pixels: int) -> Pixels:
 
 def decode_crop(
     content: Content, choose_box: Callable[[int, int], Box], size: int, max_pixels: int, colours: str = "RGB"
-) -> Pixels:
+) -> Lines:
     """The pixels that `choose_box(height, width)` wants, for resizing to `size`; they are valid until the next call."""
     height, width, is_jpeg = read_size(content, max_pixels)
     box = top, _, rows, _ = choose_box(height, width)
@@ -74,8 +76,8 @@ def decode_crop(
         pixels, scale = decode_scaled(content, height, width, scale, colours)
     else:
         pixels, scale = decode_with_pillow(content, colours), 1
-    top, left, rows, columns = (edge // scale for edge in box)
-    return pixels[top : top + rows, left : left + columns]
+    top, left, rows, columns = box if scale == 1 else (edge // scale for edge in box)
+    return pixels.reshape(len(pixels), -1)[top : top + rows, 3 * left : 3 * (left + columns)]
 
 
 def dct_scale(box: Box, size: int) -> int:
@@ -136,29 +138,22 @@ def reason_of(error: Exception, length: int) -> str:
     return str(error) or type(error).__name__
 
 
-def resize(pixels: Pixels, out: torch.Tensor, mirrored: bool = False) -> None:
-    """`pixels` at the size of `out`, uint8 [3, H, W] or [1, 3, H, W], whose memory may lie in any order.
+def resize(lines: Lines, out: torch.Tensor, mirrored: bool = False) -> None:
+    """Lines at the size of `out`, uint8 [3, H, W] or [1, 3, H, W], whose memory may lie in any order.
 
-    To be mirrored they come as BGR: a row of it read backwards is a mirrored row of RGB, so that mirroring is a copy
-    that is made anyway.  (What torch is given must be contiguous: it would copy it itself, with an OpenMP team.)
+    To be mirrored they come as BGR: a line of it read backwards is a mirrored line of RGB, so that mirroring is part of
+    a copy that is made anyway: what torch is given must be contiguous, or it copies it itself, with an OpenMP team.
     """
-    height, width, _ = pixels.shape
-    place, room = kept_tensor(pixels.size)
-    crop = place[: pixels.size].reshape(height, 3 * width)
-    lines = lines_of(pixels)
-    np.copyto(crop, lines[:, ::-1] if mirrored else lines)
-    source = room.as_strided((1, 3, height, width), (pixels.size, 1, 3 * width, 3))
-    out = out if out.ndim == 4 else out[None]
+    height, width = len(lines), lines.shape[1] // 3
+    place, room = kept_tensor(lines.size)
+    np.copyto(place[: lines.size].reshape(lines.shape), lines[:, ::-1] if mirrored else lines)
+    source = room.as_strided((1, 3, height, width), (lines.size, 1, 3 * width, 3))
+    if out.ndim == 3:
+        out = out[None]
     if source.shape == out.shape:
         out.copy_(source)
     else:
         resize_into(source, out.shape[2:], False, None, None, out=out)
-
-
-def lines_of(pixels: Pixels) -> Pixels:
-    """A view in which the three colours of a row lie in a row: [H, 3 W]."""
-    height, width, _ = pixels.shape
-    return np.lib.stride_tricks.as_strided(pixels, (height, 3 * width), (pixels.strides[0], 1))
 
 
 def kept_tensor(count: int) -> tuple[Pixels, torch.Tensor]:

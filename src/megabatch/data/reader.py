@@ -60,6 +60,7 @@ class Reader:
         self.images, self.device, self.augmentation = images, device, augmentation
         self.threads = images.threads if isinstance(images, EncodedImages) else 1
         self.lock = threading.Lock()
+        self.free: deque[torch.Tensor | None] = deque()
 
     def make(self, request: Request) -> Batch:
         """Here and now, by the caller."""
@@ -75,28 +76,27 @@ class Reader:
         return copied_ahead(made, self.device) if self.device.type == "cuda" else made
 
     def made_ahead(self, requests: Iterator[Ask]) -> Batches:
-        free: deque[torch.Tensor | None] = deque()
         begun: deque[Future[Begun]] = deque()
         pool = ThreadPoolExecutor(self.threads, "megabatch-input")
         try:
             while True:
                 while len(begun) < AHEAD and (ask := next(requests, None)):
-                    begun.append(pool.submit(self.begin_in, pool, ask, free))
+                    begun.append(pool.submit(self.begin_in, pool, ask))
                 if not begun:
                     return
                 batch, parts, buffer = begun.popleft().result()
                 for part in parts:
                     part.result()
                 yield without_skipped(batch)
-                free.append(buffer)
+                self.free.append(buffer)
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def begin_in(self, pool: ThreadPoolExecutor, ask: Ask, free: deque[torch.Tensor | None]) -> Begun:
+    def begin_in(self, pool: ThreadPoolExecutor, ask: Ask) -> Begun:
         """Hands the parts of a batch to the threads."""
         request = ask()
         count = len(request.samples)
-        buffer = free.popleft() if free else None
+        buffer = self.free.popleft() if self.free else None
         if buffer is None or len(buffer) < count:
             buffer = self.buffer(count)
         batch, parts = self.begin(request, None if buffer is None else buffer[:count])

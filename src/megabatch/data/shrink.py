@@ -41,7 +41,7 @@ def prepare(content: Content, shorter_side: int | None, quality: int) -> Stored:
         return Stored(content, None, width, height)
     height, width = shrunk(height, width, target)
     smaller = torch.empty((height, width, 3), dtype=torch.uint8)
-    resize(pixels, smaller.permute(2, 0, 1))
+    resize(pixels.reshape(len(pixels), -1), smaller.permute(2, 0, 1))
     try:
         encoded = encode(smaller.numpy(), quality)
     except (ValueError, OSError) as error:
