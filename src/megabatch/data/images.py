@@ -89,3 +89,6 @@ class ChosenImages:
 
     def read(self, samples: Samples) -> torch.Tensor:
         return self.images.read(self.numbers[samples])
+
+
+InMemory = ArrayImages | SyntheticImages | ChosenImages  # whose images are there, or made, in no time
