@@ -41,7 +41,7 @@ def evaluate_run(folder: Path, source: str | None) -> Evaluation:
         test = other.test
     torch.set_num_threads(config.run.threads or 1)
     with connect(Place(0, 1, 0, 1), choose_device(config.run.device)) as world:
-        model = make_model(config, trained_on.shape)
+        model = make_model(config, trained_on.shape).to(config.precision.formats.update)  # fp64 would be rounded
         model.load_state_dict(read_weights(folder))
         place_model(model, config, world.device)
         formats = config.precision.formats
