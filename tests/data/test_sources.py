@@ -10,7 +10,7 @@ import torch
 from megabatch.data.encoded import EncodedImages
 from megabatch.data.images import ArrayImages, DataSet
 from megabatch.data.settings import DataSettings, SyntheticSettings
-from megabatch.data.sources import foresee_shape, load_data_set
+from megabatch.data.sources import foresee_shape, load_data_set, load_other_images
 from megabatch.errors import UserError
 from tests.data.photos import make_folder
 from tools.embed_fashion import FASHION_MNIST, subset
@@ -238,3 +238,13 @@ def test_what_cannot_be_split_or_joined_is_said(tmp_path: Path) -> None:
         load_with(both / "one", also=[str(both / "two")])
     with pytest.raises(UserError, match=r"data.source='imagenet' is the folder imagenet .*data.source=FOLDER"):
         load_with("imagenet")
+
+
+def test_other_images_are_numbered_by_the_names_of_the_run(tmp_path: Path) -> None:
+    trained_on = load_with(make_folder(tmp_path / "trained", 4, ("ankle", "bag", "coat")), validation=0.25)
+    other = make_folder(tmp_path / "other", 2, ("bag", "coat"))
+    images = load_other_images(DataSettings(source=str(other), image_size=28), trained_on, threads=1)
+    assert images.labels.tolist() == [1, 1, 2, 2]
+    make_folder(other, 2, ("dress",))
+    with pytest.raises(UserError, match="images of class 'dress', on which the run was not trained"):
+        load_other_images(DataSettings(source=str(other), image_size=28), trained_on, threads=1)

@@ -62,6 +62,18 @@ def test_a_run_from_files_is_the_same_on_any_ranks_and_threads(ranks: RankPool, 
     ]
 
 
+def memory_of_epochs(world: World, folder: str) -> list[float]:
+    config = photo_run(folder, "train.epochs=14")
+    records = train(assemble(config, load_data_set(config.data, threads=3), world))
+    return [record.resident_mb or 0.0 for record in records if isinstance(record, EvaluationRecord)]
+
+
+def test_memory_does_not_grow_with_the_epochs(ranks: RankPool, folder: Path) -> None:
+    for memory_mb in ranks.run(memory_of_epochs, str(folder), num_ranks=2):
+        assert len(memory_mb) == 14 and min(memory_mb) > 0
+        assert memory_mb[-1] - memory_mb[3] < 3  # a batch that is kept would be 10 epochs of 48 images in four threads
+
+
 def skip_too_much(world: World, folder: str, limit: float) -> str:
     config = photo_run(folder, f"data.skip_limit={limit}")
     training = assemble(config, load_data_set(config.data), world)

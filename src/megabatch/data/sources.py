@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from megabatch.data.array_sources import from_arrays, is_idx_folder, read_idx_folder, read_npz
 from megabatch.data.encoded import EncodedImages
-from megabatch.data.files import Chosen, Library, join
+from megabatch.data.files import Chosen, Library, join, numbered_anew
 from megabatch.data.folders import read_folder
-from megabatch.data.images import ChosenImages, DataSet, SyntheticImages
+from megabatch.data.images import ChosenImages, DataSet, ImageSet, SyntheticImages
 from megabatch.data.philox import VALIDATION, draw
 from megabatch.data.settings import DataSettings, SyntheticSettings
 from megabatch.data.shapes import FASHION_MNIST_10K, FULL_FASHION_MNIST, IMAGENET, DataShape
@@ -37,6 +37,24 @@ def load_data_set(settings: DataSettings, threads: int = 1) -> DataSet:
             "neither; leave it out"
         )
     return hold_out(settings, source) if settings.validation else source
+
+
+def load_other_images(settings: DataSettings, trained_on: DataSet, threads: int) -> ImageSet:
+    """Images to test on that are not the run's own: a source's test part, or all of a folder or tar that has none."""
+    source, names = find_source(settings), trained_on.class_names
+    if isinstance(source, Library):
+        unknown = sorted({*source.class_names} - {*names})
+        if unknown or trained_on.num_channels != 3:
+            reason = f"images of class {unknown[0]!r}" if unknown else "3 channels"
+            raise UserError(f"{settings.source} has {reason}, on which the run was not trained; give another source")
+        files = source.train if source.test is None else source.test
+        return EncodedImages(numbered_anew(files, source.class_names, names), settings, threads)
+    if source.num_channels != trained_on.num_channels or len(source.class_names) > len(names):
+        raise UserError(
+            f"{settings.source} has {source.num_channels} channels and {len(source.class_names)} classes; the run was "
+            f"trained on {trained_on.num_channels} and {len(names)}"
+        )
+    return source.test
 
 
 def find_source(settings: DataSettings) -> DataSet | Library:

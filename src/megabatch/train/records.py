@@ -1,6 +1,8 @@
 """What a run leaves behind: a record per step and per evaluation, and a summary of them."""
 
+import os
 import statistics
+from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct, field
@@ -30,6 +32,7 @@ class StepRecord(Struct, frozen=True, kw_only=True):
 class EvaluationRecord(Evaluation, frozen=True, kw_only=True):
     step: int
     epoch: float
+    resident_mb: float | None = None  # memory of rank 0's process
 
 
 Record = StepRecord | EvaluationRecord
@@ -60,6 +63,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     skipped_images: int  # that could not be read, in all epochs, and for which others stood in
     comm_wait_share: float | None
     straggler: Straggler | None  # the rank that delayed the others most, since the last resumption; None on one rank
+    resident_mb: float | None  # memory of rank 0's process at the last evaluation
     time_to_target_s: float | None  # wall time of the first evaluation that reached train.target_top1
 
 
@@ -126,6 +130,7 @@ class Tally(Struct, kw_only=True):
             skipped_images=self.skipped_images,
             comm_wait_share=self.comm_wait_s / self.training_s if self.steps else None,
             straggler=self.straggler,
+            resident_mb=last.resident_mb if last else None,
             time_to_target_s=self.time_to_target_s,
         )
 
@@ -135,3 +140,12 @@ def find_straggler(waits_s: list[float]) -> tuple[int, float]:
     rank = min(range(len(waits_s)), key=waits_s.__getitem__)
     others = waits_s[:rank] + waits_s[rank + 1 :]
     return rank, statistics.median(others) - waits_s[rank] if others else 0.0
+
+
+def resident_mb() -> float | None:
+    """What this process has in memory; None where the system does not say."""
+    try:
+        _, pages, *_ = Path("/proc/self/statm").read_text().split()
+    except OSError:
+        return None
+    return int(pages) * os.sysconf("SC_PAGE_SIZE") / 1e6

@@ -10,7 +10,7 @@ from megabatch.comm.discover import Place
 from megabatch.comm.world import choose_device, connect
 from megabatch.config import load_config
 from megabatch.data.batches import Normalise
-from megabatch.data.sources import FROM_PYTHON, load_data_set
+from megabatch.data.sources import FROM_PYTHON, load_data_set, load_other_images
 from megabatch.errors import UserError
 from megabatch.train.assemble import make_model, place_model
 from megabatch.train.checkpoint import MODEL, newest_good, read_state
@@ -32,13 +32,8 @@ def evaluate_run(folder: Path, source: str | None) -> Evaluation:
     trained_on = load_data_set(config.data, threads)
     test = trained_on.test
     if source is not None:
-        other = load_data_set(msgspec.structs.replace(config.data, source=source, also=[]), threads)
-        if other.num_channels != trained_on.num_channels or len(other.class_names) > len(trained_on.class_names):
-            raise UserError(
-                f"--data {source} has {other.num_channels} channels and {len(other.class_names)} classes; the run was "
-                f"trained on {trained_on.num_channels} and {len(trained_on.class_names)}"
-            )
-        test = other.test
+        settings = msgspec.structs.replace(config.data, source=source, also=[], validation=None)
+        test = load_other_images(settings, trained_on, threads)
     torch.set_num_threads(config.run.threads or 1)
     with connect(Place(0, 1, 0, 1), choose_device(config.run.device)) as world:
         model = make_model(config, trained_on.shape).to(config.precision.formats.update)  # fp64 would be rounded

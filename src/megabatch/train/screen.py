@@ -123,6 +123,8 @@ class Screen:
             self.say("waited", f"{data}, {summary.comm_wait_share:.1%} for communication")
         if summary.skipped_images:
             self.say("skipped", f"{summary.skipped_images:,} images that could not be read; their neighbours stood in")
+        if summary.resident_mb:
+            self.say("memory", f"{summary.resident_mb:,.0f} MB of rank 0")
         late = summary.straggler
         if late and late.share > TELLING_SHARE:
             delay = f"{late.delay_s * 1e3:.1f} ms a step ({late.share:.0%})"

@@ -21,7 +21,7 @@ from megabatch.train.batch_norm import RunningStatistics
 from megabatch.train.evaluate import Evaluation
 from megabatch.train.exchange import Exchange
 from megabatch.train.not_finite import check_loss, check_scale, check_test_loss
-from megabatch.train.records import EvaluationRecord, Record, StepRecord, find_straggler
+from megabatch.train.records import EvaluationRecord, Record, StepRecord, find_straggler, resident_mb
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,9 @@ def train_on(microbatches: Stream, run: Training, first_step: int) -> Generator[
         if plan.should_evaluate_after(done):
             evaluation = run.evaluate()
             check_test_loss(evaluation.test_loss, step)
-            yield EvaluationRecord(step=done, epoch=epoch, **msgspec.structs.asdict(evaluation))
+            yield EvaluationRecord(
+                step=done, epoch=epoch, resident_mb=resident_mb(), **msgspec.structs.asdict(evaluation)
+            )
         if totals.stop:
             return
 
