@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from megabatch.data.decode import Pixels, decode_crop, read_size
+from megabatch.data.files import Content
 from megabatch.data.images import ImageSet
 from megabatch.data.settings import DataSettings
 from megabatch.data.sources import load_data_set
@@ -31,6 +33,13 @@ def encoded(image: Image.Image, format: str = "JPEG", **options: Any) -> bytes:
     file = io.BytesIO()
     image.save(file, format, **options)
     return file.getvalue()
+
+
+def decode(content: Content, max_pixels: int) -> Pixels:
+    """The whole image, at its own size."""
+    return decode_crop(content, lambda height, width: (0, 0, height, width), max_pixels, max_pixels).reshape(
+        *read_size(content, max_pixels)[:2], 3
+    )
 
 
 def make_folder(folder: Path, per_class: int = 6, classes: tuple[str, ...] = CLASSES) -> Path:

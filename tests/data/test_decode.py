@@ -13,12 +13,11 @@ from megabatch.data.decode import (
     Box,
     Unreadable,
     dct_scale,
-    decode,
     decode_crop,
     read_size,
     resize,
 )
-from tests.data.photos import encoded, photo
+from tests.data.photos import decode, encoded, photo
 
 PLENTY = 10**9
 
@@ -109,9 +108,14 @@ def test_images_as_thin_as_a_line_are_decoded(shape: tuple[int, int]) -> None:
         assert abs(ours(content, (0, 0, height, width), 24) - pillows(content, (0, 0, height, width), 24)).max() <= 1
 
 
-def test_sixteen_bits_become_eight_as_pillow_does_it() -> None:
-    content = encoded(Image.fromarray(np.arange(0, 60000, 50, dtype=np.uint16).reshape(30, 40)), "PNG")
-    assert np.array_equal(decode(content, PLENTY), np.asarray(Image.open(io.BytesIO(content)).convert("RGB")))
+def test_sixteen_bits_become_their_upper_eight() -> None:
+    """Pillow would make nearly all of it white."""
+    levels = np.arange(0, 60000, 50, dtype=np.uint16).reshape(30, 40)
+    for format in ("PNG", "TIFF"):
+        pixels = decode(encoded(Image.fromarray(levels), format), PLENTY)
+        assert np.array_equal(pixels, np.stack([levels >> 8] * 3, axis=-1))
+    with pytest.raises(Unreadable, match="its pixels are of kind F"):
+        decode(encoded(Image.fromarray(levels.astype(np.float32)), "TIFF"), PLENTY)
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,10 @@ def test_skipping_keeps_sizes_and_all_other_images(folder: Path, tmp_path: Path)
                     is_good = torch.tensor([int(sample) not in bad for sample in samples])
                     assert torch.equal(pixels[is_good], expected[is_good])
                     assert torch.equal(labels[is_good], expected_labels[is_good])
+                    for place in torch.nonzero(~is_good).flatten().tolist():
+                        stand_in = next(other for other in range(int(samples[place]), 99) if other not in bad)
+                        assert labels[place] == whole.images.labels[stand_in]
+                        assert labels[place] == 1 if samples[place] > 5 else labels[place] == 0
                     _, skipped = stream.take_account()
                     assert len(skipped) == (~is_good).sum() and all("cannot be read" in line for line in skipped)
 
@@ -147,7 +151,7 @@ def test_evaluation_leaves_out_what_cannot_be_read_and_says_so(folder: Path, tmp
     (tmp_path / "both").mkdir()
     copy.rename(tmp_path / "both" / "val")
     make_folder(tmp_path / "both" / "train", per_class=2)
-    data = load_data_set(settings_of(tmp_path / "both", validation=None, on_error="skip"), threads=2)
+    data = load_data_set(settings_of(tmp_path / "both", validation=0.0, on_error="skip"), threads=2)
     labels, skipped = images_of_evaluation(data)
     assert len(data.test) == 36 and labels.tolist() == [0] * 11 + [1] * 11 + [2] * 11
     assert sorted(line.split(" cannot")[0][-7:] for line in skipped) == sorted(path[-7:] for path in paths)

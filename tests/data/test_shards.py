@@ -1,3 +1,4 @@
+import os
 import tarfile
 import threading
 from pathlib import Path
@@ -50,17 +51,6 @@ def test_tars_are_read_in_the_order_of_their_names_and_members(tmp_path: Path) -
     assert [bytes(library.test.content(number)) for number in range(2)] == [picture(6), picture(7)]
     assert library.train.labels.tolist() == [0, 1, 0, 1, 0, 1] and library.test.labels.tolist() == [0, 1]
     assert library.train.labels.dtype == np.int64
-
-
-def test_content_is_a_view_of_the_shard_that_outlives_its_library(tmp_path: Path) -> None:
-    write_shards(tmp_path)
-    library = read_shards(tmp_path)
-    view = library.train.content(4)
-    assert isinstance(view, memoryview) and view.readonly
-    other = library.train.content(4)
-    assert isinstance(other, memoryview) and view.obj is other.obj  # one map for both
-    del library, other
-    assert bytes(view) == picture(4)
 
 
 def test_where_names_the_shard_the_offset_and_the_member(tmp_path: Path) -> None:
@@ -197,8 +187,9 @@ def test_any_thread_may_ask_first(tmp_path: Path) -> None:
 def test_a_shard_that_shrank_after_the_index_was_read_is_an_error_and_no_crash(tmp_path: Path) -> None:
     write_shards(tmp_path)
     library = read_shards(tmp_path)
-    (tmp_path / "train-000000.tar").write_bytes(b"")
-    with pytest.raises(OSError, match=r"train-000000.tar has 0 bytes now, and had 10,240 before"):
+    assert library.train.content(0) == picture(0)
+    os.truncate(tmp_path / "train-000000.tar", 600)  # while it is open
+    with pytest.raises(OSError, match=r"train-000000.tar ends before offset [\d,]+, where it did not before"):
         library.train.content(0)
 
 

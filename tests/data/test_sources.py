@@ -12,7 +12,7 @@ from megabatch.data.images import ArrayImages, DataSet
 from megabatch.data.settings import DataSettings, SyntheticSettings
 from megabatch.data.sources import foresee_shape, load_data_set, load_other_images
 from megabatch.errors import UserError
-from tests.data.photos import make_folder
+from tests.data.photos import make_folder, photo
 from tools.embed_fashion import FASHION_MNIST, subset
 
 
@@ -248,3 +248,18 @@ def test_other_images_are_numbered_by_the_names_of_the_run(tmp_path: Path) -> No
     make_folder(other, 2, ("dress",))
     with pytest.raises(UserError, match="images of class 'dress', on which the run was not trained"):
         load_other_images(DataSettings(source=str(other), image_size=28), trained_on, threads=1)
+
+
+def test_a_fingerprint_tells_sets_apart_whose_samples_have_other_numbers(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "photos", per_class=5)
+    whole = load_with(folder, validation=0.2).fingerprint()
+    assert load_with(folder, validation=0.2).fingerprint() == whole
+    seen = {whole, load_with(folder, validation=0.4).fingerprint()}
+    seen.add(load_with(folder, validation=0.2, validation_seed=3).fingerprint())
+    (folder / "bag" / "000.jpg").rename(folder / "bag" / "other.jpg")
+    seen.add(load_with(folder, validation=0.2).fingerprint())
+    photo(5).save(folder / "coat" / "more.jpg")
+    seen.add(load_with(folder, validation=0.2).fingerprint())
+    seen.add(load_with(folder, validation=0.2, also=[str(make_folder(tmp_path / "also", 2))]).fingerprint())
+    assert len(seen) == 6
+    assert load("synthetic", train=20).fingerprint() != load("synthetic", train=21).fingerprint()

@@ -7,9 +7,9 @@ import pytest
 from PIL import Image
 
 from megabatch.data import decode as decoding
-from megabatch.data.decode import decode, decode_crop
+from megabatch.data.decode import Box, Unreadable, decode_crop
 from megabatch.data.strips import cut_rows, with_table
-from tests.data.photos import encoded, photo
+from tests.data.photos import decode, encoded, photo
 
 PLENTY = 10**9
 KINDS = {"4:2:0": {"subsampling": 2}, "4:2:2": {"subsampling": 1}, "4:4:4": {"subsampling": 0}, "grey": {}}
@@ -29,7 +29,7 @@ def test_every_cut_has_the_pixels_of_the_whole_image(kind: str, height: int) -> 
     for top in range(0, height, 7):
         for rows in {1, 9, 40, height - top}:
             rows = min(rows, height - top)
-            strips = cut_rows(content, top, rows, reach=2)
+            strips = cut_rows(content, height, top, rows, reach=2)
             if strips:
                 num_cut += 1
                 pixels = decode(strips.content, PLENTY)
@@ -51,7 +51,7 @@ def test_a_crop_is_the_same_with_and_without_cutting(size: int, monkeypatch: pyt
 
 @pytest.mark.parametrize("content", [encoded(photo(8, 75, 200)), encoded(photo(8, 75, 200), "PNG"), b"\xff\xd8", b""])
 def test_what_has_no_table_is_left_whole(content: bytes) -> None:
-    assert cut_rows(content, 150, 40, reach=2) is None
+    assert cut_rows(content, 200, 150, 40, reach=2) is None
 
 
 def test_the_table_is_nothing_to_other_readers() -> None:
@@ -63,14 +63,29 @@ def test_the_table_is_nothing_to_other_readers() -> None:
 
 def test_a_view_can_be_cut_too() -> None:
     content = striped("4:2:0", 200)
-    assert cut_rows(memoryview(content), 0, 20, 2) == cut_rows(content, 0, 20, 2) is not None
+    assert cut_rows(memoryview(content), 200, 0, 20, 2) == cut_rows(content, 200, 0, 20, 2) is not None
 
 
-def test_a_damaged_table_never_breaks_more_than_the_image() -> None:
+def test_a_table_that_does_not_fit_its_image_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as that of an image that another program has encoded anew, with all segments that it did not know."""
     content = striped("4:2:0", 200)
+    table = content[20 : 20 + 2 + int.from_bytes(content[22:24])]
+    others = [encoded(photo(9, 75, height), restart_marker_rows=1) for height in (200, 184, 400)]
+    stale = [other[:20] + table + other[20:] for other in others]
     generator = np.random.default_rng(0)
-    for place in range(20, 120):
+    for place in range(20, 110):
         damaged = bytearray(content)
         damaged[place] = int(generator.integers(256))
-        strips = cut_rows(bytes(damaged), 100, 40, reach=2)
-        assert strips is None or len(strips.content) > 0
+        stale.append(bytes(damaged))
+    box = (100, 3, 40, 60)
+    cut = [crop_or_reason(each, box) for each in stale]
+    monkeypatch.setattr(decoding, "cut_rows", lambda *arguments, **more: None)
+    assert cut == [crop_or_reason(each, box) for each in stale]
+    assert sum(isinstance(each, bytes) for each in cut) > 80
+
+
+def crop_or_reason(content: bytes, box: Box) -> bytes | str:
+    try:
+        return decode_crop(content, lambda *shape: box, 30, 100 * 1000).tobytes()
+    except Unreadable as error:
+        return str(error)

@@ -12,6 +12,7 @@ import torch
 from megabatch.comm.world import World
 from megabatch.config import CheckpointSettings
 from megabatch.data.sources import load_data_set
+from megabatch.errors import UserError
 from megabatch.train.assemble import assemble
 from megabatch.train.checkpoint import (
     Checkpoints,
@@ -23,6 +24,7 @@ from megabatch.train.checkpoint import (
     training_state,
 )
 from megabatch.train.records import Tally
+from megabatch.train.run import require_same_images
 from megabatch.train.trainer import train
 from tests.distributed.runs import small_run
 from tests.ranks import RankPool
@@ -50,6 +52,10 @@ def train_with_stops(world: World, stops: list[int], folder: str) -> tuple[list[
                 break
         if world.rank == 0:
             checkpoints.save(training, tally)
+            description = read_description(checkpoints.folder / "last")
+            require_same_images(Path(folder), description.data, training)
+            with pytest.raises(UserError, match="was trained on other images than are there now"):
+                require_same_images(Path(folder), "of others", training)
         world.sum(torch.zeros(1, device=world.device))  # the others wait for it to be written
     return losses, {name: tensor.cpu().numpy() for name, tensor in training_state(training).items()}
 

@@ -63,7 +63,7 @@ def test_a_run_from_files_is_the_same_on_any_ranks_and_threads(ranks: RankPool, 
 
 
 def memory_of_epochs(world: World, folder: str) -> list[float]:
-    config = photo_run(folder, "train.epochs=14")
+    config = photo_run(folder, "train.epochs=14", "data.image_size=128")
     records = train(assemble(config, load_data_set(config.data, threads=3), world))
     return [record.resident_mb or 0.0 for record in records if isinstance(record, EvaluationRecord)]
 
@@ -71,7 +71,8 @@ def memory_of_epochs(world: World, folder: str) -> list[float]:
 def test_memory_does_not_grow_with_the_epochs(ranks: RankPool, folder: Path) -> None:
     for memory_mb in ranks.run(memory_of_epochs, str(folder), num_ranks=2):
         assert len(memory_mb) == 14 and min(memory_mb) > 0
-        assert memory_mb[-1] - memory_mb[3] < 3  # a batch that is kept would be 10 epochs of 48 images in four threads
+        # Peaks: torch gives memory back now and then.  If they were kept, the images of 7 epochs would be 17 MB.
+        assert max(memory_mb[7:]) - max(memory_mb[:7]) < 12
 
 
 def skip_too_much(world: World, folder: str, limit: float) -> str:
@@ -88,11 +89,15 @@ def skip_too_much(world: World, folder: str, limit: float) -> str:
 
 
 def test_too_many_images_that_cannot_be_read_end_the_run_on_all_ranks(ranks: RankPool, folder: Path) -> None:
-    one_in_48 = 1 / 48
-    assert ranks.run(skip_too_much, str(folder), one_in_48, num_ranks=2) == ["", ""]
-    first, second = ranks.run(skip_too_much, str(folder), 0.9 * one_in_48, num_ranks=2)
-    assert first == second
-    assert "1 of " in first and "data.skip_limit=0.01875" in first and "train/bag/003.jpg cannot be read" in first
+    assert ranks.run(skip_too_much, str(folder), 0.1, num_ranks=2) == ["", ""]
+    for limit, part, image in (
+        (0.05, "1 of 15 test", "val/coat/002.jpg"),
+        (0.02, "1 of 48 training", "train/bag/003.jpg"),
+    ):
+        first, second = ranks.run(skip_too_much, str(folder), limit, num_ranks=2)
+        assert first == second
+        assert first.startswith(f"{part} images were skipped, more than data.skip_limit={limit} of them, such as ")
+        assert f"{image} cannot be read" in first
 
 
 def diagnose_photos(world: World, folder: str) -> tuple[list[float], float, float]:

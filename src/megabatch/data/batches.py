@@ -63,7 +63,8 @@ class Stream:
         asked_s = time.perf_counter()
         batch = next(self.batches)
         waited_s = time.perf_counter() - asked_s
-        self.waited.add(batch.spent, waited_s / (batch.spent.total or 1.0))
+        spent = batch.spent if batch.spent.total else Stages(read=1.0)
+        self.waited.add(spent, waited_s / spent.total)
         self.skipped += batch.skipped
         return batch.images, batch.labels
 

@@ -2,7 +2,7 @@
 
 JPEGs are decoded by libjpeg-turbo (simplejpeg), everything else by Pillow, which has the last word on what
 libjpeg-turbo refuses too: what Pillow reads is an image, as for torchvision's ImageFolder.  As there, EXIF orientation
-is ignored, transparency is dropped, and grey and CMYK become RGB.
+is ignored, transparency is dropped, and grey and CMYK become RGB; but 16 bits of grey become the upper 8 of them.
 
 A crop at least 3 times as large as its target is decoded at a half, a quarter or an eighth of the size, which costs up
 to 3 times less (libjpeg scales in the DCT domain; other fractions are slower than no fraction).  The crop is moved by
@@ -29,6 +29,7 @@ Pixels = NDArray[np.uint8]  # [H, W, 3]
 Lines = NDArray[np.uint8]  # [H, 3 W]: the same
 Box = tuple[int, int, int, int]  # top, left, height, width
 
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "PPM", "TIFF")  # others may start other programs
 DCT_SCALES = (8, 4, 2)
 # A scaled crop is still so much larger than its target: the resizing filter hides libjpeg's.  At 1 the mean deviation
 # from Pillow doubles.
@@ -56,12 +57,6 @@ def read_size(content: Content, max_pixels: int) -> tuple[int, int, bool]:
     return height, width, is_jpeg
 
 
-def decode(content: Content, max_pixels: int) -> Pixels:
-    """The whole image, at its own size."""
-    height, width, is_jpeg = read_size(content, max_pixels)
-    return decode_scaled(content, height, width, 1)[0] if is_jpeg else decode_with_pillow(content)
-
-
 def decode_crop(
     content: Content, choose_box: Callable[[int, int], Box], size: int, max_pixels: int, colours: str = "RGB"
 ) -> Lines:
@@ -70,7 +65,7 @@ def decode_crop(
     box = top, _, rows, _ = choose_box(height, width)
     if is_jpeg:
         scale = dct_scale(box, size)
-        strips = cut_rows(content, top, rows, reach=2 * scale)
+        strips = cut_rows(content, height, top, rows, reach=2 * scale)
         if strips:
             content, height, box = strips.content, strips.height, (top - strips.top, *box[1:])
         pixels, scale = decode_scaled(content, height, width, scale, colours)
@@ -116,7 +111,7 @@ def kept_bytes(count: int, use: str) -> Pixels:
 
 def open_with_pillow(content: Content) -> Image.Image:
     try:
-        return Image.open(io.BytesIO(content))
+        return Image.open(io.BytesIO(content), formats=FORMATS)
     except Exception as error:  # each of Pillow's formats has errors of its own
         raise Unreadable(reason_of(error, len(content))) from error
 
@@ -124,10 +119,21 @@ def open_with_pillow(content: Content) -> Image.Image:
 def decode_with_pillow(content: Content, colours: str = "RGB") -> Pixels:
     with open_with_pillow(content) as image:
         try:
-            pixels = np.asarray(image.convert("RGB"))
+            pixels = np.asarray(eight_bits(image).convert("RGB"))
             return pixels[:, :, ::-1].copy() if colours == "BGR" else pixels.copy()
+        except Unreadable:
+            raise
         except Exception as error:
             raise Unreadable(reason_of(error, len(content))) from error
+
+
+def eight_bits(image: Image.Image) -> Image.Image:
+    """Grey levels of 16 bits as 8; Pillow would make everything above 255 white."""
+    if image.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise Unreadable(f"its pixels are of kind {image.mode}, which has no greatest value; make them 8 or 16 bits")
+    return image
 
 
 def reason_of(error: Exception, length: int) -> str:

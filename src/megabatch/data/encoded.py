@@ -4,13 +4,12 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-import numpy as np
 import torch
 from msgspec import Struct
 
 from megabatch.data.crops import central_box
-from megabatch.data.decode import Box, Unreadable, decode_crop, kept_bytes, resize
-from megabatch.data.files import Content, Files
+from megabatch.data.decode import Box, Unreadable, decode_crop, resize
+from megabatch.data.files import Files
 from megabatch.data.order import Samples
 from megabatch.data.settings import DataSettings
 from megabatch.errors import UserError
@@ -38,18 +37,6 @@ class Stages(Struct):
         return result
 
 
-def resident(content: Content) -> Content:
-    """Bytes that are in memory for sure: of a map they are copied.
-
-    So waiting for the disk counts as reading, not as decoding, and other threads go on: numpy copies without the GIL.
-    """
-    if isinstance(content, bytes):
-        return content
-    copy = kept_bytes(len(content), "content")[: len(content)]
-    np.copyto(copy, np.frombuffer(content, np.uint8))
-    return copy.data
-
-
 class EncodedImages:
     """An `ImageSet` of files.  `threads` is how many may decode at once."""
 
@@ -60,6 +47,9 @@ class EncodedImages:
 
     def __len__(self) -> int:
         return len(self.files)
+
+    def fingerprint(self) -> str:
+        return self.files.fingerprint()
 
     def read(self, samples: Samples) -> torch.Tensor:
         """As evaluation sees them."""
@@ -87,7 +77,7 @@ class EncodedImages:
         """One image into `out`, [1, 3, S, S]."""
         begun_s = time.perf_counter()
         try:
-            content = resident(self.files.content(sample))
+            content = self.files.content(sample)
         except OSError as error:
             raise Unreadable(error.strerror or str(error)) from error
         read_s = time.perf_counter()

@@ -11,6 +11,8 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from megabatch.data.arrays import fingerprint
+
 Content = bytes | bytearray | memoryview
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".tif", ".tiff")
 
@@ -28,6 +30,10 @@ class Files(Protocol):
 
     def where(self, number: int) -> str:
         """For messages: the file, and within a tar the offset and the member's name."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Of which files there are, in which order and of which class; not of what they hold."""
         ...
 
 
@@ -54,6 +60,9 @@ class Chosen:
     def where(self, number: int) -> str:
         return self.files.where(int(self.numbers[number]))
 
+    def fingerprint(self) -> str:
+        return f"{self.files.fingerprint()} {fingerprint(self.numbers, self.labels)}"
+
 
 class Joined:
     """The files of several sources, one after another."""
@@ -77,6 +86,9 @@ class Joined:
     def where(self, number: int) -> str:
         files, number = self.find(number)
         return files.where(number)
+
+    def fingerprint(self) -> str:
+        return " ".join(part.fingerprint() for part in self.parts)
 
 
 def join(first: Library, second: Library) -> Library:

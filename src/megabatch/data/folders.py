@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from megabatch.data.arrays import Arrays, Texts, fingerprint
 from megabatch.data.files import IMAGE_SUFFIXES, Content, Library
 from megabatch.data.index_cache import cached_index, settled_mtime
-from megabatch.data.names import is_plain
+from megabatch.data.names import is_plain, one_line
 from megabatch.errors import UserError
 
 TRAIN_FOLDER = "train"
@@ -34,7 +34,7 @@ class FolderFiles:
         return read_file(f"{self.prefix}{self.names[number]}")
 
     def where(self, number: int) -> str:
-        return str(self.folder / self.names[number])
+        return one_line(str(self.folder / self.names[number]))
 
     def name(self, number: int) -> str:
         return self.names[number]
@@ -80,7 +80,7 @@ def read_folder(path: Path) -> Library:
 def is_current(index: Arrays) -> bool:
     """True as long as nothing was added to any of its folders, or taken away."""
     folders = Texts(index["folders"], index["folder_ends"])
-    return all(Path(folders[at]).stat().st_mtime_ns == mtime for at, mtime in enumerate(index["mtimes"]))
+    return all(Path(folders[at]).stat().st_ctime_ns == mtime for at, mtime in enumerate(index["mtimes"]))
 
 
 def index_folder(path: Path) -> Arrays:
@@ -120,8 +120,10 @@ class Walk:
         names: tuple[list[str], list[str]] = ([], [])
         with os.scandir(folder) as entries:
             for entry in entries:
-                if not entry.name.startswith("."):
-                    names[not entry.is_dir()].append(entry.name)
+                is_dir = entry.is_dir()
+                # Neither is a socket or the like; a link that leads nowhere is an image that cannot be read.
+                if not entry.name.startswith(".") and (is_dir or entry.is_file() or entry.is_symlink()):
+                    names[not is_dir].append(entry.name)
         return names
 
 

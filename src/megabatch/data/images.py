@@ -1,5 +1,6 @@
 """Images by sample number, whatever they are made of."""
 
+import hashlib
 from typing import Protocol
 
 import numpy as np
@@ -31,6 +32,15 @@ class DataSet(Struct, frozen=True):
     test: ImageSet
     class_names: tuple[str, ...]
     num_channels: int
+
+    def fingerprint(self) -> str:
+        """Of how many images there are, of which classes, in which order and, of files, under which names."""
+        digest = hashlib.sha256("\n".join(self.class_names).encode(errors="surrogateescape"))
+        for part in (self.train, self.test):
+            digest.update(part.labels.numpy().tobytes())
+            if hasattr(part, "fingerprint"):
+                digest.update(part.fingerprint().encode())
+        return digest.hexdigest()
 
     @property
     def shape(self) -> DataShape:

@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,8 +37,11 @@ def cached_index(kind: str, place: Path, build: Callable[[], Arrays], is_current
 
 
 def cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "megabatch"
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except RuntimeError:  # a user without a home, as in some containers
+        base = Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"
+    return base / "megabatch"
 
 
 def read_current(path: Path, is_current: Callable[[Arrays], bool]) -> Arrays | None:
@@ -66,8 +70,8 @@ def settled_mtime(path: Path) -> int:
 
     Two changes within one tick of the file system's clock have the same: where the last is that new, wait it out.
     """
-    mtime = path.stat().st_mtime_ns
+    mtime = path.stat().st_ctime_ns
     if 0 <= time.time_ns() - mtime < TICK_NS:
         time.sleep(TICK_NS / 1e9)
-        mtime = path.stat().st_mtime_ns
+        mtime = path.stat().st_ctime_ns
     return mtime

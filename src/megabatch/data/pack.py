@@ -141,7 +141,7 @@ def identify(library: Library, settings: PackSettings) -> Identity:
     parts = [files.fingerprint() for files in parts_of(library)]
     text = "\n".join([*parts, *library.class_names])
     return Identity(
-        source=Path(library.place).name,
+        source=one_line(Path(library.place).name),
         fingerprint=hashlib.sha256(text.encode()).hexdigest(),
         shorter_side=settings.shorter_side,
         quality=settings.quality,

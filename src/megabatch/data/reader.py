@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -103,7 +103,10 @@ class Reader:
         """Hands the parts of a batch to the threads."""
         request = ask()
         count = len(request.samples)
-        buffer = self.free.popleft() if self.free else None
+        try:
+            buffer = self.free.popleft()
+        except IndexError:
+            buffer = None
         if buffer is None or len(buffer) < count:
             buffer = self.buffer(count)
         batch, parts = self.begin(request, None if buffer is None else buffer[:count])
@@ -192,14 +195,21 @@ def load_first(images: EncodedImages, candidates: range, load: Callable[[int], N
 def without_skipped(batch: Batch) -> Batch:
     """Test images have no substitutes."""
     kept = batch.labels != SKIPPED
-    if batch.skipped and not kept.all():
+    batch.skipped.sort()  # threads are done in any order
+    if not kept.all():
         batch.images, batch.labels = batch.images[kept], batch.labels[kept]
     return batch
 
 
+@cache
+def copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """One: the allocator keeps memory for every stream that it has seen."""
+    return torch.cuda.Stream(device)
+
+
 def copied_ahead(batches: Batches, device: torch.device) -> Batches:
     """On the device one batch before it is needed, by a stream of its own."""
-    stream = torch.cuda.Stream(device)
+    stream = copy_stream(device)
     waiting: Batch | None = None
     try:
         for batch in batches:

@@ -22,13 +22,13 @@ class SyntheticSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     source: str  # a name of NAMED_SOURCES, a folder of class folders, of tars or of IDX files, a .tar or an .npz file
     also: list[str] = field(default_factory=list)  # further folders and tars, joined by the names of their classes
-    image_size: Annotated[int, Meta(ge=8)]
+    image_size: Annotated[int, Meta(ge=8, le=8192)]
     crop_area: Share | None = None  # a random crop takes this share of the image, or more
     crop_ratio: Annotated[float, Meta(ge=1)] = 4 / 3  # the widest random crop, and its inverse the highest
     center_crop: Share = 0.875  # of the shorter side, where images are not cropped at random
     crop_padding: Annotated[int, Meta(ge=0)] = 0
     flip: bool = False
-    validation: Annotated[float, Meta(gt=0, lt=1)] | None = None  # take these of the training images to test on
+    validation: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # of the training images, to test on; 0 takes the source's own
     validation_seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 1
     on_error: Literal["raise", "skip"] = "raise"  # where an image cannot be read
     skip_limit: Share = 0.01  # of the images of an epoch, that may be skipped

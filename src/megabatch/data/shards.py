@@ -1,7 +1,8 @@
 """Images in tars: shards of `megabatch pack` with their index, or WebDataset's shards without one.
 
-A shard is mapped into memory, and a sample is a slice of it: nothing is copied, no file is opened per image, and
-members are never unpacked, so that what they are called does not matter.
+A sample is some bytes of a shard that stays open: no file is opened per image, and members are never unpacked, so that
+what they are called does not matter.  (Shards are read and not mapped into memory: it takes as long, and a shard that
+is truncated or lies on a bad disk is an error that can be told, where a map would kill the process.)
 
 With index.npz, sample i of the pack is sample i of what was packed, wherever in the shards it lies.  Without it, the
 headers are scanned once.  As in WebDataset, members with the same path up to the first dot of the file name are one
@@ -9,13 +10,13 @@ sample: an image (.jpg, .png, ...), and its class as text in .cls, or as "label"
 says which part it belongs to (imagenet-val-000003.tar).
 """
 
-import mmap
 import os
 import re
 import resource
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from io import FileIO
 from pathlib import Path
 
 import msgspec
@@ -52,44 +53,38 @@ COLUMNS = {
 
 
 class Shards:
-    """Tars, mapped when they are first asked for.  A map lives as long as anything that was sliced from it."""
+    """Tars, opened when they are first asked for and then kept open."""
 
     def __init__(self, paths: Sequence[Path], sizes: NDArray[np.int64]) -> None:
         self.paths, self.sizes = paths, sizes
-        self.maps: list[mmap.mmap | None] = [None] * len(paths)
+        self.files: list[FileIO | None] = [None] * len(paths)
         self.lock = threading.Lock()
 
-    def map(self, shard: int) -> mmap.mmap:
-        found = self.maps[shard]
-        if found is None:
-            with self.lock:
-                found = self.maps[shard]
-                if found is None:
-                    found = self.maps[shard] = self.open(shard)
+    def open(self, shard: int) -> FileIO:
+        with self.lock:
+            found = self.files[shard]
+            if found is None:
+                allow_descriptors(len(self.paths))
+                found = self.files[shard] = FileIO(self.paths[shard])
         return found
 
-    def open(self, shard: int) -> mmap.mmap:
-        allow_descriptors(len(self.paths))
-        with self.paths[shard].open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != self.sizes[shard]:  # reading behind the end of a map kills the process
-                raise OSError(f"{self.paths[shard].name} has {size:,} bytes now, and had {self.sizes[shard]:,} before")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-    def slice(self, shard: int, offset: int, length: int) -> memoryview:
-        """Asks for all of its pages at once; page by page, a cold disk takes twice as long."""
-        content = self.map(shard)
-        begin = offset - offset % mmap.PAGESIZE
-        content.madvise(mmap.MADV_WILLNEED, begin, offset + length - begin)
-        return memoryview(content)[offset : offset + length]
+    def read(self, shard: int, offset: int, length: int) -> bytes:
+        file = self.files[shard] or self.open(shard)
+        content = os.pread(file.fileno(), length, offset)
+        if len(content) < length:
+            raise OSError(f"{self.paths[shard].name} ends before offset {offset + length:,}, where it did not before")
+        return content
 
     def member_name(self, shard: int, offset: int) -> str:
-        content = self.map(shard)
-        return member_name(lambda start, length: content[start : start + length], len(content), offset)
+        def read(start: int, length: int) -> bytes:
+            return self.read(shard, start, min(length, size - start))
+
+        size = int(self.sizes[shard])
+        return member_name(read, size, offset)
 
 
 class ShardFiles:
-    """Slices of shards."""
+    """Samples in shards."""
 
     def __init__(
         self,
@@ -104,8 +99,8 @@ class ShardFiles:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def content(self, number: int) -> memoryview:
-        return self.shards.slice(int(self.shard[number]), int(self.offset[number]), int(self.length[number]))
+    def content(self, number: int) -> bytes:
+        return self.shards.read(int(self.shard[number]), int(self.offset[number]), int(self.length[number]))
 
     def where(self, number: int) -> str:
         shard, offset = int(self.shard[number]), int(self.offset[number])
@@ -127,7 +122,7 @@ class ShardFiles:
 
 
 def allow_descriptors(num_shards: int) -> None:
-    """Every map keeps a descriptor (before Python 3.13); a pack of ImageNet has more than a process may have open."""
+    """A set may have more shards than a process may have open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = num_shards + SPARE_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -202,9 +197,7 @@ def read_index(folder: Path) -> Arrays:
                 f"{path} has format {int(index['format'])}, this megabatch reads {INDEX_FORMAT}; pack again, or update"
             )
         require_consistent(index)
-    except PermissionError:
-        raise
-    except UserError:
+    except (PermissionError, UserError):
         raise
     except UNREADABLE as error:
         raise UserError(f"{path} is damaged ({one_line(str(error))}); pack again") from error
@@ -232,7 +225,7 @@ def require_consistent(index: Arrays) -> None:
     shard, offset, length, label = columns[:4]
     if shard.min() < 0 or shard.max() >= len(index["shards"]) or len(index["shards"]) != len(index["sizes"]):
         raise ValueError("it names a shard that it does not list")
-    if offset.min() < BLOCK or length.min() < 0 or (offset + length >= index["sizes"][shard]).any():
+    if offset.min() < BLOCK or length.min() < 0 or (length >= index["sizes"][shard] - offset).any():
         raise ValueError("a sample lies outside of its shard")
     if label.min() < 0 or label.max() >= len(index["class_names"]):
         raise ValueError("a label has no class name")
@@ -265,7 +258,7 @@ def list_tars(path: Path) -> list[Path]:
 
 def is_current(index: Arrays, shards: Sequence[Path]) -> bool:
     listed = {str(name): (size, mtime) for name, size, mtime in zip(index["listed"], *index["stamps"], strict=True)}
-    return {shard.name: (shard.stat().st_size, shard.stat().st_mtime_ns) for shard in shards} == listed
+    return {shard.name: (shard.stat().st_size, shard.stat().st_ctime_ns) for shard in shards} == listed
 
 
 def scan(tars: Sequence[Path], place: Path) -> Arrays:

@@ -14,6 +14,7 @@ from megabatch.data.encoded import EncodedImages
 from megabatch.data.files import Chosen, Library, join, numbered_anew
 from megabatch.data.folders import read_folder
 from megabatch.data.images import ChosenImages, DataSet, ImageSet, SyntheticImages
+from megabatch.data.names import is_plain, one_line
 from megabatch.data.philox import VALIDATION, draw
 from megabatch.data.settings import DataSettings, SyntheticSettings
 from megabatch.data.shapes import FASHION_MNIST_10K, FULL_FASHION_MNIST, IMAGENET, DataShape
@@ -60,6 +61,8 @@ def load_other_images(settings: DataSettings, trained_on: DataSet, threads: int)
 def find_source(settings: DataSettings) -> DataSet | Library:
     if settings.source in NAMED_SOURCES:
         return NAMED_SOURCES[settings.source](settings)
+    if not settings.source or not is_plain(settings.source):
+        raise UserError(f"data.source={one_line(settings.source)!r} is no path of plain text; give another")
     path = Path(settings.source)
     try:
         if path.suffix == ".npz":
@@ -83,7 +86,10 @@ def find_source(settings: DataSettings) -> DataSet | Library:
 
 def read_library(path: Path) -> Library:
     """Encoded images: tars, alone or in a folder, or class folders."""
-    return read_shards(path) if holds_shards(path) else read_folder(path)
+    try:
+        return read_shards(path) if holds_shards(path) else read_folder(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error}); give another") from error
 
 
 def from_library(settings: DataSettings, library: Library, threads: int) -> DataSet:
@@ -131,17 +137,17 @@ def split(
     settings: DataSettings, labels: NDArray[np.int64], class_names: tuple[str, ...], place: str
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The samples to train on and those to test on: of each class the same share, at least one, chosen by the seed."""
-    assert settings.validation is not None
     high, low, *_ = draw(settings.validation_seed, VALIDATION, np.arange(len(labels)), 0)
     by_class = np.lexsort((low, high, labels))  # the samples of each class in random order
     counts = np.bincount(labels, minlength=len(class_names))
-    if counts.min() < 2:
-        name = class_names[int(counts.argmin())]
+    if 1 in counts:
+        name = class_names[int(np.flatnonzero(counts == 1)[0])]
         raise UserError(
-            f"data.validation={settings.validation:g}: class {name!r} of {place} has {counts.min()} training images; "
+            f"data.validation={settings.validation:g}: class {name!r} of {place} has 1 training image; "
             "it must have two at least"
         )
-    wanted = np.clip(np.round(settings.validation * counts), 1, counts - 1).astype(np.int64)
+    # A class without images, as where numbers of classes have gaps, has none to hold out.
+    wanted = np.where(counts, np.clip(np.round(settings.validation * counts), 1, counts - 1), 0).astype(np.int64)
     places = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)  # within the class
     held_out = places < np.repeat(wanted, counts)
     return np.sort(by_class[~held_out]), np.sort(by_class[held_out])

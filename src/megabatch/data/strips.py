@@ -19,7 +19,8 @@ MARKER, NAME = b"\xff\xe9", b"megabatch\0"
 HEAD = struct.Struct(">HHHH")  # rows of pixels in a strip, height, strips, where the header of the frame begins
 HEAD_AT = START + 4 + len(NAME)
 TABLE_AT = HEAD_AT + HEAD.size
-FRAME, SCAN, RESTART, END = 0xC0, 0xDA, 0xD0, b"\xff\xd9"
+FRAME, SCAN = 0xC0, 0xDA
+RESTARTS, END = [bytes([0xFF, 0xD0 + number]) for number in range(8)], b"\xff\xd9"
 
 
 class Strips(NamedTuple):
@@ -28,35 +29,41 @@ class Strips(NamedTuple):
     height: int
 
 
-def cut_rows(content: Content, top: int, rows: int, reach: int) -> Strips | None:
+def cut_rows(content: Content, height: int, top: int, rows: int, reach: int) -> Strips | None:
     """The strips in which these rows lie, and `reach` more on both sides; None where that is all, or has no table.
 
     From half as many rows of colours, one more is interpolated with: 2 rows of pixels, at a scale of 1/s 2 s of them.
+    A table that does not fit its image (some programs keep what they do not know) is as good as none.
     """
     if content[START + 4 : HEAD_AT] != NAME:
         return None
     try:
-        return cut_strips(content, top, rows, reach)
-    except (struct.error, ArithmeticError, IndexError):  # a damaged table: decoding all of it will say what is wrong
+        strip, of_height, count, frame = HEAD.unpack_from(content, HEAD_AT)
+        starts = struct.unpack_from(f">{count + 1}I", content, TABLE_AT)
+    except struct.error:
         return None
-
-
-def cut_strips(content: Content, top: int, rows: int, reach: int) -> Strips | None:
-    strip, height, count, frame = HEAD.unpack_from(content, HEAD_AT)
+    scan, is_of_this = starts[0], of_height == height and strip in (8, 16) and count == -(-height // strip)
+    has_scan = any(content[scan - length : scan - length + 2] == b"\xff\xda" for length in (10, 14))  # grey, or colours
+    if not is_of_this or not has_scan or content[frame : frame + 2] != b"\xff\xc0":
+        return None
     first = max(0, top - reach) // strip
     last = min(count, -(-(top + rows + reach) // strip))
-    if last - first == count:
+    begin, end = starts[first], starts[last]
+    if last - first == count or not scan <= begin < end <= len(content):
         return None
-    (scan,) = struct.unpack_from(">I", content, TABLE_AT)
-    starts = struct.unpack_from(f">{last - first + 1}I", content, TABLE_AT + 4 * first)  # also of the strip behind
-    height = min(height, last * strip) - first * strip
+    if first and content[begin - 2 : begin] != RESTARTS[(first - 1) % 8]:
+        return None
     cut = bytearray(content[:scan])
-    cut += content[starts[0] : starts[-1]]
-    cut[frame + 5 : frame + 7] = height.to_bytes(2)
-    for number, start in enumerate(starts[1:-1]):
-        cut[scan + start - starts[0] - 1] = RESTART + number % 8
-    cut[-2:] = END  # where a restart marker was
-    return Strips(cut, first * strip, height)
+    cut += content[begin:end]
+    new_height = min(height, last * strip) - first * strip
+    cut[frame + 5 : frame + 7] = new_height.to_bytes(2)
+    for number in range(first + 1, last + 1):
+        place = scan + starts[number] - begin - 2
+        expected = END if number == count else RESTARTS[(number - 1) % 8]
+        if cut[place : place + 2] != expected:
+            return None
+        cut[place : place + 2] = END if number == last else RESTARTS[(number - first - 1) % 8]
+    return Strips(cut, first * strip, new_height)
 
 
 def with_table(content: bytes) -> bytes:

@@ -15,9 +15,9 @@ from megabatch.errors import UserError
 
 def verify(folder: Path, show: Callable[[int, int], None] = lambda done, total: None) -> list[str]:
     """What is damaged, and where.  `show` is called with the images that were read, and all."""
-    if not (folder / INDEX).exists():
-        raise UserError(f"{folder} has no {INDEX}, so there are no checksums; give a finished megabatch pack")
     try:
+        if not (folder / INDEX).exists():
+            raise UserError(f"{folder} has no {INDEX}, so there are no checksums; give a finished megabatch pack")
         index = read_index(folder)
         if "rest_crc32" not in index:
             raise UserError(f"{folder / INDEX} has no checksums; pack again")
@@ -41,15 +41,15 @@ def verify_shard(index: Arrays, shards: Shards, shard: int) -> tuple[int, list[s
     chosen = np.flatnonzero(index["shard"] == shard)
     chosen = chosen[np.argsort(index["offset"][chosen])]
     files = ShardFiles(shards, *(index[name][chosen] for name in ("shard", "offset", "length", "label")))
-    content = memoryview(shards.map(shard))
+    size = int(shards.sizes[shard])
     damaged: list[str] = []
     rest_crc32, end = 0, 0
     for number, crc32 in enumerate(index["crc32"][chosen]):
         offset = int(files.offset[number])
-        rest_crc32 = zlib.crc32(content[end:offset], rest_crc32)
+        rest_crc32 = zlib.crc32(shards.read(shard, end, offset - end), rest_crc32)
         end = offset + int(files.length[number])
-        if zlib.crc32(content[offset:end]) != crc32:
+        if zlib.crc32(files.content(number)) != crc32:
             damaged.append(f"{files.where(number)}: the image has another checksum")
-    if zlib.crc32(content[end:], rest_crc32) != index["rest_crc32"][shard]:
+    if zlib.crc32(shards.read(shard, end, size - end), rest_crc32) != index["rest_crc32"][shard]:
         damaged.append(f"{shards.paths[shard]}: names or labels between its images have another checksum")
     return len(chosen), damaged

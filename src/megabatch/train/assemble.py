@@ -65,6 +65,7 @@ def assemble(
         seed=config.seed,
         plan=plan,
         data=data,
+        data_fingerprint=data.fingerprint(),
         images=TrainingImages(data.train, config.data, config.seed, plan, world.device),
         normalise=normalise,
         model=distributed,

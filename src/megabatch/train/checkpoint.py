@@ -34,6 +34,7 @@ AUTO_SHARE = 0.01  # of a run's time may be spent on saving, where the recipe do
 class Description(Struct, frozen=True, kw_only=True):
     step: int
     computed_by: str  # see `describe_arithmetic`
+    data: str = ""  # which images it was trained on
     tally: Tally
     checksum: str  # sha256 of the tensors' file
 
@@ -142,6 +143,7 @@ class Checkpoints:
         description = Description(
             step=tally.steps,
             computed_by=describe_arithmetic(training),
+            data=training.data_fingerprint,
             tally=tally,
             checksum=checksum(writing / STATE),
         )

@@ -4,6 +4,7 @@ Nothing is written.  Steps are taken at a rate of 0: compute alone takes the sam
 """
 
 import dataclasses
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -34,6 +35,7 @@ IN_EACH_OTHERS_WAY = 0.85  # of the speed of the slower one: below, input and co
 MUCH_LARGER = 1.25  # than what is needed: worth packing
 LOOKED_AT = 50  # images, for their size
 ENDLESS = 10**9
+TRIAL_S = 0.5
 NOT_EVALUATED = Evaluation(top1=0.0, top5=0.0, test_loss=0.0, class_top1=[], samples_evaluated=0)
 
 
@@ -114,11 +116,14 @@ def take_step(records: Iterator[Record]) -> Stages:
 
 
 def choose_steps(step: Callable[[], Stages], seconds: float, world: World) -> int:
-    """As many as take so long, on all ranks the same."""
-    step()
-    begun_s = time.perf_counter()
-    step()
-    return max(1, int(max(world.collect(seconds / (time.perf_counter() - begun_s)))))
+    """As many as take so long, on all ranks the same.  The first are ready before they are asked for."""
+    for _ in range(AHEAD + 1):
+        step()
+    count, taken_s = 1, 0.0
+    while taken_s < min(TRIAL_S, seconds):
+        count *= 2
+        taken_s = max(world.collect(time_steps(step, count, Stages(), world)))
+    return max(1, round(count * seconds / taken_s))
 
 
 def time_steps(step: Callable[[], Stages], count: int, waited: Stages, world: World) -> float:
@@ -170,9 +175,9 @@ def remedy(found: Diagnosis) -> str:
     most = f"{stage} takes {getattr(found.spent, stage):.0%} of it"
     wanted = round(found.image_size * 8 / 7)  # 256 for 224
     if stage in ("read", "decode") and found.shorter_side and found.shorter_side > MUCH_LARGER * wanted:
-        return f"{most}: megabatch pack {found.source} OUT --shorter-side {wanted}, then data.source=OUT"
+        return f"{most}: megabatch pack {shlex.quote(found.source)} OUT --shorter-side {wanted}, then data.source=OUT"
     if stage == "read":
-        return f"{most}: megabatch pack {found.source} OUT, or bring it to a faster disk"
+        return f"{most}: megabatch pack {shlex.quote(found.source)} OUT, or bring it to a faster disk"
     if stage == "copy":
         return f"{most}: fewer ranks on a host, or a smaller data.image_size"
     if found.decode_threads:

@@ -11,6 +11,7 @@ from torch import nn
 
 from megabatch.comm.world import choose_device, connect, current_place
 from megabatch.config import load_config
+from megabatch.data.encoded import EncodedImages
 from megabatch.data.images import ArrayImages, DataSet, ImageSet
 from megabatch.data.sources import FROM_PYTHON
 from megabatch.errors import UserError
@@ -44,7 +45,10 @@ def fit(
     names = tuple(class_names or map(str, range(num_classes)))
     if len(names) < num_classes:
         raise UserError(f"there is a label {num_classes - 1} but only {len(names)} class_names; name them all")
-    _, channels, _, size = train_images.read(torch.zeros(1, dtype=torch.int64).numpy()).shape
+    if isinstance(train_images, EncodedImages):
+        channels, size = 3, train_images.settings.image_size
+    else:
+        _, channels, _, size = train_images.read(torch.zeros(1, dtype=torch.int64).numpy()).shape
     network = type(model)
     config = load_config(
         recipe,
@@ -86,7 +90,10 @@ def digest(model: nn.Module, *sets: ImageSet) -> str:
     content = hashlib.sha256(str(shapes).encode())
     for images in sets:
         content.update(images.labels.numpy().tobytes())
-        content.update(images.read(np.arange(min(16, len(images)))).numpy().tobytes())
+        if isinstance(images, EncodedImages):
+            content.update(images.fingerprint().encode())
+        else:
+            content.update(images.read(np.arange(min(16, len(images)))).numpy().tobytes())
     return content.hexdigest()[:16]
 
 

@@ -73,12 +73,14 @@ class Tally(Struct, kw_only=True):
     global_batch: int
     target_top1: float | None
     steps: int = 0
+    epoch: float = 0.0
     skipped_steps: int = 0
     loss_scale: float | None = None
     wall_s: float = 0.0
     training_s: float = 0.0
     data_wait: Stages = field(default_factory=Stages)
     skipped_images: int = 0
+    epoch_skipped: int = 0  # of them, since the epoch began
     comm_wait_s: float = 0.0
     straggler: Straggler | None = None
     evaluation: EvaluationRecord | None = None
@@ -96,6 +98,10 @@ class Tally(Struct, kw_only=True):
             self.training_s += self.global_batch / record.images_per_s
             self.data_wait.add(record.data_wait)
             self.skipped_images += len(record.skipped_images)
+            if int(record.epoch) > int(self.epoch):
+                self.epoch_skipped = 0
+            self.epoch = record.epoch
+            self.epoch_skipped += len(record.skipped_images)
             self.comm_wait_s += record.comm_wait_s
             if record.straggler_delay_s:
                 share = record.straggler_delay_s * self.steps / self.training_s

@@ -32,7 +32,7 @@ def evaluate_run(folder: Path, source: str | None) -> Evaluation:
     trained_on = load_data_set(config.data, threads)
     test = trained_on.test
     if source is not None:
-        settings = msgspec.structs.replace(config.data, source=source, also=[], validation=None)
+        settings = msgspec.structs.replace(config.data, source=source, also=[], validation=0.0)
         test = load_other_images(settings, trained_on, threads)
     torch.set_num_threads(config.run.threads or 1)
     with connect(Place(0, 1, 0, 1), choose_device(config.run.device)) as world:

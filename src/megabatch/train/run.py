@@ -1,6 +1,5 @@
 """A whole run on one rank: join, assemble, begin or resume, train, and on rank 0 record everything."""
 
-import math
 import signal
 import sys
 import threading
@@ -8,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -123,9 +123,9 @@ def train_and_record(
         try:
             for record in train(training, first_step=tally.steps):
                 tally.add(record, wall_s=time.perf_counter() - started_s)
-                check_skipped(record, tally, training.plan, config.data.skip_limit)
                 if recorder:
                     recorder.see(record)
+                check_skipped(record, tally, training.plan, config.data.skip_limit)
             status: Status = "finished" if tally.steps == training.plan.num_steps else "stopped"
             if recorder:
                 recorder.end(status)
@@ -138,11 +138,15 @@ def train_and_record(
 
 def check_skipped(record: Record, tally: Tally, plan: StepPlan, limit: float) -> None:
     """All ranks know of all images that were skipped, and end together."""
-    most = limit * plan.num_samples * math.ceil(plan.epochs_after(tally.steps))
-    if isinstance(record, StepRecord) and record.skipped_images and tally.skipped_images > most:
+    if isinstance(record, StepRecord):
+        part, skipped, count, complaints = "training", tally.epoch_skipped, plan.num_samples, record.skipped_images
+    else:
+        part, complaints = "test", record.unreadable
+        skipped, count = len(complaints), record.samples_evaluated + len(complaints)
+    if complaints and skipped > limit * count:
         raise UserError(
-            f"{tally.skipped_images:,} of {tally.steps * plan.global_batch:,} images were skipped, more than "
-            f"data.skip_limit={limit:g} of an epoch allows, such as {record.skipped_images[0]}; mend the set"
+            f"{skipped:,} of {count:,} {part} images were skipped, more than data.skip_limit={limit:g} of them, "
+            f"such as {complaints[0]}; mend the set"
         )
 
 
@@ -167,6 +171,7 @@ def begin(
             if start.checkpoint:
                 checkpoint = read_description(start.checkpoint)
                 tally, computed_by = checkpoint.tally, checkpoint.computed_by
+                require_same_images(start.folder, checkpoint.data, training)
                 tally.resumed_from_step = tally.steps
                 state = read_state(start.checkpoint)
         except (UserError, DamagedCheckpoint) as error:
@@ -185,6 +190,15 @@ def begin(
     recorder = Recorder(config, training, world, folder, tally, computed_by)
     stack.enter_context(recorder.screen)
     return recorder, tally
+
+
+def require_same_images(folder: Path, before: str, training: Training) -> None:
+    """Samples are known by their numbers: of another set, others would have been trained on, or be tested on."""
+    if before and before != training.data_fingerprint:
+        raise UserError(
+            f"{folder} was trained on other images than are there now (other files, or in another order); "
+            "bring back those, or begin anew in another run.dir"
+        )
 
 
 def report(problem: str) -> None:

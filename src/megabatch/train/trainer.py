@@ -32,6 +32,7 @@ class Training:
     seed: int
     plan: StepPlan
     data: DataSet
+    data_fingerprint: str
     images: TrainingImages
     normalise: Normalise
     model: DistributedDataParallel
