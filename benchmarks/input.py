@@ -7,6 +7,7 @@ is one epoch and no start-up.  A speed is the median over rounds; ratios are med
 neighbours share the machine's mood.  Peers with a choice (workers, threads or processes) run as the fastest of a trial.
 
 ours_folder        the files, by `megabatch train`'s loader
+ours_processes     the files, by as many processes of one thread as the others have threads: what the GIL costs
 ours_packed        the shards that `megabatch pack --shorter-side 256` makes of them
 dataloader_pillow  torch's DataLoader; Pillow decodes, by libjpeg-turbo too, at 1/2, 1/4 or 1/8 of the size where the
                    crop allows it, and resizes the crop only; persistent workers
@@ -138,6 +139,7 @@ def measure(photos: Photos, settings: Settings, rounds: int) -> dict[str, Any]:
         if choice:
             chosen[name] = fastest(candidates(photos.sample(TRIAL_BATCHES * settings.batch), settings))
             arms[name] = choice[chosen[name]]
+    arms["ours_processes"] = partial(open_our_processes, photos.folder, settings)
     with ExitStack() as opened:
         # Those with processes first: a process is better forked from one thread than from several.
         epochs = {name: opened.enter_context(arms[name]()) for name in reversed(arms)}
@@ -193,6 +195,7 @@ def describe(photos: Photos, chosen: dict[str, Any], times: dict[str, list[float
         "folder_to_dataloader": ratio("ours_folder", "dataloader_pillow"),
         "folder_to_raw": ratio("ours_folder", "raw_decode"),
         "packed_to_dataloader": ratio("ours_packed", "dataloader_pillow"),
+        "threads_to_processes": ratio("ours_folder", "ours_processes"),
         "folder_to_torchvision": ratio("ours_folder", "torchvision_v2"),
         "packed_to_webdataset": ratio("ours_packed", "webdataset"),
         "dataloader_workers": chosen["dataloader_pillow"],
@@ -289,22 +292,43 @@ def encoded(image: Image.Image, quality: int) -> bytes:
 
 @contextmanager
 def open_ours(source: Path, settings: Settings) -> Iterator[Epoch]:
+    reader = our_reader(source, settings)
+    yield lambda seed: count(our_epoch(reader, settings.batch, seed), settings.image_size)
+
+
+def our_reader(source: Path, settings: Settings) -> Reader:
     data = DataSettings(source="", image_size=settings.image_size, crop_area=AREAS[0], crop_ratio=RATIOS[1], flip=True)
     images = EncodedImages(read_library(source).train, data, settings.cores)
-    yield lambda seed: count(our_epoch(images, settings.batch, seed), settings.image_size)
+    return Reader(images, augmentation=partial(Augmentation, data, 1))
 
 
-def our_epoch(images: EncodedImages, batch: int, seed: int) -> Iterator[Tensor]:
+def our_epoch(reader: Reader, batch: int, seed: int, part: int = 0, num_parts: int = 1) -> Iterator[Tensor]:
     """What a rank of `megabatch train` reads, for one epoch."""
-    order = epoch_order(seed, 0, len(images))
-    requests = (
-        partial(Request, samples, np.zeros_like(samples))
-        for samples in np.split(order, range(batch, len(order), batch))
-    )
-    reader = Reader(images, augmentation=partial(Augmentation, images.settings, seed))
+    order = epoch_order(seed, 0, len(reader.images))[part::num_parts]
+    parts = np.split(order, range(batch, len(order), batch))
+    requests = (partial(Request, samples, np.full_like(samples, seed)) for samples in parts)
     with closing(reader.ahead(requests)) as batches:
         for made in batches:
             yield made.images
+
+
+@contextmanager
+def open_our_processes(source: Path, settings: Settings) -> Iterator[Epoch]:
+    alone = settings._replace(cores=1)
+    with multiprocessing.get_context("fork").Pool(settings.cores, become_ours, (source, alone)) as pool:
+        parts = range(settings.cores)
+        yield lambda seed: sum(pool.map(partial(our_part, alone, seed, len(parts)), parts, chunksize=1))
+
+
+OURS: list[Reader] = []
+
+
+def become_ours(source: Path, settings: Settings) -> None:
+    OURS.append(our_reader(source, settings))
+
+
+def our_part(settings: Settings, seed: int, num_parts: int, part: int) -> int:
+    return count(our_epoch(OURS[-1], settings.batch, seed, part, num_parts), settings.image_size)
 
 
 # The peers.

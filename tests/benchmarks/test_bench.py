@@ -114,7 +114,7 @@ def test_bench_input_measures_all_arms_on_both_sets(tmp_path: Path) -> None:
         assert row["images"] == 40 and row["rounds"] == 1
         for name in ("ours_folder", "ours_packed", "dataloader_pillow", "raw_decode"):
             assert row[name] > 0
-        for name in ("folder_to_dataloader", "folder_to_raw", "packed_to_dataloader"):
+        for name in ("folder_to_dataloader", "folder_to_raw", "packed_to_dataloader", "threads_to_processes"):
             assert row[name] > 0
         for peer, ratio in (("torchvision_v2", "folder_to_torchvision"), ("webdataset", "packed_to_webdataset")):
             assert (row[peer] is None) == (row[ratio] is None)
