@@ -1,5 +1,6 @@
 """Batches made ahead: nothing but their time depends on threads, and nothing is lost."""
 
+import statistics
 import threading
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from megabatch.data.settings import DataSettings
 from megabatch.data.sources import load_data_set
 from megabatch.errors import UserError
 from megabatch.planning.batch import BatchSettings, plan_steps
+from megabatch.train.records import resident_mb
 from tests.data.photos import make_folder, photo
 
 SEED = 7
@@ -75,6 +77,20 @@ def test_memory_is_used_again(folder: Path) -> None:
     with training(settings_of(folder), threads=2).stream(0) as stream:
         places = {stream.next()[0].data_ptr() for _ in range(14)}
     assert len(places) <= AHEAD + 1
+
+
+def test_memory_does_not_grow_with_the_epochs(folder: Path) -> None:
+    settings = settings_of(folder, image_size=160)
+    data = load_data_set(settings, threads=2)
+    plan = plan_steps(BatchSettings(global_batch=9, microbatch=9), 1, len(data.train), 60)
+    memory_mb = []
+    with TrainingImages(data.train, settings, SEED, plan).stream(0) as stream:
+        for _ in range(plan.num_steps):
+            stream.next()
+            memory_mb.append(resident_mb() or 0.0)
+    half = len(memory_mb) // 2
+    # If they were kept, the images of 30 epochs would be 62 MB.
+    assert statistics.median(memory_mb[half:]) - statistics.median(memory_mb[:half]) < 20
 
 
 def test_threads_end_with_the_stream(folder: Path) -> None:

@@ -54,25 +54,13 @@ def test_a_run_from_files_is_the_same_on_any_ranks_and_threads(ranks: RankPool, 
         assert result["skipped"] == alone["skipped"]
         for ours, theirs in zip(result["evaluations"], alone["evaluations"], strict=True):
             assert (ours.top1, ours.samples_evaluated, ours.unreadable) == (theirs.top1, 14, theirs.unreadable)
+            assert ours.resident_mb is not None and ours.resident_mb > 50
     complaints = [line for lines in alone["skipped"] for line in lines]
     assert set(complaints) == {f"{folder}/train/bag/003.jpg cannot be read: it is no image that Pillow knows"}
     assert len(complaints) == 3  # once an epoch
     assert alone["evaluations"][0].unreadable == [
         f"{folder}/val/coat/002.jpg cannot be read: it is no image that Pillow knows"
     ]
-
-
-def memory_of_epochs(world: World, folder: str) -> list[float]:
-    config = photo_run(folder, "train.epochs=14", "data.image_size=128")
-    records = train(assemble(config, load_data_set(config.data, threads=3), world))
-    return [record.resident_mb or 0.0 for record in records if isinstance(record, EvaluationRecord)]
-
-
-def test_memory_does_not_grow_with_the_epochs(ranks: RankPool, folder: Path) -> None:
-    for memory_mb in ranks.run(memory_of_epochs, str(folder), num_ranks=2):
-        assert len(memory_mb) == 14 and min(memory_mb) > 0
-        # Peaks: torch gives memory back now and then.  If they were kept, the images of 7 epochs would be 17 MB.
-        assert max(memory_mb[7:]) - max(memory_mb[:7]) < 12
 
 
 def skip_too_much(world: World, folder: str, limit: float) -> str:
