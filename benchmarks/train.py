@@ -27,7 +27,7 @@ from megabatch.config import load_config
 from megabatch.data.images import ArrayImages, DataSet
 from megabatch.data.sources import load_data_set
 from megabatch.train.assemble import assemble, make_model
-from megabatch.train.evaluate import Evaluation
+from megabatch.train.evaluate import NOT_EVALUATED
 from megabatch.train.folder import RunFolder
 from megabatch.train.records import StepRecord
 from megabatch.train.trainer import train
@@ -52,7 +52,6 @@ WORKLOADS = {
         0.3,
     ),
 }
-NOT_EVALUATED = Evaluation(top1=0.0, top5=0.0, test_loss=0.0, class_top1=[], samples_evaluated=0)
 
 
 def run_rank(

@@ -15,8 +15,8 @@ import webdataset  # type: ignore[import-untyped]
 from PIL import Image
 
 from megabatch.data import pack as packing
-from megabatch.data.arrays import read_arrays, write_arrays
 from megabatch.data.folders import read_folder
+from megabatch.data.npz import read_arrays, write_arrays
 from megabatch.data.pack import Packed, PackSettings, Progress, pack
 from megabatch.data.shards import read_shards
 from megabatch.data.shrink import prepare, shrunk

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from megabatch.data.batches import TrainingImages, evaluation_batches
-from megabatch.data.encoded import Stages
 from megabatch.data.images import DataSet
 from megabatch.data.pack import PackSettings, pack
 from megabatch.data.reader import AHEAD
 from megabatch.data.settings import DataSettings
 from megabatch.data.sources import load_data_set
+from megabatch.data.stages import Stages
 from megabatch.errors import UserError
 from megabatch.planning.batch import BatchSettings, plan_steps
 from megabatch.train.records import resident_mb

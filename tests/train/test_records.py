@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from megabatch.data.encoded import Stages
+from megabatch.data.stages import Stages
 from megabatch.train.records import EvaluationRecord, StepRecord, Straggler, Tally, find_straggler
 
 

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from megabatch.data.images import ArrayImages, DataSet
+from megabatch.data.shapes import MOST_CLASSES
 from megabatch.errors import UserError
 
 Arrays = dict[str, NDArray[np.generic]]
 
 MOST_CHANNELS = 16  # more is an array whose channels come first
-MOST_CLASSES = 1_000_000  # more is not a label but some other number
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 
 

@@ -11,11 +11,12 @@ import numpy as np
 import torch
 
 from megabatch.data.augment import Augmentation
-from megabatch.data.encoded import EncodedImages, Stages
+from megabatch.data.encoded import EncodedImages
 from megabatch.data.images import ImageSet
 from megabatch.data.order import Samples, samples_at
 from megabatch.data.reader import CPU, Batch, Batches, Reader, Request
 from megabatch.data.settings import DataSettings
+from megabatch.data.stages import Stages
 from megabatch.errors import UserError
 from megabatch.planning.batch import StepPlan
 

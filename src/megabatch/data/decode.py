@@ -14,7 +14,7 @@ antialiased bilinear filter on uint8, which is Pillow's to 1/255; after scaled d
 import io
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import simplejpeg  # type: ignore[import-untyped]
@@ -38,6 +38,13 @@ LEAST_MARGIN = 1.5
 MOST_KEPT_BYTES = 64 << 20
 KEPT = threading.local()
 resize_into: Any = torch._C._nn._upsample_bilinear2d_aa  # what F.interpolate(antialias=True) calls, which has no `out`
+
+
+class Room(NamedTuple):
+    """The same memory twice."""
+
+    bytes: NDArray[np.uint8]
+    tensor: torch.Tensor
 
 
 class Unreadable(Exception):
@@ -90,7 +97,7 @@ def decode_scaled(content: Content, height: int, width: int, scale: int, colours
             min_height=rows,
             min_width=columns,
             min_factor=scale,
-            buffer=kept_bytes(3 * rows * columns, "pixels"),
+            buffer=kept_room("pixels", 3 * rows * columns).bytes,
         )
     except ValueError:  # what it only warns of is an error for simplejpeg
         return decode_with_pillow(content, colours), 1
@@ -98,15 +105,15 @@ def decode_scaled(content: Content, height: int, width: int, scale: int, colours
     return pixels, scale
 
 
-def kept_bytes(count: int, use: str) -> Pixels:
-    """At least so many, of the calling thread, for one use at a time."""
-    if count > MOST_KEPT_BYTES:
-        return np.empty(count, np.uint8)
-    kept: Pixels | None = getattr(KEPT, use, None)
-    if kept is None or len(kept) < count:
-        kept = np.empty(count, np.uint8)
-        setattr(KEPT, use, kept)
-    return kept
+def kept_room(use: str, count: int) -> Room:
+    """At least so many bytes of the calling thread, for one use at a time."""
+    room: Room | None = getattr(KEPT, use, None)
+    if room is None or len(room.bytes) < count:
+        memory = np.empty(count, np.uint8)
+        room = Room(memory, torch.from_numpy(memory))
+        if count <= MOST_KEPT_BYTES:
+            setattr(KEPT, use, room)
+    return room
 
 
 def open_with_pillow(content: Content) -> Image.Image:
@@ -151,23 +158,12 @@ def resize(lines: Lines, out: torch.Tensor, mirrored: bool = False) -> None:
     a copy that is made anyway: what torch is given must be contiguous, or it copies it itself, with an OpenMP team.
     """
     height, width = len(lines), lines.shape[1] // 3
-    place, room = kept_tensor(lines.size)
-    np.copyto(place[: lines.size].reshape(lines.shape), lines[:, ::-1] if mirrored else lines)
-    source = room.as_strided((1, 3, height, width), (lines.size, 1, 3 * width, 3))
+    room = kept_room("crop", lines.size)
+    np.copyto(room.bytes[: lines.size].reshape(lines.shape), lines[:, ::-1] if mirrored else lines)
+    source = room.tensor.as_strided((1, 3, height, width), (lines.size, 1, 3 * width, 3))
     if out.ndim == 3:
         out = out[None]
     if source.shape == out.shape:
         out.copy_(source)
     else:
         resize_into(source, out.shape[2:], False, None, None, out=out)
-
-
-def kept_tensor(count: int) -> tuple[Pixels, torch.Tensor]:
-    """Kept bytes, also as a tensor."""
-    kept: tuple[Pixels, torch.Tensor] | None = getattr(KEPT, "crop", None)
-    if kept is None or len(kept[0]) < count:
-        place = np.empty(count, np.uint8)
-        kept = place, torch.from_numpy(place)
-        if count <= MOST_KEPT_BYTES:
-            KEPT.crop = kept
-    return kept

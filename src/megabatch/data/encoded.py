@@ -5,36 +5,14 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from msgspec import Struct
 
 from megabatch.data.crops import central_box
 from megabatch.data.decode import Box, Unreadable, decode_crop, resize
 from megabatch.data.files import Files
 from megabatch.data.order import Samples
 from megabatch.data.settings import DataSettings
+from megabatch.data.stages import Stages
 from megabatch.errors import UserError
-
-
-class Stages(Struct):
-    """Seconds, by what they were spent on."""
-
-    read: float = 0.0
-    decode: float = 0.0
-    augment: float = 0.0  # crop, resize, flip
-    copy: float = 0.0  # to the device
-
-    @property
-    def total(self) -> float:
-        return self.read + self.decode + self.augment + self.copy
-
-    def add(self, other: "Stages", factor: float = 1.0) -> None:
-        for stage in self.__struct_fields__:
-            setattr(self, stage, getattr(self, stage) + factor * getattr(other, stage))
-
-    def scaled(self, factor: float) -> "Stages":
-        result = Stages()
-        result.add(self, factor)
-        return result
 
 
 class EncodedImages:

@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from megabatch.data.arrays import fingerprint
+from megabatch.data.npz import fingerprint
 
 Content = bytes | bytearray | memoryview
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".tif", ".tiff")

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megabatch.data.arrays import Arrays, Texts, fingerprint
 from megabatch.data.files import IMAGE_SUFFIXES, Content, Library
 from megabatch.data.index_cache import cached_index, settled_mtime
 from megabatch.data.names import is_plain, one_line
+from megabatch.data.npz import Arrays, Texts, fingerprint
 from megabatch.errors import UserError
 
 TRAIN_FOLDER = "train"

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megabatch.data.arrays import UNREADABLE, Arrays, read_arrays, write_arrays
+from megabatch.data.npz import UNREADABLE, Arrays, read_arrays, write_arrays
 
 FORMAT = 1
 TICK_NS = 20_000_000  # of a file system's clock, at most

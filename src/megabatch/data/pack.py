@@ -29,11 +29,11 @@ import msgspec
 import numpy as np
 from msgspec import Struct, field
 
-from megabatch.data.arrays import UNREADABLE, WRITING, Arrays, read_arrays, write_arrays, write_whole
 from megabatch.data.decode import Unreadable
 from megabatch.data.files import Library
 from megabatch.data.folders import FolderFiles
 from megabatch.data.names import one_line
+from megabatch.data.npz import UNREADABLE, WRITING, Arrays, read_arrays, write_arrays, write_whole
 from megabatch.data.order import epoch_order
 from megabatch.data.shard_writer import END, ROW, Sample, ShardWriter, record_path, shard_name
 from megabatch.data.shards import (

@@ -17,9 +17,10 @@ import torch
 
 from megabatch.data.augment import Augmentation
 from megabatch.data.decode import Unreadable
-from megabatch.data.encoded import EncodedImages, Stages
+from megabatch.data.encoded import EncodedImages
 from megabatch.data.images import ImageSet, InMemory
 from megabatch.data.order import Samples
+from megabatch.data.stages import Stages
 from megabatch.errors import UserError
 
 AHEAD = 4

@@ -2,6 +2,8 @@
 
 from msgspec import Struct
 
+MOST_CLASSES = 1_000_000  # more is not a label but some other number
+
 
 class DataShape(Struct, frozen=True, kw_only=True):
     num_train: int

@@ -14,8 +14,8 @@ from typing import Self
 import numpy as np
 from msgspec import Struct
 
-from megabatch.data.arrays import Arrays, sync, write_arrays
 from megabatch.data.files import Content
+from megabatch.data.npz import Arrays, sync, write_arrays
 from megabatch.data.shrink import Stored
 from megabatch.data.tars import BLOCK, padded
 

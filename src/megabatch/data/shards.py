@@ -24,10 +24,11 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from megabatch.data.arrays import UNREADABLE, Arrays, fingerprint, read_arrays
 from megabatch.data.files import IMAGE_SUFFIXES, Library
 from megabatch.data.index_cache import cached_index, settled_mtime
 from megabatch.data.names import is_plain, one_line
+from megabatch.data.npz import UNREADABLE, Arrays, fingerprint, read_arrays
+from megabatch.data.shapes import MOST_CLASSES
 from megabatch.data.tars import BLOCK, Damaged, Member, Read, member_name, walk_members
 from megabatch.errors import UserError
 
@@ -36,7 +37,6 @@ INDEX_FORMAT = 1
 TRAIN, TEST = 0, 1  # an index's splits
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 TEST_WORDS = (("val", "valid", "validation"), ("test",))  # shards of the latter count where none of the former is
-MOST_CLASSES = 1_000_000  # more is not a label but some other number
 SPARE_DESCRIPTORS = 512
 CHUNK_BYTES = 8192
 # What the index says of a sample.  A scan finds the first five.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megabatch.data.arrays import Arrays
+from megabatch.data.npz import Arrays
 from megabatch.data.shards import INDEX, ShardFiles, Shards, read_index
 from megabatch.errors import UserError
 

@@ -19,12 +19,13 @@ from megabatch.comm.world import World, choose_device, connect
 from megabatch.config import RunConfig
 from megabatch.data.batches import Stream
 from megabatch.data.decode import Unreadable, read_size
-from megabatch.data.encoded import EncodedImages, Stages
+from megabatch.data.encoded import EncodedImages
 from megabatch.data.images import ImageSet
 from megabatch.data.reader import AHEAD, Batch, Batches
 from megabatch.data.sources import load_data_set
+from megabatch.data.stages import Stages
 from megabatch.train.assemble import assemble
-from megabatch.train.evaluate import Evaluation
+from megabatch.train.evaluate import NOT_EVALUATED
 from megabatch.train.records import Record, StepRecord
 from megabatch.train.run import share_cores
 from megabatch.train.trainer import Training, train, train_on
@@ -36,7 +37,6 @@ MUCH_LARGER = 1.25  # than what is needed: worth packing
 LOOKED_AT = 50  # images, for their size
 ENDLESS = 10**9
 TRIAL_S = 0.5
-NOT_EVALUATED = Evaluation(top1=0.0, top5=0.0, test_loss=0.0, class_top1=[], samples_evaluated=0)
 
 
 class Diagnosis(Struct, frozen=True, kw_only=True):

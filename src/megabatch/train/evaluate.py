@@ -20,6 +20,10 @@ class Evaluation(Struct, frozen=True, kw_only=True):
     unreadable: list[str] = field(default_factory=list)  # test images that were left out, and why
 
 
+# For benches and the doctor, which take steps alone.
+NOT_EVALUATED = Evaluation(top1=0.0, top5=0.0, test_loss=0.0, class_top1=[], samples_evaluated=0)
+
+
 @torch.no_grad()
 def evaluate(
     model: nn.Module, images: ImageSet, normalise: Normalise, num_classes: int, batch_size: int, world: World

@@ -7,7 +7,7 @@ from typing import Literal
 
 from msgspec import Struct, field
 
-from megabatch.data.encoded import Stages
+from megabatch.data.stages import Stages
 from megabatch.train.evaluate import Evaluation
 
 Status = Literal["finished", "stopped", "failed"]

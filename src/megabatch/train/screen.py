@@ -14,8 +14,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from megabatch import __version__
 from megabatch.comm.world import World
 from megabatch.config import RunConfig
-from megabatch.data.encoded import Stages
 from megabatch.data.sources import FROM_PYTHON
+from megabatch.data.stages import Stages
 from megabatch.precision.loss_scale import show_scale
 from megabatch.train.preflight import preflight
 from megabatch.train.records import EvaluationRecord, Record, StepRecord, Summary
