@@ -156,7 +156,7 @@ def test_eval_prints_the_figures_of_the_summary_again(finished: tuple[Path, str]
     again = CliRunner().invoke(app, ["eval", str(folder)])
     expected = f"top-1 {seen['top1']:.4f}, top-5 {seen['top5']:.4f}, loss {seen['test_loss']:.6f} on 37 samples"
     assert expected in again.output
-    assert evaluate_run(folder, None).test_loss == seen["test_loss"]
+    assert evaluate_run(folder, None)[0].test_loss == seen["test_loss"]
 
 
 def test_runs_lists_a_run_with_its_figures(finished: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:

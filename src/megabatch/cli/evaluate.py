@@ -13,11 +13,9 @@ def evaluate(
     """Evaluate a run again from its saved weights."""
     from rich.console import Console
 
-    from megabatch.config import load_config
-    from megabatch.data.sources import load_data_set
     from megabatch.train.reevaluate import evaluate_run
 
-    result = evaluate_run(run, data)
+    result, names = evaluate_run(run, data)
     console = Console(highlight=False, soft_wrap=True)
     console.print(
         f"top-1 {result.top1:.4f}, top-5 {result.top5:.4f}, loss {result.test_loss:.6f} "
@@ -25,6 +23,5 @@ def evaluate(
     )
     for line in result.unreadable:
         console.print(f"left out: {line}", markup=False)
-    names = load_data_set(load_config(str(run / "config.toml")).data).class_names
     for name, top1 in zip(names, result.class_top1, strict=True):
         console.print(f"  {name:<16} {'-' if top1 is None else f'{top1:.4f}'}")

@@ -18,8 +18,8 @@ from megabatch.train.evaluate import Evaluation, evaluate
 from megabatch.train.resume import is_run
 
 
-def evaluate_run(folder: Path, source: str | None) -> Evaluation:
-    """The run's own test images, or those of another source, normalised as in training.
+def evaluate_run(folder: Path, source: str | None) -> tuple[Evaluation, tuple[str, ...]]:
+    """The run's own test images, or those of another source, normalised as in training; and the names of the classes.
 
     With the run's own threads and batches the logits are the same to the bit, and so are all figures.
     """
@@ -42,7 +42,8 @@ def evaluate_run(folder: Path, source: str | None) -> Evaluation:
         formats = config.precision.formats
         normalise = Normalise(trained_on.train, world.device, formats.model, config.model.wants_channels_last)
         num_classes = len(trained_on.class_names)
-        return evaluate(model, test, normalise, num_classes, config.batch.microbatch, world)
+        result = evaluate(model, test, normalise, num_classes, config.batch.microbatch, world)
+    return result, trained_on.class_names
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
