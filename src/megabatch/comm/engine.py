@@ -1,17 +1,23 @@
 """Collectives of torch.distributed (Gloo, NCCL) on a flat tensor, with 16-bit values on the wire where a plan says so.
 
-A 16-bit wire is never summed by the engine, which would round at every hop.  p members, n elements:
-    scatter   member i gets everybody's slice i, rounded once               all-to-all, n (p-1)/p elements sent
-    sum       in fp32, in ascending rank order                              and rounded once
-    gather    slice i goes to everybody; its owner keeps the rounded values all-gather, n (p-1)/p elements sent
-Two roundings whatever p is (`planning.plan.error_bound`).  An overflow becomes inf, for the loss scaler to see.
-Gloo's reduce_scatter is a whole all-reduce underneath, so scatter and sum stand for it too.
+An all-reduce that crosses the network is a direct exchange, in three stages.  p members, n elements:
+    scatter   member i gets everybody's slice i, rounded to the wire          all-to-all, n (p-1)/p elements sent
+    sum       in ascending rank order, 16 bits in fp32, and rounded once
+    gather    slice i goes to everybody; its owner keeps the rounded values   all-gather, n (p-1)/p elements sent
+Two roundings whatever p is (`planning.plan.error_bound`), none with fp32 on the wire, and the same bits wherever an
+element lies in its tensor.  An engine's own sum would round 16 bits at every hop.  An overflow becomes inf, for the
+loss scaler to see.  Only `flat` in fp32, and whatever NCCL sums in fp32, is the engine's own all-reduce.
+
+Between its stages an all-reduce yields, so that the network carries the next one while this one is summed.  The two
+exchanges have lanes of their own (process groups): on each, all members start the same ones in the same order, however
+the stages of one all-reduce fall between those of another.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,30 +47,55 @@ JOIN = {"cpu": join_gloo, "cuda": join_nccl}
 class Engine:
     """Ranks that exchange over Gloo or NCCL.  Calls block, or on CUDA are ordered on the current stream.
 
-    A group of our own: a script may use its groups at the same time, from another thread.  It is not made by
+    Groups of our own: a script may use its groups at the same time, from another thread.  They are not made by
     `dist.new_group`, which all ranks would have to call: with `use_local_synchronization` it names the group after how
     many others this rank has joined, so ranks that are in different numbers of groups wait for each other for ever.
     """
 
-    def __init__(self, store: Any, index: int, names: Sequence[int], timeout_s: float, device: torch.device) -> None:
+    def __init__(
+        self,
+        store: Any,
+        index: int,
+        names: Sequence[int],
+        timeout_s: float,
+        device: torch.device,
+        sums_itself: bool = False,  # the engine's own all-reduce, where nothing is rounded
+    ) -> None:
         self.index, self.names, self.device = index, names, device  # the place of this rank; the ranks' global numbers
         self.num_members = len(names)
-        self.group = JOIN[device.type](store, index, len(names), timedelta(seconds=timeout_s))
-        self.is_abandoned = self.is_in_flight = False
+        self.sums_itself = sums_itself
+        lanes = ("scatter", "gather") if device.type == "cpu" else ("scatter",)  # NCCL orders by streams
+        self.lanes = {
+            lane: JOIN[device.type](
+                dist.PrefixStore(lane, store),  # type: ignore[attr-defined]
+                index,
+                len(names),
+                timedelta(seconds=timeout_s),
+            )
+            for lane in lanes
+        }
+        self.is_abandoned = False
+        self.num_in_flight = 0
 
-    def run(self, operation: str, *args: Any) -> None:
-        self.is_in_flight = True
-        work = getattr(self.group, operation)(*args)
+    def start(self, lane: str, operation: str, *args: Any) -> Any:
+        self.num_in_flight += 1
+        return getattr(self.lanes.get(lane) or self.lanes["scatter"], operation)(*args)
+
+    def end(self, work: Any) -> None:
+        """Waits for it, and looks up now and then whether anybody still wants it."""
         while self.device.type == "cpu" and not work.is_completed():
             if self.is_abandoned:
                 raise MissingRank("this rank has given up, or has closed its sums")
             with suppress(RuntimeError):  # not yet; or it has failed, and says so below
                 work.wait(timedelta(seconds=LOOK_UP_S))
-        self.is_in_flight = False
+        self.num_in_flight -= 1
         try:
             work.wait()
         finally:
             del work  # an error would keep this frame, and it the connections
+
+    def run(self, operation: str, *args: Any) -> None:
+        self.end(self.start("scatter", operation, *args))
 
     def require_same(self, layout: int, flat: torch.Tensor) -> None:
         """All members are about to exchange the same tensor."""
@@ -83,26 +114,35 @@ class Engine:
 
     def abandon(self) -> None:
         self.is_abandoned = True
-        if not self.is_in_flight:
-            self.group = None  # which ends its connections, so that the others know
+        if not self.num_in_flight:
+            self.lanes = {}  # which ends their connections, so that the others know
 
     def close(self) -> None:
         self.abandon()
-        if self.group is not None:
+        for group in self.lanes.values():
             # Its destructor would wait until the others answer.  Never freed, it ends with the process.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
-            self.group = None
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        self.lanes = {}
 
     def all_reduce(self, flat: torch.Tensor, wire: Wire) -> None:
+        for wait in self.stages(flat, wire):
+            wait()
+
+    def stages(self, flat: torch.Tensor, wire: Wire) -> Iterator[Callable[[], None]]:
+        """An all-reduce; goes on after each wait that it yields, once somebody has called that."""
         dtype = self.travels_as(flat, wire)
-        if dtype is None:
-            self.run("allreduce", [flat])
+        if dtype is None and self.sums_itself:
+            work = self.start("scatter", "allreduce", [flat])
+            yield partial(self.end, work)
             return
-        rounded = flat.to(dtype)
+        travelling = flat if dtype is None else flat.to(dtype)
+        arrived, work = self.start_scatter(travelling)
+        yield partial(self.end, work)
         begin, end = self.own_slice(flat)
-        rounded[begin:end] = self.sum_of_slice(rounded)
-        self.gather(rounded)
-        flat.copy_(rounded)
+        travelling[begin:end] = self.sum_of(arrived)
+        yield from self.gather_stages(travelling)
+        if travelling is not flat:
+            flat.copy_(travelling)
 
     def reduce(self, flat: torch.Tensor, wire: Wire) -> None:
         """To the first member."""
@@ -137,26 +177,41 @@ class Engine:
     def own_slice(self, flat: torch.Tensor) -> tuple[int, int]:
         return slices(len(flat), self.num_members)[self.index]
 
-    def sum_of_slice(self, flat: torch.Tensor) -> torch.Tensor:
-        """This member's slice of the sum, in the tensor's type; 16 bits are summed in fp32."""
+    def start_scatter(self, flat: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Everybody's contribution to this member's slice, one after another, once the work has ended."""
         sizes = [end - begin for begin, end in slices(len(flat), self.num_members)]
         own = sizes[self.index]
         arrived = torch.empty(own * self.num_members, dtype=flat.dtype, device=flat.device)
-        self.run("alltoall_base", arrived, flat, [own] * self.num_members, sizes)
-        first, *others = arrived.chunk(self.num_members) if own else [arrived]
-        total = first.to(torch.float32) if flat.dtype in SIXTEEN_BITS else first
+        return arrived, self.start("scatter", "alltoall_base", arrived, flat, [own] * self.num_members, sizes)
+
+    def sum_of(self, arrived: torch.Tensor) -> torch.Tensor:
+        """The sum of contributions that lie one after another, in their type; 16 bits are summed in fp32."""
+        first, *others = arrived.chunk(self.num_members) if len(arrived) else [arrived]
+        total = first.to(torch.float32) if arrived.dtype in SIXTEEN_BITS else first
         for contribution in others:
             total += contribution
-        return total.to(flat.dtype)
+        return total.to(arrived.dtype)
+
+    def sum_of_slice(self, flat: torch.Tensor) -> torch.Tensor:
+        arrived, work = self.start_scatter(flat)
+        self.end(work)
+        return self.sum_of(arrived)
 
     def gather(self, flat: torch.Tensor) -> None:
         """Everybody's own slice, at everybody."""
+        for wait in self.gather_stages(flat):
+            wait()
+
+    def gather_stages(self, flat: torch.Tensor) -> Iterator[Callable[[], None]]:
         parts = slices(len(flat), self.num_members)
         begin, end = parts[self.index]
         largest = max(stop - start for start, stop in parts)
+        if largest * len(parts) == len(flat):
+            yield partial(self.end, self.start("gather", "_allgather_base", flat, flat[begin:end].clone()))
+            return
         padded = torch.zeros(largest, dtype=flat.dtype, device=flat.device)
         padded[: end - begin] = flat[begin:end]
         arrived = torch.empty(largest * len(parts), dtype=flat.dtype, device=flat.device)
-        self.run("_allgather_base", arrived, padded)
+        yield partial(self.end, self.start("gather", "_allgather_base", arrived, padded))
         for index, (start, stop) in enumerate(parts):
             flat[start:stop] = arrived[index * largest : index * largest + stop - start]

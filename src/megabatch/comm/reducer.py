@@ -1,33 +1,41 @@
 """Sums tensors over ranks in the background, as their plans say, one after another in the order in which they come.
 
-A plan is cut in three: what it does in the node, what crosses the network, what it does in the node again.  With
-tensors a, b, c the two threads do
+A tensor that crosses the network is cut into parts, and a plan in three: what it does in the node, what crosses the
+network, what it does in the node again.  With parts a, b, c, d, ... the two threads do
 
-    in the node    a1 b1       a3 c1       b3          c3
-    network           a2          b2          c2
+    in the node    a1 b1 c1 d1       a3 e1    b3 f1    ...
+    network           a2 b2 c2 d2 ...
 
-so that the network, the bottleneck, is never idle while a host adds up.  The order in the node is fixed (b1 comes
-before a3, however fast the network was), because all ranks of a node must take part in the same operation.
+so that the network, the bottleneck, is never idle while a host adds up.  The order in the node is fixed (LEAD parts go
+ahead, however fast the network was), because all ranks of a node must take part in the same operation.  The network's
+thread starts a part before it goes on with those on their way (`Engine.stages`), so that one travels while another is
+summed.
 
-On CUDA there are no threads: operations are ordered on streams, and the future of a sum carries its stream's event.
+On CUDA there are no threads and no parts: operations are ordered on streams, and the future of a sum carries its
+stream's event.
 """
 
+import math
 import queue
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from megabatch.comm.barrier import Header
+from megabatch.comm.engine import Engine
 from megabatch.comm.groups import Groups
 from megabatch.comm.shared_memory import SharedBuffer
 from megabatch.errors import UserError
-from megabatch.planning.plan import Exchange, Phase, Plan, exchanges
+from megabatch.planning.plan import Exchange, Phase, Plan, Slice, exchanges, slices
 from megabatch.planning.topology import Axis
+
+PART_BYTES = 4 << 20  # of a tensor, at most, cross the network at a time
+LEAD = 3  # parts that are on the network, or wait for it, when the node's thread turns to the oldest of them
 
 Step = tuple[Phase, Exchange]  # of this rank
 
@@ -43,16 +51,32 @@ class Steps(NamedTuple):
 
 @dataclass
 class Work:
-    """A tensor to be summed: contiguous and flat, and the same on all ranks but for its values."""
+    """A tensor to be summed, or a part of it: contiguous and flat, and the same on all ranks but for its values."""
 
     key: int  # its place among the tensors of a step; negative: none of DDP's buckets
-    tensor: torch.Tensor
+    whole: torch.Tensor
+    begin: int  # this part of the whole
+    end: int
     header: Header
     steps: Steps
     scale: float | None  # of the sum
     is_last: bool  # nothing follows before somebody waits for it
-    future: torch.futures.Future[torch.Tensor]
+    future: torch.futures.Future[torch.Tensor] | None  # of the whole, with its last part
     crossed: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return self.whole[self.begin : self.end]
+
+
+@dataclass
+class Crossing:
+    """A part on the network: its stages, and what the current one waits for."""
+
+    work: Work
+    stages: Iterator[Callable[[], None]]
+    wait: Callable[[], None] = lambda: None
+    has_ended: bool = False
 
 
 class Reducer:
@@ -82,18 +106,27 @@ class Reducer:
             [self.groups.device] if self.groups.device.type == "cuda" else None
         )
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
-        work = Work(key, tensor.view(-1), header, self.steps_of(plan, tensor.numel()), scale, is_last, future)
+        whole = tensor.view(-1)
         if self.threads and self.error is None:
-            self.in_node.put(work)
+            for begin, end in self.parts_of(plan, whole):
+                steps, ends = self.steps_of(plan, end - begin), end == len(whole)
+                promise = future if ends else None
+                self.in_node.put(Work(key, whole, begin, end, header, steps, scale, is_last and ends, promise))
             return future
+        work = Work(key, whole, 0, len(whole), header, self.steps_of(plan, len(whole)), scale, is_last, None)
         # A completed future runs this at once, on a stream of its own that has waited for the tensor.
-        future.set_result(work.tensor)
+        future.set_result(whole)
         return future.then(lambda ready: self.run_all(work))
+
+    def parts_of(self, plan: Plan, whole: torch.Tensor) -> list[Slice]:
+        """As equal as can be, and one if it does not leave the node."""
+        crosses = any(phase.axis != "node" for phase in plan.phases)
+        return slices(len(whole), max(1, math.ceil(whole.nbytes / PART_BYTES)) if crosses else 1)
 
     def run_all(self, work: Work) -> torch.Tensor:
         self.scale(work)
         self.attempt(work, [*work.steps.before, *work.steps.network, *work.steps.after])
-        return work.tensor
+        return work.whole
 
     def steps_of(self, plan: Plan, num_elements: int) -> Steps:
         """This rank's part of the plan for a tensor of this size."""
@@ -113,7 +146,7 @@ class Reducer:
         return self.groups.rank in exchange.members and len(exchange.members) > 1 and exchange.begin < exchange.end
 
     def work_in_node(self) -> None:
-        crossing: Work | None = None
+        crossing: deque[Work] = deque()
         while work := self.in_node.get():
             self.scale(work)
             self.attempt(work, work.steps.before)
@@ -121,12 +154,10 @@ class Reducer:
                 self.finish(work)
                 continue
             self.on_network.put(work)
-            if crossing:
-                self.end_crossing(crossing)
-            crossing = work if work.steps.after else None
-            if crossing and work.is_last:
-                self.end_crossing(crossing)
-                crossing = None
+            if work.steps.after:
+                crossing.append(work)
+            while len(crossing) > (0 if work.is_last else LEAD):
+                self.end_crossing(crossing.popleft())
         self.on_network.put(None)
 
     def end_crossing(self, work: Work) -> None:
@@ -135,30 +166,80 @@ class Reducer:
         self.finish(work)
 
     def work_on_network(self) -> None:
-        while work := self.on_network.get():
-            began_s = time.perf_counter()
-            self.attempt(work, work.steps.network)
-            self.waits_s[work.key] += time.perf_counter() - began_s
-            if work.steps.after:
-                work.crossed.set()
+        """Starts what comes, and then takes all that is on its way one stage on: the oldest alone, if nothing came."""
+        under_way: list[Crossing] = []
+        while True:
+            if under_way and self.on_network.empty():
+                moving = under_way[:1]
+            elif work := self.on_network.get():
+                if not all(self.is_compared(work, phase.axis) for phase, _ in work.steps.network):
+                    # To compare blocks, and then nobody may wait for what is on its way.
+                    self.end_all(under_way)
+                moving = [Crossing(work, self.stages(work)), *under_way]
+                under_way.append(moving[0])
             else:
-                self.finish(work)
+                break
+            for crossing in moving:
+                self.go_on(crossing)
+            under_way = [crossing for crossing in under_way if not crossing.has_ended]
+        self.end_all(under_way)
+
+    def end_all(self, under_way: list[Crossing]) -> None:
+        for crossing in under_way:
+            while not crossing.has_ended:
+                self.go_on(crossing)
+        under_way.clear()
+
+    def go_on(self, crossing: Crossing) -> None:
+        """Waits for what its stage needs, and begins the next one."""
+        work, began_s = crossing.work, time.perf_counter()
+        try:
+            if not self.has_failed:
+                crossing.wait()
+                following = next(crossing.stages, None)
+                crossing.has_ended = following is None
+                crossing.wait = following or crossing.wait
+        except BaseException as error:
+            self.fail(error, work, work.steps.network[0][0].axis)
+        crossing.has_ended |= self.has_failed
+        self.waits_s[work.key] += time.perf_counter() - began_s
+        if crossing.has_ended:
+            self.end_on_network(work)
+
+    def end_on_network(self, work: Work) -> None:
+        if work.steps.after:
+            work.crossed.set()
+        else:
+            self.finish(work)
+
+    def stages(self, work: Work) -> Iterator[Callable[[], None]]:
+        """What a part does on the network; it wants each wait called that it yields."""
+        for phase, exchange in work.steps.network:
+            engine = self.engine_for(work, phase)
+            tensor = work.tensor[exchange.begin : exchange.end]
+            if phase.op == "all_reduce":
+                yield from engine.stages(tensor, phase.wire)
+            else:
+                getattr(engine, phase.op)(tensor, phase.wire)
 
     def attempt(self, work: Work, steps: list[Step]) -> None:
         """After a first error nothing is exchanged any more: the others will miss this rank, and say so."""
-        try:
-            for step in steps:
-                if self.has_failed:
-                    return
-                axis = step[0].axis
+        for step in steps:
+            if self.has_failed:
+                return
+            try:
                 self.run(work, step)
-        except BaseException as error:
-            if not self.has_failed:
-                self.has_failed = True
-                self.error = self.explain(error, work, axis)
+            except BaseException as error:
+                self.fail(error, work, step[0].axis)
+
+    def fail(self, error: BaseException, work: Work, axis: Axis) -> None:
+        if not self.has_failed:
+            self.has_failed = True
+            self.error = self.explain(error, work, axis)
 
     def finish(self, work: Work) -> None:
-        work.future.set_result(work.tensor)
+        if work.future is not None:
+            work.future.set_result(work.whole)
 
     def scale(self, work: Work) -> None:
         """Before it is summed, as DDP does: 16 bits might not hold the sum where they hold the average."""
@@ -174,14 +255,23 @@ class Reducer:
         if phase.axis == "node" and self.groups.memory:
             self.run_in_memory(work, phase)
             return
-        engine = self.groups.engines[phase.axis]
-        # In shared memory every operation compares; here it would cost a round trip, so once for each bucket that
-        # DDP makes.
-        layout = work.header.layout
-        if self.compared.get((phase.axis, work.key)) != layout:
-            engine.require_same(layout, work.tensor)
-            self.compared[phase.axis, work.key] = layout
+        engine = self.engine_for(work, phase)
         getattr(engine, phase.op)(work.tensor[exchange.begin : exchange.end], phase.wire)
+
+    def engine_for(self, work: Work, phase: Phase) -> Engine:
+        """The engine, once its members agree on the tensor.
+
+        In shared memory every operation compares; here it would cost a round trip, so once for each bucket that DDP
+        makes.
+        """
+        engine = self.groups.engines[phase.axis]
+        if not self.is_compared(work, phase.axis):
+            engine.require_same(work.header.layout, work.whole)
+            self.compared[phase.axis, work.key] = work.header.layout
+        return engine
+
+    def is_compared(self, work: Work, axis: Axis) -> bool:
+        return self.compared.get((axis, work.key)) == work.header.layout
 
     def run_in_memory(self, work: Work, phase: Phase) -> None:
         memory = self.groups.memory
@@ -202,16 +292,16 @@ class Reducer:
         self.waits_s[work.key] += memory.waited_s - waited_s
 
     def shared(self, work: Work) -> SharedBuffer:
-        """The tensor in shared memory, where it stays: DDP's buckets keep their place after the first backward."""
+        """The part in shared memory, where the whole stays: DDP's buckets keep their place after the first backward."""
         known, buffer = self.buffers.get(work.key, (None, None))
-        if known is None or buffer is None or known.data_ptr() != work.tensor.data_ptr():
+        if known is None or buffer is None or known.data_ptr() != work.whole.data_ptr():
             assert self.groups.memory is not None
-            buffer = self.groups.memory.share(work.tensor, work.header)
-            self.buffers[work.key] = work.tensor, buffer  # kept, so that no other tensor gets its address
+            buffer = self.groups.memory.share(work.whole, work.header)
+            self.buffers[work.key] = work.whole, buffer  # kept, so that no other tensor gets its address
         if work.is_last:  # DDP may have had more buckets before
             for key in [key for key in self.buffers if key > work.key]:
                 del self.buffers[key]
-        return buffer
+        return buffer.part(work.begin, work.end)
 
     def close(self) -> None:
         if not self.has_failed:

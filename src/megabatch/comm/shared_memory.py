@@ -42,7 +42,7 @@ from megabatch.comm.barrier import (
     map_storage,
 )
 from megabatch.errors import UserError
-from megabatch.planning.plan import slices
+from megabatch.planning.plan import Slice, slices
 
 CACHE_BYTES = 1 << 20  # all ranks' parts of a chunk together: a core's own cache, as they come today
 MIN_CHUNK_BYTES = 64 << 10
@@ -62,6 +62,8 @@ class SharedBuffer:
         self, number: int, tensors: Sequence[torch.Tensor], rank: int, chunk_bytes: int, places: Sequence[torch.Tensor]
     ) -> None:
         own = tensors[rank]
+        self.tensors, self.rank, self.chunk_bytes, self.all_places = tensors, rank, chunk_bytes, places
+        self.parts: dict[Slice, SharedBuffer] = {}
         self.words = number, own.numel(), DTYPE_CODES[own.dtype]
         chunk = TORCH_CHUNK if own.dtype in SUMMED_IN_FP32 else chunk_bytes // own.element_size()
         begin, end = slices(own.numel(), len(tensors))[rank]
@@ -76,8 +78,17 @@ class SharedBuffer:
             views = [as_array(place.view(own.dtype)[: own.numel()]) for place in places]
             self.places = [views[: len(tensors)], views[len(tensors) :]]
 
+    def part(self, begin: int, end: int) -> "SharedBuffer":
+        """The elements [begin, end) of every tensor, as a buffer."""
+        if (begin, end) == (0, self.words[1]):
+            return self
+        if (begin, end) not in self.parts:
+            views = [tensor[begin:end] for tensor in self.tensors]
+            self.parts[begin, end] = SharedBuffer(self.words[0], views, self.rank, self.chunk_bytes, self.all_places)
+        return self.parts[begin, end]
+
     def close(self) -> None:
-        self.own, self.chunks, self.places = None, [], []
+        self.own, self.chunks, self.places, self.tensors, self.parts = None, [], [], [], {}
 
 
 def as_array(tensor: torch.Tensor) -> Any:
