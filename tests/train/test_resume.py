@@ -7,7 +7,7 @@ from megabatch.config import RunConfig, load_config
 from megabatch.errors import UserError
 from megabatch.train.folder import RunFolder
 from megabatch.train.records import Status, Tally
-from megabatch.train.resume import Start, choose_start
+from megabatch.train.resume import Start, choose_start, newest_whole
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def make_run(folder: str, config: RunConfig, status: Status | None = None) -> No
 
 
 def start(*overrides: str, resume: str = "auto") -> Start:
-    return choose_start(config_of(*overrides), resume, report=print)
+    return choose_start(config_of(*overrides), resume, partial(newest_whole, report=print))
 
 
 def test_without_earlier_runs_the_first_number_is_taken() -> None:

@@ -1,5 +1,6 @@
 """megabatch train: validates the recipe, starts ranks, or joins them if it was started as one."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +21,9 @@ def train(
             help="Go on with an unfinished run of this recipe; begin anew; or go on with the run or checkpoint PATH.",
         ),
     ] = "auto",
+    retune: Annotated[
+        bool, typer.Option("--retune", help="Choose anew how a run that goes on fuses and sums its gradients.")
+    ] = False,
     max_restarts: Annotated[int, typer.Option(min=0, help="Times to restart the ranks after one has failed.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run, and end.")] = False,
     strict: Annotated[
@@ -39,7 +43,7 @@ def train(
     from megabatch.data.sources import foresee_shape
     from megabatch.train.preflight import require_known
     from megabatch.train.preview import choose_ranks
-    from megabatch.train.resume import choose_start
+    from megabatch.train.resume import choose_start, newest_whole
     from megabatch.train.run import run
 
     def resolve() -> RunConfig:
@@ -53,7 +57,7 @@ def train(
 
     place = discover()
     if place and not dry_run:
-        be_a_rank(place, lambda notices: run(resolve(), place, resume, notices))
+        be_a_rank(place, lambda notices: run(resolve(), place, resume, notices, retune))
     config = resolve()
     if dry_run:
         print_preview(config, place.num_ranks if place else choose_ranks(config, ranks))
@@ -61,9 +65,9 @@ def train(
         num_ranks = choose_ranks(config, ranks)
         # What ranks would refuse is said at once; and a folder is indexed before they all want it.
         foresee_shape(config.data)
-        choose_start(config, resume, report=ignore)
+        choose_start(config, resume, partial(newest_whole, report=ignore))
         # Ranks read what was resolved here: a file may change, and a pipe can be read only once.
-        arguments = ["train", f"{NOTES}/recipe.toml", "--resume", resume]
+        arguments = ["train", f"{NOTES}/recipe.toml", "--resume", resume, *["--retune"] * retune]
         start_ranks(arguments, num_ranks, max_restarts, {"recipe.toml": config.to_toml()})
 
 

@@ -27,13 +27,15 @@ from torch.nn.parallel import DistributedDataParallel
 from megabatch.comm.barrier import Header, MissingRank, RankMismatch, name_bucket
 from megabatch.comm.groups import Groups
 from megabatch.comm.reducer import Reducer, Work
-from megabatch.comm.settings import CommSettings, choose_plan
+from megabatch.comm.settings import CommSettings, candidate_plans, choose_plan
+from megabatch.comm.tune import Backward, axes_of, measure_drift, tune
 from megabatch.comm.watchdog import WAITS, Watchdog
 from megabatch.comm.world import World
 from megabatch.errors import UserError
-from megabatch.planning.buckets import MIB, Gradient, ddp_caps, fuse
-from megabatch.planning.plan import Wire
+from megabatch.planning.buckets import MIB, Gradient, ddp_caps
+from megabatch.planning.plan import Plan, Wire
 from megabatch.planning.topology import Axis
+from megabatch.planning.tuning import Tuning
 
 MESSAGE = -1  # the key of what is summed beside the buckets
 
@@ -48,7 +50,12 @@ class Layout(NamedTuple):
 class GradientSums:
     """The sums of one model's gradients.  Close it when no backward will follow; a `with` does."""
 
-    def __init__(self, model: nn.Module, group: Any, device: torch.device, settings: CommSettings) -> None:
+    def __init__(
+        self, model: nn.Module, group: Any, device: torch.device, settings: CommSettings, tunes: bool = False
+    ) -> None:
+        self.settings = settings
+        self.tuning: Tuning | None = None  # until `tune` or `use`, and always if `tunes` is false, one plan for all
+        self.drift = 1.0  # see planning.tuning.drift
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.layouts: dict[int, Layout] = {}  # of the buckets that have been seen
@@ -64,7 +71,10 @@ class GradientSums:
             in_memory = self.has_room(groups)
             self.plan = choose_plan(settings, groups.topology, in_memory)
             self.message_plan = choose_plan(settings.exactly(), groups.topology, in_memory)
-            groups.open({phase.axis for plan in (self.plan, self.message_plan) for phase in plan.phases})
+            self.candidates = (
+                candidate_plans(settings, groups.topology, in_memory, device.type == "cuda") if tunes else [self.plan]
+            )
+            groups.open(axes_of([self.plan, self.message_plan, *self.candidates]))
             self.watchdog = stack.enter_context(
                 closing(Watchdog(groups.store, groups.rank, groups.names, settings.timeout_s, self.state))
             )
@@ -86,6 +96,29 @@ class GradientSums:
             )
         return False
 
+    def tune(self, backward: Backward) -> Tuning:
+        """Chooses fusion and plans for these gradients; all ranks call it."""
+        self.tuning = tune(self.reducer, self.candidates, backward, self.settings)
+        return self.tuning
+
+    def use(self, stored: Tuning) -> Tuning:
+        """Takes what was chosen before, and looks how it would fare now; all ranks call it."""
+        self.tuning = stored
+        if self.topology.num_nodes > 1:  # elsewhere there is no choice
+            self.drift = measure_drift(self.reducer, stored, self.settings)
+        return stored
+
+    @property
+    def algorithms(self) -> str:
+        """The names of the plans in use."""
+        return self.tuning.algorithms if self.tuning else self.plan.name
+
+    def plan_of(self, index: int, num_elements: int) -> Plan:
+        """Before DDP has made its final buckets, after the first backward, they are not those of the tuning."""
+        buckets = self.tuning.buckets if self.tuning else []
+        is_tuned = index < len(buckets) and buckets[index].num_elements == num_elements
+        return buckets[index].plan if is_tuned else self.plan
+
     @property
     def waited_s(self) -> float:
         """For other ranks and the network, in all.  The straggler waits least; no clocks are compared."""
@@ -100,7 +133,8 @@ class GradientSums:
         self.watchdog.see_progress()
         index, tensor, is_last = bucket.index(), bucket.buffer(), bucket.is_last()
         header = Header(self.step, index, self.layout(bucket, tensor))
-        future = self.reducer.start(index, tensor, self.plan, header, self.scale, is_last)
+        plan = self.plan_of(index, tensor.numel())
+        future = self.reducer.start(index, tensor, plan, header, self.scale, is_last)
         self.reduced.add(index)
         if is_last:
             self.last = future
@@ -186,31 +220,64 @@ def lacks_gradient(parameter: nn.Parameter) -> bool:
     return parameter.grad is None or not bool(parameter.grad.count_nonzero())
 
 
-def distribute(model: nn.Module, world: World, settings: CommSettings) -> tuple[DistributedDataParallel, GradientSums]:
-    """Wraps a model so that backward leaves the sum over ranks in the gradients.
+def distribute(
+    model: nn.Module,
+    world: World,
+    settings: CommSettings,
+    backward: Backward | None = None,
+    stored: Tuning | None = None,
+) -> tuple[DistributedDataParallel, GradientSums]:
+    """Wraps a model so that backward leaves the sum over ranks in the gradients.  DDP would average; our losses are
+    divided by the global batch already.
 
-    DDP would average.  Our losses are divided by the global batch already.
+    Fusion and plans are those of `stored`, where these are the ranks and gradients that it was made for; otherwise they
+    are chosen here, for a recorded backward pass or else for gradients that are all ready at once.
     """
+    sums = GradientSums(model, dist.group.WORLD, world.device, settings, tunes=True)
+    world.closing.enter_context(sums)
+    backward = backward or ready_at_once(model)
+    tuning = sums.use(stored) if stored and is_made_for(stored, sums, backward) else sums.tune(backward)
     wrapped = DistributedDataParallel(
         model,
         device_ids=[world.device] if world.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         # The trainer keeps BatchNorm's statistics equal on all ranks itself; DDP would overwrite them with rank 0's.
         forward_sync_buffers=False,
-        **bucket_caps(model, settings.bucket_mb),
+        **bucket_caps(tuning, backward),
     )
-    sums = GradientSums(model, wrapped.process_group, world.device, settings)
-    world.closing.enter_context(sums)
     wrapped.register_comm_hook(sums, sum_bucket)
     return wrapped, sums
 
 
-def bucket_caps(model: nn.Module, threshold_mb: float) -> dict[str, Any]:
-    """What makes DDP fuse gradients up to the threshold, in the order of backward, a larger one alone."""
-    backward = [parameter for parameter in reversed(list(model.parameters())) if parameter.requires_grad]
-    gradients = [Gradient(p.numel() * p.element_size(), str(p.dtype)) for p in backward]
-    caps = ddp_caps(gradients, fuse(gradients, int(threshold_mb * MIB)))
-    return {"bucket_cap_mb": threshold_mb} if caps is None else {"bucket_cap_mb_list": caps}
+def ready_at_once(model: nn.Module) -> Backward:
+    """In the order in which DDP expects them."""
+    named = [(name, p) for name, p in reversed(list(model.named_parameters())) if p.requires_grad]
+    return Backward([name for name, _ in named], [gradient_of(p) for _, p in named], [0.0] * len(named))
+
+
+def gradient_of(parameter: nn.Parameter) -> Gradient:
+    return Gradient(parameter.numel() * parameter.element_size(), str(parameter.dtype))
+
+
+def is_made_for(tuning: Tuning, sums: GradientSums, backward: Backward) -> bool:
+    sizes = dict(zip(backward.names, backward.gradients, strict=True))
+    fits = [
+        [sizes.get(name, Gradient(0, "")).dtype for name in bucket.gradients] == [bucket.dtype] * len(bucket.gradients)
+        and sum(sizes[name].num_bytes for name in bucket.gradients) == bucket.num_bytes
+        for bucket in tuning.buckets
+    ]
+    names = [name for bucket in tuning.buckets for name in bucket.gradients]
+    return tuning.topology == sums.topology and all(fits) and sorted(names) == sorted(sizes)
+
+
+def bucket_caps(tuning: Tuning, backward: Backward) -> dict[str, Any]:
+    """What makes DDP fuse gradients as the tuning says."""
+    place = {name: index for index, name in enumerate(backward.names)}
+    cut = [[place[name] for name in bucket.gradients] for bucket in tuning.buckets]
+    caps = ddp_caps(backward.gradients, cut) if cut else None
+    if caps is None:  # several types of gradients, which have no common list
+        caps = [max((bucket.num_bytes for bucket in tuning.buckets), default=MIB) / MIB]
+    return {"bucket_cap_mb_list": caps}
 
 
 def attach(

@@ -15,7 +15,6 @@ On CUDA there are no threads and no parts: operations are ordered on streams, an
 stream's event.
 """
 
-import math
 import queue
 import threading
 import time
@@ -31,10 +30,10 @@ from megabatch.comm.engine import Engine
 from megabatch.comm.groups import Groups
 from megabatch.comm.shared_memory import SharedBuffer
 from megabatch.errors import UserError
-from megabatch.planning.plan import Exchange, Phase, Plan, Slice, exchanges, slices
+from megabatch.planning.pipeline import num_parts
+from megabatch.planning.plan import Exchange, Phase, Plan, exchanges, slices
 from megabatch.planning.topology import Axis
 
-PART_BYTES = 4 << 20  # of a tensor, at most, cross the network at a time
 LEAD = 3  # parts that are on the network, or wait for it, when the node's thread turns to the oldest of them
 
 Step = tuple[Phase, Exchange]  # of this rank
@@ -108,7 +107,7 @@ class Reducer:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         whole = tensor.view(-1)
         if self.threads and self.error is None:
-            for begin, end in self.parts_of(plan, whole):
+            for begin, end in slices(len(whole), num_parts(plan, whole.nbytes)):
                 steps, ends = self.steps_of(plan, end - begin), end == len(whole)
                 promise = future if ends else None
                 self.in_node.put(Work(key, whole, begin, end, header, steps, scale, is_last and ends, promise))
@@ -117,11 +116,6 @@ class Reducer:
         # A completed future runs this at once, on a stream of its own that has waited for the tensor.
         future.set_result(whole)
         return future.then(lambda ready: self.run_all(work))
-
-    def parts_of(self, plan: Plan, whole: torch.Tensor) -> list[Slice]:
-        """As equal as can be, and one if it does not leave the node."""
-        crosses = any(phase.axis != "node" for phase in plan.phases)
-        return slices(len(whole), max(1, math.ceil(whole.nbytes / PART_BYTES)) if crosses else 1)
 
     def run_all(self, work: Work) -> torch.Tensor:
         self.scale(work)

@@ -1,6 +1,6 @@
 """How gradients are summed: the [comm] section of a recipe, and the arguments of `attach`."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -14,7 +14,7 @@ from megabatch.planning.topology import Topology
 class CommSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     algorithm: str = "auto"  # auto, or one of planning.algorithms
     wire: Wire = "fp32"  # what travels between hosts
-    bucket_mb: Annotated[float, Meta(gt=0)] = 25.0  # gradients are fused up to this
+    fusion_mb: Annotated[float, Meta(gt=0)] | Literal["auto"] = "auto"  # gradients are fused up to this
     timeout_s: Annotated[float, Meta(gt=0)] = 600.0  # a rank that does not come for so long is named
 
     def __post_init__(self) -> None:
@@ -40,3 +40,14 @@ def choose_plan(settings: CommSettings, topology: Topology, in_memory: bool) -> 
             "nearest: comm.algorithm=hierarchical"
         )
     return plan
+
+
+def candidate_plans(settings: CommSettings, topology: Topology, in_memory: bool, is_cuda: bool) -> list[Plan]:
+    """What `auto` may choose from: one, where the memory of a host or the lack of it decides."""
+    has_choice = settings.algorithm == "auto" and topology.num_nodes > 1 and (in_memory or is_cuda)
+    if not has_choice:
+        return [choose_plan(settings, topology, in_memory)]
+    # With one rank per node, masters are all ranks, and torus is the same exchange.
+    names = [name for name in ALGORITHMS if name != "hierarchical" or topology.largest_node > 1]
+    plans = [ALGORITHMS[name](topology, settings.wire) for name in names]
+    return [plan for plan in plans if plan is not None]

@@ -15,7 +15,8 @@ the formula of the paper's authors.  A phase ends with its slowest group, and th
 """
 
 from collections.abc import Mapping
-from typing import Literal
+from itertools import permutations
+from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
@@ -60,6 +61,22 @@ def bytes_sent(plan: Plan, topology: Topology, num_elements: int, rank: int, ele
     return total
 
 
+def bytes_crossing(plan: Plan, topology: Topology, num_elements: int, element_bytes: int = 4) -> list[int]:
+    """Bytes that each node sends to others."""
+    node_of = {rank: index for index, node in enumerate(topology.nodes) for rank in node}
+    sent = [0] * topology.num_nodes
+    for phase, groups in zip(plan.phases, exchanges(plan, topology, num_elements), strict=True):
+        width = travelling_bytes(phase, element_bytes)
+        # The engine's own all-reduce is a ring in the order of ranks; 16 bits and the rest are exchanged directly.
+        count = elements_along_ring if phase.axis == "all" and width > 2 else elements_between
+        for members, begin, end in groups:
+            sizes = sizes_of(end - begin, len(members))
+            for (i, sender), (j, receiver) in permutations(enumerate(members), 2):
+                if node_of[sender] != node_of[receiver]:
+                    sent[node_of[sender]] += width * sum(count(half, sizes, i, j) for half in OPS[phase.op])
+    return sent
+
+
 def seconds(
     plan: Plan, topology: Topology, num_elements: int, links: Mapping[Axis, Link], element_bytes: int = 4
 ) -> float:
@@ -90,15 +107,26 @@ def group_seconds(phase: Phase, num_members: int, num_elements: int, link: Link,
 
 
 def elements_sent(half: Half, sizes: list[int], member: int) -> int:
+    return sum(elements_between(half, sizes, member, other) for other in range(len(sizes)) if other != member)
+
+
+def elements_between(half: Half, sizes: list[int], sender: int, receiver: int) -> int:
     match half:
         case "reduce_scatter":
-            return sum(sizes) - sizes[member]
+            return sizes[receiver]
         case "all_gather":
-            return (len(sizes) - 1) * sizes[member]
+            return sizes[sender]
         case "gather":
-            return 0 if member == 0 else sizes[member]
+            return sizes[sender] if receiver == 0 else 0
         case "scatter":
-            return sum(sizes) - sizes[0] if member == 0 else 0
+            return sizes[receiver] if sender == 0 else 0
+
+
+def elements_along_ring(half: Half, sizes: list[int], sender: int, receiver: int) -> int:
+    """To its successor a member sends every slice but the one that ends there: its own sum, or what the other has."""
+    if receiver != (sender + 1) % len(sizes):
+        return 0
+    return sum(sizes) - sizes[sender if half == "reduce_scatter" else receiver]
 
 
 def elements_of_busiest(half: Half, sizes: list[int]) -> int:
@@ -113,3 +141,29 @@ def sizes_of(num_elements: int, parts: int) -> list[int]:
 def travelling_bytes(phase: Phase, element_bytes: int) -> int:
     """Bytes of one element on the wire; fp32 is the tensor's own type."""
     return element_bytes if phase.wire == "fp32" else WIRES[phase.wire].num_bytes
+
+
+class Timing(NamedTuple):
+    """What was measured along an axis: small sums, and a gather and sums of n elements, seconds each."""
+
+    small_s: float
+    gather_s: float
+    sum_s: float
+    num_halves: int  # of a sum: 2 is an all-reduce, 1 a reduce-scatter; a gather is one half
+
+
+def fit_link(timing: Timing, num_members: int, num_elements: int, wire_bytes: int, element_bytes: int = 4) -> Link:
+    """The link whose `group_seconds` are those that were measured.
+
+    Sums that follow each other overlap, and may be faster than their bytes one after another: nothing is left for
+    gamma then, and the sums alone decide beta.
+    """
+    steps = num_members - 1
+    busiest = elements_of_busiest("all_gather", sizes_of(num_elements, num_members))
+    alpha_s = timing.small_s / (timing.num_halves * steps)
+    bytes_s = max(0.0, timing.gather_s - steps * alpha_s)  # of a half
+    sum_s = max(0.0, timing.sum_s - timing.num_halves * steps * alpha_s)
+    added_s = sum_s - timing.num_halves * bytes_s
+    if added_s < 0:
+        bytes_s, added_s = sum_s / timing.num_halves, 0.0
+    return Link(alpha_s, bytes_s / (busiest * wire_bytes), added_s / (busiest * element_bytes))

@@ -13,12 +13,13 @@ from megabatch.data.batches import Normalise, TrainingImages
 from megabatch.data.images import DataSet
 from megabatch.data.shapes import DataShape
 from megabatch.errors import UserError
-from megabatch.models.catalog import ModelSettings, build_model, check_logits, model_errors
+from megabatch.models.catalog import build_model
 from megabatch.models.loss import summed_loss
 from megabatch.optim.groups import parameter_groups
 from megabatch.optim.optimizers import OPTIMIZERS
 from megabatch.optim.schedules import schedule
 from megabatch.planning.batch import StepPlan, plan_steps
+from megabatch.planning.tuning import Tuning
 from megabatch.precision.loss_scale import choose_loss_scale
 from megabatch.precision.masters import Masters
 from megabatch.precision.policy import check_device
@@ -26,6 +27,7 @@ from megabatch.train.batch_norm import RunningStatistics
 from megabatch.train.evaluate import evaluate
 from megabatch.train.exchange import Exchange
 from megabatch.train.trainer import Training
+from megabatch.train.trial import Trial
 
 
 def never() -> bool:
@@ -38,8 +40,9 @@ def assemble(
     world: World,
     stop_requested: Callable[[], bool] = never,
     model: nn.Module | None = None,
+    stored: Tuning | None = None,
 ) -> Training:
-    """The parts of a run; the recipe's model, unless one is given."""
+    """The parts of a run: with the recipe's model, unless one is given, and sums as chosen before, if they were."""
     plan = plan_run(config, data.shape, world.num_ranks)
     formats = config.precision.formats
     torch.backends.cudnn.benchmark = not config.run.deterministic  # which nothing on a CPU looks at
@@ -58,18 +61,29 @@ def assemble(
     )
     statistics = RunningStatistics(model, plan.accumulation, may_skip=loss_scale.is_on)
     normalise = Normalise(data.train, world.device, formats.model, config.model.wants_channels_last)
-    distributed, gradients = distribute(model, world, config.comm)
+    images = TrainingImages(data.train, config.data, config.seed, plan, world.device)
+    first_images, first_labels = images.microbatch(0, plan.microbatches_of(world.rank)[0])
+    trial = Trial(
+        settings=config.model,
+        images=first_images,
+        labels=first_labels,
+        num_classes=len(data.class_names),
+        normalise=normalise,
+        summed_loss=partial(summed_loss, config.loss),
+    )
+    distributed, gradients = distribute(model, world, config.comm, trial.record(model, world), stored)
+    trial.run(distributed)
     groups = masters.of(parameter_groups(model, config.optim.weight_decay))
-    training = Training(
+    return Training(
         rank=world.rank,
         seed=config.seed,
         plan=plan,
         data=data,
         data_fingerprint=data.fingerprint(),
-        images=TrainingImages(data.train, config.data, config.seed, plan, world.device),
+        images=images,
         normalise=normalise,
         model=distributed,
-        summed_loss=partial(summed_loss, config.loss),
+        summed_loss=trial.summed_loss,
         statistics=statistics,
         exchange=Exchange(gradients, statistics, world, formats.update),
         gradients=gradients,
@@ -81,8 +95,6 @@ def assemble(
         evaluate=partial(evaluate, model, data.test, normalise, len(data.class_names), config.batch.microbatch, world),
         stop_requested=stop_requested,
     )
-    settle_buckets(training, config.model)
-    return training
 
 
 def place_model(model: nn.Module, config: RunConfig, device: torch.device) -> Masters:
@@ -104,34 +116,6 @@ def require_same_network(state: dict[str, torch.Tensor], world: World) -> None:
                     f"{name} is {shapes[0].get(name)} on rank 0 and {others.get(name)} on rank {rank}; "
                     "all ranks must bring the same network"
                 )
-
-
-def settle_buckets(training: Training, settings: ModelSettings) -> None:
-    """One backward pass whose result is discarded.
-
-    DDP sorts its buckets anew after the first, and where a gradient lies in its bucket decides how its sum is rounded
-    on three ranks and more.  Fresh and resumed runs alike take their first step on the final buckets.  It is also the
-    trial of the model, before anything is written.
-    """
-    model = training.model
-    buffers = [buffer.clone() for buffer in model.buffers()]
-    images, labels = training.images.microbatch(0, training.plan.microbatches_of(training.rank)[0])
-    with model_errors(settings, images.shape):
-        logits = model(training.normalise(images))
-    check_logits(settings, logits, (len(labels), len(training.data.class_names)))
-    training.summed_loss(logits, labels.to(logits.device)).backward()
-    unused = [name for name, parameter in model.module.named_parameters() if not_reached(parameter)]
-    if unused:
-        raise UserError(
-            f"model.name={settings.name!r}: no gradient reaches {', '.join(unused[:3])}{' ...' * (len(unused) > 3)}; "
-            "remove what forward does not use, or set requires_grad to False"
-        )
-    for buffer, before in zip(model.buffers(), buffers, strict=True):
-        buffer.copy_(before)
-
-
-def not_reached(parameter: nn.Parameter) -> bool:
-    return parameter.requires_grad and parameter.grad is None
 
 
 def plan_run(config: RunConfig, shape: DataShape, num_ranks: int) -> StepPlan:

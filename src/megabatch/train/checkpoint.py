@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from megabatch.config import CheckpointSettings
 from megabatch.planning.batch import StepPlan
+from megabatch.planning.tuning import Tuning
 from megabatch.train.records import EvaluationRecord, Record, Tally
 from megabatch.train.trainer import Training
 
@@ -35,6 +36,7 @@ class Description(Struct, frozen=True, kw_only=True):
     step: int
     computed_by: str  # see `describe_arithmetic`
     data: str = ""  # which images it was trained on
+    tuning: Tuning | None = None  # how its gradients are summed
     tally: Tally
     checksum: str  # sha256 of the tensors' file
 
@@ -42,7 +44,7 @@ class Description(Struct, frozen=True, kw_only=True):
 def describe_arithmetic(training: Training) -> str:
     """What else decides how sums are rounded: a resumed run is the same to the bit where this is the same."""
     threads = torch.get_num_threads()
-    return f"{training.plan.num_ranks} ranks of {threads} threads, {training.gradients.plan.name}"
+    return f"{training.plan.num_ranks} ranks of {threads} threads, {training.gradients.algorithms}"
 
 
 def save_weights(training: Training, path: Path) -> None:
@@ -144,6 +146,7 @@ class Checkpoints:
             step=tally.steps,
             computed_by=describe_arithmetic(training),
             data=training.data_fingerprint,
+            tuning=training.gradients.tuning,
             tally=tally,
             checksum=checksum(writing / STATE),
         )

@@ -18,7 +18,7 @@ from megabatch.errors import UserError
 from megabatch.train.assemble import assemble
 from megabatch.train.preflight import require_known
 from megabatch.train.records import Summary
-from megabatch.train.run import StopSignal, share_cores, train_and_record
+from megabatch.train.run import StopSignal, find_tuning, share_cores, train_and_record
 
 Images = ImageSet | tuple[torch.Tensor, torch.Tensor]
 
@@ -32,13 +32,15 @@ def fit(
     class_names: Sequence[str] | None = None,
     resume: str = "auto",
     strict: bool = False,
+    retune: bool = False,
 ) -> Summary:
     """Trains `model` (images [B, C, H, W] to logits) as `recipe` says, and returns the run's summary.
 
     `train` and `test` are pairs of uint8 images [N, C, H, W] and integer labels from 0, or `ImageSet`s of your own.
     The recipe's model and data sections do not count, but for crops and flips.  Under torchrun, srun or mpiexec
     call it on every rank, with the same arguments; the model's weights are taken from rank 0.  `strict` refuses what
-    is not known to converge, of which there is otherwise a warning.
+    is not known to converge, of which there is otherwise a warning; `retune` chooses anew how a run that goes on sums
+    its gradients.
     """
     train_images, test_images = as_image_set(train, "train"), as_image_set(test, "test")
     num_classes = 1 + int(max(train_images.labels.max(), test_images.labels.max()))
@@ -67,7 +69,8 @@ def fit(
         config = share_cores(config, world)
         data = DataSet(train_images, test_images, names, channels)
         # A copy: what becomes of it (its device, 16 bits, autocast) is not the caller's concern.
-        training = assemble(config, data, world, stop.received, copy_of(model))
+        stored = None if retune else find_tuning(config, resume, world)
+        training = assemble(config, data, world, stop.received, copy_of(model), stored)
         summary = train_and_record(config, resume, training, world)
         model.load_state_dict(training.masters.state())
     if summary.status == "stopped":  # the checkpoint is written; now the signal does what it would have done

@@ -22,6 +22,7 @@ from megabatch.errors import UserError
 from megabatch.train.records import Record, Summary
 
 LOCK = ".lock"
+PLAN = "plan.json"  # planning.tuning.Tuning
 # What explains a run's speed or numerics.  An allow-list: an environment also holds secrets.
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",

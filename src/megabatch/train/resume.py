@@ -17,14 +17,15 @@ from msgspec import Struct
 
 from megabatch.config import RunConfig, load_config, show_value
 from megabatch.errors import UserError
-from megabatch.train.checkpoint import DESCRIPTION, newest_good
-from megabatch.train.folder import LOCK, is_held
+from megabatch.planning.tuning import Tuning
+from megabatch.train.checkpoint import DESCRIPTION, Description, newest_good
+from megabatch.train.folder import LOCK, PLAN, is_held
 from megabatch.train.records import Summary
 
 RUNS = Path("runs")
 # What does not change what is computed: sections, and one setting.
 IRRELEVANT = ("name", "about", "marks", "run", "checkpoint", "comm.timeout_s")
-Report = Callable[[str], None]
+Newest = Callable[[Path], Path | None]
 
 
 class Start(Struct, frozen=True):
@@ -44,26 +45,42 @@ def alone_in_runs(config: RunConfig, resume: str) -> Iterator[None]:
         yield
 
 
-def choose_start(config: RunConfig, resume: str, report: Report) -> Start:
-    """Decides, and writes nothing.  `report` hears of damaged checkpoints that were passed over."""
+def stored_tuning(config: RunConfig, resume: str) -> Tuning | None:
+    """How the run that would go on sums its gradients; None if there is none, or if it cannot be told."""
+    try:
+        start = choose_start(config, resume, newest=newest_of)
+        if start.checkpoint:
+            return msgspec.json.decode((start.checkpoint / DESCRIPTION).read_bytes(), type=Description).tuning
+        return msgspec.json.decode((start.folder / PLAN).read_bytes(), type=Tuning)
+    except (UserError, OSError, msgspec.MsgspecError):  # `begin` will say what is wrong with the run
+        return None
+
+
+def newest_of(folder: Path) -> Path | None:
+    """The newest checkpoint, whole or not: this is about its description, and hashing takes time."""
+    return max((folder / "checkpoints").glob("step-*"), default=None)
+
+
+def choose_start(config: RunConfig, resume: str, newest: Newest) -> Start:
+    """Decides, and writes nothing.  `newest` finds the checkpoint of a run to go on from."""
     if resume == "never":
         return Start(new_folder(config), None)
     if resume != "auto":
-        return start_at(Path(resume), config, report)
+        return start_at(Path(resume), config, newest)
     if config.run.dir is None:
         for earlier in reversed(numbered(config.name)):
             if is_run(earlier) and not is_held(earlier) and not why_not(earlier, config):
-                return Start(earlier, checkpoint_of(earlier, report))
+                return Start(earlier, newest(earlier))
         return Start(new_folder(config), None)
     folder = Path(config.run.dir)
     if is_run(folder):
-        return go_on(folder, config, report)
+        return go_on(folder, config, newest)
     return Start(new_folder(config), None)
 
 
-def start_at(path: Path, config: RunConfig, report: Report) -> Start:
+def start_at(path: Path, config: RunConfig, newest: Newest) -> Start:
     if is_run(path):
-        return go_on(path, config, report)
+        return go_on(path, config, newest)
     if (path / DESCRIPTION).is_file():
         checkpoint = path.resolve()
         refuse_if(why_not(checkpoint.parents[1], config), checkpoint.parents[1])
@@ -71,9 +88,9 @@ def start_at(path: Path, config: RunConfig, report: Report) -> Start:
     raise UserError(f"--resume {path} is neither a run's folder nor a checkpoint; `megabatch runs` lists runs")
 
 
-def go_on(folder: Path, config: RunConfig, report: Report) -> Start:
+def go_on(folder: Path, config: RunConfig, newest: Newest) -> Start:
     refuse_if(why_not(folder, config), folder)
-    return Start(folder, checkpoint_of(folder, report))
+    return Start(folder, newest(folder))
 
 
 def refuse_if(reason: str | None, folder: Path) -> None:
@@ -81,8 +98,8 @@ def refuse_if(reason: str | None, folder: Path) -> None:
         raise UserError(f"{folder} {reason}; give another run.dir")
 
 
-def checkpoint_of(folder: Path, report: Report) -> Path | None:
-    """The newest whole checkpoint; None if the run was ended before its first."""
+def newest_whole(folder: Path, report: Callable[[str], None]) -> Path | None:
+    """None if the run was ended before its first; `report` hears of damaged ones that were passed over."""
     good = newest_good(folder, report)
     if good is None and any((folder / "checkpoints").glob("step-*")):
         raise UserError(f"{folder} has no checkpoint that is whole; begin anew in another run.dir, or remove it")

@@ -23,6 +23,7 @@ from megabatch.config import RunConfig
 from megabatch.data.sources import load_data_set
 from megabatch.errors import UserError
 from megabatch.planning.batch import StepPlan
+from megabatch.planning.tuning import Tuning
 from megabatch.train.assemble import assemble
 from megabatch.train.checkpoint import (
     Checkpoints,
@@ -33,9 +34,9 @@ from megabatch.train.checkpoint import (
     restore_training_state,
     save_weights,
 )
-from megabatch.train.folder import RunFolder
+from megabatch.train.folder import PLAN, RunFolder
 from megabatch.train.records import Record, Status, StepRecord, Summary, Tally
-from megabatch.train.resume import alone_in_runs, choose_start
+from megabatch.train.resume import alone_in_runs, choose_start, newest_whole, stored_tuning
 from megabatch.train.screen import Screen
 from megabatch.train.tensorboard import EventFile
 from megabatch.train.trainer import Training, train
@@ -77,7 +78,7 @@ class StopSignal:
         return 128 + (self.number or signal.SIGTERM)
 
 
-def run(config: RunConfig, place: Place, resume: str, notices: Notices) -> int:
+def run(config: RunConfig, place: Place, resume: str, notices: Notices, retune: bool = False) -> int:
     """Runs one rank to its end; returns the exit code: 0, or 128 + the signal that stopped it."""
     mistake, folder = notices.told(MISTAKE), notices.folder()
     if mistake:
@@ -89,13 +90,20 @@ def run(config: RunConfig, place: Place, resume: str, notices: Notices) -> int:
         try:
             config = share_cores(config, world)
             data = load_data_set(config.data, config.run.decode_threads or 1)
-            training = assemble(config, data, world, stop.received)
+            stored = None if retune else find_tuning(config, resume, world)
+            training = assemble(config, data, world, stop.received, stored=stored)
             summary = train_and_record(config, resume, training, world, partial(notices.tell, FOLDER))
         except BaseException as error:
             if notices.is_first_to_fail() and isinstance(error, UserError):
                 notices.tell(MISTAKE, str(error))
             raise
     return 0 if summary.status == "finished" else stop.exit_code()
+
+
+def find_tuning(config: RunConfig, resume: str, world: World) -> Tuning | None:
+    """How the run that goes on has summed its gradients, on all ranks; None if it begins."""
+    tuning = stored_tuning(config, resume) if world.rank == 0 else None
+    return msgspec.json.decode(world.share_text(msgspec.json.encode(tuning).decode()), type=Tuning | None)
 
 
 def share_cores(config: RunConfig, world: World) -> RunConfig:
@@ -166,7 +174,7 @@ def begin(
     if world.rank == 0:
         try:
             with alone_in_runs(config, resume):
-                start = choose_start(config, resume, report)
+                start = choose_start(config, resume, partial(newest_whole, report=report))
                 folder = stack.enter_context(RunFolder(start.folder))
             if start.checkpoint:
                 checkpoint = read_description(start.checkpoint)
@@ -219,11 +227,14 @@ class Recorder:
     ) -> None:
         self.training, self.folder, self.tally = training, folder, tally
         folder.begin(config.with_run(dir=None), tally.steps)  # so that it can be run again, elsewhere
+        if training.gradients.tuning:
+            folder.write_text(PLAN, msgspec.json.encode(training.gradients.tuning).decode())
         self.checkpoints = Checkpoints(folder.path, config.checkpoint, tally.steps)
         self.events = EventFile(folder.path, tally.steps)
         self.screen = Screen(config, training, world, folder.path)
         if tally.steps:
             self.screen.show_resumption(tally.steps, computed_by, describe_arithmetic(training))
+            self.screen.show_drift(training.gradients.drift)
 
     def see(self, record: Record) -> None:
         self.folder.write(record)

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megabatch import __version__
+from megabatch.comm.hook import GradientSums
 from megabatch.comm.world import World
 from megabatch.config import RunConfig
 from megabatch.data.sources import FROM_PYTHON
@@ -21,6 +22,7 @@ from megabatch.train.preflight import preflight
 from megabatch.train.records import EvaluationRecord, Record, StepRecord, Summary
 from megabatch.train.trainer import Training
 
+TELLING_DRIFT = 1.5
 TELLING_SHARE = 0.05  # of the time, that others wait for one rank
 TELLING_DATA_SHARE = 0.005  # of the time, that is waited for images
 QUIET_S = 10.0  # where there is no live bar, a line at least this often
@@ -59,6 +61,14 @@ class Screen:
     def show_resumption(self, step: int, computed_by: str, now: str) -> None:
         note = "" if computed_by == now else f", which {computed_by} took: the same run to rounding, not to the bit"
         self.say("resumes", f"after step {step} of {self.plan.num_steps}{note}")
+
+    def show_drift(self, drift: float) -> None:
+        if not 1 / TELLING_DRIFT < drift < TELLING_DRIFT:
+            self.say(
+                "drift",
+                f"sums are expected to take {drift:.1f} times as long as when they were chosen, since links have "
+                "changed; the choice stands, and --retune would make it anew",
+            )
 
     def show(self, record: Record) -> None:
         if isinstance(record, EvaluationRecord):
@@ -171,7 +181,6 @@ def header(config: RunConfig, training: Training, world: World) -> dict[str, str
         f"{len(group['params'])} {group['name']} (decay {group['weight_decay']:g})"
         for group in training.optimizer.param_groups
     ]
-    num_buckets = len(training.gradients.layouts)
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
     return {
         "megabatch": f"{__version__}, torch {torch.__version__}, {ranks} on {device}, {threads} each",
@@ -182,8 +191,18 @@ def header(config: RunConfig, training: Training, world: World) -> dict[str, str
         "steps": f"{plan.num_steps} in {config.train.epochs:g} epochs, "
         f"{config.optim.name} at {config.optim.learning_rate:g}",
         "groups": ", ".join(groups),
-        "sums": f"{training.gradients.plan}; {num_buckets} bucket{'s' if num_buckets > 1 else ''}",
+        "sums": describe_sums(training.gradients),
     }
+
+
+def describe_sums(gradients: GradientSums) -> str:
+    tuning = gradients.tuning
+    plans = list(dict.fromkeys(bucket.plan for bucket in tuning.buckets)) if tuning else [gradients.plan]
+    num_buckets = len(gradients.layouts)
+    text = f"{'; '.join(map(str, plans))}; {num_buckets} bucket{'s' if num_buckets > 1 else ''}"
+    if tuning and tuning.topology.num_nodes > 1:
+        text += f"; a step is expected to wait {1e3 * tuning.exposed_s:,.0f} ms for them"
+    return text
 
 
 def describe_precision(config: RunConfig, training: Training) -> str:

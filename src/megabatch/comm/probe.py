@@ -1,0 +1,110 @@
+"""Measures the links: alpha, beta and gamma along each axis, by small and large messages like the reducer's.
+
+Three times along an axis, in a group of p members (cost.py has the formulas that `fit_link` inverts):
+    small sums    tensors of 1,024 elements, one behind another: latency alone
+    large gather  a part of a bucket, of which each member sends its slice: latency and bytes
+    large sums    parts of a bucket, one behind another: latency, bytes, and adding up (and rounding to 16 bits)
+All groups of an axis work at the same time, as in a step: the ranks of a host share its network card and its cores.
+Against noise: a time is that of the slowest rank, and the median of several.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+
+from megabatch.comm.barrier import Header
+from megabatch.comm.engine import WIRE_DTYPES
+from megabatch.comm.reducer import Reducer
+from megabatch.planning.cost import Link, Timing, fit_link
+from megabatch.planning.pipeline import PART_BYTES
+from megabatch.planning.plan import WIRES, Phase, Plan, Wire
+from megabatch.planning.topology import Axis
+
+ROUNDS = 5
+STREAM = 4  # tensors one behind another
+SMALL = 1024  # elements
+FIRST_KEY = -1_000  # tensors that are none of DDP's buckets, nor messages, have keys from here down
+
+
+def probe(reducer: Reducer, axes: Iterable[Axis], wire: Wire) -> dict[Axis, Link]:
+    """The link along each axis, the same on all ranks, which all call this."""
+    return {axis: probe_axis(reducer, axis, wire) for axis in sorted(axes)}
+
+
+def probe_axis(reducer: Reducer, axis: Axis, wire: Wire) -> Link:
+    topology = reducer.groups.topology
+    num_members = max(map(len, topology.groups(axis)))
+    # Across nodes, each rank of a node carries its slice of a part.
+    large = PART_BYTES // 4 // (topology.largest_node if axis == "across" else 1)
+    if axis == "node":
+        timing = Timing(
+            small_s=time_in_node(reducer, "reduce_scatter", SMALL),
+            gather_s=time_in_node(reducer, "all_gather", large),
+            sum_s=time_in_node(reducer, "reduce_scatter", large),
+            num_halves=1,
+        )
+        return fit_link(timing, num_members, large, wire_bytes=4)
+    timing = Timing(
+        small_s=time_sums(reducer, axis, wire, SMALL),
+        gather_s=time_gather(reducer, axis, wire, large),
+        sum_s=time_sums(reducer, axis, wire, large),
+        num_halves=2,
+    )
+    return fit_link(timing, num_members, large, wire_bytes=WIRES[wire].num_bytes)
+
+
+def time_in_node(reducer: Reducer, op: str, num_elements: int) -> float:
+    groups, tensor = reducer.groups, torch.zeros(num_elements, device=reducer.groups.device)
+    if groups.memory:
+        buffer = groups.memory.share(tensor)
+        return slowest_s(reducer, lambda: getattr(groups.memory, op)(buffer))
+    engine = groups.engines.get("node")  # None: this rank is alone in its node
+    return slowest_s(reducer, lambda: getattr(engine, op)(tensor, "fp32") if engine else None)
+
+
+def time_gather(reducer: Reducer, axis: Axis, wire: Wire, num_elements: int) -> float:
+    engine = reducer.groups.engines.get(axis)  # None: no member
+    tensor = torch.zeros(num_elements, dtype=WIRE_DTYPES[wire] or torch.float32, device=reducer.groups.device)
+    return slowest_s(reducer, lambda: engine.gather(tensor) if engine else None)
+
+
+def time_sums(reducer: Reducer, axis: Axis, wire: Wire, num_elements: int) -> float:
+    plan = Plan(f"probe {axis}", (Phase("all_reduce", axis, wire),))
+    return time_plan(reducer, plan, num_elements, STREAM) / STREAM
+
+
+def time_plan(reducer: Reducer, plan: Plan, num_elements: int, count: int = 1, rounds: int = ROUNDS) -> float:
+    """Seconds of `count` sums, one behind another."""
+    tensors = [torch.zeros(num_elements, device=reducer.groups.device) for _ in range(count)]
+
+    def sum_all() -> None:
+        sums = []
+        for place, tensor in enumerate(tensors):
+            key = FIRST_KEY - place
+            header = Header(0, key, num_elements)
+            sums.append(reducer.start(key, tensor, plan, header, None, is_last=place == count - 1))
+        for future in sums:
+            future.wait()
+        if reducer.error:
+            raise reducer.error
+
+    return slowest_s(reducer, sum_all, rounds)
+
+
+def slowest_s(reducer: Reducer, action: Callable[[], object], rounds: int = ROUNDS) -> float:
+    """The median over rounds of the slowest rank's seconds, after one that only warms up."""
+    device, parent = reducer.groups.device, reducer.groups.parent
+    times_s = []
+    for _ in range(rounds + 1):
+        dist.barrier(group=parent)
+        began_s = time.perf_counter()
+        action()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times_s.append(time.perf_counter() - began_s)
+    slowest = torch.tensor(times_s[1:], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=parent)
+    return float(statistics.median(slowest.tolist()))

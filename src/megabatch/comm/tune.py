@@ -1,0 +1,74 @@
+"""Chooses fusion and plans for a run: measures the links, decides on rank 0, and tells the others.
+
+A choice made by timing must not differ between ranks, nor between a run and its resumption: it is made once, shared,
+and stored by whoever asked for it (planning.tuning.Tuning).
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from megabatch.comm.probe import probe, time_plan
+from megabatch.comm.reducer import Reducer
+from megabatch.comm.settings import CommSettings
+from megabatch.planning.buckets import MIB, Gradient
+from megabatch.planning.plan import Plan
+from megabatch.planning.topology import Axis
+from megabatch.planning.tuning import Tuning, choose, close_calls, confirm, drift
+
+IN_NODE_MB = 25.0  # fusion where nothing crosses a network, and so nothing is gained by starting early
+MEASURED_ELEMENTS = 4 * MIB  # a larger bucket is measured at this size: its parts follow each other like these
+MEASURED_ROUNDS = 3
+
+
+class Backward(NamedTuple):
+    """A recorded backward pass: gradients in the order in which they appeared, and when."""
+
+    names: Sequence[str]
+    gradients: Sequence[Gradient]
+    ready_s: Sequence[float]
+
+
+def tune(reducer: Reducer, plans: Sequence[Plan], backward: Backward, settings: CommSettings) -> Tuning:
+    """The choice among the plans for these gradients.  All ranks call it, and get the same."""
+    groups = reducer.groups
+    links = probe(reducer, axes_of(plans), settings.wire)
+    fusion_mb = settings.fusion_mb
+    if fusion_mb == "auto" and groups.topology.num_nodes == 1:
+        fusion_mb = IN_NODE_MB
+    tuning = choose(
+        *backward,
+        plans,
+        groups.topology,
+        links,
+        None if fusion_mb == "auto" else int(fusion_mb * MIB),
+        forced="" if settings.algorithm == "auto" else f"comm.algorithm={settings.algorithm}",
+    )
+    tuning = share(tuning, groups.parent)
+    measured_s: dict[tuple[int, int], float] = {}
+    known: dict[tuple[Plan, int], float] = {}
+    for index, place in close_calls(tuning):
+        bucket = tuning.buckets[index]
+        plan, num_elements = bucket.candidates[place].plan, min(bucket.num_elements, MEASURED_ELEMENTS)
+        if (plan, num_elements) not in known:
+            known[plan, num_elements] = time_plan(reducer, plan, num_elements, rounds=MEASURED_ROUNDS)
+        measured_s[index, place] = known[plan, num_elements] * bucket.num_elements / num_elements
+    return share(confirm(tuning, measured_s), groups.parent)
+
+
+def share(tuning: Tuning, group: Any) -> Tuning:
+    """Rank 0's, on all ranks."""
+    shared = [tuning]
+    dist.broadcast_object_list(shared, group=group, group_src=0)
+    return shared[0]
+
+
+def measure_drift(reducer: Reducer, stored: Tuning, settings: CommSettings) -> float:
+    """By what factor a stored choice is predicted to take longer on the links as they are now."""
+    links = probe(reducer, axes_of(bucket.plan for bucket in stored.buckets), settings.wire)
+    return drift(stored, links)
+
+
+def axes_of(plans: Iterable[Plan]) -> set[Axis]:
+    return {phase.axis for plan in plans for phase in plan.phases}

@@ -1,0 +1,208 @@
+"""The choice for a run: which gradients travel together, and by which plan, with the numbers that decided.
+
+What is known of the links (cost.Link, along each axis) prices every plan for a bucket of any size; `merging.merge` cuts
+the gradients and gives each bucket the plan with the least predicted end of communication.  Where plans come close,
+prices are not enough: these are measured, and the measurement decides (`confirm`).  A tuning is made once, stored, and
+read by the hook that sums, by `megabatch plan` that explains, and by a run that goes on.
+
+The precision of the wire is part of every plan and never chosen here: it would make results depend on noise.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+from msgspec import Struct
+
+from megabatch.planning.buckets import Gradient, fuse
+from megabatch.planning.cost import Link, bytes_crossing, phase_seconds
+from megabatch.planning.merging import merge
+from megabatch.planning.pipeline import Costs, Passage, num_parts, pass_through
+from megabatch.planning.plan import Plan
+from megabatch.planning.topology import Axis, Topology
+
+CLOSE = 1.3  # plans whose price is within this factor of the least are measured
+ELEMENT_BYTES = {"torch.float64": 8, "torch.float32": 4, "torch.bfloat16": 2, "torch.float16": 2}
+
+
+class Candidate(Struct, frozen=True):
+    """One plan for one bucket; its seconds are those of the bucket alone."""
+
+    plan: Plan
+    costs: Costs
+    measured_s: float | None = None
+
+    @property
+    def predicted_s(self) -> float:
+        return self.costs.before_s + self.costs.crossing_s + self.costs.after_s
+
+    @property
+    def expected_costs(self) -> Costs:
+        """As measured, if it was; shared out as predicted."""
+        ratio = 1.0 if self.measured_s is None else self.measured_s / self.predicted_s
+        before_s, crossing_s, after_s, crosses = self.costs
+        return Costs(ratio * before_s, ratio * crossing_s, ratio * after_s, crosses)
+
+
+class Bucket(Struct, frozen=True, kw_only=True):
+    gradients: list[str]  # their names, in the order of backward
+    num_elements: int
+    dtype: str
+    ready_s: float  # since backward began
+    candidates: list[Candidate]
+    chosen: int
+    reason: str
+
+    @property
+    def candidate(self) -> Candidate:
+        return self.candidates[self.chosen]
+
+    @property
+    def plan(self) -> Plan:
+        return self.candidate.plan
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * ELEMENT_BYTES[self.dtype]
+
+
+class Tuning(Struct, frozen=True, kw_only=True):
+    topology: Topology
+    links: dict[Axis, Link]
+    backward_s: float
+    buckets: list[Bucket]
+
+    @property
+    def passages(self) -> list[Passage]:
+        """When each bucket is expected to be summed, in seconds since backward began."""
+        return pass_through([b.ready_s for b in self.buckets], [b.candidate.expected_costs for b in self.buckets])
+
+    @property
+    def predicted_s(self) -> float:
+        """When all are, since backward began."""
+        return max((passage.end_s for passage in self.passages), default=0.0)
+
+    @property
+    def exposed_s(self) -> float:
+        """How long a step waits for sums after backward."""
+        return max(0.0, self.predicted_s - self.backward_s)
+
+    @property
+    def bytes_crossing(self) -> list[int]:
+        """Bytes that each node sends to the others in a step."""
+        sent = [
+            bytes_crossing(bucket.plan, self.topology, bucket.num_elements, ELEMENT_BYTES[bucket.dtype])
+            for bucket in self.buckets
+        ]
+        return [sum(of_node) for of_node in zip(*sent, strict=True)]
+
+    @property
+    def algorithms(self) -> str:
+        """The names of the plans, as torus/bf16+flat/bf16."""
+        return "+".join(dict.fromkeys(bucket.plan.name for bucket in self.buckets))
+
+
+def price(
+    plan: Plan, topology: Topology, links: Mapping[Axis, Link], num_elements: int, element_bytes: int = 4
+) -> Costs:
+    """Of a bucket alone.  Its parts follow each other through node and network, so what a part does in the node is
+    hidden under the crossing of another, but for the first and the last."""
+    network = [index for index, phase in enumerate(plan.phases) if phase.axis != "node"]
+    parts = num_parts(plan, num_elements * element_bytes)
+    times_s = phase_seconds(plan, topology, -(-num_elements // parts), links, element_bytes)
+    if not network:
+        return Costs(sum(times_s), 0.0, 0.0, crosses=False)
+    begin, end = network[0], network[-1] + 1
+    before_s, crossing_s, after_s = sum(times_s[:begin]), sum(times_s[begin:end]), sum(times_s[end:])
+    slowest_s = max(before_s + after_s, crossing_s)
+    return Costs(before_s, crossing_s + (parts - 1) * slowest_s, after_s, crosses=True)
+
+
+def choose(
+    names: Sequence[str],
+    gradients: Sequence[Gradient],
+    ready_s: Sequence[float],
+    plans: Sequence[Plan],
+    topology: Topology,
+    links: dict[Axis, Link],
+    fusion_bytes: int | None,  # None: the cut is chosen too
+    forced: str = "",  # what has left one plan alone, or fixed the fusion
+) -> Tuning:
+    """The cut and the plans with the least predicted end of communication."""
+
+    def prices(num_bytes: int, dtype: str) -> list[Costs]:
+        size = ELEMENT_BYTES[dtype]
+        return [price(plan, topology, links, num_bytes // size, size) for plan in plans]
+
+    if fusion_bytes is None:
+        cut = [merged.gradients for merged in merge(gradients, ready_s, prices)]
+    else:
+        cut = fuse(gradients, fusion_bytes)
+    buckets = []
+    for indices in cut:
+        num_bytes, dtype = sum(gradients[index].num_bytes for index in indices), gradients[indices[0]].dtype
+        candidates = [Candidate(plan, costs) for plan, costs in zip(plans, prices(num_bytes, dtype), strict=True)]
+        bucket = Bucket(
+            gradients=[names[index] for index in indices],
+            num_elements=num_bytes // ELEMENT_BYTES[dtype],
+            dtype=dtype,
+            ready_s=max(ready_s[index] for index in indices),
+            candidates=candidates,
+            chosen=0,
+            reason="",
+        )
+        buckets.append(decide(bucket, forced))
+    return Tuning(topology=topology, links=links, backward_s=max(ready_s, default=0.0), buckets=buckets)
+
+
+def close_calls(tuning: Tuning) -> list[tuple[int, int]]:
+    """Buckets and candidates that should be measured: prices do not tell them apart."""
+    calls = []
+    for index, bucket in enumerate(tuning.buckets):
+        least_s = min(candidate.predicted_s for candidate in bucket.candidates)
+        close = [i for i, candidate in enumerate(bucket.candidates) if candidate.predicted_s <= CLOSE * least_s]
+        calls += [(index, candidate) for candidate in close if len(close) > 1]
+    return calls
+
+
+def confirm(tuning: Tuning, measured_s: Mapping[tuple[int, int], float]) -> Tuning:
+    """With what was measured of the close calls, which then decides."""
+    buckets = []
+    for index, bucket in enumerate(tuning.buckets):
+        candidates = [
+            msgspec.structs.replace(candidate, measured_s=measured_s.get((index, place)))
+            for place, candidate in enumerate(bucket.candidates)
+        ]
+        buckets.append(decide(msgspec.structs.replace(bucket, candidates=candidates), bucket.reason))
+    return msgspec.structs.replace(tuning, buckets=buckets)
+
+
+def decide(bucket: Bucket, forced: str) -> Bucket:
+    """The candidate with the least seconds: measured, where any was measured."""
+    candidates = bucket.candidates
+    if len(candidates) == 1:
+        return msgspec.structs.replace(bucket, chosen=0, reason=forced or "the only one that applies")
+    was_measured = any(candidate.measured_s is not None for candidate in candidates)
+    seconds = {
+        place: candidate.measured_s if was_measured else candidate.predicted_s
+        for place, candidate in enumerate(candidates)
+    }
+    ranked = sorted((taken_s, place) for place, taken_s in seconds.items() if taken_s is not None)
+    (least_s, chosen), (next_s, runner_up) = ranked[:2]
+    how = "close in price, measured" if was_measured else "by price"
+    other = candidates[runner_up].plan.name
+    return msgspec.structs.replace(
+        bucket, chosen=chosen, reason=f"{how}: {other} takes {100 * (next_s / least_s - 1):.0f} % longer"
+    )
+
+
+def drift(before: Tuning, links: Mapping[Axis, Link]) -> float:
+    """By what factor the choice is now predicted to take longer than when it was made; below 1: less long."""
+
+    def end_s(known: Mapping[Axis, Link]) -> float:
+        return sum(
+            sum(price(b.plan, before.topology, known, b.num_elements, ELEMENT_BYTES[b.dtype])[:3])
+            for b in before.buckets
+        )
+
+    earlier_s = end_s(before.links)
+    return end_s(links) / earlier_s if earlier_s else 1.0
