@@ -22,9 +22,10 @@ from typing import NamedTuple
 
 import torch
 
-from megabatch.comm.barrier import Header
+from megabatch.comm.barrier import Header, name_bucket
 from megabatch.comm.groups import Groups
 from megabatch.comm.shared_memory import SharedBuffer
+from megabatch.comm.timeline import IN_NODE, NETWORK, Timeline
 from megabatch.errors import UserError
 from megabatch.planning.plan import Exchange, Phase, Plan, exchanges
 from megabatch.planning.topology import Axis
@@ -48,6 +49,7 @@ class Work:
     key: int  # its place among the tensors of a step; negative: none of DDP's buckets
     tensor: torch.Tensor
     header: Header
+    plan: Plan
     steps: Steps
     scale: float | None  # of the sum
     is_last: bool  # nothing follows before somebody waits for it
@@ -61,6 +63,7 @@ class Reducer:
         self.explain = explain  # gives up for this rank, and says what the others say
         self.error: BaseException | None = None
         self.has_failed = False  # the error may still be being explained
+        self.timeline: Timeline | None = None
         # Seconds for other ranks and for the network, by bucket: a bucket is with one thread at a time.
         self.waits_s: defaultdict[int, float] = defaultdict(float)
         self.buffers: dict[int, tuple[torch.Tensor, SharedBuffer]] = {}
@@ -82,7 +85,9 @@ class Reducer:
             [self.groups.device] if self.groups.device.type == "cuda" else None
         )
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
-        work = Work(key, tensor.view(-1), header, self.steps_of(plan, tensor.numel()), scale, is_last, future)
+        work = Work(key, tensor.view(-1), header, plan, self.steps_of(plan, tensor.numel()), scale, is_last, future)
+        if self.timeline:
+            self.timeline.note_ready(name_bucket(key), tensor.nbytes, plan.name)
         if self.threads and self.error is None:
             self.in_node.put(work)
             return future
@@ -93,6 +98,8 @@ class Reducer:
     def run_all(self, work: Work) -> torch.Tensor:
         self.scale(work)
         self.attempt(work, [*work.steps.before, *work.steps.network, *work.steps.after])
+        if self.timeline:
+            self.timeline.note_summed(name_bucket(work.key))
         return work.tensor
 
     def steps_of(self, plan: Plan, num_elements: int) -> Steps:
@@ -130,7 +137,11 @@ class Reducer:
         self.on_network.put(None)
 
     def end_crossing(self, work: Work) -> None:
+        if self.timeline:
+            self.timeline.enter(IN_NODE, f"{name_bucket(work.key)}: waits for the network")
         work.crossed.wait()
+        if self.timeline:
+            self.timeline.leave(IN_NODE)
         self.attempt(work, work.steps.after)
         self.finish(work)
 
@@ -151,13 +162,18 @@ class Reducer:
                 if self.has_failed:
                     return
                 axis = step[0].axis
-                self.run(work, step)
+                if self.timeline:
+                    self.run_recorded(work, step, self.timeline)
+                else:
+                    self.run(work, step)
         except BaseException as error:
             if not self.has_failed:
                 self.has_failed = True
                 self.error = self.explain(error, work, axis)
 
     def finish(self, work: Work) -> None:
+        if self.timeline:
+            self.timeline.note_summed(name_bucket(work.key))
         work.future.set_result(work.tensor)
 
     def scale(self, work: Work) -> None:
@@ -168,6 +184,14 @@ class Reducer:
     def is_scaled_in_memory(self, work: Work) -> bool:
         """One all-reduce in shared memory scales on its way, before it rounds."""
         return self.groups.memory is not None and len(work.steps.before) == 1 and not work.steps.crosses
+
+    def run_recorded(self, work: Work, step: Step, timeline: Timeline) -> None:
+        phase, exchange = step
+        lane, waited_s = IN_NODE if phase.axis == "node" else NETWORK, self.waits_s[work.key]
+        num_bytes = (exchange.end - exchange.begin) * work.tensor.element_size()
+        timeline.enter(lane, f"{name_bucket(work.key)}: {phase}", bytes=num_bytes, plan=work.plan.name)
+        self.run(work, step)
+        timeline.leave(lane, self.waits_s[work.key] - waited_s)
 
     def run(self, work: Work, step: Step) -> None:
         phase, exchange = step
