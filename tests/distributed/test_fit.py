@@ -31,6 +31,7 @@ def fit_in(world: World, folder: str, precision: str) -> dict[str, Any]:
             "run.threads=1",
             f"run.dir={folder}",
             f"precision.name={precision}",
+            "comm.timeline=true",
         ],
     )
     assert network[1].weight.dtype == torch.float32 and network(images[:2].float()).dtype == torch.float32
@@ -48,6 +49,7 @@ def test_ones_own_network_and_images_train_in_the_ranks_that_exist(
     results = ranks.run(fit_in, str(tmp_path / "run"), precision, num_ranks=num_ranks)
     assert all(result == {"status": "finished", "top1": 1.0, "steps": 40} for result in results)
     assert (tmp_path / "run/model.safetensors").exists()
+    assert (tmp_path / f"run/timeline/rank-{num_ranks - 1}.json").exists()
 
 
 def fit_another_on_rank_1(world: World, folder: str) -> str:

@@ -25,10 +25,11 @@ from typing import NamedTuple
 
 import torch
 
-from megabatch.comm.barrier import Header
+from megabatch.comm.barrier import Header, name_bucket
 from megabatch.comm.engine import Engine
 from megabatch.comm.groups import Groups
 from megabatch.comm.shared_memory import SharedBuffer
+from megabatch.comm.timeline import IN_NODE, NETWORK, Timeline
 from megabatch.errors import UserError
 from megabatch.planning.pipeline import num_parts
 from megabatch.planning.plan import Exchange, Phase, Plan, exchanges, slices
@@ -57,6 +58,7 @@ class Work:
     begin: int  # this part of the whole
     end: int
     header: Header
+    plan: Plan
     steps: Steps
     scale: float | None  # of the sum
     is_last: bool  # nothing follows before somebody waits for it
@@ -84,6 +86,7 @@ class Reducer:
         self.explain = explain  # gives up for this rank, and says what the others say
         self.error: BaseException | None = None
         self.has_failed = False  # the error may still be being explained
+        self.timeline: Timeline | None = None
         # Seconds for other ranks and for the network, by bucket: a bucket is with one thread at a time.
         self.waits_s: defaultdict[int, float] = defaultdict(float)
         self.buffers: dict[int, tuple[torch.Tensor, SharedBuffer]] = {}
@@ -106,13 +109,15 @@ class Reducer:
         )
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         whole = tensor.view(-1)
+        if self.timeline:
+            self.timeline.note_ready(name_bucket(key), whole.nbytes, plan.name)
         if self.threads and self.error is None:
             for begin, end in slices(len(whole), num_parts(plan, whole.nbytes)):
                 steps, ends = self.steps_of(plan, end - begin), end == len(whole)
                 promise = future if ends else None
-                self.in_node.put(Work(key, whole, begin, end, header, steps, scale, is_last and ends, promise))
+                self.in_node.put(Work(key, whole, begin, end, header, plan, steps, scale, is_last and ends, promise))
             return future
-        work = Work(key, whole, 0, len(whole), header, self.steps_of(plan, len(whole)), scale, is_last, None)
+        work = Work(key, whole, 0, len(whole), header, plan, self.steps_of(plan, len(whole)), scale, is_last, None)
         # A completed future runs this at once, on a stream of its own that has waited for the tensor.
         future.set_result(whole)
         return future.then(lambda ready: self.run_all(work))
@@ -120,6 +125,8 @@ class Reducer:
     def run_all(self, work: Work) -> torch.Tensor:
         self.scale(work)
         self.attempt(work, [*work.steps.before, *work.steps.network, *work.steps.after])
+        if self.timeline:
+            self.timeline.note_summed(name_bucket(work.key))
         return work.whole
 
     def steps_of(self, plan: Plan, num_elements: int) -> Steps:
@@ -155,7 +162,11 @@ class Reducer:
         self.on_network.put(None)
 
     def end_crossing(self, work: Work) -> None:
+        if self.timeline:
+            self.timeline.enter(IN_NODE, f"{name_bucket(work.key)}: waits for the network")
         work.crossed.wait()
+        if self.timeline:
+            self.timeline.leave(IN_NODE)
         self.attempt(work, work.steps.after)
         self.finish(work)
 
@@ -187,6 +198,8 @@ class Reducer:
     def go_on(self, crossing: Crossing) -> None:
         """Waits for what its stage needs, and begins the next one."""
         work, began_s = crossing.work, time.perf_counter()
+        if self.timeline and work.steps.network:
+            self.enter_phase(self.timeline, work, work.steps.network[0])
         try:
             if not self.has_failed:
                 crossing.wait()
@@ -196,6 +209,8 @@ class Reducer:
         except BaseException as error:
             self.fail(error, work, work.steps.network[0][0].axis)
         crossing.has_ended |= self.has_failed
+        if self.timeline:
+            self.timeline.leave(NETWORK)
         self.waits_s[work.key] += time.perf_counter() - began_s
         if crossing.has_ended:
             self.end_on_network(work)
@@ -222,7 +237,10 @@ class Reducer:
             if self.has_failed:
                 return
             try:
-                self.run(work, step)
+                if self.timeline:
+                    self.run_recorded(work, step, self.timeline)
+                else:
+                    self.run(work, step)
             except BaseException as error:
                 self.fail(error, work, step[0].axis)
 
@@ -233,6 +251,8 @@ class Reducer:
 
     def finish(self, work: Work) -> None:
         if work.future is not None:
+            if self.timeline:
+                self.timeline.note_summed(name_bucket(work.key))
             work.future.set_result(work.whole)
 
     def scale(self, work: Work) -> None:
@@ -243,6 +263,17 @@ class Reducer:
     def is_scaled_in_memory(self, work: Work) -> bool:
         """One all-reduce in shared memory scales on its way, before it rounds."""
         return self.groups.memory is not None and len(work.steps.before) == 1 and not work.steps.crosses
+
+    def run_recorded(self, work: Work, step: Step, timeline: Timeline) -> None:
+        waited_s = self.waits_s[work.key]
+        self.enter_phase(timeline, work, step)
+        self.run(work, step)
+        timeline.leave(lane_of(step), self.waits_s[work.key] - waited_s)
+
+    def enter_phase(self, timeline: Timeline, work: Work, step: Step) -> None:
+        phase, exchange = step
+        num_bytes = (exchange.end - exchange.begin) * work.whole.element_size()
+        timeline.enter(lane_of(step), f"{name_bucket(work.key)}: {phase}", bytes=num_bytes, plan=work.plan.name)
 
     def run(self, work: Work, step: Step) -> None:
         phase, exchange = step
@@ -308,3 +339,7 @@ class Reducer:
         for thread in self.threads:
             thread.join(timeout=10)
         self.buffers = {}
+
+
+def lane_of(step: Step) -> str:
+    return IN_NODE if step[0].axis == "node" else NETWORK

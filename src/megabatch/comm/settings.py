@@ -16,6 +16,7 @@ class CommSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     wire: Wire = "fp32"  # what travels between hosts
     fusion_mb: Annotated[float, Meta(gt=0)] | Literal["auto"] = "auto"  # gradients are fused up to this
     timeout_s: Annotated[float, Meta(gt=0)] = 600.0  # a rank that does not come for so long is named
+    timeline: bool = False  # every rank writes what it did when
 
     def __post_init__(self) -> None:
         require_one_of("comm.algorithm", self.algorithm, ["auto", *ALGORITHMS])

@@ -1,4 +1,5 @@
-"""The run's folder: config.toml, env.json, metrics.jsonl, summary.json, train.log, checkpoints/, model.safetensors.
+"""The run's folder: config.toml, env.json, metrics.jsonl, summary.json, train.log, checkpoints/, model.safetensors;
+timeline/, if wanted.
 
 It belongs to one run at a time, which holds it by `flock`: the kernel lets go of it however the run ends.
 """

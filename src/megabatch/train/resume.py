@@ -23,8 +23,8 @@ from megabatch.train.folder import LOCK, PLAN, is_held
 from megabatch.train.records import Summary
 
 RUNS = Path("runs")
-# What does not change what is computed: sections, and one setting.
-IRRELEVANT = ("name", "about", "marks", "run", "checkpoint", "comm.timeout_s")
+# What does not change what is computed: sections, and settings.
+IRRELEVANT = ("name", "about", "marks", "run", "checkpoint", "comm.timeout_s", "comm.timeline")
 Newest = Callable[[Path], Path | None]
 
 

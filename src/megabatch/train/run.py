@@ -4,7 +4,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ from megabatch.train.records import Record, Status, StepRecord, Summary, Tally
 from megabatch.train.resume import alone_in_runs, choose_start, newest_whole, stored_tuning
 from megabatch.train.screen import Screen
 from megabatch.train.tensorboard import EventFile
+from megabatch.train.timeline import recorded
 from megabatch.train.trainer import Training, train
 
 
@@ -127,9 +128,13 @@ def train_and_record(
         recorder, tally = begin(config, resume, training, world, stack)
         if recorder and tell_folder:
             tell_folder(str(recorder.folder.path))
+        records: Iterator[Record] = train(training, first_step=tally.steps)
+        if config.comm.timeline:
+            folder = recorder.folder.path if recorder else None
+            records = stack.enter_context(recorded(records, tally.steps, training, world, folder))
         started_s = time.perf_counter() - tally.wall_s
         try:
-            for record in train(training, first_step=tally.steps):
+            for record in records:
                 tally.add(record, wall_s=time.perf_counter() - started_s)
                 if recorder:
                     recorder.see(record)

@@ -20,6 +20,7 @@ from megabatch.data.stages import Stages
 from megabatch.precision.loss_scale import show_scale
 from megabatch.train.preflight import preflight
 from megabatch.train.records import EvaluationRecord, Record, StepRecord, Summary
+from megabatch.train.timeline import TIMELINE
 from megabatch.train.trainer import Training
 
 TELLING_DRIFT = 1.5
@@ -32,6 +33,7 @@ class Screen:
     def __init__(self, config: RunConfig, training: Training, world: World, folder: Path) -> None:
         self.console = Console(highlight=False, soft_wrap=True)
         self.plan, self.folder, self.target_top1 = training.plan, folder, config.train.target_top1
+        self.has_timeline = config.comm.timeline
         self.from_python = config.data.source.startswith(FROM_PYTHON)
         self.last_step: StepRecord | None = None
         self.complaints: set[str] = set()
@@ -141,6 +143,8 @@ class Screen:
             self.say("straggler", f"rank {late.rank}: the others waited for it {delay}")
         if summary.status == "finished":
             self.say("weights", str(self.folder / "model.safetensors"))
+        if self.has_timeline:
+            self.say("timeline", f"{self.folder / TIMELINE}: a trace of each rank, for ui.perfetto.dev")
         if not self.from_python:  # there, calling `fit` again goes on
             if summary.status == "finished":
                 self.say("again", f"megabatch eval {self.folder}")

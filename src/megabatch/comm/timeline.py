@@ -1,0 +1,156 @@
+"""What a rank does when: spans on lanes, as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
+
+    steps         step 7                                   step 8
+    training      input forward backward     waiting update input forward backward ...
+    buckets                  ^0    ^1    ^2                 each as it is ready; beside the lanes, from there to summed
+    in the node               0111  0222                   phases, and waits for other ranks and for the network
+    network                     000   111  222
+
+A lane does one thing at a time: what is entered on it ends what was before.  One thread enters each lane, and what all
+have recorded is appended to one deque, so nothing is locked.
+"""
+
+import json
+import platform
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+
+from megabatch.comm.world import World
+from megabatch.planning.topology import Topology
+
+STEPS, TRAINING, BUCKETS, IN_NODE, NETWORK = LANES = ("steps", "training", "buckets", "in the node", "network")
+NUMBERS = {lane: 1 + index for index, lane in enumerate(LANES)}
+KEPT_STEPS = 50  # the newest, and the one under way
+ROUNDS = 9  # of agreeing on a moment: one alone may be milliseconds off, where a rank waits for a core
+
+
+class Event(NamedTuple):
+    kind: str  # as the format has it: X is a span, i an instant, b and e are the ends of what lies beside the lanes
+    lane: str
+    name: str
+    step: int
+    began_s: float
+    ended_s: float
+    about: dict[str, Any]
+
+
+class Timeline:
+    """Of one rank.  Times are written relative to `origin_s`."""
+
+    def __init__(self, rank: int, origin_s: float, first_step: int) -> None:
+        self.rank, self.origin_s = rank, origin_s
+        self.step = first_step  # under way; from 1, as in the records
+        self.events: deque[Event] = deque()
+        self.under_way: dict[str, Event] = {}
+
+    def begin_step(self, step: int) -> None:
+        self.step = step
+        while self.events and self.events[0].step < step - KEPT_STEPS:
+            self.events.popleft()
+        self.enter(STEPS, f"step {step}")
+        self.enter(TRAINING, "input")
+
+    def enter(self, lane: str, name: str, **about: Any) -> None:
+        now_s = self.leave(lane)
+        self.under_way[lane] = Event("X", lane, name, self.step, now_s, now_s, about)
+
+    def leave(self, lane: str, waited_s: float = 0.0) -> float:
+        """Ends what the lane does, if anything, now.  The first `waited_s` of it went by until other ranks came."""
+        now_s = time.perf_counter()
+        span = self.under_way.pop(lane, None)
+        if span is None:
+            return now_s
+        met_s = min(now_s, span.began_s + waited_s)
+        if waited_s:
+            name = f"{span.name.partition(':')[0]}: waits for other ranks"
+            self.events.append(span._replace(name=name, ended_s=met_s))
+        self.events.append(span._replace(began_s=met_s, ended_s=now_s))
+        return now_s
+
+    def note_ready(self, bucket: str, num_bytes: int, plan: str) -> None:
+        now_s, about = time.perf_counter(), {"bytes": num_bytes, "plan": plan}
+        self.events.append(Event("i", BUCKETS, f"{bucket} ready", self.step, now_s, now_s, about))
+        self.events.append(Event("b", BUCKETS, bucket, self.step, now_s, now_s, about))
+
+    def note_summed(self, bucket: str) -> None:
+        now_s = time.perf_counter()
+        self.events.append(Event("e", BUCKETS, bucket, self.step, now_s, now_s, {}))
+
+    def write(self, path: Path) -> None:
+        """The whole file or the one before it.  What is still under way lasts until now."""
+        now_s = time.perf_counter()
+        lasting = [span._replace(ended_s=now_s) for span in list(self.under_way.values())]
+        events = [*self.events, *lasting]  # a copy: after a failure threads may still append
+        rows = [*self.names(), *map(self.row, events)]
+        new = path.with_name(f".writing-{path.name}")
+        new.write_text('{"traceEvents": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]}\n")
+        new.rename(path)
+
+    def names(self) -> Iterator[dict[str, Any]]:
+        """Of the rank, and of its lanes."""
+        rank = f"rank {self.rank} on {platform.node()}"
+        yield {"ph": "M", "name": "process_name", "pid": self.rank, "args": {"name": rank}}
+        for lane, number in NUMBERS.items():
+            yield {"ph": "M", "name": "thread_name", "pid": self.rank, "tid": number, "args": {"name": lane}}
+
+    def row(self, event: Event) -> dict[str, Any]:
+        row: dict[str, Any] = {"ph": event.kind, "name": event.name, "pid": self.rank, "tid": NUMBERS[event.lane]}
+        row["ts"] = round((event.began_s - self.origin_s) * 1e6, 3)
+        row["args"] = {"step": event.step, **event.about}
+        match event.kind:
+            case "X":
+                row["dur"] = round((event.ended_s - event.began_s) * 1e6, 3)
+            case "i":
+                row["s"] = "t"  # a mark on its lane alone
+            case "b" | "e":
+                row |= {"cat": "bucket", "id2": {"local": f"{event.name} of step {event.step}"}}  # local: to this rank
+        return row
+
+
+def common_moment(world: World, topology: Topology) -> float:
+    """A moment that all ranks share, on this rank's clock.
+
+    Ranks come out of a collective at about the same time, and do so a few times; the differences to rank 0's clock have
+    a median.  Ranks of a host have one clock, and take the difference of the first of them.
+    """
+    came_out_s = []
+    for _ in range(ROUNDS):
+        world.collect(None)
+        came_out_s.append(time.perf_counter())
+    all_came_out_s = world.collect(came_out_s)
+    first, own_host = all_came_out_s[0], all_came_out_s[topology.members("node", world.rank)[0]]
+    ahead_s = statistics.median(own_s - first_s for own_s, first_s in zip(own_host, first, strict=True))
+    return float(first[-1] + ahead_s)
+
+
+def watch(model: DistributedDataParallel, timeline: Timeline) -> None:
+    """Lets the model itself say when forward and backward begin and end, so that the training loop need not."""
+
+    def begin_forward(*_: Any) -> None:
+        timeline.enter(TRAINING, "forward")
+
+    def end_forward(_: Any, __: Any, logits: torch.Tensor) -> None:
+        logits.register_hook(begin_backward)
+
+    def begin_backward(_: torch.Tensor) -> None:
+        timeline.enter(TRAINING, "backward")
+        Variable._execution_engine.queue_callback(end_backward)
+
+    def end_backward() -> None:
+        if not model.require_backward_grad_sync:  # another microbatch follows
+            timeline.enter(TRAINING, "input")
+            return
+        timeline.enter(TRAINING, "waiting for sums")
+        # Behind the callbacks of our hook and of DDP, which wait.
+        Variable._execution_engine.queue_callback(lambda: timeline.enter(TRAINING, "update"))
+
+    model.register_forward_pre_hook(begin_forward)
+    model.register_forward_hook(end_forward)
