@@ -35,7 +35,7 @@ def train_recorded(world: World, hosts: str, folder: str, fail_at: int, *overrid
             raise ValueError("the disk is full")
         return False
 
-    config = small_run("train.epochs=2.4", "comm.bucket_mb=0.002", f"run.dir={folder}", *overrides)
+    config = small_run("train.epochs=2.4", "comm.fusion_mb=0.002", f"run.dir={folder}", *overrides)
     with on_hosts(world, hosts):
         training = assemble(config, load_data_set(config.data), world, fail)
     began_s = time.perf_counter()

@@ -155,13 +155,14 @@ class Reducer:
                 self.finish(work)
                 continue
             self.on_network.put(work)
-            if work.steps.after:
-                crossing.append(work)
+            crossing.append(work)
             while len(crossing) > (0 if work.is_last else LEAD):
                 self.end_crossing(crossing.popleft())
         self.on_network.put(None)
 
     def end_crossing(self, work: Work) -> None:
+        if not work.steps.after:  # the network's thread finishes it
+            return
         if self.timeline:
             self.timeline.enter(IN_NODE, f"{name_bucket(work.key)}: waits for the network")
         work.crossed.wait()

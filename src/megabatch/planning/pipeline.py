@@ -6,9 +6,10 @@ Legend: a bucket is ready when backward has filled it.  Its plan has a part in t
     in the node    a1 b1       a3 c1       b3          c3
     network           a2          b2          c2
 
-The last part of a bucket follows the first part of the next one that crosses, however late that is ready; in the last
-bucket of a step it follows at once.  Every time is a maximum of sums of what was before: nothing ends sooner because
-something was ready later or cost more.  One bucket costs a few additions.
+What a bucket does after follows what the next one that crosses does before, however late that is ready; in the last
+bucket of a step it follows at once.  Buckets are wholes here: the reducer cuts them into parts and lets a few go ahead,
+which `tuning.price` takes into account for the parts of one bucket.  Every time is a maximum of sums of what was before:
+nothing ends sooner because something was ready later or cost more.  One bucket costs a few additions.
 """
 
 import math
