@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from megabatch import __version__
-from megabatch.cli import bench, doctor, evaluate, pack, recipes, runs, show, train
+from megabatch.cli import bench, doctor, evaluate, pack, plan, recipes, runs, show, train
 from megabatch.errors import UserError
 
 app = typer.Typer(
@@ -18,6 +18,7 @@ app = typer.Typer(
 )
 app.command()(train.train)
 app.command()(show.show)
+app.command()(plan.plan)
 app.command()(recipes.recipes)
 app.command(name="eval")(evaluate.evaluate)
 app.command()(doctor.doctor)

@@ -11,6 +11,7 @@ Against noise: a time is that of the slowest rank, and the median of several.
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from megabatch.planning.topology import Axis
 ROUNDS = 5
 STREAM = 4  # tensors one behind another
 SMALL = 1024  # elements
+SMALL_IN_NODE = 50
 FIRST_KEY = -1_000  # tensors that are none of DDP's buckets, nor messages, have keys from here down
 
 
@@ -59,10 +61,14 @@ def probe_axis(reducer: Reducer, axis: Axis, wire: Wire) -> Link:
 def time_in_node(reducer: Reducer, op: str, num_elements: int) -> float:
     groups, tensor = reducer.groups, torch.zeros(num_elements, device=reducer.groups.device)
     if groups.memory:
-        buffer = groups.memory.share(tensor)
-        return slowest_s(reducer, lambda: getattr(groups.memory, op)(buffer))
-    engine = groups.engines.get("node")  # None: this rank is alone in its node
-    return slowest_s(reducer, lambda: getattr(engine, op)(tensor, "fp32") if engine else None)
+        run = partial(getattr(groups.memory, op), groups.memory.share(tensor))
+    elif "node" in groups.engines:
+        run = partial(getattr(groups.engines["node"], op), tensor, "fp32")
+    else:  # this rank is alone in its node
+        run = partial(int)
+    # Many: ranks leave the barrier before the first one up to a millisecond apart.
+    count = SMALL_IN_NODE if num_elements == SMALL else STREAM
+    return slowest_s(reducer, lambda: [run() for _ in range(count)]) / count
 
 
 def time_gather(reducer: Reducer, axis: Axis, wire: Wire, num_elements: int) -> float:

@@ -15,7 +15,7 @@ from megabatch.comm.settings import CommSettings
 from megabatch.planning.buckets import MIB, Gradient
 from megabatch.planning.plan import Plan
 from megabatch.planning.topology import Axis
-from megabatch.planning.tuning import Tuning, choose, close_calls, confirm, drift
+from megabatch.planning.tuning import Tuning, choose, close_calls, confirm, drift, with_measurements
 
 IN_NODE_MB = 25.0  # fusion where nothing crosses a network, and so nothing is gained by starting early
 MEASURED_ELEMENTS = 4 * MIB  # a larger bucket is measured at this size: its parts follow each other like these
@@ -46,15 +46,20 @@ def tune(reducer: Reducer, plans: Sequence[Plan], backward: Backward, settings: 
         forced="" if settings.algorithm == "auto" else f"comm.algorithm={settings.algorithm}",
     )
     tuning = share(tuning, groups.parent)
+    return share(confirm(measure(reducer, tuning, close_calls(tuning))), groups.parent)
+
+
+def measure(reducer: Reducer, tuning: Tuning, calls: Iterable[tuple[int, int]]) -> Tuning:
+    """With what each of these candidates (bucket, place) takes for its bucket alone.  All ranks call it."""
     measured_s: dict[tuple[int, int], float] = {}
     known: dict[tuple[Plan, int], float] = {}
-    for index, place in close_calls(tuning):
+    for index, place in calls:
         bucket = tuning.buckets[index]
         plan, num_elements = bucket.candidates[place].plan, min(bucket.num_elements, MEASURED_ELEMENTS)
         if (plan, num_elements) not in known:
             known[plan, num_elements] = time_plan(reducer, plan, num_elements, rounds=MEASURED_ROUNDS)
         measured_s[index, place] = known[plan, num_elements] * bucket.num_elements / num_elements
-    return share(confirm(tuning, measured_s), groups.parent)
+    return with_measurements(tuning, measured_s)
 
 
 def share(tuning: Tuning, group: Any) -> Tuning:

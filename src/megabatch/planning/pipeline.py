@@ -8,8 +8,10 @@ Legend: a bucket is ready when backward has filled it.  Its plan has a part in t
 
 What a bucket does after follows what the next one that crosses does before, however late that is ready; in the last
 bucket of a step it follows at once.  Buckets are wholes here: the reducer cuts them into parts and lets a few go ahead,
-which `tuning.price` takes into account for the parts of one bucket.  Every time is a maximum of sums of what was before:
-nothing ends sooner because something was ready later or cost more.  One bucket costs a few additions.
+which `tuning.price` takes into account for the parts of one bucket.
+
+Every time is a maximum of sums of what was before: nothing ends sooner because something was ready later or cost more.
+One bucket costs a few additions.
 """
 
 import math

@@ -164,16 +164,21 @@ def close_calls(tuning: Tuning) -> list[tuple[int, int]]:
     return calls
 
 
-def confirm(tuning: Tuning, measured_s: Mapping[tuple[int, int], float]) -> Tuning:
-    """With what was measured of the close calls, which then decides."""
+def with_measurements(tuning: Tuning, measured_s: Mapping[tuple[int, int], float]) -> Tuning:
+    """By bucket and candidate; what was measured before stays."""
     buckets = []
     for index, bucket in enumerate(tuning.buckets):
         candidates = [
-            msgspec.structs.replace(candidate, measured_s=measured_s.get((index, place)))
+            msgspec.structs.replace(candidate, measured_s=measured_s.get((index, place), candidate.measured_s))
             for place, candidate in enumerate(bucket.candidates)
         ]
-        buckets.append(decide(msgspec.structs.replace(bucket, candidates=candidates), bucket.reason))
+        buckets.append(msgspec.structs.replace(bucket, candidates=candidates))
     return msgspec.structs.replace(tuning, buckets=buckets)
+
+
+def confirm(tuning: Tuning) -> Tuning:
+    """Decides again, where something has been measured."""
+    return msgspec.structs.replace(tuning, buckets=[decide(bucket, bucket.reason) for bucket in tuning.buckets])
 
 
 def decide(bucket: Bucket, forced: str) -> Bucket:

@@ -1,0 +1,146 @@
+"""megabatch plan: how a run sums its gradients, and why."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megabatch.cli.ranks import be_a_rank, start_ranks
+from megabatch.cli.words import Ranks, Words, split_words
+from megabatch.errors import UserError
+
+if TYPE_CHECKING:
+    from megabatch.comm.notices import Notices
+    from megabatch.planning.tuning import Bucket, Candidate, Tuning
+
+
+def plan(
+    words: Words = None,
+    ranks: Ranks = None,
+    json: Annotated[Path | None, typer.Option("--json", help="Write the plan to this file too.")] = None,
+) -> None:
+    """Measure the links, and show how gradients would be fused and summed, bucket by bucket, and why.
+
+    It trains nothing and needs no images.  Given the folder of a run, it shows what that run has chosen.
+    Under torchrun, srun or mpiexec it joins the ranks that they have started.
+    """
+    from megabatch.comm.discover import discover
+    from megabatch.comm.launch import NOTES
+    from megabatch.config import load_config
+    from megabatch.train.folder import PLAN
+    from megabatch.train.plan_sums import plan_sums
+    from megabatch.train.preview import choose_ranks
+
+    recipe, overrides = split_words(words)
+    if json and not json.absolute().parent.is_dir():
+        raise UserError(f"--json {json}: the folder {json.absolute().parent} does not exist; make it first")
+    if Path(recipe).is_dir():
+        report(read_plan(Path(recipe) / PLAN), json)
+        return
+    place = discover()
+    if not place:
+        config = load_config(recipe, overrides)
+        arguments = ["plan", f"{NOTES}/recipe.toml", *(["--json", str(json)] if json else [])]
+        start_ranks(arguments, choose_ranks(config, ranks), files={"recipe.toml": config.to_toml()})
+        return
+
+    def work(notices: "Notices") -> int:
+        tuning = plan_sums(load_config(recipe, overrides), place, notices)
+        if place.rank == 0:
+            report(tuning, json)
+        return 0
+
+    be_a_rank(place, work)
+
+
+def read_plan(path: Path) -> "Tuning":
+    import msgspec
+
+    from megabatch.planning.tuning import Tuning
+
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Tuning)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise UserError(f"{path} is not a plan ({error}); give a recipe, or the folder of a run") from None
+
+
+def report(tuning: "Tuning", json: Path | None) -> None:
+    import msgspec
+
+    print_plan(tuning)
+    if json:
+        json.write_bytes(msgspec.json.format(msgspec.json.encode(tuning), indent=2) + b"\n")
+
+
+def print_plan(tuning: "Tuning") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    sizes = [len(node) for node in tuning.topology.nodes]
+    each = str(sizes[0]) if len(set(sizes)) == 1 else " + ".join(map(str, sizes))
+    console.print(f"\n[bold]ranks[/bold]\n{len(sizes)} host{'s' * (len(sizes) > 1)} of {each}")
+    if tuning.links:
+        console.print("\n[bold]links[/bold]")
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        table.add_column("axis")
+        for column in ("latency us", "carries GB/s", "adds GB/s"):
+            table.add_column(column, justify="right")
+        for axis, link in tuning.links.items():
+            table.add_row(axis, f"{1e6 * link.alpha_s:,.0f}", rate(link.beta_s_per_byte), rate(link.gamma_s_per_byte))
+        console.print(table)
+    console.print("\n[bold]buckets[/bold] milliseconds; of a plan: predicted, measured")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("", justify="right")
+    table.add_column("tensors")
+    for column in ("MB", "ready", *(candidate.plan.name for candidate in tuning.buckets[0].candidates), "summed"):
+        table.add_column(column, justify="right")
+    table.add_column("choice")
+    for index, (bucket, passage) in enumerate(zip(tuning.buckets, tuning.passages, strict=True)):
+        table.add_row(
+            str(index),
+            describe_tensors(bucket),
+            f"{bucket.num_bytes / 1e6:,.2f}",
+            f"{1e3 * bucket.ready_s:,.1f}",
+            *map(describe, bucket.candidates),
+            f"{1e3 * passage.end_s:,.1f}",
+            bucket.plan.name,
+        )
+    console.print(table)
+    console.print("\n[bold]why[/bold]")
+    for reason, indices in reasons(tuning).items():
+        console.print(f"bucket{'s' * (len(indices) > 1)} {', '.join(map(str, indices))}: {reason}")
+    console.print("\n[bold]a step[/bold]")
+    num_bytes = sum(bucket.num_bytes for bucket in tuning.buckets)
+    num_tensors = sum(len(bucket.gradients) for bucket in tuning.buckets)
+    console.print(
+        f"gradients   {num_tensors} tensors, {num_bytes / 1e6:,.2f} MB, in {len(tuning.buckets)} bucket{'s' * (len(tuning.buckets) > 1)}"
+    )
+    if len(sizes) > 1:
+        console.print(f"across      {max(tuning.bytes_crossing) / 1e6:,.2f} MB from the host that sends most")
+    console.print(f"backward    {1e3 * tuning.backward_s:,.1f} ms")
+    console.print(f"summed      after {1e3 * tuning.predicted_s:,.1f} ms, as predicted")
+    console.print(f"exposed     {1e3 * tuning.exposed_s:,.1f} ms: a step waits so long for sums after backward")
+
+
+def reasons(tuning: "Tuning") -> "dict[str, list[int]]":
+    """The buckets for which each holds."""
+    found: dict[str, list[int]] = {}
+    for index, bucket in enumerate(tuning.buckets):
+        found.setdefault(f"{bucket.plan}; {bucket.reason}", []).append(index)
+    return found
+
+
+def describe_tensors(bucket: "Bucket") -> str:
+    first, last = bucket.gradients[0], bucket.gradients[-1]
+    return first if len(bucket.gradients) == 1 else f"{len(bucket.gradients)}: {first} .. {last}"
+
+
+def describe(candidate: "Candidate") -> str:
+    measured = "-" if candidate.measured_s is None else f"{1e3 * candidate.measured_s:,.2f}"
+    return f"{1e3 * candidate.predicted_s:,.2f} {measured}"
+
+
+def rate(seconds_per_byte: float) -> str:
+    """Bytes for which no time was found left are not the bottleneck."""
+    return f"{1e-9 / seconds_per_byte:,.2f}" if seconds_per_byte > 1e-13 else "-"
