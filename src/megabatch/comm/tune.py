@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from megabatch.comm.probe import probe, time_plan
+from megabatch.comm.probe import STREAM, probe, time_plan
 from megabatch.comm.reducer import Reducer
 from megabatch.comm.settings import CommSettings
 from megabatch.planning.buckets import MIB, Gradient
+from megabatch.planning.pipeline import PART_BYTES
 from megabatch.planning.plan import Plan
 from megabatch.planning.topology import Axis
 from megabatch.planning.tuning import Tuning, choose, close_calls, confirm, drift, with_measurements
@@ -57,7 +58,9 @@ def measure(reducer: Reducer, tuning: Tuning, calls: Iterable[tuple[int, int]]) 
         bucket = tuning.buckets[index]
         plan, num_elements = bucket.candidates[place].plan, min(bucket.num_elements, MEASURED_ELEMENTS)
         if (plan, num_elements) not in known:
-            known[plan, num_elements] = time_plan(reducer, plan, num_elements, rounds=MEASURED_ROUNDS)
+            # Small ones in a row: ranks do not begin one at quite the same time.
+            count = 1 if 4 * num_elements > PART_BYTES else STREAM
+            known[plan, num_elements] = time_plan(reducer, plan, num_elements, count, MEASURED_ROUNDS) / count
         measured_s[index, place] = known[plan, num_elements] * bucket.num_elements / num_elements
     return with_measurements(tuning, measured_s)
 
