@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megabatch.cli.ranks import be_a_rank, start_ranks
+from megabatch.cli.ranks import be_a_rank, speaking_for_ranks, start_ranks
 from megabatch.errors import UserError, require_one_of
 
 app = typer.Typer(help="Measure megabatch beside its peers, in the same run.", no_args_is_help=True)
@@ -68,6 +68,25 @@ def allreduce(
         bench.become_mpiexec(sys.argv[1:], ranks)
     else:
         start_ranks(sys.argv[1:], ranks)
+
+
+@app.command()
+def cluster(
+    json: Json = None,
+    hosts: Annotated[int, typer.Option(help="Hosts, 2 to 4: network namespaces of this machine.")] = 2,
+    ranks_per_host: Annotated[
+        str | None, typer.Option(help="Set-ups, such as 2,4: on every host so many; or 2+1: on each its own number.")
+    ] = None,
+    gbps: Annotated[str | None, typer.Option(help="Rates of a host's network card, such as 1,2.5.")] = None,
+    wire: Annotated[str | None, typer.Option(help="What travels between hosts: some of fp32,bf16,fp16.")] = None,
+    models: Models = None,
+    rounds: Annotated[int, typer.Option(min=9, help="Turns of each arm; the median counts.")] = 9,
+) -> None:
+    """All-reduces of a model's gradients among hosts with slow networks, against Gloo as DDP uses it.  Needs root."""
+    bench = load_bench("cluster")
+    require_folder_of(json)
+    with speaking_for_ranks():
+        bench.run(hosts, ranks_per_host, gbps, wire, models, rounds, json)
 
 
 @app.command()
