@@ -15,6 +15,7 @@ the formula of the paper's authors.  A phase ends with its slowest group, and th
 """
 
 from collections.abc import Mapping
+from itertools import permutations
 from typing import Literal
 
 from msgspec import Struct
@@ -60,6 +61,22 @@ def bytes_sent(plan: Plan, topology: Topology, num_elements: int, rank: int, ele
     return total
 
 
+def bytes_crossing(plan: Plan, topology: Topology, num_elements: int, element_bytes: int = 4) -> list[int]:
+    """Bytes that each node sends to others."""
+    node_of = {rank: index for index, node in enumerate(topology.nodes) for rank in node}
+    sent = [0] * topology.num_nodes
+    for phase, groups in zip(plan.phases, exchanges(plan, topology, num_elements), strict=True):
+        width = travelling_bytes(phase, element_bytes)
+        # The engine's own all-reduce is a ring in the order of ranks; 16 bits and the rest are exchanged directly.
+        count = elements_along_ring if phase.axis == "all" and width > 2 else elements_between
+        for members, begin, end in groups:
+            sizes = sizes_of(end - begin, len(members))
+            for (i, sender), (j, receiver) in permutations(enumerate(members), 2):
+                if node_of[sender] != node_of[receiver]:
+                    sent[node_of[sender]] += width * sum(count(half, sizes, i, j) for half in OPS[phase.op])
+    return sent
+
+
 def seconds(
     plan: Plan, topology: Topology, num_elements: int, links: Mapping[Axis, Link], element_bytes: int = 4
 ) -> float:
@@ -90,15 +107,26 @@ def group_seconds(phase: Phase, num_members: int, num_elements: int, link: Link,
 
 
 def elements_sent(half: Half, sizes: list[int], member: int) -> int:
+    return sum(elements_between(half, sizes, member, other) for other in range(len(sizes)) if other != member)
+
+
+def elements_between(half: Half, sizes: list[int], sender: int, receiver: int) -> int:
     match half:
         case "reduce_scatter":
-            return sum(sizes) - sizes[member]
+            return sizes[receiver]
         case "all_gather":
-            return (len(sizes) - 1) * sizes[member]
+            return sizes[sender]
         case "gather":
-            return 0 if member == 0 else sizes[member]
+            return sizes[sender] if receiver == 0 else 0
         case "scatter":
-            return sum(sizes) - sizes[0] if member == 0 else 0
+            return sizes[receiver] if sender == 0 else 0
+
+
+def elements_along_ring(half: Half, sizes: list[int], sender: int, receiver: int) -> int:
+    """To its successor a member sends every slice but the one that ends there: its own sum, or what the other has."""
+    if receiver != (sender + 1) % len(sizes):
+        return 0
+    return sum(sizes) - sizes[sender if half == "reduce_scatter" else receiver]
 
 
 def elements_of_busiest(half: Half, sizes: list[int]) -> int:
