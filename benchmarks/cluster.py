@@ -1,14 +1,19 @@
-"""megabatch bench cluster: all-reduces of a model's gradients among hosts, ours against Gloo as DDP uses it.
+"""megabatch bench cluster: all-reduces of a model's gradients among hosts, ours against Gloo's as DDP calls it.
 
-Hosts are network namespaces with cards of a given rate (hosts.py), ranks are torchrun's.  Gradients have the shapes of
-a real model's, lie one after another in backward order, and are all ready at once.  All arms work on the same memory,
-one thread a rank, and take turns, the order turned every round.  A time is that of the slowest rank, from a barrier
-until it has all sums; what counts is the median of the rounds.  Each arm's sums are checked before.
-ours        buckets and plans as `choose` has them, through `Groups` and `Reducer`, as under `attach`
+Hosts are network namespaces with cards of a given rate (hosts.py), and torchrun starts the ranks, one thread each.
+Gradients have the shapes of a real model's and are all ready at once.  All arms live in the same ranks, work on the
+same memory and take turns, the order turned every round.  A time is that of the slowest rank, from a barrier until it
+has all sums; what counts is the median of the rounds.  Each arm's sums are checked first, which also warms it up.
+ours        buckets and plans of `choose`, through `Groups` and `Reducer`, as `megabatch.attach` has them
 ddp_gloo    what DistributedDataParallel does, less its copies: its default buckets (1 MiB, then 25 MiB); for each, in
             order, a division by the number of ranks and an asynchronous dist.all_reduce of Gloo; a wait for all
 per_tensor  an asynchronous dist.all_reduce of Gloo for each gradient, all started in order; a wait for all
-The network card counts what our arm really sends to other hosts: if that is not what its plans say, the bench fails.
+forced      (--compare) ours, with one algorithm for all buckets
+The peers send fp32: Gloo's sums of 16 bits round at every hop.  `wire_limit_s` is what the busiest host's bytes take at
+the nominal rate, `bytes_planned` what our plans send between hosts, and `bytes_counted` what the hosts' cards have
+counted while our arm ran: if those differ, traffic took another way or more travelled, and the bench fails.
+
+With --train: a training of AlexNet-BN on such hosts, our trainer against stock DDP, measured as by bench train.
 """
 
 import json
@@ -16,18 +21,21 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 import torch.distributed as dist
 from msgspec import Struct
 
+from benchmarks.gradient_sets import GradientSet, gradient_sizes
 from benchmarks.host_ranks import RESULT, TASK, run_ranks
 from benchmarks.hosts import hosts, require_tools
 from benchmarks.report import print_lines, write
-from benchmarks.setups import name_setup, read_models, read_rates, read_setups, read_wires, require_num_hosts
+from benchmarks.setups import Ranks, Request, name_setup
+from benchmarks.train import compare
 from megabatch.cli.ranks import be_a_rank
 from megabatch.comm.barrier import Header
 from megabatch.comm.discover import Place, discover
@@ -36,61 +44,86 @@ from megabatch.comm.notices import Notices
 from megabatch.comm.reducer import Reducer
 from megabatch.comm.settings import CommSettings, choose_plan
 from megabatch.comm.world import World, connect
-from megabatch.models.catalog import ModelSettings, build_model
+from megabatch.planning.algorithms import ALGORITHMS
 from megabatch.planning.buckets import MIB, Gradient, ddp_buckets, fuse
-from megabatch.planning.plan import BLOCK, Plan, Wire
+from megabatch.planning.cost import bytes_crossing
+from megabatch.planning.plan import Plan, Wire
+from megabatch.planning.topology import Topology
 
 DDP_CAPS_BYTES = [MIB, 25 * MIB]
 TIMEOUT_S = 120.0
+# Headers are 66 bytes a segment; what barriers, and TCP where it sends something twice, add weighs more in small sets.
+BYTES_TOLERANCE, BYTES_SLACK = 0.05, 256 << 10
+TRAINING = [
+    "model.name=alexnet_bn",
+    "data.source=synthetic",
+    "data.image_size=64",
+    "data.synthetic.train=256",
+    "data.synthetic.test=16",
+    "data.synthetic.classes=1000",
+    "batch.micro=8",
+    "optim.learning_rate=0.01",
+]
 
 Arm = Callable[[], None]
+Row = dict[str, Any]
 
 
 class Task(Struct, frozen=True):
-    """What ranks measure."""
+    """What one set of ranks measures."""
 
-    models: list[str]
-    wires: list[Wire]
-    rounds: int
+    request: Request
+    sizes: dict[str, list[int]]  # of each model's gradients
     gbps: float
     stream_gbps: float
-    num_hosts: int
-    ranks_per_host: int | str
+    ranks: Ranks
+    rounds: int
+
+    @property
+    def columns(self) -> Row:
+        """What all its rows have in common."""
+        return {"gbps": self.gbps, "hosts": self.request.num_hosts, "ranks_per_host": name_setup(self.ranks)}
 
 
-def run(
-    num_hosts: int,
-    setups: str | None,
-    rates: str | None,
-    wires: str | None,
-    models: Sequence[str] | None,
-    rounds: int,
-    json_file: Path | None,
-) -> None:
-    """Starts hosts and ranks, and reports what they have measured."""
-    require_num_hosts(num_hosts)
-    chosen_setups = read_setups(setups or "2,4", num_hosts)
-    chosen_rates = read_rates(rates or "1,2.5")
-    chosen_wires = read_wires(wires or "fp32,bf16")
-    chosen_models = read_models(models or ["resnet50", "alexnet"])
+def run(request: Request, rounds: int, json_file: Path | None) -> list[Row]:
+    """Makes hosts, starts ranks there, and reports what they have measured."""
     require_tools()
-    rows: list[dict[str, Any]] = []
-    for gbps in chosen_rates:
-        with hosts(num_hosts, gbps) as cluster:
+    sizes = {model: gradient_sizes(model) for model in request.models}
+    rows: list[Row] = []
+    for gbps in request.rates_gbps:
+        with hosts(request.num_hosts, gbps) as cluster:
             stream_gbps = cluster.stream_gbps()
-            for ranks in chosen_setups:
-                task = Task(chosen_models, chosen_wires, rounds, gbps, stream_gbps, num_hosts, name_setup(ranks))
+            for ranks in request.setups:
+                task = Task(request, sizes, gbps, stream_gbps, ranks, rounds)
                 answer = run_ranks(cluster, ranks, "benchmarks.cluster", msgspec.json.encode(task))
-                rows += json.loads(answer)
-    print_lines([line(row) for row in rows])
+                measured = json.loads(answer)
+                print_lines([training_line(row) if request.trains else line(row) for row in measured])
+                rows += measured
     write(rows, json_file)
+    for row in rows if not request.trains else ():
+        require_planned_bytes(row)
+    return rows
+
+
+def require_planned_bytes(row: Row) -> None:
+    planned, counted = row["bytes_planned"], row["bytes_counted"]
+    if abs(counted - planned) > BYTES_TOLERANCE * planned + BYTES_SLACK:
+        place = f"{row['model']} at {row['gbps']:g} Gb/s, ranks per host {row['ranks_per_host']}, {row['wire']}"
+        sys.exit(
+            f"megabatch: {place}: hosts have sent {counted:,.0f} bytes, and the plans say {planned:,}; "
+            f"more than {BYTES_TOLERANCE:.0%} apart, so these times are of something else"
+        )
 
 
 def run_rank(place: Place, notices: Notices, notes: Path) -> int:
+    """One rank of the bench; rank 0 leaves the rows.  Returns the exit code."""
     task = msgspec.json.decode((notes / TASK).read_bytes(), type=Task)
     with connect(place, "cpu", notices.store, TIMEOUT_S) as world:
         try:
-            rows = [row for model in task.models for row in measure(model, task, world, place.local_rank == 0)]
+            if task.request.trains:
+                rows = [measure_training(wire, task, world) for wire in task.request.wires]
+            else:
+                rows = [row for model in task.request.models for row in measure(model, task, world, place)]
         except BaseException:
             notices.is_first_to_fail()  # while the others still trust this rank
             raise
@@ -99,66 +132,58 @@ def run_rank(place: Place, notices: Notices, notes: Path) -> int:
     return 0
 
 
-def gradient_sizes(model: str) -> list[int]:
-    """Elements of each gradient, in backward order."""
-    with torch.device("meta"):
-        built = build_model(ModelSettings(name=model), 0, 1000, 3, 224)
-    return [parameter.numel() for parameter in reversed(list(built.parameters()))]
+class Choice(NamedTuple):
+    buckets: list[tuple[list[int], Plan]]  # which gradients, and how they are summed
+    predicted_s: float | None  # for all of them
 
 
-class Gradients:
-    """All of a model's, in one piece of memory; each begins at a cache line, as torch's own allocations do."""
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self.sizes = sizes
-        self.begins = [0]
-        for size in sizes:
-            self.begins.append(self.begins[-1] + -(-size // BLOCK) * BLOCK)
-        self.flat = torch.zeros(self.begins[-1])
-
-    def bucket(self, indices: Sequence[int]) -> torch.Tensor:
-        assert list(indices) == list(range(indices[0], indices[-1] + 1)), indices
-        return self.flat[self.begins[indices[0]] : self.begins[indices[-1] + 1]]
-
-    @property
-    def described(self) -> list[Gradient]:
-        return [Gradient(4 * size, "float32") for size in self.sizes]
-
-
-def choose(
-    groups: Groups, gradients: Sequence[Gradient], settings: CommSettings
-) -> tuple[list[tuple[list[int], Plan]], float | None]:
-    """Buckets with their plans, and the seconds that all of them should take, where that is known."""
+def choose(groups: Groups, gradients: Sequence[Gradient], settings: CommSettings) -> Choice:
+    """Also opens what the plans need."""
     plan = choose_plan(settings, groups.topology, groups.may_share())
     groups.open({phase.axis for phase in plan.phases})
-    return [(bucket, plan) for bucket in fuse(gradients, round(settings.bucket_mb * MIB))], None
+    return Choice([(bucket, plan) for bucket in fuse(gradients, round(settings.bucket_mb * MIB))], None)
 
 
 class Ours:
-    def __init__(self, world: World, gradients: Gradients, settings: CommSettings) -> None:
-        self.groups = Groups(dist.group.WORLD, world.device, TIMEOUT_S)
-        world.closing.callback(self.groups.close)
+    """Our all-reduce of a whole set.  All ranks make it, call it and close it together."""
+
+    def __init__(self, gradients: GradientSet, settings: CommSettings) -> None:
+        self.groups = Groups(dist.group.WORLD, torch.device("cpu"), TIMEOUT_S)
         chosen, self.predicted_s = choose(self.groups, gradients.described, settings)
-        self.plans = [plan for _, plan in chosen]
-        self.buckets = [gradients.bucket(indices) for indices, _ in chosen]
+        self.buckets = [(gradients.bucket(indices), plan) for indices, plan in chosen]
         self.reducer = Reducer(self.groups, lambda error, work, axis: error)
-        world.closing.callback(self.reducer.close)
-        self.step = 0
+        self.num_calls = 0
 
     def __call__(self) -> None:
-        futures = []
-        for key, (tensor, plan) in enumerate(zip(self.buckets, self.plans, strict=True)):
-            header = Header(self.step, key, len(tensor))
-            is_last = key == len(self.buckets) - 1
-            futures.append(self.reducer.start(key, tensor, plan, header, None, is_last))
+        self.num_calls += 1
+        last = len(self.buckets) - 1
+        futures = [
+            self.reducer.start(key, tensor, plan, Header(self.num_calls, key, len(tensor)), None, key == last)
+            for key, (tensor, plan) in enumerate(self.buckets)
+        ]
         for future in futures:
             future.wait()
         if self.reducer.error:
             raise self.reducer.error
-        self.step += 1
+
+    @property
+    def algorithm(self) -> str:
+        return "+".join(dict.fromkeys(plan.name.partition("/")[0] for _, plan in self.buckets))
+
+    @property
+    def bytes_crossing(self) -> list[int]:
+        """Of each host."""
+        topology = self.groups.topology
+        of_buckets = [bytes_crossing(plan, topology, len(tensor)) for tensor, plan in self.buckets]
+        return list(map(sum, zip(*of_buckets, strict=True)))
+
+    def close(self) -> None:
+        dist.barrier()
+        self.reducer.close()
+        self.groups.close()
 
 
-def ddp_gloo(gradients: Gradients, num_ranks: int) -> Arm:
+def ddp_gloo(gradients: GradientSet, num_ranks: int) -> Arm:
     buckets = [gradients.bucket(indices) for indices in ddp_buckets(gradients.described, DDP_CAPS_BYTES)]
 
     def reduce() -> None:
@@ -169,7 +194,7 @@ def ddp_gloo(gradients: Gradients, num_ranks: int) -> Arm:
     return reduce
 
 
-def per_tensor(gradients: Gradients) -> Arm:
+def per_tensor(gradients: GradientSet) -> Arm:
     tensors = [gradients.bucket([index]) for index in range(len(gradients.sizes))]
 
     def reduce() -> None:
@@ -180,88 +205,144 @@ def per_tensor(gradients: Gradients) -> Arm:
     return reduce
 
 
-def measure(model: str, task: Task, world: World, counts: bool) -> list[dict[str, Any]]:
+def measure(model: str, task: Task, world: World, place: Place) -> list[Row]:
     """A row for each wire."""
-    gradients = Gradients(gradient_sizes(model))
-    ours = {wire: Ours(world, gradients, CommSettings(wire=wire)) for wire in task.wires}
-    arms: dict[str, Arm] = {f"ours_{wire}": arm for wire, arm in ours.items()}
-    arms |= {"ddp_gloo": ddp_gloo(gradients, world.num_ranks), "per_tensor": per_tensor(gradients)}
-    for name, arm in arms.items():
-        check(name, arm, gradients.flat, world, 1 / world.num_ranks if name == "ddp_gloo" else 1.0)
-    times: dict[str, list[float]] = {name: [] for name in arms}
-    sent: dict[str, list[float]] = {name: [] for name in arms}
+    gradients = GradientSet(task.sizes[model])
+    with ExitStack() as stack:
+
+        def ours(settings: CommSettings) -> Ours:
+            made = Ours(gradients, settings)
+            stack.callback(made.close)
+            return made
+
+        chosen = {wire: ours(CommSettings(wire=wire)) for wire in task.request.wires}
+        forced = {
+            (name, wire): ours(CommSettings(algorithm=name, wire=wire))
+            for wire, arm in chosen.items()
+            for name in (applying(arm.groups.topology, wire) if task.request.compares else ())
+        }
+        arms: dict[str, Arm] = {
+            **{f"ours_{wire}": arm for wire, arm in chosen.items()},
+            **{f"{name}_{wire}": arm for (name, wire), arm in forced.items()},
+            "ddp_gloo": ddp_gloo(gradients, world.num_ranks),
+            "per_tensor": per_tensor(gradients),
+        }
+        for name, arm in arms.items():
+            gradients.fill(world.rank)
+            dist.barrier()
+            arm()
+            gradients.check(world.num_ranks, 1 / world.num_ranks if name == "ddp_gloo" else 1.0)
+        times_s, sent = take_turns(arms, task.rounds, place.local_rank == 0)
+        rows = []
+        for wire, arm in chosen.items():
+            of_wire = {name: arm for (name, other), arm in forced.items() if other == wire}
+            row = make_row(model, wire, arm, task, times_s, sent[f"ours_{wire}"])
+            rows.append(row | compare_forced(wire, of_wire, times_s) if of_wire else row)
+        return rows
+
+
+def applying(topology: Topology, wire: Wire) -> list[str]:
+    return [name for name, algorithm in ALGORITHMS.items() if algorithm(topology, wire)]
+
+
+def take_turns(arms: dict[str, Arm], rounds: int, counts: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """For each arm the median seconds of a call, and the bytes that all hosts together send in one, on average."""
     names = list(arms)
-    for turn in range(task.rounds):
+    times_s: dict[str, list[float]] = {name: [] for name in names}
+    sent: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            seconds, num_bytes = time_call(arms[name], counts)
-            times[name].append(seconds)
+            elapsed_s, num_bytes = time_call(arms[name], counts)
+            times_s[name].append(elapsed_s)
             sent[name].append(num_bytes)
-    medians = {name: statistics.median(times[name]) for name in arms}
-    rows = []
-    for wire, arm in ours.items():
-        ours_s = medians[f"ours_{wire}"]
-        rows.append(
-            {
-                "model": model,
-                "gbps": task.gbps,
-                "hosts": task.num_hosts,
-                "ranks_per_host": task.ranks_per_host,
-                "wire": wire,
-                "algorithm": "+".join(dict.fromkeys(plan.name.partition("/")[0] for plan in arm.plans)),
-                "ours_s": ours_s,
-                "ddp_gloo_s": medians["ddp_gloo"],
-                "per_tensor_s": medians["per_tensor"],
-                "predicted_s": arm.predicted_s,
-                "bytes_counted": statistics.mean(sent[f"ours_{wire}"]),
-                "ddp_ratio": medians["ddp_gloo"] / ours_s,
-                "per_tensor_ratio": medians["per_tensor"] / ours_s,
-                "stream_gbps": task.stream_gbps,
-                "rounds": task.rounds,
-            }
-        )
-    return rows
-
-
-def check(name: str, arm: Arm, flat: torch.Tensor, world: World, scale: float) -> None:
-    """Small whole numbers, whose sums even bf16 holds exactly.  Leaves zeros, which stay zeros."""
-    period, chunk = 3, 3 << 20
-    own = (torch.arange(chunk) + world.rank) % period
-    total = sum((torch.arange(chunk) + rank) % period for rank in range(world.num_ranks)) * scale
-    for part in flat.split(chunk):
-        part.copy_(own[: len(part)])
-    dist.barrier()
-    arm()
-    for part in flat.split(chunk):
-        torch.testing.assert_close(part, total[: len(part)].float(), rtol=0 if scale == 1 else 1e-6, atol=0)
-        part.zero_()
+    return (
+        {name: statistics.median(times_s[name]) for name in names},
+        {name: statistics.fmean(sent[name]) for name in names},
+    )
 
 
 def time_call(arm: Arm, counts: bool) -> tuple[float, float]:
-    """Seconds of the slowest rank, and bytes that all hosts together have sent."""
-    sent = bytes_sent() if counts else 0
+    """Seconds of the slowest rank, and the bytes that all hosts have sent: of each host, one rank counts."""
+    sent_before = bytes_sent() if counts else 0
     dist.barrier()
     started_s = time.perf_counter()
     arm()
     elapsed_s = time.perf_counter() - started_s
     dist.barrier()
-    found = torch.tensor([elapsed_s, (bytes_sent() if counts else 0) - sent], dtype=torch.float64)
-    arrived = [torch.empty_like(found) for _ in range(dist.get_world_size())]
-    dist.all_gather(arrived, found)
-    seconds, num_bytes = torch.stack(arrived).T
-    return seconds.max().item(), num_bytes.sum().item()
+    num_bytes = bytes_sent() - sent_before if counts else 0
+    found = torch.tensor([elapsed_s, num_bytes], dtype=torch.float64)
+    of_ranks = [torch.empty_like(found) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_ranks, found)
+    seconds, counted = torch.stack(of_ranks).T
+    return seconds.max().item(), counted.sum().item()
 
 
 def bytes_sent() -> int:
-    """By this host to others, since it was made."""
-    cards = Path("/proc/self/net/dev").read_text().splitlines()
-    return next(int(line.split(":")[1].split()[8]) for line in cards if line.strip().startswith("eth0:"))
+    """By this host's network card, since it was made."""
+    cards = [text.split() for text in Path("/proc/self/net/dev").read_text().splitlines()]
+    return next(int(words[9]) for words in cards if words[0] == "eth0:")
 
 
-def line(row: dict[str, Any]) -> dict[str, str]:
-    shown = {name: str(row[name]) for name in ("model", "gbps", "hosts", "ranks_per_host", "wire", "algorithm")}
-    shown |= {f"{name} s": f"{row[f'{name}_s']:.3f}" for name in ("ours", "ddp_gloo", "per_tensor")}
-    shown |= {f"{name} / ours": f"{row[f'{name}_ratio']:.2f}" for name in ("ddp", "per_tensor")}
-    return shown | {"MB counted": f"{row['bytes_counted'] / 1e6:.1f}"}
+def make_row(model: str, wire: Wire, arm: Ours, task: Task, times_s: dict[str, float], counted: float) -> Row:
+    ours_s = times_s[f"ours_{wire}"]
+    crossing = arm.bytes_crossing
+    return {
+        "model": model,
+        **task.columns,
+        "wire": wire,
+        "algorithm": arm.algorithm,
+        "ours_s": ours_s,
+        "ddp_gloo_s": times_s["ddp_gloo"],
+        "per_tensor_s": times_s["per_tensor"],
+        "ddp_ratio": times_s["ddp_gloo"] / ours_s,
+        "per_tensor_ratio": times_s["per_tensor"] / ours_s,
+        "predicted_s": arm.predicted_s,
+        "wire_limit_s": 8 * max(crossing) / (1e9 * task.gbps),
+        "bytes_planned": sum(crossing),
+        "bytes_counted": counted,
+        "stream_gbps": task.stream_gbps,
+        "tcp": Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip(),
+        "rounds": task.rounds,
+    }
+
+
+def compare_forced(wire: Wire, forced: dict[str, Ours], times_s: dict[str, float]) -> Row:
+    forced_s = {name: times_s[f"{name}_{wire}"] for name in forced}
+    return {
+        "forced_s": forced_s,
+        "forced_predicted_s": {name: arm.predicted_s for name, arm in forced.items()},
+        "best_forced_ratio": times_s[f"ours_{wire}"] / min(forced_s.values()),
+    }
+
+
+def measure_training(wire: Wire, task: Task, world: World) -> Row:
+    overrides = [*TRAINING, f"batch.global={8 * world.num_ranks}", f"comm.wire={wire}"]
+    measured = compare(overrides, 1, task.rounds, world)
+    speeds = {name: measured[name] for name in ("ours_images_per_s", "stock_ddp_images_per_s", "ratio", "rounds")}
+    return {"model": "alexnet_bn", **task.columns, "wire": wire, **speeds, "stream_gbps": task.stream_gbps}
+
+
+def line(row: Row) -> dict[str, str]:
+    shown = first_words(row) | {
+        "plan": row["algorithm"],
+        "ours s": f"{row['ours_s']:.3f}",
+        "ddp gloo / ours": f"{row['ddp_ratio']:.2f}",
+        "per tensor / ours": f"{row['per_tensor_ratio']:.2f}",
+        "of wire's limit": f"{row['wire_limit_s'] / row['ours_s']:.2f}",
+    }
+    return shown | ({"ours / best forced": f"{row['best_forced_ratio']:.2f}"} if "forced_s" in row else {})
+
+
+def training_line(row: Row) -> dict[str, str]:
+    names = {"ours": "ours", "stock_ddp": "stock ddp"}
+    speeds = {f"{shown} images/s": f"{row[f'{name}_images_per_s']:.2f}" for name, shown in names.items()}
+    return first_words(row) | speeds | {"ours / stock ddp": f"{row['ratio']:.2f}"}
+
+
+def first_words(row: Row) -> dict[str, str]:
+    per_host = row["ranks_per_host"]
+    ranks = per_host if isinstance(per_host, str) else "+".join([str(per_host)] * row["hosts"])
+    return {"model": row["model"], "Gb/s": f"{row['gbps']:g}", "ranks": ranks, "wire": row["wire"]}
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
 """Ranks in the hosts of a cluster, as a user would start them: torchrun on every host, which meet over the network."""
 
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from itertools import accumulate
 from pathlib import Path
 
-from benchmarks.hosts import Cluster
+from benchmarks.hosts import Cluster, end_processes
 from megabatch.comm.launch import RankFailed, make_notes, reported_failure, sweep_notes
 
 CHECKOUT = Path(__file__).parents[1]
@@ -16,6 +18,8 @@ MEETING_PORT = 29_400
 TASK, RESULT = "task", "result"
 LOOK_S = 0.1
 FAILURE_TIMEOUT_S = 5.0  # what the ranks that have failed get to say so
+LOG = "torchrun.log"
+KILLED = re.compile(r"failed \(exitcode: -(\d+)\) local_rank: (\d+)")  # as torchrun says it
 
 
 def run_ranks(cluster: Cluster, ranks: Sequence[int], module: str, task: bytes) -> bytes:
@@ -24,37 +28,41 @@ def run_ranks(cluster: Cluster, ranks: Sequence[int], module: str, task: bytes) 
     Returns what rank 0 has left there in the file RESULT.
     """
     sweep_notes()
-    with make_notes() as notes, ExitStack() as stack:
+    with make_notes() as notes:
         (notes / TASK).write_bytes(task)
-        launchers = []
-        for index, num_ranks in enumerate(ranks):
-            (notes / f"host{index}").mkdir()
-            log = stack.enter_context((notes / f"host{index}" / "torchrun.log").open("w"))
-            command = torchrun(cluster, index, len(ranks), num_ranks, notes)
-            launchers.append(
-                cluster.hosts[index].start(
-                    [*command, module, str(notes)], env=environment(notes), stdout=log, stderr=log
-                )
-            )
-        wait_for(launchers, notes)
+        launchers: list[subprocess.Popen[str]] = []
+        try:
+            for host, num_ranks in enumerate(ranks):
+                folder_of(host, notes).mkdir()
+                command = [*torchrun(cluster, host, num_ranks, notes), "-m", module, str(notes)]
+                with (folder_of(host, notes) / LOG).open("w") as log:
+                    launchers.append(cluster.hosts[host].start(command, env=environment(notes), stdout=log, stderr=log))
+            wait_for(launchers, ranks, notes)
+        finally:  # before the notes go, which ranks may be writing
+            for host, launcher in zip(cluster.hosts, launchers, strict=False):
+                end_processes(host.name)
+                launcher.wait()
         return (notes / RESULT).read_bytes()
 
 
-def torchrun(cluster: Cluster, index: int, num_hosts: int, num_ranks: int, notes: Path) -> list[str]:
+def folder_of(host: int, notes: Path) -> Path:
+    return notes / f"host{host}"
+
+
+def torchrun(cluster: Cluster, host: int, num_ranks: int, notes: Path) -> list[str]:
     options = {
-        "nnodes": num_hosts,
+        "nnodes": len(cluster.hosts),
         "nproc-per-node": num_ranks,
         "rdzv-backend": "c10d",
         "rdzv-endpoint": f"{cluster.hosts[0].address}:{MEETING_PORT}",
         "rdzv-id": notes.name,
-        "rdzv-conf": f"is_host={int(index == 0)}",
-        "local-addr": cluster.hosts[index].address,
+        "rdzv-conf": f"is_host={int(host == 0)}",
+        "local-addr": cluster.hosts[host].address,  # which also orders the hosts' ranks
         "max-restarts": 0,
-        "log-dir": notes / f"host{index}",
+        "log-dir": folder_of(host, notes),
         "redirects": 3,  # what ranks write goes to files there
     }
-    words = [f"--{name}={value}" for name, value in options.items()]
-    return [sys.executable, "-P", "-m", "torch.distributed.run", *words, "-m"]
+    return [sys.executable, "-P", "-m", "torch.distributed.run", *(f"--{name}={x}" for name, x in options.items())]
 
 
 def environment(notes: Path) -> dict[str, str]:
@@ -63,7 +71,7 @@ def environment(notes: Path) -> dict[str, str]:
     return os.environ | ours | {"TMPDIR": str(notes)}  # which goes, whatever ranks leave there
 
 
-def wait_for(launchers: Sequence["subprocess.Popen[str]"], notes: Path) -> None:
+def wait_for(launchers: Sequence["subprocess.Popen[str]"], ranks: Sequence[int], notes: Path) -> None:
     """All of them end well, or the first rank that has failed is heard."""
     while None in (codes := [launcher.poll() for launcher in launchers]) and not any(codes):
         time.sleep(LOOK_S)
@@ -71,12 +79,20 @@ def wait_for(launchers: Sequence["subprocess.Popen[str]"], notes: Path) -> None:
         deadline_s = time.monotonic() + FAILURE_TIMEOUT_S
         while None in [launcher.poll() for launcher in launchers] and time.monotonic() < deadline_s:
             time.sleep(LOOK_S)
-        raise reported_failure(notes) or unreported_failure(notes)
+        raise first_failure(ranks, notes)
 
 
-def unreported_failure(notes: Path) -> RankFailed:
-    """A rank that was killed, or that could not be started: what was written last is what there is."""
-    logs = [path for path in notes.rglob("*.log") if path.stat().st_size]
-    texts = [path.read_text() for path in sorted(logs, key=lambda path: path.name != "stderr.log")]
-    trace = texts[0] if texts else ""
-    return RankFailed(0, 1, "a rank has ended without a word; see above what it or its launcher wrote", trace)
+def first_failure(ranks: Sequence[int], notes: Path) -> RankFailed:
+    """A rank that was killed is the cause of whatever others have reported."""
+    for host, num_before in enumerate(accumulate(ranks, initial=0)):
+        log = folder_of(host, notes) / LOG
+        killed = KILLED.search(log.read_text()) if log.exists() else None
+        if killed:
+            number, local_rank = map(int, killed.groups())
+            return RankFailed(num_before + local_rank, 1, f"was ended by {signal.Signals(number).name}")
+    reported = reported_failure(notes)
+    if reported:
+        return reported
+    # It could not even be started, or could not join the others.
+    logs = sorted((path for path in notes.rglob("*.log") if path.stat().st_size), key=lambda path: path.name == LOG)
+    return RankFailed(0, 1, "a rank ended without a word; its log is above", logs[0].read_text() if logs else "")

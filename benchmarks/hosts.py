@@ -31,11 +31,12 @@ NAMESPACES = Path("/run/netns")
 NAME = re.compile(r"mb(\d+)-(\d+)-(?:h\d|switch)")
 BURST_S, MIN_BURST_BYTES = 1e-3, 128 << 10  # a segment of 64 KiB that TCP hands down must fit, or headers multiply
 QUEUE_S = 8e-3  # what does not get out so soon is dropped
-STREAM_PORT, STREAM_S, STREAM_TOLERANCE, STREAM_ATTEMPTS = 5555, 0.5, 0.12, 3
+STREAM_PORT, STREAM_S, STREAM_TOLERANCE, STREAM_ATTEMPTS = 5555, 0.5, 0.12, 5
 KILL_TIMEOUT_S = 10.0
 
 RECEIVE = f"""
 import socket, sys, time
+socket.setdefaulttimeout(10)
 with socket.create_server((sys.argv[1], {STREAM_PORT})) as server:
     print("ready", flush=True)
     stream = server.accept()[0]
@@ -89,8 +90,8 @@ def measure_stream(sender: Host, receiver: Host) -> float:
     assert receiving.stdout
     receiving.stdout.readline()
     sending = sender.start([*python, SEND, receiver.address])
-    rate = receiving.stdout.read()
-    if receiving.wait() or sending.wait():
+    rate, _ = receiving.communicate()
+    if receiving.returncode or sending.wait():
         raise UserError(f"no TCP stream gets from {sender.name} to {receiver.name}; see above")
     return float(rate)
 
@@ -164,16 +165,19 @@ def started_at(process: int) -> int | None:
 
 
 def remove(name: str) -> None:
-    """Ends the processes of a namespace, then the namespace."""
-    if not (NAMESPACES / name).exists():
-        return
+    if (NAMESPACES / name).exists():
+        end_processes(name)
+        call("ip", "netns", "delete", name)
+
+
+def end_processes(name: str) -> None:
+    """All that run in this namespace, torchrun's ranks too, which live in sessions of their own."""
     deadline_s = time.monotonic() + KILL_TIMEOUT_S
     while (processes := call("ip", "netns", "pids", name).split()) and time.monotonic() < deadline_s:
         for process in processes:
             with suppress(ProcessLookupError):
                 os.kill(int(process), signal.SIGKILL)
         time.sleep(0.01)
-    call("ip", "netns", "delete", name)
 
 
 @contextmanager

@@ -1,74 +1,115 @@
-"""What `megabatch bench cluster` can be asked for: lists of set-ups, rates, wires and models, read and checked."""
+"""What `megabatch bench cluster` is asked to measure: read from its options and checked before anything is started."""
 
-import math
-import re
 from collections.abc import Sequence
+
+from msgspec import Struct
 
 from megabatch.errors import UserError, require_one_of
 from megabatch.models.catalog import MODELS
 from megabatch.planning.plan import WIRES, Wire
 
-MIN_HOSTS, MAX_HOSTS, MAX_RANKS = 2, 4, 4  # ranks of one host
+MIN_HOSTS, MAX_HOSTS = 2, 4
+MAX_RANKS = 4  # of a host
+MAX_TRAINING_RANKS = 4  # in all: each has AlexNet's 61 million parameters ten times
+MIN_GBPS, MAX_GBPS = 0.01, 100.0
+
+Ranks = tuple[int, ...]  # of each host
 
 
-def require_num_hosts(num_hosts: int) -> None:
+class Request(Struct, frozen=True, kw_only=True):
+    num_hosts: int
+    setups: list[Ranks]
+    rates_gbps: list[float]
+    wires: list[Wire]
+    models: list[str]
+    compares: bool  # force each algorithm too
+    trains: bool  # instead of all-reduces alone
+
+
+def read_request(
+    num_hosts: int,
+    ranks_per_host: str | None,
+    gbps: str | None,
+    wire: str | None,
+    models: Sequence[str] | None,
+    compares: bool,
+    trains: bool,
+) -> Request:
+    """Options as on the command line; None where they are left out."""
     if not MIN_HOSTS <= num_hosts <= MAX_HOSTS:
-        near = min(max(num_hosts, MIN_HOSTS), MAX_HOSTS)
+        near = clamp(num_hosts, MIN_HOSTS, MAX_HOSTS)
         raise UserError(f"--hosts={num_hosts} must be {MIN_HOSTS} to {MAX_HOSTS}; nearest: --hosts={near}")
-
-
-def read_setups(text: str, num_hosts: int) -> list[tuple[int, ...]]:
-    """2,4,2+1 on two hosts -> [(2, 2), (4, 4), (2, 1)]"""
-    return [read_setup(word, num_hosts) for word in text.split(",")]
-
-
-def read_setup(word: str, num_hosts: int) -> tuple[int, ...]:
-    if not re.fullmatch(r"[0-9]+(\+[0-9]+)*", word):
+    if trains and (models or compares):
         raise UserError(
-            f"--ranks-per-host={word!r} must be a number, or one per host joined by +; "
-            f"such as 2, or {'+'.join(['2'] + ['1'] * (num_hosts - 1))} for {num_hosts} hosts"
+            f"--train with {'--model' if models else '--compare'}: a training is of alexnet_bn, ours beside stock DDP; "
+            "leave out one of them"
         )
-    ranks = [int(number) for number in word.split("+")]
-    if len(ranks) == 1:
-        ranks *= num_hosts
-    if len(ranks) != num_hosts:
-        raise UserError(
-            f"--ranks-per-host={word} names {len(ranks)} hosts, and --hosts={num_hosts}; give as many numbers, or one"
-        )
-    if not all(1 <= number <= MAX_RANKS for number in ranks):
-        near = "+".join(str(min(max(int(number), 1), MAX_RANKS)) for number in word.split("+"))
-        raise UserError(
-            f"--ranks-per-host={word}: a host has 1 to {MAX_RANKS} ranks here; nearest: --ranks-per-host={near}"
-        )
-    return tuple(ranks)
+    defaults = ("2", "1", "bf16") if trains else ("2,4", "1,2.5", "fp32,bf16")
+    setups, rates, wires = (given or usual for given, usual in zip((ranks_per_host, gbps, wire), defaults, strict=True))
+    request = Request(
+        num_hosts=num_hosts,
+        setups=[read_setup(word, num_hosts) for word in setups.split(",")],
+        rates_gbps=[read_rate(word) for word in rates.split(",")],
+        wires=[read_wire(word) for word in wires.split(",")],
+        models=[] if trains else [read_model(name) for name in models or ("resnet50", "alexnet")],
+        compares=compares,
+        trains=trains,
+    )
+    for ranks in request.setups if trains else ():
+        if sum(ranks) > MAX_TRAINING_RANKS:
+            raise UserError(
+                f"--train with --ranks-per-host={name_setup(ranks)} on {num_hosts} hosts has {sum(ranks)} ranks; "
+                f"memory is for {MAX_TRAINING_RANKS}: --hosts=2 --ranks-per-host=2"
+            )
+    return request
 
 
-def name_setup(ranks: Sequence[int]) -> int | str:
+def read_setup(word: str, num_hosts: int) -> Ranks:
+    """On two hosts 2 -> (2, 2), and 2+1 -> (2, 1)."""
+    numbers = word.split("+")
+    if not all(number.isdecimal() for number in numbers):
+        raise UserError(
+            f"--ranks-per-host={word!r} must be a number, or one number per host joined by +; "
+            f"such as 2, or {'+'.join(['2', *['1'] * (num_hosts - 1)])}"
+        )
+    if len(numbers) not in (1, num_hosts):
+        raise UserError(
+            f"--ranks-per-host={word} has numbers for {len(numbers)} hosts, and there are {num_hosts}; "
+            f"give {num_hosts}, or --hosts={clamp(len(numbers), MIN_HOSTS, MAX_HOSTS)}"
+        )
+    near = [clamp(int(number), 1, MAX_RANKS) for number in numbers]
+    if near != list(map(int, numbers)):
+        raise UserError(
+            f"--ranks-per-host={word}: a host has 1 to {MAX_RANKS} ranks; "
+            f"nearest: --ranks-per-host={'+'.join(map(str, near))}"
+        )
+    return tuple(near * num_hosts if len(near) == 1 else near)
+
+
+def name_setup(ranks: Ranks) -> int | str:
     return ranks[0] if len(set(ranks)) == 1 else "+".join(map(str, ranks))
-
-
-def read_rates(text: str) -> list[float]:
-    return [read_rate(word) for word in text.split(",")]
 
 
 def read_rate(word: str) -> float:
     try:
-        rate = float(word)
+        gbps = float(word)
     except ValueError:
-        rate = math.nan
-    if not 0.01 <= rate <= 100:
-        raise UserError(f"--gbps={word!r} must be a number from 0.01 to 100; such as 1, or 1,2.5")
-    return rate
+        raise UserError(f"--gbps={word!r} must be a number, or several separated by commas; such as 1,2.5") from None
+    if not MIN_GBPS <= gbps <= MAX_GBPS:
+        near = MIN_GBPS if gbps < MIN_GBPS else MAX_GBPS
+        raise UserError(f"--gbps={word} must be {MIN_GBPS:g} to {MAX_GBPS:g}; nearest: --gbps={near:g}")
+    return gbps
 
 
-def read_wires(text: str) -> list[Wire]:
-    names = text.split(",")
-    for name in names:
-        require_one_of("--wire", name, WIRES)
-    return [wire for wire in WIRES if wire in names]
+def read_wire(word: str) -> Wire:
+    require_one_of("--wire", word, WIRES)
+    return next(wire for wire in WIRES if wire == word)
 
 
-def read_models(names: Sequence[str]) -> list[str]:
-    for name in names:
-        require_one_of("--model", name, MODELS)
-    return list(names)
+def read_model(name: str) -> str:
+    require_one_of("--model", name, MODELS)
+    return name
+
+
+def clamp(number: int, least: int, most: int) -> int:
+    return min(max(number, least), most)

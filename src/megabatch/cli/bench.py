@@ -75,18 +75,21 @@ def cluster(
     json: Json = None,
     hosts: Annotated[int, typer.Option(help="Hosts, 2 to 4: network namespaces of this machine.")] = 2,
     ranks_per_host: Annotated[
-        str | None, typer.Option(help="Set-ups, such as 2,4: on every host so many; or 2+1: on each its own number.")
+        str | None, typer.Option(help="Set-ups to try.  2,4: so many on every host; 2+1: on each its own number.")
     ] = None,
-    gbps: Annotated[str | None, typer.Option(help="Rates of a host's network card, such as 1,2.5.")] = None,
+    gbps: Annotated[str | None, typer.Option(help="Rates of the hosts' network cards to try: 1,2.5.")] = None,
     wire: Annotated[str | None, typer.Option(help="What travels between hosts: some of fp32,bf16,fp16.")] = None,
     models: Models = None,
     rounds: Annotated[int, typer.Option(min=9, help="Turns of each arm; the median counts.")] = 9,
+    compare: Annotated[bool, typer.Option("--compare", help="Force each algorithm in turn, too.")] = False,
+    train: Annotated[bool, typer.Option("--train", help="Instead, train AlexNet-BN beside stock DDP.")] = False,
 ) -> None:
-    """All-reduces of a model's gradients among hosts with slow networks, against Gloo as DDP uses it.  Needs root."""
-    bench = load_bench("cluster")
+    """All-reduces of a model's gradients among hosts, against Gloo's as DDP calls it.  Needs root and iproute2."""
+    bench, setups = load_bench("cluster"), load_bench("setups")
     require_folder_of(json)
+    request = setups.read_request(hosts, ranks_per_host, gbps, wire, models, compare, train)
     with speaking_for_ranks():
-        bench.run(hosts, ranks_per_host, gbps, wire, models, rounds, json)
+        bench.run(request, rounds, json)
 
 
 @app.command()
