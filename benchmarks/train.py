@@ -67,7 +67,11 @@ def run_rank(
 
 def measure(name: str, world: World, rounds: int) -> dict[str, Any]:
     overrides, steps_a_block, share = WORKLOADS[name]
-    rounds = max(3, round(share * rounds))
+    return {"model": name} | compare(overrides, steps_a_block, max(3, round(share * rounds)), world)
+
+
+def compare(overrides: Sequence[str], steps_a_block: int, rounds: int, world: World) -> dict[str, Any]:
+    """Both arms on the recipe `fashion` with these overrides."""
     config = load_config("fashion", [*overrides, "train.epochs=1000"])
     data = in_memory(load_data_set(config.data))
     with tempfile.TemporaryDirectory() as folder, RunFolder(Path(folder)) as run_folder:
@@ -82,7 +86,6 @@ def measure(name: str, world: World, rounds: int) -> dict[str, Any]:
     images = steps_a_block * config.batch.global_batch
     ours, stock = times["ours"], times["stock_ddp"]
     return {
-        "model": name,
         "ranks": world.num_ranks,
         "threads": torch.get_num_threads(),
         "global_batch": config.batch.global_batch,

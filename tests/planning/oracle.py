@@ -1,4 +1,4 @@
-"""Runs any plan on plain tensors, one per rank, and counts the bytes that each rank sends to another.
+"""Runs any plan on plain tensors, one per rank, and counts the bytes that each rank sends to each other.
 
 Messages are really made, in the type of the wire, so the count is of what travelled.  Whatever a rank no longer
 holds is overwritten with nan: a plan that used it would end in nan.
@@ -20,7 +20,7 @@ WIRE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Oracle:
     def __init__(self, plan: Plan, topology: Topology, tensors: list[Tensor]) -> None:
         self.tensors = [tensor.clone() for tensor in tensors]
-        self.bytes_sent: Counter[int] = Counter()
+        self.bytes_between: Counter[tuple[int, int]] = Counter()  # sender, receiver
         for phase, groups in zip(plan.phases, exchanges(plan, topology, tensors[0].numel()), strict=True):
             wire = WIRE_DTYPES.get(phase.wire, tensors[0].dtype)
             for group in groups:
@@ -62,7 +62,7 @@ class Oracle:
 
     def send(self, source: int, target: int, message: Tensor) -> Tensor:
         if source != target:
-            self.bytes_sent[source] += message.nbytes
+            self.bytes_between[source, target] += message.nbytes
         return message.clone()
 
     def keep(self, rank: int, group: Exchange, begin: int, part: Tensor) -> None:

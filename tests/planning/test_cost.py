@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megabatch.planning.algorithms import ALGORITHMS, flat, hierarchical, torus
-from megabatch.planning.cost import Link, bytes_sent, phase_seconds, seconds, steps
-from megabatch.planning.plan import WIRES, Plan
+from megabatch.planning.cost import Link, bytes_crossing, bytes_sent, phase_seconds, seconds, steps
+from megabatch.planning.plan import BLOCK, WIRES, Plan
 from megabatch.planning.topology import Axis, Topology, from_hosts, regular
 from tests.planning.oracle import Oracle, element_counts, plans, topologies
 
@@ -28,9 +28,48 @@ def some(plan: Plan | None) -> Plan:
 def test_bytes_sent_are_those_that_travel(topology: Topology, num_elements: int, dtype: torch.dtype) -> None:
     inputs = [torch.zeros(num_elements, dtype=dtype)] * topology.num_ranks
     for _, plan in plans(topology):
-        travelled = Oracle(plan, topology, inputs).bytes_sent
+        travelled = Oracle(plan, topology, inputs).bytes_between
         for rank in range(topology.num_ranks):
-            assert bytes_sent(plan, topology, num_elements, rank, dtype.itemsize) == travelled[rank], (plan, rank)
+            from_rank = sum(count for (sender, _), count in travelled.items() if sender == rank)
+            assert bytes_sent(plan, topology, num_elements, rank, dtype.itemsize) == from_rank, (plan, rank)
+
+
+@settings(deadline=None, max_examples=50)
+@given(topology=topologies(), num_elements=element_counts(), dtype=st.sampled_from([torch.float32, torch.float64]))
+def test_bytes_crossing_are_those_that_travel_between_nodes(
+    topology: Topology, num_elements: int, dtype: torch.dtype
+) -> None:
+    inputs = [torch.zeros(num_elements, dtype=dtype)] * topology.num_ranks
+    for _, plan in plans(topology):
+        if plan.name == "flat/fp32":  # a ring, see below
+            continue
+        travelled = Oracle(plan, topology, inputs).bytes_between
+        crossing = [
+            sum(count for (sender, other), count in travelled.items() if sender in node and other not in node)
+            for node in topology.nodes
+        ]
+        assert bytes_crossing(plan, topology, num_elements, dtype.itemsize) == crossing, plan
+
+
+@settings(deadline=None)
+@given(topology=topologies(), num_elements=element_counts())
+def test_the_engines_ring_crosses_where_the_next_rank_is_in_another_node(topology: Topology, num_elements: int) -> None:
+    """Each member sends 2S(p-1)/p to its successor; unequal slices make a difference of two blocks at most."""
+    p = topology.num_ranks
+    crossing = bytes_crossing(some(flat(topology, "fp32")), topology, num_elements)
+    for node, num_bytes in zip(topology.nodes, crossing, strict=True):
+        edges = sum((rank + 1) % p not in node for rank in node)
+        assert num_bytes == pytest.approx(edges * 2 * 4 * num_elements * (p - 1) / p, abs=edges * 2 * 4 * BLOCK)
+
+
+def test_two_hosts_of_two_ranks_send_half_as_much_again_through_a_ring() -> None:
+    topology, size = regular(2, 2), 4 * 6400
+    assert bytes_crossing(some(torus(topology, "fp32")), topology, 6400) == [size, size]
+    assert bytes_crossing(some(hierarchical(topology, "fp32")), topology, 6400) == [size, size]
+    assert bytes_crossing(some(flat(topology, "fp32")), topology, 6400) == [size * 3 // 2] * 2
+    assert bytes_crossing(some(flat(from_hosts("abab"), "fp32")), from_hosts("abab"), 6400) == [size * 3] * 2
+    assert bytes_crossing(some(torus(topology, "bf16")), topology, 6400) == [size // 2] * 2
+    assert bytes_crossing(some(flat(topology, "bf16")), topology, 6400) == [size, size]
 
 
 @settings(deadline=None)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megabatch.cli.ranks import be_a_rank, start_ranks
+from megabatch.cli.ranks import be_a_rank, speaking_for_ranks, start_ranks
 from megabatch.errors import UserError, require_one_of
 
 app = typer.Typer(help="Measure megabatch beside its peers, in the same run.", no_args_is_help=True)
@@ -68,6 +68,28 @@ def allreduce(
         bench.become_mpiexec(sys.argv[1:], ranks)
     else:
         start_ranks(sys.argv[1:], ranks)
+
+
+@app.command()
+def cluster(
+    json: Json = None,
+    hosts: Annotated[int, typer.Option(help="Hosts, 2 to 4: network namespaces of this machine.")] = 2,
+    ranks_per_host: Annotated[
+        str | None, typer.Option(help="Set-ups to try.  2,4: so many on every host; 2+1: on each its own number.")
+    ] = None,
+    gbps: Annotated[str | None, typer.Option(help="Rates of the hosts' network cards to try: 1,2.5.")] = None,
+    wire: Annotated[str | None, typer.Option(help="What travels between hosts: some of fp32,bf16,fp16.")] = None,
+    models: Models = None,
+    rounds: Annotated[int, typer.Option(min=9, help="Turns of each arm; the median counts.")] = 9,
+    compare: Annotated[bool, typer.Option("--compare", help="Force each algorithm in turn, too.")] = False,
+    train: Annotated[bool, typer.Option("--train", help="Instead, train AlexNet-BN beside stock DDP.")] = False,
+) -> None:
+    """All-reduces of a model's gradients among hosts, against Gloo's as DDP calls it.  Needs root and iproute2."""
+    bench, setups = load_bench("cluster"), load_bench("setups")
+    require_folder_of(json)
+    request = setups.read_request(hosts, ranks_per_host, gbps, wire, models, compare, train)
+    with speaking_for_ranks():
+        bench.run(request, rounds, json)
 
 
 @app.command()

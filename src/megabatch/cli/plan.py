@@ -113,9 +113,8 @@ def print_plan(tuning: "Tuning") -> None:
     console.print("\n[bold]a step[/bold]")
     num_bytes = sum(bucket.num_bytes for bucket in tuning.buckets)
     num_tensors = sum(len(bucket.gradients) for bucket in tuning.buckets)
-    console.print(
-        f"gradients   {num_tensors} tensors, {num_bytes / 1e6:,.2f} MB, in {len(tuning.buckets)} bucket{'s' * (len(tuning.buckets) > 1)}"
-    )
+    buckets = f"{len(tuning.buckets)} bucket{'s' * (len(tuning.buckets) > 1)}"
+    console.print(f"gradients   {num_tensors} tensors, {num_bytes / 1e6:,.2f} MB, in {buckets}")
     if len(sizes) > 1:
         console.print(f"across      {max(tuning.bytes_crossing) / 1e6:,.2f} MB from the host that sends most")
     console.print(f"backward    {1e3 * tuning.backward_s:,.1f} ms")

@@ -4,7 +4,8 @@ import os
 import platform
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
@@ -22,10 +23,19 @@ def start_ranks(
     arguments: Sequence[str], num_ranks: int, max_restarts: int = 0, files: Mapping[str, str] = MappingProxyType({})
 ) -> None:
     """Runs `megabatch ARGUMENTS` on `num_ranks` ranks of this machine, and speaks for the one that fails first."""
-    from megabatch.comm.launch import RankFailed, Stopped, launch
+    from megabatch.comm.launch import launch
+
+    with speaking_for_ranks():
+        launch(arguments, num_ranks, max_restarts, files)
+
+
+@contextmanager
+def speaking_for_ranks() -> Iterator[None]:
+    """Around what starts ranks and waits for them: ends the command as they have ended."""
+    from megabatch.comm.launch import RankFailed, Stopped
 
     try:
-        launch(arguments, num_ranks, max_restarts, files)
+        yield
     except Stopped as stopped:
         sys.exit(128 + stopped.signal_number)
     except RankFailed as failed:

@@ -1,0 +1,98 @@
+"""Ranks in the hosts of a cluster, as a user would start them: torchrun on every host, which meet over the network."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+
+from benchmarks.hosts import Cluster, end_processes
+from megabatch.comm.launch import RankFailed, make_notes, reported_failure, sweep_notes
+
+CHECKOUT = Path(__file__).parents[1]
+MEETING_PORT = 29_400
+TASK, RESULT = "task", "result"
+LOOK_S = 0.1
+FAILURE_TIMEOUT_S = 5.0  # what the ranks that have failed get to say so
+LOG = "torchrun.log"
+KILLED = re.compile(r"failed \(exitcode: -(\d+)\) local_rank: (\d+)")  # as torchrun says it
+
+
+def run_ranks(cluster: Cluster, ranks: Sequence[int], module: str, task: bytes) -> bytes:
+    """Runs `python -m MODULE NOTES` as ranks[i] ranks on host i; they find the file TASK in the folder NOTES.
+
+    Returns what rank 0 has left there in the file RESULT.
+    """
+    sweep_notes()
+    with make_notes() as notes:
+        (notes / TASK).write_bytes(task)
+        launchers: list[subprocess.Popen[str]] = []
+        try:
+            for host, num_ranks in enumerate(ranks):
+                folder_of(host, notes).mkdir()
+                command = [*torchrun(cluster, host, num_ranks, notes), "-m", module, str(notes)]
+                with (folder_of(host, notes) / LOG).open("w") as log:
+                    launchers.append(cluster.hosts[host].start(command, env=environment(notes), stdout=log, stderr=log))
+            wait_for(launchers, ranks, notes)
+        finally:  # before the notes go, which ranks may be writing
+            for host, launcher in zip(cluster.hosts, launchers, strict=False):
+                end_processes(host.name)
+                launcher.wait()
+        return (notes / RESULT).read_bytes()
+
+
+def folder_of(host: int, notes: Path) -> Path:
+    return notes / f"host{host}"
+
+
+def torchrun(cluster: Cluster, host: int, num_ranks: int, notes: Path) -> list[str]:
+    options = {
+        "nnodes": len(cluster.hosts),
+        "nproc-per-node": num_ranks,
+        "rdzv-backend": "c10d",
+        "rdzv-endpoint": f"{cluster.hosts[0].address}:{MEETING_PORT}",
+        "rdzv-id": notes.name,
+        "rdzv-conf": f"is_host={int(host == 0)}",
+        "local-addr": cluster.hosts[host].address,  # which also orders the hosts' ranks
+        "max-restarts": 0,
+        "log-dir": folder_of(host, notes),
+        "redirects": 3,  # what ranks write goes to files there
+    }
+    return [sys.executable, "-P", "-m", "torch.distributed.run", *(f"--{name}={x}" for name, x in options.items())]
+
+
+def environment(notes: Path) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(CHECKOUT)]))
+    ours = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+    return os.environ | ours | {"TMPDIR": str(notes)}  # which goes, whatever ranks leave there
+
+
+def wait_for(launchers: Sequence["subprocess.Popen[str]"], ranks: Sequence[int], notes: Path) -> None:
+    """All of them end well, or the first rank that has failed is heard."""
+    while None in (codes := [launcher.poll() for launcher in launchers]) and not any(codes):
+        time.sleep(LOOK_S)
+    if any(codes):
+        deadline_s = time.monotonic() + FAILURE_TIMEOUT_S
+        while None in [launcher.poll() for launcher in launchers] and time.monotonic() < deadline_s:
+            time.sleep(LOOK_S)
+        raise first_failure(ranks, notes)
+
+
+def first_failure(ranks: Sequence[int], notes: Path) -> RankFailed:
+    """A rank that was killed is the cause of whatever others have reported."""
+    for host, num_before in enumerate(accumulate(ranks, initial=0)):
+        log = folder_of(host, notes) / LOG
+        killed = KILLED.search(log.read_text()) if log.exists() else None
+        if killed:
+            number, local_rank = map(int, killed.groups())
+            return RankFailed(num_before + local_rank, 1, f"was ended by {signal.Signals(number).name}")
+    reported = reported_failure(notes)
+    if reported:
+        return reported
+    # It could not even be started, or could not join the others.
+    logs = sorted((path for path in notes.rglob("*.log") if path.stat().st_size), key=lambda path: path.name == LOG)
+    return RankFailed(0, 1, "a rank ended without a word; its log is above", logs[0].read_text() if logs else "")
