@@ -17,6 +17,7 @@ With --train: a training of AlexNet-BN on such hosts, our trainer against stock 
 """
 
 import json
+import os
 import statistics
 import sys
 import time
@@ -38,7 +39,7 @@ from benchmarks.setups import Ranks, Request, name_setup
 from benchmarks.train import compare
 from megabatch.cli.ranks import be_a_rank
 from megabatch.comm.barrier import Header
-from megabatch.comm.discover import Place, discover
+from megabatch.comm.discover import Place, discover, usable_cores
 from megabatch.comm.groups import AXES, Groups
 from megabatch.comm.notices import Notices
 from megabatch.comm.reducer import Reducer
@@ -52,6 +53,7 @@ from megabatch.planning.topology import Topology
 
 DDP_CAPS_BYTES = [MIB, 25 * MIB]
 TIMEOUT_S = 120.0
+STEPS_A_BLOCK = 3  # of training
 # Headers are 66 bytes a segment; what barriers, and TCP where it sends something twice, add weighs more in small sets.
 BYTES_TOLERANCE, BYTES_SLACK = 0.05, 256 << 10
 TRAINING = [
@@ -118,6 +120,9 @@ def require_planned_bytes(row: Row) -> None:
 def run_rank(place: Place, notices: Notices, notes: Path) -> int:
     """One rank of the bench; rank 0 leaves the rows.  Returns the exit code."""
     task = msgspec.json.decode((notes / TASK).read_bytes(), type=Task)
+    if task.request.trains:
+        cores = sorted(usable_cores())
+        os.sched_setaffinity(0, {cores[place.local_rank % len(cores)]})
     with connect(place, "cpu", notices.store, TIMEOUT_S) as world:
         try:
             if task.request.trains:
@@ -299,7 +304,7 @@ def compare_forced(wire: Wire, forced: dict[str, Ours], times_s: dict[str, float
 
 def measure_training(wire: Wire, task: Task, world: World) -> Row:
     overrides = [*TRAINING, f"batch.global={8 * world.num_ranks}", f"comm.wire={wire}"]
-    measured = compare(overrides, 1, task.rounds, world)
+    measured = compare(overrides, STEPS_A_BLOCK, task.rounds, world)
     speeds = {name: measured[name] for name in ("ours_images_per_s", "stock_ddp_images_per_s", "ratio", "rounds")}
     return {"model": "alexnet_bn", **task.columns, "wire": wire, **speeds, "stream_gbps": task.stream_gbps}
 

@@ -118,7 +118,7 @@ def print_plan(tuning: "Tuning") -> None:
     if len(sizes) > 1:
         console.print(f"across      {max(tuning.bytes_crossing) / 1e6:,.2f} MB from the host that sends most")
     console.print(f"backward    {1e3 * tuning.backward_s:,.1f} ms")
-    console.print(f"summed      after {1e3 * tuning.predicted_s:,.1f} ms, as predicted")
+    console.print(f"summed      after {1e3 * tuning.predicted_s:,.1f} ms, as is expected of what was measured")
     console.print(f"exposed     {1e3 * tuning.exposed_s:,.1f} ms: a step waits so long for sums after backward")
 
 

@@ -32,7 +32,7 @@ from megabatch.comm.tune import Backward, axes_of, measure_drift, tune
 from megabatch.comm.watchdog import WAITS, Watchdog
 from megabatch.comm.world import World
 from megabatch.errors import UserError
-from megabatch.planning.buckets import MIB, Gradient, ddp_caps
+from megabatch.planning.buckets import Gradient
 from megabatch.planning.plan import Plan, Wire
 from megabatch.planning.topology import Axis
 from megabatch.planning.tuning import Tuning
@@ -243,7 +243,7 @@ def distribute(
         gradient_as_bucket_view=True,
         # The trainer keeps BatchNorm's statistics equal on all ranks itself; DDP would overwrite them with rank 0's.
         forward_sync_buffers=False,
-        **bucket_caps(tuning, backward),
+        bucket_cap_mb_list=tuning.caps_mb,  # type: ignore[arg-type]  # whole or not
     )
     wrapped.register_comm_hook(sums, sum_bucket)
     return wrapped, sums
@@ -268,16 +268,6 @@ def is_made_for(tuning: Tuning, sums: GradientSums, backward: Backward) -> bool:
     ]
     names = [name for bucket in tuning.buckets for name in bucket.gradients]
     return tuning.topology == sums.topology and all(fits) and sorted(names) == sorted(sizes)
-
-
-def bucket_caps(tuning: Tuning, backward: Backward) -> dict[str, Any]:
-    """What makes DDP fuse gradients as the tuning says."""
-    place = {name: index for index, name in enumerate(backward.names)}
-    cut = [[place[name] for name in bucket.gradients] for bucket in tuning.buckets]
-    caps = ddp_caps(backward.gradients, cut) if cut else None
-    if caps is None:  # several types of gradients, which have no common list
-        caps = [max((bucket.num_bytes for bucket in tuning.buckets), default=MIB) / MIB]
-    return {"bucket_cap_mb_list": caps}
 
 
 def attach(

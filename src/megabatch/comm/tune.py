@@ -5,20 +5,22 @@ and stored by whoever asked for it (planning.tuning.Tuning).
 """
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
+import msgspec
 import torch.distributed as dist
 
 from megabatch.comm.probe import STREAM, probe, time_plan
 from megabatch.comm.reducer import Reducer
 from megabatch.comm.settings import CommSettings
-from megabatch.planning.buckets import MIB, Gradient
+from megabatch.planning.buckets import MIB, Gradient, ddp_buckets, ddp_caps, fuse
 from megabatch.planning.pipeline import PART_BYTES
 from megabatch.planning.plan import Plan
 from megabatch.planning.topology import Axis
 from megabatch.planning.tuning import Tuning, choose, close_calls, confirm, drift, with_measurements
 
-IN_NODE_MB = 25.0  # fusion where nothing crosses a network, and so nothing is gained by starting early
+IN_NODE_MB = 25.0  # fusion where nothing crosses a network: sums need the cores that backward needs, early or late
 MEASURED_ELEMENTS = 4 * MIB  # a larger bucket is measured at this size: its parts follow each other like these
 MEASURED_ROUNDS = 3
 
@@ -38,16 +40,23 @@ def tune(reducer: Reducer, plans: Sequence[Plan], backward: Backward, settings: 
     fusion_mb = settings.fusion_mb
     if fusion_mb == "auto" and groups.topology.num_nodes == 1:
         fusion_mb = IN_NODE_MB
-    tuning = choose(
-        *backward,
-        plans,
-        groups.topology,
-        links,
-        None if fusion_mb == "auto" else int(fusion_mb * MIB),
-        forced="" if settings.algorithm == "auto" else f"comm.algorithm={settings.algorithm}",
-    )
+    forced = "" if settings.algorithm == "auto" else f"comm.algorithm={settings.algorithm}"
+    choose_for = partial(choose, *backward, plans, groups.topology, links, forced=forced)
+    gradients = backward.gradients
+    tuning = choose_for(cut=None if fusion_mb == "auto" else fuse(gradients, int(fusion_mb * MIB)))
+    caps_mb = ddp_caps(gradients, places(tuning, backward))
+    if caps_mb is None:  # of several types, which have no common list: then as DDP cuts them
+        largest = max(bucket.num_bytes for bucket in tuning.buckets)
+        tuning, caps_mb = choose_for(cut=ddp_buckets(gradients, [largest])), [largest / MIB]
+    tuning = msgspec.structs.replace(tuning, caps_mb=caps_mb)
     tuning = share(tuning, groups.parent)
     return share(confirm(measure(reducer, tuning, close_calls(tuning))), groups.parent)
+
+
+def places(tuning: Tuning, backward: Backward) -> list[list[int]]:
+    """The gradients of each bucket, by their place in backward."""
+    place = {name: index for index, name in enumerate(backward.names)}
+    return [[place[name] for name in bucket.gradients] for bucket in tuning.buckets]
 
 
 def measure(reducer: Reducer, tuning: Tuning, calls: Iterable[tuple[int, int]]) -> Tuning:

@@ -14,7 +14,7 @@ busiest rank has (p-1) L elements, so a ring costs 2(p-1) alpha + 2(p-1)/p S bet
 the formula of the paper's authors.  A phase ends with its slowest group, and the next one starts after it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import permutations
 from typing import Literal, NamedTuple
 
@@ -67,14 +67,22 @@ def bytes_crossing(plan: Plan, topology: Topology, num_elements: int, element_by
     sent = [0] * topology.num_nodes
     for phase, groups in zip(plan.phases, exchanges(plan, topology, num_elements), strict=True):
         width = travelling_bytes(phase, element_bytes)
-        # The engine's own all-reduce is a ring in the order of ranks; 16 bits and the rest are exchanged directly.
-        count = elements_along_ring if phase.axis == "all" and width > 2 else elements_between
+        halves = {half: path_of(half, phase, width) for half in OPS[phase.op]}
         for members, begin, end in groups:
             sizes = sizes_of(end - begin, len(members))
             for (i, sender), (j, receiver) in permutations(enumerate(members), 2):
                 if node_of[sender] != node_of[receiver]:
-                    sent[node_of[sender]] += width * sum(count(half, sizes, i, j) for half in OPS[phase.op])
+                    sent[node_of[sender]] += width * sum(count(half, sizes, i, j) for half, count in halves.items())
     return sent
+
+
+def path_of(half: Half, phase: Phase, width: int) -> Callable[[Half, list[int], int, int], int]:
+    """Over all ranks, the engine's own all-reduce, and its gather of 16 bits, follow a ring in the order of ranks.
+
+    Elsewhere every member is in another node, or none is, and a ring sends as much as a direct exchange.
+    """
+    along_ring = phase.axis == "all" and (width > 2 or half == "all_gather")
+    return elements_along_ring if along_ring else elements_between
 
 
 def seconds(

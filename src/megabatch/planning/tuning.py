@@ -8,12 +8,13 @@ read by the hook that sums, by `megabatch plan` that explains, and by a run that
 The precision of the wire is part of every plan and never chosen here: it would make results depend on noise.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 
 import msgspec
 from msgspec import Struct
 
-from megabatch.planning.buckets import Gradient, fuse
+from megabatch.planning.buckets import Gradient
 from megabatch.planning.cost import Link, bytes_crossing, phase_seconds
 from megabatch.planning.merging import merge
 from megabatch.planning.pipeline import Costs, Passage, num_parts, pass_through
@@ -70,6 +71,7 @@ class Tuning(Struct, frozen=True, kw_only=True):
     links: dict[Axis, Link]
     backward_s: float
     buckets: list[Bucket]
+    caps_mb: list[float] = []  # `bucket_cap_mb_list`, with which DDP makes these buckets
 
     @property
     def passages(self) -> list[Passage]:
@@ -94,6 +96,15 @@ class Tuning(Struct, frozen=True, kw_only=True):
             for bucket in self.buckets
         ]
         return [sum(of_node) for of_node in zip(*sent, strict=True)]
+
+    @property
+    def rounding(self) -> str:
+        """Tells apart choices that may round differently: plans of buckets, hosts, and where the engine sums by its
+        own rule, also the cut."""
+        cut = [(bucket.gradients if "flat" in bucket.plan.name else [], bucket.plan.name) for bucket in self.buckets]
+        names = sorted({(name, bucket.plan.name) for bucket in self.buckets for name in bucket.gradients})
+        text = msgspec.json.encode([self.topology.nodes, names, cut if any(part for part, _ in cut) else []])
+        return hashlib.sha256(text).hexdigest()[:8]
 
     @property
     def algorithms(self) -> str:
@@ -124,21 +135,22 @@ def choose(
     plans: Sequence[Plan],
     topology: Topology,
     links: dict[Axis, Link],
-    fusion_bytes: int | None,  # None: the cut is chosen too
-    forced: str = "",  # what has left one plan alone, or fixed the fusion
+    cut: Sequence[Sequence[int]] | None = None,  # the gradients of each bucket; None: chosen too
+    forced: str = "",  # what has left one plan alone
 ) -> Tuning:
-    """The cut and the plans with the least predicted end of communication."""
+    """The cut and the plans with the least predicted end of communication.
+
+    Where plans come close, `confirm` then takes the one that is measured to be fastest for its bucket alone.
+    """
 
     def prices(num_bytes: int, dtype: str) -> list[Costs]:
         size = ELEMENT_BYTES[dtype]
         return [price(plan, topology, links, num_bytes // size, size) for plan in plans]
 
-    if fusion_bytes is None:
-        cut = [merged.gradients for merged in merge(gradients, ready_s, prices)]
-    else:
-        cut = fuse(gradients, fusion_bytes)
+    merged = merge(gradients, ready_s, prices) if cut is None else []
+    options: list[int | None] = [None] * len(cut or ()) or [bucket.option for bucket in merged]
     buckets = []
-    for indices in cut:
+    for indices, option in zip(cut or [bucket.gradients for bucket in merged], options, strict=True):
         num_bytes, dtype = sum(gradients[index].num_bytes for index in indices), gradients[indices[0]].dtype
         candidates = [Candidate(plan, costs) for plan, costs in zip(plans, prices(num_bytes, dtype), strict=True)]
         bucket = Bucket(
@@ -150,7 +162,7 @@ def choose(
             chosen=0,
             reason="",
         )
-        buckets.append(decide(bucket, forced))
+        buckets.append(decide(bucket, forced, option))
     return Tuning(topology=topology, links=links, backward_s=max(ready_s, default=0.0), buckets=buckets)
 
 
@@ -178,14 +190,18 @@ def with_measurements(tuning: Tuning, measured_s: Mapping[tuple[int, int], float
 
 def confirm(tuning: Tuning) -> Tuning:
     """Decides again, where something has been measured."""
-    return msgspec.structs.replace(tuning, buckets=[decide(bucket, bucket.reason) for bucket in tuning.buckets])
+    buckets = [
+        decide(bucket, bucket.reason) if any(c.measured_s is not None for c in bucket.candidates) else bucket
+        for bucket in tuning.buckets
+    ]
+    return msgspec.structs.replace(tuning, buckets=buckets)
 
 
-def decide(bucket: Bucket, forced: str) -> Bucket:
-    """The candidate with the least seconds: measured, where any was measured."""
+def decide(bucket: Bucket, reason: str, option: int | None = None) -> Bucket:
+    """The candidate with the least seconds: measured, where any was measured; or the option that ends all soonest."""
     candidates = bucket.candidates
     if len(candidates) == 1:
-        return msgspec.structs.replace(bucket, chosen=0, reason=forced or "the only one that applies")
+        return msgspec.structs.replace(bucket, chosen=0, reason=reason or "the only one that applies")
     was_measured = any(candidate.measured_s is not None for candidate in candidates)
     seconds = {
         place: candidate.measured_s if was_measured else candidate.predicted_s
@@ -193,6 +209,8 @@ def decide(bucket: Bucket, forced: str) -> Bucket:
     }
     ranked = sorted((taken_s, place) for place, taken_s in seconds.items() if taken_s is not None)
     (least_s, chosen), (next_s, runner_up) = ranked[:2]
+    if option is not None and option != chosen:  # dearer alone, but it leaves node or network free for others
+        return msgspec.structs.replace(bucket, chosen=option, reason="all buckets together end sooner so")
     how = "close in price, measured" if was_measured else "by price"
     other = candidates[runner_up].plan.name
     return msgspec.structs.replace(
@@ -203,11 +221,11 @@ def decide(bucket: Bucket, forced: str) -> Bucket:
 def drift(before: Tuning, links: Mapping[Axis, Link]) -> float:
     """By what factor the choice is now predicted to take longer than when it was made; below 1: less long."""
 
-    def end_s(known: Mapping[Axis, Link]) -> float:
+    def total_s(known: Mapping[Axis, Link]) -> float:
         return sum(
             sum(price(b.plan, before.topology, known, b.num_elements, ELEMENT_BYTES[b.dtype])[:3])
             for b in before.buckets
         )
 
-    earlier_s = end_s(before.links)
-    return end_s(links) / earlier_s if earlier_s else 1.0
+    earlier_s = total_s(before.links)
+    return total_s(links) / earlier_s if earlier_s else 1.0

@@ -66,8 +66,13 @@ class Masters:
         """The same groups, for the optimizer of the masters."""
         return [group | {"params": [self.weights[name] for name in group["param_names"]]} for group in groups]
 
-    def zero_gradients(self) -> None:
-        torch._foreach_zero_(gradients_of(self.parameters.values()))  # views of DDP's buckets, which stay
+    def clear_gradients(self, accumulates: bool) -> None:
+        """Before a step.  A gradient that is not added to is written once: DDP copies it into its bucket."""
+        if accumulates:
+            torch._foreach_zero_(gradients_of(self.parameters.values()))
+            return
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
     @torch.no_grad()
     def load_gradients(self, loss_scale: LossScale) -> bool:

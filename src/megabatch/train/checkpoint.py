@@ -44,7 +44,9 @@ class Description(Struct, frozen=True, kw_only=True):
 def describe_arithmetic(training: Training) -> str:
     """What else decides how sums are rounded: a resumed run is the same to the bit where this is the same."""
     threads = torch.get_num_threads()
-    return f"{training.plan.num_ranks} ranks of {threads} threads, {training.gradients.algorithms}"
+    tuning = training.gradients.tuning
+    sums = f"{training.gradients.algorithms} (choice {tuning.rounding})" if tuning else training.gradients.algorithms
+    return f"{training.plan.num_ranks} ranks of {threads} threads, {sums}"
 
 
 def save_weights(training: Training, path: Path) -> None:

@@ -85,7 +85,7 @@ def run(config: RunConfig, place: Place, resume: str, notices: Notices, retune: 
     if mistake:
         raise UserError(mistake)  # which a restart does not mend
     if folder:
-        resume = str(folder)  # whatever restarted ranks began with, they go on with that
+        resume, retune = str(folder), False  # whatever restarted ranks began with, they go on with that
     device = choose_device(config.run.device)
     with StopSignal() as stop, connect(place, device, notices.store, config.comm.timeout_s) as world:
         try:

@@ -202,7 +202,7 @@ def header(config: RunConfig, training: Training, world: World) -> dict[str, str
 def describe_sums(gradients: GradientSums) -> str:
     tuning = gradients.tuning
     plans = list(dict.fromkeys(bucket.plan for bucket in tuning.buckets)) if tuning else [gradients.plan]
-    num_buckets = len(gradients.layouts)
+    num_buckets = len(tuning.buckets) if tuning else len(gradients.layouts)
     text = f"{'; '.join(map(str, plans))}; {num_buckets} bucket{'s' if num_buckets > 1 else ''}"
     if tuning and tuning.topology.num_nodes > 1:
         text += f"; a step is expected to wait {1e3 * tuning.exposed_s:,.0f} ms for them"

@@ -62,7 +62,7 @@ def train_on(microbatches: Stream, run: Training, first_step: int) -> Generator[
         started_s = time.perf_counter()
         learning_rate, loss_scale = run.learning_rate(step), run.loss_scale.value
         set_learning_rate(run.optimizer, learning_rate)
-        run.masters.zero_gradients()
+        run.masters.clear_gradients(accumulates=plan.accumulation > 1)
 
         for turn, index in enumerate(plan.microbatches_of(run.rank)):
             is_last = turn == plan.accumulation - 1

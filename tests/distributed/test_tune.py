@@ -1,0 +1,108 @@
+"""Fusion and plans as a run chooses them, on real ranks that take each other for several hosts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from megabatch.comm.world import World
+from megabatch.data.sources import load_data_set
+from megabatch.planning.tuning import Tuning
+from megabatch.train.assemble import assemble
+from megabatch.train.run import find_tuning, train_and_record
+from megabatch.train.trainer import train
+from tests.distributed.runs import small_run
+from tests.distributed.test_attach import on_hosts
+from tests.ranks import RankPool
+
+
+def tuned(world: World, hosts: str, *overrides: str) -> dict[str, Any]:
+    """After two steps: what was chosen, and what DDP has made of it."""
+    config = small_run(*overrides)
+    with on_hosts(world, hosts):
+        training = assemble(config, load_data_set(config.data), world)
+    records = train(training)
+    for _ in range(2):
+        next(records)
+    gradients = training.gradients
+    return {
+        "tuning": msgspec.json.encode(gradients.tuning),
+        "names": [[name for name, *_ in json.loads(layout.text)] for _, layout in sorted(gradients.layouts.items())],
+        "plans": [
+            gradients.plan_of(index, sum(parameter.numel() for parameter in layout.parameters)).name
+            for index, layout in sorted(gradients.layouts.items())
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    ("hosts", "overrides"),
+    [
+        ("aabb", []),
+        ("abb", ["batch.global=24"]),
+        ("ab", ["comm.wire=bf16"]),
+        ("ab", ["comm.algorithm=flat", "comm.fusion_mb=0.002"]),
+        ("aa", []),
+        ("a", []),
+    ],
+)
+def test_all_ranks_choose_the_same_and_ddp_makes_just_these_buckets(
+    ranks: RankPool, hosts: str, overrides: list[str]
+) -> None:
+    if len(hosts) > ranks.size or ranks.device != "cpu":
+        pytest.skip("needs more ranks, or shared memory")
+    results = ranks.run(tuned, hosts, *overrides, num_ranks=len(hosts))
+    assert all(result == results[0] for result in results)
+    tuning = msgspec.json.decode(results[0]["tuning"], type=Tuning)
+    assert [set(bucket.gradients) for bucket in tuning.buckets] == list(map(set, results[0]["names"]))
+    assert [bucket.plan.name for bucket in tuning.buckets] == results[0]["plans"]
+    assert tuning.topology.num_nodes == len(set(hosts))
+    candidates = [candidate for bucket in tuning.buckets for candidate in bucket.candidates]
+    wires = {phase.wire for candidate in candidates for phase in candidate.plan.phases if phase.axis != "node"}
+    wire = "bf16" if "comm.wire=bf16" in overrides else "fp32"
+    assert wires == ({wire} if len(set(hosts)) > 1 else set())
+    if "comm.algorithm=flat" in overrides:
+        assert len(tuning.buckets) > 3 and all(len(bucket.candidates) == 1 for bucket in tuning.buckets)
+        assert {bucket.reason for bucket in tuning.buckets} == {"comm.algorithm=flat"}
+    elif hosts == "aabb":
+        assert {candidate.plan.name for candidate in candidates} == {"flat/fp32", "hierarchical/fp32", "torus/fp32"}
+    if len(set(hosts)) > 1:
+        for link in tuning.links.values():
+            assert link.alpha_s > 0 and link.beta_s_per_byte + link.gamma_s_per_byte > 0
+
+
+def run_twice(world: World, folder: str, changes: bool) -> dict[str, Any]:
+    """Stops after three steps and goes on; in between, links could have changed what would be chosen."""
+    config = small_run("train.epochs=1", f"run.dir={folder}", "checkpoint.every_steps=1")
+    data = load_data_set(config.data)
+    with on_hosts(world, "ab"):
+        asked = iter(range(100))
+        training = assemble(config, data, world, lambda: next(asked) >= 2)
+        train_and_record(config, "auto", training, world)
+        first = training.gradients.tuning
+        if changes and world.rank == 0:  # as if it had been chosen otherwise
+            for path in [Path(folder, "plan.json"), *Path(folder, "checkpoints").glob("step-*/state.json")]:
+                path.write_text(path.read_text().replace('"reason":"', '"reason":"of old: '))
+        stored = find_tuning(config, "auto", world)
+        again = assemble(config, data, world, stored=stored)
+        train_and_record(config, "auto", again, world)
+    assert first is not None and again.gradients.tuning is not None
+    return {
+        "first": [bucket.gradients for bucket in first.buckets],
+        "again": [bucket.gradients for bucket in again.gradients.tuning.buckets],
+        "reasons": [bucket.reason for bucket in again.gradients.tuning.buckets],
+        "drift": again.gradients.drift,
+    }
+
+
+def test_a_run_that_goes_on_sums_as_it_did_and_says_what_has_drifted(ranks: RankPool, tmp_path: Path) -> None:
+    if ranks.size < 2 or ranks.device != "cpu":
+        pytest.skip("needs more ranks, or shared memory")
+    results = ranks.run(run_twice, str(tmp_path / "run"), True, num_ranks=2)
+    for result in results:
+        assert result["again"] == result["first"]
+        assert all(reason.startswith("of old: ") for reason in result["reasons"])
+        assert result["drift"] > 0 and result["drift"] == results[0]["drift"]
+    assert "of old: " in (tmp_path / "run/plan.json").read_text()
