@@ -187,6 +187,8 @@ class Engine:
     def sum_of(self, arrived: torch.Tensor) -> torch.Tensor:
         """The sum of contributions that lie one after another, in their type; 16 bits are summed in fp32."""
         first, *others = arrived.chunk(self.num_members) if len(arrived) else [arrived]
+        if len(others) == 1:  # torch adds two of 16 bits in fp32 too, and rounds once
+            return first + others[0]
         total = first.to(torch.float32) if arrived.dtype in SIXTEEN_BITS else first
         for contribution in others:
             total += contribution
