@@ -75,7 +75,7 @@ def test_all_ranks_choose_the_same_and_ddp_makes_just_these_buckets(
 
 def run_twice(world: World, folder: str, changes: bool) -> dict[str, Any]:
     """Stops after three steps and goes on; in between, links could have changed what would be chosen."""
-    config = small_run("train.epochs=1", f"run.dir={folder}", "checkpoint.every_steps=1")
+    config = small_run("train.epochs=2", f"run.dir={folder}", "checkpoint.every_steps=1")
     data = load_data_set(config.data)
     with on_hosts(world, "ab"):
         asked = iter(range(100))

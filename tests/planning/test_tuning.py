@@ -116,7 +116,7 @@ def test_every_gradient_is_in_one_bucket_and_no_plan_has_another_wire(found: lis
 
 
 def test_what_comes_close_is_measured_and_the_measurement_decides() -> None:
-    tuning = tune([Gradient(800 << 10, "torch.float32")], [0.0])
+    tuning = tune([Gradient(300 << 10, "torch.float32")], [0.0])
     predicted_s = [candidate.predicted_s for candidate in tuning.buckets[0].candidates]
     calls = close_calls(tuning)
     assert calls == [(0, place) for place, s in enumerate(predicted_s) if s <= CLOSE * min(predicted_s)]
