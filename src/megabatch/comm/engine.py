@@ -6,7 +6,7 @@ An all-reduce that crosses the network is a direct exchange, in three stages.  p
     gather    slice i goes to everybody; its owner keeps the rounded values   all-gather, n (p-1)/p elements sent
 Two roundings whatever p is (`planning.plan.error_bound`), none with fp32 on the wire, and the same bits wherever an
 element lies in its tensor.  An engine's own sum would round 16 bits at every hop.  An overflow becomes inf, for the
-loss scaler to see.  Only `flat` in fp32, and whatever NCCL sums in fp32, is the engine's own all-reduce.
+loss scaler to see.  In fp32 `flat`, two members, and whatever NCCL sums take the engine's own all-reduce.
 
 Between its stages an all-reduce yields, so that the network carries the next one while this one is summed.  The two
 exchanges have lanes of their own (process groups): on each, all members start the same ones in the same order, however
@@ -14,11 +14,12 @@ the stages of one all-reduce fall between those of another.
 """
 
 import ctypes
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,11 @@ def join_nccl(store: Any, index: int, size: int, timeout: timedelta) -> Any:
 
 
 JOIN = {"cpu": join_gloo, "cuda": join_nccl}
+
+
+class Flight(NamedTuple):
+    lane: str
+    work: Any
 
 
 class Engine:
@@ -75,24 +81,27 @@ class Engine:
             for lane in lanes
         }
         self.is_abandoned = False
-        self.num_in_flight = 0
+        self.in_flight: Counter[str] = Counter()  # by lane
 
-    def start(self, lane: str, operation: str, *args: Any) -> Any:
-        self.num_in_flight += 1
-        return getattr(self.lanes.get(lane) or self.lanes["scatter"], operation)(*args)
+    def start(self, lane: str, operation: str, *args: Any) -> "Flight":
+        lane = lane if self.device.type == "cpu" else "scatter"
+        work = getattr(self.lanes[lane], operation)(*args)
+        self.in_flight[lane] += 1
+        return Flight(lane, work)
 
-    def end(self, work: Any) -> None:
+    def end(self, flight: "Flight") -> None:
         """Waits for it, and looks up now and then whether anybody still wants it."""
+        lane, work = flight
         while self.device.type == "cpu" and not work.is_completed():
             if self.is_abandoned:
                 raise MissingRank("this rank has given up, or has closed its sums")
             with suppress(RuntimeError):  # not yet; or it has failed, and says so below
                 work.wait(timedelta(seconds=LOOK_UP_S))
-        self.num_in_flight -= 1
+        self.in_flight[lane] -= 1
         try:
             work.wait()
         finally:
-            del work  # an error would keep this frame, and it the connections
+            del work, flight  # an error would keep this frame, and it the connections
 
     def run(self, operation: str, *args: Any) -> None:
         self.end(self.start("scatter", operation, *args))
@@ -114,8 +123,8 @@ class Engine:
 
     def abandon(self) -> None:
         self.is_abandoned = True
-        if not self.num_in_flight:
-            self.lanes = {}  # which ends their connections, so that the others know
+        # Those that are idle go, which ends their connections, so that the others know.
+        self.lanes = {lane: group for lane, group in self.lanes.items() if self.in_flight[lane]}
 
     def close(self) -> None:
         self.abandon()

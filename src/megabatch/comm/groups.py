@@ -64,7 +64,8 @@ class Groups:
     def open_engine(self, axis: Axis, members: tuple[int, ...]) -> Engine:
         store = dist.PrefixStore(f"{axis}-{members[0]}", self.store)  # type: ignore[attr-defined]
         names = [self.names[member] for member in members]
-        sums_itself = axis == "all" or self.device.type == "cuda"
+        # Two contributions have one sum, in whatever order: Gloo's own is a tenth faster than a direct exchange.
+        sums_itself = axis == "all" or len(members) == 2 or self.device.type == "cuda"
         engine = Engine(store, members.index(self.rank), names, self.timeout_s, self.device, sums_itself)
         self.stack.callback(engine.close)
         return engine

@@ -267,7 +267,8 @@ def is_made_for(tuning: Tuning, sums: GradientSums, backward: Backward) -> bool:
         for bucket in tuning.buckets
     ]
     names = [name for bucket in tuning.buckets for name in bucket.gradients]
-    return tuning.topology == sums.topology and all(fits) and sorted(names) == sorted(sizes)
+    can_run = all(bucket.plan in sums.candidates for bucket in tuning.buckets)
+    return can_run and tuning.topology == sums.topology and all(fits) and sorted(names) == sorted(sizes)
 
 
 def attach(

@@ -41,6 +41,9 @@ def probe_axis(reducer: Reducer, axis: Axis, wire: Wire) -> Link:
     num_members = max(map(len, topology.groups(axis)))
     # Across nodes, each rank of a node carries its slice of a part.
     large = PART_BYTES // 4 // (topology.largest_node if axis == "across" else 1)
+    room_bytes = reducer.groups.shareable_bytes
+    if axis == "node" and room_bytes is not None:  # a container may have little more than the gradients need
+        large = max(2 * SMALL, min(large, room_bytes // (16 * topology.largest_node)))
     if axis == "node":
         timing = Timing(
             small_s=time_in_node(reducer, "reduce_scatter", SMALL),
@@ -82,9 +85,16 @@ def time_sums(reducer: Reducer, axis: Axis, wire: Wire, num_elements: int) -> fl
     return time_plan(reducer, plan, num_elements, STREAM) / STREAM
 
 
-def time_plan(reducer: Reducer, plan: Plan, num_elements: int, count: int = 1, rounds: int = ROUNDS) -> float:
+def time_plan(
+    reducer: Reducer,
+    plan: Plan,
+    num_elements: int,
+    count: int = 1,
+    rounds: int = ROUNDS,
+    dtype: torch.dtype = torch.float32,
+) -> float:
     """Seconds of `count` sums, one behind another."""
-    tensors = [torch.zeros(num_elements, device=reducer.groups.device) for _ in range(count)]
+    tensors = [torch.zeros(num_elements, dtype=dtype, device=reducer.groups.device) for _ in range(count)]
 
     def sum_all() -> None:
         sums = []
@@ -97,7 +107,10 @@ def time_plan(reducer: Reducer, plan: Plan, num_elements: int, count: int = 1, r
         if reducer.error:
             raise reducer.error
 
-    return slowest_s(reducer, sum_all, rounds)
+    taken_s = slowest_s(reducer, sum_all, rounds)
+    for place in range(count):  # room in shared memory for buckets
+        reducer.buffers.pop(FIRST_KEY - place, None)
+    return taken_s
 
 
 def slowest_s(reducer: Reducer, action: Callable[[], object], rounds: int = ROUNDS) -> float:

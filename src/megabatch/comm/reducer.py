@@ -87,8 +87,8 @@ class Reducer:
         self.error: BaseException | None = None
         self.has_failed = False  # the error may still be being explained
         self.timeline: Timeline | None = None
-        # Seconds for other ranks and for the network, by bucket: a bucket is with one thread at a time.
-        self.waits_s: defaultdict[int, float] = defaultdict(float)
+        # Seconds for other ranks and for the network, by thread and bucket.
+        self.waits_s: defaultdict[tuple[str, int], float] = defaultdict(float)
         self.buffers: dict[int, tuple[torch.Tensor, SharedBuffer]] = {}
         self.sizes: dict[tuple[Plan, int], Steps] = {}
         self.compared: dict[tuple[Axis, int], int] = {}  # the layout of each bucket that an engine's members agree on
@@ -212,7 +212,7 @@ class Reducer:
         crossing.has_ended |= self.has_failed
         if self.timeline:
             self.timeline.leave(NETWORK)
-        self.waits_s[work.key] += time.perf_counter() - began_s
+        self.waits_s[NETWORK, work.key] += time.perf_counter() - began_s
         if crossing.has_ended:
             self.end_on_network(work)
 
@@ -266,10 +266,10 @@ class Reducer:
         return self.groups.memory is not None and len(work.steps.before) == 1 and not work.steps.crosses
 
     def run_recorded(self, work: Work, step: Step, timeline: Timeline) -> None:
-        waited_s = self.waits_s[work.key]
+        waited_s = self.waits_s[IN_NODE, work.key]
         self.enter_phase(timeline, work, step)
         self.run(work, step)
-        timeline.leave(lane_of(step), self.waits_s[work.key] - waited_s)
+        timeline.leave(lane_of(step), self.waits_s[IN_NODE, work.key] - waited_s)
 
     def enter_phase(self, timeline: Timeline, work: Work, step: Step) -> None:
         phase, exchange = step
@@ -315,7 +315,7 @@ class Reducer:
                 memory.reduce(buffer, 0, work.header)
             case "broadcast":
                 memory.broadcast(buffer, 0, work.header)
-        self.waits_s[work.key] += memory.waited_s - waited_s
+        self.waits_s[IN_NODE, work.key] += memory.waited_s - waited_s
 
     def shared(self, work: Work) -> SharedBuffer:
         """The part in shared memory, where the whole stays: DDP's buckets keep their place after the first backward."""
@@ -324,7 +324,7 @@ class Reducer:
             assert self.groups.memory is not None
             buffer = self.groups.memory.share(work.whole, work.header)
             self.buffers[work.key] = work.whole, buffer  # kept, so that no other tensor gets its address
-        if work.is_last:  # DDP may have had more buckets before
+        if work.is_last and work.key >= 0:  # DDP may have had more buckets before
             for key in [key for key in self.buffers if key > work.key]:
                 del self.buffers[key]
         return buffer.part(work.begin, work.end)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
+import torch
 import torch.distributed as dist
 
 from megabatch.comm.probe import STREAM, probe, time_plan
@@ -62,15 +63,19 @@ def places(tuning: Tuning, backward: Backward) -> list[list[int]]:
 def measure(reducer: Reducer, tuning: Tuning, calls: Iterable[tuple[int, int]]) -> Tuning:
     """With what each of these candidates (bucket, place) takes for its bucket alone.  All ranks call it."""
     measured_s: dict[tuple[int, int], float] = {}
-    known: dict[tuple[Plan, int], float] = {}
+    known: dict[tuple[Plan, int, str], float] = {}
     for index, place in calls:
         bucket = tuning.buckets[index]
         plan, num_elements = bucket.candidates[place].plan, min(bucket.num_elements, MEASURED_ELEMENTS)
-        if (plan, num_elements) not in known:
+        if not num_elements:
+            continue
+        if (plan, num_elements, bucket.dtype) not in known:
+            dtype = getattr(torch, bucket.dtype.removeprefix("torch."))
             # Small ones in a row: ranks do not begin one at quite the same time.
-            count = 1 if 4 * num_elements > PART_BYTES else STREAM
-            known[plan, num_elements] = time_plan(reducer, plan, num_elements, count, MEASURED_ROUNDS) / count
-        measured_s[index, place] = known[plan, num_elements] * bucket.num_elements / num_elements
+            count = 1 if dtype.itemsize * num_elements > PART_BYTES else STREAM
+            taken_s = time_plan(reducer, plan, num_elements, count, MEASURED_ROUNDS, dtype)
+            known[plan, num_elements, bucket.dtype] = taken_s / count
+        measured_s[index, place] = known[plan, num_elements, bucket.dtype] * bucket.num_elements / num_elements
     return with_measurements(tuning, measured_s)
 
 

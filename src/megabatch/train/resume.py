@@ -5,6 +5,7 @@ never   begins anew
 PATH    goes on with the run, or from the checkpoint, at PATH
 """
 
+import contextlib
 import fcntl
 import re
 from collections.abc import Callable, Iterator
@@ -49,15 +50,25 @@ def stored_tuning(config: RunConfig, resume: str) -> Tuning | None:
     """How the run that would go on sums its gradients; None if there is none, or if it cannot be told."""
     try:
         start = choose_start(config, resume, newest=newest_of)
-        if start.checkpoint:
-            return msgspec.json.decode((start.checkpoint / DESCRIPTION).read_bytes(), type=Description).tuning
-        return msgspec.json.decode((start.folder / PLAN).read_bytes(), type=Tuning)
-    except (UserError, OSError, msgspec.MsgspecError):  # `begin` will say what is wrong with the run
+    except UserError:  # `begin` will say what is wrong with the run
         return None
+    # The folder's is that of the latest attempt; a checkpoint that is asked for has its own.
+    from_checkpoints = sorted((start.folder / "checkpoints").glob(f"step-*/{DESCRIPTION}"), reverse=True)
+    is_folder = resume == "auto" or is_run(Path(resume))
+    paths = [start.folder / PLAN, *from_checkpoints] if is_folder else []
+    if start.checkpoint and not is_folder:
+        paths = [start.checkpoint / DESCRIPTION]
+    for path in paths:
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            content = path.read_bytes()
+            if path.name == PLAN:
+                return msgspec.json.decode(content, type=Tuning)
+            return msgspec.json.decode(content, type=Description).tuning
+    return None
 
 
 def newest_of(folder: Path) -> Path | None:
-    """The newest checkpoint, whole or not: this is about its description, and hashing takes time."""
+    """The newest checkpoint, whole or not: hashing takes time, and what is wanted here lies beside it."""
     return max((folder / "checkpoints").glob("step-*"), default=None)
 
 
