@@ -13,7 +13,8 @@ The peers send fp32: Gloo's sums of 16 bits round at every hop.  `wire_limit_s` 
 the nominal rate, `bytes_planned` what our plans send between hosts, and `bytes_counted` what the hosts' cards have
 counted while our arm ran: if those differ, traffic took another way or more travelled, and the bench fails.
 
-With --train: a training of AlexNet-BN on such hosts, our trainer against stock DDP, measured as by bench train.
+With --train: a training of AlexNet-BN on such hosts, our trainer against stock DDP, measured as by bench train, with
+the i-th ranks of all hosts bound to the i-th core.
 """
 
 import json
@@ -121,8 +122,7 @@ def run_rank(place: Place, notices: Notices, notes: Path) -> int:
     """One rank of the bench; rank 0 leaves the rows.  Returns the exit code."""
     task = msgspec.json.decode((notes / TASK).read_bytes(), type=Task)
     if task.request.trains:
-        cores = sorted(usable_cores())
-        os.sched_setaffinity(0, {cores[place.local_rank % len(cores)]})
+        bind_to_core(place.local_rank)
     with connect(place, "cpu", notices.store, TIMEOUT_S) as world:
         try:
             if task.request.trains:
@@ -135,6 +135,13 @@ def run_rank(place: Place, notices: Notices, notes: Path) -> int:
     if place.rank == 0:
         (notes / RESULT).write_text(json.dumps(rows))
     return 0
+
+
+def bind_to_core(local_rank: int) -> None:
+    """Hosts share the machine's cores.  Left to themselves, ranks of one host run while another's wait, up to 0.4 s a
+    step, and sums wait for the last."""
+    cores = sorted(usable_cores())
+    os.sched_setaffinity(0, {cores[local_rank % len(cores)]})
 
 
 class Ours:

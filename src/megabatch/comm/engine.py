@@ -6,7 +6,8 @@ An all-reduce that crosses the network is a direct exchange, in three stages.  p
     gather    slice i goes to everybody; its owner keeps the rounded values   all-gather, n (p-1)/p elements sent
 Two roundings whatever p is (`planning.plan.error_bound`), none with fp32 on the wire, and the same bits wherever an
 element lies in its tensor.  An engine's own sum would round 16 bits at every hop.  An overflow becomes inf, for the
-loss scaler to see.  In fp32 `flat`, two members, and whatever NCCL sums take the engine's own all-reduce.
+loss scaler to see.  Two members send each other all of it instead: as many bytes, in one stage.  In fp32 `flat`, two
+members, and whatever NCCL sums take the engine's own all-reduce.
 
 Between its stages an all-reduce yields, so that the network carries the next one while this one is summed.  The two
 exchanges have lanes of their own (process groups): on each, all members start the same ones in the same order, however
@@ -145,6 +146,11 @@ class Engine:
             yield partial(self.end, work)
             return
         travelling = flat if dtype is None else flat.to(dtype)
+        if dtype is not None and self.num_members == 2:
+            arrived = torch.empty(2 * len(flat), dtype=dtype, device=flat.device)
+            yield partial(self.end, self.start("scatter", "_allgather_base", arrived, travelling))
+            flat.copy_(self.sum_of(arrived))
+            return
         arrived, work = self.start_scatter(travelling)
         yield partial(self.end, work)
         begin, end = self.own_slice(flat)

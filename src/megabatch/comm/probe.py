@@ -25,7 +25,7 @@ from megabatch.planning.plan import WIRES, Phase, Plan, Wire
 from megabatch.planning.topology import Axis
 
 ROUNDS = 5
-STREAM = 4  # tensors one behind another
+STREAM = 8  # tensors one behind another
 SMALL = 1024  # elements
 SMALL_IN_NODE = 50
 FIRST_KEY = -1_000  # tensors that are none of DDP's buckets, nor messages, have keys from here down

@@ -19,7 +19,7 @@ from megabatch.planning.buckets import MIB, Gradient, ddp_buckets, ddp_caps, fus
 from megabatch.planning.pipeline import PART_BYTES
 from megabatch.planning.plan import Plan
 from megabatch.planning.topology import Axis
-from megabatch.planning.tuning import Tuning, choose, close_calls, confirm, drift, with_measurements
+from megabatch.planning.tuning import Tuning, choose, close_calls, confirm, drift, price, with_measurements
 
 IN_NODE_MB = 25.0  # fusion where nothing crosses a network: sums need the cores that backward needs, early or late
 MEASURED_ELEMENTS = 4 * MIB  # a larger bucket is measured at this size: its parts follow each other like these
@@ -75,7 +75,11 @@ def measure(reducer: Reducer, tuning: Tuning, calls: Iterable[tuple[int, int]]) 
             count = 1 if dtype.itemsize * num_elements > PART_BYTES else STREAM
             taken_s = time_plan(reducer, plan, num_elements, count, MEASURED_ROUNDS, dtype)
             known[plan, num_elements, bucket.dtype] = taken_s / count
-        measured_s[index, place] = known[plan, num_elements, bucket.dtype] * bucket.num_elements / num_elements
+        # A larger bucket fills and empties the pipeline no more often: scaled as its price is.
+        element_bytes = bucket.num_bytes // bucket.num_elements
+        priced_s = sum(price(plan, tuning.topology, tuning.links, num_elements, element_bytes)[:3])
+        growth = bucket.candidates[place].predicted_s / priced_s
+        measured_s[index, place] = known[plan, num_elements, bucket.dtype] * growth
     return with_measurements(tuning, measured_s)
 
 

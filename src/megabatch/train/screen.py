@@ -68,7 +68,7 @@ class Screen:
         if not 1 / TELLING_DRIFT < drift < TELLING_DRIFT:
             self.say(
                 "drift",
-                f"sums are expected to take {drift:.1f} times as long as when they were chosen, since links have changed; "
+                f"sums are expected to take {drift:.1f} times as long as when they were chosen: links have changed; "
                 f"the choice stands, and {'retune=True' if self.from_python else '--retune'} would make it anew",
             )
 
