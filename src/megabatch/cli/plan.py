@@ -21,7 +21,8 @@ def plan(
 ) -> None:
     """Measure the links, and show how gradients would be fused and summed, bucket by bucket, and why.
 
-    It trains nothing, and needs no images of a named data set; those of a folder it counts.  Given the folder of a run, it shows what that run has chosen.
+    It trains nothing, and needs no images of a named data set; those of a folder it counts.
+    Given the folder of a run, it shows what that run has chosen.
     Under torchrun, srun or mpiexec it joins the ranks that they have started.
     """
     from megabatch.comm.discover import discover
