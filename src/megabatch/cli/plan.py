@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megabatch.cli.bench import require_folder_of
 from megabatch.cli.ranks import be_a_rank, start_ranks
 from megabatch.cli.words import Ranks, Words, split_words
 from megabatch.errors import UserError
@@ -33,8 +34,7 @@ def plan(
     from megabatch.train.preview import choose_ranks
 
     recipe, overrides = split_words(words)
-    if json and not json.absolute().parent.is_dir():
-        raise UserError(f"--json {json}: the folder {json.absolute().parent} does not exist; make it first")
+    require_folder_of(json)
     if Path(recipe).is_dir():
         report(read_plan(Path(recipe) / PLAN), json)
         return

@@ -84,13 +84,13 @@ class Engine:
         self.is_abandoned = False
         self.in_flight: Counter[str] = Counter()  # by lane
 
-    def start(self, lane: str, operation: str, *args: Any) -> "Flight":
+    def start(self, lane: str, operation: str, *args: Any) -> Flight:
         lane = lane if self.device.type == "cpu" else "scatter"
         work = getattr(self.lanes[lane], operation)(*args)
         self.in_flight[lane] += 1
         return Flight(lane, work)
 
-    def end(self, flight: "Flight") -> None:
+    def end(self, flight: Flight) -> None:
         """Waits for it, and looks up now and then whether anybody still wants it."""
         lane, work = flight
         while self.device.type == "cpu" and not work.is_completed():

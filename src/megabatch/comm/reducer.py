@@ -132,15 +132,14 @@ class Reducer:
     def steps_of(self, plan: Plan, num_elements: int) -> Steps:
         """This rank's part of the plan for a tensor of this size."""
         if (plan, num_elements) not in self.sizes:
-            network = [index for index, phase in enumerate(plan.phases) if phase.axis != "node"]
-            begin, end = (network[0], network[-1] + 1) if network else (len(plan.phases), len(plan.phases))
+            network = plan.network
             phases = list(zip(plan.phases, exchanges(plan, self.groups.topology, num_elements), strict=True))
-            parts = phases[:begin], phases[begin:end], phases[end:]
+            parts = phases[: network.start], phases[network], phases[network.stop :]
             before, crossing, after = (
                 [(phase, exchange) for phase, groups in part for exchange in groups if self.takes_part(exchange)]
                 for part in parts
             )
-            self.sizes[plan, num_elements] = Steps(before, crossing, after, crosses=bool(network))
+            self.sizes[plan, num_elements] = Steps(before, crossing, after, plan.crosses)
         return self.sizes[plan, num_elements]
 
     def takes_part(self, exchange: Exchange) -> bool:

@@ -25,8 +25,7 @@ PART_BYTES = 4 << 20  # of a bucket, at most, cross the network at a time
 
 def num_parts(plan: Plan, num_bytes: int) -> int:
     """Of a bucket: parts follow each other through the node and across the network.  One, if it does not cross."""
-    crosses = any(phase.axis != "node" for phase in plan.phases)
-    return max(1, math.ceil(num_bytes / PART_BYTES)) if crosses else 1
+    return max(1, math.ceil(num_bytes / PART_BYTES)) if plan.crosses else 1
 
 
 class Costs(NamedTuple):

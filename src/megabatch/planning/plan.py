@@ -62,6 +62,16 @@ class Plan(Struct, frozen=True):
     name: str
     phases: tuple[Phase, ...]
 
+    @property
+    def network(self) -> slice:
+        """The phases from the first that leaves the node to the last; empty, at the end, if none does."""
+        places = [index for index, phase in enumerate(self.phases) if phase.axis != "node"]
+        return slice(places[0], places[-1] + 1) if places else slice(len(self.phases), len(self.phases))
+
+    @property
+    def crosses(self) -> bool:
+        return bool(self.phases[self.network])
+
     def __str__(self) -> str:
         return f"{self.name}: " + (", ".join(map(str, self.phases)) or "nothing to exchange")
 

@@ -17,7 +17,7 @@ from msgspec import Struct
 from megabatch.planning.buckets import Gradient
 from megabatch.planning.cost import Link, bytes_crossing, phase_seconds
 from megabatch.planning.merging import merge
-from megabatch.planning.pipeline import Costs, Passage, num_parts, pass_through
+from megabatch.planning.pipeline import Costs, Passage, exposed_s, num_parts, pass_through
 from megabatch.planning.plan import Plan
 from megabatch.planning.topology import Axis, Topology
 
@@ -86,7 +86,7 @@ class Tuning(Struct, frozen=True, kw_only=True):
     @property
     def exposed_s(self) -> float:
         """How long a step waits for sums after backward."""
-        return max(0.0, self.predicted_s - self.backward_s)
+        return exposed_s(self.passages, self.backward_s)
 
     @property
     def bytes_crossing(self) -> list[int]:
@@ -117,13 +117,12 @@ def price(
 ) -> Costs:
     """Of a bucket alone.  Its parts follow each other through node and network, so what a part does in the node is
     hidden under the crossing of another, but for the first and the last."""
-    network = [index for index, phase in enumerate(plan.phases) if phase.axis != "node"]
     parts = num_parts(plan, num_elements * element_bytes)
     times_s = phase_seconds(plan, topology, -(-num_elements // parts), links, element_bytes)
-    if not network:
-        return Costs(sum(times_s), 0.0, 0.0, crosses=False)
-    begin, end = network[0], network[-1] + 1
-    before_s, crossing_s, after_s = sum(times_s[:begin]), sum(times_s[begin:end]), sum(times_s[end:])
+    network = plan.network
+    before_s, crossing_s, after_s = map(sum, (times_s[: network.start], times_s[network], times_s[network.stop :]))
+    if not plan.crosses:
+        return Costs(before_s, 0.0, 0.0, crosses=False)
     slowest_s = max(before_s + after_s, crossing_s)
     return Costs(before_s, crossing_s + (parts - 1) * slowest_s, after_s, crosses=True)
 
