@@ -1,9 +1,13 @@
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 
 from tests.ranks import RankPool
+
+hypothesis.settings.register_profile("untimed", deadline=None)  # no test asserts a wall-clock time
+hypothesis.settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

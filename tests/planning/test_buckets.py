@@ -1,7 +1,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,7 +28,6 @@ def caps_in_bytes(caps: list[float]) -> list[int]:
     return [int(cap * 1024 * 1024) for cap in caps]  # as DistributedDataParallel does
 
 
-@settings(deadline=None)
 @given(gradients=gradients_of(["float32", "bfloat16"]), threshold=thresholds)
 def test_every_gradient_is_in_one_bucket_of_its_type_and_no_bucket_could_take_more(
     gradients: list[Gradient], threshold: int
@@ -51,7 +50,6 @@ def test_a_gradient_above_the_threshold_goes_alone() -> None:
     assert fuse([Gradient(size, "float32") for size in sizes], 100) == [[0, 1], [2], [3, 4], [5]]
 
 
-@settings(deadline=None)
 @given(
     gradients=gradients_of(["float32", "bfloat16"]),
     caps_bytes=st.lists(st.integers(1, 400), min_size=1, max_size=6),
@@ -60,7 +58,6 @@ def test_the_rule_of_ddp_is_the_one_torch_has(gradients: list[Gradient], caps_by
     assert sorted(ddp_buckets(gradients, caps_bytes)) == assigned_by_torch(gradients, caps_bytes)
 
 
-@settings(deadline=None)
 @given(gradients=gradients_of(["float32"]), threshold=thresholds)
 def test_with_one_type_caps_give_exactly_the_fused_buckets(gradients: list[Gradient], threshold: int) -> None:
     buckets = fuse(gradients, threshold)
@@ -69,7 +66,6 @@ def test_with_one_type_caps_give_exactly_the_fused_buckets(gradients: list[Gradi
     assert assigned_by_torch(gradients, caps_in_bytes(caps)) == buckets
 
 
-@settings(deadline=None)
 @given(gradients=gradients_of(["float32", "bfloat16"]), threshold=thresholds)
 def test_with_several_types_caps_are_exact_or_there_are_none(gradients: list[Gradient], threshold: int) -> None:
     buckets = fuse(gradients, threshold)

@@ -23,7 +23,7 @@ def some(plan: Plan | None) -> Plan:
     return plan
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(topology=topologies(), num_elements=element_counts(), dtype=st.sampled_from([torch.float32, torch.float64]))
 def test_bytes_sent_are_those_that_travel(topology: Topology, num_elements: int, dtype: torch.dtype) -> None:
     inputs = [torch.zeros(num_elements, dtype=dtype)] * topology.num_ranks
@@ -34,7 +34,7 @@ def test_bytes_sent_are_those_that_travel(topology: Topology, num_elements: int,
             assert bytes_sent(plan, topology, num_elements, rank, dtype.itemsize) == from_rank, (plan, rank)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(topology=topologies(), num_elements=element_counts(), dtype=st.sampled_from([torch.float32, torch.float64]))
 def test_bytes_crossing_are_those_that_travel_between_nodes(
     topology: Topology, num_elements: int, dtype: torch.dtype
@@ -51,7 +51,6 @@ def test_bytes_crossing_are_those_that_travel_between_nodes(
         assert bytes_crossing(plan, topology, num_elements, dtype.itemsize) == crossing, plan
 
 
-@settings(deadline=None)
 @given(topology=topologies(), num_elements=element_counts())
 def test_the_engines_ring_crosses_where_the_next_rank_is_in_another_node(topology: Topology, num_elements: int) -> None:
     """Each member sends 2S(p-1)/p to its successor; unequal slices make a difference of two blocks at most."""
@@ -73,7 +72,6 @@ def test_two_hosts_of_two_ranks_send_half_as_much_again_through_a_ring() -> None
     assert bytes_crossing(some(flat(topology, "bf16")), topology, 6400) == [size // 2 + size * 3 // 8] * 2
 
 
-@settings(deadline=None)
 @given(nodes=counts, ranks=counts)
 def test_flat_takes_2p_minus_2_steps_and_hierarchical_4k_minus_4_and_2_per_other_node(nodes: int, ranks: int) -> None:
     topology, p, k = regular(nodes, ranks), nodes * ranks, ranks
@@ -89,7 +87,7 @@ def test_1024_ranks_in_groups_of_16_take_186_steps_instead_of_2046() -> None:
     assert steps(some(hierarchical(topology, "fp32")), topology) == 186
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(nodes=counts, ranks=counts, blocks=st.integers(1, 100))
 def test_seconds_are_the_known_formulas_when_slices_are_equal(nodes: int, ranks: int, blocks: int) -> None:
     topology, p = regular(nodes, ranks), nodes * ranks
@@ -118,7 +116,6 @@ def test_seconds_are_the_known_formulas_when_slices_are_equal(nodes: int, ranks:
             assert found == pytest.approx(expected[name], rel=1e-9), name
 
 
-@settings(deadline=None)
 @given(topology=topologies(), num_elements=element_counts())
 def test_seconds_are_those_of_the_phases_one_after_another(topology: Topology, num_elements: int) -> None:
     for _, plan in plans(topology):
@@ -127,7 +124,6 @@ def test_seconds_are_those_of_the_phases_one_after_another(topology: Topology, n
         assert seconds(plan, topology, num_elements, LINKS) == sum(phases)
 
 
-@settings(deadline=None)
 @given(topology=topologies(), num_elements=element_counts())
 def test_no_rank_sends_faster_than_its_links(topology: Topology, num_elements: int) -> None:
     per_byte: dict[Axis, Link] = dict.fromkeys(LINKS, Link(0.0, 1.0, 0.0))

@@ -94,7 +94,7 @@ def every_end(step: Step, price: Price, is_allowed: Callable[[list[int], int], b
                 yield end_s(ready_s, costs), len(buckets)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     step=st.one_of(steps("a", 6), steps("ab", 5)),
     price=prices,
@@ -117,14 +117,13 @@ def test_of_all_cuts_and_all_plans_it_is_the_fewest_buckets_with_the_least_end(
     assert (end_of(merged), len(merged)) == min((end, num) for end, num in ends if num == fewest)
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(step=steps("a", 7), seed=st.integers(0, 2**31))
 def test_a_choice_of_two_plans_for_seven_gradients_is_the_best_too(step: Step, seed: int) -> None:
     price = any_price(seed, 2)
     assert end_of(merge(*step, price, **EXACT)) == min(every_end(step, price, lambda *_: True))[0]
 
 
-@settings(deadline=None)
 @given(step=steps("abc", 30, most_bytes=40), price=prices, limit_bytes=st.none() | st.integers(1, 100))
 def test_every_gradient_is_in_one_bucket_of_its_type_in_order_and_within_the_limit(
     step: Step, price: Price, limit_bytes: int | None
@@ -144,7 +143,6 @@ def test_every_gradient_is_in_one_bucket_of_its_type_in_order_and_within_the_lim
         assert [index for bucket in of_type for index in bucket.gradients] == in_order
 
 
-@settings(deadline=None)
 @given(
     step=steps("a", 12, most_bytes=40 * MIB),
     options=st.lists(
@@ -161,7 +159,6 @@ def test_it_is_never_later_than_a_rule_of_thumb(step: Step, options: list[tuple[
             assert found_s <= end_s([step.ready_s[bucket[-1]] for bucket in buckets], costs) * (1 + 1e-9)
 
 
-@settings(deadline=None)
 @given(step=steps("a", 10))
 def test_without_latency_it_ends_as_if_every_gradient_went_alone(step: Step) -> None:
     price = linear_price((0.0, 2.0, 0.0))
@@ -175,7 +172,6 @@ def test_what_has_crossed_under_backward_travels_together_and_the_last_gradient_
     assert [bucket.gradients for bucket in merged] == [[0, 1, 2, 3, 4, 5, 6], [7]]
 
 
-@settings(deadline=None)
 @given(step=steps("a", 12))
 def test_with_a_huge_latency_there_is_one_bucket(step: Step) -> None:
     assert len(merge(*step, linear_price((1e6, 1.0, 1.0), (2e6, 0.5, 0.5)))) == 1

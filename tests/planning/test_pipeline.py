@@ -6,7 +6,7 @@ from itertools import pairwise
 from unittest.mock import patch
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megabatch.comm import reducer
@@ -109,7 +109,6 @@ def is_a_step(costs: list[Costs]) -> bool:
     return costs[-1].crosses or not any(cost.after_s for cost in costs)
 
 
-@settings(deadline=None)
 @given(buckets=buckets)
 def test_the_prediction_is_what_the_threads_of_the_reducer_do(buckets: list[tuple[float, Costs]]) -> None:
     """Of buckets of one part each, with one of them ahead."""

@@ -24,7 +24,7 @@ def are_the_same_bits(tensors: list[torch.Tensor]) -> bool:
     return all(torch.equal(tensor.view(torch.uint8), tensors[0].view(torch.uint8)) for tensor in tensors)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(topology=topologies(), num_elements=element_counts(), seed=seeds, scale=scales, dtype=dtypes)
 def test_every_plan_sums_identically_on_all_ranks_within_the_bound_of_its_wire(
     topology: Topology, num_elements: int, seed: int, scale: float, dtype: torch.dtype
@@ -40,7 +40,7 @@ def test_every_plan_sums_identically_on_all_ranks_within_the_bound_of_its_wire(
         assert (errors <= torch.tensor(bounds, dtype=torch.float64)).all(), plan
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(topology=topologies(), num_elements=element_counts(), seed=seeds)
 def test_whole_numbers_that_every_wire_holds_are_summed_exactly(
     topology: Topology, num_elements: int, seed: int
@@ -51,7 +51,7 @@ def test_whole_numbers_that_every_wire_holds_are_summed_exactly(
         assert torch.equal(Oracle(plan, topology, inputs).tensors[0], torch.stack(inputs).sum(dim=0)), plan
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(topology=topologies(), num_elements=element_counts(), seed=seeds)
 def test_the_fp32_wire_leaves_a_float64_tensor_its_precision(topology: Topology, num_elements: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -61,7 +61,7 @@ def test_the_fp32_wire_leaves_a_float64_tensor_its_precision(topology: Topology,
             assert torch.equal(Oracle(plan, topology, inputs).tensors[0], torch.stack(inputs).sum(dim=0)), plan
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(topology=topologies(), seed=seeds)
 def test_what_a_16_bit_wire_brought_is_a_16_bit_number_on_every_rank(topology: Topology, seed: int) -> None:
     inputs = [tensor.float() for tensor in contributions(topology, 37, seed)]

@@ -13,7 +13,7 @@ from megabatch.planning.cost import Link, Timing, fit_link, group_seconds, secon
 from megabatch.planning.pipeline import PART_BYTES, pass_through
 from megabatch.planning.plan import Phase, Plan, Wire
 from megabatch.planning.topology import Axis, regular
-from megabatch.planning.tuning import CLOSE, Tuning, choose, close_calls, confirm, drift, price, with_measurements
+from megabatch.planning.tuning import CLOSE, Tuning, choose, confirm, drift, open_questions, price, with_measurements
 
 TOPOLOGY = regular(2, 2)
 # One connection between masters starts sooner than two across, which carry more together.
@@ -118,7 +118,7 @@ def test_every_gradient_is_in_one_bucket_and_no_plan_has_another_wire(found: lis
 def test_what_comes_close_is_measured_and_the_measurement_decides() -> None:
     tuning = tune([Gradient(300 << 10, "torch.float32")], [0.0])
     predicted_s = [candidate.predicted_s for candidate in tuning.buckets[0].candidates]
-    calls = close_calls(tuning)
+    calls = open_questions(tuning)
     assert calls == [(0, place) for place, s in enumerate(predicted_s) if s <= CLOSE * min(predicted_s)]
     assert len(calls) > 1
     for winner in calls:
@@ -132,8 +132,22 @@ def test_what_comes_close_is_measured_and_the_measurement_decides() -> None:
 def test_a_forced_algorithm_is_the_reason() -> None:
     tuning = choose(["w"], [LARGE], [0.0], plans()[:1], TOPOLOGY, LINKS, forced="comm.algorithm=flat")
     assert tuning.buckets[0].reason == "comm.algorithm=flat"
-    assert close_calls(tuning) == []
-    assert confirm(tuning) == tuning
+    assert confirm(with_measurements(tuning, {(0, 0): 0.1})).buckets[0].reason == "comm.algorithm=flat"
+
+
+def test_what_crosses_alone_is_measured_for_the_prediction_and_stays_the_choice() -> None:
+    crossing = choose(["w"], [LARGE], [0.0], plans()[:1], TOPOLOGY, LINKS)
+    assert open_questions(crossing) == [(0, 0)]
+    links = {**LINKS, "all": Link(2e-3, 1e-6, 0.0), "masters": Link(5e-4, 1e-6, 0.0)}
+    apart = choose(["w"], [Gradient(64 * MIB, "torch.float32")], [0.0], plans(), TOPOLOGY, links)
+    questions = open_questions(apart)
+    assert questions == [(0, apart.buckets[0].chosen)]
+    measured = confirm(with_measurements(apart, {questions[0]: 3.0}))
+    assert measured.buckets[0].plan == apart.buckets[0].plan
+    assert measured.predicted_s == pytest.approx(3.0)
+    within = regular(1, 2)
+    in_node = choose(["w"], [LARGE], [0.0], [ALGORITHMS["torus"](within, "fp32")], within, LINKS)
+    assert open_questions(in_node) == []
 
 
 def test_a_tuning_survives_its_file() -> None:

@@ -19,10 +19,10 @@ from megabatch.planning.buckets import MIB, Gradient, ddp_buckets, ddp_caps, fus
 from megabatch.planning.pipeline import PART_BYTES
 from megabatch.planning.plan import Plan
 from megabatch.planning.topology import Axis
-from megabatch.planning.tuning import Tuning, choose, close_calls, confirm, drift, price, with_measurements
+from megabatch.planning.tuning import Tuning, choose, confirm, drift, open_questions, price, with_measurements
 
 IN_NODE_MB = 25.0  # fusion where nothing crosses a network: sums need the cores that backward needs, early or late
-MEASURED_ELEMENTS = 4 * MIB  # a larger bucket is measured at this size: its parts follow each other like these
+MEASURED_ELEMENTS = 16 * MIB  # a larger bucket is measured at this size: its parts follow each other like these
 MEASURED_ROUNDS = 3
 
 
@@ -51,7 +51,7 @@ def tune(reducer: Reducer, plans: Sequence[Plan], backward: Backward, settings: 
         tuning, caps_mb = choose_for(cut=ddp_buckets(gradients, [largest])), [largest / MIB]
     tuning = msgspec.structs.replace(tuning, caps_mb=caps_mb)
     tuning = share(tuning, groups.parent)
-    return share(confirm(measure(reducer, tuning, close_calls(tuning))), groups.parent)
+    return share(confirm(measure(reducer, tuning, open_questions(tuning))), groups.parent)
 
 
 def places(tuning: Tuning, backward: Backward) -> list[list[int]]:

@@ -165,14 +165,17 @@ def choose(
     return Tuning(topology=topology, links=links, backward_s=max(ready_s, default=0.0), buckets=buckets)
 
 
-def close_calls(tuning: Tuning) -> list[tuple[int, int]]:
-    """Buckets and candidates that should be measured: prices do not tell them apart."""
-    calls = []
+def open_questions(tuning: Tuning) -> list[tuple[int, int]]:
+    """Buckets and candidates that should be measured: those that prices do not tell apart; and what crosses a network
+    alone, since prices do not know what happens when cores are short."""
+    questions = []
     for index, bucket in enumerate(tuning.buckets):
         least_s = min(candidate.predicted_s for candidate in bucket.candidates)
         close = [i for i, candidate in enumerate(bucket.candidates) if candidate.predicted_s <= CLOSE * least_s]
-        calls += [(index, candidate) for candidate in close if len(close) > 1]
-    return calls
+        if len(close) == 1:
+            close = [bucket.chosen] if bucket.plan.crosses else []
+        questions += [(index, place) for place in close]
+    return questions
 
 
 def with_measurements(tuning: Tuning, measured_s: Mapping[tuple[int, int], float]) -> Tuning:
@@ -188,9 +191,9 @@ def with_measurements(tuning: Tuning, measured_s: Mapping[tuple[int, int], float
 
 
 def confirm(tuning: Tuning) -> Tuning:
-    """Decides again, where something has been measured."""
+    """Decides again, where several have been measured."""
     buckets = [
-        decide(bucket, bucket.reason) if any(c.measured_s is not None for c in bucket.candidates) else bucket
+        decide(bucket, bucket.reason) if sum(c.measured_s is not None for c in bucket.candidates) > 1 else bucket
         for bucket in tuning.buckets
     ]
     return msgspec.structs.replace(tuning, buckets=buckets)
