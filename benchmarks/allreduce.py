@@ -78,10 +78,10 @@ def run_rank(place: Place, notices: Notices, rounds: int, sizes: Sequence[int], 
         store = dist.PrefixStore("bench", dist.distributed_c10d._get_default_store())
         with SharedMemory(store, place.rank, place.num_ranks) as memory:
             rows = [measure(size, rounds, world, memory, mpi_or_none) for size in sizes]
-    if place.rank == 0:
-        print_lines([line(row) for row in rows])
-        print_lines([summary for name, ends in CLASSES.items() for summary in summarise(name, ends, rows)])
-        write(rows, json_file)
+        if place.rank == 0:  # before MPI is left: then mpiexec may end, with 0, and this rank with it
+            print_lines([line(row) for row in rows])
+            print_lines([summary for name, ends in CLASSES.items() for summary in summarise(name, ends, rows)])
+            write(rows, json_file)
     return 0
 
 
