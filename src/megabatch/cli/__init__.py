@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from megabatch import __version__
-from megabatch.cli import bench, doctor, evaluate, pack, plan, recipes, runs, show, train
+from megabatch.cli import bench, doctor, evaluate, pack, plan, recipes, runs, show, study, train
 from megabatch.errors import UserError
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app.command()(doctor.doctor)
 app.command()(runs.runs)
 app.command()(pack.pack)
 app.add_typer(bench.app, name="bench")
+app.add_typer(study.app, name="study")
 
 
 def print_version(wanted: bool) -> None:

@@ -20,7 +20,7 @@ import torch
 from megabatch import __version__
 from megabatch.config import RunConfig
 from megabatch.errors import UserError
-from megabatch.train.records import Record, Summary
+from megabatch.train.records import EvaluationRecord, Record, Summary
 
 LOCK = ".lock"
 PLAN = "plan.json"  # planning.tuning.Tuning
@@ -130,6 +130,12 @@ def is_held(path: Path) -> bool:
         except BlockingIOError:
             return True
     return False
+
+
+def read_evaluations(folder: Path) -> list[EvaluationRecord]:
+    """Those of a run so far, in order."""
+    with (folder / "metrics.jsonl").open("rb") as rows:
+        return [msgspec.json.decode(row, type=EvaluationRecord) for row in rows if b'"top1"' in row]
 
 
 def length_up_to(rows: Path, step: int) -> int:
