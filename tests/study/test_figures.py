@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megabatch.errors import UserError
 from megabatch.study.drawing import spread_apart
 from megabatch.study.evidence import Arm, Curve
-from megabatch.study.figures import accuracy_limits, draw_figures, focus, mean_curve, shared_points
+from megabatch.study.figures import Drawing, accuracy_limits, draw_figures, focus, mean_curve, shared_points
 from tests.study.made_up import BASELINE, TRIAL, arm, pair, study
 
 MADE = study(
@@ -27,8 +27,12 @@ def texts(svg: str) -> str:
     return "\n".join("".join(node.itertext()) for node in ElementTree.fromstring(svg).iter() if "text" in node.tag)
 
 
-def test_every_figure_is_xml_and_names_each_arm_that_it_shows() -> None:
-    drawings = draw_figures(MADE)
+@pytest.fixture(scope="module")
+def drawings() -> list[Drawing]:
+    return draw_figures(MADE)
+
+
+def test_every_figure_is_xml_and_names_each_arm_that_it_shows(drawings: list[Drawing]) -> None:
     assert [drawing.name for drawing in drawings] == ["accuracy", "search", "curves", "variance-of-pool5s-output"]
     for drawing in drawings:
         for name in (BASELINE, TRIAL, "costs $5 & <more>"):
@@ -37,20 +41,19 @@ def test_every_figure_is_xml_and_names_each_arm_that_it_shows() -> None:
     assert "not run" in texts(drawings[0].svg)
 
 
-def test_the_same_study_gives_the_same_bytes_whatever_the_user_has_set() -> None:
+def test_the_same_study_gives_the_same_bytes_whatever_the_user_has_set(drawings: list[Drawing]) -> None:
     import matplotlib
 
-    before = draw_figures(MADE)
     with matplotlib.rc_context({"font.size": 20, "svg.fonttype": "path", "svg.hashsalt": None}):
-        assert draw_figures(MADE) == before
+        assert draw_figures(MADE) == drawings
         assert matplotlib.rcParams["font.size"] == 20
-    assert "<dc:date>" not in before[0].svg
+    assert "<dc:date>" not in drawings[0].svg
 
 
 def test_a_study_of_diverged_seeds_alone_can_be_drawn() -> None:
     lost = Arm(name="lost", about="", settings={}, rate=None, tuned=[(1.0, None)])
     drawings = draw_figures(study([arm(BASELINE, [None, None]), lost]))
-    assert "2 of 2 diverged" in texts(drawings[0].svg) and "diverged at all 1 rates" in texts(drawings[0].svg)
+    assert "2 of 2 diverged" in texts(drawings[0].svg) and "diverged at every rate" in texts(drawings[0].svg)
 
 
 def test_figures_without_values_are_left_out() -> None:
@@ -93,4 +96,6 @@ def test_an_axis_is_not_stretched_by_what_lies_far_below_the_best() -> None:
     assert 92 < low < 92.9 and 93.1 < high < 94
     low, high = accuracy_limits(pair([0.93, 0.90], [0.92, 0.92]))  # two seeds: t is 12.7
     assert low < 90 and 93 < high < 98.5
-    assert focus([10.0, 50.0, 90.0, 93.0], results=[93.0, 92.0], context=3.0) == pytest.approx((89.85, 93.15))
+    values, results = [10.0, 50.0, 90.0, 93.0], [93.0, 92.0, 50.0]
+    assert focus(values, results, most=15.0, context=3.0) == pytest.approx((89.85, 93.15))
+    assert focus(values, results, most=50.0, context=3.0) == pytest.approx((47.85, 95.15))

@@ -1,6 +1,7 @@
 """How figures look: SVG whose text stays text, on white, and whose bytes depend on what is drawn alone.
 
-Colours are those of Okabe and Ito 2008, which the colour-blind tell apart; yellow is left out, as faint on white.
+Colours are those of Okabe and Ito 2008, which the colour-blind tell apart; grey in place of yellow, which is faint on
+white.
 """
 
 import io
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#999999")
 DASHES = ("-", "--", ":")  # for more arms than colours
 GREY, INK = "#767676", "#222222"
 STYLE: dict[Any, Any] = {

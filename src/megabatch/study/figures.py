@@ -24,9 +24,8 @@ PLOT_HEIGHT_INCHES = 3.6
 ROW_INCHES = 0.42
 # What lies further below the best is marked at the edge of the axis: to scale, it would press all others together.
 ACCURACY_POINTS = 5.0
-MOST_POINTS = 40.0
-SEARCH_CONTEXT_POINTS = 3.0  # below the best rate of the worst arm
-CURVE_CONTEXT_POINTS = 10.0  # below where the worst arm ends
+SEARCH_POINTS, SEARCH_CONTEXT_POINTS = 15.0, 3.0  # context: below the best rate of the worst arm that is shown
+CURVE_POINTS, CURVE_CONTEXT_POINTS = 40.0, 10.0  # context: below the end of the worst arm that is shown
 LOG_RATIO = 20.0  # values that differ more are drawn on a logarithmic axis
 
 
@@ -65,16 +64,17 @@ def draw_accuracy(study: Study, figure: "Figure") -> None:
     if (spread := top1_spread(baseline)) and spread.interval:
         axes.axvspan(spread.interval.low, spread.interval.high, color="#000000", alpha=0.08, lw=0)
     for row, arm in enumerate(arms):
-        color, values = color_of(row), percents(arm)
+        color, values = color_of(row), sorted(percents(arm))
         shown, beyond = [v for v in values if v >= low], [v for v in values if v < low]
-        axes.plot(shown, [row + 0.18] * len(shown), "o", color=color, ms=5, mec="white", mew=0.6, alpha=0.75)
+        heights = [row + (0.12, 0.26)[place % 2] for place in range(len(shown))]  # neighbours do not hide each other
+        axes.plot(shown, heights, "o", color=color, ms=5, mec="white", mew=0.6, alpha=0.75)
         if spread := top1_spread(arm):
             if spread.interval:
                 axes.plot([spread.interval.low, spread.interval.high], [row - 0.12] * 2, color=color, lw=2)
             axes.plot([spread.mean] * 2, [row - 0.28, row + 0.04], color=color, lw=2)
         if beyond:
             axes.plot([low], [row], "<", color=color, ms=6, clip_on=False)
-            axes.text(0.03, row, " ".join(f"{value:.1f}" for value in sorted(beyond)), **beside)
+            axes.text(0.03, row, " ".join(f"{value:.1f}" for value in beyond), **beside)
         axes.text(1.02, row, beside_row(arm, baseline), **beside)
     for bar in study.bars:
         row = arms.index(study.arm(bar.arm))
@@ -111,7 +111,7 @@ def draw_search(study: Study, figure: "Figure") -> None:
     tried = {arm.name: [(rate, 100 * top1) for rate, top1 in arm.tuned if top1 is not None] for arm in study.arms}
     bests = [max(percent for _, percent in line) for line in tried.values() if line]
     found = [percent for line in tried.values() for _, percent in line]
-    low, high = focus(found, bests, SEARCH_CONTEXT_POINTS)
+    low, high = focus(found, bests, SEARCH_POINTS, SEARCH_CONTEXT_POINTS)
     lane = 0.055 * (high - low)
     num_lanes = 0
     for index, arm in enumerate(study.arms):
@@ -145,7 +145,7 @@ def draw_learning_curves(study: Study, figure: "Figure") -> None:
     curves = [[scaled(run.curve, 100) for run in arm.runs] for arm in study.arms]
     found = [y for arm_curves in curves for curve in arm_curves for _, y in curve if y is not None]
     results = [value for arm in study.arms for value in percents(arm)]
-    axes.set_ylim(*focus(found, results, CURVE_CONTEXT_POINTS))
+    axes.set_ylim(*focus(found, results, CURVE_POINTS, CURVE_CONTEXT_POINTS))
     draw_curves(axes, study.arms, curves, with_range=False)
     axes.set_ylabel("top-1, %")
 
@@ -217,9 +217,10 @@ def scaled(curve: Curve, factor: float) -> Curve:
     return [(x, None if y is None else y * factor) for x, y in curve]
 
 
-def focus(values: Sequence[float], results: Sequence[float], context: float) -> tuple[float, float]:
-    """An axis on the results and a little below them; what lies far below the best result stays outside."""
-    lowest = max(min(results, default=0.0) - context, max(results, default=0.0) - MOST_POINTS)
+def focus(values: Sequence[float], results: Sequence[float], most: float, context: float) -> tuple[float, float]:
+    """An axis on the results that lie within `most` of the best, and on what lies up to `context` below them."""
+    floor = max(results, default=0.0) - most
+    lowest = min((result for result in results if result >= floor), default=0.0) - context
     return with_margin([value for value in values if value >= lowest])
 
 

@@ -26,7 +26,6 @@ NOTE = (
     "about other seeds, not other test images. A gap counts points below the baseline, so that a negative one lies "
     "above it. An arm with a diverged seed has no mean."
 )
-MARKS = {True: "Holds", False: "Does not hold", None: "Not known"}
 
 
 def write_study(study: Study, folder: Path) -> list[Path]:
@@ -88,8 +87,7 @@ def page(study: Study, drawings: Sequence[Drawing]) -> str:
 
 def answers(study: Study) -> str:
     """Each bar: whether it holds, and by what."""
-    verdicts = [judge(study, bar) for bar in study.bars]
-    return bullets([f"**{MARKS[verdict.holds]}.** {verdict.text}." for verdict in verdicts])
+    return bullets([f"{judge(study, bar).text}." for bar in study.bars])
 
 
 def accuracy_table(study: Study) -> str:

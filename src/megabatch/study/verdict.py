@@ -63,7 +63,7 @@ def divergence(arm: Arm) -> str:
     """How many seeds diverged; if there are none, what became of the search."""
     if arm.runs:
         return f"{arm.num_diverged} of {len(arm.runs)} diverged"
-    return f"diverged at all {len(arm.tuned)} rates" if has_diverged(arm) else "not run"
+    return "diverged at every rate" if has_diverged(arm) else "not run"
 
 
 def gap_words(found: Gap) -> str:
