@@ -51,7 +51,7 @@ def run_study(design: "Design", folder: Path | None, out: Path, jobs: int | None
     from functools import partial
 
     from megabatch.study.conduct import conduct
-    from megabatch.study.figures import require_matplotlib
+    from megabatch.study.drawing import require_matplotlib
     from megabatch.study.page import write_study
     from megabatch.study.screen import StudyScreen
     from megabatch.study.trials import choose_jobs, run_trials
