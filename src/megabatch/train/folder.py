@@ -99,8 +99,8 @@ def append_to_log(folder: Path, text: str) -> None:
         file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text.rstrip()}\n")
 
 
-def hold(path: Path) -> TextIO:
-    """Takes the folder for this process."""
+def hold(path: Path, setting: str = "run.dir") -> TextIO:
+    """Takes the folder for this process; `setting` is what a user gives it by."""
     file = (path / LOCK).open("a+")
     for attempt in range(10):
         try:
@@ -114,7 +114,7 @@ def hold(path: Path) -> TextIO:
             holder = file.read().strip()
             file.close()
             raise UserError(
-                f"run.dir={str(path)!r} is in use by process {holder}; wait for it, or give another run.dir"
+                f"{setting}={str(path)!r} is in use by process {holder}; wait for it, or give another {setting}"
             ) from None
     file.truncate(0)
     file.write(str(os.getpid()))
