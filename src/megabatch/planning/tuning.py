@@ -22,6 +22,7 @@ from megabatch.planning.plan import Plan
 from megabatch.planning.topology import Axis, Topology
 
 CLOSE = 1.3  # plans whose price is within this factor of the least are measured
+SAME = 1.15  # times on a busy machine differ by so much without a reason
 ELEMENT_BYTES = {"torch.float64": 8, "torch.float32": 4, "torch.bfloat16": 2, "torch.float16": 2}
 
 
@@ -35,6 +36,10 @@ class Candidate(Struct, frozen=True):
     @property
     def predicted_s(self) -> float:
         return self.costs.before_s + self.costs.crossing_s + self.costs.after_s
+
+    @property
+    def expected_s(self) -> float:
+        return self.predicted_s if self.measured_s is None else self.measured_s
 
     @property
     def expected_costs(self) -> Costs:
@@ -191,12 +196,25 @@ def with_measurements(tuning: Tuning, measured_s: Mapping[tuple[int, int], float
 
 
 def confirm(tuning: Tuning) -> Tuning:
-    """Decides again, where several have been measured."""
+    """Decides again, where several have been measured; of those that are as fast, all buckets take the same."""
     buckets = [
         decide(bucket, bucket.reason) if sum(c.measured_s is not None for c in bucket.candidates) > 1 else bucket
         for bucket in tuning.buckets
     ]
-    return msgspec.structs.replace(tuning, buckets=buckets)
+    places = range(len(buckets[0].candidates)) if buckets else ()
+    common = min(places, key=lambda place: sum(bucket.candidates[place].expected_s for bucket in buckets), default=0)
+    return msgspec.structs.replace(tuning, buckets=[prefer(common, bucket) for bucket in buckets])
+
+
+def prefer(place: int, bucket: Bucket) -> Bucket:
+    """With this candidate, if it is as fast: two plans would have twice the connections to keep busy."""
+    best_s, other_s = bucket.candidate.measured_s, bucket.candidates[place].measured_s
+    if place == bucket.chosen or best_s is None or other_s is None or other_s > SAME * best_s:
+        return bucket
+    ahead = f"{bucket.plan.name} was {100 * (other_s / best_s - 1):.0f} % ahead"
+    return msgspec.structs.replace(
+        bucket, chosen=place, reason=f"close in price, measured: {ahead}, but over all buckets this one is"
+    )
 
 
 def decide(bucket: Bucket, reason: str, option: int | None = None) -> Bucket:
