@@ -9,6 +9,7 @@ The precision of the wire is part of every plan and never chosen here: it would 
 """
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -36,10 +37,6 @@ class Candidate(Struct, frozen=True):
     @property
     def predicted_s(self) -> float:
         return self.costs.before_s + self.costs.crossing_s + self.costs.after_s
-
-    @property
-    def expected_s(self) -> float:
-        return self.predicted_s if self.measured_s is None else self.measured_s
 
     @property
     def expected_costs(self) -> Costs:
@@ -201,15 +198,22 @@ def confirm(tuning: Tuning) -> Tuning:
         decide(bucket, bucket.reason) if sum(c.measured_s is not None for c in bucket.candidates) > 1 else bucket
         for bucket in tuning.buckets
     ]
-    places = range(len(buckets[0].candidates)) if buckets else ()
-    common = min(places, key=lambda place: sum(bucket.candidates[place].expected_s for bucket in buckets), default=0)
+    measured = [bucket for bucket in buckets if bucket.candidate.measured_s is not None]
+    places = range(len(measured[0].candidates)) if measured else ()
+    common = min(places, key=lambda place: sum(seconds_measured(bucket, place) for bucket in measured), default=0)
     return msgspec.structs.replace(tuning, buckets=[prefer(common, bucket) for bucket in buckets])
+
+
+def seconds_measured(bucket: Bucket, place: int) -> float:
+    """Of a candidate that was too dear to be measured, infinite."""
+    measured_s = bucket.candidates[place].measured_s
+    return math.inf if measured_s is None else measured_s
 
 
 def prefer(place: int, bucket: Bucket) -> Bucket:
     """With this candidate, if it is as fast: two plans would have twice the connections to keep busy."""
-    best_s, other_s = bucket.candidate.measured_s, bucket.candidates[place].measured_s
-    if place == bucket.chosen or best_s is None or other_s is None or other_s > SAME * best_s:
+    best_s, other_s = (seconds_measured(bucket, which) for which in (bucket.chosen, place))
+    if place == bucket.chosen or math.inf in (best_s, other_s) or other_s > SAME * best_s:
         return bucket
     ahead = f"{bucket.plan.name} was {100 * (other_s / best_s - 1):.0f} % ahead"
     return msgspec.structs.replace(
