@@ -129,6 +129,18 @@ def test_what_comes_close_is_measured_and_the_measurement_decides() -> None:
         assert confirm(measured).predicted_s == pytest.approx(0.1)
 
 
+def test_of_plans_that_are_as_fast_all_buckets_take_the_same() -> None:
+    tuning = tune([LARGE, LARGE], [0.0, 0.0], cut=[[0], [1]])
+    here, there = 1, 2
+
+    def chosen(second_s: float) -> list[int]:
+        measured_s = {(0, here): 1.0, (0, there): second_s, (1, here): 1.4, (1, there): 1.0}
+        return [bucket.chosen for bucket in confirm(with_measurements(tuning, measured_s)).buckets]
+
+    assert chosen(1.1) == [there, there]
+    assert chosen(1.3) == [here, there]
+
+
 def test_a_forced_algorithm_is_the_reason() -> None:
     tuning = choose(["w"], [LARGE], [0.0], plans()[:1], TOPOLOGY, LINKS, forced="comm.algorithm=flat")
     assert tuning.buckets[0].reason == "comm.algorithm=flat"

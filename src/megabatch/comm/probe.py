@@ -85,14 +85,7 @@ def time_sums(reducer: Reducer, axis: Axis, wire: Wire, num_elements: int) -> fl
     return time_plan(reducer, plan, num_elements, STREAM) / STREAM
 
 
-def time_plan(
-    reducer: Reducer,
-    plan: Plan,
-    num_elements: int,
-    count: int = 1,
-    rounds: int = ROUNDS,
-    dtype: torch.dtype = torch.float32,
-) -> float:
+def time_plan(reducer: Reducer, plan: Plan, num_elements: int, count: int, dtype: torch.dtype = torch.float32) -> float:
     """Seconds of `count` sums, one behind another."""
     tensors = [torch.zeros(num_elements, dtype=dtype, device=reducer.groups.device) for _ in range(count)]
 
@@ -107,17 +100,17 @@ def time_plan(
         if reducer.error:
             raise reducer.error
 
-    taken_s = slowest_s(reducer, sum_all, rounds)
+    taken_s = slowest_s(reducer, sum_all)
     for place in range(count):  # room in shared memory for buckets
         reducer.buffers.pop(FIRST_KEY - place, None)
     return taken_s
 
 
-def slowest_s(reducer: Reducer, action: Callable[[], object], rounds: int = ROUNDS) -> float:
+def slowest_s(reducer: Reducer, action: Callable[[], object]) -> float:
     """The median over rounds of the slowest rank's seconds, after one that only warms up."""
     device, parent = reducer.groups.device, reducer.groups.parent
     times_s = []
-    for _ in range(rounds + 1):
+    for _ in range(ROUNDS + 1):
         dist.barrier(group=parent)
         began_s = time.perf_counter()
         action()

@@ -23,7 +23,6 @@ from megabatch.planning.tuning import Tuning, choose, confirm, drift, open_quest
 
 IN_NODE_MB = 25.0  # fusion where nothing crosses a network: sums need the cores that backward needs, early or late
 MEASURED_ELEMENTS = 16 * MIB  # a larger bucket is measured at this size: its parts follow each other like these
-MEASURED_ROUNDS = 3
 
 
 class Backward(NamedTuple):
@@ -73,7 +72,7 @@ def measure(reducer: Reducer, tuning: Tuning, calls: Iterable[tuple[int, int]]) 
             dtype = getattr(torch, bucket.dtype.removeprefix("torch."))
             # Small ones in a row: ranks do not begin one at quite the same time.
             count = 1 if dtype.itemsize * num_elements > PART_BYTES else STREAM
-            taken_s = time_plan(reducer, plan, num_elements, count, MEASURED_ROUNDS, dtype)
+            taken_s = time_plan(reducer, plan, num_elements, count, dtype)
             known[plan, num_elements, bucket.dtype] = taken_s / count
         # A larger bucket fills and empties the pipeline no more often: scaled as its price is.
         element_bytes = bucket.num_bytes // bucket.num_elements
