@@ -61,9 +61,9 @@ def lr_range(
 def tabulate(results: "dict[float, Summary]") -> "Table":
     from rich.table import Table
 
-    from megabatch.study.lr_range import scores_of
     from megabatch.study.screen import show_duration
     from megabatch.study.search import best_rate
+    from megabatch.study.trials import scores_of
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("rate", "held-out top-1", "loss", "time"):

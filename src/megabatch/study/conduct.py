@@ -15,13 +15,13 @@ from megabatch.comm.discover import cpu_name, usable_cores
 from megabatch.study.design import ArmDesign, Design
 from megabatch.study.evidence import Arm, Curve, SeedRun, Study
 from megabatch.study.search import best_rate, next_rates
-from megabatch.study.trials import Trial
+from megabatch.study.trials import Trial, score_of, scores_of
 from megabatch.train.folder import read_evaluations
 from megabatch.train.records import Summary
 
 SEARCH_SEED = 1_000  # none of those that count
 Run = Callable[[Sequence[Trial]], list[Summary]]
-Scores = dict[float, Summary]
+Tried = dict[float, Summary]  # by rate
 
 
 def conduct(design: Design, folder: Path, command: str, run: Run, follow: Callable[[Path, str], Curve]) -> Study:
@@ -50,7 +50,7 @@ def conduct(design: Design, folder: Path, command: str, run: Run, follow: Callab
                 runs=runs,
             )
         )
-    spent = [*summaries.values(), *(summary for scores in found.values() for summary in scores.values())]
+    spent = [*summaries.values(), *(summary for tried in found.values() for summary in tried.values())]
     return Study(
         name=design.name,
         title=design.title,
@@ -67,22 +67,22 @@ def conduct(design: Design, folder: Path, command: str, run: Run, follow: Callab
     )
 
 
-def search_all(design: Design, run: Run) -> dict[str, Scores]:
+def search_all(design: Design, run: Run) -> dict[str, Tried]:
     """For every arm that searches: the rates it has tried, and what came of them."""
     searching = [arm for arm in design.arms if arm.grid]
-    found: dict[str, Scores] = {arm.name: {} for arm in searching}
+    found: dict[str, Tried] = {arm.name: {} for arm in searching}
     wanted = {arm.name: list(arm.grid) for arm in searching}
     while any(wanted.values()):
         trials = {(arm.name, rate): search_trial(design, arm, rate) for arm in searching for rate in wanted[arm.name]}
         summaries = run_all(run, list(trials.values()))
         for (name, rate), trial in trials.items():
             found[name][rate] = summaries[trial.name]
-        wanted = {name: next_rates(scores_of(scores), design.trials) for name, scores in found.items()}
+        wanted = {name: next_rates(scores_of(tried), design.trials) for name, tried in found.items()}
     return found
 
 
-def choose_rates(design: Design, found: Mapping[str, Scores]) -> dict[str, float]:
-    rates = {name: best_rate(scores_of(scores)) for name, scores in found.items()}
+def choose_rates(design: Design, found: Mapping[str, Tried]) -> dict[str, float]:
+    rates = {name: best_rate(scores_of(tried)) for name, tried in found.items()}
     for arm in design.arms:
         if arm.rate_of:
             rates[arm.name] = float(f"{rates[arm.rate_of] * arm.rate_times:.4g}")
@@ -122,11 +122,3 @@ def seed_run(seed: int, folder: Path, summary: Summary, follow: Callable[[Path, 
         curve=[(record.epoch, record.top1) for record in read_evaluations(folder)],
         extra={f"variance of {layer}'s output": follow(folder, layer)} if layer else {},
     )
-
-
-def scores_of(scores: Scores) -> dict[float, float | None]:
-    return {rate: score_of(summary) for rate, summary in scores.items()}
-
-
-def score_of(summary: Summary) -> float | None:
-    return summary.top1 if summary.status == "finished" else None

@@ -16,7 +16,7 @@ from megabatch.data.sources import foresee_shape
 from megabatch.errors import UserError
 from megabatch.study.screen import StudyScreen
 from megabatch.study.search import best_rate, coarse_grid, is_at_end, next_rates
-from megabatch.study.trials import Trial, run_trials
+from megabatch.study.trials import Trial, run_trials, scores_of
 from megabatch.train.assemble import plan_run
 from megabatch.train.records import Summary
 
@@ -109,10 +109,6 @@ def search_rates(search: RateSearch, jobs: int, screen: StudyScreen) -> dict[flo
 
 def trial_of(search: RateSearch, rate: float) -> Trial:
     return Trial(f"rate-{rate:g}", search.recipe, (*search.words, *search.held_out, f"{RATE}={rate:g}"))
-
-
-def scores_of(results: Mapping[float, Summary]) -> dict[float, float | None]:
-    return {rate: summary.top1 if summary.status == "finished" else None for rate, summary in results.items()}
 
 
 def command_for(search: RateSearch, rate: float) -> str:

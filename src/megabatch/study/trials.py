@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -148,6 +148,16 @@ def result_in(folder: Path, config: RunConfig) -> Summary | None:
         raise UserError(f"{folder} {difference}; give another folder, or remove this one")
     summary = read_summary(folder)
     return summary if summary and summary.status in ("finished", "diverged") else None
+
+
+def score_of(summary: Summary) -> float | None:
+    """Top-1; None if it diverged."""
+    return summary.top1 if summary.status == "finished" else None
+
+
+def scores_of(results: Mapping[float, Summary]) -> dict[float, float | None]:
+    """By learning rate."""
+    return {rate: score_of(summary) for rate, summary in results.items()}
 
 
 def require_result(process: Process, folder: Path, config: RunConfig) -> Summary:
