@@ -17,7 +17,7 @@ class OptimSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     nesterov: bool | None = None  # of sgd, by default where there is momentum; lars has none
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
-    decay_all: bool = False  # biases and normalisation layers too, which costs accuracy in huge batches
+    decay_all: bool = False  # biases and normalisation layers too
     clip_norm: Annotated[float, Meta(ge=0)] = 0.0  # of the whole gradient; 0 leaves it alone
     # Of lars; sgd has no use for them, so that optim.name=sgd is all it takes to compare the two.
     variant: str = "you2017"
