@@ -102,7 +102,7 @@ def run(request: Request, rounds: int, json_file: Path | None) -> list[Row]:
                 measured = json.loads(answer)
                 print_lines([training_line(row) if request.trains else line(row) for row in measured])
                 rows += measured
-    write(rows, json_file)
+                write(rows, json_file)  # a later set-up may fail, half an hour on
     for row in rows if not request.trains else ():
         require_planned_bytes(row)
     return rows

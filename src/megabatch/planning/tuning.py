@@ -9,7 +9,6 @@ The precision of the wire is part of every plan and never chosen here: it would 
 """
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -23,7 +22,7 @@ from megabatch.planning.plan import Plan
 from megabatch.planning.topology import Axis, Topology
 
 CLOSE = 1.3  # plans whose price is within this factor of the least are measured
-SAME = 1.15  # times on a busy machine differ by so much without a reason
+SAME = 1.15  # less is no reason for two plans: times on a busy machine differ by so much
 ELEMENT_BYTES = {"torch.float64": 8, "torch.float32": 4, "torch.bfloat16": 2, "torch.float16": 2}
 
 
@@ -193,32 +192,31 @@ def with_measurements(tuning: Tuning, measured_s: Mapping[tuple[int, int], float
 
 
 def confirm(tuning: Tuning) -> Tuning:
-    """Decides again, where several have been measured; of those that are as fast, all buckets take the same."""
-    buckets = [
-        decide(bucket, bucket.reason) if sum(c.measured_s is not None for c in bucket.candidates) > 1 else bucket
-        for bucket in tuning.buckets
+    """Decides again, where several have been measured: for each bucket, and then whether one plan for all does as well.
+
+    Two plans at once have twice the connections to keep busy, which no bucket alone shows.
+    """
+    decided = [
+        decide(bucket, bucket.reason) if len(measured_places(bucket)) > 1 else bucket for bucket in tuning.buckets
     ]
-    measured = [bucket for bucket in buckets if bucket.candidate.measured_s is not None]
-    places = range(len(measured[0].candidates)) if measured else ()
-    common = min(places, key=lambda place: sum(seconds_measured(bucket, place) for bucket in measured), default=0)
-    return msgspec.structs.replace(tuning, buckets=[prefer(common, bucket) for bucket in buckets])
+    mixed = msgspec.structs.replace(tuning, buckets=decided)
+    known = [measured_places(bucket) for bucket in decided if measured_places(bucket)]
+    common = sorted(set.intersection(*known)) if known else []
+    alike = [msgspec.structs.replace(mixed, buckets=[take(place, bucket) for bucket in decided]) for place in common]
+    good = [single for single in alike if single.exposed_s <= SAME * mixed.exposed_s]
+    return min(good, key=lambda single: single.exposed_s, default=mixed)
 
 
-def seconds_measured(bucket: Bucket, place: int) -> float:
-    """Of a candidate that was too dear to be measured, infinite."""
-    measured_s = bucket.candidates[place].measured_s
-    return math.inf if measured_s is None else measured_s
+def measured_places(bucket: Bucket) -> set[int]:
+    return {place for place, candidate in enumerate(bucket.candidates) if candidate.measured_s is not None}
 
 
-def prefer(place: int, bucket: Bucket) -> Bucket:
-    """With this candidate, if it is as fast: two plans would have twice the connections to keep busy."""
-    best_s, other_s = (seconds_measured(bucket, which) for which in (bucket.chosen, place))
-    if place == bucket.chosen or math.inf in (best_s, other_s) or other_s > SAME * best_s:
+def take(place: int, bucket: Bucket) -> Bucket:
+    """With this candidate, if it was measured."""
+    if place == bucket.chosen or place not in measured_places(bucket):
         return bucket
-    ahead = f"{bucket.plan.name} was {100 * (other_s / best_s - 1):.0f} % ahead"
-    return msgspec.structs.replace(
-        bucket, chosen=place, reason=f"close in price, measured: {ahead}, but over all buckets this one is"
-    )
+    ahead = f"{bucket.plan.name} is ahead here, but with one plan for all buckets no more is exposed"
+    return msgspec.structs.replace(bucket, chosen=place, reason=f"close in price, measured: {ahead}")
 
 
 def decide(bucket: Bucket, reason: str, option: int | None = None) -> Bucket:
