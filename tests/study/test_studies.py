@@ -20,7 +20,9 @@ CONFIGS = {
 def test_arms_have_equal_epochs_and_differ_in_what_they_say(name: str) -> None:
     configs = CONFIGS[name].values()
     assert len({config.train.epochs for config in configs}) == 1
-    assert len({(config.data.source, config.schedule.warmup_epochs, config.batch.micro) for config in configs}) == 1
+    assert (
+        len({(config.data.source, config.schedule.warmup_epochs, config.batch.microbatch) for config in configs}) == 1
+    )
     assert len({config.to_toml() for config in configs}) == len(configs) or name == "large-batch"
 
 
@@ -35,7 +37,7 @@ def test_setups_name_the_values_of_their_recipes(name: str) -> None:
     design, config = STUDIES[name], next(iter(CONFIGS[name].values()))
     assert f"{config.train.epochs:g} epochs" in design.setup
     assert f"{config.schedule.warmup_epochs:g} of them warm-up" in design.setup
-    assert f"BatchNorm over {config.batch.micro} images" in design.setup
+    assert f"BatchNorm over {config.batch.microbatch} images" in design.setup
     assert f"{design.trials} full runs" in design.setup
     assert config.optim.momentum == 0.9 and config.optim.weight_decay == 5e-4 and config.schedule.power == 2
 

@@ -29,7 +29,7 @@ LARGE_BATCH = Design(
     ),
     setup=(
         "Fashion-MNIST, 60,000 training images and 10,000 test images (`apt-get install dataset-fashion-mnist`); "
-        "`small_resnet` of width 8, 30,538 parameters, BatchNorm over 128 images; 30 epochs in every arm, 5 of them "
+        "`small_resnet` of width 8, 30,690 parameters, BatchNorm over 128 images; 30 epochs in every arm, 5 of them "
         "warm-up, then polynomial decay of power 2; momentum 0.9, weight decay 5e-4, label smoothing 0.1, random flips "
         "and shifts by a pixel. The rate of each arm is searched for coarse to fine, 8 full runs each, trained on "
         "55,000 images and judged by the other 5,000. The runs that count are trained on all 60,000, with 5 seeds, and "
@@ -99,7 +99,7 @@ ABLATION = Design(
         "The 10,000 + 2,000 images of Fashion-MNIST that come with megabatch; `small_alexnet_bn`, an eighth of "
         "AlexNet-BN's channels; batch 512, 20 steps an epoch, BatchNorm over 128 images; LARS, momentum 0.9, weight "
         "decay 5e-4, 30 epochs, 5 of them warm-up, polynomial decay of power 2. The rate of each arm is searched for "
-        "coarse to fine, 6 full runs each, judged by 833 of the training images, on which they were not trained. The "
+        "coarse to fine, 6 full runs each, judged by 830 of the training images, on which they were not trained. The "
         "runs that count are trained on all 10,000 with 3 seeds. Variance is that of pool5's output over 512 training "
         "images, BatchNorm as in training."
     ),
@@ -144,7 +144,7 @@ PRECISION = Design(
         "The 10,000 + 2,000 images of Fashion-MNIST that come with megabatch; `small_resnet` of width 4; batch 512, 20 "
         "steps an epoch, BatchNorm over 128 images; LARS, momentum 0.9, weight decay 5e-4, 15 epochs, 3 of them "
         "warm-up, polynomial decay of power 2. The rate was searched for in fp32, coarse to fine, 8 full runs judged "
-        "by 833 of the training images, on which they were not trained, and is the same in all arms; so are the seeds, "
+        "by 830 of the training images, on which they were not trained, and is the same in all arms; so are the seeds, "
         "so that a seed begins with the same weights and sees the same images in every arm."
     ),
     recipe="fashion",
