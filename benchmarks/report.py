@@ -11,6 +11,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from megabatch.comm.discover import cpu_name
+
 
 def machine() -> dict[str, Any]:
     return {
@@ -21,12 +23,6 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
-
-
-def cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def report(rows: list[dict[str, Any]], json_file: Path | None) -> None:

@@ -10,6 +10,7 @@ PACKAGE = Path(megabatch.__file__).parent
 LAYERS = [
     {"__main__"},
     {"cli"},
+    {"study"},
     {"train"},
     {"config"},
     {"simulate", "report"},

@@ -8,6 +8,10 @@ class UserError(ValueError):
     """Something only the user can mend. Its text is the one line the user sees."""
 
 
+class Diverged(UserError):
+    """Training has left the numbers: a loss or gradients are inf or NaN, though the images are not."""
+
+
 def nearest(value: str, choices: Iterable[str]) -> str:
     """The choice that looks most like `value`."""
     return get_close_matches(value, list(choices), n=1, cutoff=0.0)[0]

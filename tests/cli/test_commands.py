@@ -26,7 +26,9 @@ def output(*words: str) -> str:
     return result.output
 
 
-@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["bench", "train", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["train", "--help"], ["lr-range", "--help"], ["bench", "train", "--help"], ["--version"]]
+)
 def test_help_does_not_import_torch(words: list[str]) -> None:
     code = (
         "import sys; from megabatch.cli import app\n"
@@ -40,7 +42,7 @@ def test_help_does_not_import_torch(words: list[str]) -> None:
 
 def test_help_names_every_command() -> None:
     text = output("--help")
-    assert all(command in text for command in ("train", "show", "recipes", "bench"))
+    assert all(command in text for command in ("train", "show", "recipes", "lr-range", "bench"))
 
 
 def test_recipes_lists_them_all_with_their_marks_on_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:

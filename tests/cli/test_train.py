@@ -268,7 +268,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_on_one_line_and_is_not_mended_by
     assert len(result.stderr.splitlines()) == 1 and "the loss is nan at step 2: microbatch 0," in result.stderr
     log = Path("run/train.log").read_text()
     assert log.count("begins at step") == 1  # the restarted ranks have not tried again
-    assert summary()["status"] == "failed"
+    assert summary()["status"] == "diverged"
     state = load_file("run/checkpoints/last/state.safetensors")  # of the first step
     assert all(tensor.isfinite().all() for tensor in state.values())
 

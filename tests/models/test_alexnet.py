@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from megabatch.models.alexnet import alexnet, alexnet_bn
+from megabatch.models.alexnet import FULL, SMALL, alexnet, alexnet_bn, small_alexnet_bn
 from megabatch.optim.groups import parameter_groups
 
 PUBLISHED_PARAMETERS = {
@@ -123,3 +123,22 @@ def test_no_gamma_or_beta_decays() -> None:
     groups = {group["name"]: group["param_names"] for group in parameter_groups(model, weight_decay=0.1)}
     assert groups["normalisation"] == [f"{norm}.{kind}" for norm in NORM_CHANNELS for kind in ("weight", "bias")]
     assert groups["biases"] == [f"{layer}.bias" for layer in PUBLISHED_PARAMETERS]
+
+
+def test_the_small_one_has_the_same_layers_and_an_eighth_of_the_channels() -> None:
+    with torch.device("meta"):
+        small, full = small_alexnet_bn(num_classes=10), alexnet_bn(num_classes=10)
+        assert small(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
+        without = small_alexnet_bn(num_classes=10, pool5_norm=False)
+    assert [name for name, _ in small.named_children()] == [name for name, _ in full.named_children()]
+    assert tuple(8 * channels for channels in SMALL.channels) == FULL.channels
+    assert sum(parameters_by_layer(small).values()) == 452_474
+    assert parameters_by_layer(small).keys() - parameters_by_layer(without).keys() == {"norm5"}
+
+
+def test_signals_of_the_small_one_are_as_strong() -> None:
+    torch.manual_seed(1)
+    with torch.no_grad():
+        full = alexnet_bn(num_classes=10).train()(torch.randn(8, 3, 224, 224)).std().item()
+        small = small_alexnet_bn(num_classes=10).train()(torch.randn(64, 1, 28, 28)).std().item()
+    assert small == pytest.approx(full, rel=0.5)

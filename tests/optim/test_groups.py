@@ -57,6 +57,14 @@ def test_only_weights_decay() -> None:
     assert decay == {"weights": 0.1, "biases": 0.0, "normalisation": 0.0}
 
 
+def test_if_all_decay_nothing_else_changes() -> None:
+    model = Block()
+    groups, usual = parameter_groups(model, 0.1, decay_all=True), parameter_groups(model, 0.1)
+    assert {group["weight_decay"] for group in groups} == {0.1}
+    for group, other in zip(groups, usual, strict=True):
+        assert group | {"weight_decay": 0} == other | {"weight_decay": 0}
+
+
 def test_every_trained_parameter_is_in_exactly_one_group() -> None:
     model = small_resnet(10, 1)
     grouped = [parameter for group in parameter_groups(model, 0.1) for parameter in group["params"]]

@@ -39,7 +39,7 @@ def test_without_earlier_runs_the_first_number_is_taken() -> None:
     assert not list(Path.cwd().iterdir())
 
 
-@pytest.mark.parametrize("status", ["stopped", "failed", None])
+@pytest.mark.parametrize("status", ["stopped", "diverged", "failed", None])
 def test_an_unfinished_run_of_the_same_recipe_goes_on(status: Status | None) -> None:
     make_run("runs/fashion-007", config_of(), status)
     assert start().folder == Path("runs/fashion-007")

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from megabatch import __version__
-from megabatch.cli import bench, doctor, evaluate, pack, plan, recipes, runs, show, train
+from megabatch.cli import bench, doctor, evaluate, lr_range, pack, plan, recipes, runs, show, study, train
 from megabatch.errors import UserError
 
 app = typer.Typer(
@@ -22,9 +22,11 @@ app.command()(plan.plan)
 app.command()(recipes.recipes)
 app.command(name="eval")(evaluate.evaluate)
 app.command()(doctor.doctor)
+app.command(name="lr-range")(lr_range.lr_range)
 app.command()(runs.runs)
 app.command()(pack.pack)
 app.add_typer(bench.app, name="bench")
+app.add_typer(study.app, name="study")
 
 
 def print_version(wanted: bool) -> None:

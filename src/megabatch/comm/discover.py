@@ -112,3 +112,9 @@ def per_node(counts: str) -> list[int]:
     """Slurm's 2(x3),1 -> [2, 2, 2, 1]"""
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
     return [int(count) for count, times in found for _ in range(int(times or 1))]
+
+
+def cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

@@ -31,7 +31,7 @@ NOTES = "{notes}"
 NOTES_PREFIX, NOTES_LOCK = "megabatch-", "launcher"
 STOP_TIMEOUT_S = 600  # a step, an evaluation or a checkpoint may be under way
 FAILURE_TIMEOUT_S = 30  # what a rank gets to end after another one has failed
-PR_SET_PDEATHSIG = 1
+PRCTL, PR_SET_PDEATHSIG = getattr(ctypes.CDLL(None), "prctl", None), 1  # Linux has it
 
 
 class RankFailed(Exception):
@@ -176,12 +176,16 @@ def die_with_launcher(parent: int) -> None:
 
     `parent` is the process that was the parent before anything slow was imported.
     """
-    if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    launcher = int(os.environ[PARENT]) if was_launched() else parent
-    if os.getppid() != launcher:  # it died before we asked
-        os._exit(1)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with(int(os.environ[PARENT]) if was_launched() else parent)
+
+
+def die_with(parent: int) -> None:
+    """Has the kernel kill this process when its parent dies: more exactly, the thread that has started it."""
+    if PRCTL:
+        PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before we asked
+            os._exit(1)
 
 
 def report_failure(exit_code: int, message: str, trace: str) -> None:

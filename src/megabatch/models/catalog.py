@@ -13,7 +13,7 @@ from msgspec import Struct, field
 from torch import nn
 
 from megabatch.errors import UserError, nearest, require_one_of
-from megabatch.models.alexnet import alexnet, alexnet_bn
+from megabatch.models.alexnet import alexnet, alexnet_bn, small_alexnet_bn
 from megabatch.models.resnet import RESNETS
 from megabatch.models.small import small_cnn, small_resnet
 
@@ -22,6 +22,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "small_cnn": small_cnn,
     "alexnet": alexnet,
     "alexnet_bn": alexnet_bn,
+    "small_alexnet_bn": small_alexnet_bn,
     **RESNETS,
 }
 

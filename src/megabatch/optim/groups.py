@@ -13,10 +13,10 @@ from torch.nn.modules.batchnorm import _NormBase
 NORMALISATION = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Groups for a torch optimizer: "weights" decay, "biases" and "normalisation" do not.
+def parameter_groups(model: nn.Module, weight_decay: float, decay_all: bool = False) -> list[dict[str, Any]]:
+    """Groups for a torch optimizer: "weights" decay, "biases" and "normalisation" only if `decay_all` asks for it.
 
-    "trust_ratio" is for LARS, and says the same; the others of torch leave it alone.
+    "trust_ratio" is for LARS, and true of weights alone; the others of torch leave it alone.
     """
     names: dict[str, list[str]] = {"weights": [], "biases": [], "normalisation": []}
     kinds = {}
@@ -35,7 +35,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
             "name": kind,
             "params": [parameters[name] for name in members],
             "param_names": members,
-            "weight_decay": weight_decay if kind == "weights" else 0.0,
+            "weight_decay": weight_decay if decay_all or kind == "weights" else 0.0,
             "trust_ratio": kind == "weights",
         }
         for kind, members in names.items()

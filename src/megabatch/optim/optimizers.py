@@ -8,6 +8,7 @@ from msgspec import Meta, Struct
 
 from megabatch.errors import UserError, require_one_of
 from megabatch.optim.lars import LARS, VARIANTS
+from megabatch.optim.lars_in_fp16 import LarsInFp16
 
 
 class OptimSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -16,6 +17,7 @@ class OptimSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     nesterov: bool | None = None  # of sgd, by default where there is momentum; lars has none
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    decay_all: bool = False  # biases and normalisation layers too
     clip_norm: Annotated[float, Meta(ge=0)] = 0.0  # of the whole gradient; 0 leaves it alone
     # Of lars; sgd has no use for them, so that optim.name=sgd is all it takes to compare the two.
     variant: str = "you2017"
@@ -25,8 +27,10 @@ class OptimSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def __post_init__(self) -> None:
         require_one_of("optim.name", self.name, OPTIMIZERS)
         require_one_of("optim.variant", self.variant, VARIANTS)
-        if self.nesterov and self.name == "lars":
-            raise UserError("optim.nesterov=true with optim.name=lars: LARS has no Nesterov form; leave nesterov out")
+        if self.nesterov and self.name != "sgd":
+            raise UserError(
+                f"optim.nesterov=true with optim.name={self.name}: LARS has no Nesterov form; leave nesterov out"
+            )
         if self.nesterov and self.momentum == 0:
             raise UserError("optim.nesterov=true needs momentum, and optim.momentum=0; nearest: optim.nesterov=false")
 
@@ -53,7 +57,12 @@ def lars(groups: Iterable[dict[str, Any]], settings: OptimSettings) -> torch.opt
     )
 
 
-OPTIMIZERS = {"sgd": sgd, "lars": lars}
+def lars_in_fp16(groups: Iterable[dict[str, Any]], settings: OptimSettings) -> torch.optim.Optimizer:
+    rate, momentum = settings.learning_rate, settings.momentum
+    return LarsInFp16(groups, lr=rate, momentum=momentum, trust=settings.trust, eps=settings.eps)
+
+
+OPTIMIZERS = {"sgd": sgd, "lars": lars, "lars_in_fp16": lars_in_fp16}
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

@@ -73,7 +73,7 @@ def assemble(
     )
     distributed, gradients = distribute(model, world, config.comm, trial.record(model, world), stored)
     trial.run(distributed)
-    groups = masters.of(parameter_groups(model, config.optim.weight_decay))
+    groups = masters.of(parameter_groups(model, config.optim.weight_decay, config.optim.decay_all))
     return Training(
         rank=world.rank,
         seed=config.seed,

@@ -20,7 +20,7 @@ import torch
 from megabatch import __version__
 from megabatch.config import RunConfig
 from megabatch.errors import UserError
-from megabatch.train.records import Record, Summary
+from megabatch.train.records import EvaluationRecord, Record, Summary
 
 LOCK = ".lock"
 PLAN = "plan.json"  # planning.tuning.Tuning
@@ -99,8 +99,8 @@ def append_to_log(folder: Path, text: str) -> None:
         file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text.rstrip()}\n")
 
 
-def hold(path: Path) -> TextIO:
-    """Takes the folder for this process."""
+def hold(path: Path, setting: str = "run.dir") -> TextIO:
+    """Takes the folder for this process; `setting` is what a user gives it by."""
     file = (path / LOCK).open("a+")
     for attempt in range(10):
         try:
@@ -114,7 +114,7 @@ def hold(path: Path) -> TextIO:
             holder = file.read().strip()
             file.close()
             raise UserError(
-                f"run.dir={str(path)!r} is in use by process {holder}; wait for it, or give another run.dir"
+                f"{setting}={str(path)!r} is in use by process {holder}; wait for it, or give another {setting}"
             ) from None
     file.truncate(0)
     file.write(str(os.getpid()))
@@ -130,6 +130,12 @@ def is_held(path: Path) -> bool:
         except BlockingIOError:
             return True
     return False
+
+
+def read_evaluations(folder: Path) -> list[EvaluationRecord]:
+    """Those of a run so far, in order."""
+    with (folder / "metrics.jsonl").open("rb") as rows:
+        return [msgspec.json.decode(row, type=EvaluationRecord) for row in rows if b'"top1"' in row]
 
 
 def length_up_to(rows: Path, step: int) -> int:

@@ -7,11 +7,18 @@ checkpoint stays: none is ever written with inf or NaN in it.
 import math
 from typing import TYPE_CHECKING
 
-from megabatch.errors import UserError
+from msgspec import Struct
+
+from megabatch.errors import Diverged, UserError
 from megabatch.precision.loss_scale import show_scale
 
 if TYPE_CHECKING:
     from megabatch.train.trainer import Training
+
+
+class Cause(Struct, frozen=True):
+    text: str
+    is_an_image: bool  # and not the training
 
 
 def check_loss(run: "Training", loss: float, step: int) -> None:
@@ -19,12 +26,12 @@ def check_loss(run: "Training", loss: float, step: int) -> None:
     if math.isfinite(loss):
         return
     causes = [cause for causes in run.exchange.world.collect(find_causes(run, step)) for cause in causes]
-    cause = causes[0] if causes else "the sum over microbatches is too large; lower optim.learning_rate"
-    raise UserError(f"the loss is {loss} at step {step + 1}: {cause}")
+    cause = causes[0] if causes else Cause("the sum over microbatches is too large; lower optim.learning_rate", False)
+    raise (UserError if cause.is_an_image else Diverged)(f"the loss is {loss} at step {step + 1}: {cause.text}")
 
 
-def find_causes(run: "Training", step: int) -> list[str]:
-    """A line for each microbatch of this rank whose loss is not finite: which, why, and what helps."""
+def find_causes(run: "Training", step: int) -> list[Cause]:
+    """For each microbatch of this rank whose loss is not finite: which, why, and what helps."""
     rate = f"learning rate {run.learning_rate(step):.4g}"
     remedy = "lower optim.learning_rate, lengthen schedule.warmup_epochs, or set optim.clip_norm"
     if run.loss_scale.is_on:
@@ -36,9 +43,9 @@ def find_causes(run: "Training", step: int) -> list[str]:
         samples, _ = run.images.samples(step, index)
         bad = samples[~run.normalise(images).isfinite().flatten(1).all(1).cpu().numpy()]
         causes.append(
-            f"microbatch {index} has image {bad[0]} of the training set, which is not finite; mend it"
+            Cause(f"microbatch {index} has image {bad[0]} of the training set, which is not finite; mend it", True)
             if len(bad)
-            else f"microbatch {index}, whose images are finite ({rate}); {remedy}"
+            else Cause(f"microbatch {index}, whose images are finite ({rate}); {remedy}", False)
         )
     return causes
 
@@ -48,7 +55,7 @@ def check_scale(run: "Training", step: int) -> None:
     if run.loss_scale.is_at_its_end:
         scale, often = show_scale(run.loss_scale.value), run.loss_scale.overflows_in_a_row + 1
         remedy = "leave precision.loss_scale out" if run.loss_scale.kind == "fixed" else "lower optim.learning_rate"
-        raise UserError(
+        raise Diverged(
             f"the gradient of {run.masters.first_overflow()} overflows at step {step + 1} with a loss scale of {scale}"
             f", {often} step{'s' * (often > 1)} in a row; {remedy}, or use bf16 where the recipe says fp16 or amp"
         )
@@ -56,7 +63,7 @@ def check_scale(run: "Training", step: int) -> None:
 
 def check_test_loss(loss: float, step: int) -> None:
     if not math.isfinite(loss):
-        raise UserError(
+        raise Diverged(
             f"the test loss is {loss} after step {step + 1}; lower optim.learning_rate, lengthen "
             "schedule.warmup_epochs, or set optim.clip_norm"
         )

@@ -72,7 +72,7 @@ def preview(config: RunConfig, num_ranks: int) -> Preview:
     plan = plan_run(config, shape, num_ranks)
     model = make_model(config, shape)
     masters = place_model(model, config, torch.device("cpu"))
-    groups = parameter_groups(model, config.optim.weight_decay)
+    groups = parameter_groups(model, config.optim.weight_decay, config.optim.decay_all)
     trained = list(masters.parameters.values())
     image_shape = (shape.num_channels, config.data.image_size, config.data.image_size)
     memory = Memory(
@@ -88,7 +88,7 @@ def preview(config: RunConfig, num_ranks: int) -> Preview:
         learning_rate=plan_learning_rate(config, plan),
         findings=preflight(config, shape.num_train),
         groups=groups,
-        parameters=list_parameters(model, groups, has_trust_ratio=config.optim.name == "lars"),
+        parameters=list_parameters(model, groups, has_trust_ratio=config.optim.name != "sgd"),
         memory=memory,
     )
 

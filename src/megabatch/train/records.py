@@ -10,7 +10,7 @@ from msgspec import Struct, field
 from megabatch.data.stages import Stages
 from megabatch.train.evaluate import Evaluation
 
-Status = Literal["finished", "stopped", "failed"]
+Status = Literal["finished", "stopped", "diverged", "failed"]
 
 
 class StepRecord(Struct, frozen=True, kw_only=True):

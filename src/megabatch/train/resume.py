@@ -119,6 +119,13 @@ def newest_whole(folder: Path, report: Callable[[str], None]) -> Path | None:
 
 def why_not(folder: Path, config: RunConfig) -> str | None:
     """Why the run in `folder` cannot go on under this recipe; None if it can."""
+    summary = read_summary(folder)
+    is_finished = summary is not None and summary.status == "finished"
+    return why_other(folder, config) or ("holds this run, and it is finished" if is_finished else None)
+
+
+def why_other(folder: Path, config: RunConfig) -> str | None:
+    """In what the run in `folder` is another one than this recipe's; None if it is the same."""
     try:
         earlier = load_config(str(folder / "config.toml"))
     except UserError as error:
@@ -127,9 +134,6 @@ def why_not(folder: Path, config: RunConfig) -> str | None:
     for key in sorted(ours | theirs):
         if ours.get(key) != theirs.get(key):
             return f"holds a run with {key}={show_value(theirs.get(key))}, not {show_value(ours.get(key))}"
-    summary = read_summary(folder)
-    if summary and summary.status == "finished":
-        return "holds this run, and it is finished"
     return None
 
 

@@ -21,7 +21,7 @@ from megabatch.comm.notices import FOLDER, MISTAKE, Notices
 from megabatch.comm.world import World, choose_device, connect
 from megabatch.config import RunConfig
 from megabatch.data.sources import load_data_set
-from megabatch.errors import UserError
+from megabatch.errors import Diverged, UserError
 from megabatch.planning.batch import StepPlan
 from megabatch.planning.tuning import Tuning
 from megabatch.train.assemble import assemble
@@ -142,9 +142,9 @@ def train_and_record(
             status: Status = "finished" if tally.steps == training.plan.num_steps else "stopped"
             if recorder:
                 recorder.end(status)
-        except BaseException:
+        except BaseException as error:
             if recorder:
-                recorder.end("failed")
+                recorder.end("diverged" if isinstance(error, Diverged) else "failed")
             raise
         return tally.summary(status)
 
@@ -253,12 +253,13 @@ class Recorder:
         self.checkpoints.save(self.training, self.tally)
 
     def end(self, status: Status) -> None:
-        if status != "failed" and self.checkpoints.saved_step != self.tally.steps:
+        is_whole = status in ("finished", "stopped")
+        if is_whole and self.checkpoints.saved_step != self.tally.steps:
             self.save()
         if status == "finished":
             save_weights(self.training, self.folder.path / "model.safetensors")
         summary = self.tally.summary(status)
         self.folder.finish(summary)
         self.events.close()
-        if status != "failed":
+        if is_whole:
             self.screen.finish(summary)

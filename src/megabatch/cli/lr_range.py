@@ -1,0 +1,82 @@
+"""megabatch lr-range: finds a recipe's learning rate by full runs of it, on held-out images."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megabatch.cli.ranks import speaking_for_ranks
+from megabatch.cli.words import Words, split_words
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from megabatch.train.records import Summary
+
+
+def lr_range(
+    words: Words = None,
+    low: Annotated[float | None, typer.Option(help="The lowest rate of the grid. Default: the recipe's / 8.")] = None,
+    high: Annotated[float | None, typer.Option(help="The highest rate of the grid. Default: the recipe's x 8.")] = None,
+    trials: Annotated[int, typer.Option(help="Rates to try in all.")] = 8,
+    coarse: Annotated[int, typer.Option(help="Of them, in the grid; the others are chosen by what it shows.")] = 4,
+    jobs: Annotated[
+        int | None, typer.Option(help="Trials that run at a time, of one rank each. Default: one per core.")
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Where trials are kept, and go on. Default: runs/lr-range-RECIPE."),
+    ] = None,
+) -> None:
+    """Find a recipe's learning rate: full runs, coarse to fine, judged by images held out of the training images.
+
+    [bold]megabatch lr-range[/bold] fashion batch.global=1024 --low 0.1 --high 6.4
+    """
+    from megabatch.study.lr_range import command_for, conclude, plan_search, search_rates
+    from megabatch.study.screen import StudyScreen
+    from megabatch.study.trials import choose_jobs
+
+    recipe, overrides = split_words(words)
+    search = plan_search(recipe, overrides, low=low, high=high, num_coarse=coarse, num_trials=trials, folder=folder)
+    jobs = choose_jobs(jobs, search.config.run.device)
+    screen = StudyScreen(trials, jobs)
+    epochs, num_held_out = search.config.train.epochs, search.shape.num_test
+    share = " (1/12: data.validation is not set)" if search.held_out else ""
+    screen.say("recipe", f"{search.config.name}: {trials} runs of {epochs:g} epochs, {jobs} at a time")
+    screen.say(
+        "held out",
+        f"{num_held_out:,} of {search.shape.num_train + num_held_out:,} training images{share}; "
+        "they judge the rates, and no test image is looked at",
+    )
+    screen.say("rates", f"{', '.join(f'{rate:g}' for rate in search.grid)}; then around the best")
+    screen.say("folder", str(search.folder))
+    with speaking_for_ranks():
+        results = search_rates(search, jobs, screen)
+    screen.console.print(tabulate(results))
+    best, text = conclude(results)
+    screen.say("best", text)
+    screen.console.print(command_for(search, best), markup=False)
+
+
+def tabulate(results: "dict[float, Summary]") -> "Table":
+    from rich.table import Table
+
+    from megabatch.study.screen import show_duration
+    from megabatch.study.search import best_rate
+    from megabatch.study.trials import scores_of
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("rate", "held-out top-1", "loss", "time"):
+        table.add_column(column, justify="right")
+    table.add_column("status")
+    best = best_rate(scores_of(results))
+    for rate, summary in sorted(results.items()):
+        is_whole = summary.status == "finished"
+        table.add_row(
+            f"{rate:g}",
+            f"{summary.top1:.4f}" if is_whole else "-",
+            f"{summary.test_loss:.4f}" if is_whole else "-",
+            show_duration(summary.wall_s),
+            f"{summary.status}{', best' * (is_whole and rate == best)}",
+        )
+    return table

@@ -1,0 +1,74 @@
+"""megabatch study: the accuracy that is claimed, shown at a size that a desktop can repeat."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megabatch.cli.ranks import speaking_for_ranks
+
+if TYPE_CHECKING:
+    from megabatch.study.design import Design
+
+app = typer.Typer(
+    help="Show on a desktop that huge batches and 16 bits lose no accuracy; hours, and can be stopped and go on.",
+    no_args_is_help=True,
+)
+Folder = Annotated[
+    Path | None,
+    typer.Option(help="Where the runs are kept, and go on.  Default: runs/study-<name>.", show_default=False),
+]
+Out = Annotated[Path, typer.Option(help="Where the page, its figures and its JSON go.")]
+Jobs = Annotated[int | None, typer.Option(help="Runs at a time, of one rank each.  Default: one per core.")]
+
+
+@app.command("large-batch")
+def large_batch(folder: Folder = None, out: Out = Path("docs/studies"), jobs: Jobs = None) -> None:
+    """Batches of 128, 3,072 and 8,192, Nesterov and LARS, equal epochs: 83 runs on full Fashion-MNIST."""
+    from megabatch.study.studies import LARGE_BATCH
+
+    run_study(LARGE_BATCH, folder, out, jobs)
+
+
+@app.command()
+def ablation(folder: Folder = None, out: Out = Path("docs/studies"), jobs: Jobs = None) -> None:
+    """A small AlexNet-BN with and without BatchNorm behind pool5, and with decay on everything: 27 runs."""
+    from megabatch.study.studies import ABLATION
+
+    run_study(ABLATION, folder, out, jobs)
+
+
+@app.command()
+def precision(folder: Folder = None, out: Out = Path("docs/studies"), jobs: Jobs = None) -> None:
+    """fp32, fp16, bf16, and LARS in fp16: 33 runs."""
+    from megabatch.study.studies import PRECISION
+
+    run_study(PRECISION, folder, out, jobs)
+
+
+def run_study(design: "Design", folder: Path | None, out: Path, jobs: int | None) -> None:
+    from functools import partial
+
+    from megabatch.study.conduct import conduct
+    from megabatch.study.drawing import require_matplotlib
+    from megabatch.study.page import write_study
+    from megabatch.study.screen import StudyScreen
+    from megabatch.study.trials import choose_jobs, run_trials
+    from megabatch.study.variance import layer_variance
+    from megabatch.study.verdict import judge
+
+    require_matplotlib()  # before the hours that it would draw
+    folder = folder or Path("runs") / f"study-{design.name}"
+    jobs = choose_jobs(jobs, "auto")
+    screen = StudyScreen(design.num_trials, jobs)
+    screen.say("study", f"{design.name}: {design.title}")
+    screen.say("runs", f"{design.num_trials} in {folder}, {jobs} at a time; stopped, the same command goes on")
+    command = " ".join(["megabatch", *sys.argv[1:]])
+    with speaking_for_ranks():
+        run = partial(run_trials, folder=folder, jobs=jobs, screen=screen)
+        study = conduct(design, folder, command, run, layer_variance)
+    for bar in study.bars:
+        screen.say("bar", judge(study, bar).text)
+    for path in write_study(study, out):
+        screen.say("written", str(path))

@@ -1,0 +1,124 @@
+"""Conducts a study: searches the arms' learning rates on held-out images, then trains every arm with every seed.
+
+All rates of one round of the search, and then all seeds of all arms, are trials in one queue, so that no core waits.
+The runs that count are trained on all training images and tested on the test images, on which nothing was chosen.
+"""
+
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from megabatch import __version__
+from megabatch.comm.discover import cpu_name, usable_cores
+from megabatch.study.design import ArmDesign, Design
+from megabatch.study.evidence import Arm, Curve, SeedRun, Study
+from megabatch.study.search import best_rate, next_rates
+from megabatch.study.trials import Trial, score_of, scores_of
+from megabatch.train.folder import read_evaluations
+from megabatch.train.records import Summary
+
+SEARCH_SEED = 1_000  # none of those that count
+Run = Callable[[Sequence[Trial]], list[Summary]]
+Tried = dict[float, Summary]  # by rate
+
+
+def conduct(design: Design, folder: Path, command: str, run: Run, follow: Callable[[Path, str], Curve]) -> Study:
+    """`run` runs trials in `folder`; `follow` has the variance of a layer's output in a run's checkpoints."""
+    found = search_all(design, run)
+    rates = choose_rates(design, found)
+    trials = {
+        arm.name: [seed_trial(design, arm, rates[arm.name], seed) for seed in seeds_of(design)] for arm in design.arms
+    }
+    # Seed by seed: whoever looks in before the end sees all arms.
+    summaries = run_all(run, [trials[arm.name][place] for place in range(design.seeds) for arm in design.arms])
+    arms = []
+    for arm in design.arms:
+        runs = [
+            seed_run(seed, folder / trial.name, summaries[trial.name], follow, design.layer)
+            for seed, trial in zip(seeds_of(design), trials[arm.name], strict=True)
+        ]
+        tuned = sorted((rate, score_of(summary)) for rate, summary in found.get(arm.name, {}).items())
+        arms.append(
+            Arm(
+                name=arm.name,
+                about=arm.about,
+                settings=dict(word.split("=", 1) for word in arm.words),
+                rate=rates[arm.name],
+                tuned=tuned,
+                runs=runs,
+            )
+        )
+    spent = [*summaries.values(), *(summary for tried in found.values() for summary in tried.values())]
+    return Study(
+        name=design.name,
+        title=design.title,
+        question=design.question,
+        command=command,
+        setup=design.setup,
+        baseline=design.baseline,
+        arms=arms,
+        bars=list(design.bars),
+        took_s=sum(summary.wall_s for summary in spent),
+        versions={"megabatch": __version__, "torch": torch.__version__, "Python": platform.python_version()},
+        machine=f"{len(usable_cores())} cores of {cpu_name()}",
+        remarks=list(design.remarks),
+    )
+
+
+def search_all(design: Design, run: Run) -> dict[str, Tried]:
+    """For every arm that searches: the rates it has tried, and what came of them."""
+    searching = [arm for arm in design.arms if arm.grid]
+    found: dict[str, Tried] = {arm.name: {} for arm in searching}
+    wanted = {arm.name: list(arm.grid) for arm in searching}
+    while any(wanted.values()):
+        trials = {(arm.name, rate): search_trial(design, arm, rate) for arm in searching for rate in wanted[arm.name]}
+        summaries = run_all(run, list(trials.values()))
+        for (name, rate), trial in trials.items():
+            found[name][rate] = summaries[trial.name]
+        wanted = {name: next_rates(scores_of(tried), design.trials) for name, tried in found.items()}
+    return found
+
+
+def choose_rates(design: Design, found: Mapping[str, Tried]) -> dict[str, float]:
+    rates = {name: best_rate(scores_of(tried)) for name, tried in found.items()}
+    for arm in design.arms:
+        if arm.rate_of:
+            rates[arm.name] = float(f"{rates[arm.rate_of] * arm.rate_times:.4g}")
+    return rates
+
+
+def run_all(run: Run, trials: Sequence[Trial]) -> dict[str, Summary]:
+    return {trial.name: summary for trial, summary in zip(trials, run(trials), strict=True)}
+
+
+def search_trial(design: Design, arm: ArmDesign, rate: float) -> Trial:
+    words = (f"data.validation={design.validation!r}", f"seed={SEARCH_SEED}", f"optim.learning_rate={rate:g}")
+    return Trial(f"search-{slug(arm)}-{rate:g}", design.recipe, (*design.words, *arm.words, *words))
+
+
+def seed_trial(design: Design, arm: ArmDesign, rate: float, seed: int) -> Trial:
+    words = (f"seed={seed}", f"optim.learning_rate={rate:g}", *design.final_words)
+    return Trial(f"seed-{seed}-{slug(arm)}", design.recipe, (*design.words, *arm.words, *words))
+
+
+def slug(arm: ArmDesign) -> str:
+    """Its name as that of a folder."""
+    words = "".join(letter if letter.isalnum() else " " for letter in arm.name)
+    return "-".join(words.split())
+
+
+def seeds_of(design: Design) -> range:
+    return range(1, design.seeds + 1)
+
+
+def seed_run(seed: int, folder: Path, summary: Summary, follow: Callable[[Path, str], Curve], layer: str) -> SeedRun:
+    return SeedRun(
+        seed=seed,
+        top1=score_of(summary),
+        test_loss=summary.test_loss,
+        wall_s=summary.wall_s,
+        curve=[(record.epoch, record.top1) for record in read_evaluations(folder)],
+        extra={f"variance of {layer}'s output": follow(folder, layer)} if layer else {},
+    )

@@ -1,0 +1,71 @@
+"""What a study found, as it stands in its JSON.  Every figure of its page is computed from this.
+
+Top-1 is a share of 1 here.  What is not finite becomes null in JSON, and is read back as None.
+"""
+
+from typing import Any
+
+from msgspec import Struct, field
+
+Curve = list[tuple[float, float | None]]  # epoch, and the value there; None: not finite
+
+
+class SeedRun(Struct, frozen=True, kw_only=True):
+    seed: int
+    top1: float | None  # None: diverged
+    test_loss: float | None
+    wall_s: float
+    curve: Curve  # top-1 on the images that the run was tested on
+    extra: dict[str, Curve] = field(default_factory=dict)  # by name: such as the variance of a layer's output
+
+
+class Arm(Struct, frozen=True, kw_only=True):
+    name: str
+    about: str
+    settings: dict[str, Any]  # that distinguish it
+    rate: float | None  # of its runs; None: none was found
+    tuned: list[tuple[float, float | None]] = field(default_factory=list)  # rate, held-out top-1; None: diverged
+    runs: list[SeedRun] = field(default_factory=list)
+
+    @property
+    def top1s(self) -> list[float]:
+        """Of the seeds that did not diverge."""
+        return [run.top1 for run in self.runs if run.top1 is not None]
+
+    @property
+    def num_diverged(self) -> int:
+        return len(self.runs) - len(self.top1s)
+
+
+class Bar(Struct, frozen=True, kw_only=True):
+    """What a study set out to show: the arm's mean top-1 lies at most so far below the baseline's."""
+
+    arm: str
+    baseline: str
+    max_gap_points: float  # percentage points
+
+
+class Study(Struct, frozen=True, kw_only=True):
+    name: str  # of its files
+    title: str
+    question: str
+    command: str  # that ran it
+    setup: str  # data set, network, epochs, held-out images: in prose
+    baseline: str  # the arm that gaps are taken to
+    arms: list[Arm]
+    bars: list[Bar]
+    took_s: float  # core seconds
+    versions: dict[str, str]
+    machine: str  # cores and the like, no names of hosts
+    remarks: list[str] = field(default_factory=list)  # such as where it disagrees with the paper
+
+    def __post_init__(self) -> None:
+        names = [arm.name for arm in self.arms]
+        if len(set(names)) != len(names):
+            raise ValueError(f"two arms have one name: {names}")
+        for name in [self.baseline, *(name for bar in self.bars for name in (bar.arm, bar.baseline))]:
+            if name not in names:
+                raise ValueError(f"{name!r} is not an arm: {names}")
+
+    def arm(self, name: str) -> Arm:
+        return next(arm for arm in self.arms if arm.name == name)

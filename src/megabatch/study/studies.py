@@ -1,0 +1,191 @@
+"""The studies, as data.  Each takes the place of a claim of Jia et al. 2018 that was made on ImageNet with 2,048 GPUs.
+
+What ImageNet at 64K and these have in common is the number of steps: 20 an epoch.
+"""
+
+from megabatch.study.design import ArmDesign, Design
+from megabatch.study.evidence import Bar
+
+NESTEROV = ("optim.name=sgd",)
+LARS = ("optim.name=lars",)
+DECAY_ALL = ("optim.decay_all=true",)
+HELD_OUT = 1 / 12  # of the training images: 5,000 of 60,000
+
+BASELINE = "Nesterov, 128"
+OURS = "LARS, 3,072"
+
+
+def batch(size: int) -> tuple[str, ...]:
+    return (f"batch.global={size}",)
+
+
+LARGE_BATCH = Design(
+    name="large-batch",
+    title="Do huge batches lose accuracy?",
+    question=(
+        "Does a batch so large that an epoch has 20 steps, as ImageNet's has at 64K, reach the accuracy of a small "
+        "batch in as many epochs? What does LARS add to momentum that is tuned as well, and what does decay on biases "
+        "and BatchNorm cost?"
+    ),
+    setup=(
+        "Fashion-MNIST, 60,000 training images and 10,000 test images (`apt-get install dataset-fashion-mnist`); "
+        "`small_resnet` of width 8, 30,690 parameters, BatchNorm over 128 images; 30 epochs in every arm, 5 of them "
+        "warm-up, then polynomial decay of power 2; momentum 0.9, weight decay 5e-4, label smoothing 0.1, random flips "
+        "and shifts by a pixel. The rate of each arm is searched for coarse to fine, 8 full runs each, trained on "
+        "55,000 images and judged by the other 5,000. The runs that count are trained on all 60,000, with 5 seeds, and "
+        "what counts is the accuracy on the test images after the last epoch: nothing was chosen by test images."
+    ),
+    recipe="fashion-128",
+    words=(
+        "model.name=small_resnet",
+        "model.options={width=8}",
+        "batch.micro=128",
+        "schedule.warmup_epochs=5",
+        "train.epochs=30",
+        "optim.weight_decay=5e-4",
+    ),
+    arms=(
+        ArmDesign(name=BASELINE, about="the baseline", words=(*batch(128), *NESTEROV), grid=(0.02, 0.06, 0.18, 0.54)),
+        ArmDesign(
+            name="linear scaling, 3,072",
+            about="Nesterov with 24 times the baseline's rate (Goyal et al. 2017)",
+            words=(*batch(3072), *NESTEROV),
+            rate_of=BASELINE,
+            rate_times=24,
+        ),
+        ArmDesign(
+            name="Nesterov, 3,072",
+            about="tuned as well as LARS (arXiv 2102.06356)",
+            words=(*batch(3072), *NESTEROV),
+            grid=(0.2, 0.6, 1.8, 5.4),
+        ),
+        ArmDesign(
+            name="LARS with all decay, 3,072",
+            about="LARS, biases and BatchNorm decay too",
+            words=(*batch(3072), *LARS, *DECAY_ALL),
+            grid=(4, 8, 16, 32),
+        ),
+        ArmDesign(name=OURS, about="our recipe", words=(*batch(3072), *LARS), grid=(4, 8, 16, 32)),
+        ArmDesign(
+            name="Nesterov, 8,192",
+            about="tuned, 7.3 steps an epoch",
+            words=(*batch(8192), *NESTEROV),
+            grid=(0.2, 0.6, 1.8, 5.4),
+        ),
+        ArmDesign(
+            name="LARS, 8,192",
+            about="our recipe, 7.3 steps an epoch",
+            words=(*batch(8192), *LARS),
+            grid=(4, 8, 16, 32),
+        ),
+    ),
+    baseline=BASELINE,
+    bars=(Bar(arm=OURS, baseline=BASELINE, max_gap_points=0.3),),
+    validation=HELD_OUT,
+    trials=8,
+    seeds=5,
+)
+
+WITH_BN5 = "AlexNet-BN"
+
+ABLATION = Design(
+    name="ablation",
+    title="What are a BatchNorm behind pool5, and no decay on biases and BatchNorm, worth?",
+    question=(
+        "Jia et al. 2018 saw the variance of pool5's output grow with iterations, put a BatchNorm behind it, and took "
+        "biases and BatchNorm out of the decay. What does each of the two do for a small AlexNet-BN?"
+    ),
+    setup=(
+        "The 10,000 + 2,000 images of Fashion-MNIST that come with megabatch; `small_alexnet_bn`, an eighth of "
+        "AlexNet-BN's channels; batch 512, 20 steps an epoch, BatchNorm over 128 images; LARS, momentum 0.9, weight "
+        "decay 5e-4, 30 epochs, 5 of them warm-up, polynomial decay of power 2. The rate of each arm is searched for "
+        "coarse to fine, 6 full runs each, judged by 830 of the training images, on which they were not trained. The "
+        "runs that count are trained on all 10,000 with 3 seeds. Variance is that of pool5's output over 512 training "
+        "images, BatchNorm as in training."
+    ),
+    recipe="fashion",
+    words=(
+        "model.name=small_alexnet_bn",
+        "batch.global=512",
+        "batch.micro=128",
+        *LARS,
+        "schedule.warmup_epochs=5",
+        "train.epochs=30",
+    ),
+    arms=(
+        ArmDesign(name=WITH_BN5, about="BatchNorm behind pool5, decay on weights alone", words=(), grid=(2, 4, 8, 16)),
+        ArmDesign(
+            name="without BN5",
+            about="nothing between pool5 and fc6",
+            words=("model.options={pool5_norm=false}",),
+            grid=(2, 4, 8, 16),
+        ),
+        ArmDesign(name="decay on all", about="biases and BatchNorm decay too", words=DECAY_ALL, grid=(2, 4, 8, 16)),
+    ),
+    baseline=WITH_BN5,
+    validation=HELD_OUT,
+    trials=6,
+    seeds=3,
+    final_words=("checkpoint.every_steps=20", "checkpoint.keep=1000"),
+    layer="pool5",
+)
+
+FP32 = "fp32"
+DYNAMIC = "fp16, dynamic scale"
+
+PRECISION = Design(
+    name="precision",
+    title="Do 16 bits lose accuracy?",
+    question=(
+        "Does training in 16 bits with fp32 masters reach the accuracy of fp32, with a fixed loss scale and with one "
+        "that finds itself? And what becomes of it if LARS is computed in fp16, of which Jia et al. 2018 warn?"
+    ),
+    setup=(
+        "The 10,000 + 2,000 images of Fashion-MNIST that come with megabatch; `small_resnet` of width 4; batch 512, 20 "
+        "steps an epoch, BatchNorm over 128 images; LARS, momentum 0.9, weight decay 5e-4, 15 epochs, 3 of them "
+        "warm-up, polynomial decay of power 2. The rate was searched for in fp32, coarse to fine, 8 full runs judged "
+        "by 830 of the training images, on which they were not trained, and is the same in all arms; so are the seeds, "
+        "so that a seed begins with the same weights and sees the same images in every arm."
+    ),
+    recipe="fashion",
+    words=(
+        "model.options={width=4}",
+        "batch.global=512",
+        "batch.micro=128",
+        *LARS,
+        "schedule.warmup_epochs=3",
+        "train.epochs=15",
+    ),
+    arms=(
+        ArmDesign(name=FP32, about="the baseline", words=("precision.name=fp32",), grid=(2, 4, 8, 16)),
+        ArmDesign(
+            name=DYNAMIC,
+            about="fp16, fp32 masters, a loss scale that finds itself",
+            words=("precision.name=fp16",),
+            rate_of=FP32,
+        ),
+        ArmDesign(
+            name="fp16, fixed scale",
+            about="fp16, fp32 masters, a loss scale of 1,000 (NVCaffe's for AlexNet-BN)",
+            words=("precision.name=fp16", "precision.loss_scale=1000"),
+            rate_of=FP32,
+        ),
+        ArmDesign(name="bf16", about="bf16, fp32 masters, no loss scale", words=("precision.name=bf16",), rate_of=FP32),
+        ArmDesign(
+            name="LARS in fp16",
+            about="the control: fp16, and weights, norms, trust ratios and momentum in fp16 too",
+            words=("precision.name=fp16", "optim.name=lars_in_fp16"),
+            rate_of=FP32,
+        ),
+    ),
+    baseline=FP32,
+    bars=(
+        Bar(arm=DYNAMIC, baseline=FP32, max_gap_points=0.3),
+        Bar(arm="fp16, fixed scale", baseline=FP32, max_gap_points=0.3),
+    ),
+    validation=HELD_OUT,
+    trials=8,
+    seeds=5,
+)
+
+STUDIES = {design.name: design for design in (LARGE_BATCH, ABLATION, PRECISION)}

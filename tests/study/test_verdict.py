@@ -1,0 +1,69 @@
+import pytest
+
+from megabatch.study.evidence import Arm
+from megabatch.study.verdict import judge, rate_at_edge
+from tests.study.made_up import BASELINE, TRIAL, arm, pair, study
+
+BASE = [0.9300, 0.9310, 0.9290]  # in points, a deviation of 0.1
+
+
+@pytest.mark.parametrize(
+    ("trial", "holds", "sentence"),
+    [
+        # By hand: a deviation of 0.01 beside 0.1 gives 2.04 degrees of freedom, and half an interval of 4.24 * 0.058.
+        (
+            [0.9288, 0.9289, 0.9287],
+            True,
+            "0.12 points below SGD at 128 (95 % interval -0.13 to 0.37); the bar is 0.5: holds",
+        ),
+        ([0.9310, 0.9311, 0.9309], True, "0.10 points above SGD at 128 (gap -0.10, 95 % interval -0.35 to 0.15)"),
+        ([0.9200, 0.9201, 0.9199], False, "1.00 points below SGD at 128"),
+        ([0.9249, 0.9250, 0.9251], True, "0.50 points below"),  # at the bar
+        ([0.9249, 0.9249, 0.9251], False, "0.503 points below"),  # 0.50 would hide on which side it lies
+    ],
+)
+def test_a_bar_holds_as_far_as_the_mean_lies(trial: list[float], holds: bool, sentence: str) -> None:
+    made = pair(BASE, trial, max_gap_points=0.5)
+    verdict = judge(made, made.bars[0])
+    assert verdict.holds is holds
+    assert verdict.text.startswith(f"{TRIAL} lies {sentence}")
+    assert ("does not hold" in verdict.text) is not holds
+
+
+def test_an_interval_that_reaches_over_the_bar_is_said() -> None:
+    for trial, doubt in [(0.9285, "larger"), (0.9269, "smaller")]:
+        made = pair(BASE, [trial, trial + 0.001, trial - 0.001])
+        verdict = judge(made, made.bars[0])
+        assert verdict.text.endswith(f"these seeds do not exclude a {doubt} gap")
+    clear = pair(BASE, [0.95, 0.951, 0.949])
+    assert judge(clear, clear.bars[0]).text.endswith("the bar is 0.3: holds")
+
+
+def test_diverged_seeds_are_counted_and_leave_no_mean() -> None:
+    made = pair(BASE, [0.93, None, None])
+    verdict = judge(made, made.bars[0])
+    assert verdict.holds is False and "2 of 3 diverged" in verdict.text and "lies" not in verdict.text
+    made = pair([0.93, None], [0.93, 0.93])
+    verdict = judge(made, made.bars[0])
+    assert verdict.holds is None and f"cannot be told, {BASELINE}: 1 of 2 diverged" in verdict.text
+
+
+def test_an_arm_without_runs_is_not_judged_unless_every_rate_diverged() -> None:
+    unsearched = Arm(name="later", about="", settings={}, rate=None)
+    lost = Arm(name="lost", about="", settings={}, rate=None, tuned=[(1.0, None), (2.0, None)])
+    made = study([arm(BASELINE, BASE), unsearched, lost])
+    later, failed = (judge(made, bar) for bar in made.bars)
+    assert later.holds is None and "later: not run" in later.text
+    assert failed.holds is False and "lost: diverged at every rate" in failed.text
+
+
+def test_one_seed_is_said_to_be_one() -> None:
+    made = pair(BASE, [0.93])
+    verdict = judge(made, made.bars[0])
+    assert verdict.holds and "one seed, so no interval" in verdict.text and verdict.text.endswith("one seed can say")
+
+
+def test_a_rate_at_the_edge_of_the_search_is_said() -> None:
+    assert rate_at_edge(arm(TRIAL, [], rate=0.2)) is None
+    assert "smallest" in str(rate_at_edge(arm(TRIAL, [], rate=0.1)))
+    assert "largest" in str(rate_at_edge(arm(TRIAL, [], rate=0.8)))
