@@ -37,7 +37,7 @@ class FakeRuns:
     """Accuracy falls with the distance from the best rate; `wild` diverges from 4 on."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.calls = folder, list[list[Trial]]()
+        self.folder, self.calls, self.wild_from = folder, list[list[Trial]](), 4.0
 
     def __call__(self, trials: Sequence[Trial]) -> list[Summary]:
         self.calls.append(list(trials))
@@ -53,8 +53,10 @@ class FakeRuns:
         )
         (self.folder / trial.name).mkdir()
         (self.folder / trial.name / "metrics.jsonl").write_bytes(msgspec.json.encode(record) + b"\n")
+        versions = {"megabatch": "0.1", "torch": f"2.{seed}", "python": "3.11"}
+        (self.folder / trial.name / "env.json").write_bytes(msgspec.json.encode(versions))
         tally = Tally(global_batch=8, target_top1=None, evaluation=record, wall_s=2.0)
-        return tally.summary("diverged" if words["batch.global"] == "88" and rate >= 4 else "finished")
+        return tally.summary("diverged" if words["batch.global"] == "88" and rate >= self.wild_from else "finished")
 
     @property
     def trials(self) -> list[Trial]:
@@ -97,7 +99,16 @@ def test_the_best_rate_is_trained_with_and_others_follow_it(runs: FakeRuns) -> N
     assert small.rate == 2 and scaled.rate == 20
     assert wild.rate == 1 and [rate for rate, top1 in wild.tuned if top1 is None] == [4, 16]
     assert [run.top1 for run in small.runs] == pytest.approx([0.891, 0.892])
-    assert small.settings == {"batch.global": "8"}
+    assert small.settings == ["batch.global=8"]
     assert small.runs[0].curve == [(3.0, pytest.approx(0.891))]
     assert small.runs[0].extra == {"variance of pool5's output": [(1.0, 0.5)]}
     assert study.took_s == 2.0 * DESIGN.num_trials
+    assert study.versions == {"megabatch": "0.1", "torch": "2.1 and 2.2", "python": "3.11"}
+
+
+def test_an_arm_that_diverges_at_every_rate_is_not_trained_further(runs: FakeRuns) -> None:
+    runs.wild_from = 0.0
+    study = conduct(DESIGN, runs.folder, "megabatch study tiny", runs, follow)
+    *_, wild = study.arms
+    assert wild.rate is None and wild.runs == [] and {top1 for _, top1 in wild.tuned} == {None}
+    assert len(runs.calls[-1]) == 4

@@ -1,5 +1,7 @@
 """What the studies promise on paper, held to their designs."""
 
+from itertools import pairwise
+
 import pytest
 from typer.testing import CliRunner
 
@@ -23,7 +25,16 @@ def test_arms_have_equal_epochs_and_differ_in_what_they_say(name: str) -> None:
     assert (
         len({(config.data.source, config.schedule.warmup_epochs, config.batch.microbatch) for config in configs}) == 1
     )
-    assert len({config.to_toml() for config in configs}) == len(configs) or name == "large-batch"
+    rates = [(arm.grid, arm.rate_of, arm.rate_times) for arm in STUDIES[name].arms]
+    told_apart = {(config.to_toml(), rate) for config, rate in zip(configs, rates, strict=True)}
+    assert len(told_apart) == len(STUDIES[name].arms)
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_search_is_as_fine(name: str) -> None:
+    grids = [arm.grid for arm in STUDIES[name].arms if arm.grid]
+    steps = [high / low for grid in grids for low, high in pairwise(grid)]
+    assert steps == pytest.approx([steps[0]] * len(steps)) and len({*map(len, grids)}) == 1
 
 
 @pytest.mark.parametrize("name", STUDIES)

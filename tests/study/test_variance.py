@@ -15,8 +15,8 @@ from tests.distributed.runs import small_run
 def test_variance_is_that_of_the_layers_output() -> None:
     model = torch.nn.Sequential(torch.nn.Conv2d(1, 3, 3), torch.nn.ReLU())
     images = torch.randn(4, 1, 8, 8)
-    assert variance_of(model, "0", images) == pytest.approx(model[0](images).var().item())
-    assert variance_of(model, "1", images) == pytest.approx(model(images).var().item())
+    assert variance_of(model, "0", images.split(3)) == pytest.approx(model[0](images).var().item())
+    assert variance_of(model, "1", [images]) == pytest.approx(model(images).var().item())
 
 
 def test_every_checkpoint_of_a_run_has_a_point(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """megabatch study: the accuracy that is claimed, shown at a size that a desktop can repeat."""
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megabatch.cli.ranks import speaking_for_ranks
+from megabatch.errors import UserError
 
 if TYPE_CHECKING:
     from megabatch.study.design import Design
@@ -50,21 +52,31 @@ def precision(folder: Folder = None, out: Out = Path("docs/studies"), jobs: Jobs
 def run_study(design: "Design", folder: Path | None, out: Path, jobs: int | None) -> None:
     from functools import partial
 
-    from megabatch.study.conduct import conduct
+    from megabatch.config import load_config
+    from megabatch.data.sources import foresee_shape
+    from megabatch.study.conduct import conduct, search_trial
     from megabatch.study.drawing import require_matplotlib
     from megabatch.study.page import write_study
     from megabatch.study.screen import StudyScreen
     from megabatch.study.trials import choose_jobs, run_trials
     from megabatch.study.variance import layer_variance
     from megabatch.study.verdict import judge
+    from megabatch.train.assemble import plan_run
 
-    require_matplotlib()  # before the hours that it would draw
+    require_matplotlib()  # all that can be wrong is found before the hours that it takes
+    for arm in design.arms:
+        config = load_config(design.recipe, search_trial(design, arm, rate=1.0).overrides)
+        plan_run(config, foresee_shape(config.data), num_ranks=1)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be used ({error.strerror}); give another folder") from None
     folder = folder or Path("runs") / f"study-{design.name}"
     jobs = choose_jobs(jobs, "auto")
     screen = StudyScreen(design.num_trials, jobs)
     screen.say("study", f"{design.name}: {design.title}")
     screen.say("runs", f"{design.num_trials} in {folder}, {jobs} at a time; stopped, the same command goes on")
-    command = " ".join(["megabatch", *sys.argv[1:]])
+    command = shlex.join(["megabatch", *sys.argv[1:]])
     with speaking_for_ranks():
         run = partial(run_trials, folder=folder, jobs=jobs, screen=screen)
         study = conduct(design, folder, command, run, layer_variance)

@@ -140,7 +140,7 @@ def choose(
 ) -> Tuning:
     """The cut and the plans with the least predicted end of communication.
 
-    Where plans come close, `confirm` then takes the one that is measured to be fastest for its bucket alone.
+    Where plans come close, `confirm` then decides by measurement.
     """
 
     def prices(num_bytes: int, dtype: str) -> list[Costs]:
@@ -200,6 +200,8 @@ def confirm(tuning: Tuning) -> Tuning:
         decide(bucket, bucket.reason) if len(measured_places(bucket)) > 1 else bucket for bucket in tuning.buckets
     ]
     mixed = msgspec.structs.replace(tuning, buckets=decided)
+    if len({bucket.plan for bucket in decided}) == 1:
+        return mixed
     known = [measured_places(bucket) for bucket in decided if measured_places(bucket)]
     common = sorted(set.intersection(*known)) if known else []
     alike = [msgspec.structs.replace(mixed, buckets=[take(place, bucket) for bucket in decided]) for place in common]
@@ -215,8 +217,8 @@ def take(place: int, bucket: Bucket) -> Bucket:
     """With this candidate, if it was measured."""
     if place == bucket.chosen or place not in measured_places(bucket):
         return bucket
-    ahead = f"{bucket.plan.name} is ahead here, but with one plan for all buckets no more is exposed"
-    return msgspec.structs.replace(bucket, chosen=place, reason=f"close in price, measured: {ahead}")
+    reason = f"measured: {bucket.plan.name} is ahead here, but two plans for all buckets would hardly expose less"
+    return msgspec.structs.replace(bucket, chosen=place, reason=reason)
 
 
 def decide(bucket: Bucket, reason: str, option: int | None = None) -> Bucket:

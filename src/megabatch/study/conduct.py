@@ -4,19 +4,15 @@ All rates of one round of the search, and then all seeds of all arms, are trials
 The runs that count are trained on all training images and tested on the test images, on which nothing was chosen.
 """
 
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import torch
-
-from megabatch import __version__
 from megabatch.comm.discover import cpu_name, usable_cores
 from megabatch.study.design import ArmDesign, Design
 from megabatch.study.evidence import Arm, Curve, SeedRun, Study
 from megabatch.study.search import best_rate, next_rates
 from megabatch.study.trials import Trial, score_of, scores_of
-from megabatch.train.folder import read_evaluations
+from megabatch.train.folder import read_environment, read_evaluations
 from megabatch.train.records import Summary
 
 SEARCH_SEED = 1_000  # none of those that count
@@ -29,27 +25,27 @@ def conduct(design: Design, folder: Path, command: str, run: Run, follow: Callab
     found = search_all(design, run)
     rates = choose_rates(design, found)
     trials = {
-        arm.name: [seed_trial(design, arm, rates[arm.name], seed) for seed in seeds_of(design)] for arm in design.arms
+        arm.name: {seed: seed_trial(design, arm, rate, seed) for seed in range(1, design.seeds + 1)}
+        for arm in design.arms
+        if (rate := rates[arm.name]) is not None
     }
     # Seed by seed: whoever looks in before the end sees all arms.
-    summaries = run_all(run, [trials[arm.name][place] for place in range(design.seeds) for arm in design.arms])
-    arms = []
-    for arm in design.arms:
-        runs = [
-            seed_run(seed, folder / trial.name, summaries[trial.name], follow, design.layer)
-            for seed, trial in zip(seeds_of(design), trials[arm.name], strict=True)
-        ]
-        tuned = sorted((rate, score_of(summary)) for rate, summary in found.get(arm.name, {}).items())
-        arms.append(
-            Arm(
-                name=arm.name,
-                about=arm.about,
-                settings=dict(word.split("=", 1) for word in arm.words),
-                rate=rates[arm.name],
-                tuned=tuned,
-                runs=runs,
-            )
+    by_seed = sorted(((seed, trial) for of_arm in trials.values() for seed, trial in of_arm.items()), key=first)
+    summaries = run_all(run, [trial for _, trial in by_seed])
+    arms = [
+        Arm(
+            name=arm.name,
+            about=arm.about,
+            settings=list(arm.words),
+            rate=rates[arm.name],
+            tuned=sorted(scores_of(found.get(arm.name, {})).items()),
+            runs=[
+                seed_run(seed, folder / trial.name, summaries[trial.name], follow, design.layer)
+                for seed, trial in trials.get(arm.name, {}).items()
+            ],
         )
+        for arm in design.arms
+    ]
     spent = [*summaries.values(), *(summary for tried in found.values() for summary in tried.values())]
     return Study(
         name=design.name,
@@ -61,10 +57,23 @@ def conduct(design: Design, folder: Path, command: str, run: Run, follow: Callab
         arms=arms,
         bars=list(design.bars),
         took_s=sum(summary.wall_s for summary in spent),
-        versions={"megabatch": __version__, "torch": torch.__version__, "Python": platform.python_version()},
+        versions=versions_of([folder / trial.name for _, trial in by_seed]),
         machine=f"{len(usable_cores())} cores of {cpu_name()}",
         remarks=list(design.remarks),
     )
+
+
+def first(pair: tuple[int, Trial]) -> int:
+    return pair[0]
+
+
+def versions_of(folders: Sequence[Path]) -> dict[str, str]:
+    """Those that the runs were made with, which may have been begun long ago."""
+    environments = [read_environment(folder) for folder in folders]
+    return {
+        name: " and ".join(sorted({str(environment[name]) for environment in environments}))
+        for name in ("megabatch", "torch", "python")
+    }
 
 
 def search_all(design: Design, run: Run) -> dict[str, Tried]:
@@ -81,11 +90,16 @@ def search_all(design: Design, run: Run) -> dict[str, Tried]:
     return found
 
 
-def choose_rates(design: Design, found: Mapping[str, Tried]) -> dict[str, float]:
-    rates = {name: best_rate(scores_of(tried)) for name, tried in found.items()}
+def choose_rates(design: Design, found: Mapping[str, Tried]) -> dict[str, float | None]:
+    """None where all rates diverged."""
+    rates: dict[str, float | None] = {}
+    for name, tried in found.items():
+        scores = scores_of(tried)
+        rates[name] = best_rate(scores) if any(score is not None for score in scores.values()) else None
     for arm in design.arms:
         if arm.rate_of:
-            rates[arm.name] = float(f"{rates[arm.rate_of] * arm.rate_times:.4g}")
+            rate = rates[arm.rate_of]
+            rates[arm.name] = None if rate is None else float(f"{rate * arm.rate_times:.4g}")
     return rates
 
 
@@ -107,10 +121,6 @@ def slug(arm: ArmDesign) -> str:
     """Its name as that of a folder."""
     words = "".join(letter if letter.isalnum() else " " for letter in arm.name)
     return "-".join(words.split())
-
-
-def seeds_of(design: Design) -> range:
-    return range(1, design.seeds + 1)
 
 
 def seed_run(seed: int, folder: Path, summary: Summary, follow: Callable[[Path, str], Curve], layer: str) -> SeedRun:

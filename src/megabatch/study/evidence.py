@@ -3,8 +3,6 @@
 Top-1 is a share of 1 here.  What is not finite becomes null in JSON, and is read back as None.
 """
 
-from typing import Any
-
 from msgspec import Struct, field
 
 Curve = list[tuple[float, float | None]]  # epoch, and the value there; None: not finite
@@ -22,7 +20,7 @@ class SeedRun(Struct, frozen=True, kw_only=True):
 class Arm(Struct, frozen=True, kw_only=True):
     name: str
     about: str
-    settings: dict[str, Any]  # that distinguish it
+    settings: list[str]  # that distinguish it: section.key=value
     rate: float | None  # of its runs; None: none was found
     tuned: list[tuple[float, float | None]] = field(default_factory=list)  # rate, held-out top-1; None: diverged
     runs: list[SeedRun] = field(default_factory=list)

@@ -33,7 +33,7 @@ def write_study(study: Study, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     text = to_json(study)
     written = [write_whole(folder / f"{study.name}.json", text)]
-    study = msgspec.json.decode(text, type=Study)
+    study = load_study(written[0])
     drawings = draw_figures(study)
     for drawing in drawings:
         written.append(write_whole(folder / figure_file(study, drawing), drawing.svg.encode()))
@@ -136,7 +136,7 @@ def edges(study: Study) -> str:
 def arm_table(study: Study) -> str:
     rows = []
     for arm in study.arms:
-        settings = " ".join(f"`{key}={json_text(value)}`" for key, value in arm.settings.items())
+        settings = " ".join(f"`{word}`" for word in arm.settings)
         seeds = ", ".join(str(run.seed) for run in arm.runs)
         rows.append([arm.name, arm.about, settings or NONE, seeds or NONE])
     return table(("arm", "what it is", "settings", "seeds"), rows)
@@ -158,10 +158,6 @@ def figure_file(study: Study, drawing: Drawing) -> str:
 def figure_link(study: Study, drawing: Drawing) -> str:
     caption = drawing.caption[0].upper() + drawing.caption[1:]
     return f"![{caption}]({figure_file(study, drawing)})\n\n{caption}."
-
-
-def json_text(value: object) -> str:
-    return msgspec.json.encode(value).decode()
 
 
 def bullets(lines: Sequence[str]) -> str:

@@ -29,8 +29,9 @@ class StudyScreen:
 
     def expect(self, trials: Sequence[Trial], done: Mapping[str, Summary]) -> None:
         """Before trials are run: those, and the results that are there already."""
-        if done and not self.done:
-            self.say("before", f"{len(done)} of {self.num_trials} trials have been run; they are not run again")
+        new = done.keys() - self.done.keys()
+        if new:
+            self.say("before", f"{len(new)} trial{'s' * (len(new) > 1)} have been run, and are not run again")
         self.trials |= {trial.name: trial for trial in trials}
         self.done |= done
 
@@ -77,9 +78,9 @@ def seconds_left(trials: Sequence[Trial], done: Mapping[str, Summary], num_trial
 
 
 def kind_of(trial: Trial) -> tuple[str, ...]:
-    """What trials of the same length have in common: all but the seed and the rate."""
-    words = [word for word in trial.overrides if word.partition("=")[0] not in ("seed", "optim.learning_rate")]
-    return (trial.recipe, *words)
+    """What trials of the same length have in common: all but the seed, the rate, and what takes little time."""
+    ignored = ("seed=", "optim.learning_rate=", "data.validation=", "checkpoint.")
+    return (trial.recipe, *(word for word in trial.overrides if not word.startswith(ignored)))
 
 
 def show_result(summary: Summary) -> str:

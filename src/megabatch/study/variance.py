@@ -1,9 +1,10 @@
 """The variance of a layer's output in every checkpoint of a run, on the same training images.
 
 Jia et al. 2018 saw that of AlexNet's pool5 grow with the iterations, and put a BatchNorm behind it.  It is measured as
-in training, where a BatchNorm takes its statistics from the batch.
+in training, where a BatchNorm takes its statistics from a microbatch.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,17 +29,19 @@ def layer_variance(folder: Path, layer: str) -> Curve:
     model = make_model(config, data.shape).train()
     plan = plan_run(config, data.shape, num_ranks=1)
     images = data.train.read(np.linspace(0, len(data.train) - 1, NUM_IMAGES).astype(np.int64))
-    batch = Normalise(data.train, torch.device("cpu"), torch.float32, channels_last=False)(images)
+    pixels = Normalise(data.train, torch.device("cpu"), torch.float32)(images)
+    microbatches = pixels.split(config.batch.microbatch)
     curve: Curve = []
     for path in sorted((folder / "checkpoints").glob("step-*")):
         state = read_state(path)
         model.load_state_dict({name.removeprefix(MODEL): x for name, x in state.items() if name.startswith(MODEL)})
-        curve.append((plan.epochs_after(read_description(path).step), variance_of(model, layer, batch)))
+        curve.append((plan.epochs_after(read_description(path).step), variance_of(model, layer, microbatches)))
     return curve
 
 
-def variance_of(model: nn.Module, layer: str, images: torch.Tensor) -> float:
+def variance_of(model: nn.Module, layer: str, microbatches: Sequence[torch.Tensor]) -> float:
     outputs: list[torch.Tensor] = []
-    with model.get_submodule(layer).register_forward_hook(lambda module, given, output: outputs.append(output.var())):
-        model(images)
-    return outputs[0].item()
+    with model.get_submodule(layer).register_forward_hook(lambda module, given, output: outputs.append(output)):
+        for images in microbatches:
+            model(images)
+    return torch.cat(outputs).var().item()

@@ -152,6 +152,11 @@ def length_up_to(rows: Path, step: int) -> int:
     return length
 
 
+def read_environment(folder: Path) -> dict[str, object]:
+    """What `describe_environment` said where the run was made."""
+    return msgspec.json.decode((folder / "env.json").read_bytes(), type=dict[str, object])
+
+
 def describe_environment() -> dict[str, object]:
     return {
         "megabatch": __version__,
