@@ -93,7 +93,7 @@ def test_a_users_recipe_needs_only_what_has_no_default(tmp_path: Path) -> None:
             "batch.global=250",
             r"batch.global=250 is not a whole number of microbatches of 64; nearest: batch.global=256",
         ),
-        ("optim.name=sdg", r"optim.name='sdg' is not one of sgd, lars; nearest: optim.name=sgd"),
+        ("optim.name=sdg", r"optim.name='sdg' is not one of sgd, lars, lars_in_fp16; nearest: optim.name=sgd"),
         ("optim.variant=lark", r"optim.variant='lark' is not one of you2017, .*nearest: optim.variant=larc"),
         ("optim.trust=0", r"optim.trust=0: expected float > 0.0; for example optim.trust=0.001"),
         ("precision.name=fp23", r"precision.name='fp23' is not one of .*nearest: precision.name=fp32"),
