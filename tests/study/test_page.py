@@ -18,7 +18,7 @@ def test_the_page_answers_first_and_states_every_figure() -> None:
     assert "| SGD at 128 | 0.2 | 93.00 | 0.10 | 92.75 to 93.25 | baseline | 0 of 3 |" in text
     assert "| LARS at 3,072 | 0.2 | 92.88 | 0.10 | 92.63 to 93.13 | 0.12 (-0.11 to 0.35) | 0 of 3 |" in text
     assert "| LARS at 3,072 | 0.2 | 0.1: 91.00 · **0.2: 93.00** · 0.4: 50.00 · 0.8: diverged |" in text
-    assert '`batch.global=3072` `optim.name=lars` | 1, 2, 3 |' in text
+    assert "`batch.global=3072` `optim.name=lars` | 1, 2, 3 |" in text
     for said in (
         "`megabatch study large-batch`",
         "The paper finds a larger gap.",

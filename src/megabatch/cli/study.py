@@ -1,4 +1,4 @@
-"""megabatch study: the accuracy that is claimed, shown at a size that a desktop can repeat."""
+"""megabatch study: claims about accuracy, put to the test at a size that a desktop can repeat."""
 
 import shlex
 import sys
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megabatch.study.design import Design
 
 app = typer.Typer(
-    help="Show on a desktop that huge batches and 16 bits lose no accuracy; hours, and can be stopped and go on.",
+    help="Find out on a desktop whether huge batches and 16 bits lose accuracy; takes hours, and goes on when stopped.",
     no_args_is_help=True,
 )
 Folder = Annotated[
@@ -67,12 +67,12 @@ def run_study(design: "Design", folder: Path | None, out: Path, jobs: int | None
     for arm in design.arms:
         config = load_config(design.recipe, search_trial(design, arm, rate=1.0).overrides)
         plan_run(config, foresee_shape(config.data), num_ranks=1)
+    jobs = choose_jobs(jobs, "auto")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {out} cannot be used ({error.strerror}); give another folder") from None
     folder = folder or Path("runs") / f"study-{design.name}"
-    jobs = choose_jobs(jobs, "auto")
     screen = StudyScreen(design.num_trials, jobs)
     screen.say("study", f"{design.name}: {design.title}")
     screen.say("runs", f"{design.num_trials} in {folder}, {jobs} at a time; stopped, the same command goes on")
