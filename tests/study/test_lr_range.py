@@ -82,7 +82,7 @@ def test_a_search_that_is_killed_leaves_no_orphan_and_goes_on_and_runs_nothing_t
     assert again.output.splitlines()[-1] == command
 
     at_once = lr_range(*words)
-    assert "before    2 of 2 trials" in at_once.output and at_once.output.splitlines()[-1] == command
+    assert "before    2 trials have been run" in at_once.output and at_once.output.splitlines()[-1] == command
     assert begun("rate-0.01") == 2
     other = lr_range(*words, "seed=7")
     assert "study/rate-0.01 holds a run with seed=1, not 7; give another folder" in str(other.exception)

@@ -31,7 +31,7 @@ class StudyScreen:
         """Before trials are run: those, and the results that are there already."""
         new = done.keys() - self.done.keys()
         if new:
-            self.say("before", f"{len(new)} trial{'s' * (len(new) > 1)} have been run, and are not run again")
+            self.say("before", f"{len(new)} {'trials have' if len(new) > 1 else 'trial has'} been run; not again")
         self.trials |= {trial.name: trial for trial in trials}
         self.done |= done
 

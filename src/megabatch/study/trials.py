@@ -102,9 +102,15 @@ def start(trial: Trial, config: RunConfig, folder: Path) -> Process:
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C reaches us alone: a second one would end it without a checkpoint
-            preexec_fn=partial(die_with, os.getpid()),
+            preexec_fn=partial(begin_child, os.getpid()),
         )
     return Process(trial, popen, log, log_start)
+
+
+def begin_child(parent: int) -> None:
+    """In the new process: it hears SIGINT, which a shell's background jobs ignore, and dies with its parent."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    die_with(parent)
 
 
 @contextmanager
