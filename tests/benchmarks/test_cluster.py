@@ -163,7 +163,7 @@ def test_a_rank_that_fails_is_heard_and_nothing_remains(capfd: pytest.CaptureFix
 
 @pytest.mark.usefixtures("namespaces")
 def test_ctrl_c_in_the_middle_leaves_no_namespace_no_process_and_no_file(tmp_path: Path) -> None:
-    words = ["bench", "cluster", "--ranks-per-host", "1", "--gbps", "0.2", "--rounds", "9999", "--model", "small_cnn"]
+    words = ["bench", "cluster", "--ranks-per-host", "1", "--gbps", "0.05", "--rounds", "9999", "--model", "small_cnn"]
     # A folder of its own shows what is left behind.
     bench = subprocess.Popen(
         [sys.executable, "-m", "megabatch", *words],
