@@ -28,7 +28,7 @@ def test_t_has_its_closed_forms_at_1_2_and_infinity() -> None:
     assert student_t(1e8) == pytest.approx(statistics.NormalDist().inv_cdf(0.975), abs=1e-6)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(degrees=st.floats(1, 60), more=st.floats(0.01, 10))
 def test_t_falls_with_the_degrees_of_freedom_and_bounds_95_percent(degrees: float, more: float) -> None:
     assert student_t(degrees + more) < student_t(degrees)
@@ -49,7 +49,6 @@ def test_intervals_move_and_grow_with_the_values(values: list[float], shift: flo
     assert close(after.interval, scale * before.interval.low + shift, scale * before.interval.high + shift)
 
 
-@settings(deadline=None)
 @given(one=values, other=values, shift=shifts, scale=scales)
 def test_a_gap_is_antisymmetric_ignores_a_common_shift_and_grows_with_the_scale(
     one: list[float], other: list[float], shift: float, scale: float
@@ -62,7 +61,6 @@ def test_a_gap_is_antisymmetric_ignores_a_common_shift_and_grows_with_the_scale(
     assert close(moved.interval, scale * found.interval.low, scale * found.interval.high)
 
 
-@settings(deadline=None)
 @given(values=values)
 def test_with_equal_sides_welch_is_the_pooled_t(values: list[float]) -> None:
     size, found = len(values), gap(values, values)

@@ -1,7 +1,7 @@
 """Conducts a study: searches the arms' learning rates on held-out images, then trains every arm with every seed.
 
 All rates of one round of the search, and then all seeds of all arms, are trials in one queue, so that no core waits.
-The runs that count are trained on all training images and tested on the test images, on which nothing was chosen.
+The runs that count are trained on all training images and tested on the test images, by which no rate was chosen.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megabatch.comm.discover import cpu_name, usable_cores
 from megabatch.study.design import ArmDesign, Design
-from megabatch.study.evidence import Arm, Curve, SeedRun, Study
+from megabatch.study.evidence import Arm, Curve, SeedRun, Study, slug
 from megabatch.study.search import best_rate, next_rates
 from megabatch.study.trials import Trial, score_of, scores_of
 from megabatch.train.folder import read_environment, read_evaluations
@@ -24,14 +24,13 @@ def conduct(design: Design, folder: Path, command: str, run: Run, follow: Callab
     """`run` runs trials in `folder`; `follow` has the variance of a layer's output in a run's checkpoints."""
     found = search_all(design, run)
     rates = choose_rates(design, found)
-    trials = {
-        arm.name: {seed: seed_trial(design, arm, rate, seed) for seed in range(1, design.seeds + 1)}
+    trials = {  # seed by seed: whoever looks in before the end sees all arms
+        (arm.name, seed): seed_trial(design, arm, rate, seed)
+        for seed in range(1, design.seeds + 1)
         for arm in design.arms
         if (rate := rates[arm.name]) is not None
     }
-    # Seed by seed: whoever looks in before the end sees all arms.
-    by_seed = sorted(((seed, trial) for of_arm in trials.values() for seed, trial in of_arm.items()), key=first)
-    summaries = run_all(run, [trial for _, trial in by_seed])
+    summaries = run_all(run, list(trials.values()))
     arms = [
         Arm(
             name=arm.name,
@@ -41,7 +40,8 @@ def conduct(design: Design, folder: Path, command: str, run: Run, follow: Callab
             tuned=sorted(scores_of(found.get(arm.name, {})).items()),
             runs=[
                 seed_run(seed, folder / trial.name, summaries[trial.name], follow, design.layer)
-                for seed, trial in trials.get(arm.name, {}).items()
+                for (name, seed), trial in trials.items()
+                if name == arm.name
             ],
         )
         for arm in design.arms
@@ -57,14 +57,10 @@ def conduct(design: Design, folder: Path, command: str, run: Run, follow: Callab
         arms=arms,
         bars=list(design.bars),
         took_s=sum(summary.wall_s for summary in spent),
-        versions=versions_of([folder / trial.name for _, trial in by_seed]),
+        versions=versions_of([folder / trial.name for trial in trials.values()]),
         machine=f"{len(usable_cores())} cores of {cpu_name()}",
         remarks=list(design.remarks),
     )
-
-
-def first(pair: tuple[int, Trial]) -> int:
-    return pair[0]
 
 
 def versions_of(folders: Sequence[Path]) -> dict[str, str]:
@@ -109,18 +105,12 @@ def run_all(run: Run, trials: Sequence[Trial]) -> dict[str, Summary]:
 
 def search_trial(design: Design, arm: ArmDesign, rate: float) -> Trial:
     words = (f"data.validation={design.validation!r}", f"seed={SEARCH_SEED}", f"optim.learning_rate={rate:g}")
-    return Trial(f"search-{slug(arm)}-{rate:g}", design.recipe, (*design.words, *arm.words, *words))
+    return Trial(f"search-{slug(arm.name)}-{rate:g}", design.recipe, (*design.words, *arm.words, *words))
 
 
 def seed_trial(design: Design, arm: ArmDesign, rate: float, seed: int) -> Trial:
     words = (f"seed={seed}", f"optim.learning_rate={rate:g}", *design.final_words)
-    return Trial(f"seed-{seed}-{slug(arm)}", design.recipe, (*design.words, *arm.words, *words))
-
-
-def slug(arm: ArmDesign) -> str:
-    """Its name as that of a folder."""
-    words = "".join(letter if letter.isalnum() else " " for letter in arm.name)
-    return "-".join(words.split())
+    return Trial(f"seed-{seed}-{slug(arm.name)}", design.recipe, (*design.words, *arm.words, *words))
 
 
 def seed_run(seed: int, folder: Path, summary: Summary, follow: Callable[[Path, str], Curve], layer: str) -> SeedRun:

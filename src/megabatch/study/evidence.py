@@ -3,6 +3,8 @@
 Top-1 is a share of 1 here.  What is not finite becomes null in JSON, and is read back as None.
 """
 
+import re
+
 from msgspec import Struct, field
 
 Curve = list[tuple[float, float | None]]  # epoch, and the value there; None: not finite
@@ -67,3 +69,8 @@ class Study(Struct, frozen=True, kw_only=True):
 
     def arm(self, name: str) -> Arm:
         return next(arm for arm in self.arms if arm.name == name)
+
+
+def slug(name: str) -> str:
+    """As part of a file's name."""
+    return re.sub("[^a-z0-9]+", "-", name.lower().replace("'", "")).strip("-")

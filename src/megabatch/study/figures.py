@@ -4,7 +4,6 @@ Seeds that diverged are never averaged away: such an arm has no mean, and says h
 """
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from megabatch.study.drawing import GREY, color_of, dash_of, label_ends, mark_log_ticks, to_svg
-from megabatch.study.evidence import Arm, Curve, Study
+from megabatch.study.evidence import Arm, Curve, Study, slug
 from megabatch.study.verdict import divergence, gap_words, has_diverged, percents, top1_gap, top1_spread
 
 if TYPE_CHECKING:
@@ -236,7 +235,3 @@ def beside_row(arm: Arm, baseline: Arm) -> str:
     if arm is baseline:
         return "baseline"
     return gap_words(found) if (found := top1_gap(arm, baseline)) else ""
-
-
-def slug(name: str) -> str:
-    return re.sub("[^a-z0-9]+", "-", name.lower().replace("'", "")).strip("-")

@@ -15,12 +15,11 @@ from megabatch.data.shapes import DataShape
 from megabatch.data.sources import foresee_shape
 from megabatch.errors import UserError
 from megabatch.study.screen import StudyScreen
-from megabatch.study.search import best_rate, coarse_grid, is_at_end, next_rates
+from megabatch.study.search import HELD_OUT, best_rate, coarse_grid, is_at_end, next_rates
 from megabatch.study.trials import Trial, run_trials, scores_of
 from megabatch.train.assemble import plan_run
 from megabatch.train.records import Summary
 
-HELD_OUT = 1 / 12  # of the training images: 5,000 of Fashion-MNIST's
 SPAN = 8.0  # below and above the recipe's own rate
 RATE = "optim.learning_rate"
 

@@ -5,11 +5,11 @@ What ImageNet at 64K and these have in common is the number of steps: 20 an epoc
 
 from megabatch.study.design import ArmDesign, Design
 from megabatch.study.evidence import Bar
+from megabatch.study.search import HELD_OUT
 
 NESTEROV = ("optim.name=sgd",)
 LARS = ("optim.name=lars",)
 DECAY_ALL = ("optim.decay_all=true",)
-HELD_OUT = 1 / 12  # of the training images: 5,000 of 60,000
 
 BASELINE = "Nesterov, 128"
 OURS = "LARS, 3,072"

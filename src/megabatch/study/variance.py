@@ -16,7 +16,7 @@ from megabatch.data.batches import Normalise
 from megabatch.data.sources import load_data_set
 from megabatch.study.evidence import Curve
 from megabatch.train.assemble import make_model, plan_run
-from megabatch.train.checkpoint import MODEL, read_description, read_state
+from megabatch.train.checkpoint import model_state, read_description, read_state
 
 NUM_IMAGES = 512
 
@@ -33,8 +33,7 @@ def layer_variance(folder: Path, layer: str) -> Curve:
     microbatches = pixels.split(config.batch.microbatch)
     curve: Curve = []
     for path in sorted((folder / "checkpoints").glob("step-*")):
-        state = read_state(path)
-        model.load_state_dict({name.removeprefix(MODEL): x for name, x in state.items() if name.startswith(MODEL)})
+        model.load_state_dict(model_state(read_state(path)))
         curve.append((plan.epochs_after(read_description(path).step), variance_of(model, layer, microbatches)))
     return curve
 

@@ -80,10 +80,14 @@ def training_state(training: Training) -> dict[str, torch.Tensor]:
     return state
 
 
+def model_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The part of a `training_state` that is the model's state dict."""
+    return {name.removeprefix(MODEL): tensor for name, tensor in state.items() if name.startswith(MODEL)}
+
+
 def restore_training_state(training: Training, state: dict[str, torch.Tensor]) -> None:
     """The inverse of `training_state`."""
-    model = {name.removeprefix(MODEL): tensor for name, tensor in state.items() if name.startswith(MODEL)}
-    training.masters.load_state(model)
+    training.masters.load_state(model_state(state))
     training.loss_scale.restore(state[LOSS_SCALE])
     parameters = dict(named_parameters(training.optimizer))
     for name, tensor in state.items():

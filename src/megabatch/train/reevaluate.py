@@ -13,7 +13,7 @@ from megabatch.data.batches import Normalise
 from megabatch.data.sources import FROM_PYTHON, load_data_set, load_other_images
 from megabatch.errors import UserError
 from megabatch.train.assemble import make_model, place_model
-from megabatch.train.checkpoint import MODEL, newest_good, read_state
+from megabatch.train.checkpoint import model_state, newest_good, read_state
 from megabatch.train.evaluate import Evaluation, evaluate
 from megabatch.train.resume import is_run
 
@@ -54,5 +54,4 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     checkpoint = newest_good(folder, report=lambda damage: None)
     if checkpoint is None:
         raise UserError(f"{folder} has neither model.safetensors nor a whole checkpoint; train it first")
-    state = read_state(checkpoint)
-    return {name.removeprefix(MODEL): tensor for name, tensor in state.items() if name.startswith(MODEL)}
+    return model_state(read_state(checkpoint))
