@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import socket
@@ -140,6 +141,19 @@ def test_a_run_leaves_its_rows_its_summary_and_its_recipe(finished: tuple[Path, 
     resolved = tomllib.loads((Path(folder) / "config.toml").read_text())
     assert resolved["batch"] == {"global": 32, "micro": 4} and resolved["run"]["threads"] >= 1
     assert load_config(f"{folder}/config.toml").train.target_top1 == 0.5
+
+
+def test_a_line_has_the_pace_of_all_steps_since_the_line_before(finished: tuple[Path, str]) -> None:
+    steps = {row["step"]: row for row in rows(str(finished[0])) if "lr" in row}
+    lines = re.findall(r"step +(\d+) loss .* +([\d,]+)/s .*data (\d+)% comm (\d+)%", finished[1])
+    assert lines[-1][0] == "50"
+    before = 0
+    for last, *said in lines:
+        since = [steps[step] for step in range(before + 1, int(last) + 1)]
+        took_s = sum(32 / row["images_per_s"] for row in since)
+        waits = [sum(row[key] for row in since) / took_s for key in ("data_wait_s", "comm_wait_s")]
+        assert said == [f"{32 * len(since) / took_s:,.0f}", *(f"{100 * wait:.0f}" for wait in waits)]
+        before = int(last)
 
 
 def test_under_torchrun_it_joins_and_is_the_same_run(finished: tuple[Path, str]) -> None:

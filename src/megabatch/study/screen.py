@@ -50,10 +50,11 @@ class StudyScreen:
             self.live.update(text[: self.console.width - 3])  # one line
             self.live.start()
 
-    def show_stop(self, num_running: int) -> None:
+    def show_stop(self, num_running: int, by_signal: bool) -> None:
         self.live.stop()
         trials = f"{num_running} trial{'s' * (num_running > 1)}"
-        self.say("stopping", f"{trials}, after this step and a checkpoint; once more to end at once")
+        remedy = "; once more to end at once" * by_signal
+        self.say("stopping", f"{trials}, after this step and a checkpoint{remedy}")
 
     def close(self) -> None:
         self.live.stop()

@@ -123,9 +123,9 @@ def stopped_at_the_end(stop: StopSignal, screen: "StudyScreen") -> Iterator[list
             raise Stopped(stop.number)
     except KeyboardInterrupt:  # the second signal
         raise Stopped(stop.number or signal.SIGINT) from None
-    except Exception:
+    except Exception as error:
         if running:
-            screen.show_stop(len(running))
+            screen.show_stop(len(running), by_signal=isinstance(error, Stopped))
             with suppress(KeyboardInterrupt):
                 stop_all(running)
         raise

@@ -1,8 +1,9 @@
 """What a run says while it goes: a header, a live bar on a terminal or plain lines elsewhere, and the result."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import harmonic_mean
 from types import TracebackType
 from typing import Self
 
@@ -36,6 +37,7 @@ class Screen:
         self.has_timeline = config.comm.timeline
         self.from_python = config.data.source.startswith(FROM_PYTHON)
         self.last_step: StepRecord | None = None
+        self.unsaid: list[StepRecord] = []  # the steps since the last line
         self.complaints: set[str] = set()
         self.spoke_s = time.monotonic()
         self.bar = Progress(
@@ -78,12 +80,13 @@ class Screen:
             self.line(f"top-1 {record.top1:.4f} top-5 {record.top5:.4f}")
             return
         self.last_step = record
+        self.unsaid.append(record)
         if record.skipped:
             self.say(
                 "skipped", f"step {record.step}: a gradient overflowed with loss scale {show_scale(record.loss_scale)}"
             )
         self.show_skipped(record.skipped_images, "skipped")
-        text = f"loss {record.loss:.3f} lr {record.lr:.3f} {record.images_per_s:,.0f}/s {self.waits(record)}"
+        text = f"loss {record.loss:.3f} lr {record.lr:.3f} {record.images_per_s:,.0f}/s {self.waits([record])}"
         self.bar.update(self.task, completed=record.step, epoch=record.epoch, text=text, visible=True)
         if not self.console.is_terminal and time.monotonic() - self.spoke_s > QUIET_S:
             self.line("")
@@ -96,21 +99,28 @@ class Screen:
                 self.say(name, complaint)
 
     def line(self, result: str) -> None:
-        """At most 80 characters on a terminal; elsewhere the waits too, which a terminal shows in the bar."""
+        """The last step's loss; the pace since the last line.
+
+        At most 80 characters on a terminal; elsewhere the waits too, which a terminal shows in the bar.
+        """
         step = self.last_step
         assert step is not None
+        steps = self.unsaid or [step]
+        images_per_s = harmonic_mean(step.images_per_s for step in steps)
         line = f"epoch {step.epoch:5.2f} step {step.step:>5} loss {step.loss:.4f} lr {step.lr:.4f} "
-        line += f"{step.images_per_s:>6,.0f}/s "
+        line += f"{images_per_s:>6,.0f}/s "
         if not self.console.is_terminal:
-            left_s = (self.plan.num_steps - step.step) * self.plan.global_batch / step.images_per_s
-            result += f"  {self.waits(step)} ETA {left_s:.0f} s"
+            left_s = (self.plan.num_steps - step.step) * self.plan.global_batch / images_per_s
+            result += f"  {self.waits(steps)} ETA {left_s:.0f} s"
         self.console.print(line + result)
-        self.spoke_s = time.monotonic()
+        self.unsaid, self.spoke_s = [], time.monotonic()
 
-    def waits(self, step: StepRecord) -> str:
-        """The shares of a step in which rank 0 waited for images, and for other ranks."""
-        per_second = step.images_per_s / self.plan.global_batch
-        return f"data {step.data_wait_s * per_second:.0%} comm {step.comm_wait_s * per_second:.0%}"
+    def waits(self, steps: Sequence[StepRecord]) -> str:
+        """The shares of their time in which rank 0 waited for images, and for other ranks."""
+        took_s = sum(self.plan.global_batch / step.images_per_s for step in steps)
+        data_s = sum(step.data_wait_s for step in steps)
+        comm_s = sum(step.comm_wait_s for step in steps)
+        return f"data {data_s / took_s:.0%} comm {comm_s / took_s:.0%}"
 
     def finish(self, summary: Summary) -> None:
         self.bar.stop()
