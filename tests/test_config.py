@@ -94,6 +94,8 @@ def test_a_users_recipe_needs_only_what_has_no_default(tmp_path: Path) -> None:
             r"batch.global=250 is not a whole number of microbatches of 64; nearest: batch.global=256",
         ),
         ("optim.name=sdg", r"optim.name='sdg' is not one of sgd, lars, lars_in_fp16; nearest: optim.name=sgd"),
+        ("data.on_error=ignore", r"data.on_error='ignore': expected raise or skip; for example data.on_error='raise'"),
+        ("comm.fusion_mb=big", r"comm.fusion_mb='big': expected a number or auto; for example comm.fusion_mb='auto'"),
         ("optim.variant=lark", r"optim.variant='lark' is not one of you2017, .*nearest: optim.variant=larc"),
         ("optim.trust=0", r"optim.trust=0: expected float > 0.0; for example optim.trust=0.001"),
         ("precision.name=fp23", r"precision.name='fp23' is not one of .*nearest: precision.name=fp32"),
@@ -122,7 +124,7 @@ def test_a_missing_setting_is_named_with_an_example(tmp_path: Path) -> None:
 
 
 def test_an_unreadable_recipe_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"recipe 'fashon' is neither a name .*nearest: fashion"):
+    with pytest.raises(UserError, match=r"recipe 'fashon' is neither one of .*nearest: fashion"):
         load_config("fashon")
     (tmp_path / "broken.toml").write_text("[model\n")
     with pytest.raises(UserError, match=r"broken.toml is not TOML: .*line 1"):

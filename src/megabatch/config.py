@@ -119,10 +119,9 @@ def read_recipe(recipe: str) -> Settings:
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path} is not TOML: {error}") from None
     except (OSError, UnicodeDecodeError) as error:
-        names = recipe_names()
         raise UserError(
-            f"recipe {recipe!r} is neither a name ({', '.join(names)}) nor a readable TOML file "
-            f"({getattr(error, 'strerror', None) or error}); nearest: {nearest(recipe, names)}"
+            f"recipe {recipe!r} is neither one of `megabatch recipes` nor a readable TOML file "
+            f"({getattr(error, 'strerror', None) or error}); nearest: {nearest(recipe, recipe_names())}"
         ) from None
 
 
@@ -244,10 +243,22 @@ def explain(error: str, settings: Settings) -> str:
     rule, _, path = error.partition(" - at `$")
     path = path.strip("`.").partition("[")[0]  # of a list's member, the list
     rule = rule.replace("`", "").replace(" | null", "")  # TOML has no null
+    if rule.startswith("Invalid enum value"):
+        rule = f"Expected {' or '.join(choices(path))}"
     value: Any = settings
     for name in path.split("."):
         value = value[name] if isinstance(value, dict) else value
     return f"{path}={show_value(value)}: {rule[0].lower()}{rule[1:]}; {remedy(path, value)}"
+
+
+def choices(key: str) -> Iterator[str]:
+    """What a setting that takes certain words may be."""
+    kind = FIELDS[key].type
+    for member in kind.types if isinstance(kind, msgspec.inspect.UnionType) else (kind,):
+        if isinstance(member, msgspec.inspect.LiteralType):
+            yield from map(str, member.values)
+        else:
+            yield "a number"
 
 
 def remedy(key: str, value: Any) -> str:
