@@ -169,6 +169,11 @@ def test_a_point_of_ours_is_what_its_recipe_says(point: KnownPoint) -> None:
     }
 
 
+def test_rates_of_one_family_can_be_compared() -> None:
+    families = {(point.model, point.data, point.optimizer): point.trust for point in KNOWN_POINTS}
+    assert all(point.trust == families[point.model, point.data, point.optimizer] for point in KNOWN_POINTS)
+
+
 def values_of(config: RunConfig) -> dict[str, object]:
     return {
         "model": config.model.name,
@@ -177,6 +182,7 @@ def values_of(config: RunConfig) -> dict[str, object]:
         "samples": foresee_shape(config.data).num_train,
         "batch": config.batch.global_batch,
         "learning_rate": config.optim.learning_rate,
+        "trust": config.optim.trust,
         "warmup_epochs": config.schedule.warmup_epochs,
         "momentum": config.optim.momentum,
         "weight_decay": config.optim.weight_decay,

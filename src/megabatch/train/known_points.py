@@ -13,6 +13,8 @@ from msgspec import Struct
 
 from megabatch.data.shapes import FASHION_MNIST_10K, FULL_FASHION_MNIST, IMAGENET
 
+TRUST = 0.001  # of LARS, where a point does not say otherwise
+
 
 class KnownPoint(Struct, frozen=True, kw_only=True):
     """None: the source does not say."""
@@ -23,6 +25,7 @@ class KnownPoint(Struct, frozen=True, kw_only=True):
     samples: int  # of an epoch
     batch: int
     learning_rate: float | None = None  # the peak
+    trust: float = TRUST  # the same of all points of a model, its data and LARS
     warmup_epochs: float | None = None
     momentum: float | None = None
     weight_decay: float | None = None
@@ -97,15 +100,18 @@ def fashion(
     epochs: str,
     top1: float | None = None,
     is_embedded: bool = False,
+    model: str = "small_resnet",
+    trust: float = TRUST,
 ) -> KnownPoint:
     shape = FASHION_MNIST_10K if is_embedded else FULL_FASHION_MNIST
     return KnownPoint(
-        model="small_resnet",
+        model=model,
         data="fashion-mnist-10k" if is_embedded else "fashion-mnist",
         optimizer=optimizer,
         samples=shape.num_train,
         batch=batch,
         learning_rate=learning_rate,
+        trust=trust,
         warmup_epochs=warmup,
         momentum=0.9,
         weight_decay=5e-4,
@@ -141,9 +147,9 @@ KNOWN_POINTS = (
     fashion("fashion", "sgd", 256, 0.2, 1, 64, "12", top1=0.9045, is_embedded=True),
     fashion("fashion at 512", "sgd", 512, 0.4, 1, 64, "12", top1=0.895, is_embedded=True),
     fashion("fashion-full", "sgd", 256, 0.2, 1, 64, "12"),
-    fashion("fashion-128", "sgd", 128, 0.1, 1, 64, "30", top1=0.9389),
-    fashion("fashion-3k", "lars", 3_072, 20, 5, 128, "30", top1=0.9318),
-    fashion("fashion-8k", "lars", 8_192, 12, 5, 128, "30", top1=0.9125),
+    fashion("fashion-128", "sgd", 128, 0.06, 5, 128, "30", model="tiny_cnn"),
+    fashion("fashion-3k", "lars", 3_072, 3, 5, 128, "30", model="tiny_cnn", trust=0.01),
+    fashion("fashion-8k", "lars", 8_192, 3, 5, 128, "30", model="tiny_cnn", trust=0.01),
     KnownPoint(
         model="small_cnn",
         data="synthetic",

@@ -24,9 +24,8 @@ from msgspec import Struct
 from megabatch.config import RunConfig
 from megabatch.data.sources import FROM_PYTHON
 from megabatch.errors import UserError
-from megabatch.train.known_points import KNOWN_POINTS, KnownPoint
+from megabatch.train.known_points import KNOWN_POINTS, TRUST, KnownPoint
 
-TRUST = 0.001  # of every known point of LARS
 SAME_SIZE = 0.01  # sets of other names are taken for the same if their sizes differ by less
 ROUNDING = 1e-9  # a value on the edge is within
 
@@ -149,7 +148,7 @@ def warn(config: RunConfig, quantity: Quantity, points: Sequence[KnownPoint]) ->
     batch = config.batch.global_batch
     known = foresee(quantity, points, batch)
     # A weight moves by rate x trust: a larger trust is a larger rate.
-    scale = config.optim.trust / TRUST if quantity is LEARNING_RATE and config.optim.name == "lars" else 1.0
+    scale = config.optim.trust / points[0].trust if quantity is LEARNING_RATE and config.optim.name == "lars" else 1.0
     value = quantity.given(config)
     if known is None or known.low * (1 - ROUNDING) <= value * scale <= known.high * (1 + ROUNDING):
         return None
@@ -194,6 +193,7 @@ def warn_of_steps(config: RunConfig, num_samples: int, points: Sequence[KnownPoi
 def describe(point: KnownPoint) -> str:
     told = {
         "rate": point.learning_rate,
+        "trust": point.trust if point.trust != TRUST else None,
         "warm-up": point.warmup_epochs,
         "momentum": point.momentum,
         "decay": point.weight_decay,
