@@ -77,12 +77,6 @@ LARGE_BATCH = Design(
     validation=HELD_OUT,
     trials=6,
     seeds=5,
-    remarks=(
-        "The network and LARS's trust were chosen by pilots, single runs on held-out training images: a network for "
-        "which 586 steps suffice. With LARS at 3,072 and untuned rates, a residual network of 30,690 parameters ended "
-        "1.6 points below its baseline, and one of three convolutions 0.9. So the bar is not one that any network "
-        "keeps in 30 epochs; MLPerf's own points of ResNet-50 need 34 to 37 epochs at 3,264, but 83 to 86 at 65,536.",
-    ),
 )
 
 WITH_BN5 = "AlexNet-BN"
