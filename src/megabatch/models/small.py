@@ -65,7 +65,7 @@ def small_cnn(num_classes: int, in_channels: int, width: int = 16, dropout: floa
     )
 
 
-def tiny_cnn(num_classes: int, in_channels: int, width: int = 16, hidden: int = 256) -> nn.Module:
+def tiny_cnn(num_classes: int, in_channels: int, width: int = 8, hidden: int = 256, dropout: float = 0.0) -> nn.Module:
     """Two convolutions and two linear layers, as AlexNet-BN in miniature: learns fast, for studies of many runs."""
     return nn.Sequential(
         conv_bn_relu(in_channels, width, stride=2, size=5),
@@ -75,5 +75,6 @@ def tiny_cnn(num_classes: int, in_channels: int, width: int = 16, hidden: int = 
         nn.Linear(2 * width * 7 * 7, hidden, bias=False),
         nn.BatchNorm1d(hidden),
         nn.ReLU(inplace=True),
+        nn.Dropout(dropout),
         nn.Linear(hidden, num_classes),
     )
