@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.comm import attach, groups
+from megabatch.comm.engine import Engine
 from megabatch.comm.hook import GradientSums
 from megabatch.comm.shared_memory import SharedMemory
 from megabatch.comm.world import World
@@ -434,6 +435,28 @@ def test_a_rank_that_raises_is_missed_by_name(ranks: RankPool, hosts: str, algor
     for kind, text in said:
         assert kind == "MissingRank" and text.startswith("step 2, bucket "), text
         assert "rank 1 has given up: ValueError: this image is broken" in text, text
+
+
+def leave_with_a_sum_under_way(world: World) -> str:
+    store = dist.PrefixStore("engine", dist.distributed_c10d._get_default_store())
+    engine = Engine(store, world.rank, range(world.num_ranks), 600.0, world.device, sums_itself=True)
+    said = ""
+    if world.rank != 1:  # so nobody's sum can end
+        flight = engine.start("scatter", "allreduce", [torch.ones(3)])
+        if world.rank == 0:
+            engine.abandon()
+        else:
+            with pytest.raises(RuntimeError) as caught:
+                engine.end(flight)
+            said = str(caught.value)
+    world.sum(torch.ones(1))
+    engine.close()
+    return said
+
+
+def test_a_rank_that_leaves_with_a_sum_under_way_is_missed(ranks: RankPool) -> None:
+    """Its connections stay, so they tell nothing; the timeout is ten minutes."""
+    assert ranks.run(leave_with_a_sum_under_way, num_ranks=3) == ["", "", "another rank has given up"]
 
 
 def compute_nothing(world: World, algorithm: str) -> tuple[str, str]:

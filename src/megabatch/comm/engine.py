@@ -31,6 +31,7 @@ from megabatch.planning.plan import Wire, slices
 WIRE_DTYPES: dict[Wire, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 LOOK_UP_S = 0.5  # how often a call on the CPU looks whether anybody still wants it
+HAS_LEFT = "has-left"  # a key of the store: a rank has given up with exchanges under way
 
 
 def join_gloo(store: Any, index: int, size: int, timeout: timedelta) -> Any:
@@ -81,7 +82,7 @@ class Engine:
             )
             for lane in lanes
         }
-        self.is_abandoned = False
+        self.store, self.is_abandoned = store, False
         self.in_flight: Counter[str] = Counter()  # by lane
 
     def start(self, lane: str, operation: str, *args: Any) -> Flight:
@@ -98,6 +99,8 @@ class Engine:
                 raise MissingRank("this rank has given up, or has closed its sums")
             with suppress(RuntimeError):  # not yet; or it has failed, and says so below
                 work.wait(timedelta(seconds=LOOK_UP_S))
+            if not work.is_completed() and self.others_have_left():
+                raise RuntimeError("another rank has given up")
         self.in_flight[lane] -= 1
         try:
             work.wait()
@@ -126,6 +129,15 @@ class Engine:
         self.is_abandoned = True
         # Those that are idle go, which ends their connections, so that the others know.
         self.lanes = {lane: group for lane, group in self.lanes.items() if self.in_flight[lane]}
+        if self.lanes:  # these stay connected, so the others are told
+            with suppress(RuntimeError):
+                self.store.set(HAS_LEFT, "")
+
+    def others_have_left(self) -> bool:
+        try:
+            return bool(self.store.check([HAS_LEFT]))
+        except RuntimeError:  # the store is gone, with the rank that held it
+            return True
 
     def close(self) -> None:
         self.abandon()
