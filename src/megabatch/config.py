@@ -34,6 +34,7 @@ Settings = dict[str, Any]
 class TrainSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     epochs: Annotated[float, Meta(gt=0)]
     target_top1: Annotated[float, Meta(gt=0, le=1)] | None = None  # the accuracy whose time is reported
+    evaluate_every: Annotated[int, Meta(ge=0)] = 1  # epochs, and after the last; 0: after the last alone
 
 
 class CheckpointSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -54,17 +54,18 @@ def test_steps_are_the_whole_batches_in_all_epochs(samples: int, batch: int, epo
     assert plan_steps(BatchSettings(global_batch=batch, microbatch=1), 1, samples, epochs).num_steps == steps
 
 
-@given(samples=st.integers(1, 60), batch=st.integers(1, 40), epochs=st.integers(1, 6))
-def test_evaluation_follows_every_step_that_crosses_an_epoch_and_the_last(
-    samples: int, batch: int, epochs: int
+@given(samples=st.integers(1, 60), batch=st.integers(1, 40), epochs=st.integers(1, 6), every=st.integers(0, 4))
+def test_evaluation_follows_every_step_that_crosses_an_epoch_to_evaluate_after_and_the_last(
+    samples: int, batch: int, epochs: int, every: int
 ) -> None:
     if epochs * samples < batch:
         return
-    plan = plan_steps(BatchSettings(global_batch=batch, microbatch=batch), 1, samples, epochs)
+    plan = plan_steps(BatchSettings(global_batch=batch, microbatch=batch), 1, samples, epochs, every)
     seen, expected = 0, []
     for step in range(1, plan.num_steps + 1):
         before, seen = seen, seen + batch
-        crossed = any(before < samples * epoch <= seen for epoch in range(1, epochs + 1))
+        wanted = range(every, epochs + 1, every) if every else ()
+        crossed = any(before < samples * epoch <= seen for epoch in wanted)
         if crossed or step == plan.num_steps:
             expected.append(step)
     assert [step for step in range(1, plan.num_steps + 1) if plan.should_evaluate_after(step)] == expected

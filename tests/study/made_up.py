@@ -9,11 +9,10 @@ BASELINE, TRIAL = "SGD at 128", "LARS at 3,072"
 
 def seed_run(seed: int, top1: float | None) -> SeedRun:
     end = 0.1 if top1 is None else top1
-    curve: list[tuple[float, float | None]] = [(1.0, 0.5 * end), (2.0, 0.9 * end), (3.0, end)]
+    loss: list[tuple[float, float | None]] = [(1.0, 1 - 0.5 * end), (2.0, 1 - 0.9 * end), (3.0, 1 - end)]
     variance: list[tuple[float, float | None]] = [(1.0, 0.1 * seed), (2.0, 1.0 * seed), (3.0, 30.0 * seed)]
-    return SeedRun(
-        seed=seed, top1=top1, test_loss=0.3, wall_s=60.0, curve=curve, extra={"variance of pool5's output": variance}
-    )
+    curves = {"training loss": loss, "variance of pool5's output": variance}
+    return SeedRun(seed=seed, top1=top1, test_loss=0.3, wall_s=60.0, curves=curves)
 
 
 def arm(name: str, top1s: Sequence[float | None], rate: float | None = 0.2) -> Arm:

@@ -10,7 +10,7 @@ from megabatch.study.conduct import SEARCH_SEED, conduct
 from megabatch.study.design import ArmDesign, Design
 from megabatch.study.evidence import Curve
 from megabatch.study.trials import Trial
-from megabatch.train.records import EvaluationRecord, Summary, Tally
+from megabatch.train.records import EvaluationRecord, StepRecord, Summary, Tally
 
 DESIGN = Design(
     name="tiny",
@@ -33,6 +33,22 @@ DESIGN = Design(
 BEST_RATE = 2.0
 
 
+def step_record(step: int, epoch: float, loss: float) -> StepRecord:
+    return StepRecord(
+        step=step,
+        epoch=epoch,
+        loss=loss,
+        lr=0.1,
+        loss_scale=1.0,
+        skipped=False,
+        images_per_s=100.0,
+        data_wait_s=0.0,
+        comm_wait_s=0.0,
+        straggler=0,
+        straggler_delay_s=0.0,
+    )
+
+
 class FakeRuns:
     """Accuracy falls with the distance from the best rate; `wild` diverges from 4 on."""
 
@@ -51,8 +67,9 @@ class FakeRuns:
         record = EvaluationRecord(
             step=3, epoch=3.0, top1=top1, top5=1.0, test_loss=0.3, class_top1=[], samples_evaluated=10
         )
+        steps = [step_record(1, 0.7, 3.0), step_record(2, 1.0, 2.0), step_record(3, 1.3, 1.0), record]
         (self.folder / trial.name).mkdir()
-        (self.folder / trial.name / "metrics.jsonl").write_bytes(msgspec.json.encode(record) + b"\n")
+        (self.folder / trial.name / "metrics.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(steps))
         versions = {"megabatch": "0.1", "torch": f"2.{seed}", "python": "3.11"}
         (self.folder / trial.name / "env.json").write_bytes(msgspec.json.encode(versions))
         tally = Tally(global_batch=8, target_top1=None, evaluation=record, wall_s=2.0)
@@ -80,6 +97,7 @@ def test_rates_are_searched_on_held_out_images_and_seeds_trained_on_all(runs: Fa
             assert words["data.validation"] == "0.25" and words["seed"] == str(SEARCH_SEED)
         else:
             assert "data.validation" not in words and words["seed"] in ("1", "2")
+            assert words["train.evaluate_every"] == "0"  # the test images are looked at once
         assert words["train.epochs"] == "3"
     names = [trial.name for trial in runs.trials]
     assert len(set(names)) == len(names) == DESIGN.num_trials == 2 * 5 + 3 * 2
@@ -100,8 +118,10 @@ def test_the_best_rate_is_trained_with_and_others_follow_it(runs: FakeRuns) -> N
     assert wild.rate == 1 and [rate for rate, top1 in wild.tuned if top1 is None] == [4, 16]
     assert [run.top1 for run in small.runs] == pytest.approx([0.891, 0.892])
     assert small.settings == ["batch.global=8"]
-    assert small.runs[0].curve == [(3.0, pytest.approx(0.891))]
-    assert small.runs[0].extra == {"variance of pool5's output": [(1.0, 0.5)]}
+    assert small.runs[0].curves == {
+        "training loss": [(1.0, 2.5), (2.0, 1.0)],
+        "variance of pool5's output": [(1.0, 0.5)],
+    }
     assert study.took_s == 2.0 * DESIGN.num_trials
     assert study.versions == {"megabatch": "0.1", "torch": "2.1 and 2.2", "python": "3.11"}
 

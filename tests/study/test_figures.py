@@ -33,7 +33,12 @@ def drawings() -> list[Drawing]:
 
 
 def test_every_figure_is_xml_and_names_each_arm_that_it_shows(drawings: list[Drawing]) -> None:
-    assert [drawing.name for drawing in drawings] == ["accuracy", "search", "curves", "variance-of-pool5s-output"]
+    assert [drawing.name for drawing in drawings] == [
+        "accuracy",
+        "search",
+        "training-loss",
+        "variance-of-pool5s-output",
+    ]
     for drawing in drawings:
         for name in (BASELINE, TRIAL, "costs $5 & <more>"):
             assert name in texts(drawing.svg), (drawing.name, name)

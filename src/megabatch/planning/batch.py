@@ -42,6 +42,7 @@ class StepPlan(Struct, frozen=True, kw_only=True):
     num_ranks: int
     num_samples: int  # in one epoch
     num_steps: int
+    evaluate_every: int = 1  # epochs; 0: after the last step alone
 
     @property
     def accumulation(self) -> int:
@@ -60,12 +61,17 @@ class StepPlan(Struct, frozen=True, kw_only=True):
         return num_steps * self.global_batch / self.num_samples
 
     def should_evaluate_after(self, num_steps: int) -> bool:
-        """True after the step that crosses an epoch, and after the last."""
-        before, after = (n * self.global_batch // self.num_samples for n in (num_steps - 1, num_steps))
-        return after > before or num_steps == self.num_steps
+        """True after the step that crosses the end of so many epochs, and after the last."""
+        if num_steps == self.num_steps or not self.evaluate_every:
+            return num_steps == self.num_steps
+        span = self.evaluate_every * self.num_samples
+        before, after = (n * self.global_batch // span for n in (num_steps - 1, num_steps))
+        return after > before
 
 
-def plan_steps(batch: BatchSettings, num_ranks: int, num_samples: int, epochs: float) -> StepPlan:
+def plan_steps(
+    batch: BatchSettings, num_ranks: int, num_samples: int, epochs: float, evaluate_every: int = 1
+) -> StepPlan:
     check_ranks(batch, num_ranks)
     # The margin keeps 0.29 epochs of 100 samples at 29 steps of one, not 28: 0.29 has no exact binary form.
     num_steps = math.floor(epochs * num_samples / batch.global_batch + 1e-9)
@@ -81,6 +87,7 @@ def plan_steps(batch: BatchSettings, num_ranks: int, num_samples: int, epochs: f
         num_ranks=num_ranks,
         num_samples=num_samples,
         num_steps=num_steps,
+        evaluate_every=evaluate_every,
     )
 
 

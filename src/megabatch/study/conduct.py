@@ -1,7 +1,8 @@
 """Conducts a study: searches the arms' learning rates on held-out images, then trains every arm with every seed.
 
 All rates of one round of the search, and then all seeds of all arms, are trials in one queue, so that no core waits.
-The runs that count are trained on all training images and tested on the test images, by which no rate was chosen.
+The runs that count are trained on all training images and tested once, after their last epoch, on the test images, by
+which no rate was chosen.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ from megabatch.study.design import ArmDesign, Design
 from megabatch.study.evidence import Arm, Curve, SeedRun, Study, slug
 from megabatch.study.search import best_rate, next_rates
 from megabatch.study.trials import Trial, score_of, scores_of
-from megabatch.train.folder import read_environment, read_evaluations
+from megabatch.train.folder import read_environment, read_losses
 from megabatch.train.records import Summary
 
 SEARCH_SEED = 1_000  # none of those that count
@@ -109,16 +110,18 @@ def search_trial(design: Design, arm: ArmDesign, rate: float) -> Trial:
 
 
 def seed_trial(design: Design, arm: ArmDesign, rate: float, seed: int) -> Trial:
-    words = (f"seed={seed}", f"optim.learning_rate={rate:g}", *design.final_words)
+    words = (f"seed={seed}", f"optim.learning_rate={rate:g}", "train.evaluate_every=0", *design.final_words)
     return Trial(f"seed-{seed}-{slug(arm.name)}", design.recipe, (*design.words, *arm.words, *words))
 
 
 def seed_run(seed: int, folder: Path, summary: Summary, follow: Callable[[Path, str], Curve], layer: str) -> SeedRun:
+    curves: dict[str, Curve] = {"training loss": [(float(epoch), loss) for epoch, loss in read_losses(folder).items()]}
+    if layer:
+        curves[f"variance of {layer}'s output"] = follow(folder, layer)
     return SeedRun(
         seed=seed,
         top1=score_of(summary),
         test_loss=summary.test_loss,
         wall_s=summary.wall_s,
-        curve=[(record.epoch, record.top1) for record in read_evaluations(folder)],
-        extra={f"variance of {layer}'s output": follow(folder, layer)} if layer else {},
+        curves=curves,
     )

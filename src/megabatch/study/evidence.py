@@ -15,8 +15,7 @@ class SeedRun(Struct, frozen=True, kw_only=True):
     top1: float | None  # None: diverged
     test_loss: float | None
     wall_s: float
-    curve: Curve  # top-1 on the images that the run was tested on
-    extra: dict[str, Curve] = field(default_factory=dict)  # by name: such as the variance of a layer's output
+    curves: dict[str, Curve]  # by name: the training loss, the variance of a layer's output
 
 
 class Arm(Struct, frozen=True, kw_only=True):

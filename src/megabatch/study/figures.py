@@ -1,4 +1,4 @@
-"""The figures of a study: accuracy of the arms, search for their rates, learning curves, and what else was recorded.
+"""The figures of a study: accuracy of the arms, search for their rates, and what was recorded over the epochs.
 
 Seeds that diverged are never averaged away: such an arm has no mean, and says how many of its seeds diverged.
 """
@@ -24,7 +24,6 @@ ROW_INCHES = 0.42
 # What lies further below the best is marked at the edge of the axis: to scale, it would press all others together.
 ACCURACY_POINTS = 5.0
 SEARCH_POINTS, SEARCH_CONTEXT_POINTS = 15.0, 3.0  # context: below the best rate of the worst arm that is shown
-CURVE_POINTS, CURVE_CONTEXT_POINTS = 40.0, 10.0  # context: below the end of the worst arm that is shown
 LOG_RATIO = 20.0  # values that differ more are drawn on a logarithmic axis
 
 
@@ -43,13 +42,10 @@ def draw_figures(study: Study) -> list[Drawing]:
     if any(arm.tuned for arm in study.arms):
         caption = "top-1 on held-out images against the learning rate; rings mark the rates that were chosen"
         painters["search"] = caption, draw_search
-    if any(run.curve for arm in study.arms for run in arm.runs):
-        caption = "top-1 against epochs, mean over seeds; thin lines: each seed of an arm of which some diverged"
-        painters["curves"] = caption, draw_learning_curves
-    for name in sorted({name for arm in study.arms for run in arm.runs for name in run.extra}):
+    for name in sorted({name for arm in study.arms for run in arm.runs for name in run.curves}):
         assert slug(name) not in painters, f"two figures are called {slug(name)!r}"
         caption = f"{name} against epochs, mean and range over seeds"
-        painters[slug(name)] = caption, partial(draw_further_curve, name=name)
+        painters[slug(name)] = caption, partial(draw_over_epochs, name=name)
     return [Drawing(name, caption, to_svg(partial(draw, study))) for name, (caption, draw) in painters.items()]
 
 
@@ -139,19 +135,10 @@ def draw_search(study: Study, figure: "Figure") -> None:
     axes.set_ylabel("top-1 on held-out images, %")
 
 
-def draw_learning_curves(study: Study, figure: "Figure") -> None:
-    axes = curve_axes(figure)
-    curves = [[scaled(run.curve, 100) for run in arm.runs] for arm in study.arms]
-    found = [y for arm_curves in curves for curve in arm_curves for _, y in curve if y is not None]
-    results = [value for arm in study.arms for value in percents(arm)]
-    axes.set_ylim(*focus(found, results, CURVE_POINTS, CURVE_CONTEXT_POINTS))
-    draw_curves(axes, study.arms, curves, with_range=False)
-    axes.set_ylabel("top-1, %")
-
-
-def draw_further_curve(study: Study, figure: "Figure", name: str) -> None:
-    axes = curve_axes(figure)
-    curves = [[run.extra[name] for run in arm.runs if name in run.extra] for arm in study.arms]
+def draw_over_epochs(study: Study, figure: "Figure", name: str) -> None:
+    figure.set_size_inches(WIDTH_INCHES, PLOT_HEIGHT_INCHES + 0.6)
+    axes = figure.subplots()
+    curves = [[run.curves[name] for run in arm.runs if name in run.curves] for arm in study.arms]
     found = [y for arm_curves in curves for curve in arm_curves for _, y in curve if y is not None]
     if found and min(found) > 0 and max(found) > LOG_RATIO * min(found):
         axes.set_yscale("log")
@@ -159,19 +146,13 @@ def draw_further_curve(study: Study, figure: "Figure", name: str) -> None:
         mark_log_ticks(axes.yaxis, min(found), max(found))
     else:
         axes.set_ylim(*with_margin(found))
-    draw_curves(axes, study.arms, curves, with_range=True)
+    draw_curves(axes, study.arms, curves)
+    axes.set_xlabel("epochs")
     axes.set_ylabel(name)
 
 
-def curve_axes(figure: "Figure") -> "Axes":
-    figure.set_size_inches(WIDTH_INCHES, PLOT_HEIGHT_INCHES + 0.6)
-    axes = figure.subplots()
-    axes.set_xlabel("epochs")
-    return axes
-
-
-def draw_curves(axes: "Axes", arms: Sequence[Arm], curves: Sequence[Sequence[Curve]], with_range: bool) -> None:
-    """A line for each arm, of its mean; of an arm of which seeds diverged a thin one for each seed."""
+def draw_curves(axes: "Axes", arms: Sequence[Arm], curves: Sequence[Sequence[Curve]]) -> None:
+    """For each arm its mean and range; of an arm of which seeds diverged a thin line for each seed."""
     last = max((x for arm_curves in curves for curve in arm_curves for x, _ in curve), default=1.0)
     axes.set_xlim(0, last)
     ends = []
@@ -182,7 +163,7 @@ def draw_curves(axes: "Axes", arms: Sequence[Arm], curves: Sequence[Sequence[Cur
         for line in lines:
             heights = [math.nan if y is None else y for _, y in line]
             axes.plot([x for x, _ in line], heights, dash, color=color, lw=0.8 if thin else 1.7)
-        if with_range and not thin:
+        if not thin:
             shared = shared_points(arm_curves)
             axes.fill_between(
                 [x for x, _ in shared],
@@ -210,10 +191,6 @@ def shared_points(curves: Sequence[Curve]) -> list[tuple[float, list[float]]]:
     seeds = [{x: y for x, y in curve if y is not None} for curve in curves]
     epochs = sorted(set.intersection(*(set(seed) for seed in seeds))) if seeds else []
     return [(x, [seed[x] for seed in seeds]) for x in epochs]
-
-
-def scaled(curve: Curve, factor: float) -> Curve:
-    return [(x, None if y is None else y * factor) for x, y in curve]
 
 
 def focus(values: Sequence[float], results: Sequence[float], most: float, context: float) -> tuple[float, float]:

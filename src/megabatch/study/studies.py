@@ -37,9 +37,9 @@ LARGE_BATCH = Design(
         "them warm-up, then polynomial decay of power 2; momentum 0.9, weight decay 5e-4, label smoothing 0.1, random "
         "flips; LARS with a trust of 0.01. Rates are searched for coarse to fine, with 6 full runs for each arm but "
         "linear scaling, trained on 55,000 images and judged by the other 5,000. The runs that count are trained on "
-        "all 60,000, with 5 seeds, and what counts is the accuracy on the test images after the last epoch, by which "
-        "no rate was chosen. The network, its dropout, the epochs and the trust come from pilots on held-out training "
-        "images, and were chosen so that large batches do well."
+        "all 60,000, with 5 seeds, and tested once, after the last epoch; nothing was chosen by test images. The "
+        "network, its dropout, the epochs and the trust come from pilots on held-out training images, and were chosen "
+        "so that large batches do well."
     ),
     recipe="fashion-128",
     words=(),

@@ -119,7 +119,7 @@ def require_same_network(state: dict[str, torch.Tensor], world: World) -> None:
 
 
 def plan_run(config: RunConfig, shape: DataShape, num_ranks: int) -> StepPlan:
-    return plan_steps(config.batch, num_ranks, shape.num_train, config.train.epochs)
+    return plan_steps(config.batch, num_ranks, shape.num_train, config.train.epochs, config.train.evaluate_every)
 
 
 def plan_learning_rate(config: RunConfig, plan: StepPlan) -> Callable[[int], float]:

@@ -7,10 +7,13 @@ It belongs to one run at a time, which holds it by `flock`: the kernel lets go o
 import contextlib
 import fcntl
 import json
+import math
 import os
 import platform
 import time
+from collections import defaultdict
 from pathlib import Path
+from statistics import fmean
 from types import TracebackType
 from typing import Self, TextIO
 
@@ -20,7 +23,7 @@ import torch
 from megabatch import __version__
 from megabatch.config import RunConfig
 from megabatch.errors import UserError
-from megabatch.train.records import EvaluationRecord, Record, Summary
+from megabatch.train.records import Record, StepRecord, Summary
 
 LOCK = ".lock"
 PLAN = "plan.json"  # planning.tuning.Tuning
@@ -132,10 +135,15 @@ def is_held(path: Path) -> bool:
     return False
 
 
-def read_evaluations(folder: Path) -> list[EvaluationRecord]:
-    """Those of a run so far, in order."""
+def read_losses(folder: Path) -> dict[int, float]:
+    """For every epoch that a run has come to, from 1 on, the mean training loss of the steps that ended in it."""
+    losses: defaultdict[int, list[float]] = defaultdict(list)
     with (folder / "metrics.jsonl").open("rb") as rows:
-        return [msgspec.json.decode(row, type=EvaluationRecord) for row in rows if b'"top1"' in row]
+        for row in rows:
+            if b'"loss":' in row:  # a step's
+                record = msgspec.json.decode(row, type=StepRecord)
+                losses[math.ceil(record.epoch)].append(record.loss)
+    return {epoch: fmean(found) for epoch, found in losses.items()}
 
 
 def length_up_to(rows: Path, step: int) -> int:
