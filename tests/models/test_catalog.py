@@ -5,7 +5,7 @@ from torch import nn
 from megabatch.errors import UserError
 from megabatch.models.catalog import MODELS, ModelSettings, build_model
 from megabatch.models.loss import LossSettings, summed_loss
-from megabatch.models.small import Residual
+from megabatch.models.small import AverageTo, Residual
 
 
 def users_own(num_classes: int, image_size: int, hidden: int = 5) -> nn.Module:
@@ -85,3 +85,9 @@ def test_the_loss_is_the_sum_over_samples_of_the_smoothed_cross_entropy() -> Non
     target[torch.arange(2), labels] += 0.7
     expected = -(target * logits.log_softmax(1)).sum()
     torch.testing.assert_close(summed_loss(LossSettings(label_smoothing=0.3), logits, labels), expected)
+
+
+@pytest.mark.parametrize("size", [6, 7, 8, 14])
+def test_tiny_cnns_pool_averages_as_torchs(size: int) -> None:
+    images = torch.randn(3, 5, size, size)
+    assert torch.equal(AverageTo(7)(images), nn.functional.adaptive_avg_pool2d(images, 7))

@@ -65,12 +65,19 @@ def small_cnn(num_classes: int, in_channels: int, width: int = 16, dropout: floa
     )
 
 
+class AverageTo(nn.AdaptiveAvgPool2d):
+    """Averages larger images only: where nothing is averaged torch would copy, a sixth of `tiny_cnn`'s time."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.shape[-2:] == (self.output_size, self.output_size) else super().forward(x)
+
+
 def tiny_cnn(num_classes: int, in_channels: int, width: int = 8, hidden: int = 256, dropout: float = 0.0) -> nn.Module:
     """Two convolutions and two linear layers, as AlexNet-BN in miniature: learns fast, for studies of many runs."""
     return nn.Sequential(
         conv_bn_relu(in_channels, width, stride=2, size=5),
         conv_bn_relu(width, 2 * width, stride=2),
-        nn.AdaptiveAvgPool2d(7),  # of 28x28 images nothing is averaged
+        AverageTo(7),
         nn.Flatten(),
         nn.Linear(2 * width * 7 * 7, hidden, bias=False),
         nn.BatchNorm1d(hidden),

@@ -80,7 +80,7 @@ def seconds_left(trials: Sequence[Trial], done: Mapping[str, Summary], num_trial
 
 def kind_of(trial: Trial) -> tuple[str, ...]:
     """What trials of the same length have in common: all but the seed, the rate, and what takes little time."""
-    ignored = ("seed=", "optim.learning_rate=", "data.validation=", "checkpoint.")
+    ignored = ("seed=", "optim.learning_rate=", "data.validation=", "train.evaluate_every=", "checkpoint.")
     return (trial.recipe, *(word for word in trial.overrides if not word.startswith(ignored)))
 
 
