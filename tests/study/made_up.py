@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megabatch.study.evidence import Arm, Bar, SeedRun, Study
+from megabatch.study.evidence import Arm, Bar, Claim, SeedRun, Study
 
 BASELINE, TRIAL = "SGD at 128", "LARS at 3,072"
 
@@ -41,7 +41,8 @@ def study(arms: Sequence[Arm], max_gap_points: float = 0.3) -> Study:
         took_s=5400.0,
         versions={"torch": "2.13.0"},
         machine="2 cores",
-        remarks=["The paper finds a larger gap."],
+        claims=[Claim(text=f"The paper finds {name} worse.", better=first, worse=name) for name in others],
+        remarks=["This is made up."],
     )
 
 

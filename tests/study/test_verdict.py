@@ -1,7 +1,7 @@
 import pytest
 
 from megabatch.study.evidence import Arm
-from megabatch.study.verdict import judge, rate_at_edge
+from megabatch.study.verdict import judge, judge_claim, rate_at_edge
 from tests.study.made_up import BASELINE, TRIAL, arm, pair, study
 
 BASE = [0.9300, 0.9310, 0.9290]  # in points, a deviation of 0.1
@@ -28,6 +28,38 @@ def test_a_bar_holds_as_far_as_the_mean_lies(trial: list[float], holds: bool, se
     assert verdict.holds is holds
     assert verdict.text.startswith(f"{TRIAL} lies {sentence}")
     assert ("does not hold" in verdict.text) is not holds
+
+
+UNTOLD = "these seeds do not tell them apart"
+
+
+@pytest.mark.parametrize(
+    ("baseline", "trial", "holds", "begins", "ends"),
+    [
+        (BASE, [0.92, 0.921, 0.919], True, "lies 1.00 points below", "(95 % interval 0.77 to 1.23): agrees"),
+        (BASE, [0.94, 0.941, 0.939], False, "lies 1.00 points above", "95 % interval -1.23 to -0.77): disagrees"),
+        (BASE, [0.93, 0.931, 0.928], None, "lies 0.03 points below", f"(95 % interval -0.28 to 0.35): {UNTOLD}"),
+        ([0.93], [0.92], None, "lies 1.00 points below", f"(one seed, so no interval): {UNTOLD}"),
+    ],
+)
+def test_a_claim_agrees_where_seeds_tell_the_arms_apart(
+    baseline: list[float], trial: list[float], holds: bool | None, begins: str, ends: str
+) -> None:
+    made = pair(baseline, trial)
+    verdict = judge_claim(made, made.claims[0])
+    assert verdict.holds is holds
+    assert verdict.text.startswith(f"{TRIAL} {begins} {BASELINE} ") and verdict.text.endswith(ends)
+
+
+def test_an_arm_that_diverges_is_worse_than_one_that_does_not() -> None:
+    for baseline, trial, holds, text in (
+        (BASE, [0.93, None], True, f"{TRIAL}: 1 of 2 diverged: agrees"),
+        ([0.93, None], BASE, None, f"{BASELINE}: 1 of 2 diverged: cannot be told"),
+        ([0.93, None], [None], None, f"{BASELINE}: 1 of 2 diverged: cannot be told"),
+    ):
+        made = pair(baseline, trial)
+        verdict = judge_claim(made, made.claims[0])
+        assert (verdict.holds, verdict.text) == (holds, text)
 
 
 def test_an_interval_that_reaches_over_the_bar_is_said() -> None:

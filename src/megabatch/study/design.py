@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from megabatch.study.evidence import Bar
+from megabatch.study.evidence import Bar, Claim
 
 
 class ArmDesign(Struct, frozen=True, kw_only=True):
@@ -34,6 +34,7 @@ class Design(Struct, frozen=True, kw_only=True):
     seeds: int
     final_words: tuple[str, ...] = ()  # of the runs that count, beside those of the search
     layer: str = ""  # whose output's variance is followed through the checkpoints
+    claims: tuple[Claim, ...] = ()
     remarks: tuple[str, ...] = ()
 
     @property

@@ -44,6 +44,14 @@ class Bar(Struct, frozen=True, kw_only=True):
     max_gap_points: float  # percentage points
 
 
+class Claim(Struct, frozen=True, kw_only=True):
+    """What somebody has found elsewhere: that one arm is better than another."""
+
+    text: str  # a sentence
+    better: str
+    worse: str
+
+
 class Study(Struct, frozen=True, kw_only=True):
     name: str  # of its files
     title: str
@@ -56,13 +64,16 @@ class Study(Struct, frozen=True, kw_only=True):
     took_s: float  # core seconds
     versions: dict[str, str]
     machine: str  # cores and the like, no names of hosts
-    remarks: list[str] = field(default_factory=list)  # such as where it disagrees with the paper
+    claims: list[Claim] = field(default_factory=list)  # of the paper
+    remarks: list[str] = field(default_factory=list)  # beside it
 
     def __post_init__(self) -> None:
         names = [arm.name for arm in self.arms]
         if len(set(names)) != len(names):
             raise ValueError(f"two arms have one name: {names}")
-        for name in [self.baseline, *(name for bar in self.bars for name in (bar.arm, bar.baseline))]:
+        of_bars = [name for bar in self.bars for name in (bar.arm, bar.baseline)]
+        of_claims = [name for claim in self.claims for name in (claim.better, claim.worse)]
+        for name in [self.baseline, *of_bars, *of_claims]:
             if name not in names:
                 raise ValueError(f"{name!r} is not an arm: {names}")
 

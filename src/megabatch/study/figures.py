@@ -42,11 +42,15 @@ def draw_figures(study: Study) -> list[Drawing]:
     if any(arm.tuned for arm in study.arms):
         caption = "top-1 on held-out images against the learning rate; rings mark the rates that were chosen"
         painters["search"] = caption, draw_search
-    for name in sorted({name for arm in study.arms for run in arm.runs for name in run.curves}):
+    for name in curve_names(study):
         assert slug(name) not in painters, f"two figures are called {slug(name)!r}"
         caption = f"{name} against epochs, mean and range over seeds"
         painters[slug(name)] = caption, partial(draw_over_epochs, name=name)
     return [Drawing(name, caption, to_svg(partial(draw, study))) for name, (caption, draw) in painters.items()]
+
+
+def curve_names(study: Study) -> list[str]:
+    return sorted({name for arm in study.arms for run in arm.runs for name in run.curves})
 
 
 def draw_accuracy(study: Study, figure: "Figure") -> None:

@@ -7,12 +7,13 @@ from pathlib import Path
 import msgspec
 
 from megabatch.errors import UserError
-from megabatch.study.evidence import Arm, Study
-from megabatch.study.figures import Drawing, draw_figures
+from megabatch.study.evidence import Arm, Study, slug
+from megabatch.study.figures import Drawing, curve_names, draw_figures, mean_curve
 from megabatch.study.verdict import (
     divergence,
     gap_words,
     judge,
+    judge_claim,
     points,
     range_words,
     rate_at_edge,
@@ -75,12 +76,16 @@ def page(study: Study, drawings: Sequence[Drawing]) -> str:
         NOTE,
         figures.pop("accuracy", ""),
     ]
-    if study.remarks:
-        parts += ["## Beside the paper", bullets(study.remarks)]
+    if study.claims or study.remarks:
+        beside = [f"{claim.text} Here {judge_claim(study, claim).text}." for claim in study.claims]
+        parts += ["## Beside the paper", bullets([*beside, *study.remarks])]
     if any(arm.tuned for arm in study.arms):
         parts += ["## Learning rates", figures.pop("search", ""), search_table(study), edges(study)]
-    if figures:
-        parts += ["## Over the epochs", *figures.values()]
+    if names := curve_names(study):
+        parts.append("## Over the epochs")
+        for name in names:
+            parts += [figures.pop(slug(name), ""), first_and_last(study, name)]
+    assert not figures, f"no place on the page for {list(figures)}"
     parts += ["## Set-up", study.setup, arm_table(study), origin(study)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -131,6 +136,16 @@ def tried_words(arm: Arm) -> list[str]:
 def edges(study: Study) -> str:
     found = [(arm, rate_at_edge(arm)) for arm in study.arms]
     return bullets([f"The rate of {arm.name} is {edge}." for arm, edge in found if edge])
+
+
+def first_and_last(study: Study, name: str) -> str:
+    """The ends of the arms' mean curves."""
+    rows = []
+    for arm in study.arms:
+        if curve := mean_curve([run.curves.get(name, []) for run in arm.runs]):
+            (begin, first), (end, last) = curve[0], curve[-1]
+            rows.append([arm.name, f"{first:.3g} at {begin:g}", f"{last:.3g} at {end:g}"])
+    return table((name, "first, at epoch", "last, at epoch"), rows)
 
 
 def arm_table(study: Study) -> str:

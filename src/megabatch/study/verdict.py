@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from megabatch.study.evidence import Arm, Bar, Study
+from megabatch.study.evidence import Arm, Bar, Claim, Study
 from megabatch.study.statistics import Gap, Interval, Spread, gap, spread
 
 EXACT_PLACES = 9  # rounding error is not a gap: 93.0 - 92.7 lies at a bar of 0.3, not beyond it
@@ -38,12 +38,32 @@ def judge(study: Study, bar: Bar) -> Verdict:
     holds = size <= bar.max_gap_points
     # As many places as show on which side of the bar the gap lies.
     places = next(p for p in range(2, EXACT_PLACES + 1) if (round(size, p) <= bar.max_gap_points) == holds)
-    lies = f"{points(size, places)} points below {baseline.name} ("
-    if size < 0:
-        lies = f"{points(-size, places)} points above {baseline.name} (gap {points(size, places)}, "
-    lies += f"95 % interval {range_words(found.interval)})" if found.interval else "one seed, so no interval)"
     verdict = f"the bar is {bar.max_gap_points:g}: {'holds' if holds else 'does not hold'}"
-    return Verdict(holds, f"{arm.name} lies {lies}; {verdict}{doubt(found, bar, holds)}")
+    return Verdict(holds, f"{lies(arm, baseline, found, places)}; {verdict}{doubt(found, bar, holds)}")
+
+
+def lies(arm: Arm, other: Arm, found: Gap, places: int = 2) -> str:
+    """Where the arm's mean lies, beside another's."""
+    size = round(found.size, EXACT_PLACES)
+    words = f"{arm.name} lies {points(size, places)} points below {other.name} ("
+    if size < 0:
+        words = f"{arm.name} lies {points(-size, places)} points above {other.name} (gap {points(size, places)}, "
+    return words + (f"95 % interval {range_words(found.interval)})" if found.interval else "one seed, so no interval)")
+
+
+def judge_claim(study: Study, claim: Claim) -> Verdict:
+    """Whether what was found elsewhere is found here."""
+    better, worse = study.arm(claim.better), study.arm(claim.worse)
+    found = top1_gap(worse, better)
+    if found is None:
+        if has_diverged(worse) and top1_spread(better):
+            return Verdict(True, f"{worse.name}: {divergence(worse)}: agrees")
+        lacking = better if top1_spread(better) is None else worse
+        return Verdict(None, f"{lacking.name}: {divergence(lacking)}: cannot be told")
+    if found.interval is None or found.interval.low <= 0 <= found.interval.high:
+        return Verdict(None, f"{lies(worse, better, found)}: these seeds do not tell them apart")
+    agrees = found.size > 0
+    return Verdict(agrees, f"{lies(worse, better, found)}: {'agrees' if agrees else 'disagrees'}")
 
 
 def judge_without_means(arm: Arm, baseline: Arm, bar: Bar) -> Verdict:
