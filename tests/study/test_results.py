@@ -1,0 +1,31 @@
+"""The results that lie in docs/studies: pages say what their JSON says."""
+
+from pathlib import Path
+
+import pytest
+
+from megabatch.study.figures import draw_figures
+from megabatch.study.page import figure_file, load_study, page
+from megabatch.study.studies import STUDIES
+
+FOLDER = Path(__file__).parents[2] / "docs" / "studies"
+
+
+@pytest.mark.parametrize("name", ["ablation", "precision"])
+def test_pages_are_computed_from_their_json(name: str) -> None:
+    study = load_study(FOLDER / f"{name}.json")
+    drawings = draw_figures(study)
+    assert (FOLDER / f"{name}.md").read_text() == page(study, drawings)
+    assert study.command == f"megabatch study {name}"
+    assert all((FOLDER / figure_file(study, drawing)).is_file() for drawing in drawings)
+
+
+@pytest.mark.parametrize("name", ["ablation", "precision"])
+def test_results_are_those_of_the_designs(name: str) -> None:
+    design, study = STUDIES[name], load_study(FOLDER / f"{name}.json")
+    assert (study.question, study.setup, study.remarks) == (design.question, design.setup, list(design.remarks))
+    assert (study.bars, study.claims) == (list(design.bars), list(design.claims))
+    for arm, found in zip(design.arms, study.arms, strict=True):
+        assert (found.name, found.settings) == (arm.name, list(arm.words))
+        assert len(found.tuned) == (design.trials if arm.grid else 0)
+        assert [run.seed for run in found.runs] == list(range(1, design.seeds + 1))
