@@ -66,7 +66,7 @@ def small_cnn(num_classes: int, in_channels: int, width: int = 16, dropout: floa
 
 
 class AverageTo(nn.AdaptiveAvgPool2d):
-    """Averages larger images only: where nothing is averaged torch would copy, a sixth of `tiny_cnn`'s time."""
+    """Where there is nothing to average torch would copy, which takes a sixth of `tiny_cnn`'s time."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x if x.shape[-2:] == (self.output_size, self.output_size) else super().forward(x)
