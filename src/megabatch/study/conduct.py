@@ -106,13 +106,19 @@ def run_all(run: Run, trials: Sequence[Trial]) -> dict[str, Summary]:
 
 
 def search_trial(design: Design, arm: ArmDesign, rate: float) -> Trial:
-    words = (f"data.validation={design.validation!r}", f"seed={SEARCH_SEED}", f"optim.learning_rate={rate:g}")
-    return Trial(f"search-{slug(arm.name)}-{rate:g}", design.recipe, (*design.words, *arm.words, *words))
+    words = trial_words(arm, rate, SEARCH_SEED)
+    held_out = f"data.validation={design.validation!r}"
+    return Trial(f"search-{slug(arm.name)}-{rate:g}", design.recipe, (*design.words, *words, held_out))
 
 
 def seed_trial(design: Design, arm: ArmDesign, rate: float, seed: int) -> Trial:
-    words = (f"seed={seed}", f"optim.learning_rate={rate:g}", "train.evaluate_every=0", *design.final_words)
-    return Trial(f"seed-{seed}-{slug(arm.name)}", design.recipe, (*design.words, *arm.words, *words))
+    words = trial_words(arm, rate, seed)
+    return Trial(f"seed-{seed}-{slug(arm.name)}", design.recipe, (*design.words, *words, *design.final_words))
+
+
+def trial_words(arm: ArmDesign, rate: float, seed: int) -> tuple[str, ...]:
+    """Tested once, after the last epoch."""
+    return (*arm.words, f"seed={seed}", f"optim.learning_rate={rate:g}", "train.evaluate_every=0")
 
 
 def seed_run(seed: int, folder: Path, summary: Summary, follow: Callable[[Path, str], Curve], layer: str) -> SeedRun:
