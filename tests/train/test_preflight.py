@@ -6,6 +6,7 @@ from torch import nn
 from megabatch.config import RunConfig, load_config, recipe_names
 from megabatch.data.sources import foresee_shape
 from megabatch.errors import UserError
+from megabatch.study.search import HELD_OUT
 from megabatch.train.fit import fit
 from megabatch.train.known_points import KNOWN_POINTS, KnownPoint
 from megabatch.train.preflight import QUANTITIES, Findings, Quantity, foresee, preflight, require_known
@@ -23,6 +24,11 @@ def test_every_recipe_that_comes_with_megabatch_passes(name: str) -> None:
     found = findings(name)
     assert not found.warnings
     assert found.references and not found.references[0].startswith("none")
+
+
+@pytest.mark.parametrize("name", ["fashion", "fashion-128", "fashion-3k", "fashion-8k"])
+def test_a_trial_on_held_out_images_is_judged_as_its_recipe(name: str) -> None:
+    assert findings(name, f"data.validation={HELD_OUT!r}") == findings(name)
 
 
 @pytest.mark.parametrize("point", MLPERF[1:-1], ids=lambda point: str(point.batch))

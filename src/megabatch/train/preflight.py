@@ -13,6 +13,8 @@ et al. 2017); LARS's may do so below, where nothing forbids a shorter warm-up ei
 
 BatchNorm's span and the steps of an epoch are not functions of G: no point of any family has gone below or above the
 spans of the table, and no point of this family has got along with fewer steps an epoch than its largest batch has.
+
+Held-out images are counted as trained on: a trial of a recipe is judged as the recipe.
 """
 
 import math
@@ -26,7 +28,7 @@ from megabatch.data.sources import FROM_PYTHON
 from megabatch.errors import UserError
 from megabatch.train.known_points import KNOWN_POINTS, TRUST, KnownPoint
 
-SAME_SIZE = 0.01  # sets of other names are taken for the same if their sizes differ by less
+SAME_SIZE = 0.01  # sets are taken for the same if their sizes differ by less
 ROUNDING = 1e-9  # a value on the edge is within
 
 
@@ -96,8 +98,14 @@ def family_of(config: RunConfig, num_samples: int) -> list[KnownPoint]:
     family = (config.model.name, optimizer_of(config))
     same = [point for point in KNOWN_POINTS if (point.model, point.optimizer) == family]
     points = [point for point in same if point.data == config.data.source]
-    points = points or [point for point in same if abs(point.samples / num_samples - 1) < SAME_SIZE]
+    samples = all_samples(config, num_samples)
+    points = points or [point for point in same if abs(point.samples / samples - 1) < SAME_SIZE]
     return sorted(points, key=lambda point: point.batch)
+
+
+def all_samples(config: RunConfig, num_samples: int) -> float:
+    """Those that are trained on, and those held out."""
+    return num_samples / (1.0 - config.data.validation)
 
 
 def optimizer_of(config: RunConfig) -> str:
@@ -179,12 +187,13 @@ def warn_of_span(config: RunConfig) -> str | None:
 
 def warn_of_steps(config: RunConfig, num_samples: int, points: Sequence[KnownPoint]) -> str | None:
     batch, micro = config.batch.global_batch, config.batch.microbatch
+    samples = all_samples(config, num_samples)
     fewest = min(points, key=lambda point: point.steps_per_epoch)
-    if num_samples / batch >= fewest.steps_per_epoch * (1 - ROUNDING):
+    if samples / batch >= fewest.steps_per_epoch * (1 - SAME_SIZE):
         return None
-    largest = max(1, math.floor(num_samples / fewest.steps_per_epoch) // micro) * micro
+    largest = max(1, math.floor(samples / fewest.steps_per_epoch) // micro) * micro
     return (
-        f"batch.global={batch} makes {num_samples / batch:.1f} steps an epoch: known to converge are "
+        f"batch.global={batch} makes {samples / batch:.1f} steps an epoch: known to converge are "
         f"{fewest.steps_per_epoch:.1f} and more ({fewest.source}, batch {fewest.batch:,}); "
         f"nearest: batch.global={largest}"
     )
