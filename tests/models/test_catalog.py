@@ -34,8 +34,9 @@ def test_no_model_depends_on_the_size_of_images(name: str, channels: int) -> Non
             assert model(torch.zeros(2, channels, size, size)).shape == (2, 10)
 
 
-def test_small_resnet_has_the_parameters_it_states() -> None:
-    assert sum(parameter.numel() for parameter in build("small_resnet").parameters()) == 121_274
+@pytest.mark.parametrize(("name", "expected"), [("small_resnet", 121_274), ("shallow_cnn", 204_602)])
+def test_models_have_the_parameters_that_are_stated(name: str, expected: int) -> None:
+    assert sum(parameter.numel() for parameter in build(name).parameters()) == expected
 
 
 def test_weights_depend_on_the_seed_alone() -> None:

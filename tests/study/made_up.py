@@ -41,8 +41,7 @@ def study(arms: Sequence[Arm], max_gap_points: float = 0.3) -> Study:
         took_s=5400.0,
         versions={"torch": "2.13.0"},
         machine="2 cores",
-        claims=[Claim(text=f"The paper finds {name} worse.", better=first, worse=name) for name in others],
-        remarks=["This is made up."],
+        claims=[Claim(text=f"The paper finds {name} worse.", better=first, worse=name, points=0.3) for name in others],
     )
 
 

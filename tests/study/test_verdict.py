@@ -1,3 +1,4 @@
+import msgspec
 import pytest
 
 from megabatch.study.evidence import Arm
@@ -39,7 +40,14 @@ UNTOLD = "these seeds do not tell them apart"
         (BASE, [0.92, 0.921, 0.919], True, "lies 1.00 points below", "(95 % interval 0.77 to 1.23): agrees"),
         (BASE, [0.94, 0.941, 0.939], False, "lies 1.00 points above", "95 % interval -1.23 to -0.77): disagrees"),
         (BASE, [0.93, 0.931, 0.928], None, "lies 0.03 points below", f"(95 % interval -0.28 to 0.35): {UNTOLD}"),
-        ([0.93], [0.92], None, "lies 1.00 points below", f"(one seed, so no interval): {UNTOLD}"),
+        (
+            BASE,
+            [0.9302, 0.9303, 0.9301],
+            False,
+            "lies 0.02 points above",
+            f"95 % interval -0.27 to 0.23): {UNTOLD}, and exclude a gap of 0.3 points",
+        ),
+        ([0.93], [0.92], None, "lies 1.00 points below", "(one seed, so no interval): cannot be told"),
     ],
 )
 def test_a_claim_agrees_where_seeds_tell_the_arms_apart(
@@ -51,10 +59,25 @@ def test_a_claim_agrees_where_seeds_tell_the_arms_apart(
     assert verdict.text.startswith(f"{TRIAL} {begins} {BASELINE} ") and verdict.text.endswith(ends)
 
 
+@pytest.mark.parametrize(
+    ("trial", "holds", "ends"),
+    [
+        ([0.92, 0.921, 0.919], False, ": disagrees"),
+        ([0.94, 0.941, 0.939], False, ": disagrees"),
+        ([0.93, 0.931, 0.928], True, ": agrees, as far as these seeds tell"),
+        ([0.93, None], False, f"{TRIAL}: 1 of 2 diverged: disagrees"),
+    ],
+)
+def test_that_two_are_equal_is_a_claim_too(trial: list[float | None], holds: bool, ends: str) -> None:
+    made = pair(BASE, trial)
+    verdict = judge_claim(made, msgspec.structs.replace(made.claims[0], points=0))
+    assert verdict.holds is holds and verdict.text.endswith(ends)
+
+
 def test_an_arm_that_diverges_is_worse_than_one_that_does_not() -> None:
     for baseline, trial, holds, text in (
         (BASE, [0.93, None], True, f"{TRIAL}: 1 of 2 diverged: agrees"),
-        ([0.93, None], BASE, None, f"{BASELINE}: 1 of 2 diverged: cannot be told"),
+        ([0.93, None], BASE, False, f"{BASELINE}: 1 of 2 diverged: disagrees"),
         ([0.93, None], [None], None, f"{BASELINE}: 1 of 2 diverged: cannot be told"),
     ):
         made = pair(baseline, trial)

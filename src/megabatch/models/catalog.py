@@ -15,12 +15,13 @@ from torch import nn
 from megabatch.errors import UserError, nearest, require_one_of
 from megabatch.models.alexnet import alexnet, alexnet_bn, small_alexnet_bn
 from megabatch.models.resnet import RESNETS
-from megabatch.models.small import small_cnn, small_resnet, tiny_cnn
+from megabatch.models.small import shallow_cnn, small_cnn, small_resnet, tiny_cnn
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "small_resnet": small_resnet,
     "small_cnn": small_cnn,
     "tiny_cnn": tiny_cnn,
+    "shallow_cnn": shallow_cnn,
     "alexnet": alexnet,
     "alexnet_bn": alexnet_bn,
     "small_alexnet_bn": small_alexnet_bn,

@@ -85,3 +85,16 @@ def tiny_cnn(num_classes: int, in_channels: int, width: int = 8, hidden: int = 2
         nn.Dropout(dropout),
         nn.Linear(hidden, num_classes),
     )
+
+
+def shallow_cnn(num_classes: int, in_channels: int, width: int = 16, hidden: int = 256) -> nn.Module:
+    """AlexNet's first convolution (11x11, stride 4) in miniature, and two linear layers: few steps suffice for it."""
+    return nn.Sequential(
+        conv_bn_relu(in_channels, width, stride=4, size=7),
+        AverageTo(7),
+        nn.Flatten(),
+        nn.Linear(width * 7 * 7, hidden, bias=False),
+        nn.BatchNorm1d(hidden),
+        nn.ReLU(inplace=True),
+        nn.Linear(hidden, num_classes),
+    )

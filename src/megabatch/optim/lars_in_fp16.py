@@ -1,8 +1,9 @@
 """LARS as it must not be computed: the control of a study, `megabatch study precision`.
 
-Every number is fp16: weights, gradients, squares, norms, the trust ratio, the momentum.  Squares of gradients up to
-1.7e-4 are 0, sums of squares above 65,504 infinite, and a step of less than 1/2,048 of a weight may be lost.  Jia et
-al. 2018 compute LARS in fp32, because otherwise values become 0 and training stalls.
+Every result is rounded to fp16: weights, gradients, squares, their sum (which torch adds up in fp32), norms, the trust
+ratio, the momentum.  Squares of gradients up to 1.7e-4 are 0, sums of squares above 65,504 infinite, and a step of less
+than 1/2,048 of a weight may be lost.  Jia et al. 2018 compute LARS in fp32, because otherwise values become 0 and
+training stalls.
 """
 
 from collections.abc import Callable, Iterable

@@ -61,7 +61,6 @@ def conduct(design: Design, folder: Path, command: str, run: Run, follow: Callab
         versions=versions_of([folder / trial.name for trial in trials.values()]),
         machine=f"{len(usable_cores())} cores of {cpu_name()}",
         claims=list(design.claims),
-        remarks=list(design.remarks),
     )
 
 

@@ -35,7 +35,6 @@ class Design(Struct, frozen=True, kw_only=True):
     final_words: tuple[str, ...] = ()  # of the runs that count, beside those of the search
     layer: str = ""  # whose output's variance is followed through the checkpoints
     claims: tuple[Claim, ...] = ()
-    remarks: tuple[str, ...] = ()  # on the results in docs/studies
 
     @property
     def num_trials(self) -> int:

@@ -45,11 +45,12 @@ class Bar(Struct, frozen=True, kw_only=True):
 
 
 class Claim(Struct, frozen=True, kw_only=True):
-    """What somebody has found elsewhere: that one arm is better than another."""
+    """What somebody has found elsewhere: that one arm is better than another, or (by 0 points) that it is not."""
 
     text: str  # a sentence
     better: str
     worse: str
+    points: float | None = None  # by which, there; None: not told
 
 
 class Study(Struct, frozen=True, kw_only=True):
@@ -64,8 +65,7 @@ class Study(Struct, frozen=True, kw_only=True):
     took_s: float  # core seconds
     versions: dict[str, str]
     machine: str  # cores and the like, no names of hosts
-    claims: list[Claim] = field(default_factory=list)  # of the paper
-    remarks: list[str] = field(default_factory=list)  # beside it
+    claims: list[Claim] = field(default_factory=list)  # of the paper and others
 
     def __post_init__(self) -> None:
         names = [arm.name for arm in self.arms]

@@ -24,8 +24,9 @@ from megabatch.study.verdict import (
 NONE = "-"
 NOTE = (
     "Top-1 in %. Intervals hold the mean over seeds with 95 % confidence (Student's t; of gaps Welch's): they are "
-    "about other seeds, not other test images. A gap counts points below the baseline, so that a negative one lies "
-    "above it. An arm with a diverged seed has no mean."
+    "about other seeds, not other test images, and not about the choice of the rate, which was made with one seed. A "
+    "gap counts points below the baseline, so that a negative one lies above it. An arm with a diverged seed has no "
+    "mean."
 )
 
 
@@ -76,27 +77,25 @@ def page(study: Study, drawings: Sequence[Drawing]) -> str:
         NOTE,
         figures.pop("accuracy", ""),
     ]
-    if study.claims or study.remarks:
-        beside = [f"{claim.text} Here {judge_claim(study, claim).text}." for claim in study.claims]
-        parts += ["## Beside the paper", bullets([*beside, *study.remarks])]
     if any(arm.tuned for arm in study.arms):
         parts += ["## Learning rates", figures.pop("search", ""), search_table(study), edges(study)]
     if names := curve_names(study):
         parts.append("## Over the epochs")
         for name in names:
-            parts += [figures.pop(slug(name), ""), first_and_last(study, name)]
+            parts += [figures.pop(slug(name), ""), curve_table(study, name)]
     assert not figures, f"no place on the page for {list(figures)}"
     parts += ["## Set-up", study.setup, arm_table(study), origin(study)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def answers(study: Study) -> str:
-    """Each bar: whether it holds, and by what."""
-    return bullets([f"{judge(study, bar).text}." for bar in study.bars])
+    """Each bar: whether it holds, and by what; and what others have found, beside what is found here."""
+    bars = [f"{judge(study, bar).text}." for bar in study.bars]
+    return bullets([*bars, *(f"{claim.text} Here {judge_claim(study, claim).text}." for claim in study.claims)])
 
 
 def accuracy_table(study: Study) -> str:
-    head = ("arm", "rate", "mean", "standard deviation", "95 % interval", "gap, points", "diverged")
+    head = ("arm", "what it is", "rate", "mean", "standard deviation", "95 % interval", "gap, points", "diverged")
     return table(head, [accuracy_row(arm, study.arm(study.baseline)) for arm in study.arms])
 
 
@@ -106,6 +105,7 @@ def accuracy_row(arm: Arm, baseline: Arm) -> list[str]:
     interval = spread and spread.interval
     return [
         arm.name,
+        arm.about,
         NONE if arm.rate is None else f"{arm.rate:g}",
         points(spread.mean) if spread else NONE,
         points(spread.deviation) if spread and spread.deviation is not None else NONE,
@@ -138,14 +138,15 @@ def edges(study: Study) -> str:
     return bullets([f"The rate of {arm.name} is {edge}." for arm, edge in found if edge])
 
 
-def first_and_last(study: Study, name: str) -> str:
-    """The ends of the arms' mean curves."""
+def curve_table(study: Study, name: str) -> str:
+    """Where the arms' mean curves begin and end, and how far they go."""
     rows = []
     for arm in study.arms:
-        if curve := mean_curve([run.curves.get(name, []) for run in arm.runs]):
-            (begin, first), (end, last) = curve[0], curve[-1]
-            rows.append([arm.name, f"{first:.3g} at {begin:g}", f"{last:.3g} at {end:g}"])
-    return table((name, "first, at epoch", "last, at epoch"), rows)
+        curve = [] if arm.num_diverged else mean_curve([run.curves.get(name, []) for run in arm.runs])
+        values = [(value, epoch) for epoch, value in curve if value is not None]
+        ends = [values[0], min(values), max(values), values[-1]] if values else []
+        rows.append([arm.name, *([f"{value:.3g} at {epoch:.3g}" for value, epoch in ends] or [divergence(arm)] * 4)])
+    return table((name, "first, at epoch", "lowest", "highest", "last"), rows)
 
 
 def arm_table(study: Study) -> str:
@@ -153,8 +154,8 @@ def arm_table(study: Study) -> str:
     for arm in study.arms:
         settings = " ".join(f"`{word}`" for word in arm.settings)
         seeds = ", ".join(str(run.seed) for run in arm.runs)
-        rows.append([arm.name, arm.about, settings or NONE, seeds or NONE])
-    return table(("arm", "what it is", "settings", "seeds"), rows)
+        rows.append([arm.name, settings or NONE, seeds or NONE])
+    return table(("arm", "settings", "seeds"), rows)
 
 
 def origin(study: Study) -> str:

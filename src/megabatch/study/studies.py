@@ -13,7 +13,7 @@ DECAY_ALL = ("optim.decay_all=true",)
 
 # The coarse grids of large batches.
 NESTEROV_RATES = (0.3, 0.9, 2.7)
-LARS_RATES = (2.1, 6.3, 18.9)
+LARS_RATES = (1.5, 4.5, 13.5)
 
 BASELINE = "Nesterov, 128"
 OURS = "LARS, 3,072"
@@ -33,18 +33,18 @@ LARGE_BATCH = Design(
     ),
     setup=(
         "Fashion-MNIST, 60,000 training images and 10,000 test images (`apt-get install dataset-fashion-mnist`); "
-        "`tiny_cnn` with a dropout of 0.3, 205,186 parameters, BatchNorm over 128 images; 36 epochs in every arm, 5 of "
-        "them warm-up, then polynomial decay of power 2; momentum 0.9, weight decay 5e-4, label smoothing 0.1, random "
-        "flips; LARS with a trust of 0.01. Rates are searched for coarse to fine, with 5 full runs for each arm but "
-        "linear scaling, trained on 55,000 images and judged by the other 5,000. The runs that count are trained on "
-        "all 60,000, with 5 seeds, and tested once, after the last epoch; nothing was chosen by test images. The "
-        "network, its dropout, the epochs and the trust come from pilots on held-out training images, and were chosen "
-        "so that large batches do well."
+        "`shallow_cnn`, 204,602 parameters, BatchNorm over 128 images; 40 epochs in every arm, 5 of them warm-up, then "
+        "polynomial decay of power 2; momentum 0.9, weight decay 5e-4, label smoothing 0.1, random flips; LARS with a "
+        "trust of 0.01. Rates are searched for coarse to fine, with 6 full runs for each arm but linear scaling, "
+        "trained on 55,000 images and judged by the other 5,000. The runs that count are trained on all 60,000, with 5 "
+        "seeds, and tested once, after the last epoch; nothing was chosen by test images. The network was chosen by "
+        "pilots on held-out training images as one for which 781 steps suffice; [they do not for every "
+        "network](../studies.md#what-they-have-shown)."
     ),
     recipe="fashion-128",
     words=(),
     arms=(
-        ArmDesign(name=BASELINE, about="the baseline", words=(*batch(128), *NESTEROV), grid=(0.1, 0.3, 0.9)),
+        ArmDesign(name=BASELINE, about="the baseline", words=(*batch(128), *NESTEROV), grid=(0.03, 0.09, 0.27)),
         ArmDesign(
             name="linear scaling, 3,072",
             about="Nesterov with 24 times the baseline's rate (Goyal et al. 2017)",
@@ -82,19 +82,26 @@ LARGE_BATCH = Design(
     bars=(Bar(arm=OURS, baseline=BASELINE, max_gap_points=0.3),),
     claims=(
         Claim(
-            text="With LARS, Jia et al. 2018 go from 60.6 % to 71.9 % with ResNet-50 at 64K.",
+            text="With ResNet-50 at 64K, LARS takes Jia et al. 2018 from 60.6 % to 71.9 %.",
+            better=OURS,
+            worse="linear scaling, 3,072",
+            points=11.3,
+        ),
+        Claim(
+            text="Nesterov momentum that is tuned as well reaches what LARS reaches (arXiv 2102.06356).",
             better=OURS,
             worse="Nesterov, 3,072",
+            points=0,
         ),
-        Claim(text="The same at 7.3 steps an epoch.", better="LARS, 8,192", worse="Nesterov, 8,192"),
         Claim(
             text="Without decay on biases and BatchNorm they go from 55.8 % to 57.1 % with AlexNet at 64K.",
             better=OURS,
             worse="LARS with all decay, 3,072",
+            points=1.3,
         ),
     ),
     validation=HELD_OUT,
-    trials=5,
+    trials=6,
     seeds=5,
 )
 
@@ -142,24 +149,19 @@ ABLATION = Design(
     claims=(
         Claim(
             text=(
-                "Without decay on biases and BatchNorm Jia et al. 2018 reach 57.1 % with AlexNet at 64K, and with a "
-                "BatchNorm behind pool5 too 58.7 %."
+                "With AlexNet at 64K, Jia et al. 2018 reach 57.1 % without decay on biases and BatchNorm, and 58.7 % "
+                "with AlexNet-BN, which has BatchNorm in place of local response normalisation, and behind pool5."
             ),
             better=WITH_BN5,
             worse="without BN5",
+            points=1.6,
         ),
         Claim(
-            text="Decay on biases and BatchNorm cost them 1.3 points with AlexNet at 64K.",
+            text="Decay on biases and BatchNorm cost them 1.3 points there.",
             better=WITH_BN5,
             worse="decay on all",
+            points=1.3,
         ),
-    ),
-    remarks=(
-        "They saw the variance of pool5's output grow, and so put a BatchNorm behind it. Here it is the other way "
-        "round: without one it falls, and with one, which takes away whatever scale pool5 has, it grows. It grows less "
-        "where biases and BatchNorm decay.",
-        "What the BatchNorm buys here is room for the rate: without it the network learns nothing (10 %) from 4.68 on, "
-        "with it from 8.1 on.",
     ),
     validation=HELD_OUT,
     trials=6,
@@ -230,11 +232,6 @@ PRECISION = Design(
             better=FP32,
             worse="LARS in fp16",
         ),
-    ),
-    remarks=(
-        "The control can hardly fail at this size. In fp16 the square of a gradient below 1.7e-4 is 0, and the more "
-        "weights a layer has, the smaller is each one's part of its gradient: the largest layer has 50,176 weights "
-        "here, and 37,748,736 in AlexNet. So it is no licence to compute LARS in fp16 there.",
     ),
     validation=HELD_OUT,
     trials=8,

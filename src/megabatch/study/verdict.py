@@ -56,14 +56,29 @@ def judge_claim(study: Study, claim: Claim) -> Verdict:
     better, worse = study.arm(claim.better), study.arm(claim.worse)
     found = top1_gap(worse, better)
     if found is None:
-        if has_diverged(worse) and top1_spread(better):
-            return Verdict(True, f"{worse.name}: {divergence(worse)}: agrees")
-        lacking = better if top1_spread(better) is None else worse
-        return Verdict(None, f"{lacking.name}: {divergence(lacking)}: cannot be told")
-    if found.interval is None or found.interval.low <= 0 <= found.interval.high:
-        return Verdict(None, f"{lies(worse, better, found)}: these seeds do not tell them apart")
-    agrees = found.size > 0
-    return Verdict(agrees, f"{lies(worse, better, found)}: {'agrees' if agrees else 'disagrees'}")
+        return judge_claim_without_means(better, worse, claim)
+    where = lies(worse, better, found)
+    if found.interval is None:
+        return Verdict(None, f"{where}: cannot be told")
+    is_apart = not found.interval.low <= 0 <= found.interval.high
+    if claim.points == 0:
+        return Verdict(not is_apart, f"{where}: {'disagrees' if is_apart else 'agrees, as far as these seeds tell'}")
+    if is_apart:
+        agrees = found.size > 0
+        return Verdict(agrees, f"{where}: {'agrees' if agrees else 'disagrees'}")
+    untold = f"{where}: these seeds do not tell them apart"
+    if claim.points is not None and found.interval.high < claim.points:
+        return Verdict(False, f"{untold}, and exclude a gap of {claim.points:g} points")
+    return Verdict(None, untold)
+
+
+def judge_claim_without_means(better: Arm, worse: Arm, claim: Claim) -> Verdict:
+    """An arm that diverges is worse than one that does not."""
+    for arm, other, agrees in ((worse, better, claim.points != 0), (better, worse, False)):
+        if has_diverged(arm) and top1_spread(other):
+            return Verdict(agrees, f"{arm.name}: {divergence(arm)}: {'agrees' if agrees else 'disagrees'}")
+    lacking = better if top1_spread(better) is None else worse
+    return Verdict(None, f"{lacking.name}: {divergence(lacking)}: cannot be told")
 
 
 def judge_without_means(arm: Arm, baseline: Arm, bar: Bar) -> Verdict:
