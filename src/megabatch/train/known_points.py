@@ -147,9 +147,9 @@ KNOWN_POINTS = (
     fashion("fashion", "sgd", 256, 0.2, 1, 64, "12", top1=0.9045, is_embedded=True),
     fashion("fashion at 512", "sgd", 512, 0.4, 1, 64, "12", top1=0.895, is_embedded=True),
     fashion("fashion-full", "sgd", 256, 0.2, 1, 64, "12"),
-    fashion("fashion-128", "sgd", 128, 0.4, 5, 128, "40", model="shallow_cnn"),
-    fashion("fashion-3k", "lars", 3_072, 6, 5, 128, "40", model="shallow_cnn", trust=0.01),
-    fashion("fashion-8k", "lars", 8_192, 6, 5, 128, "40", model="shallow_cnn", trust=0.01),
+    fashion("fashion-128", "sgd", 128, 0.156, 5, 128, "40", top1=0.9195, model="shallow_cnn"),
+    fashion("fashion-3k", "lars", 3_072, 4.5, 5, 128, "40", top1=0.9167, model="shallow_cnn", trust=0.01),
+    fashion("fashion-8k", "lars", 8_192, 5.92, 5, 128, "40", top1=0.9142, model="shallow_cnn", trust=0.01),
     KnownPoint(
         model="small_cnn",
         data="synthetic",
