@@ -120,10 +120,12 @@ def launch_with_notes(arguments: Sequence[str], num_ranks: int, max_restarts: in
 def first_failure(notes: Path, failures: Mapping[int, ProcessFailure]) -> RankFailed:
     """A rank that was killed is the cause of whatever others have reported."""
     reported = reported_failure(notes)
-    for rank, failure in failures.items():
+    # A SIGTERM is what torchelastic sends to the others; one that still starts dies of it.
+    causes = {rank: failure for rank, failure in failures.items() if failure.exitcode != -signal.SIGTERM} or failures
+    for rank, failure in causes.items():
         if failure.exitcode < 0 and not (reported and reported.rank == rank):
             return RankFailed(rank, 1, failure.message)
-    rank, failure = next(iter(failures.items()))
+    rank, failure = next(iter(causes.items()))
     was_stopped = failure.exitcode > 128
     code = failure.exitcode if was_stopped else 1
     return reported or RankFailed(rank, code, f"ended with exit code {failure.exitcode}")
