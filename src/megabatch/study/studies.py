@@ -28,8 +28,8 @@ LARGE_BATCH = Design(
     title="Do huge batches lose accuracy?",
     question=(
         "Does a batch so large that an epoch has 20 steps, as ImageNet's has at 64K, reach the accuracy of a small "
-        "batch in as many epochs? What does LARS add to momentum that is tuned as well, and what does decay on biases "
-        "and BatchNorm cost?"
+        "batch in as many epochs, with a network that was chosen as one for which few steps suffice? What does LARS "
+        "add to momentum that is tuned as well, and what does decay on biases and BatchNorm cost?"
     ),
     setup=(
         "Fashion-MNIST, 60,000 training images and 10,000 test images (`apt-get install dataset-fashion-mnist`); "
