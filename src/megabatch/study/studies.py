@@ -91,7 +91,7 @@ LARGE_BATCH = Design(
             text="Nesterov momentum that is tuned as well reaches what LARS reaches (arXiv 2102.06356).",
             better=OURS,
             worse="Nesterov, 3,072",
-            points=0,
+            points=0.0,
         ),
         Claim(
             text="Without decay on biases and BatchNorm they go from 55.8 % to 57.1 % with AlexNet at 64K.",
