@@ -45,7 +45,7 @@ UNTOLD = "these seeds do not tell them apart"
             [0.9302, 0.9303, 0.9301],
             False,
             "lies 0.02 points above",
-            f"95 % interval -0.27 to 0.23): {UNTOLD}, and exclude a gap of 0.3 points",
+            f"95 % interval -0.27 to 0.23): {UNTOLD}; a gap of 0.3 points is excluded",
         ),
         ([0.93], [0.92], None, "lies 1.00 points below", "(one seed, so no interval): cannot be told"),
     ],
@@ -57,6 +57,13 @@ def test_a_claim_agrees_where_seeds_tell_the_arms_apart(
     verdict = judge_claim(made, made.claims[0])
     assert verdict.holds is holds
     assert verdict.text.startswith(f"{TRIAL} {begins} {BASELINE} ") and verdict.text.endswith(ends)
+
+
+def test_a_claim_may_agree_in_its_sign_and_not_in_its_size() -> None:
+    made = pair(BASE, [0.92, 0.921, 0.919])  # 0.77 to 1.23 points
+    for size, ends in ((11.3, ": agrees, but by less: a gap of 11.3 points is excluded"), (1.2, ": agrees")):
+        verdict = judge_claim(made, msgspec.structs.replace(made.claims[0], points=size))
+        assert verdict.holds and verdict.text.endswith(ends)
 
 
 @pytest.mark.parametrize(

@@ -63,13 +63,14 @@ def judge_claim(study: Study, claim: Claim) -> Verdict:
     is_apart = not found.interval.low <= 0 <= found.interval.high
     if claim.points == 0:
         return Verdict(not is_apart, f"{where}: {'disagrees' if is_apart else 'agrees, as far as these seeds tell'}")
-    if is_apart:
-        agrees = found.size > 0
-        return Verdict(agrees, f"{where}: {'agrees' if agrees else 'disagrees'}")
-    untold = f"{where}: these seeds do not tell them apart"
-    if claim.points is not None and found.interval.high < claim.points:
-        return Verdict(False, f"{untold}, and exclude a gap of {claim.points:g} points")
-    return Verdict(None, untold)
+    is_smaller = claim.points is not None and found.interval.high < claim.points
+    excluded = f"a gap of {claim.points:g} points is excluded" if is_smaller else ""
+    if not is_apart:
+        untold = f"{where}: these seeds do not tell them apart"
+        return Verdict(False, f"{untold}; {excluded}") if is_smaller else Verdict(None, untold)
+    if found.size < 0:
+        return Verdict(False, f"{where}: disagrees")
+    return Verdict(True, f"{where}: agrees, but by less: {excluded}" if is_smaller else f"{where}: agrees")
 
 
 def judge_claim_without_means(better: Arm, worse: Arm, claim: Claim) -> Verdict:
