@@ -5,6 +5,7 @@ from msgspec import Struct
 from megabatch.study.evidence import Arm, Bar, Claim, Study
 from megabatch.study.statistics import Gap, Interval, Spread, gap, spread
 
+UNTOLD = "these seeds do not tell them apart"
 EXACT_PLACES = 9  # rounding error is not a gap: 93.0 - 92.7 lies at a bar of 0.3, not beyond it
 
 
@@ -63,14 +64,12 @@ def judge_claim(study: Study, claim: Claim) -> Verdict:
     is_apart = not found.interval.low <= 0 <= found.interval.high
     if claim.points == 0:
         return Verdict(not is_apart, f"{where}: {'disagrees' if is_apart else 'agrees, as far as these seeds tell'}")
-    is_smaller = claim.points is not None and found.interval.high < claim.points
-    excluded = f"a gap of {claim.points:g} points is excluded" if is_smaller else ""
-    if not is_apart:
-        untold = f"{where}: these seeds do not tell them apart"
-        return Verdict(False, f"{untold}; {excluded}") if is_smaller else Verdict(None, untold)
-    if found.size < 0:
+    if is_apart and found.size < 0:
         return Verdict(False, f"{where}: disagrees")
-    return Verdict(True, f"{where}: agrees, but by less: {excluded}" if is_smaller else f"{where}: agrees")
+    if claim.points is None or found.interval.high >= claim.points:
+        return Verdict(True, f"{where}: agrees") if is_apart else Verdict(None, f"{where}: {UNTOLD}")
+    words = "agrees, but by less:" if is_apart else f"{UNTOLD};"
+    return Verdict(is_apart, f"{where}: {words} a gap of {claim.points:g} points is excluded")
 
 
 def judge_claim_without_means(better: Arm, worse: Arm, claim: Claim) -> Verdict:
