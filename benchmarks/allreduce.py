@@ -30,10 +30,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.report import print_lines, write
-from megabatch.comm.discover import Place, usable_cores
-from megabatch.comm.notices import Notices
 from megabatch.comm.shared_memory import SharedMemory
-from megabatch.comm.world import World, connect
+from megabatch.ranks.discover import Place, usable_cores
+from megabatch.ranks.store import Notices
+from megabatch.ranks.world import World, connect
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 100 * MIB]

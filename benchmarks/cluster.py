@@ -40,17 +40,17 @@ from benchmarks.setups import Ranks, Request, name_setup
 from benchmarks.train import compare
 from megabatch.cli.ranks import be_a_rank
 from megabatch.comm.barrier import Header
-from megabatch.comm.discover import Place, discover, usable_cores
 from megabatch.comm.groups import AXES, Groups
-from megabatch.comm.notices import Notices
 from megabatch.comm.reducer import Reducer
 from megabatch.comm.settings import CommSettings, candidate_plans
 from megabatch.comm.tune import Backward, tune
-from megabatch.comm.world import World, connect
 from megabatch.planning.algorithms import ALGORITHMS
 from megabatch.planning.buckets import MIB, ddp_buckets
 from megabatch.planning.plan import Wire
 from megabatch.planning.topology import Topology
+from megabatch.ranks.discover import Place, discover, usable_cores
+from megabatch.ranks.store import Notices
+from megabatch.ranks.world import World, connect
 
 DDP_CAPS_BYTES = [MIB, 25 * MIB]
 TIMEOUT_S = 120.0

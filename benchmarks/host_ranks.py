@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from benchmarks.hosts import Cluster, end_processes
-from megabatch.comm.launch import RankFailed, make_notes, reported_failure, sweep_notes
+from megabatch.ranks.launch import RankFailed, make_notes, reported_failure, sweep_notes
 
 CHECKOUT = Path(__file__).parents[1]
 MEETING_PORT = 29_400

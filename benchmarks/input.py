@@ -47,7 +47,6 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from benchmarks.report import report
 from benchmarks.torchvision_on_cpu import import_torchvision
-from megabatch.comm.discover import usable_cores
 from megabatch.data.augment import Augmentation
 from megabatch.data.decode import Box
 from megabatch.data.encoded import EncodedImages
@@ -58,6 +57,7 @@ from megabatch.data.reader import Reader, Request
 from megabatch.data.settings import DataSettings
 from megabatch.data.sources import read_library
 from megabatch.errors import UserError
+from megabatch.ranks.discover import usable_cores
 
 SETS = ("as_is", "full_size")
 ARMS = ("ours_folder", "ours_packed", "dataloader_pillow", "torchvision_v2", "webdataset", "raw_decode")

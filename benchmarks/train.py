@@ -20,17 +20,18 @@ import torch.distributed as dist
 
 from benchmarks.report import report
 from benchmarks.stock_ddp import train_stock
-from megabatch.comm.discover import Place
-from megabatch.comm.notices import Notices
-from megabatch.comm.world import World, choose_device, connect
-from megabatch.config import load_config
+from megabatch.config.loading import load_config
+from megabatch.config.resolve import make_model
 from megabatch.data.images import ArrayImages, DataSet
 from megabatch.data.sources import load_data_set
-from megabatch.train.assemble import assemble, make_model
+from megabatch.ranks.discover import Place
+from megabatch.ranks.store import Notices
+from megabatch.ranks.world import World, choose_device, connect
+from megabatch.runs.folder import RunFolder
+from megabatch.runs.records import StepRecord
+from megabatch.train.assemble import assemble
 from megabatch.train.evaluate import NOT_EVALUATED
-from megabatch.train.folder import RunFolder
-from megabatch.train.records import StepRecord
-from megabatch.train.trainer import train
+from megabatch.train.loop import train
 
 # Overrides of the recipe `fashion`, steps in a block, and rounds as a share of those asked for.
 WORKLOADS = {

@@ -4,7 +4,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests.ranks import RankPool
+from tests.support.rank_pool import RankPool
 
 hypothesis.settings.register_profile("untimed", deadline=None)  # no test asserts a wall-clock time
 hypothesis.settings.load_profile("untimed")

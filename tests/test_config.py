@@ -3,7 +3,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megabatch.config import FIELDS, RunConfig, load_config, recipe_names
+from megabatch.config.loading import load_config
+from megabatch.config.recipes import recipe_names
+from megabatch.config.schema import FIELDS, RunConfig
 from megabatch.errors import UserError
 
 MINIMAL = """

@@ -10,12 +10,16 @@ PACKAGE = Path(megabatch.__file__).parent
 LAYERS = [
     {"__main__"},
     {"cli"},
-    {"study"},
+    {"studies"},
+    {"sweep"},
     {"train"},
+    {"preflight"},
     {"config"},
-    {"simulate", "report"},
     {"comm", "precision", "optim", "models", "data"},
+    {"ranks"},
+    {"runs"},
     {"planning"},
+    {"disk"},
     {"errors", "recipes", ""},
 ]
 LEVEL = {part: -depth for depth, layer in enumerate(LAYERS) for part in layer}
@@ -57,10 +61,10 @@ def test_planning_is_pure() -> None:
     assert used <= {"math", "typing", "msgspec", "megabatch", "itertools", "collections", "functools", "hashlib"}
 
 
-def test_only_comm_uses_torch_distributed() -> None:
+def test_only_ranks_and_comm_use_torch_distributed() -> None:
     users = {
         path.relative_to(PACKAGE).parts[0]
         for path in PACKAGE.rglob("*.py")
         if any(module.startswith("torch.distributed") for module in imports(path))
     }
-    assert users == {"comm"}
+    assert users == {"comm", "ranks"}

@@ -2,7 +2,9 @@
 
 import pytest
 
-from megabatch.config import FIELDS, RunConfig, flatten, load_config, marked_settings, read_recipe, recipe_names
+from megabatch.config.loading import load_config, marked_settings
+from megabatch.config.recipes import read_recipe, recipe_names
+from megabatch.config.schema import FIELDS, RunConfig, flatten
 from megabatch.data.settings import DataSettings
 from megabatch.data.sources import foresee_shape, load_data_set
 from megabatch.errors import UserError

@@ -17,11 +17,11 @@ from benchmarks import input as bench_input
 from benchmarks.allreduce import has_mpi
 from benchmarks.train import WORKLOADS
 from megabatch.cli import app
-from megabatch.comm.discover import usable_cores
-from megabatch.config import load_config
+from megabatch.config.loading import load_config
+from megabatch.config.resolve import make_model
 from megabatch.data.sources import foresee_shape
 from megabatch.errors import UserError
-from megabatch.train.assemble import make_model
+from megabatch.ranks.discover import usable_cores
 
 
 def test_a_bench_writes_its_command_the_machine_and_rows(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from benchmarks.host_ranks import CHECKOUT, run_ranks
 from benchmarks.hosts import NAMESPACES, Host, hosts, started_at, sweep
 from benchmarks.setups import Request, read_request
 from megabatch.cli import app
-from megabatch.comm.launch import RankFailed
 from megabatch.errors import UserError
+from megabatch.ranks.launch import RankFailed
 
 
 def request(

@@ -9,9 +9,10 @@ from typer.testing import CliRunner
 
 from megabatch.cli import app, main
 from megabatch.cli.show import draw_curve
-from megabatch.config import load_config, recipe_names
+from megabatch.config.loading import load_config
+from megabatch.config.recipes import recipe_names
+from megabatch.config.resolve import make_model
 from megabatch.data.sources import foresee_shape
-from megabatch.train.assemble import make_model
 
 
 @pytest.fixture(autouse=True)

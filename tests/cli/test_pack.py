@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from megabatch.cli import app
 from megabatch.errors import UserError
-from tests.data.pictures import write_files
+from tests.support.pictures import write_files
 
 
 @pytest.fixture(autouse=True)

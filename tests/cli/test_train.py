@@ -10,9 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,15 +21,16 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from megabatch.cli import app
-from megabatch.comm.world import World
-from megabatch.config import load_config
+from megabatch.config.loading import load_config
 from megabatch.data.sources import load_data_set
 from megabatch.errors import UserError
+from megabatch.ranks.world import World
 from megabatch.train.assemble import assemble
 from megabatch.train.reevaluate import evaluate_run
 from megabatch.train.run import train_and_record
-from tests.distributed.runs import SMALL_RUN, small_run
-from tests.ranks import RankPool
+from tests.support.processes import is_alive, wait_until
+from tests.support.rank_pool import RankPool
+from tests.support.small_runs import SMALL_RUN, small_run
 
 LONG_RUN = [*SMALL_RUN, "train.epochs=100000"]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -68,13 +68,6 @@ def started(*words: str, launcher: tuple[str, ...] = ()) -> Iterator[subprocess.
         yield process
 
 
-def wait_until(holds: Callable[[], bool], at_most_s: float = 60.0) -> None:
-    deadline = time.monotonic() + at_most_s
-    while not holds():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
-
-
 def rows(folder: str = "run") -> list[dict[str, Any]]:
     """The whole rows; a run may be writing the next."""
     path = Path(folder) / "metrics.jsonl"
@@ -95,13 +88,6 @@ def ranks_of(launcher: int, num_ranks: int = 2) -> list[int]:
     found = [int(child) for child in children if b"train" in Path(f"/proc/{child}/cmdline").read_bytes()]
     assert len(found) == num_ranks
     return found
-
-
-def is_alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.fixture(scope="module")

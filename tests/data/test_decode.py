@@ -17,7 +17,7 @@ from megabatch.data.decode import (
     read_size,
     resize,
 )
-from tests.data.photos import decode, encoded, photo
+from tests.support.photos import decode, encoded, photo
 
 PLENTY = 10**9
 

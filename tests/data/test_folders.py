@@ -9,7 +9,7 @@ from megabatch.data import folders
 from megabatch.data.folders import FolderFiles, read_folder
 from megabatch.data.index_cache import cache_folder
 from megabatch.errors import UserError
-from tests.data.pictures import write_files
+from tests.support.pictures import write_files
 
 
 @pytest.fixture(autouse=True)

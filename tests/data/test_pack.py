@@ -22,7 +22,7 @@ from megabatch.data.shards import read_shards
 from megabatch.data.shrink import prepare, shrunk
 from megabatch.data.verify import verify
 from megabatch.errors import UserError
-from tests.data.pictures import picture, write_files, write_tar
+from tests.support.pictures import picture, write_files, write_tar
 
 NUM_TRAIN, NUM_VAL = 40, 10
 

@@ -15,11 +15,11 @@ from megabatch.data.pack import PackSettings, pack
 from megabatch.data.reader import AHEAD
 from megabatch.data.settings import DataSettings
 from megabatch.data.sources import load_data_set
-from megabatch.data.stages import Stages
 from megabatch.errors import UserError
 from megabatch.planning.batch import BatchSettings, plan_steps
-from megabatch.train.records import resident_mb
-from tests.data.photos import make_folder, photo
+from megabatch.runs.records import resident_mb
+from megabatch.runs.time_breakdown import Stages
+from tests.support.photos import make_folder, photo
 
 SEED = 7
 

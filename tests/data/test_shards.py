@@ -10,7 +10,7 @@ from megabatch.data import shards
 from megabatch.data.shards import ShardFiles, holds_shards, read_shards, split_by_name
 from megabatch.data.tars import Damaged, walk_members
 from megabatch.errors import UserError
-from tests.data.pictures import picture, write_tar
+from tests.support.pictures import picture, write_tar
 
 
 @pytest.fixture(autouse=True)

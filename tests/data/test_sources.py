@@ -12,7 +12,7 @@ from megabatch.data.images import ArrayImages, DataSet
 from megabatch.data.settings import DataSettings, SyntheticSettings
 from megabatch.data.sources import foresee_shape, load_data_set, load_other_images
 from megabatch.errors import UserError
-from tests.data.photos import make_folder, photo
+from tests.support.photos import make_folder, photo
 from tools.embed_fashion import FASHION_MNIST, subset
 
 

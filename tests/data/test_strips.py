@@ -9,7 +9,7 @@ from PIL import Image
 from megabatch.data import decode as decoding
 from megabatch.data.decode import Box, Unreadable, decode_crop
 from megabatch.data.strips import cut_rows, with_table
-from tests.data.photos import decode, encoded, photo
+from tests.support.photos import decode, encoded, photo
 
 PLENTY = 10**9
 KINDS = {"4:2:0": {"subsampling": 2}, "4:2:2": {"subsampling": 1}, "4:4:4": {"subsampling": 0}, "grey": {}}

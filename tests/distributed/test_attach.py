@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.comm import attach, groups
+from megabatch.comm import attach
 from megabatch.comm.engine import Engine
 from megabatch.comm.hook import GradientSums
 from megabatch.comm.shared_memory import SharedMemory
-from megabatch.comm.world import World
 from megabatch.errors import UserError
 from megabatch.planning.algorithms import ALGORITHMS
 from megabatch.planning.plan import Wire, error_bound
 from megabatch.planning.topology import from_hosts
-from tests.planning.oracle import Oracle
-from tests.ranks import RankPool, RanksFailed
+from megabatch.ranks.world import World
+from tests.support.hosts import on_hosts
+from tests.support.oracle import Oracle
+from tests.support.rank_pool import RankPool, RanksFailed
 
 KIB = 1 / 1024  # as bucket_cap_mb: several buckets, made anew after the first backward
 NUM_STEPS = 4
@@ -276,15 +277,6 @@ SETTINGS: list[tuple[torch.dtype, Wire]] = [
     (torch.bfloat16, "fp32"),
 ]
 SIZES = ((), (3,), (17, 5), (1000,), (0,), (33, 2))  # of parameters
-
-
-@contextlib.contextmanager
-def on_hosts(world: World, hosts: str) -> Iterator[None]:
-    kept, groups.host_identity = groups.host_identity, lambda: hosts[world.rank]
-    try:
-        yield
-    finally:
-        groups.host_identity = kept
 
 
 class Known(nn.Module):

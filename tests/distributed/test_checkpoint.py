@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from megabatch.comm.world import World
-from megabatch.config import CheckpointSettings
+from megabatch.config.schema import CheckpointSettings
 from megabatch.data.sources import load_data_set
 from megabatch.errors import UserError
+from megabatch.ranks.world import World
+from megabatch.runs.records import Tally
 from megabatch.train.assemble import assemble
 from megabatch.train.checkpoint import (
     Checkpoints,
@@ -23,11 +24,10 @@ from megabatch.train.checkpoint import (
     separate,
     training_state,
 )
-from megabatch.train.records import Tally
+from megabatch.train.loop import train
 from megabatch.train.run import require_same_images
-from megabatch.train.trainer import train
-from tests.distributed.runs import small_run
-from tests.ranks import RankPool
+from tests.support.rank_pool import RankPool
+from tests.support.small_runs import small_run
 
 SHORT = ("precision.name=fp32", "batch.global=24", "train.epochs=2")  # 16 steps of six microbatches
 

@@ -3,11 +3,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megabatch.comm.world import World
 from megabatch.data.batches import Normalise
 from megabatch.data.images import ArrayImages
+from megabatch.ranks.world import World
 from megabatch.train.evaluate import Evaluation, evaluate
-from tests.ranks import RankPool
+from tests.support.rank_pool import RankPool
 
 NUM_CLASSES = 7
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import megabatch
-from megabatch.comm.world import World
-from tests.ranks import RankPool
+from megabatch.ranks.world import World
+from tests.support.rank_pool import RankPool
 
 
 def fit_in(world: World, folder: str, precision: str) -> dict[str, Any]:

@@ -5,18 +5,19 @@ from typing import Any
 
 import pytest
 
-from megabatch.comm.world import World
-from megabatch.config import RunConfig, load_config
+from megabatch.config.loading import load_config
+from megabatch.config.schema import RunConfig
 from megabatch.data.sources import load_data_set
 from megabatch.errors import UserError
+from megabatch.ranks.world import World
+from megabatch.runs.records import EvaluationRecord, StepRecord, Tally
 from megabatch.train.assemble import assemble
 from megabatch.train.doctor import measure
-from megabatch.train.records import EvaluationRecord, StepRecord, Tally
+from megabatch.train.loop import train
 from megabatch.train.run import check_skipped
-from megabatch.train.trainer import train
-from tests.data.photos import make_folder
-from tests.distributed.runs import SMALL_RUN
-from tests.ranks import RankPool
+from tests.support.photos import make_folder
+from tests.support.rank_pool import RankPool
+from tests.support.small_runs import SMALL_RUN
 
 
 @pytest.fixture(scope="module")

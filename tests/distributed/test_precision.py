@@ -12,19 +12,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import megabatch.precision.loss_scale as loss_scale
 from megabatch.comm.hook import distribute
 from megabatch.comm.settings import CommSettings
-from megabatch.comm.world import World
-from megabatch.config import load_config
+from megabatch.config.loading import load_config
 from megabatch.data.batches import Normalise
 from megabatch.data.images import ArrayImages, DataSet
 from megabatch.data.sources import load_data_set
 from megabatch.errors import Diverged, UserError
+from megabatch.ranks.world import World
+from megabatch.runs.records import StepRecord
 from megabatch.train.assemble import assemble
 from megabatch.train.checkpoint import restore_training_state, training_state
 from megabatch.train.evaluate import Evaluation
-from megabatch.train.records import StepRecord
-from megabatch.train.trainer import Training, train
-from tests.distributed.runs import small_run
-from tests.ranks import RankPool
+from megabatch.train.loop import Training, train
+from tests.support.rank_pool import RankPool
+from tests.support.small_runs import small_run
 
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 NOT_EVALUATED = Evaluation(top1=0.0, top5=0.0, test_loss=0.0, class_top1=[], samples_evaluated=0)

@@ -2,15 +2,15 @@ import msgspec
 import pytest
 import torch
 
-from megabatch.comm.world import World
 from megabatch.data.sources import load_data_set
 from megabatch.errors import UserError
 from megabatch.precision.masters import gradients_of
+from megabatch.preflight.preview import choose_ranks, num_bytes, preview
+from megabatch.ranks.world import World
 from megabatch.train.assemble import assemble
-from megabatch.train.preview import choose_ranks, num_bytes, preview
-from megabatch.train.trainer import train
-from tests.distributed.runs import small_run
-from tests.ranks import RankPool
+from megabatch.train.loop import train
+from tests.support.rank_pool import RankPool
+from tests.support.small_runs import small_run
 
 
 def bytes_in_use(world: World, *overrides: str) -> list[int]:
@@ -62,7 +62,7 @@ def test_by_default_ranks_are_as_many_as_cores_as_far_as_they_divide_the_microba
 ) -> None:
     config = small_run("batch.global=24", "run.device=cpu")  # six microbatches
     for cores, expected in ((1, 1), (2, 2), (5, 3), (8, 6), (64, 6)):
-        monkeypatch.setattr("megabatch.train.preview.usable_cores", lambda cores=cores: range(cores))
+        monkeypatch.setattr("megabatch.preflight.preview.usable_cores", lambda cores=cores: range(cores))
         assert choose_ranks(config, None) == expected
     assert choose_ranks(config, 2) == 2
     with pytest.raises(UserError, match="cannot share evenly"):

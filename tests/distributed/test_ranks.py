@@ -8,8 +8,8 @@ import torch
 
 from megabatch.comm.hook import distribute
 from megabatch.comm.settings import CommSettings
-from megabatch.comm.world import World
-from tests.ranks import RankPool, RanksFailed
+from megabatch.ranks.world import World
+from tests.support.rank_pool import RankPool, RanksFailed
 
 
 def hang_on_last(world: World) -> None:

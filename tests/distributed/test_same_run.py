@@ -5,14 +5,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megabatch.comm.world import World
+from megabatch.config.resolve import make_model, plan_learning_rate, plan_run
 from megabatch.data.batches import Normalise, TrainingImages
 from megabatch.data.philox import dropout_seed
 from megabatch.data.sources import load_data_set
-from megabatch.train.assemble import assemble, make_model, plan_learning_rate, plan_run
-from megabatch.train.trainer import train
-from tests.distributed.runs import small_run, train_small
-from tests.ranks import RankPool
+from megabatch.ranks.world import World
+from megabatch.train.assemble import assemble
+from megabatch.train.loop import train
+from tests.support.rank_pool import RankPool
+from tests.support.small_runs import small_run, train_small
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from megabatch.comm import shared_memory
 from megabatch.comm.barrier import Header, MissingRank, RankMismatch, Unmapped
 from megabatch.comm.shared_memory import CACHE_BYTES, SMALL_BYTES, SharedBuffer, SharedMemory
-from megabatch.comm.world import World
 from megabatch.errors import UserError
 from megabatch.planning.plan import slices
-from tests.ranks import RankPool, RanksFailed
+from megabatch.ranks.world import World
+from tests.support.rank_pool import RankPool, RanksFailed
 
 SMALL = SMALL_BYTES // 4  # elements of fp32
 CHUNK = CACHE_BYTES // 4  # the largest, that of one rank

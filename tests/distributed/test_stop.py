@@ -1,10 +1,10 @@
-from megabatch.comm.world import World
 from megabatch.data.sources import load_data_set
+from megabatch.ranks.world import World
+from megabatch.runs.records import EvaluationRecord
 from megabatch.train.assemble import assemble
-from megabatch.train.records import EvaluationRecord
-from megabatch.train.trainer import train
-from tests.distributed.runs import small_run
-from tests.ranks import RankPool
+from megabatch.train.loop import train
+from tests.support.rank_pool import RankPool
+from tests.support.small_runs import small_run
 
 
 def stop_asked_of_the_last_rank(world: World, at_step: int) -> tuple[int, bool]:

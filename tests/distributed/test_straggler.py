@@ -1,12 +1,12 @@
 import time
 
-from megabatch.comm.world import World
 from megabatch.data.sources import load_data_set
+from megabatch.ranks.world import World
+from megabatch.runs.records import StepRecord
 from megabatch.train.assemble import assemble
-from megabatch.train.records import StepRecord
-from megabatch.train.trainer import train
-from tests.distributed.runs import small_run
-from tests.ranks import RankPool
+from megabatch.train.loop import train
+from tests.support.rank_pool import RankPool
+from tests.support.small_runs import small_run
 
 
 def train_with_a_slow_rank(world: World, slow: int) -> tuple[int, float]:

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from megabatch.comm.timeline import BUCKETS, IN_NODE, LANES, NETWORK, STEPS, TRAINING, Timeline
-from megabatch.comm.world import World
 from megabatch.data.sources import load_data_set
+from megabatch.ranks.world import World
 from megabatch.train.assemble import assemble
 from megabatch.train.run import train_and_record
 from megabatch.train.timeline import write
-from tests.distributed.runs import small_run
-from tests.distributed.test_attach import on_hosts
-from tests.ranks import RankPool, RanksFailed
+from tests.support.hosts import on_hosts
+from tests.support.rank_pool import RankPool, RanksFailed
+from tests.support.small_runs import small_run
 
 NUM_STEPS = 15
 WAITS = ("waits for other ranks", "waits for the network")

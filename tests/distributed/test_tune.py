@@ -7,15 +7,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from megabatch.comm.world import World
 from megabatch.data.sources import load_data_set
 from megabatch.planning.tuning import Tuning
+from megabatch.ranks.world import World
 from megabatch.train.assemble import assemble
+from megabatch.train.loop import train
 from megabatch.train.run import find_tuning, train_and_record
-from megabatch.train.trainer import train
-from tests.distributed.runs import small_run
-from tests.distributed.test_attach import on_hosts
-from tests.ranks import RankPool
+from tests.support.hosts import on_hosts
+from tests.support.rank_pool import RankPool
+from tests.support.small_runs import small_run
 
 
 def tuned(world: World, hosts: str, *overrides: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from megabatch.optim import LARS, parameter_groups
 from megabatch.optim.dense import ROW, norm
 from megabatch.optim.lars import VARIANTS, trust_ratio, trust_ratios
 from megabatch.optim.optimizers import OPTIMIZERS, OptimSettings, set_learning_rate
-from tests.optim.lars_reference import EPS, ETA, MU, REFERENCES
+from tests.support.lars_reference import EPS, ETA, MU, REFERENCES
 
 DECAY = 0.02
 RATES = [0.0, 0.5, 1.0, 2.0, 3.0, 3.0, 0.0, 1.5, 1.0, 0.4, 0.1, 0.01]  # warm-up from 0, a pause, decay

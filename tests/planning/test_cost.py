@@ -7,7 +7,7 @@ from megabatch.planning.algorithms import ALGORITHMS, flat, hierarchical, torus
 from megabatch.planning.cost import Link, bytes_crossing, bytes_sent, phase_seconds, seconds, steps
 from megabatch.planning.plan import BLOCK, WIRES, Plan
 from megabatch.planning.topology import Axis, Topology, from_hosts, regular
-from tests.planning.oracle import Oracle, element_counts, plans, topologies
+from tests.support.oracle import Oracle, element_counts, plans, topologies
 
 counts = st.integers(1, 40)
 LINKS: dict[Axis, Link] = {

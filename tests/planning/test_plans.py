@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from megabatch.planning.algorithms import ALGORITHMS, flat, hierarchical, torus
 from megabatch.planning.plan import BLOCK, WIRES, Phase, Plan, error_bound, exchanges, slices
 from megabatch.planning.topology import Topology, from_hosts, regular
-from tests.planning.oracle import WIRE_DTYPES, Oracle, element_counts, plans, topologies
+from tests.support.oracle import WIRE_DTYPES, Oracle, element_counts, plans, topologies
 
 dtypes = st.sampled_from([torch.float32, torch.float64])
 seeds = st.integers(0, 2**31)

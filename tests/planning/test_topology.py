@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 
 from megabatch.planning.topology import Topology, from_hosts, regular
-from tests.planning.oracle import regular_but_shuffled, topologies
+from tests.support.oracle import regular_but_shuffled, topologies
 
 
 @given(topology=topologies())

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from megabatch.data.stages import Stages
+from megabatch.runs.time_breakdown import Stages
 from megabatch.train.doctor import Diagnosis, advise
 
 DECODING = Stages(read=0.1, decode=0.7, augment=0.2)

@@ -4,10 +4,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megabatch.config import RunConfig, load_config
+from megabatch.config.loading import load_config
+from megabatch.config.schema import RunConfig
 from megabatch.errors import UserError
-from megabatch.train.folder import RunFolder
-from megabatch.train.records import Status, Tally
+from megabatch.runs.folder import RunFolder
+from megabatch.runs.records import Status, Tally
 from megabatch.train.resume import Start, choose_start, newest_whole
 
 

@@ -35,7 +35,7 @@ def train(
     models: Models = None,
 ) -> None:
     """Our trainer against stock DistributedDataParallel, in images per second."""
-    from megabatch.comm.discover import discover
+    from megabatch.ranks.discover import discover
 
     bench = load_bench("train")
     require_folder_of(json)
@@ -57,7 +57,7 @@ def allreduce(
     sizes: Annotated[list[int] | None, typer.Option("--bytes", help="A size; repeat for several.")] = None,
 ) -> None:
     """The all-reduce in a host's shared memory against Gloo's and MPICH's."""
-    from megabatch.comm.discover import discover
+    from megabatch.ranks.discover import discover
 
     bench = load_bench("allreduce")
     require_folder_of(json)

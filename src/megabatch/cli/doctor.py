@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megabatch.cli.overrides import Ranks, Words, split_words
 from megabatch.cli.ranks import be_a_rank, start_ranks
-from megabatch.cli.words import Ranks, Words, split_words
 
 if TYPE_CHECKING:
-    from megabatch.comm.notices import Notices
+    from megabatch.ranks.store import Notices
     from megabatch.train.doctor import Diagnosis
 
 
@@ -21,12 +21,12 @@ def doctor(
     ] = 10.0,
 ) -> None:
     """Run a recipe's input alone, its compute alone and both; say what limits the run, and what to change."""
-    from megabatch.comm.discover import discover
-    from megabatch.comm.launch import NOTES
-    from megabatch.config import load_config
+    from megabatch.config.loading import load_config
     from megabatch.data.sources import foresee_shape
+    from megabatch.preflight.preview import choose_ranks
+    from megabatch.ranks.discover import discover
+    from megabatch.ranks.launch import NOTES
     from megabatch.train.doctor import diagnose
-    from megabatch.train.preview import choose_ranks
 
     place = discover()
     config = load_config(*split_words(words))

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megabatch.cli.overrides import Words, split_words
 from megabatch.cli.ranks import speaking_for_ranks
-from megabatch.cli.words import Words, split_words
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from megabatch.train.records import Summary
+    from megabatch.runs.records import Summary
 
 
 def lr_range(
@@ -32,9 +32,9 @@ def lr_range(
 
     [bold]megabatch lr-range[/bold] fashion batch.global=1024 --low 0.1 --high 6.4
     """
-    from megabatch.study.lr_range import command_for, conclude, plan_search, search_rates
-    from megabatch.study.screen import StudyScreen
-    from megabatch.study.trials import choose_jobs
+    from megabatch.sweep.lr_range import command_for, conclude, plan_search, search_rates
+    from megabatch.sweep.screen import StudyScreen
+    from megabatch.sweep.trials import choose_jobs
 
     recipe, overrides = split_words(words)
     search = plan_search(recipe, overrides, low=low, high=high, num_coarse=coarse, num_trials=trials, folder=folder)
@@ -61,9 +61,9 @@ def lr_range(
 def tabulate(results: "dict[float, Summary]") -> "Table":
     from rich.table import Table
 
-    from megabatch.study.screen import show_duration
-    from megabatch.study.search import best_rate
-    from megabatch.study.trials import scores_of
+    from megabatch.sweep.screen import show_duration
+    from megabatch.sweep.search import best_rate
+    from megabatch.sweep.trials import scores_of
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("rate", "held-out top-1", "loss", "time"):

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megabatch.cli.bench import require_folder_of
+from megabatch.cli.overrides import Ranks, Words, split_words
 from megabatch.cli.ranks import be_a_rank, start_ranks
-from megabatch.cli.words import Ranks, Words, split_words
 from megabatch.errors import UserError
 
 if TYPE_CHECKING:
-    from megabatch.comm.notices import Notices
     from megabatch.planning.tuning import Bucket, Candidate, Tuning
+    from megabatch.ranks.store import Notices
 
 
 def plan(
@@ -26,12 +26,12 @@ def plan(
     Given the folder of a run, it shows what that run has chosen.
     Under torchrun, srun or mpiexec it joins the ranks that they have started.
     """
-    from megabatch.comm.discover import discover
-    from megabatch.comm.launch import NOTES
-    from megabatch.config import load_config
-    from megabatch.train.folder import PLAN
-    from megabatch.train.plan_sums import plan_sums
-    from megabatch.train.preview import choose_ranks
+    from megabatch.config.loading import load_config
+    from megabatch.preflight.preview import choose_ranks
+    from megabatch.ranks.discover import discover
+    from megabatch.ranks.launch import NOTES
+    from megabatch.runs.folder import PLAN
+    from megabatch.train.plan_all_reduce import plan_sums
 
     recipe, overrides = split_words(words)
     require_folder_of(json)

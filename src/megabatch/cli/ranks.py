@@ -15,15 +15,15 @@ from megabatch.errors import UserError
 PARENT = os.getppid()  # before torch is imported, which takes seconds
 
 if TYPE_CHECKING:
-    from megabatch.comm.discover import Place
-    from megabatch.comm.notices import Notices
+    from megabatch.ranks.discover import Place
+    from megabatch.ranks.store import Notices
 
 
 def start_ranks(
     arguments: Sequence[str], num_ranks: int, max_restarts: int = 0, files: Mapping[str, str] = MappingProxyType({})
 ) -> None:
     """Runs `megabatch ARGUMENTS` on `num_ranks` ranks of this machine, and speaks for the one that fails first."""
-    from megabatch.comm.launch import launch
+    from megabatch.ranks.launch import launch
 
     with speaking_for_ranks():
         launch(arguments, num_ranks, max_restarts, files)
@@ -32,7 +32,7 @@ def start_ranks(
 @contextmanager
 def speaking_for_ranks() -> Iterator[None]:
     """Around what starts ranks and waits for them: ends the command as they have ended."""
-    from megabatch.comm.launch import RankFailed, Stopped
+    from megabatch.ranks.launch import RankFailed, Stopped
 
     try:
         yield
@@ -48,8 +48,8 @@ def speaking_for_ranks() -> Iterator[None]:
 
 def be_a_rank(place: "Place", work: Callable[["Notices"], int]) -> NoReturn:
     """Does the work of one rank.  Of ranks that fail the first alone speaks: to our launcher, or else to the user."""
-    from megabatch.comm.launch import die_with_launcher
-    from megabatch.comm.notices import Notices
+    from megabatch.ranks.launch import die_with_launcher
+    from megabatch.ranks.store import Notices
 
     die_with_launcher(PARENT)
     notices = None
@@ -71,8 +71,8 @@ def be_a_rank(place: "Place", work: Callable[["Notices"], int]) -> NoReturn:
 
 def speak(error: BaseException, code: int, place: "Place", folder: Path | None) -> None:
     """One line; the traceback goes to the run's log, or above the line if there is none that this rank can reach."""
-    from megabatch.comm.launch import report_failure, was_launched
-    from megabatch.train.folder import append_to_log
+    from megabatch.ranks.launch import report_failure, was_launched
+    from megabatch.runs.folder import append_to_log
 
     first_line = str(error).strip().partition("\n")[0]
     line, trace = (first_line, "") if code == 2 else (f"{type(error).__name__}: {first_line}", traceback.format_exc())

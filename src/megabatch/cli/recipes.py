@@ -6,7 +6,8 @@ def recipes() -> None:
     from rich.console import Console
     from rich.padding import Padding
 
-    from megabatch.config import load_config, marked_settings, recipe_names
+    from megabatch.config.loading import load_config, marked_settings
+    from megabatch.config.recipes import recipe_names
 
     console = Console(highlight=False)
     configs = [load_config(name) for name in recipe_names()]

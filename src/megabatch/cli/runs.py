@@ -11,7 +11,7 @@ def runs(folder: Annotated[Path, typer.Argument(help="Where the runs' folders ar
     from rich.console import Console
     from rich.table import Table
 
-    from megabatch.train.folder import is_held
+    from megabatch.runs.folder import is_held
     from megabatch.train.resume import is_run, read_summary
 
     table = Table(box=None, pad_edge=False, header_style="bold")

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megabatch.cli.words import Ranks, Words, split_words
+from megabatch.cli.overrides import Ranks, Words, split_words
 
 if TYPE_CHECKING:
-    from megabatch.config import RunConfig
+    from megabatch.config.schema import RunConfig
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 
@@ -19,8 +19,8 @@ def show(
     toml: Annotated[bool, typer.Option("--toml", help="Print the recipe alone, as a file to start from.")] = False,
 ) -> None:
     """Show what a recipe resolves to: settings, batch arithmetic, learning rates, parameter groups, memory."""
-    from megabatch.config import load_config
-    from megabatch.train.preview import choose_ranks
+    from megabatch.config.loading import load_config
+    from megabatch.preflight.preview import choose_ranks
 
     config = load_config(*split_words(words))
     if toml:
@@ -35,7 +35,7 @@ def print_preview(config: "RunConfig", num_ranks: int) -> None:
     from rich.syntax import Syntax
     from rich.table import Table
 
-    from megabatch.train.preview import preview
+    from megabatch.preflight.preview import preview
 
     seen = preview(config, num_ranks)
     plan, memory = seen.plan, seen.memory

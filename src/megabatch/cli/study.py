@@ -11,7 +11,7 @@ from megabatch.cli.ranks import speaking_for_ranks
 from megabatch.errors import UserError
 
 if TYPE_CHECKING:
-    from megabatch.study.design import Design
+    from megabatch.studies.design import Design
 
 app = typer.Typer(
     help="Find out on a desktop whether huge batches and 16 bits lose accuracy; takes hours, and goes on when stopped.",
@@ -28,7 +28,7 @@ Jobs = Annotated[int | None, typer.Option(help="Runs at a time, of one rank each
 @app.command("large-batch")
 def large_batch(folder: Folder = None, out: Out = Path("docs/studies"), jobs: Jobs = None) -> None:
     """Batches of 128, 3,072 and 8,192, Nesterov and LARS, equal epochs: 71 runs on full Fashion-MNIST."""
-    from megabatch.study.studies import LARGE_BATCH
+    from megabatch.studies.studies import LARGE_BATCH
 
     run_study(LARGE_BATCH, folder, out, jobs)
 
@@ -36,7 +36,7 @@ def large_batch(folder: Folder = None, out: Out = Path("docs/studies"), jobs: Jo
 @app.command()
 def ablation(folder: Folder = None, out: Out = Path("docs/studies"), jobs: Jobs = None) -> None:
     """A small AlexNet-BN with and without BatchNorm behind pool5, and with decay on everything: 27 runs."""
-    from megabatch.study.studies import ABLATION
+    from megabatch.studies.studies import ABLATION
 
     run_study(ABLATION, folder, out, jobs)
 
@@ -44,7 +44,7 @@ def ablation(folder: Folder = None, out: Out = Path("docs/studies"), jobs: Jobs 
 @app.command()
 def precision(folder: Folder = None, out: Out = Path("docs/studies"), jobs: Jobs = None) -> None:
     """fp32, fp16, bf16, and LARS in fp16: 33 runs."""
-    from megabatch.study.studies import PRECISION
+    from megabatch.studies.studies import PRECISION
 
     run_study(PRECISION, folder, out, jobs)
 
@@ -52,16 +52,16 @@ def precision(folder: Folder = None, out: Out = Path("docs/studies"), jobs: Jobs
 def run_study(design: "Design", folder: Path | None, out: Path, jobs: int | None) -> None:
     from functools import partial
 
-    from megabatch.config import load_config
+    from megabatch.config.loading import load_config
+    from megabatch.config.resolve import plan_run
     from megabatch.data.sources import foresee_shape
-    from megabatch.study.conduct import conduct, search_trial
-    from megabatch.study.drawing import require_matplotlib
-    from megabatch.study.page import write_study
-    from megabatch.study.screen import StudyScreen
-    from megabatch.study.trials import choose_jobs, run_trials
-    from megabatch.study.variance import layer_variance
-    from megabatch.study.verdict import judge
-    from megabatch.train.assemble import plan_run
+    from megabatch.studies.conduct import conduct, search_trial
+    from megabatch.studies.drawing import require_matplotlib
+    from megabatch.studies.page import write_study
+    from megabatch.studies.variance import layer_variance
+    from megabatch.studies.verdict import judge
+    from megabatch.sweep.screen import StudyScreen
+    from megabatch.sweep.trials import choose_jobs, run_trials
 
     require_matplotlib()  # all that can be wrong is found before the hours that it takes
     for arm in design.arms:

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
+from megabatch.cli.overrides import DEFAULT_RECIPE, Ranks, Words, split_words
 from megabatch.cli.ranks import be_a_rank, start_ranks
-from megabatch.cli.words import DEFAULT_RECIPE, Ranks, Words, split_words
 from megabatch.errors import UserError
 
 
@@ -37,12 +37,13 @@ def train(
     Under torchrun, srun or mpiexec it joins the ranks that they have started.
     """
     from megabatch.cli.show import print_preview
-    from megabatch.comm.discover import discover
-    from megabatch.comm.launch import NOTES
-    from megabatch.config import RunConfig, load_config
+    from megabatch.config.loading import load_config
+    from megabatch.config.schema import RunConfig
     from megabatch.data.sources import foresee_shape
-    from megabatch.train.preflight import require_known
-    from megabatch.train.preview import choose_ranks
+    from megabatch.preflight.compare import require_known
+    from megabatch.preflight.preview import choose_ranks
+    from megabatch.ranks.discover import discover
+    from megabatch.ranks.launch import NOTES
     from megabatch.train.resume import choose_start, newest_whole
     from megabatch.train.run import run
 

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megabatch.comm.discover import host_identity
 from megabatch.comm.engine import Engine
 from megabatch.comm.shared_memory import SharedMemory
 from megabatch.planning.topology import Axis, Topology, from_hosts
+from megabatch.ranks.discover import host_identity
 
 AXES: tuple[Axis, ...] = ("node", "masters", "across", "all")
 

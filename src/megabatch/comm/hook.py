@@ -30,12 +30,12 @@ from megabatch.comm.reducer import Reducer, Work
 from megabatch.comm.settings import CommSettings, candidate_plans, choose_plan
 from megabatch.comm.tune import Backward, axes_of, measure_drift, tune
 from megabatch.comm.watchdog import WAITS, Watchdog
-from megabatch.comm.world import World
 from megabatch.errors import UserError
 from megabatch.planning.buckets import Gradient
 from megabatch.planning.plan import Plan, Wire
 from megabatch.planning.topology import Axis
 from megabatch.planning.tuning import Tuning
+from megabatch.ranks.world import World
 
 MESSAGE = -1  # the key of what is summed beside the buckets
 

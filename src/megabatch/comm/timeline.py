@@ -23,8 +23,8 @@ import torch
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.comm.world import World
 from megabatch.planning.topology import Topology
+from megabatch.ranks.world import World
 
 STEPS, TRAINING, BUCKETS, IN_NODE, NETWORK = LANES = ("steps", "training", "buckets", "in the node", "network")
 NUMBERS = {lane: 1 + index for index, lane in enumerate(LANES)}

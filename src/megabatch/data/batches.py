@@ -16,9 +16,9 @@ from megabatch.data.images import ImageSet
 from megabatch.data.order import Samples, samples_at
 from megabatch.data.reader import CPU, Batch, Batches, Reader, Request
 from megabatch.data.settings import DataSettings
-from megabatch.data.stages import Stages
 from megabatch.errors import UserError
 from megabatch.planning.batch import StepPlan
+from megabatch.runs.time_breakdown import Stages
 
 
 class TrainingImages:

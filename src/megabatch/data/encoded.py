@@ -11,8 +11,8 @@ from megabatch.data.decode import Box, Unreadable, decode_crop, resize
 from megabatch.data.files import Files
 from megabatch.data.order import Samples
 from megabatch.data.settings import DataSettings
-from megabatch.data.stages import Stages
 from megabatch.errors import UserError
+from megabatch.runs.time_breakdown import Stages
 
 
 class EncodedImages:

@@ -20,8 +20,8 @@ from megabatch.data.decode import Unreadable
 from megabatch.data.encoded import EncodedImages
 from megabatch.data.images import ImageSet, InMemory
 from megabatch.data.order import Samples
-from megabatch.data.stages import Stages
 from megabatch.errors import UserError
+from megabatch.runs.time_breakdown import Stages
 
 AHEAD = 4
 IMAGES_A_PART = 8  # what a thread takes at once

@@ -7,27 +7,24 @@ import torch
 from torch import nn
 
 from megabatch.comm.hook import distribute
-from megabatch.comm.world import World
-from megabatch.config import RunConfig
+from megabatch.config.resolve import make_model, plan_learning_rate, plan_run
+from megabatch.config.schema import RunConfig
 from megabatch.data.batches import Normalise, TrainingImages
 from megabatch.data.images import DataSet
-from megabatch.data.shapes import DataShape
 from megabatch.errors import UserError
-from megabatch.models.catalog import build_model
 from megabatch.models.loss import summed_loss
 from megabatch.optim.groups import parameter_groups
 from megabatch.optim.optimizers import OPTIMIZERS
-from megabatch.optim.schedules import schedule
-from megabatch.planning.batch import StepPlan, plan_steps
 from megabatch.planning.tuning import Tuning
 from megabatch.precision.loss_scale import choose_loss_scale
 from megabatch.precision.masters import Masters
 from megabatch.precision.policy import check_device
+from megabatch.ranks.world import World
 from megabatch.train.batch_norm import RunningStatistics
 from megabatch.train.evaluate import evaluate
-from megabatch.train.exchange import Exchange
-from megabatch.train.trainer import Training
-from megabatch.train.trial import Trial
+from megabatch.train.loop import Training
+from megabatch.train.step_metrics import Exchange
+from megabatch.train.warm_up import Trial
 
 
 def never() -> bool:
@@ -116,16 +113,3 @@ def require_same_network(state: dict[str, torch.Tensor], world: World) -> None:
                     f"{name} is {shapes[0].get(name)} on rank 0 and {others.get(name)} on rank {rank}; "
                     "all ranks must bring the same network"
                 )
-
-
-def plan_run(config: RunConfig, shape: DataShape, num_ranks: int) -> StepPlan:
-    return plan_steps(config.batch, num_ranks, shape.num_train, config.train.epochs, config.train.evaluate_every)
-
-
-def plan_learning_rate(config: RunConfig, plan: StepPlan) -> Callable[[int], float]:
-    warmup_steps = round(config.schedule.warmup_epochs * plan.num_samples / plan.global_batch)
-    return schedule(config.schedule, config.optim.learning_rate, warmup_steps, plan.num_steps)
-
-
-def make_model(config: RunConfig, shape: DataShape) -> nn.Module:
-    return build_model(config.model, config.seed, shape.num_classes, shape.num_channels, config.data.image_size)

@@ -21,11 +21,11 @@ import torch
 from msgspec import Struct
 from safetensors.torch import load_file, save_file
 
-from megabatch.config import CheckpointSettings
+from megabatch.config.schema import CheckpointSettings
 from megabatch.planning.batch import StepPlan
 from megabatch.planning.tuning import Tuning
-from megabatch.train.records import EvaluationRecord, Record, Tally
-from megabatch.train.trainer import Training
+from megabatch.runs.records import EvaluationRecord, Record, Tally
+from megabatch.train.loop import Training
 
 STATE, DESCRIPTION = "state.safetensors", "state.json"
 MODEL, OPTIMIZER, LOSS_SCALE = "model.", "optimizer.", "loss_scale"

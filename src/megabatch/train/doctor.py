@@ -13,22 +13,22 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from megabatch.comm.discover import Place
-from megabatch.comm.notices import Notices
-from megabatch.comm.world import World, choose_device, connect
-from megabatch.config import RunConfig
+from megabatch.config.schema import RunConfig
 from megabatch.data.batches import Stream
 from megabatch.data.decode import Unreadable, read_size
 from megabatch.data.encoded import EncodedImages
 from megabatch.data.images import ImageSet
 from megabatch.data.reader import AHEAD, Batch, Batches
 from megabatch.data.sources import load_data_set
-from megabatch.data.stages import Stages
+from megabatch.ranks.discover import Place
+from megabatch.ranks.store import Notices
+from megabatch.ranks.world import World, choose_device, connect
+from megabatch.runs.records import Record, StepRecord
+from megabatch.runs.time_breakdown import Stages
 from megabatch.train.assemble import assemble
 from megabatch.train.evaluate import NOT_EVALUATED
-from megabatch.train.records import Record, StepRecord
+from megabatch.train.loop import Training, train, train_on
 from megabatch.train.run import share_cores
-from megabatch.train.trainer import Training, train, train_on
 
 ROUNDS = 3
 MOST_WAIT = 0.05  # of the time, that a run may wait for images without being limited by them

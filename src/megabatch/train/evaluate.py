@@ -4,11 +4,11 @@ import torch
 from msgspec import Struct, field
 from torch import nn
 
-from megabatch.comm.world import World
 from megabatch.data.batches import Normalise, evaluation_batches
 from megabatch.data.images import ImageSet
 from megabatch.errors import UserError
 from megabatch.models.loss import LossSettings, summed_loss
+from megabatch.ranks.world import World
 
 
 class Evaluation(Struct, frozen=True, kw_only=True):

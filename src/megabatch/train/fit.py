@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from megabatch.comm.world import choose_device, connect, current_place
-from megabatch.config import load_config
+from megabatch.config.loading import load_config
 from megabatch.data.encoded import EncodedImages
 from megabatch.data.images import ArrayImages, DataSet, ImageSet
 from megabatch.data.sources import FROM_PYTHON
 from megabatch.errors import UserError
+from megabatch.preflight.compare import require_known
+from megabatch.ranks.world import choose_device, connect, current_place
+from megabatch.runs.records import Summary
 from megabatch.train.assemble import assemble
-from megabatch.train.preflight import require_known
-from megabatch.train.records import Summary
 from megabatch.train.run import StopSignal, find_tuning, share_cores, train_and_record
 
 Images = ImageSet | tuple[torch.Tensor, torch.Tensor]

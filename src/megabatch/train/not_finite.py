@@ -13,7 +13,7 @@ from megabatch.errors import Diverged, UserError
 from megabatch.precision.loss_scale import show_scale
 
 if TYPE_CHECKING:
-    from megabatch.train.trainer import Training
+    from megabatch.train.loop import Training
 
 
 class Cause(Struct, frozen=True):

@@ -6,13 +6,14 @@ import msgspec
 import torch
 from safetensors.torch import load_file
 
-from megabatch.comm.discover import Place
-from megabatch.comm.world import choose_device, connect
-from megabatch.config import load_config
+from megabatch.config.loading import load_config
+from megabatch.config.resolve import make_model
 from megabatch.data.batches import Normalise
 from megabatch.data.sources import FROM_PYTHON, load_data_set, load_other_images
 from megabatch.errors import UserError
-from megabatch.train.assemble import make_model, place_model
+from megabatch.ranks.discover import Place
+from megabatch.ranks.world import choose_device, connect
+from megabatch.train.assemble import place_model
 from megabatch.train.checkpoint import model_state, newest_good, read_state
 from megabatch.train.evaluate import Evaluation, evaluate
 from megabatch.train.resume import is_run

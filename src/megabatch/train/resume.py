@@ -16,12 +16,14 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from megabatch.config import RunConfig, load_config, show_value
+from megabatch.config.loading import load_config
+from megabatch.config.messages import show_value
+from megabatch.config.schema import RunConfig
 from megabatch.errors import UserError
 from megabatch.planning.tuning import Tuning
+from megabatch.runs.folder import LOCK, PLAN, is_held
+from megabatch.runs.records import Summary
 from megabatch.train.checkpoint import DESCRIPTION, Description, newest_good
-from megabatch.train.folder import LOCK, PLAN, is_held
-from megabatch.train.records import Summary
 
 RUNS = Path("runs")
 # What does not change what is computed: sections, and settings.

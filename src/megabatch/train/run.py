@@ -15,15 +15,17 @@ import msgspec
 import torch
 from msgspec import Struct
 
-from megabatch.comm.discover import Place, fair_threads, host_identity, usable_cores
-from megabatch.comm.launch import FAILURE_TIMEOUT_S, was_launched
-from megabatch.comm.notices import FOLDER, MISTAKE, Notices
-from megabatch.comm.world import World, choose_device, connect
-from megabatch.config import RunConfig
+from megabatch.config.schema import RunConfig
 from megabatch.data.sources import load_data_set
 from megabatch.errors import Diverged, UserError
 from megabatch.planning.batch import StepPlan
 from megabatch.planning.tuning import Tuning
+from megabatch.ranks.discover import Place, fair_threads, host_identity, usable_cores
+from megabatch.ranks.launch import FAILURE_TIMEOUT_S, was_launched
+from megabatch.ranks.store import FOLDER, MISTAKE, Notices
+from megabatch.ranks.world import World, choose_device, connect
+from megabatch.runs.folder import PLAN, RunFolder
+from megabatch.runs.records import Record, Status, StepRecord, Summary, Tally
 from megabatch.train.assemble import assemble
 from megabatch.train.checkpoint import (
     Checkpoints,
@@ -34,13 +36,11 @@ from megabatch.train.checkpoint import (
     restore_training_state,
     save_weights,
 )
-from megabatch.train.folder import PLAN, RunFolder
-from megabatch.train.records import Record, Status, StepRecord, Summary, Tally
+from megabatch.train.loop import Training, train
 from megabatch.train.resume import alone_in_runs, choose_start, newest_whole, stored_tuning
 from megabatch.train.screen import Screen
 from megabatch.train.tensorboard import EventFile
 from megabatch.train.timeline import recorded
-from megabatch.train.trainer import Training, train
 
 
 class StopSignal:

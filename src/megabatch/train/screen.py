@@ -14,15 +14,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megabatch import __version__
 from megabatch.comm.hook import GradientSums
-from megabatch.comm.world import World
-from megabatch.config import RunConfig
+from megabatch.config.schema import RunConfig
 from megabatch.data.sources import FROM_PYTHON
-from megabatch.data.stages import Stages
 from megabatch.precision.loss_scale import show_scale
-from megabatch.train.preflight import preflight
-from megabatch.train.records import EvaluationRecord, Record, StepRecord, Summary
+from megabatch.preflight.compare import preflight
+from megabatch.ranks.world import World
+from megabatch.runs.records import EvaluationRecord, Record, StepRecord, Summary
+from megabatch.runs.time_breakdown import Stages
+from megabatch.train.loop import Training
 from megabatch.train.timeline import TIMELINE
-from megabatch.train.trainer import Training
 
 TELLING_DRIFT = 1.5
 TELLING_SHARE = 0.05  # of the time, that others wait for one rank

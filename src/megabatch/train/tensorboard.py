@@ -3,7 +3,7 @@
 import importlib.util
 from pathlib import Path
 
-from megabatch.train.records import EvaluationRecord, Record
+from megabatch.runs.records import EvaluationRecord, Record
 
 STEP_SCALARS = {
     "loss": "train/loss",

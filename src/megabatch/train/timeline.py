@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megabatch.comm.timeline import STEPS, TRAINING, Timeline, common_moment, watch
-from megabatch.comm.world import World
-from megabatch.train.records import Record, StepRecord
-from megabatch.train.trainer import Training
+from megabatch.ranks.world import World
+from megabatch.runs.records import Record, StepRecord
+from megabatch.train.loop import Training
 
 TIMELINE = "timeline"  # the folder's name
 

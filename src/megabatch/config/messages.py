@@ -1,0 +1,74 @@
+"""The sentences of a recipe's errors: the value, the rule, the remedy."""
+
+import difflib
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from megabatch.config.recipes import read_recipe
+from megabatch.config.schema import FIELDS, Settings, kind_of
+from megabatch.errors import nearest
+
+
+def suggest(key: str) -> str:
+    """The known setting that looks most like `key`: by its last word first, since a section is easily forgotten."""
+    word = key.rpartition(".")[2]
+    by_word = {known.rpartition(".")[2]: known for known in FIELDS}
+    by_initials = {"".join(part[0] for part in known.split("_")): known for known in by_word if "_" in known}  # lr
+    close = [by_initials[word]] if word in by_initials else difflib.get_close_matches(word, by_word, n=1, cutoff=0.8)
+    return f"nearest: {by_word[close[0]] if close else nearest(key, FIELDS)}"
+
+
+def explain(error: str, settings: Settings) -> str:
+    """Turns msgspec's "Expected `float` > 0.0 - at `$.optim.learning_rate`" into value, rule and remedy."""
+    rule, _, path = error.partition(" - at `$")
+    path = path.strip("`.").partition("[")[0]  # of a list's member, the list
+    rule = rule.replace("`", "").replace(" | null", "")  # TOML has no null
+    if rule.startswith("Invalid enum value"):
+        rule = f"Expected {' or '.join(choices(path))}"
+    value: Any = settings
+    for name in path.split("."):
+        value = value[name] if isinstance(value, dict) else value
+    return f"{path}={show_value(value)}: {rule[0].lower()}{rule[1:]}; {remedy(path, value)}"
+
+
+def choices(key: str) -> Iterator[str]:
+    """What a setting that takes certain words may be."""
+    kind = FIELDS[key].type
+    for member in kind.types if isinstance(kind, msgspec.inspect.UnionType) else (kind,):
+        if isinstance(member, msgspec.inspect.LiteralType):
+            yield from map(str, member.values)
+        else:
+            yield "a number"
+
+
+def remedy(key: str, value: Any) -> str:
+    """The bound that `value` has overstepped, the whole number next to it, or a value that is known to be good."""
+    kind = kind_of(key)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        lowest, highest = getattr(kind, "ge", None), getattr(kind, "le", None)
+        if lowest is not None and value < lowest:
+            return f"nearest: {key}={lowest}"
+        if highest is not None and value > highest:
+            return f"nearest: {key}={highest}"
+        if isinstance(kind, msgspec.inspect.IntType) and isinstance(value, float):
+            return f"nearest: {key}={round(value)}"
+    return example(key)
+
+
+def example(key: str) -> str:
+    """The setting as the default recipe has it, or its default."""
+    value: Any = read_recipe("fashion")
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    if value is None and key in FIELDS and FIELDS[key].default not in (msgspec.NODEFAULT, None):
+        value = FIELDS[key].default
+    return f"for example {key}={show_value(value)}" if value is not None else f"leave {key} out for its default"
+
+
+def show_value(value: Any) -> str:
+    """As it would stand in TOML."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value) if isinstance(value, int | float | str | dict | list) else str(value)

@@ -1,0 +1,24 @@
+"""What a recipe resolves to for a data set and a number of ranks: its steps, its learning rates, its model."""
+
+from collections.abc import Callable
+
+from torch import nn
+
+from megabatch.config.schema import RunConfig
+from megabatch.data.shapes import DataShape
+from megabatch.models.catalog import build_model
+from megabatch.optim.schedules import schedule
+from megabatch.planning.batch import StepPlan, plan_steps
+
+
+def plan_run(config: RunConfig, shape: DataShape, num_ranks: int) -> StepPlan:
+    return plan_steps(config.batch, num_ranks, shape.num_train, config.train.epochs, config.train.evaluate_every)
+
+
+def plan_learning_rate(config: RunConfig, plan: StepPlan) -> Callable[[int], float]:
+    warmup_steps = round(config.schedule.warmup_epochs * plan.num_samples / plan.global_batch)
+    return schedule(config.schedule, config.optim.learning_rate, warmup_steps, plan.num_steps)
+
+
+def make_model(config: RunConfig, shape: DataShape) -> nn.Module:
+    return build_model(config.model, config.seed, shape.num_classes, shape.num_channels, config.data.image_size)

@@ -1,0 +1,112 @@
+"""Files that are whole, and folders that belong to one process at a time.
+
+A file or folder is written under another name, synced and renamed: whoever looks finds all of it or what was there
+before, also after a kill.  A lock is `flock` on a file: the kernel releases it however its process ends.
+"""
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TextIO
+
+WRITING = ".writing-"  # begins the name of what is not whole yet
+PATIENCE_S = 1.0  # `is_locked` touches a lock for a moment
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[Path]:
+    """A name for the block to write a file or folder under, which becomes `path` if the block does not raise."""
+    new = path.with_name(f"{WRITING}{path.name}-{os.getpid()}")
+    remove(new)
+    try:
+        yield new
+        sync(*(sorted(new.rglob("*")) if new.is_dir() else ()), new)
+        new.rename(path)
+    except BaseException:
+        remove(new)
+        raise
+    sync(path.parent)
+
+
+def write_file(path: Path, content: str | bytes | memoryview) -> Path:
+    """The whole file, or the one before it."""
+    with writing(path) as new:
+        new.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def point(link: Path, name: str) -> None:
+    """Makes `link` a symbolic link to its neighbour `name`, in one move."""
+    new = link.with_name(f"{WRITING}{link.name}-{os.getpid()}")
+    remove(new)
+    new.symlink_to(name)
+    new.rename(link)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """What a killed process was writing; for whoever holds the folder's lock."""
+    for path in folder.glob(f"{WRITING}*"):
+        remove(path)
+
+
+def remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def sync(*paths: Path) -> None:
+    """What is written there, or the names in a folder, are on the disk when this returns."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+class Locked(BlockingIOError):
+    """Another process holds the lock: `holder`, as far as it has said so."""
+
+    def __init__(self, path: Path, holder: str) -> None:
+        super().__init__(f"{path} is locked by process {holder}")
+        self.holder = holder
+
+
+def take_lock(path: Path, *, wait: bool = False) -> TextIO:
+    """The lock, until the file is closed.  Raises `Locked` if another process holds it, or waits for that one."""
+    file = path.open("a+")
+    deadline_s = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() < deadline_s:
+                time.sleep(PATIENCE_S / 10)
+                continue
+            file.seek(0)
+            holder = file.read().strip()
+            file.close()
+            raise Locked(path, holder) from None
+        except OSError:
+            file.close()
+            raise
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file
+
+
+def is_locked(path: Path) -> bool:
+    with suppress(FileNotFoundError), path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

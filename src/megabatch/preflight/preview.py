@@ -1,0 +1,147 @@
+"""What a run would be: steps, parameter groups, bytes.  Nothing is started, and nothing is written."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+import torch
+from msgspec import Struct
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from megabatch.config.resolve import make_model, plan_learning_rate, plan_run
+from megabatch.config.schema import RunConfig
+from megabatch.data.sources import foresee_shape
+from megabatch.models.catalog import model_errors
+from megabatch.models.loss import summed_loss
+from megabatch.optim.groups import parameter_groups
+from megabatch.planning.batch import StepPlan, check_ranks, most_ranks
+from megabatch.precision.masters import gradients_of
+from megabatch.preflight.compare import Findings, preflight
+from megabatch.ranks.discover import usable_cores
+from megabatch.ranks.world import choose_device
+from megabatch.train.assemble import place_model
+
+
+class Memory(Struct, frozen=True, kw_only=True):
+    """Bytes on one rank."""
+
+    weights: int  # parameters and buffers of the model
+    masters: int  # fp32 copies of its 16-bit weights
+    gradients: int  # DDP's buckets; the gradients are views of them
+    unscaled: int  # fp32 copies of 16-bit gradients
+    optimizer: int
+    activations: int | None  # what one microbatch keeps for its backward pass; None where that cannot be foreseen
+
+    @property
+    def total(self) -> int:
+        return sum(count or 0 for count in msgspec.structs.astuple(self))
+
+
+class ParameterRow(Struct, frozen=True, kw_only=True):
+    """One parameter, and what the optimizer does with it."""
+
+    name: str
+    shape: tuple[int, ...]
+    group: str
+    weight_decay: float
+    trust_ratio: bool
+
+
+class Preview(Struct, frozen=True, kw_only=True):
+    plan: StepPlan
+    learning_rate: Callable[[int], float]
+    findings: Findings
+    groups: list[dict[str, Any]]
+    parameters: list[ParameterRow]
+    memory: Memory
+
+
+def choose_ranks(config: RunConfig, wanted: int | None) -> int:
+    """The ranks that were asked for, or one per GPU, on CPU one per core, as far as they divide the microbatches."""
+    device_type = choose_device(config.run.device)
+    if wanted is not None:
+        check_ranks(config.batch, wanted)
+        return wanted
+    return most_ranks(config.batch, torch.cuda.device_count() if device_type == "cuda" else len(usable_cores()))
+
+
+def preview(config: RunConfig, num_ranks: int) -> Preview:
+    shape = foresee_shape(config.data)
+    plan = plan_run(config, shape, num_ranks)
+    model = make_model(config, shape)
+    masters = place_model(model, config, torch.device("cpu"))
+    groups = parameter_groups(model, config.optim.weight_decay, config.optim.decay_all)
+    trained = list(masters.parameters.values())
+    image_shape = (shape.num_channels, config.data.image_size, config.data.image_size)
+    memory = Memory(
+        weights=num_bytes([*model.parameters(), *model.buffers()]),
+        masters=num_bytes([*masters.copies, *(before for _, before in masters.rounded.values())]),
+        gradients=num_bytes(trained),
+        unscaled=num_bytes(gradients_of(masters.copies)),
+        optimizer=num_bytes(masters.weights.values()) if config.optim.momentum else 0,
+        activations=activation_bytes(config, model, image_shape),
+    )
+    return Preview(
+        plan=plan,
+        learning_rate=plan_learning_rate(config, plan),
+        findings=preflight(config, shape.num_train),
+        groups=groups,
+        parameters=list_parameters(model, groups, has_trust_ratio=config.optim.name != "sgd"),
+        memory=memory,
+    )
+
+
+def list_parameters(model: nn.Module, groups: Iterable[dict[str, Any]], has_trust_ratio: bool) -> list[ParameterRow]:
+    """Every parameter once, in the model's order; those that are not trained are in no group."""
+    group_of = {name: group for group in groups for name in group["param_names"]}
+    frozen = {"name": "frozen", "weight_decay": 0.0, "trust_ratio": False}
+    return [
+        ParameterRow(
+            name=name,
+            shape=tuple(parameter.shape),
+            group=group["name"],
+            weight_decay=group["weight_decay"],
+            trust_ratio=has_trust_ratio and group["trust_ratio"],
+        )
+        for name, parameter in model.named_parameters()
+        for group in [group_of.get(name, frozen)]
+    ]
+
+
+def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def activation_bytes(config: RunConfig, model: nn.Module, image_shape: tuple[int, ...]) -> int | None:
+    """Runs one microbatch forward on tensors without content, and adds up what autograd keeps."""
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and module.momentum is None:
+            module.momentum = 0.1  # the plain average would read its counter, which has no value here
+    without_content = FakeTensorMode()  # and not the meta device, where autocast does nothing
+    tensors: dict[str, torch.Tensor] = {
+        name: without_content.from_tensor(tensor) for name, tensor in model.state_dict(keep_vars=True).items()
+    }
+    owned = {tensor.untyped_storage()._cdata for tensor in tensors.values()}
+    kept: dict[int, torch.UntypedStorage] = {}  # by storage: a tensor kept twice takes its bytes once
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in owned:
+            kept[storage._cdata] = storage
+        return tensor
+
+    try:
+        with (
+            without_content,
+            model_errors(config.model, (config.batch.microbatch, *image_shape)),
+            torch.autograd.graph.saved_tensors_hooks(keep, keep),
+        ):
+            images = torch.empty(config.batch.microbatch, *image_shape, dtype=config.precision.formats.model)
+            labels = torch.empty(config.batch.microbatch, dtype=torch.int64)
+            summed_loss(config.loss, functional_call(model, tensors, (images,)), labels)
+    except (RuntimeError, NotImplementedError):  # a forward that looks at values
+        return None
+    return sum(storage.nbytes() for storage in kept.values())

@@ -1,0 +1,42 @@
+"""What a study is going to do: arms that differ in a few settings, how each finds its learning rate, and the bars."""
+
+from msgspec import Struct
+
+from megabatch.studies.evidence import Bar, Claim
+
+
+class ArmDesign(Struct, frozen=True, kw_only=True):
+    """One way to train.  Its rate is searched for, from the coarse `grid` on, or follows from another arm's."""
+
+    name: str
+    about: str
+    words: tuple[str, ...]  # section.key=value, which distinguish it
+    grid: tuple[float, ...] = ()
+    rate_of: str = ""  # the arm whose rate it takes
+    rate_times: float = 1.0
+
+    def __post_init__(self) -> None:
+        assert bool(self.grid) != bool(self.rate_of), f"{self.name}: a grid or another's rate"
+
+
+class Design(Struct, frozen=True, kw_only=True):
+    name: str
+    title: str
+    question: str
+    setup: str
+    recipe: str
+    words: tuple[str, ...]  # of all arms
+    arms: tuple[ArmDesign, ...]
+    baseline: str
+    bars: tuple[Bar, ...] = ()
+    validation: float  # share of the training images that rates are judged by
+    trials: int  # of each search
+    seeds: int
+    final_words: tuple[str, ...] = ()  # of the runs that count, beside those of the search
+    layer: str = ""  # whose output's variance is followed through the checkpoints
+    claims: tuple[Claim, ...] = ()
+
+    @property
+    def num_trials(self) -> int:
+        """With every search and every seed."""
+        return sum(self.trials for arm in self.arms if arm.grid) + self.seeds * len(self.arms)

@@ -1,0 +1,46 @@
+"""The variance of a layer's output in every checkpoint of a run, on the same training images.
+
+Jia et al. 2018 saw that of AlexNet's pool5 grow with the iterations, and put a BatchNorm behind it.  It is measured as
+in training, where a BatchNorm takes its statistics from a microbatch.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from megabatch.config.loading import load_config
+from megabatch.config.resolve import make_model, plan_run
+from megabatch.data.batches import Normalise
+from megabatch.data.sources import load_data_set
+from megabatch.studies.evidence import Curve
+from megabatch.train.checkpoint import model_state, read_description, read_state
+
+NUM_IMAGES = 512
+
+
+@torch.no_grad()
+def layer_variance(folder: Path, layer: str) -> Curve:
+    """(epoch, variance) of a run's checkpoints."""
+    config = load_config(str(folder / "config.toml"))
+    data = load_data_set(config.data)
+    model = make_model(config, data.shape).train()
+    plan = plan_run(config, data.shape, num_ranks=1)
+    images = data.train.read(np.linspace(0, len(data.train) - 1, NUM_IMAGES).astype(np.int64))
+    pixels = Normalise(data.train, torch.device("cpu"), torch.float32)(images)
+    microbatches = pixels.split(config.batch.microbatch)
+    curve: Curve = []
+    for path in sorted((folder / "checkpoints").glob("step-*")):
+        model.load_state_dict(model_state(read_state(path)))
+        curve.append((plan.epochs_after(read_description(path).step), variance_of(model, layer, microbatches)))
+    return curve
+
+
+def variance_of(model: nn.Module, layer: str, microbatches: Sequence[torch.Tensor]) -> float:
+    outputs: list[torch.Tensor] = []
+    with model.get_submodule(layer).register_forward_hook(lambda module, given, output: outputs.append(output)):
+        for images in microbatches:
+            model(images)
+    return torch.cat(outputs).var().item()

@@ -1,0 +1,133 @@
+"""Whether arms keep to their bars: a decision and its sentence.  In percentage points; a gap is positive below."""
+
+from msgspec import Struct
+
+from megabatch.studies.evidence import Arm, Bar, Claim, Study
+from megabatch.studies.statistics import Gap, Interval, Spread, gap, spread
+
+UNTOLD = "these seeds do not tell them apart"
+EXACT_PLACES = 9  # rounding error is not a gap: 93.0 - 92.7 lies at a bar of 0.3, not beyond it
+
+
+class Verdict(Struct, frozen=True):
+    holds: bool | None  # None: nothing can be said
+    text: str  # one sentence, without its full stop
+
+
+def top1_spread(arm: Arm) -> Spread | None:
+    """In %.  None: a seed diverged, or there are none; a mean of the others would flatter the arm."""
+    return spread(percents(arm)) if arm.runs and not arm.num_diverged else None
+
+
+def top1_gap(arm: Arm, baseline: Arm) -> Gap | None:
+    """In points.  None: one of them has no mean."""
+    if top1_spread(arm) is None or top1_spread(baseline) is None:
+        return None
+    return gap(percents(arm), percents(baseline))
+
+
+def percents(arm: Arm) -> list[float]:
+    return [100 * top1 for top1 in arm.top1s]
+
+
+def judge(study: Study, bar: Bar) -> Verdict:
+    arm, baseline = study.arm(bar.arm), study.arm(bar.baseline)
+    found = top1_gap(arm, baseline)
+    if found is None:
+        return judge_without_means(arm, baseline, bar)
+    size = round(found.size, EXACT_PLACES)
+    holds = size <= bar.max_gap_points
+    # As many places as show on which side of the bar the gap lies.
+    places = next(p for p in range(2, EXACT_PLACES + 1) if (round(size, p) <= bar.max_gap_points) == holds)
+    verdict = f"the bar is {bar.max_gap_points:g}: {'holds' if holds else 'does not hold'}"
+    return Verdict(holds, f"{lies(arm, baseline, found, places)}; {verdict}{doubt(found, bar, holds)}")
+
+
+def lies(arm: Arm, other: Arm, found: Gap, places: int = 2) -> str:
+    """Where the arm's mean lies, beside another's."""
+    size = round(found.size, EXACT_PLACES)
+    words = f"{arm.name} lies {points(size, places)} points below {other.name} ("
+    if size < 0:
+        words = f"{arm.name} lies {points(-size, places)} points above {other.name} (gap {points(size, places)}, "
+    return words + (f"95 % interval {range_words(found.interval)})" if found.interval else "one seed, so no interval)")
+
+
+def judge_claim(study: Study, claim: Claim) -> Verdict:
+    """Whether what was found elsewhere is found here."""
+    better, worse = study.arm(claim.better), study.arm(claim.worse)
+    found = top1_gap(worse, better)
+    if found is None:
+        return judge_claim_without_means(better, worse, claim)
+    where = lies(worse, better, found)
+    if found.interval is None:
+        return Verdict(None, f"{where}: cannot be told")
+    is_apart = not found.interval.low <= 0 <= found.interval.high
+    if claim.points == 0:
+        return Verdict(not is_apart, f"{where}: {'disagrees' if is_apart else 'agrees, as far as these seeds tell'}")
+    if is_apart and found.size < 0:
+        return Verdict(False, f"{where}: disagrees")
+    if claim.points is None or found.interval.high >= claim.points:
+        return Verdict(True, f"{where}: agrees") if is_apart else Verdict(None, f"{where}: {UNTOLD}")
+    words = "agrees, but by less:" if is_apart else f"{UNTOLD};"
+    return Verdict(is_apart, f"{where}: {words} a gap of {claim.points:g} points is excluded")
+
+
+def judge_claim_without_means(better: Arm, worse: Arm, claim: Claim) -> Verdict:
+    """An arm that diverges is worse than one that does not."""
+    for arm, other, agrees in ((worse, better, claim.points != 0), (better, worse, False)):
+        if has_diverged(arm) and top1_spread(other):
+            return Verdict(agrees, f"{arm.name}: {divergence(arm)}: {'agrees' if agrees else 'disagrees'}")
+    lacking = better if top1_spread(better) is None else worse
+    return Verdict(None, f"{lacking.name}: {divergence(lacking)}: cannot be told")
+
+
+def judge_without_means(arm: Arm, baseline: Arm, bar: Bar) -> Verdict:
+    ending = f"the bar is {bar.max_gap_points:g} points below {baseline.name}"
+    if has_diverged(arm):
+        return Verdict(False, f"{arm.name}: {divergence(arm)}; {ending}: does not hold")
+    lacking = baseline if top1_spread(baseline) is None else arm
+    return Verdict(None, f"{arm.name}: {ending}: cannot be told, {lacking.name}: {divergence(lacking)}")
+
+
+def has_diverged(arm: Arm) -> bool:
+    """True if a seed has, or if no rate was found at which it would not."""
+    return bool(arm.num_diverged or (not arm.runs and arm.tuned and all(top1 is None for _, top1 in arm.tuned)))
+
+
+def divergence(arm: Arm) -> str:
+    """How many seeds diverged; if there are none, what became of the search."""
+    if arm.runs:
+        return f"{arm.num_diverged} of {len(arm.runs)} diverged"
+    return "diverged at every rate" if has_diverged(arm) else "not run"
+
+
+def gap_words(found: Gap) -> str:
+    """Its size and interval, for a table."""
+    return points(found.size) + (f" ({range_words(found.interval)})" if found.interval else "")
+
+
+def range_words(interval: Interval) -> str:
+    return f"{points(interval.low)} to {points(interval.high)}"
+
+
+def points(value: float, places: int = 2) -> str:
+    return f"{round(value, places) + 0.0:.{places}f}"  # + 0.0: never -0.00
+
+
+def doubt(found: Gap, bar: Bar, holds: bool) -> str:
+    """What the interval leaves open."""
+    if found.interval is None:
+        return ", as far as one seed can say"
+    if holds and round(found.interval.high, EXACT_PLACES) > bar.max_gap_points:
+        return ", but the interval reaches beyond the bar: these seeds do not exclude a larger gap"
+    if not holds and round(found.interval.low, EXACT_PLACES) <= bar.max_gap_points:
+        return ", but the interval reaches within the bar: these seeds do not exclude a smaller gap"
+    return ""
+
+
+def rate_at_edge(arm: Arm) -> str | None:
+    """Says when the chosen rate is the smallest or largest tried: a better one may lie beyond."""
+    rates = [rate for rate, _ in arm.tuned]
+    if arm.rate is None or len(set(rates)) < 2 or arm.rate not in (min(rates), max(rates)):
+        return None
+    return f"the {'smallest' if arm.rate == min(rates) else 'largest'} that was tried: a better one may lie beyond"

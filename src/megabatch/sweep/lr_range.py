@@ -1,0 +1,136 @@
+"""The learning rate of a recipe, found by full runs of it on images that are held out of its training images.
+
+Test images are never looked at: a rate that was chosen on them would make their accuracy mean less.
+"""
+
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from msgspec import Struct
+
+from megabatch.config.loading import load_config
+from megabatch.config.resolve import plan_run
+from megabatch.config.schema import RunConfig
+from megabatch.data.shapes import DataShape
+from megabatch.data.sources import foresee_shape
+from megabatch.errors import UserError
+from megabatch.runs.records import Summary
+from megabatch.sweep.screen import StudyScreen
+from megabatch.sweep.search import HELD_OUT, best_rate, coarse_grid, is_at_end, next_rates
+from megabatch.sweep.trials import Trial, run_trials, scores_of
+
+SPAN = 8.0  # below and above the recipe's own rate
+RATE = "optim.learning_rate"
+
+
+class RateSearch(Struct, frozen=True, kw_only=True):
+    """What will be tried."""
+
+    recipe: str
+    words: tuple[str, ...]  # the user's own
+    held_out: tuple[str, ...]  # and data.validation, where neither they nor the recipe set it
+    config: RunConfig  # of the trials, but for their rate
+    shape: DataShape  # with held-out images in place of test images
+    grid: list[float]
+    num_trials: int
+    folder: Path
+
+
+def plan_search(
+    recipe: str,
+    words: Sequence[str],
+    *,
+    low: float | None,
+    high: float | None,
+    num_coarse: int,
+    num_trials: int,
+    folder: Path | None,
+) -> RateSearch:
+    """Refuses what cannot be run, before anything is."""
+    given = [word for word in words if word.partition("=")[0] == "run.dir"]
+    if given:
+        raise UserError(f"{given[0]}: each trial has a folder of its own; give --folder for all of them")
+    config = load_config(recipe, words)
+    grid = plan_grid(low, high, config.optim.learning_rate, num_coarse, num_trials)
+    held_out = () if config.data.validation else (f"data.validation={HELD_OUT!r}",)
+    config = load_config(recipe, [*words, *held_out])
+    shape = foresee_shape(config.data)
+    plan_run(config, shape, num_ranks=1)
+    return RateSearch(
+        recipe=recipe,
+        words=tuple(words),
+        held_out=held_out,
+        config=config,
+        shape=shape,
+        grid=grid,
+        num_trials=num_trials,
+        folder=folder or Path("runs") / f"lr-range-{config.name}",
+    )
+
+
+def plan_grid(low: float | None, high: float | None, rate: float, num_coarse: int, num_trials: int) -> list[float]:
+    low = rate / SPAN if low is None else low
+    high = rate * SPAN if high is None else high
+    if not 0 < low < math.inf:
+        raise UserError(f"--low {low:g}: a learning rate is above 0 and finite; for example --low {rate / SPAN:g}")
+    if not low < high < math.inf:
+        raise UserError(f"--high {high:g}: expected above --low {low:g} and finite; for example --high {low * 64:g}")
+    if num_coarse < 2:
+        raise UserError(f"--coarse {num_coarse}: a range has at least its two ends; nearest: --coarse 2")
+    if num_trials < num_coarse:
+        raise UserError(
+            f"--trials {num_trials} is fewer than --coarse {num_coarse}, with which they begin; "
+            f"nearest: --trials {num_coarse}"
+        )
+    grid = coarse_grid(low, high, num_coarse)
+    if len({*grid}) < num_coarse:
+        raise UserError(
+            f"--low {low:g} --high {high:g}: they are too close for {num_coarse} rates of three digits; "
+            f"for example --high {low * 64:g}"
+        )
+    return grid
+
+
+def search_rates(search: RateSearch, jobs: int, screen: StudyScreen) -> dict[float, Summary]:
+    """Runs all trials; returns what each rate has come to."""
+
+    def run(rates: Sequence[float]) -> dict[float, Summary]:
+        # Those that were run are named again: that their recipe is still the same is looked at each time.
+        trials = [trial_of(search, rate) for rate in rates]
+        return dict(zip(rates, run_trials(trials, search.folder, jobs, screen), strict=True))
+
+    results = run(search.grid)
+    while more := next_rates(scores_of(results), search.num_trials):
+        results = run([*results, *more])
+    return results
+
+
+def trial_of(search: RateSearch, rate: float) -> Trial:
+    return Trial(f"rate-{rate:g}", search.recipe, (*search.words, *search.held_out, f"{RATE}={rate:g}"))
+
+
+def command_for(search: RateSearch, rate: float) -> str:
+    """The run that the search was for, in a line to paste."""
+    words = [word for word in search.words if word.partition("=")[0] != RATE]
+    return shlex.join(["megabatch", "train", search.recipe, *words, f"{RATE}={rate:g}"])
+
+
+def conclude(results: Mapping[float, Summary]) -> tuple[float, str]:
+    """The best rate, and what a user should know of it."""
+    scores = scores_of(results)
+    best = best_rate(scores)
+    if scores[best] is None:
+        raise UserError(
+            f"all {len(scores)} rates from {min(scores):g} to {max(scores):g} diverged; for example "
+            f"--low {best / SPAN**2:.3g} --high {best:g}"
+        )
+    if not is_at_end(best, scores):
+        below, above = max(rate for rate in scores if rate < best), min(rate for rate in scores if rate > best)
+        return best, f"{best:g}, between {below:g} and {above:g}"
+    end, side = ("lowest", "below") if best == min(scores) else ("highest", "above")
+    return best, (
+        f"{best:g}, the {end} that was tried: one {side} it may be better; "
+        f"the same command with --trials {len(scores) + 4} goes on there"
+    )

@@ -1,0 +1,204 @@
+"""Trials: ordinary runs, each in a process and a folder of its own, several at a time.
+
+FOLDER/NAME is a trial's run, FOLDER/NAME.log what it said.  Trials that have finished or diverged are not run again,
+and those that were interrupted go on from their checkpoint: whoever runs them may be stopped or killed at any moment,
+and the same call goes on.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from megabatch.config.loading import load_config
+from megabatch.config.schema import RunConfig
+from megabatch.errors import UserError
+from megabatch.ranks.discover import discover, usable_cores
+from megabatch.ranks.launch import STOP_TIMEOUT_S, Stopped, die_with
+from megabatch.ranks.world import choose_device
+from megabatch.runs.folder import hold
+from megabatch.runs.records import Summary
+from megabatch.train.resume import is_run, read_summary, why_other
+from megabatch.train.run import StopSignal
+
+if TYPE_CHECKING:
+    from megabatch.sweep.screen import StudyScreen
+
+POLL_S = 0.2
+GRACE_S = 30  # beyond what the launcher of a run gives its ranks
+
+
+class Trial(Struct, frozen=True):
+    """A run of a recipe (a name or a TOML file) with overrides."""
+
+    name: str  # of its folder
+    recipe: str
+    overrides: tuple[str, ...] = ()
+
+
+def run_trials(trials: Sequence[Trial], folder: Path, jobs: int, screen: "StudyScreen") -> list[Summary]:
+    """Runs what has not been run, `jobs` at a time; returns all summaries, of status finished or diverged.
+
+    A trial that fails otherwise stops the others and is a UserError; a signal stops all, and is `Stopped`.
+    """
+    names = [trial.name for trial in trials]
+    assert len({*names}) == len(names) and all(re.fullmatch(r"[\w.+-]+", name) for name in names), names
+    place = discover()
+    if place:
+        raise UserError(
+            f"this is rank {place.rank} of {place.num_ranks}, and trials are runs of one rank each; "
+            "start it without torchrun, srun or mpiexec"
+        )
+    configs = {trial.name: load_config(trial.recipe, trial.overrides) for trial in trials}
+    with held(folder), closing(screen), StopSignal() as stop:
+        found = {trial.name: result_in(folder / trial.name, configs[trial.name]) for trial in trials}
+        results = {name: summary for name, summary in found.items() if summary}
+        screen.expect(trials, results)
+        waiting = deque(trial for trial in trials if trial.name not in results)
+        with stopped_at_the_end(stop, screen) as running:
+            while (waiting or running) and not stop.received():
+                while waiting and len(running) < jobs:
+                    trial = waiting.popleft()
+                    running.append(start(trial, configs[trial.name], folder))
+                for process in [process for process in running if process.popen.poll() is not None]:
+                    running.remove(process)
+                    name = process.trial.name
+                    results[name] = require_result(process, folder / name, configs[name])
+                    screen.show_end(process.trial, results[name])
+                screen.show_running([folder / process.trial.name for process in running])
+                time.sleep(POLL_S)
+    return [results[name] for name in names]
+
+
+class Process(Struct, frozen=True):
+    """A trial that has been started."""
+
+    trial: Trial
+    popen: subprocess.Popen[bytes]
+    log: Path
+    log_start: int  # where its words begin: above are those of earlier attempts
+
+
+def start(trial: Trial, config: RunConfig, folder: Path) -> Process:
+    words = [trial.recipe, *trial.overrides, f"run.dir={folder / trial.name}"]
+    if config.run.threads is None:
+        words.append("run.threads=1")  # whatever runs beside it, the same numbers to the bit
+    command = [sys.executable, "-P", "-m", "megabatch", "train", *words, "--ranks", "1"]
+    log = folder / f"{trial.name}.log"
+    with log.open("ab") as file:
+        log_start = file.tell()
+        popen = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches us alone: a second one would end it without a checkpoint
+            preexec_fn=partial(begin_child, os.getpid()),
+        )
+    return Process(trial, popen, log, log_start)
+
+
+def begin_child(parent: int) -> None:
+    """In the new process: it hears SIGINT, which a shell's background jobs ignore, and dies with its parent."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    die_with(parent)
+
+
+@contextmanager
+def stopped_at_the_end(stop: StopSignal, screen: "StudyScreen") -> Iterator[list[Process]]:
+    """A list of processes, none of which outlives it: after a failure or a signal they are asked to stop."""
+    running: list[Process] = []
+    try:
+        yield running
+        if stop.number is not None:
+            raise Stopped(stop.number)
+    except KeyboardInterrupt:  # the second signal
+        raise Stopped(stop.number or signal.SIGINT) from None
+    except Exception as error:
+        if running:
+            screen.show_stop(len(running), by_signal=isinstance(error, Stopped))
+            with suppress(KeyboardInterrupt):
+                stop_all(running)
+        raise
+    finally:
+        for process in running:
+            process.popen.kill()  # the kernel kills its rank with it
+            process.popen.wait()
+
+
+def stop_all(running: Sequence[Process]) -> None:
+    """Asks runs to write a checkpoint and end, and waits for them."""
+    deadline_s = time.monotonic() + STOP_TIMEOUT_S + GRACE_S
+    for process in running:
+        process.popen.send_signal(signal.SIGINT)
+    for process in running:
+        with suppress(subprocess.TimeoutExpired):
+            process.popen.wait(max(0.0, deadline_s - time.monotonic()))
+
+
+def result_in(folder: Path, config: RunConfig) -> Summary | None:
+    """What the trial in `folder` has come to; None if that has yet to be seen."""
+    if not is_run(folder):
+        return None
+    difference = why_other(folder, config)
+    if difference:
+        raise UserError(f"{folder} {difference}; give another folder, or remove this one")
+    summary = read_summary(folder)
+    return summary if summary and summary.status in ("finished", "diverged") else None
+
+
+def score_of(summary: Summary) -> float | None:
+    """Top-1; None if it diverged."""
+    return summary.top1 if summary.status == "finished" else None
+
+
+def scores_of(results: Mapping[float, Summary]) -> dict[float, float | None]:
+    """By learning rate."""
+    return {rate: score_of(summary) for rate, summary in results.items()}
+
+
+def require_result(process: Process, folder: Path, config: RunConfig) -> Summary:
+    """Of a trial that has ended."""
+    result = result_in(folder, config)  # compares again: the recipe's file may have changed
+    if result is None:
+        raise UserError(f"trial {process.trial.name} failed: {why_failed(process)}; its log is {process.log}")
+    return result
+
+
+def why_failed(process: Process) -> str:
+    """The line that `megabatch train` ends with."""
+    said = process.log.read_bytes()[process.log_start :].decode(errors="replace").splitlines()
+    lines = [line.removeprefix("megabatch: ") for line in said if line.startswith("megabatch: ")]
+    code = process.popen.returncode
+    if lines:
+        return lines[-1]
+    return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Two that run trials in one folder would run each of them twice."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = hold(folder, setting="folder")
+    except OSError as error:
+        raise UserError(f"folder={str(folder)!r} cannot be used ({error.strerror}); give another") from None
+    with lock:
+        yield
+
+
+def choose_jobs(wanted: int | None, device: str) -> int:
+    """How many trials run at a time: one per core; on CUDA one, for all would take the first GPU."""
+    if wanted is not None and wanted < 1:
+        raise UserError(f"--jobs {wanted}: at least one trial must run at a time; nearest: --jobs 1")
+    return wanted or (1 if choose_device(device) == "cuda" else len(usable_cores()))

@@ -1,0 +1,209 @@
+import math
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+from megabatch.config.loading import load_config
+from megabatch.config.recipes import recipe_names
+from megabatch.config.schema import RunConfig
+from megabatch.data.sources import foresee_shape
+from megabatch.errors import UserError
+from megabatch.preflight.compare import QUANTITIES, Findings, Quantity, foresee, preflight, require_known
+from megabatch.preflight.reference_results import KNOWN_POINTS, KnownPoint
+from megabatch.sweep.search import HELD_OUT
+from megabatch.train.fit import fit
+
+MLPERF = [point for point in KNOWN_POINTS if (point.model, point.optimizer) == ("resnet50", "lars")]
+
+
+def findings(recipe: str, *overrides: str) -> Findings:
+    config = load_config(recipe, overrides)
+    return preflight(config, foresee_shape(config.data).num_train)
+
+
+@pytest.mark.parametrize("name", sorted({*recipe_names()} - {"photos"}))  # whose images are the user's
+def test_every_recipe_that_comes_with_megabatch_passes(name: str) -> None:
+    found = findings(name)
+    assert not found.warnings
+    assert found.references and not found.references[0].startswith("none")
+
+
+@pytest.mark.parametrize("name", ["fashion", "fashion-128", "fashion-3k", "resnet50-imagenet-64k"])
+def test_a_trial_on_held_out_images_is_judged_as_its_recipe(name: str) -> None:
+    num_trained = math.floor((1 - HELD_OUT) * foresee_shape(load_config(name).data).num_train)
+    assert preflight(load_config(name, [f"data.validation={HELD_OUT!r}"]), num_trained) == findings(name)
+
+
+@pytest.mark.parametrize("point", MLPERF[1:-1], ids=lambda point: str(point.batch))
+@pytest.mark.parametrize("quantity", QUANTITIES, ids=lambda quantity: quantity.setting)
+def test_each_known_point_lies_within_what_the_others_foresee(quantity: Quantity, point: KnownPoint) -> None:
+    others = [other for other in MLPERF if other is not point]
+    known, value = foresee(quantity, others, point.batch), quantity.known(point)
+    assert known is not None and value is not None
+    assert known.low <= known.good <= known.high
+    assert known.low * (1 - 1e-9) <= value <= known.high * (1 + 1e-9)
+
+
+def test_at_a_known_point_its_own_value_is_the_good_one() -> None:
+    for point in MLPERF:
+        for quantity in QUANTITIES:
+            known = foresee(quantity, MLPERF, point.batch)
+            assert known is not None and known.points == [point]
+            assert known.good == pytest.approx(quantity.known(point))
+
+
+def test_between_two_points_the_good_value_lies_on_a_line_in_log_log_and_both_are_shown() -> None:
+    known = foresee(QUANTITIES[0], MLPERF, 16_384)
+    assert known is not None and known.good == pytest.approx(14.497, abs=1e-3)
+    assert [line.split(",")[0] for line in known_lines("resnet50-imagenet-16k")] == ["batch 13", "batch 32"]
+
+
+def known_lines(recipe: str) -> list[str]:
+    return findings(recipe).references
+
+
+@pytest.mark.parametrize(
+    ("words", "warning"),
+    [
+        (
+            ["optim.learning_rate=100"],
+            "optim.learning_rate=100 at batch 65,536: known to converge is 12.3 to 49.4 (24.699 at 65,536: MLPerf "
+            "reference convergence point); for example optim.learning_rate=24.7",
+        ),
+        (
+            ["optim.trust=0.01"],
+            "optim.learning_rate=24.699 with optim.trust=0.01 at batch 65,536: known to converge is 1.23 to 4.94 "
+            "(24.699 at 65,536: MLPerf reference convergence point); for example optim.learning_rate=2.47",
+        ),
+        (
+            ["schedule.warmup_epochs=5"],
+            "schedule.warmup_epochs=5 at batch 65,536: known to converge is 15.5 to 62 (31 at 65,536: MLPerf "
+            "reference convergence point); for example schedule.warmup_epochs=31",
+        ),
+        (
+            ["optim.momentum=0.9"],
+            "optim.momentum=0.9 at batch 65,536: known to converge is 0.904 to 0.976 (0.951807 at 65,536: MLPerf "
+            "reference convergence point); for example optim.momentum=0.952",
+        ),
+        (
+            ["optim.weight_decay=0"],
+            "optim.weight_decay=0 at batch 65,536: known to converge is 2.5e-05 to 0.0004 (0.0001 at 65,536: MLPerf "
+            "reference convergence point); for example optim.weight_decay=0.0001",
+        ),
+        (
+            ["batch.micro=8"],
+            "batch.micro=8 is BatchNorm's span: known to converge is 32 (Goyal et al. 2017) to 256 (MLPerf reference "
+            "convergence point); nearest: batch.micro=32",
+        ),
+        (
+            ["batch.global=131072"],
+            "batch.global=131072 makes 9.8 steps an epoch: known to converge are 19.5 and more (MLPerf reference "
+            "convergence point, batch 65,536); nearest: batch.global=65536",
+        ),
+    ],
+)
+def test_what_lies_outside_is_one_warning_with_the_value_what_is_known_and_a_remedy(
+    words: list[str], warning: str
+) -> None:
+    assert findings("resnet50-imagenet-64k", *words).warnings == [warning]
+    remedy = warning.rpartition(" ")[2]
+    assert not findings("resnet50-imagenet-64k", *words, remedy).warnings  # and the remedy mends it
+
+
+@pytest.mark.parametrize(("batch", "rate"), [(128, 0.1), (64, 0.05), (1024, 0.8)])
+def test_beyond_the_known_batches_the_rate_of_sgd_goes_with_the_batch(batch: int, rate: float) -> None:
+    def rate_warnings(rate: float) -> list[str]:
+        found = findings("fashion", f"batch.global={batch}", f"optim.learning_rate={rate}")
+        return [line for line in found.warnings if line.startswith("optim.learning_rate")]
+
+    assert not rate_warnings(rate)
+    assert rate_warnings(rate / 2.1) and rate_warnings(rate * 2.1)
+
+
+def test_the_default_rate_at_a_batch_of_4096_is_warned_of() -> None:
+    """It ends at 0.64 instead of 0.90."""
+    warnings = findings("fashion", "batch.global=4096").warnings
+    assert [line.split("=")[0] for line in warnings] == ["optim.learning_rate", "batch.global"]
+
+
+def test_below_the_known_batches_lars_may_go_slower_and_warm_up_less() -> None:
+    words = ["batch.global=512", "batch.micro=64", "optim.learning_rate=2", "schedule.warmup_epochs=0"]
+    assert not findings("resnet50-imagenet-4k", *words).warnings
+
+
+@pytest.mark.parametrize("words", [["model.name=small_cnn"], ["optim.name=lars", "optim.variant=larc"]])
+def test_of_an_unknown_family_one_line_says_so(words: list[str]) -> None:
+    found = findings("fashion", *words)
+    assert not found.warnings and len(found.references) == 1
+    assert found.references[0].startswith("none: nothing is known of ")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "message"),
+    [
+        (
+            "fashion",
+            ["model.name=small_cnn"],
+            r"--strict: nothing is known of small_cnn on fashion-mnist-10k with sgd; ",
+        ),
+        ("fashion", ["batch.global=4096"], r"--strict: optim.learning_rate=0.2 .*; for example .* \(1 more: --dry-run"),
+        ("resnet50-imagenet-64k", ["optim.momentum=0.9"], r"--strict: optim.momentum=0.9 .*momentum=0.952$"),
+    ],
+)
+def test_strict_refuses_what_is_not_known_on_one_line(recipe: str, words: list[str], message: str) -> None:
+    config = load_config(recipe, words)
+    with pytest.raises(UserError, match=message) as refusal:
+        require_known(config, foresee_shape(config.data).num_train)
+    assert "\n" not in str(refusal.value)
+    require_known(load_config(recipe), foresee_shape(load_config(recipe).data).num_train)
+
+
+def test_strict_refuses_a_network_of_ones_own_in_python_too() -> None:
+    images = (torch.zeros(8, 1, 8, 8, dtype=torch.uint8), torch.arange(8))
+    with pytest.raises(
+        UserError, match=r"^--strict: nothing is known of torch.*:Flatten on images from Python with sgd;"
+    ):
+        fit(nn.Flatten(), images, images, strict=True)
+
+
+@pytest.mark.parametrize("point", [point for point in KNOWN_POINTS if point.source.startswith("megabatch, ")])
+def test_a_point_of_ours_is_what_its_recipe_says(point: KnownPoint) -> None:
+    recipe, _, batch = point.source.removeprefix("megabatch, ").partition(":")[0].partition(" at ")
+    config = load_config(
+        recipe, [f"batch.global={batch}", f"optim.learning_rate={point.learning_rate}"] if batch else []
+    )
+    assert values_of(config) == {
+        **{key: value for key, value in msgspec.to_builtins(point).items() if key not in ("source", "top1")},
+        "weight_decay": point.weight_decay or 0.0,  # where there is none, nothing is known of it
+    }
+
+
+def test_rates_of_one_family_can_be_compared() -> None:
+    families = {(point.model, point.data, point.optimizer): point.trust for point in KNOWN_POINTS}
+    assert all(point.trust == families[point.model, point.data, point.optimizer] for point in KNOWN_POINTS)
+
+
+def values_of(config: RunConfig) -> dict[str, object]:
+    return {
+        "model": config.model.name,
+        "data": config.data.source,
+        "optimizer": config.optim.name,
+        "samples": foresee_shape(config.data).num_train,
+        "batch": config.batch.global_batch,
+        "learning_rate": config.optim.learning_rate,
+        "trust": config.optim.trust,
+        "warmup_epochs": config.schedule.warmup_epochs,
+        "momentum": config.optim.momentum,
+        "weight_decay": config.optim.weight_decay,
+        "bn_span": config.batch.microbatch,
+        "epochs": f"{config.train.epochs:g}",
+    }
+
+
+def test_imagenet_is_known_under_any_name_by_its_size() -> None:
+    words = ["data.source=synthetic", "data.synthetic.classes=1000"]
+    recipe = "resnet50-imagenet-64k"
+    assert findings(recipe, *words, "data.synthetic.train=1281167").references == findings(recipe).references
+    assert findings(recipe, *words, "data.synthetic.train=1000000").references[0].startswith("none: nothing is known")

@@ -1,0 +1,57 @@
+"""The results that lie in docs/studies: pages say what their JSON says."""
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from megabatch.config.loading import load_config
+from megabatch.config.schema import RunConfig
+from megabatch.preflight.reference_results import KNOWN_POINTS
+from megabatch.studies.figures import draw_figures
+from megabatch.studies.page import figure_file, load_study, page
+from megabatch.studies.studies import LARGE_BATCH, STUDIES
+
+FOLDER = Path(__file__).parents[2] / "docs" / "studies"
+
+
+def without_words(config: RunConfig) -> RunConfig:
+    return msgspec.structs.replace(config, name="", about="", marks={})
+
+
+def words_of(svg: str) -> list[str]:
+    return re.findall("<text[^>]*>([^<]*)</text>", svg)
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_pages_are_computed_from_their_json(name: str) -> None:
+    study = load_study(FOLDER / f"{name}.json")
+    drawings = draw_figures(study)
+    assert (FOLDER / f"{name}.md").read_text() == page(study, drawings)
+    assert study.command == f"megabatch study {name}"
+    for drawing in drawings:  # lines may differ in their last digits on another machine; words do not
+        assert words_of((FOLDER / figure_file(study, drawing)).read_text()) == words_of(drawing.svg)
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_results_are_those_of_the_designs(name: str) -> None:
+    design, study = STUDIES[name], load_study(FOLDER / f"{name}.json")
+    assert (study.question, study.setup) == (design.question, design.setup)
+    assert (study.bars, study.claims) == (list(design.bars), list(design.claims))
+    for arm, found in zip(design.arms, study.arms, strict=True):
+        assert (found.name, found.settings) == (arm.name, list(arm.words))
+        assert len(found.tuned) == (design.trials if arm.grid else 0)
+        assert [run.seed for run in found.runs] == list(range(1, design.seeds + 1))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arm"),
+    [("fashion-128", "Nesterov, 128"), ("fashion-3k", "LARS, 3,072"), ("fashion-8k", "LARS, 8,192")],
+)
+def test_recipes_carry_the_values_that_were_found(recipe: str, arm: str) -> None:
+    found = load_study(FOLDER / "large-batch.json").arm(arm)
+    studied = load_config(LARGE_BATCH.recipe, [*found.settings, f"optim.learning_rate={found.rate}"])
+    (known,) = (point for point in KNOWN_POINTS if point.source == f"megabatch, {recipe}")
+    assert without_words(load_config(recipe)) == without_words(studied)
+    assert (known.learning_rate, known.top1) == (found.rate, round(sum(found.top1s) / len(found.top1s), 4))

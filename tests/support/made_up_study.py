@@ -1,0 +1,49 @@
+"""Studies made up for tests."""
+
+from collections.abc import Sequence
+
+from megabatch.studies.evidence import Arm, Bar, Claim, SeedRun, Study
+
+BASELINE, TRIAL = "SGD at 128", "LARS at 3,072"
+
+
+def seed_run(seed: int, top1: float | None) -> SeedRun:
+    end = 0.1 if top1 is None else top1
+    loss: list[tuple[float, float | None]] = [(1.0, 1 - 0.5 * end), (2.0, 1 - 0.9 * end), (3.0, 1 - end)]
+    variance: list[tuple[float, float | None]] = [(1.0, 0.1 * seed), (2.0, 1.0 * seed), (3.0, 30.0 * seed)]
+    curves = {"training loss": loss, "variance of pool5's output": variance}
+    return SeedRun(seed=seed, top1=top1, test_loss=0.3, wall_s=60.0, curves=curves)
+
+
+def arm(name: str, top1s: Sequence[float | None], rate: float | None = 0.2) -> Arm:
+    return Arm(
+        name=name,
+        about=f"what {name} is",
+        settings=["batch.global=3072", "optim.name=lars"],
+        rate=rate,
+        tuned=[(0.1, 0.91), (0.2, 0.93), (0.4, 0.5), (0.8, None)],
+        runs=[seed_run(seed, top1) for seed, top1 in enumerate(top1s, start=1)],
+    )
+
+
+def study(arms: Sequence[Arm], max_gap_points: float = 0.3) -> Study:
+    """Its baseline is the first arm, and every other has a bar."""
+    first, *others = [arm.name for arm in arms]
+    return Study(
+        name="large-batch",
+        title="Huge batches",
+        question="Do huge batches lose accuracy?",
+        command="megabatch study large-batch",
+        setup="Fashion-MNIST, small_resnet, 3 epochs.",
+        baseline=first,
+        arms=list(arms),
+        bars=[Bar(arm=name, baseline=first, max_gap_points=max_gap_points) for name in others],
+        took_s=5400.0,
+        versions={"torch": "2.13.0"},
+        machine="2 cores",
+        claims=[Claim(text=f"The paper finds {name} worse.", better=first, worse=name, points=0.3) for name in others],
+    )
+
+
+def pair(baseline: Sequence[float | None], trial: Sequence[float | None], max_gap_points: float = 0.3) -> Study:
+    return study([arm(BASELINE, baseline), arm(TRIAL, trial)], max_gap_points)

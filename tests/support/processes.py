@@ -1,0 +1,27 @@
+"""Processes, as tests look at them from outside."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+def wait_until(holds: Callable[[], bool], at_most_s: float = 60.0) -> None:
+    deadline = time.monotonic() + at_most_s
+    while not holds():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def is_alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def descendants(process: int) -> list[int]:
+    try:
+        children = [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):  # it has ended
+        return []
+    return children + [other for child in children for other in descendants(child)]

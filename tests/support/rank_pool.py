@@ -1,0 +1,129 @@
+"""One pool of started ranks for all tests of a pytest worker: starting torch for every test would eat the time.
+
+    results = ranks.run(function, argument, num_ranks=2)      # function(world, argument) on each, in rank order
+
+A rank that raises fails the test with its own traceback.  Ranks that do not answer in time are named, show where
+they hang (on stderr), and are replaced before the next test.
+"""
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+# Imported once, in the process that ranks are forked from: torch, and its compiler, which the first DDP model imports,
+# take 3.5 s of a core, and a pool of four ranks is started anew after every test that kills one.
+IMPORTED = ["torch", "torch._dynamo", "megabatch.train.assemble"]
+GRACE_S = 10.0  # what the others get to notice that one of them has failed
+
+
+class RanksFailed(AssertionError):
+    pass
+
+
+class RankPool:
+    def __init__(self, size: int, device: str) -> None:
+        self.size, self.device = size, device
+        self.processes: list[Any] = []
+        self.pipes: list[Connection] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, num_ranks: int, timeout_s: float = 60.0) -> list[Any]:
+        assert num_ranks <= self.size, f"the pool has {self.size} ranks"
+        if not self.processes:
+            self.start()
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                for rank, pipe in enumerate(self.pipes[:num_ranks]):
+                    with contextlib.suppress(BrokenPipeError):  # it has ended, and `collect` says so
+                        pipe.send((function, args, rank, num_ranks, str(Path(folder) / "store")))
+                answers = self.collect(num_ranks, timeout_s)
+            except BaseException:  # pytest's own timeout, or Ctrl-C: nobody must read these answers later
+                self.close()
+                raise
+        failures = {rank: text for rank, (ok, text) in answers.items() if not ok}
+        silent = [rank for rank in range(num_ranks) if rank not in answers]
+        if silent:
+            self.show_where_they_hang(silent)
+        if silent or failures:
+            self.close()
+        if failures:
+            raise RanksFailed("\n".join(f"rank {rank}:\n{text}" for rank, text in failures.items()))
+        if silent:
+            raise RanksFailed(f"{function.__name__}: no answer from ranks {silent} of {num_ranks} in {timeout_s:g} s")
+        return [answers[rank][1] for rank in range(num_ranks)]
+
+    def collect(self, num_ranks: int, timeout_s: float) -> dict[int, tuple[bool, Any]]:
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + timeout_s
+        waiting = {pipe: rank for rank, pipe in enumerate(self.pipes[:num_ranks])}
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for pipe in wait(list(waiting), timeout=left):
+                rank = waiting.pop(pipe)  # type: ignore[index]
+                try:
+                    answers[rank] = pipe.recv()  # type: ignore[union-attr]
+                except (EOFError, ConnectionResetError):
+                    answers[rank] = (False, "its process ended without a word")
+                if not answers[rank][0]:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        return answers
+
+    def start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED)
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(theirs, self.device), name=f"rank {rank}", daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.pipes.append(ours)
+        for pipe in self.pipes:
+            pipe.recv()  # ready: importing torch does not count against a test's time
+
+    def show_where_they_hang(self, ranks: list[int]) -> None:
+        for rank in ranks:
+            print(f"--- rank {rank} hangs here:", file=sys.stderr, flush=True)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.processes[rank].pid, signal.SIGUSR1)
+            time.sleep(0.3)
+
+    def close(self) -> None:
+        for process, pipe in zip(self.processes, self.pipes, strict=True):
+            process.kill()
+            process.join()
+            pipe.close()
+        self.processes, self.pipes = [], []
+
+
+def serve(pipe: Connection, device: str) -> None:
+    """A rank's life: take a function, join the ranks it is meant for, call it, answer."""
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    import torch
+    import torch.distributed as dist
+
+    from megabatch.ranks.discover import Place
+    from megabatch.ranks.world import connect
+
+    pipe.send("ready")
+    while True:
+        try:
+            function, args, rank, num_ranks, store = pipe.recv()
+        except EOFError:
+            return
+        torch.set_num_threads(1)  # whatever the last function has set
+        try:
+            with connect(Place(rank, num_ranks, rank, num_ranks), device, dist.FileStore(store, num_ranks)) as world:
+                answer = (True, function(world, *args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        pipe.send(answer)

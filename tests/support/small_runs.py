@@ -1,0 +1,50 @@
+"""Small runs for tests, on real ranks: what a rank returns is plain and can be compared."""
+
+from typing import Any
+
+import numpy as np
+
+from megabatch.config.loading import load_config
+from megabatch.config.schema import RunConfig
+from megabatch.data.sources import load_data_set
+from megabatch.ranks.world import World
+from megabatch.runs.records import EvaluationRecord, StepRecord
+from megabatch.train.assemble import assemble
+from megabatch.train.loop import train
+
+# 50 steps of eight microbatches of four; 8 evaluations of 37 images; dropout, crops and flips, decay and warm-up.
+SMALL_RUN = [
+    "model.name=small_cnn",
+    "model.options.width=4",
+    "model.options.dropout=0.2",
+    "data.source=synthetic",
+    "data.image_size=12",
+    "data.synthetic.train=200",
+    "data.synthetic.test=37",
+    "data.synthetic.classes=6",
+    "batch.global=32",
+    "batch.micro=4",
+    "optim.learning_rate=0.05",
+    "train.epochs=8",
+    "precision.name=fp64",
+    "run.threads=1",
+]
+
+
+def small_run(*overrides: str) -> RunConfig:
+    return load_config("fashion", [*SMALL_RUN, *overrides])
+
+
+def train_small(world: World, *overrides: str) -> dict[str, Any]:
+    """Trains `small_run` and returns its losses, its evaluations, and the final state as float64 arrays."""
+    config = small_run(*overrides)
+    training = assemble(config, load_data_set(config.data), world)
+    losses, evaluations, norms = [], [], []
+    for record in train(training):
+        if isinstance(record, StepRecord):
+            losses.append(record.loss)
+            norms.append(np.concatenate([tensor.cpu().numpy() for tensor in training.statistics.tensors]))
+        elif isinstance(record, EvaluationRecord):
+            evaluations.append(record)
+    state = {key: value.cpu().numpy() for key, value in training.model.module.state_dict().items()}
+    return {"losses": losses, "evaluations": evaluations, "norms": norms, "state": state}
