@@ -31,8 +31,9 @@ import torch.distributed as dist
 
 from benchmarks.report import print_lines, write
 from megabatch.comm.shared_memory import SharedMemory
-from megabatch.ranks.discover import Place, usable_cores
-from megabatch.ranks.store import Notices
+from megabatch.ranks.discover import RankInfo
+from megabatch.ranks.machine import usable_cores
+from megabatch.ranks.store import RankStore
 from megabatch.ranks.world import World, connect
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -71,14 +72,14 @@ def mpi(num_ranks: int) -> Iterator[Any]:
     MPI.Finalize()
 
 
-def run_rank(place: Place, notices: Notices, rounds: int, sizes: Sequence[int], json_file: Path | None) -> int:
+def run_rank(info: RankInfo, store: RankStore, rounds: int, sizes: Sequence[int], json_file: Path | None) -> int:
     """One rank of the bench; rank 0 reports.  Returns the exit code."""
     torch.set_num_threads(1)
-    with mpi(place.num_ranks) as mpi_or_none, connect(place, "cpu", notices.store) as world:
+    with mpi(info.num_ranks) as mpi_or_none, connect(info, "cpu", store.store) as world:
         store = dist.PrefixStore("bench", dist.distributed_c10d._get_default_store())
-        with SharedMemory(store, place.rank, place.num_ranks) as memory:
+        with SharedMemory(store, info.rank, info.num_ranks) as memory:
             rows = [measure(size, rounds, world, memory, mpi_or_none) for size in sizes]
-        if place.rank == 0:  # before MPI is left: then mpiexec may end, with 0, and this rank with it
+        if info.rank == 0:  # before MPI is left: then mpiexec may end, with 0, and this rank with it
             print_lines([line(row) for row in rows])
             print_lines([summary for name, ends in CLASSES.items() for summary in summarise(name, ends, rows)])
             write(rows, json_file)

@@ -4,11 +4,11 @@ Hosts are network namespaces with cards of a given rate (hosts.py), and torchrun
 Gradients have the shapes of a real model's and are all ready at once.  All arms live in the same ranks, work on the
 same memory and take turns, the order turned every round.  A time is that of the slowest rank, from a barrier until it
 has all sums; what counts is the median of the rounds.  Each arm's sums are checked first, which also warms it up.
-ours        fusion and plans as a run tunes them, through the reducer of a run
+ours        buckets and plans as a run tunes them, through the reducer of a run
 ddp_gloo    what DistributedDataParallel does, less its copies: its default buckets (1 MiB, then 25 MiB); for each, in
             order, a division by the number of ranks and an asynchronous dist.all_reduce of Gloo; a wait for all
 per_tensor  an asynchronous dist.all_reduce of Gloo for each gradient, all started in order; a wait for all
-forced      (--compare) ours, with one algorithm for all buckets, and fusion tuned for it
+forced      (--compare) ours, with one algorithm for all buckets, and buckets tuned for it
 The peers send fp32: Gloo's sums of 16 bits round at every hop.  `wire_limit_s` is what the busiest host's bytes take at
 the nominal rate, `bytes_planned` what our plans send between hosts, and `bytes_counted` what the hosts' cards have
 counted while our arm ran: if those differ, traffic took another way or more travelled, and the bench fails.
@@ -31,6 +31,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from msgspec import Struct
+from torch import nn
 
 from benchmarks.gradient_sets import GradientSet, gradient_sizes
 from benchmarks.host_ranks import RESULT, TASK, run_ranks
@@ -40,16 +41,24 @@ from benchmarks.setups import Ranks, Request, name_setup
 from benchmarks.train import compare
 from megabatch.cli.ranks import be_a_rank
 from megabatch.comm.barrier import Header
+from megabatch.comm.failure import Failure
 from megabatch.comm.groups import AXES, Groups
+from megabatch.comm.layouts import BucketLayouts
+from megabatch.comm.progress import Progress
 from megabatch.comm.reducer import Reducer
-from megabatch.comm.settings import CommSettings, candidate_plans
-from megabatch.comm.tune import Backward, tune
+from megabatch.comm.settings import CommSettings
+from megabatch.comm.timeline import NoTimeline
+from megabatch.comm.tune import tune
+from megabatch.comm.watchdog import Watchdog
 from megabatch.planning.algorithms import ALGORITHMS
+from megabatch.planning.backward import RecordedBackward
 from megabatch.planning.buckets import MIB, ddp_buckets
-from megabatch.planning.plan import Wire
-from megabatch.planning.topology import Topology
-from megabatch.ranks.discover import Place, discover, usable_cores
-from megabatch.ranks.store import Notices
+from megabatch.planning.candidates import candidate_plans
+from megabatch.planning.plan import CommDtype
+from megabatch.planning.topology import ClusterShape
+from megabatch.ranks.discover import RankInfo, discover
+from megabatch.ranks.machine import usable_cores
+from megabatch.ranks.store import RankStore
 from megabatch.ranks.world import World, connect
 
 DDP_CAPS_BYTES = [MIB, 25 * MIB]
@@ -118,28 +127,28 @@ def require_planned_bytes(row: Row) -> None:
         )
 
 
-def run_rank(place: Place, notices: Notices, notes: Path) -> int:
+def run_rank(info: RankInfo, store: RankStore, scratch: Path) -> int:
     """One rank of the bench; rank 0 leaves the rows.  Returns the exit code."""
-    task = msgspec.json.decode((notes / TASK).read_bytes(), type=Task)
+    task = msgspec.json.decode((scratch / TASK).read_bytes(), type=Task)
     if task.request.trains:
-        bind_to_core(place.local_rank)
-    with connect(place, "cpu", notices.store, TIMEOUT_S) as world:
+        bind_to_core(info.local_rank)
+    with connect(info, "cpu", store.store, TIMEOUT_S) as world:
         try:
             if task.request.trains:
                 rows = [measure_training(wire, task, world) for wire in task.request.wires]
             else:
-                rows = [row for model in task.request.models for row in measure(model, task, world, place)]
+                rows = [row for model in task.request.models for row in measure(model, task, world, info)]
         except BaseException:
-            notices.is_first_to_fail()  # while the others still trust this rank
+            store.is_first_to_fail()  # while the others still trust this rank
             raise
-    if place.rank == 0:
-        (notes / RESULT).write_text(json.dumps(rows))
+    if info.rank == 0:
+        (scratch / RESULT).write_text(json.dumps(rows))
     return 0
 
 
 def bind_to_core(local_rank: int) -> None:
     """Hosts share the machine's cores.  Left to themselves, ranks of one host run while another's wait, up to 0.4 s a
-    step, and sums wait for the last."""
+    step, and all-reduces wait for the last."""
     cores = sorted(usable_cores())
     os.sched_setaffinity(0, {cores[local_rank % len(cores)]})
 
@@ -148,10 +157,13 @@ class Ours:
     """Our all-reduce of a whole set, as the tuner has it.  All ranks make it, call it and close it together."""
 
     def __init__(self, gradients: GradientSet, groups: Groups, settings: CommSettings) -> None:
-        self.reducer = Reducer(groups, lambda error, work, axis: error)
+        layouts = BucketLayouts(nn.Module())
+        self.watchdog = Watchdog(groups.store, groups.rank, groups.names, TIMEOUT_S, Progress(layouts))
+        self.reducer = Reducer(groups, Failure(groups, layouts, self.watchdog), NoTimeline())
         described = gradients.described
-        backward = Backward([str(index) for index in range(len(described))], described, [0.0] * len(described))
-        plans = candidate_plans(settings, groups.topology, in_memory=True, is_cuda=False)
+        backward = RecordedBackward([str(index) for index in range(len(described))], described, [0.0] * len(described))
+        shape = groups.topology.shape
+        plans = candidate_plans(settings.algorithm, settings.dtype, shape, in_memory=True, is_cuda=False)
         self.tuning = tune(self.reducer, plans, backward, settings)
         self.buckets = [
             (gradients.bucket([int(name) for name in bucket.gradients]), bucket.plan) for bucket in self.tuning.buckets
@@ -167,12 +179,12 @@ class Ours:
         ]
         for future in futures:
             future.wait()
-        if self.reducer.error:
-            raise self.reducer.error
+        self.reducer.failure.raise_error()
 
     def close(self) -> None:
         dist.barrier()
         self.reducer.close()
+        self.watchdog.close()
 
 
 def ddp_gloo(gradients: GradientSet, num_ranks: int) -> Arm:
@@ -197,8 +209,8 @@ def per_tensor(gradients: GradientSet) -> Arm:
     return reduce
 
 
-def measure(model: str, task: Task, world: World, place: Place) -> list[Row]:
-    """A row for each wire."""
+def measure(model: str, task: Task, world: World, info: RankInfo) -> list[Row]:
+    """A row for each dtype that travels."""
     gradients = GradientSet(task.sizes[model])
     with ExitStack() as stack:
         groups = stack.enter_context(closing(Groups(dist.group.WORLD, torch.device("cpu"), TIMEOUT_S)))
@@ -209,11 +221,11 @@ def measure(model: str, task: Task, world: World, place: Place) -> list[Row]:
             stack.callback(made.close)
             return made
 
-        chosen = {wire: ours(CommSettings(wire=wire)) for wire in task.request.wires}
+        chosen = {wire: ours(CommSettings(dtype=wire)) for wire in task.request.wires}
         forced = {
-            (name, wire): ours(CommSettings(algorithm=name, wire=wire))
+            (name, wire): ours(CommSettings(algorithm=name, dtype=wire))
             for wire in chosen
-            for name in (applying(groups.topology, wire) if task.request.compares else ())
+            for name in (applying(groups.topology.shape, wire) if task.request.compares else ())
         }
         arms: dict[str, Arm] = {
             **{f"ours_{wire}": arm for wire, arm in chosen.items()},
@@ -226,7 +238,7 @@ def measure(model: str, task: Task, world: World, place: Place) -> list[Row]:
             dist.barrier()
             arm()
             gradients.check(world.num_ranks, 1 / world.num_ranks if name == "ddp_gloo" else 1.0)
-        times_s, sent = take_turns(arms, task.rounds, place.local_rank == 0)
+        times_s, sent = take_turns(arms, task.rounds, info.local_rank == 0)
         rows = []
         for wire, arm in chosen.items():
             of_wire = {name: arm for (name, other), arm in forced.items() if other == wire}
@@ -235,8 +247,8 @@ def measure(model: str, task: Task, world: World, place: Place) -> list[Row]:
         return rows
 
 
-def applying(topology: Topology, wire: Wire) -> list[str]:
-    return [name for name, algorithm in ALGORITHMS.items() if algorithm(topology, wire)]
+def applying(shape: ClusterShape, wire: CommDtype) -> list[str]:
+    return [name for name, algorithm in ALGORITHMS.items() if algorithm(shape, wire)]
 
 
 def take_turns(arms: dict[str, Arm], rounds: int, counts: bool) -> tuple[dict[str, float], dict[str, float]]:
@@ -277,7 +289,7 @@ def bytes_sent() -> int:
     return next(int(words[9]) for words in cards if words[0] == "eth0:")
 
 
-def make_row(model: str, wire: Wire, arm: Ours, task: Task, times_s: dict[str, float], counted: float) -> Row:
+def make_row(model: str, wire: CommDtype, arm: Ours, task: Task, times_s: dict[str, float], counted: float) -> Row:
     ours_s = times_s[f"ours_{wire}"]
     crossing = arm.tuning.bytes_crossing
     return {
@@ -300,7 +312,7 @@ def make_row(model: str, wire: Wire, arm: Ours, task: Task, times_s: dict[str, f
     }
 
 
-def compare_forced(wire: Wire, forced: dict[str, Ours], times_s: dict[str, float]) -> Row:
+def compare_forced(wire: CommDtype, forced: dict[str, Ours], times_s: dict[str, float]) -> Row:
     forced_s = {name: times_s[f"{name}_{wire}"] for name in forced}
     return {
         "forced_s": forced_s,
@@ -309,8 +321,8 @@ def compare_forced(wire: Wire, forced: dict[str, Ours], times_s: dict[str, float
     }
 
 
-def measure_training(wire: Wire, task: Task, world: World) -> Row:
-    overrides = [*TRAINING, f"batch.global={8 * world.num_ranks}", f"comm.wire={wire}"]
+def measure_training(wire: CommDtype, task: Task, world: World) -> Row:
+    overrides = [*TRAINING, f"batch.global={8 * world.num_ranks}", f"comm.dtype={wire}"]
     measured = compare(overrides, STEPS_A_BLOCK, task.rounds, world)
     speeds = {name: measured[name] for name in ("ours_images_per_s", "stock_ddp_images_per_s", "ratio", "rounds")}
     return {"model": "alexnet_bn", **task.columns, "wire": wire, **speeds, "stream_gbps": task.stream_gbps}
@@ -341,6 +353,6 @@ def first_words(row: Row) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    place = discover()
-    assert place
-    be_a_rank(place, lambda notices: run_rank(place, notices, Path(sys.argv[1])))
+    info = discover()
+    assert info
+    be_a_rank(info, lambda store: run_rank(info, store, Path(sys.argv[1])))

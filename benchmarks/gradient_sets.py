@@ -27,7 +27,7 @@ class GradientSet:
 
     @property
     def described(self) -> list[Gradient]:
-        return [Gradient(size * self.flat.element_size(), str(self.flat.dtype)) for size in self.sizes]
+        return [Gradient(size * self.flat.element_size(), "fp32") for size in self.sizes]
 
     def bucket(self, indices: Sequence[int]) -> torch.Tensor:
         assert list(indices) == list(range(indices[0], indices[-1] + 1)), f"not one after another: {indices}"

@@ -11,7 +11,8 @@ from itertools import accumulate
 from pathlib import Path
 
 from benchmarks.hosts import Cluster, end_processes
-from megabatch.ranks.launch import RankFailed, make_notes, reported_failure, sweep_notes
+from megabatch.ranks.launch import RankFailed, reported_failure
+from megabatch.ranks.scratch import scratch_folder
 
 CHECKOUT = Path(__file__).parents[1]
 MEETING_PORT = 29_400
@@ -23,55 +24,56 @@ KILLED = re.compile(r"failed \(exitcode: -(\d+)\) local_rank: (\d+)")  # as torc
 
 
 def run_ranks(cluster: Cluster, ranks: Sequence[int], module: str, task: bytes) -> bytes:
-    """Runs `python -m MODULE NOTES` as ranks[i] ranks on host i; they find the file TASK in the folder NOTES.
+    """Runs `python -m MODULE SCRATCH` as ranks[i] ranks on host i; they find the file TASK in the folder SCRATCH.
 
     Returns what rank 0 has left there in the file RESULT.
     """
-    sweep_notes()
-    with make_notes() as notes:
-        (notes / TASK).write_bytes(task)
+    with scratch_folder() as scratch:
+        (scratch / TASK).write_bytes(task)
         launchers: list[subprocess.Popen[str]] = []
         try:
             for host, num_ranks in enumerate(ranks):
-                folder_of(host, notes).mkdir()
-                command = [*torchrun(cluster, host, num_ranks, notes), "-m", module, str(notes)]
-                with (folder_of(host, notes) / LOG).open("w") as log:
-                    launchers.append(cluster.hosts[host].start(command, env=environment(notes), stdout=log, stderr=log))
-            wait_for(launchers, ranks, notes)
-        finally:  # before the notes go, which ranks may be writing
+                folder_of(host, scratch).mkdir()
+                command = [*torchrun(cluster, host, num_ranks, scratch), "-m", module, str(scratch)]
+                with (folder_of(host, scratch) / LOG).open("w") as log:
+                    launchers.append(
+                        cluster.hosts[host].start(command, env=environment(scratch), stdout=log, stderr=log)
+                    )
+            wait_for(launchers, ranks, scratch)
+        finally:  # before the scratch go, which ranks may be writing
             for host, launcher in zip(cluster.hosts, launchers, strict=False):
                 end_processes(host.name)
                 launcher.wait()
-        return (notes / RESULT).read_bytes()
+        return (scratch / RESULT).read_bytes()
 
 
-def folder_of(host: int, notes: Path) -> Path:
-    return notes / f"host{host}"
+def folder_of(host: int, scratch: Path) -> Path:
+    return scratch / f"host{host}"
 
 
-def torchrun(cluster: Cluster, host: int, num_ranks: int, notes: Path) -> list[str]:
+def torchrun(cluster: Cluster, host: int, num_ranks: int, scratch: Path) -> list[str]:
     options = {
         "nnodes": len(cluster.hosts),
         "nproc-per-node": num_ranks,
         "rdzv-backend": "c10d",
         "rdzv-endpoint": f"{cluster.hosts[0].address}:{MEETING_PORT}",
-        "rdzv-id": notes.name,
+        "rdzv-id": scratch.name,
         "rdzv-conf": f"is_host={int(host == 0)}",
         "local-addr": cluster.hosts[host].address,  # which also orders the hosts' ranks
         "max-restarts": 0,
-        "log-dir": folder_of(host, notes),
+        "log-dir": folder_of(host, scratch),
         "redirects": 3,  # what ranks write goes to files there
     }
     return [sys.executable, "-P", "-m", "torch.distributed.run", *(f"--{name}={x}" for name, x in options.items())]
 
 
-def environment(notes: Path) -> dict[str, str]:
+def environment(scratch: Path) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(CHECKOUT)]))
     ours = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-    return os.environ | ours | {"TMPDIR": str(notes)}  # which goes, whatever ranks leave there
+    return os.environ | ours | {"TMPDIR": str(scratch)}  # which goes, whatever ranks leave there
 
 
-def wait_for(launchers: Sequence["subprocess.Popen[str]"], ranks: Sequence[int], notes: Path) -> None:
+def wait_for(launchers: Sequence["subprocess.Popen[str]"], ranks: Sequence[int], scratch: Path) -> None:
     """All of them end well, or the first rank that has failed is heard."""
     while None in (codes := [launcher.poll() for launcher in launchers]) and not any(codes):
         time.sleep(LOOK_S)
@@ -79,20 +81,20 @@ def wait_for(launchers: Sequence["subprocess.Popen[str]"], ranks: Sequence[int],
         deadline_s = time.monotonic() + FAILURE_TIMEOUT_S
         while None in [launcher.poll() for launcher in launchers] and time.monotonic() < deadline_s:
             time.sleep(LOOK_S)
-        raise first_failure(ranks, notes)
+        raise first_failure(ranks, scratch)
 
 
-def first_failure(ranks: Sequence[int], notes: Path) -> RankFailed:
+def first_failure(ranks: Sequence[int], scratch: Path) -> RankFailed:
     """A rank that was killed is the cause of whatever others have reported."""
     for host, num_before in enumerate(accumulate(ranks, initial=0)):
-        log = folder_of(host, notes) / LOG
+        log = folder_of(host, scratch) / LOG
         killed = KILLED.search(log.read_text()) if log.exists() else None
         if killed:
             number, local_rank = map(int, killed.groups())
             return RankFailed(num_before + local_rank, 1, f"was ended by {signal.Signals(number).name}")
-    reported = reported_failure(notes)
+    reported = reported_failure(scratch)
     if reported:
         return reported
     # It could not even be started, or could not join the others.
-    logs = sorted((path for path in notes.rglob("*.log") if path.stat().st_size), key=lambda path: path.name == LOG)
+    logs = sorted((path for path in scratch.rglob("*.log") if path.stat().st_size), key=lambda path: path.name == LOG)
     return RankFailed(0, 1, "a rank ended without a word; its log is above", logs[0].read_text() if logs else "")

@@ -17,8 +17,8 @@ torchvision_v2     the same files and DataLoader, with transforms of torchvision
 webdataset         the shards of ours_packed, through webdataset and a DataLoader, with the crops of dataloader_pillow
 raw_decode         simplejpeg.decode_jpeg of the files, whose bytes are in memory before; no crops: the decoder alone
 
-Sets of images: as_is, the files of the folder; full_size, the same photos scaled to a longer side of 500 and encoded
-anew (4:2:0) at the quality at which a file has 100 KB, the mean of ImageNet.
+Sets of images: as_is, the files of the folder; full_size, the same photos scaled to a longer side of 500 and
+re-encoded (4:2:0) at the quality at which a file has 100 KB, the mean of ImageNet.
 """
 
 import importlib
@@ -51,11 +51,11 @@ from megabatch.data.augment import Augmentation
 from megabatch.data.decode import Box
 from megabatch.data.encoded import EncodedImages
 from megabatch.data.order import epoch_order
-from megabatch.data.pack import PackSettings
 from megabatch.data.pack import pack as make_pack
+from megabatch.data.pack_identity import PackSettings
 from megabatch.data.reader import Reader, Request
 from megabatch.data.settings import DataSettings
-from megabatch.data.sources import read_library
+from megabatch.data.sources import read_encoded
 from megabatch.errors import UserError
 from megabatch.ranks.discover import usable_cores
 
@@ -106,8 +106,8 @@ def run(
     worker_counts: Sequence[int] | None,
     json_file: Path | None,
 ) -> None:
-    originals = spread(jpegs_of(source), num_images)
     cores = len(usable_cores())
+    originals = decodable(spread(jpegs_of(source), num_images), source, cores)
     worker_counts = worker_counts or sorted({0, 1, cores, cores * 3 // 2, cores * 2})
     settings = Settings(image_size, batch, worker_counts, cores)
     threads_before = torch.get_num_threads()
@@ -217,6 +217,28 @@ def jpegs_of(source: Path) -> list[Path]:
     return found
 
 
+def decodable(paths: list[Path], source: Path, cores: int) -> list[Path]:
+    """Those that the bare decoder takes: one of ImageNet's .JPEG files is a PNG."""
+    with ThreadPoolExecutor(cores) as pool:
+        takes = list(pool.map(decoder_takes, paths))
+    refused = [path for path, taken in zip(paths, takes, strict=True) if not taken]
+    if len(refused) == len(paths):
+        raise UserError(f"--source {source}: libjpeg-turbo decodes none of {len(paths):,} photos; give JPEGs")
+    if refused:
+        print(f"{len(refused):,} photos that libjpeg-turbo does not decode are left out, first: {refused[0]}")
+    return [path for path, taken in zip(paths, takes, strict=True) if taken]
+
+
+def decoder_takes(path: Path) -> bool:
+    try:
+        simplejpeg.decode_jpeg(path.read_bytes())
+    except ValueError:
+        return False
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); fix that, or remove it") from error
+    return True
+
+
 def spread(paths: list[Path], most: int) -> list[Path]:
     """At most so many, evenly spread."""
     count = min(most, len(paths))
@@ -235,7 +257,7 @@ def make_photos(name: str, source: Path, originals: list[Path], folder: Path, co
     else:
         quality = quality_for(FULL_BYTES, originals)
         made_by = (
-            f"{len(paths):,} photos of {source}, scaled to a longer side of {FULL_SIDE} and encoded anew at quality "
+            f"{len(paths):,} photos of {source}, scaled to a longer side of {FULL_SIDE} and re-encoded at quality "
             f"{quality}, 4:2:0, by Pillow"
         )
         with ThreadPoolExecutor(cores) as pool:
@@ -298,7 +320,7 @@ def open_ours(source: Path, settings: Settings) -> Iterator[Epoch]:
 
 def our_reader(source: Path, settings: Settings) -> Reader:
     data = DataSettings(source="", image_size=settings.image_size, crop_area=AREAS[0], crop_ratio=RATIOS[1], flip=True)
-    images = EncodedImages(read_library(source).train, data, settings.cores)
+    images = EncodedImages(read_encoded(source).train, data, settings.cores)
     return Reader(images, augmentation=partial(Augmentation, data, 1))
 
 
@@ -307,7 +329,7 @@ def our_epoch(reader: Reader, batch: int, seed: int, part: int = 0, num_parts: i
     order = epoch_order(seed, 0, len(reader.images))[part::num_parts]
     parts = np.split(order, range(batch, len(order), batch))
     requests = (partial(Request, samples, np.full_like(samples, seed)) for samples in parts)
-    with closing(reader.ahead(requests)) as batches:
+    with closing(reader.prefetch(requests)) as batches:
         for made in batches:
             yield made.images
 

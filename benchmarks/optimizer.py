@@ -62,7 +62,9 @@ def measure(name: str, threads: int, rounds: int) -> dict[str, Any]:
     arms: dict[str, torch.optim.Optimizer] = {
         "ours": OPTIMIZERS["lars"](
             copies(groups),
-            OptimSettings(name="lars", learning_rate=RATE, momentum=MOMENTUM, weight_decay=DECAY, trust=TRUST),
+            OptimSettings(
+                name="lars", learning_rate=RATE, momentum=MOMENTUM, weight_decay=DECAY, trust_coefficient=TRUST
+            ),
         ),
         "sgd_fused": torch.optim.SGD(copies(groups), lr=RATE, momentum=MOMENTUM, fused=True),
         **peers(groups),

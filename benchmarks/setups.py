@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from megabatch.errors import UserError, require_one_of
 from megabatch.models.catalog import MODELS
-from megabatch.planning.plan import WIRES, Wire
+from megabatch.planning.plan import COMM_DTYPES, CommDtype
 
 MIN_HOSTS, MAX_HOSTS = 2, 4
 MAX_RANKS = 4  # of a host
@@ -20,7 +20,7 @@ class Request(Struct, frozen=True, kw_only=True):
     num_hosts: int
     setups: list[Ranks]
     rates_gbps: list[float]
-    wires: list[Wire]
+    wires: list[CommDtype]
     models: list[str]
     compares: bool  # force each algorithm too
     trains: bool  # instead of all-reduces alone
@@ -50,7 +50,7 @@ def read_request(
         num_hosts=num_hosts,
         setups=[read_setup(word, num_hosts) for word in setups.split(",")],
         rates_gbps=[read_rate(word) for word in rates.split(",")],
-        wires=[read_wire(word) for word in wires.split(",")],
+        wires=[read_dtype(word) for word in wires.split(",")],
         models=[] if trains else [read_model(name) for name in models or ("resnet50", "alexnet")],
         compares=compares,
         trains=trains,
@@ -101,9 +101,9 @@ def read_rate(word: str) -> float:
     return gbps
 
 
-def read_wire(word: str) -> Wire:
-    require_one_of("--wire", word, WIRES)
-    return next(wire for wire in WIRES if wire == word)
+def read_dtype(word: str) -> CommDtype:
+    require_one_of("--wire", word, COMM_DTYPES)
+    return next(dtype for dtype in COMM_DTYPES if dtype == word)
 
 
 def read_model(name: str) -> str:

@@ -24,14 +24,14 @@ from megabatch.config.loading import load_config
 from megabatch.config.resolve import make_model
 from megabatch.data.images import ArrayImages, DataSet
 from megabatch.data.sources import load_data_set
-from megabatch.ranks.discover import Place
-from megabatch.ranks.store import Notices
+from megabatch.ranks.discover import RankInfo
+from megabatch.ranks.store import RankStore
 from megabatch.ranks.world import World, choose_device, connect
 from megabatch.runs.folder import RunFolder
 from megabatch.runs.records import StepRecord
-from megabatch.train.assemble import assemble
 from megabatch.train.evaluate import NOT_EVALUATED
 from megabatch.train.loop import train
+from megabatch.train.prepare import ready_to_train
 
 # Overrides of the recipe `fashion`, steps in a block, and rounds as a share of those asked for.
 WORKLOADS = {
@@ -56,12 +56,12 @@ WORKLOADS = {
 
 
 def run_rank(
-    place: Place, notices: Notices, device: str, rounds: int, models: Sequence[str], json_file: Path | None
+    info: RankInfo, store: RankStore, device: str, rounds: int, models: Sequence[str], json_file: Path | None
 ) -> int:
     """One rank of the bench; rank 0 reports.  Returns the exit code."""
-    with connect(place, choose_device(device), notices.store) as world:
+    with connect(info, choose_device(device), store.store) as world:
         rows = [measure(name, world, rounds) for name in models]
-    if place.rank == 0:
+    if info.rank == 0:
         report(rows, json_file)
     return 0
 
@@ -76,7 +76,7 @@ def compare(overrides: Sequence[str], steps_a_block: int, rounds: int, world: Wo
     config = load_config("fashion", [*overrides, "train.epochs=1000"])
     data = in_memory(load_data_set(config.data))
     with tempfile.TemporaryDirectory() as folder, RunFolder(Path(folder)) as run_folder:
-        run_folder.begin(config, 0)
+        run_folder.begin(config.to_toml(), {}, 0)
         arms = {"ours": our_steps(config, data, world, run_folder), "stock_ddp": stock_steps(config, data, world)}
         for take_step in arms.values():  # DDP settles its buckets, caches warm up
             time_block(take_step, steps_a_block)
@@ -114,7 +114,7 @@ def in_memory(data: DataSet) -> DataSet:
 
 
 def our_steps(config: Any, data: DataSet, world: World, folder: RunFolder) -> Callable[[], object]:
-    training = dataclasses.replace(assemble(config, data, world), evaluate=lambda: NOT_EVALUATED)
+    training = dataclasses.replace(ready_to_train(config, data, world), evaluate=lambda: NOT_EVALUATED)
     records = train(training)
 
     def take_step() -> None:

@@ -1,15 +1,16 @@
-"""Every value of an ImageNet recipe is that of its source, or carries a mark."""
+"""Every value of an ImageNet recipe is that of its source, or its provenance says what it rests on."""
 
 import pytest
 
-from megabatch.config.loading import load_config, marked_settings
+from megabatch.config.loading import load_config
+from megabatch.config.provenance import settings_by_provenance
 from megabatch.config.recipes import read_recipe, recipe_names
 from megabatch.config.schema import FIELDS, RunConfig, flatten
 from megabatch.data.settings import DataSettings
 from megabatch.data.sources import foresee_shape, load_data_set
 from megabatch.errors import UserError
 
-# MLPerf reference convergence points, LARS: batch, rate, warm-up, momentum, decay, BatchNorm's span, most epochs.
+# MLPerf reference convergence points, LARS; of the epochs the most.  The columns are COLUMNS.
 RESNET50 = {
     "4k": (4096, 10, 5, 0.9, 2e-4, 64, 42),
     "8k": (8192, 17, 5, 0.9, 2e-4, 64, 44),
@@ -18,7 +19,7 @@ RESNET50 = {
     "64k": (65536, 24.699, 31, 0.951807, 1e-4, 128, 86),
     "256": (None, None, None, None, None, None, None),
 }
-# Public code on which Jia et al. 2018 build, and for 64K their abstract: the same without a span.
+# Public code on which Jia et al. 2018 build, and for 64K their abstract; neither gives BatchNorm's span (batch.micro).
 ALEXNET = {
     "8k": (8192, 10, 4, 0.9, 5e-4, None, 100),
     "16k": (16384, 24, 5, 0.9, 5e-4, None, 100),
@@ -37,7 +38,7 @@ COLUMNS = (
 LARS = {
     "optim.name": "lars",
     "optim.variant": "you2017",
-    "optim.trust": 0.001,
+    "optim.trust_coefficient": 0.001,
     "schedule.decay": "poly",
     "schedule.power": 2,
 }
@@ -64,68 +65,72 @@ def test_the_recipes_are_those_that_were_promised() -> None:
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_every_value_is_the_source_s_or_carries_a_mark(name: str) -> None:
-    given = {key: value for key, value in flatten(read_recipe(name)) if key in FIELDS and key not in ("about", "marks")}
-    marks = load_config(name).marks
+def test_every_value_is_the_source_s_or_has_a_provenance(name: str) -> None:
+    given = {
+        key: value for key, value in flatten(read_recipe(name)) if key in FIELDS and key not in ("about", "provenance")
+    }
+    provenance = load_config(name).provenance
     for key, value in given.items():
         told = SOURCES[name].get(key)
-        assert (key in marks) if told is None else value == told, key
+        assert (key in provenance) if told is None else value == told, key
     assert {key for key, told in SOURCES[name].items() if told is not None} <= set(given)
-    assert set(marks) <= set(given)
+    assert set(provenance) <= set(given)
 
 
 def test_between_two_rows_is_interpolated_and_beyond_them_extrapolated() -> None:
     between, beyond = load_config("resnet50-imagenet-16k"), load_config("alexnet-bn-imagenet-64k")
-    assert {"optim.learning_rate", "train.epochs", "batch.micro"} <= set(marked_settings(between)["interpolated"])
-    assert {"optim.learning_rate", "schedule.warmup_epochs"} <= set(marked_settings(beyond)["extrapolated"])
+    assert {"optim.learning_rate", "train.epochs", "batch.micro"} <= set(
+        settings_by_provenance(between)["interpolated"]
+    )
+    assert {"optim.learning_rate", "schedule.warmup_epochs"} <= set(settings_by_provenance(beyond)["extrapolated"])
     assert 12.8 < between.optim.learning_rate < 21.2 and beyond.optim.learning_rate > 32
 
 
-def marks_after(*overrides: str) -> dict[str, str]:
-    return load_config("fashion-3k", overrides).marks
+def provenance_after(*overrides: str) -> dict[str, str]:
+    return load_config("fashion-3k", overrides).provenance
 
 
-def test_a_mark_is_dropped_when_the_user_gives_the_value() -> None:
-    before = marks_after()
-    after = marks_after("optim.momentum=0.9", "batch.global=6144")
+def test_a_provenance_is_dropped_when_the_user_gives_the_value() -> None:
+    before = provenance_after()
+    after = provenance_after("optim.momentum=0.9", "batch.global=6144")
     assert "optim.momentum" in before
     assert after == {key: text for key, text in before.items() if key != "optim.momentum"}
-    section = marks_after('optim={name="sgd", learning_rate=0.1}')
+    section = provenance_after('optim={name="sgd", learning_rate=0.1}')
     assert section and not any(key.startswith("optim.") for key in section)
-    assert "model.options" in marks_after("marks.model.options=assumed: why not")
-    assert "model.options" not in marks_after("marks.model.options=assumed: why not", "model.options.width=8")
+    assert "model.options" in provenance_after("provenance.model.options=assumed: why not")
+    assert "model.options" not in provenance_after("provenance.model.options=assumed: why not", "model.options.width=8")
 
 
 @pytest.mark.parametrize(
-    ("word", "message"),
+    ("override", "message"),
     [
         (
-            "marks.optim.lr=assumed: x",
-            r"^marks.optim.lr='assumed: x': there is no setting optim.lr; nearest: optim.learn",
+            "provenance.optim.lr=assumed: x",
+            r"^provenance.optim.lr='assumed: x': there is no setting optim.lr; nearest: optim.learn",
         ),
         (
-            "marks.seed=guessed",
-            r"^marks.seed='guessed': a mark .* begins with interpolated: or extrapolated: or assumed:",
+            "provenance.seed=guessed",
+            r"^provenance.seed='guessed': expected .* begins with interpolated: or extrapolated: or assumed:",
         ),
-        ("marks.seed=assumed:", r"for example marks.seed=\"assumed: no source gives it\"$"),
-        ('marks.seed="assumed: x\\ny"', r"one line"),
-        ("marks.seed=3", r"^marks.seed=3: a mark is one line"),
-        ("marks=3", r"^marks=3: expected object"),
+        ("provenance.seed=assumed:", r"for example provenance.seed=\"assumed: no source gives it\"$"),
+        ('provenance.seed="assumed: x\\ny"', r"one line"),
+        ("provenance.seed=3", r"^provenance.seed=3: expected one line"),
+        ("provenance=3", r"^provenance=3: expected object"),
     ],
 )
-def test_a_wrong_mark_is_one_line_with_the_value_the_rule_and_the_remedy(word: str, message: str) -> None:
+def test_a_wrong_provenance_is_one_line_with_the_value_the_rule_and_the_remedy(override: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as refusal:
-        load_config("fashion", [word])
+        load_config("fashion", [override])
     assert "\n" not in str(refusal.value)
 
 
-def test_marks_are_sorted_by_their_kind() -> None:
-    config = load_config("fashion", ["marks.seed=extrapolated: x", "marks.about=assumed: x"])
-    assert marked_settings(config) == {"extrapolated": ["seed"], "assumed": ["about"]}
+def test_settings_are_sorted_by_the_kind_of_their_provenance() -> None:
+    config = load_config("fashion", ["provenance.seed=extrapolated: x", "provenance.about=assumed: x"])
+    assert settings_by_provenance(config) == {"extrapolated": ["seed"], "assumed": ["about"]}
 
 
 @pytest.mark.parametrize("source", ["fashion-mnist-10k", "synthetic", "fashion-mnist"])
-def test_the_shape_that_is_foreseen_is_the_one_that_is_found(source: str) -> None:
+def test_the_inferred_shape_is_the_one_that_is_found(source: str) -> None:
     settings = DataSettings(source=source, image_size=28)
     try:
         found = load_data_set(settings).shape

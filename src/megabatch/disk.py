@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -78,29 +78,25 @@ class Locked(BlockingIOError):
         self.holder = holder
 
 
-def take_lock(path: Path, *, wait: bool = False) -> TextIO:
+def take_lock(path: Path, *, wait: bool = False, patience_s: float = PATIENCE_S) -> TextIO:
     """The lock, until the file is closed.  Raises `Locked` if another process holds it, or waits for that one."""
-    file = path.open("a+")
-    deadline_s = time.monotonic() + PATIENCE_S
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() < deadline_s:
-                time.sleep(PATIENCE_S / 10)
-                continue
-            file.seek(0)
-            holder = file.read().strip()
-            file.close()
-            raise Locked(path, holder) from None
-        except OSError:
-            file.close()
-            raise
-    file.truncate(0)
-    file.write(str(os.getpid()))
-    file.flush()
-    return file
+    with ExitStack() as opened:
+        file = opened.enter_context(path.open("a+"))
+        deadline_s = time.monotonic() + patience_s
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline_s:
+                    file.seek(0)
+                    raise Locked(path, file.read().strip()) from None
+                time.sleep(patience_s / 10)
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        opened.pop_all()  # it stays open
+        return file
 
 
 def is_locked(path: Path) -> bool:

@@ -18,8 +18,8 @@ def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_files(tmp_path / "photos", [f"{'ab'[at % 2]}/{at}.jpg" for at in range(12)], size=(80, 60))
 
 
-def output(*words: str) -> str:
-    result = CliRunner().invoke(app, ["pack", *words], catch_exceptions=False)
+def output(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["pack", *arguments], catch_exceptions=False)
     assert result.exit_code == 0
     return result.output
 
@@ -52,9 +52,9 @@ def test_a_damaged_pack_is_named_and_an_error() -> None:
     content = bytearray(shard.read_bytes())
     content[600] ^= 1
     shard.write_bytes(content)
-    for words in (["photos", "out", "--verify"], ["out", "--verify"]):
+    for arguments in (["photos", "out", "--verify"], ["out", "--verify"]):
         with pytest.raises(UserError, match=r"out is damaged, 1 x: first out/train-000000.tar at offset 512 \([ab]/"):
-            output(*words)
+            output(*arguments)
 
 
 def test_skipped_images_are_named_and_counted() -> None:
@@ -68,7 +68,7 @@ def test_skipped_images_are_named_and_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["photos"], r"megabatch pack photos needs a folder to write to: megabatch pack photos OUT"),
         (["photos", "out", "--on-error", "ignore"], r"--on-error='ignore' is not one of raise, skip; nearest: "),
@@ -77,9 +77,9 @@ def test_skipped_images_are_named_and_counted() -> None:
         (["photos", "--verify"], r"photos has no index.npz, so there are no checksums; give a finished megabatch pack"),
     ],
 )
-def test_a_wrong_command_is_one_line(words: list[str], message: str) -> None:
+def test_a_wrong_command_is_one_line(arguments: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        output(*words)
+        output(*arguments)
     assert not Path("out").exists()
 
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from megabatch.data.batches import Normalise, TrainingImages, evaluation_batches
+from megabatch.data.batches import TrainingImages, evaluation_batches
 from megabatch.data.images import ArrayImages
 from megabatch.data.order import epoch_order
 from megabatch.data.settings import DataSettings
@@ -36,14 +36,3 @@ def test_training_microbatches_follow_the_order_of_the_epochs() -> None:
             assert torch.equal(pixels[:, 0, 0, 0].long(), labels)
             seen += labels.tolist()
     assert seen == np.concatenate([epoch_order(9, epoch, 50) for epoch in range(3)])[: len(seen)].tolist()
-
-
-def test_normalised_images_have_zero_mean_and_unit_deviation() -> None:
-    pixels = torch.randint(0, 200, (2300, 3, 8, 8), dtype=torch.uint8)
-    pixels[:, 1] = 7  # a channel without variation
-    images = ArrayImages(pixels, torch.zeros(2300, dtype=torch.int64))
-    result = Normalise(images, torch.device("cpu"), torch.float64)(pixels)
-    assert result.dtype == torch.float64
-    torch.testing.assert_close(result.mean((0, 2, 3)), torch.zeros(3, dtype=torch.float64), atol=1e-9, rtol=0)
-    deviations = result.std((0, 2, 3), correction=0)
-    torch.testing.assert_close(deviations, torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64), atol=1e-9, rtol=0)

@@ -11,11 +11,7 @@ from megabatch.data.index_cache import cache_folder
 from megabatch.errors import UserError
 from tests.support.pictures import write_files
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "megabatch"
+pytestmark = pytest.mark.usefixtures("index_cache")
 
 
 @pytest.fixture
@@ -43,10 +39,10 @@ def names(files: object) -> list[str]:
 
 
 def test_samples_are_numbered_by_class_and_then_by_path(photos: Path) -> None:
-    library = read_folder(photos)
-    assert library.class_names == ("a", "b", "c") and library.test is None
-    assert names(library.train) == ["a/1.JPEG", "a/x/9.png", "b/10.jpg", "b/2.jpg", "c/ü 1.webp"]
-    assert library.train.labels.tolist() == [0, 0, 1, 1, 2] and library.train.labels.dtype == np.int64
+    dataset = read_folder(photos)
+    assert dataset.class_names == ("a", "b", "c") and dataset.test is None
+    assert names(dataset.train) == ["a/1.JPEG", "a/x/9.png", "b/10.jpg", "b/2.jpg", "c/ü 1.webp"]
+    assert dataset.train.labels.tolist() == [0, 0, 1, 1, 2] and dataset.train.labels.dtype == np.int64
 
 
 def test_content_is_that_of_the_file_that_where_names(photos: Path) -> None:
@@ -65,12 +61,12 @@ def test_hidden_files_and_folders_and_other_suffixes_are_passed_over(photos: Pat
 def test_train_and_a_test_folder_are_two_parts_of_one_numbering(tmp_path: Path, test_folder: str) -> None:
     write_files(tmp_path, ["train/b/1.jpg", "train/a/2.jpg", "train/a/1.jpg", f"{test_folder}/a/7.jpg"])
     write_files(tmp_path, [f"{test_folder}/b/8.jpg", "docs/1.txt"])
-    library = read_folder(tmp_path)
-    assert library.class_names == ("a", "b")
-    assert names(library.train) == ["a/1.jpg", "a/2.jpg", "b/1.jpg"] and library.train.labels.tolist() == [0, 0, 1]
-    assert library.test is not None
-    assert names(library.test) == ["a/7.jpg", "b/8.jpg"] and library.test.labels.tolist() == [0, 1]
-    assert Path(library.test.where(1)) == tmp_path / test_folder / "b/8.jpg"
+    dataset = read_folder(tmp_path)
+    assert dataset.class_names == ("a", "b")
+    assert names(dataset.train) == ["a/1.jpg", "a/2.jpg", "b/1.jpg"] and dataset.train.labels.tolist() == [0, 0, 1]
+    assert dataset.test is not None
+    assert names(dataset.test) == ["a/7.jpg", "b/8.jpg"] and dataset.test.labels.tolist() == [0, 1]
+    assert Path(dataset.test.where(1)) == tmp_path / test_folder / "b/8.jpg"
 
 
 def test_of_val_and_test_val_is_read_and_train_may_be_alone(tmp_path: Path) -> None:
@@ -147,9 +143,9 @@ def test_a_folder_is_walked_once_and_again_after_any_change_of_its_files(photos:
 
 
 @pytest.mark.parametrize("spoil", [lambda raw: b"", lambda raw: raw[:200], lambda raw: raw[:300] + b"?" + raw[301:]])
-def test_a_damaged_cache_is_made_anew(photos: Path, cache: Path, num_walks: list[Path], spoil: object) -> None:
+def test_a_damaged_cache_is_made_again(photos: Path, index_cache: Path, num_walks: list[Path], spoil: object) -> None:
     expected = names(read_folder(photos).train)
-    (stored,) = cache.glob("*.npz")
+    (stored,) = index_cache.glob("*.npz")
     stored.write_bytes(spoil(stored.read_bytes()))  # type: ignore[operator]
     assert names(read_folder(photos).train) == expected and len(num_walks) == 2
     assert names(read_folder(photos).train) == expected and len(num_walks) == 2
@@ -183,12 +179,12 @@ def test_of_many_that_start_together_one_walks(photos: Path, num_walks: list[Pat
     assert len(num_walks) == 1 and len(found) == 6 and all(each == found[0] for each in found)
 
 
-def test_the_cache_is_no_pickle(photos: Path, cache: Path) -> None:
+def test_the_cache_is_no_pickle(photos: Path, index_cache: Path) -> None:
     read_folder(photos)
-    (stored,) = cache.glob("*.npz")
+    (stored,) = index_cache.glob("*.npz")
     with np.load(stored, allow_pickle=False) as archive:
         assert all(archive[name].dtype.kind in "iuU" for name in archive.files)
-    assert not [path for path in cache.iterdir() if path.name.startswith(".")]
+    assert not [path for path in index_cache.iterdir() if path.name.startswith(".")]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

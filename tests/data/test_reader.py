@@ -11,14 +11,15 @@ import torch
 
 from megabatch.data.batches import TrainingImages, evaluation_batches
 from megabatch.data.images import DataSet
-from megabatch.data.pack import PackSettings, pack
-from megabatch.data.reader import AHEAD
+from megabatch.data.pack import pack
+from megabatch.data.pack_identity import PackSettings
+from megabatch.data.reader import PREFETCHED
 from megabatch.data.settings import DataSettings
 from megabatch.data.sources import load_data_set
 from megabatch.errors import UserError
 from megabatch.planning.batch import BatchSettings, plan_steps
 from megabatch.runs.records import resident_mb
-from megabatch.runs.time_breakdown import Stages
+from megabatch.runs.time_breakdown import TimeBreakdown
 from tests.support.photos import make_folder, photo
 
 SEED = 7
@@ -76,7 +77,7 @@ def test_every_sample_appears_once_per_epoch_with_its_label(folder: Path) -> Non
 def test_memory_is_used_again(folder: Path) -> None:
     with training(settings_of(folder), threads=2).stream(0) as stream:
         places = {stream.next()[0].data_ptr() for _ in range(14)}
-    assert len(places) <= AHEAD + 1
+    assert len(places) <= PREFETCHED + 1
 
 
 def test_memory_does_not_grow_with_the_epochs(folder: Path) -> None:
@@ -106,7 +107,7 @@ def test_a_wait_is_accounted_for_by_its_stages(folder: Path) -> None:
         stream.next()
         waited, skipped = stream.take_account()
         assert waited.total > 0 and min(waited.read, waited.decode, waited.augment) > 0 and not skipped
-        assert stream.take_account()[0] == Stages()
+        assert stream.take_account()[0] == TimeBreakdown()
 
 
 def spoilt(folder: Path, tmp_path: Path, numbers: list[int]) -> tuple[Path, list[str]]:
@@ -177,7 +178,7 @@ def test_a_set_of_nothing_but_damaged_images_ends(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "set", per_class=4)
     for path in folder.rglob("*.jpg"):
         path.write_bytes(b"text")
-    with pytest.raises(UserError, match=r"set/ankle/\d+\.jpg cannot .*and so for 9 images in a row; mend"):
+    with pytest.raises(UserError, match=r"set/ankle/\d+\.jpg cannot .*and so for 9 images in a row; fix"):
         training(settings_of(folder, on_error="skip", validation=0.2)).microbatch(0, 0)
 
 

@@ -6,29 +6,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megabatch.data import shards
-from megabatch.data.shards import ShardFiles, holds_shards, read_shards, split_by_name
+from megabatch.data import tar_scan
+from megabatch.data.shard_files import ShardFiles, Shards
+from megabatch.data.shards import holds_shards, read_shards
+from megabatch.data.tar_scan import TarSamples, split_by_name
 from megabatch.data.tars import Damaged, walk_members
 from megabatch.errors import UserError
 from tests.support.pictures import picture, write_tar
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "megabatch"
+pytestmark = pytest.mark.usefixtures("index_cache")
 
 
 @pytest.fixture
 def num_scans(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     scanned: list[Path] = []
-    scan_tar = shards.scan_tar
+    scan_tar = tar_scan.scan_tar
 
-    def counted(path: Path) -> shards.Found:
+    def counted(path: Path) -> TarSamples:
         scanned.append(path)
         return scan_tar(path)
 
-    monkeypatch.setattr(shards, "scan_tar", counted)
+    monkeypatch.setattr(tar_scan, "scan_tar", counted)
     return scanned
 
 
@@ -45,12 +43,12 @@ def write_shards(folder: Path) -> None:
 
 def test_tars_are_read_in_the_order_of_their_names_and_members(tmp_path: Path) -> None:
     write_shards(tmp_path)
-    library = read_shards(tmp_path)
-    assert library.class_names == ("0", "1") and library.test is not None
-    assert [bytes(library.train.content(number)) for number in range(6)] == [picture(number) for number in range(6)]
-    assert [bytes(library.test.content(number)) for number in range(2)] == [picture(6), picture(7)]
-    assert library.train.labels.tolist() == [0, 1, 0, 1, 0, 1] and library.test.labels.tolist() == [0, 1]
-    assert library.train.labels.dtype == np.int64
+    dataset = read_shards(tmp_path)
+    assert dataset.class_names == ("0", "1") and dataset.test is not None
+    assert [bytes(dataset.train.content(number)) for number in range(6)] == [picture(number) for number in range(6)]
+    assert [bytes(dataset.test.content(number)) for number in range(2)] == [picture(6), picture(7)]
+    assert dataset.train.labels.tolist() == [0, 1, 0, 1, 0, 1] and dataset.test.labels.tolist() == [0, 1]
+    assert dataset.train.labels.dtype == np.int64
 
 
 def test_where_names_the_shard_the_offset_and_the_member(tmp_path: Path) -> None:
@@ -80,7 +78,7 @@ def test_members_are_found_where_tarfile_finds_them(tmp_path: Path, form: int) -
     with tarfile.open(tmp_path / "x.tar") as tar:
         expected = [(each.name, each.offset_data, each.size) for each in tar.getmembers() if each.isreg()]
     assert [(each.name, each.offset, each.length) for each in found] == expected
-    images = shards.Shards([tmp_path / "x.tar"], np.array([len(content)]))
+    images = Shards([tmp_path / "x.tar"], np.array([len(content)]))
     assert [images.member_name(0, offset) for _, offset, _ in expected] == [name for name, _, _ in expected]
 
 
@@ -99,17 +97,17 @@ def test_labels_are_text_or_json_numbers_or_names(tmp_path: Path) -> None:
             ("x/4.txt", "a sample without an image"),
         ],
     )
-    library = read_shards(tmp_path / "a.tar")
-    assert library.class_names == ("ant", "cat", "dog") and library.train.labels.tolist() == [2, 1, 0]
-    assert [bytes(library.train.content(number)) for number in (0, 2)] == [picture(0), picture(2)]
+    dataset = read_shards(tmp_path / "a.tar")
+    assert dataset.class_names == ("ant", "cat", "dog") and dataset.train.labels.tolist() == [2, 1, 0]
+    assert [bytes(dataset.train.content(number)) for number in (0, 2)] == [picture(0), picture(2)]
 
 
 def test_numbers_number_the_classes_and_classes_txt_names_them(tmp_path: Path) -> None:
     write_tar(
         tmp_path / "a.tar", [("0.jpg", picture(0)), ("0.cls", "2"), ("1.jpg", picture(1)), ("1.json", {"cls": 0})]
     )
-    library = read_shards(tmp_path)
-    assert library.class_names == ("0", "1", "2") and library.train.labels.tolist() == [2, 0]
+    dataset = read_shards(tmp_path)
+    assert dataset.class_names == ("0", "1", "2") and dataset.train.labels.tolist() == [2, 0]
     (tmp_path / "classes.txt").write_text("ant\nbee\ncat\n")
     assert read_shards(tmp_path).class_names == ("ant", "bee", "cat")
 
@@ -130,8 +128,8 @@ def test_the_name_of_a_shard_says_which_part_it_belongs_to(names: list[str], spl
 
 def test_one_tar_is_all_training_whatever_its_name(tmp_path: Path) -> None:
     write_shards(tmp_path)
-    library = read_shards(tmp_path / "val-000000.tar")
-    assert len(library.train) == 2 and library.test is None
+    dataset = read_shards(tmp_path / "val-000000.tar")
+    assert len(dataset.train) == 2 and dataset.test is None
 
 
 def test_a_members_name_never_becomes_a_path(tmp_path: Path) -> None:
@@ -146,9 +144,9 @@ def test_a_members_name_never_becomes_a_path(tmp_path: Path) -> None:
     ]
     write_tar(tmp_path / "in/x.tar", [(name, picture(0) if name.endswith("jpg") else "0") for name in names])
     before = sorted(tmp_path.rglob("*"))
-    library = read_shards(tmp_path / "in")
-    assert all(bytes(library.train.content(number)) == picture(0) for number in range(3))
-    assert library.train.where(0).endswith("(../../evil.jpg)") and library.train.where(2).endswith("(line?break.jpg)")
+    dataset = read_shards(tmp_path / "in")
+    assert all(bytes(dataset.train.content(number)) == picture(0) for number in range(3))
+    assert dataset.train.where(0).endswith("(../../evil.jpg)") and dataset.train.where(2).endswith("(line?break.jpg)")
     new = {path for path in tmp_path.rglob("*") if "cache" not in str(path)} - set(before)
     assert not new and not (tmp_path.parent / "evil.jpg").exists()
 
@@ -186,11 +184,11 @@ def test_any_thread_may_ask_first(tmp_path: Path) -> None:
 
 def test_a_shard_that_shrank_after_the_index_was_read_is_an_error_and_no_crash(tmp_path: Path) -> None:
     write_shards(tmp_path)
-    library = read_shards(tmp_path)
-    assert library.train.content(0) == picture(0)
+    dataset = read_shards(tmp_path)
+    assert dataset.train.content(0) == picture(0)
     os.truncate(tmp_path / "train-000000.tar", 600)  # while it is open
     with pytest.raises(OSError, match=r"train-000000.tar ends before offset [\d,]+, where it did not before"):
-        library.train.content(0)
+        dataset.train.content(0)
 
 
 def image_and(*members: tuple[str, object]) -> list[tuple[str, object]]:

@@ -10,7 +10,7 @@ import torch
 from megabatch.data.encoded import EncodedImages
 from megabatch.data.images import ArrayImages, DataSet
 from megabatch.data.settings import DataSettings, SyntheticSettings
-from megabatch.data.sources import foresee_shape, load_data_set, load_other_images
+from megabatch.data.sources import infer_shape, load_data_set, load_other_images
 from megabatch.errors import UserError
 from tests.support.photos import make_folder, photo
 from tools.embed_fashion import FASHION_MNIST, subset
@@ -197,7 +197,7 @@ def test_held_out_images_are_the_same_share_of_every_class(tmp_path: Path, sourc
     some = np.arange(20 if source == "synthetic" else 6)
     assert torch.equal(data.test.read(some), again.test.read(some))
     assert not torch.equal(data.test.read(some), other.test.read(some))
-    assert foresee_shape(DataSettings(source=source, image_size=28, validation=0.2)) == data.shape
+    assert infer_shape(DataSettings(source=source, image_size=28, validation=0.2)) == data.shape
 
 
 def test_no_image_is_both_trained_and_tested_on(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_a_view_can_be_cut_too() -> None:
 
 
 def test_a_table_that_does_not_fit_its_image_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as that of an image that another program has encoded anew, with all segments that it did not know."""
+    """Such as that of an image that another program has encoded again, with all segments that it did not know."""
     content = striped("4:2:0", 200)
     table = content[20 : 20 + 2 + int.from_bytes(content[22:24])]
     others = [encoded(photo(9, 75, height), restart_marker_rows=1) for height in (200, 184, 400)]

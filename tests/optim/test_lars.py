@@ -3,6 +3,7 @@ import pickle
 from typing import Any
 
 import pytest
+import pytorch_optimizer
 import torch
 from torch import Tensor, nn
 
@@ -11,9 +12,9 @@ from megabatch.optim import LARS, parameter_groups
 from megabatch.optim.dense import ROW, norm
 from megabatch.optim.lars import VARIANTS, trust_ratio, trust_ratios
 from megabatch.optim.optimizers import OPTIMIZERS, OptimSettings, set_learning_rate
-from tests.support.lars_reference import EPS, ETA, MU, REFERENCES
+from tests.support.lars_reference import ETA, MU, REFERENCES
 
-DECAY = 0.02
+DECAY, EPS = 0.02, 1e-6
 RATES = [0.0, 0.5, 1.0, 2.0, 3.0, 3.0, 0.0, 1.5, 1.0, 0.4, 0.1, 0.01]  # warm-up from 0, a pause, decay
 ABOVE_ZERO = [rate for rate in RATES if rate]
 SHAPES = [(5, 3, 2, 2), (4, 7), (ROW + 37,)]
@@ -29,7 +30,7 @@ def make_weights(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
 
 
 def make_lars(weights: list[nn.Parameter], **settings: Any) -> LARS:
-    return LARS(weights, **({"lr": 1.0, "momentum": MU, "weight_decay": DECAY, "trust": ETA, "eps": EPS} | settings))
+    return LARS(weights, **({"lr": 1.0, "momentum": MU, "weight_decay": DECAY, "trust_coefficient": ETA} | settings))
 
 
 def take_steps(optimizer: torch.optim.Optimizer, rates: list[float], first: int = 0, scale: float = 1.0) -> None:
@@ -43,7 +44,7 @@ def take_steps(optimizer: torch.optim.Optimizer, rates: list[float], first: int 
 
 @pytest.mark.parametrize("foreach", [None, True])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_each_variant_is_its_formula_in_float64(variant: str, foreach: bool | None) -> None:
+def test_each_variant_is_its_reference_in_float64(variant: str, foreach: bool | None) -> None:
     weights = make_weights()
     expected, steps = [weight.detach().clone() for weight in weights], [REFERENCES[variant]() for _ in weights]
     optimizer = make_lars(weights, variant=variant, foreach=foreach)
@@ -55,7 +56,7 @@ def test_each_variant_is_its_formula_in_float64(variant: str, foreach: bool | No
             torch.testing.assert_close(weight.detach(), expected[index], **SAME)
 
 
-def test_nvidia_is_another_name_for_outside_also_at_a_rate_of_zero() -> None:
+def test_nvidia_is_another_name_for_outside_also_at_a_learning_rate_of_zero() -> None:
     results = []
     for variant in ("nvidia", "outside"):
         weights = make_weights()
@@ -77,35 +78,44 @@ def test_in_float32_the_step_of_each_weight_is_right_to_rounding(variant: str, s
     torch.testing.assert_close(buffer, expected, rtol=1e-6, atol=1e-7 * expected.abs().max().item())
 
 
-@pytest.mark.parametrize("variant", ["outside", "larc"])
-def test_pytorch_optimizer_and_timm_agree_where_they_have_the_variant(variant: str) -> None:
-    """pytorch_optimizer's LARS is `outside` with eps 0; timm's is `outside` with eps, or `larc` with trust_clip."""
+def test_outside_is_pytorch_optimizers_lars() -> None:
     weights = [nn.Parameter(random(4, 7)), nn.Parameter(random(6, 5, seed=1))]
     theirs = copy.deepcopy(weights)
-    if variant == "outside":
-        peer = pytest.importorskip("pytorch_optimizer").LARS(
-            theirs, lr=1.0, momentum=MU, weight_decay=DECAY, trust_coefficient=ETA
-        )
-        ours = make_lars(weights, variant=variant, eps=0.0)
-        rates = RATES
-    else:
-        from benchmarks.torchvision_on_cpu import import_torchvision
-
-        if import_torchvision() is None:
-            pytest.skip("torchvision, which timm imports, is not installed")
-        peer = pytest.importorskip("timm.optim").Lars(
-            theirs, lr=1.0, momentum=MU, weight_decay=DECAY, trust_coeff=ETA, eps=EPS, trust_clip=True
-        )
-        ours = make_lars(weights, variant=variant)
-        rates = ABOVE_ZERO  # timm divides by it
-    take_steps(ours, rates)
-    take_steps(peer, rates)
+    take_steps(make_lars(weights, variant="outside"), RATES)
+    take_steps(pytorch_optimizer.LARS(theirs, lr=1.0, momentum=MU, weight_decay=DECAY, trust_coefficient=ETA), RATES)
     for mine, other in zip(weights, theirs, strict=True):
         torch.testing.assert_close(mine, other, **SAME)
 
 
+@pytest.mark.parametrize("eps", [EPS, 5.0])
+@pytest.mark.parametrize("variant", ["outside", "larc"])
+def test_outside_and_larc_are_timms_lars_with_eps_too(variant: str, eps: float) -> None:
+    from benchmarks.torchvision_on_cpu import import_torchvision
+
+    if import_torchvision() is None:
+        pytest.skip("torchvision, which timm imports, is not installed")
+    timm = pytest.importorskip("timm.optim")
+    weights = [nn.Parameter(random(4, 7)), nn.Parameter(random(6, 5, seed=1))]
+    theirs = copy.deepcopy(weights)
+    rates = ABOVE_ZERO  # timm divides by it
+    take_steps(make_lars(weights, variant=variant, eps=eps), rates)
+    settings = {"momentum": MU, "weight_decay": DECAY, "trust_coeff": ETA, "eps": eps}
+    take_steps(timm.Lars(theirs, lr=1.0, trust_clip=variant == "larc", **settings), rates)
+    for mine, other in zip(weights, theirs, strict=True):
+        torch.testing.assert_close(mine, other, **SAME)
+
+
+@pytest.mark.parametrize("foreach", [None, True])
+def test_eps_is_added_to_the_gradients_norm(foreach: bool | None) -> None:
+    """Worked by hand: |w| = 5, |g| = 5 and eps = 5 make a trust ratio of 0.1 x 5 / (5 + 5) = 0.05."""
+    weight = nn.Parameter(torch.tensor([3.0, 4.0]))
+    weight.grad = torch.tensor([0.0, 5.0])
+    make_lars([weight], weight_decay=0.0, trust_coefficient=0.1, eps=5.0, foreach=foreach).step()
+    torch.testing.assert_close(weight.detach(), torch.tensor([3.0, 3.75]))
+
+
 @pytest.mark.parametrize("variant", ["outside", "nvidia", "larc"])
-def test_with_trust_off_it_is_fused_sgd_to_the_bit(variant: str) -> None:
+def test_without_trust_ratios_it_is_fused_sgd_to_the_bit(variant: str) -> None:
     weights = make_weights(torch.float32)
     others = copy.deepcopy(weights)
     take_steps(make_lars([{"params": weights, "trust_ratio": False}], variant=variant), ABOVE_ZERO)  # type: ignore[list-item]
@@ -113,7 +123,7 @@ def test_with_trust_off_it_is_fused_sgd_to_the_bit(variant: str) -> None:
     assert all(torch.equal(mine, other) for mine, other in zip(weights, others, strict=True))
 
 
-def test_with_trust_off_you2017_is_sgd_while_the_rate_stands() -> None:
+def test_without_trust_ratios_you2017_is_sgd_while_the_learning_rate_stands() -> None:
     weights = make_weights()
     others = copy.deepcopy(weights)
     take_steps(make_lars([{"params": weights, "trust_ratio": False}]), [0.3] * 5)  # type: ignore[list-item]
@@ -128,7 +138,7 @@ def test_without_decay_the_gradients_scale_does_not_matter(foreach: bool | None)
     results = []
     for scale in (1.0, 2.0**-30, 2.0**40):
         weights = make_weights(torch.float32)
-        take_steps(make_lars(weights, weight_decay=0.0, eps=0.0, foreach=foreach), RATES, scale=scale)
+        take_steps(make_lars(weights, weight_decay=0.0, foreach=foreach), RATES, scale=scale)
         results.append(weights)
     for scaled in results[1:]:
         for one, other in zip(results[0], scaled, strict=True):
@@ -136,7 +146,7 @@ def test_without_decay_the_gradients_scale_does_not_matter(foreach: bool | None)
 
 
 def test_the_trust_ratio_is_one_where_a_norm_is_zero() -> None:
-    settings = {"trust": 0.5, "weight_decay": 0.0}
+    settings = {"trust_coefficient": 0.5, "weight_decay": 0.0}
     for clip_at in (None, 0.0, 10.0):
         for norms in ((0.0, 2.0), (2.0, 0.0), (0.0, 0.0)):
             assert trust_ratio(*norms, clip_at=clip_at, **settings) == 1
@@ -149,7 +159,7 @@ def test_the_trust_ratio_is_one_where_a_norm_is_zero() -> None:
 def test_the_trust_ratios_of_many_are_those_of_each(weight_decay: float, eps: float, clip_at: float | None) -> None:
     norms = torch.tensor([0.0, 1e-12, 0.3, 2.0, 1e6], dtype=torch.float64)
     weights, gradients = norms.repeat_interleave(5), norms.repeat(5)
-    settings: dict[str, Any] = {"trust": 0.02, "weight_decay": weight_decay, "eps": eps, "clip_at": clip_at}
+    settings: dict[str, Any] = {"trust_coefficient": 0.02, "weight_decay": weight_decay, "eps": eps, "clip_at": clip_at}
     pairs = zip(weights.tolist(), gradients.tolist(), strict=True)
     assert trust_ratios(weights, gradients, **settings).tolist() == [trust_ratio(*pair, **settings) for pair in pairs]
 
@@ -227,7 +237,7 @@ def test_a_norm_is_right_for_any_size_and_any_number_of_threads() -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_restored_state_goes_on_to_the_bit(variant: str) -> None:
+def test_a_restored_state_resumes_to_the_bit(variant: str) -> None:
     weights = make_weights(torch.float32)
     weights[0] = nn.Parameter(weights[0].detach().to(memory_format=torch.channels_last))
     optimizer = make_lars(weights, variant=variant)
@@ -286,7 +296,10 @@ def test_schedulers_and_closures_work_as_with_torchs_own() -> None:
         ({"lr": float("nan")}, r"lr=nan"),
         ({"momentum": 1.0}, r"momentum=1 .*0 <= momentum < 1; for example momentum=0.9"),
         ({"weight_decay": -0.1}, r"weight_decay=-0.1 .*nearest: weight_decay=0"),
-        ({"trust": 0.0}, r"trust=0 .*trust > 0; for example trust=0.001"),
+        (
+            {"trust_coefficient": 0.0},
+            r"trust_coefficient=0 .*trust_coefficient > 0; for example trust_coefficient=0.001",
+        ),
         ({"eps": -1e-9}, r"eps=-1e-09 .*nearest: eps=0"),
         ({"variant": "lark"}, r"variant='lark' is not one of you2017, .*nearest: variant=larc"),
     ],
@@ -311,9 +324,45 @@ def test_half_precision_is_refused() -> None:
 
 def test_a_recipes_lars_has_trust_ratios_for_weights_alone() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
-    settings = OptimSettings(name="lars", learning_rate=2.0, variant="larc", trust=0.01, eps=1e-8, weight_decay=0.1)
+    settings = OptimSettings(
+        name="lars", learning_rate=2.0, variant="larc", trust_coefficient=0.01, eps=1e-8, weight_decay=0.1
+    )
     optimizer = OPTIMIZERS["lars"](parameter_groups(model, settings.weight_decay), settings)
     seen = {group["name"]: (group["trust_ratio"], group["weight_decay"]) for group in optimizer.param_groups}
     assert seen == {"weights": (True, 0.1), "biases": (False, 0.0), "normalisation": (False, 0.0)}
     group = optimizer.param_groups[0]
-    assert (group["variant"], group["trust"], group["eps"], group["lr"]) == ("larc", 0.01, 1e-8, 2.0)
+    assert (group["variant"], group["trust_coefficient"], group["eps"], group["lr"]) == ("larc", 0.01, 1e-8, 2.0)
+
+
+def test_the_old_name_trust_is_still_read_with_a_warning() -> None:
+    expected = make_lars(make_weights(), trust_coefficient=0.3).param_groups[0]["trust_coefficient"]
+    with pytest.deprecated_call(match="trust is now called trust_coefficient"):
+        optimizer = LARS(make_weights(), lr=1.0, trust=0.3)
+    group = {"params": make_weights(), "trust": 0.3}
+    with pytest.deprecated_call(match="trust is now called trust_coefficient"):
+        optimizer.add_param_group(group)
+    for each in optimizer.param_groups:
+        assert each["trust_coefficient"] == expected and "trust" not in each
+    assert group["trust"] == 0.3  # whoever gave it keeps it as it was
+
+
+def test_trust_under_both_names_is_refused() -> None:
+    with pytest.raises(UserError, match="give trust_coefficient alone"):
+        LARS(make_weights(), lr=1.0, trust_coefficient=0.3, trust=0.3)
+    with pytest.raises(UserError, match="give trust_coefficient alone"), pytest.deprecated_call():
+        make_lars([{"params": make_weights(), "trust": 0.3, "trust_coefficient": 0.3}])  # type: ignore[list-item]
+
+
+def test_a_state_that_older_code_has_saved_resumes_to_the_bit() -> None:
+    weights = make_weights()
+    optimizer = make_lars(weights)
+    take_steps(optimizer, RATES[:5])
+    saved = copy.deepcopy(optimizer.state_dict())
+    for group in saved["param_groups"]:
+        group["trust"] = group.pop("trust_coefficient")
+    again = copy.deepcopy(weights)
+    restored = make_lars(again, trust_coefficient=0.5)
+    restored.load_state_dict(saved)
+    for each in (optimizer, restored):
+        take_steps(each, RATES[5:], first=5)
+    assert all(map(torch.equal, weights, again))

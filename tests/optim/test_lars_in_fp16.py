@@ -5,7 +5,7 @@ from torch import nn
 from megabatch.optim import LARS
 from megabatch.optim.lars_in_fp16 import LarsInFp16
 
-SETTINGS = {"lr": 2.0, "momentum": 0.9, "trust": 0.01, "eps": 0.0}
+SETTINGS = {"lr": 2.0, "momentum": 0.9, "trust_coefficient": 0.01, "eps": 0.0}
 
 
 def pair(gradient: float) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -45,7 +45,7 @@ def test_small_gradients_have_no_norm_and_so_no_trust_ratio() -> None:
     assert (narrow[0] - before).norm().item() < 0.01 * before.norm().item()  # 2 g, of which most is rounded away
 
 
-def test_it_goes_on_from_its_state() -> None:
+def test_it_resumes_from_its_state() -> None:
     once, twice = pair(gradient=0.25)
     optimizer = LarsInFp16(groups(once), **SETTINGS)
     other = LarsInFp16(groups(twice), **SETTINGS)

@@ -1,6 +1,8 @@
-import math
+from collections.abc import Callable
 
 import pytest
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, PolynomialLR
 
 from megabatch.errors import UserError
 from megabatch.optim.schedules import ScheduleSettings, schedule
@@ -13,28 +15,41 @@ def rates(decay: str, **settings: float) -> list[float]:
     return [learning_rate(step) for step in range(STEPS)]
 
 
+def by_torch(scheduler: Callable[[torch.optim.Optimizer], LRScheduler], peak: float, num_steps: int) -> list[float]:
+    """The learning rates that a scheduler of torch gives."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=peak)
+    scheduled = scheduler(optimizer)
+    seen = []
+    for _ in range(num_steps):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduled.step()
+    return seen
+
+
 @pytest.mark.parametrize("decay", ["poly", "cosine", "constant"])
-def test_warmup_is_linear_per_step_and_ends_at_the_peak(decay: str) -> None:
-    assert rates(decay)[:WARMUP] == pytest.approx([PEAK * (step + 1) / WARMUP for step in range(WARMUP)])
-    assert rates(decay)[WARMUP] == pytest.approx(PEAK)
+def test_warmup_is_torchs_linear_one_and_ends_at_the_peak(decay: str) -> None:
+    expected = by_torch(lambda optimizer: LinearLR(optimizer, 1 / WARMUP, total_iters=WARMUP - 1), PEAK, WARMUP)
+    assert rates(decay)[:WARMUP] == pytest.approx(expected)
+    assert rates(decay)[WARMUP - 1] == pytest.approx(PEAK) == rates(decay)[WARMUP]
 
 
 @pytest.mark.parametrize("power", [1.0, 2.0])
-def test_poly_is_the_formula(power: float) -> None:
-    after = [END + (PEAK - END) * (1 - (step - 10) / 40) ** power for step in range(10, 50)]
-    assert rates("poly", power=power)[10:] == pytest.approx(after)
+def test_poly_is_torchs_polynomial_one_above_the_end(power: float) -> None:
+    above = by_torch(lambda optimizer: PolynomialLR(optimizer, STEPS - WARMUP, power), PEAK - END, STEPS - WARMUP)
+    assert rates("poly", power=power)[WARMUP:] == pytest.approx([END + rate for rate in above])
 
 
-def test_cosine_is_the_formula() -> None:
-    after = [END + (PEAK - END) * (1 + math.cos(math.pi * (step - 10) / 40)) / 2 for step in range(10, 50)]
-    assert rates("cosine")[10:] == pytest.approx(after)
+def test_cosine_is_torchs_annealing_to_the_end() -> None:
+    expected = by_torch(lambda optimizer: CosineAnnealingLR(optimizer, STEPS - WARMUP, END), PEAK, STEPS - WARMUP)
+    assert rates("cosine")[WARMUP:] == pytest.approx(expected)
 
 
 def test_constant_stays_at_the_peak() -> None:
     assert rates("constant")[10:] == [PEAK] * 40
 
 
-def test_no_step_is_wasted_on_a_rate_of_zero() -> None:
+def test_no_step_is_wasted_on_a_learning_rate_of_zero() -> None:
     learning_rate = schedule(ScheduleSettings(end=0.0), PEAK, WARMUP, STEPS)
     assert all(learning_rate(step) > 0 for step in range(STEPS))
     assert learning_rate(STEPS) == 0  # one past the last

@@ -1,7 +1,13 @@
 import pytest
 import torch
 
-from megabatch.precision.loss_scale import CLEAN_STEPS, MOST_IN_A_ROW, LossScale, choose_loss_scale, show_scale
+from megabatch.precision.loss_scale import (
+    GROWTH_INTERVAL,
+    MAX_OVERFLOWS_IN_A_ROW,
+    LossScale,
+    choose_loss_scale,
+    show_scale,
+)
 from megabatch.precision.policy import PrecisionSettings
 
 
@@ -10,16 +16,16 @@ def dynamic(value: float = 2.0**24) -> LossScale:
 
 
 def test_the_first_scale_grows_with_the_batch_that_the_loss_is_divided_by() -> None:
-    for batch in (32, 65_536):
+    for batch, expected in ((32, 8192), (65_536, 2**24)):
         scale = choose_loss_scale(PrecisionSettings(name="fp16"), True, batch)
-        assert (scale.kind, scale.value) == ("dynamic", 2**8 * batch)
+        assert (scale.kind, scale.value) == ("dynamic", expected)
 
 
 def test_without_fp16_on_the_way_there_is_none_and_a_given_one_is_fixed() -> None:
     assert not choose_loss_scale(PrecisionSettings(name="bf16"), False, 32).is_on
     fixed = choose_loss_scale(PrecisionSettings(name="fp16", loss_scale=1000), True, 32)
-    for overflowed in (True, *[False] * CLEAN_STEPS, True):
-        fixed.see(overflowed)
+    for overflowed in (True, *[False] * GROWTH_INTERVAL, True):
+        fixed.update(overflowed)
     assert (fixed.kind, fixed.value) == ("fixed", 1000)
     loss = torch.tensor(3.0)
     assert fixed.scaled(loss) == 3000
@@ -30,7 +36,7 @@ def test_every_hundred_clean_steps_double_it_and_an_overflow_halves_it() -> None
     scale = dynamic(2.0**4)
     values = []
     for step in range(1, 451):
-        scale.see(overflowed=step == 150)
+        scale.update(overflowed=step == 150)
         values.append(scale.value)
     changes = {
         step: value
@@ -40,37 +46,37 @@ def test_every_hundred_clean_steps_double_it_and_an_overflow_halves_it() -> None
     assert changes == {100: 2**5, 150: 2**4, 250: 2**5, 350: 2**6, 450: 2**7}
 
 
-def test_there_is_no_cap_and_the_floor_is_one() -> None:
+def test_there_is_no_maximum_and_the_minimum_is_one() -> None:
     scale = dynamic()
-    for _ in range(100 * CLEAN_STEPS):
-        scale.see(overflowed=False)
+    for _ in range(100 * GROWTH_INTERVAL):
+        scale.update(overflowed=False)
     assert scale.value == 2.0**124
     halvings = 0
-    while not scale.is_at_its_end:
-        scale.see(overflowed=True)
+    while not scale.is_exhausted:
+        scale.update(overflowed=True)
         halvings += 1
     assert (scale.value, halvings) == (1.0, 124)
-    scale.see(overflowed=True)
+    scale.update(overflowed=True)
     assert scale.value == 1.0
 
 
-def test_a_fixed_scale_is_at_its_end_after_as_many_overflows_in_a_row() -> None:
+def test_a_fixed_scale_is_exhausted_after_as_many_overflows_in_a_row() -> None:
     fixed = LossScale("fixed", 8.0)
-    for overflowed in [True] * (MOST_IN_A_ROW - 1) + [False] + [True] * (MOST_IN_A_ROW - 1):
-        assert not (overflowed and fixed.is_at_its_end)
-        fixed.see(overflowed)
-    assert fixed.is_at_its_end
+    for overflowed in [True] * (MAX_OVERFLOWS_IN_A_ROW - 1) + [False] + [True] * (MAX_OVERFLOWS_IN_A_ROW - 1):
+        assert not (overflowed and fixed.is_exhausted)
+        fixed.update(overflowed)
+    assert fixed.is_exhausted
 
 
 @pytest.mark.parametrize("overflows", [[], [3], [3, 4, 7]])
-def test_a_restored_scale_goes_on_like_the_first(overflows: list[int]) -> None:
+def test_a_restored_scale_continues_like_the_first(overflows: list[int]) -> None:
     first, second = dynamic(), dynamic(1.0)
     for step in range(120):
-        first.see(step in overflows)
+        first.update(step in overflows)
     second.restore(first.state())
     for step in range(120, 400):
-        first.see(step % 130 == 0)
-        second.see(step % 130 == 0)
+        first.update(step % 130 == 0)
+        second.update(step % 130 == 0)
     assert first == second
 
 

@@ -42,9 +42,9 @@ def train(
     chosen = models or list(bench.WORKLOADS)
     for model in chosen:
         require_one_of("--model", model, bench.WORKLOADS)
-    place = discover()
-    if place:
-        be_a_rank(place, lambda notices: bench.run_rank(place, notices, device, rounds, chosen, json))
+    info = discover()
+    if info:
+        be_a_rank(info, lambda store: bench.run_rank(info, store, device, rounds, chosen, json))
     else:
         start_ranks(sys.argv[1:], ranks)
 
@@ -61,9 +61,9 @@ def allreduce(
 
     bench = load_bench("allreduce")
     require_folder_of(json)
-    place = discover()
-    if place:
-        be_a_rank(place, lambda notices: bench.run_rank(place, notices, rounds, sizes or bench.SIZES, json))
+    info = discover()
+    if info:
+        be_a_rank(info, lambda store: bench.run_rank(info, store, rounds, sizes or bench.SIZES, json))
     elif bench.has_mpi(ranks):
         bench.become_mpiexec(sys.argv[1:], ranks)
     else:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megabatch.cli.overrides import Words, split_words
+from megabatch.cli.overrides import Arguments, split_arguments
 from megabatch.cli.ranks import speaking_for_ranks
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def lr_range(
-    words: Words = None,
+    given: Arguments = None,
     low: Annotated[float | None, typer.Option(help="The lowest rate of the grid. Default: the recipe's / 8.")] = None,
     high: Annotated[float | None, typer.Option(help="The highest rate of the grid. Default: the recipe's x 8.")] = None,
     trials: Annotated[int, typer.Option(help="Rates to try in all.")] = 8,
@@ -25,7 +25,7 @@ def lr_range(
     ] = None,
     folder: Annotated[
         Path | None,
-        typer.Option(help="Where trials are kept, and go on. Default: runs/lr-range-RECIPE."),
+        typer.Option(help="Where trials are kept, and resume. Default: runs/lr-range-RECIPE."),
     ] = None,
 ) -> None:
     """Find a recipe's learning rate: full runs, coarse to fine, judged by images held out of the training images.
@@ -33,13 +33,13 @@ def lr_range(
     [bold]megabatch lr-range[/bold] fashion batch.global=1024 --low 0.1 --high 6.4
     """
     from megabatch.sweep.lr_range import command_for, conclude, plan_search, search_rates
-    from megabatch.sweep.screen import StudyScreen
+    from megabatch.sweep.screen import SweepScreen
     from megabatch.sweep.trials import choose_jobs
 
-    recipe, overrides = split_words(words)
+    recipe, overrides = split_arguments(given)
     search = plan_search(recipe, overrides, low=low, high=high, num_coarse=coarse, num_trials=trials, folder=folder)
     jobs = choose_jobs(jobs, search.config.run.device)
-    screen = StudyScreen(trials, jobs)
+    screen = SweepScreen(trials, jobs)
     epochs, num_held_out = search.config.train.epochs, search.shape.num_test
     share = " (1/12: data.validation is not set)" if search.held_out else ""
     screen.say("recipe", f"{search.config.name}: {trials} runs of {epochs:g} epochs, {jobs} at a time")

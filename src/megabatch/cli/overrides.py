@@ -1,4 +1,4 @@
-"""The words that `train` and `show` share: [RECIPE] [section.key=value ...] [--ranks N]."""
+"""The arguments that `train`, `show` and others share: [RECIPE] [section.key=value ...] [--ranks N]."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -7,7 +7,7 @@ import typer
 
 DEFAULT_RECIPE = "fashion"
 
-Words = Annotated[
+Arguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[RECIPE] [section.key=value]...",
@@ -21,9 +21,9 @@ Ranks = Annotated[
 ]
 
 
-def split_words(words: Sequence[str] | None, default: str = DEFAULT_RECIPE) -> tuple[str, list[str]]:
+def split_arguments(arguments: Sequence[str] | None, default: str = DEFAULT_RECIPE) -> tuple[str, list[str]]:
     """The recipe, which may only come first, and the overrides."""
-    words = list(words or [])
-    if words and "=" not in words[0]:
-        return words[0], words[1:]
-    return default, words
+    arguments = list(arguments or [])
+    if arguments and "=" not in arguments[0]:
+        return arguments[0], arguments[1:]
+    return default, arguments

@@ -13,7 +13,7 @@ from megabatch.errors import UserError, require_one_of
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from megabatch.data.pack import PackSettings
+    from megabatch.data.pack_identity import PackSettings
 
 QUIET_S = 10.0  # where there is no live bar, a line at least this often
 MOST_NAMED = 20  # of images that were skipped or are damaged
@@ -35,7 +35,7 @@ def pack(
     ] = "raise",
     verify: Annotated[bool, typer.Option("--verify", help="Then read all of it again and compare checksums.")] = False,
 ) -> None:
-    """Pack images into shards. After a kill, the same command goes on."""
+    """Pack images into shards. After a kill, the same command resumes."""
     require_one_of("--on-error", on_error, ("raise", "skip"))
     if out is None and not verify:
         raise UserError(f"megabatch pack {source} needs a folder to write to: megabatch pack {source} OUT")
@@ -43,7 +43,7 @@ def pack(
 
     console = Console(highlight=False, soft_wrap=True)
     if out is not None:
-        from megabatch.data.pack import PackSettings
+        from megabatch.data.pack_identity import PackSettings
 
         pack_to(
             out,
@@ -68,7 +68,7 @@ def pack_to(out: Path, source: Path, settings: "PackSettings", console: "Console
         with bar:
             packed = pack(source, out, settings, show)
     except KeyboardInterrupt:
-        raise UserError(f"{out} is not finished; the same command goes on behind its last whole shard") from None
+        raise UserError(f"{out} is not finished; the same command resumes after its last whole shard") from None
     shards = f"{packed.num_shards:,} shard" + "s" * (packed.num_shards > 1)
     images = f"{packed.num_images:,} images of {packed.num_classes:,} classes in {shards}"
     progress = packed.progress

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megabatch.cli.bench import require_folder_of
-from megabatch.cli.overrides import Ranks, Words, split_words
-from megabatch.cli.ranks import be_a_rank, start_ranks
+from megabatch.cli.overrides import Arguments, Ranks, split_arguments
+from megabatch.cli.ranks import be_a_rank, choose_ranks, start_ranks
 from megabatch.errors import UserError
 
 if TYPE_CHECKING:
-    from megabatch.planning.tuning import Bucket, Candidate, Tuning
-    from megabatch.ranks.store import Notices
+    from megabatch.planning.tuning import Bucket, PricedPlan, Tuning
+    from megabatch.ranks.store import RankStore
 
 
 def plan(
-    words: Words = None,
+    given: Arguments = None,
     ranks: Ranks = None,
     json: Annotated[Path | None, typer.Option("--json", help="Write the plan to this file too.")] = None,
 ) -> None:
@@ -26,32 +26,32 @@ def plan(
     Given the folder of a run, it shows what that run has chosen.
     Under torchrun, srun or mpiexec it joins the ranks that they have started.
     """
-    from megabatch.config.loading import load_config
-    from megabatch.preflight.preview import choose_ranks
+    from megabatch.config.loading import load_config, print_to_stderr, silent
     from megabatch.ranks.discover import discover
-    from megabatch.ranks.launch import NOTES
-    from megabatch.runs.folder import PLAN
-    from megabatch.train.plan_all_reduce import plan_sums
+    from megabatch.ranks.scratch import SCRATCH
+    from megabatch.runs.files import PLAN
+    from megabatch.train.plan_all_reduce import plan_all_reduce
 
-    recipe, overrides = split_words(words)
+    recipe, overrides = split_arguments(given)
     require_folder_of(json)
     if Path(recipe).is_dir():
         report(read_plan(Path(recipe) / PLAN), json)
         return
-    place = discover()
-    if not place:
+    info = discover()
+    if not info:
         config = load_config(recipe, overrides)
-        arguments = ["plan", f"{NOTES}/recipe.toml", *(["--json", str(json)] if json else [])]
+        arguments = ["plan", f"{SCRATCH}/recipe.toml", *(["--json", str(json)] if json else [])]
         start_ranks(arguments, choose_ranks(config, ranks), files={"recipe.toml": config.to_toml()})
         return
 
-    def work(notices: "Notices") -> int:
-        tuning = plan_sums(load_config(recipe, overrides), place, notices)
-        if place.rank == 0:
+    def work(store: "RankStore") -> int:
+        config = load_config(recipe, overrides, report=silent if info.rank else print_to_stderr)
+        tuning = plan_all_reduce(config, info, store)
+        if info.rank == 0:
             report(tuning, json)
         return 0
 
-    be_a_rank(place, work)
+    be_a_rank(info, work)
 
 
 def read_plan(path: Path) -> "Tuning":
@@ -136,7 +136,7 @@ def describe_tensors(bucket: "Bucket") -> str:
     return first if len(bucket.gradients) == 1 else f"{len(bucket.gradients)}: {first} .. {last}"
 
 
-def describe(candidate: "Candidate") -> str:
+def describe(candidate: "PricedPlan") -> str:
     measured = "-" if candidate.measured_s is None else f"{1e3 * candidate.measured_s:,.2f}"
     return f"{1e3 * candidate.predicted_s:,.2f} {measured}"
 

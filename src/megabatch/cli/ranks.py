@@ -15,8 +15,9 @@ from megabatch.errors import UserError
 PARENT = os.getppid()  # before torch is imported, which takes seconds
 
 if TYPE_CHECKING:
-    from megabatch.ranks.discover import Place
-    from megabatch.ranks.store import Notices
+    from megabatch.config.schema import RunConfig
+    from megabatch.ranks.discover import RankInfo
+    from megabatch.ranks.store import RankStore
 
 
 def start_ranks(
@@ -32,7 +33,8 @@ def start_ranks(
 @contextmanager
 def speaking_for_ranks() -> Iterator[None]:
     """Around what starts ranks and waits for them: ends the command as they have ended."""
-    from megabatch.ranks.launch import RankFailed, Stopped
+    from megabatch.ranks.launch import RankFailed
+    from megabatch.ranks.signals import Stopped
 
     try:
         yield
@@ -46,42 +48,61 @@ def speaking_for_ranks() -> Iterator[None]:
         sys.exit(failed.exit_code)
 
 
-def be_a_rank(place: "Place", work: Callable[["Notices"], int]) -> NoReturn:
+def be_a_rank(info: "RankInfo", work: Callable[["RankStore"], int]) -> NoReturn:
     """Does the work of one rank.  Of ranks that fail the first alone speaks: to our launcher, or else to the user."""
-    from megabatch.ranks.launch import die_with_launcher
-    from megabatch.ranks.store import Notices
+    from megabatch.ranks.signals import die_with_launcher
+    from megabatch.ranks.store import RankStore
 
     die_with_launcher(PARENT)
-    notices = None
+    store = None
     try:
-        notices = Notices(place)
-        code = work(notices)
+        store = RankStore(info)
+        code = work(store)
     except KeyboardInterrupt:  # a second Ctrl-C
         code = 130
     except BaseException as error:
         code = 2 if isinstance(error, UserError) else 1
-        # Without a meeting, all ranks have made the same mistake, or this one alone could not come.
-        if notices.is_first_to_fail() if notices else place.rank == 0 or code != 2:
-            speak(error, code, place, notices.folder() if notices else None)
+        # Without a store, all ranks have made the same mistake, or this one alone could not come.
+        if store.is_first_to_fail() if store else info.rank == 0 or code != 2:
+            speak(error, code, info, store.run_folder() if store else None)
     # Everything is closed.  The interpreter's own end would meet Gloo's threads, and sometimes abort.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def speak(error: BaseException, code: int, place: "Place", folder: Path | None) -> None:
+def speak(error: BaseException, code: int, info: "RankInfo", folder: Path | None) -> None:
     """One line; the traceback goes to the run's log, or above the line if there is none that this rank can reach."""
-    from megabatch.ranks.launch import report_failure, was_launched
+    from megabatch.ranks.launch import report_failure
+    from megabatch.ranks.signals import was_launched
+    from megabatch.runs.files import LOG
     from megabatch.runs.folder import append_to_log
 
     first_line = str(error).strip().partition("\n")[0]
     line, trace = (first_line, "") if code == 2 else (f"{type(error).__name__}: {first_line}", traceback.format_exc())
     if folder:
-        append_to_log(folder, f"rank {place.rank}: {line}\n{trace}")
+        append_to_log(folder, f"rank {info.rank}: {line}\n{trace}")
     if folder and trace:
-        line, trace = f"{line} (traceback in {folder / 'train.log'})", ""
+        line, trace = f"{line} (traceback in {folder / LOG})", ""
     report_failure(code, line, trace)
     if not was_launched():
-        has_rank = code != 2 or place.num_local_ranks != place.num_ranks  # hosts may differ in what they have
-        rank = f"rank {place.rank} on {platform.node()}: " if has_rank else ""
+        has_rank = code != 2 or info.num_local_ranks != info.num_ranks  # hosts may differ in what they have
+        rank = f"rank {info.rank} on {platform.node()}: " if has_rank else ""
         print(f"{trace}megabatch: {rank}{line}", file=sys.stderr)
+
+
+def choose_ranks(config: "RunConfig", wanted: int | None) -> int:
+    """The ranks that were asked for, or one per GPU, on CPU one per core, as far as they divide the microbatches."""
+    import torch
+
+    from megabatch.planning.batch import check_ranks, most_ranks
+    from megabatch.ranks.machine import usable_cores
+    from megabatch.ranks.world import choose_device
+
+    device_type = choose_device(config.run.device)
+    if wanted is not None:
+        if wanted < 1:
+            raise UserError(f"--ranks {wanted}: a run needs at least one rank; nearest: --ranks 1")
+        check_ranks(config.batch, wanted)
+        return wanted
+    return most_ranks(config.batch, torch.cuda.device_count() if device_type == "cuda" else len(usable_cores()))

@@ -6,7 +6,8 @@ def recipes() -> None:
     from rich.console import Console
     from rich.padding import Padding
 
-    from megabatch.config.loading import load_config, marked_settings
+    from megabatch.config.loading import load_config
+    from megabatch.config.provenance import settings_by_provenance
     from megabatch.config.recipes import recipe_names
 
     console = Console(highlight=False)
@@ -15,7 +16,7 @@ def recipes() -> None:
         batch, epochs = config.batch.global_batch, config.train.epochs
         what = f"{config.model.name}, batch {batch:,}, {config.optim.name}, {epochs:g} epochs"
         console.print(f"[bold]{config.name}[/bold]  {what}")
-        lines = [config.about, *(f"{kind}: {', '.join(keys)}" for kind, keys in marked_settings(config).items())]
+        lines = [config.about, *(f"{kind}: {', '.join(keys)}" for kind, keys in settings_by_provenance(config).items())]
         console.print(Padding("\n".join(lines), (0, 0, 0, 4)))
     console.print(
         "\nmegabatch show RECIPE prints a recipe in full, with the reason of each mark; "

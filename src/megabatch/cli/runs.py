@@ -11,8 +11,7 @@ def runs(folder: Annotated[Path, typer.Argument(help="Where the runs' folders ar
     from rich.console import Console
     from rich.table import Table
 
-    from megabatch.runs.folder import is_held
-    from megabatch.train.resume import is_run, read_summary
+    from megabatch.runs.reader import list_runs
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("run", no_wrap=True)
@@ -23,21 +22,18 @@ def runs(folder: Annotated[Path, typer.Argument(help="Where the runs' folders ar
     def show(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
 
-    for path in sorted(path for path in folder.glob("*") if is_run(path)):
-        if is_held(path):
-            table.add_row(str(path), "running", *"-----")
-            continue
-        summary = read_summary(path)
-        if summary is None:
-            table.add_row(str(path), "killed", *"-----")
-            continue
-        table.add_row(
-            str(path),
-            summary.status,
-            str(summary.steps),
-            show(summary.top1, ".4f"),
-            show(summary.best_top1, ".4f"),
-            show(summary.wall_s, ".1f"),
-            show(summary.images_per_s, ",.0f"),
+    for run in list_runs(folder):
+        summary = run.summary
+        figures = (
+            "-----"
+            if summary is None
+            else [
+                str(summary.steps),
+                show(summary.top1, ".4f"),
+                show(summary.best_top1, ".4f"),
+                show(summary.wall_s, ".1f"),
+                show(summary.images_per_s, ",.0f"),
+            ]
         )
+        table.add_row(str(run.path), run.status, *figures)
     Console(highlight=False).print(table if table.row_count else f"no runs in {folder}")

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megabatch.cli.overrides import Ranks, Words, split_words
+from megabatch.cli.overrides import Arguments, Ranks, split_arguments
+from megabatch.cli.ranks import choose_ranks
 
 if TYPE_CHECKING:
     from megabatch.config.schema import RunConfig
@@ -14,15 +15,14 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def show(
-    words: Words = None,
+    given: Arguments = None,
     ranks: Ranks = None,
     toml: Annotated[bool, typer.Option("--toml", help="Print the recipe alone, as a file to start from.")] = False,
 ) -> None:
     """Show what a recipe resolves to: settings, batch arithmetic, learning rates, parameter groups, memory."""
     from megabatch.config.loading import load_config
-    from megabatch.preflight.preview import choose_ranks
 
-    config = load_config(*split_words(words))
+    config = load_config(*split_arguments(given))
     if toml:
         print(config.to_toml(), end="")
         return
@@ -76,8 +76,10 @@ def print_preview(config: "RunConfig", num_ranks: int) -> None:
     console.print(table)
     title("memory of a rank")
     console.print(f"weights      {megabytes(memory.weights)}")
-    if memory.masters:
-        console.print(f"masters      {megabytes(memory.masters)}  fp32, which the optimizer changes")
+    if memory.master_weights:
+        console.print(
+            f"masters      {megabytes(memory.master_weights)}  fp32 master weights, which the optimizer changes"
+        )
     console.print(f"gradients    {megabytes(memory.gradients)}  ({memory.gradients:,} bytes to all-reduce a step)")
     if memory.unscaled:
         console.print(f"unscaled     {megabytes(memory.unscaled)}  gradients in fp32")

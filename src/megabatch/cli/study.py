@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from megabatch.studies.design import Design
 
 app = typer.Typer(
-    help="Find out on a desktop whether huge batches and 16 bits lose accuracy; takes hours, and goes on when stopped.",
+    help="Find out on a desktop whether huge batches and 16 bits lose accuracy; takes hours, and resumes when stopped.",
     no_args_is_help=True,
 )
 Folder = Annotated[
     Path | None,
-    typer.Option(help="Where the runs are kept, and go on.  Default: runs/study-<name>.", show_default=False),
+    typer.Option(help="Where the runs are kept, and resume.  Default: runs/study-<name>.", show_default=False),
 ]
 Out = Annotated[Path, typer.Option(help="Where the page, its figures and its JSON go.")]
 Jobs = Annotated[int | None, typer.Option(help="Runs at a time, of one rank each.  Default: one per core.")]
@@ -52,30 +52,30 @@ def precision(folder: Folder = None, out: Out = Path("docs/studies"), jobs: Jobs
 def run_study(design: "Design", folder: Path | None, out: Path, jobs: int | None) -> None:
     from functools import partial
 
-    from megabatch.config.loading import load_config
+    from megabatch.config.loading import load_config, silent
     from megabatch.config.resolve import plan_run
-    from megabatch.data.sources import foresee_shape
+    from megabatch.data.sources import infer_shape
     from megabatch.studies.conduct import conduct, search_trial
     from megabatch.studies.drawing import require_matplotlib
     from megabatch.studies.page import write_study
     from megabatch.studies.variance import layer_variance
     from megabatch.studies.verdict import judge
-    from megabatch.sweep.screen import StudyScreen
+    from megabatch.sweep.screen import SweepScreen
     from megabatch.sweep.trials import choose_jobs, run_trials
 
     require_matplotlib()  # all that can be wrong is found before the hours that it takes
     for arm in design.arms:
-        config = load_config(design.recipe, search_trial(design, arm, rate=1.0).overrides)
-        plan_run(config, foresee_shape(config.data), num_ranks=1)
+        config = load_config(design.recipe, search_trial(design, arm, rate=1.0).overrides, report=silent)
+        plan_run(config, infer_shape(config.data), num_ranks=1)
     jobs = choose_jobs(jobs, "auto")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {out} cannot be used ({error.strerror}); give another folder") from None
     folder = folder or Path("runs") / f"study-{design.name}"
-    screen = StudyScreen(design.num_trials, jobs)
+    screen = SweepScreen(design.num_trials, jobs)
     screen.say("study", f"{design.name}: {design.title}")
-    screen.say("runs", f"{design.num_trials} in {folder}, {jobs} at a time; stopped, the same command goes on")
+    screen.say("runs", f"{design.num_trials} in {folder}, {jobs} at a time; stopped, the same command resumes")
     command = shlex.join(["megabatch", *sys.argv[1:]])
     with speaking_for_ranks():
         run = partial(run_trials, folder=folder, jobs=jobs, screen=screen)

@@ -6,13 +6,13 @@ from typing import Annotated
 
 import typer
 
-from megabatch.cli.overrides import DEFAULT_RECIPE, Ranks, Words, split_words
-from megabatch.cli.ranks import be_a_rank, start_ranks
+from megabatch.cli.overrides import DEFAULT_RECIPE, Arguments, Ranks, split_arguments
+from megabatch.cli.ranks import be_a_rank, choose_ranks, start_ranks
 from megabatch.errors import UserError
 
 
 def train(
-    words: Words = None,
+    given: Arguments = None,
     ranks: Ranks = None,
     resume: Annotated[
         str,
@@ -37,38 +37,37 @@ def train(
     Under torchrun, srun or mpiexec it joins the ranks that they have started.
     """
     from megabatch.cli.show import print_preview
-    from megabatch.config.loading import load_config
+    from megabatch.config.loading import load_config, print_to_stderr, silent
     from megabatch.config.schema import RunConfig
-    from megabatch.data.sources import foresee_shape
+    from megabatch.data.sources import infer_shape
     from megabatch.preflight.compare import require_known
-    from megabatch.preflight.preview import choose_ranks
     from megabatch.ranks.discover import discover
-    from megabatch.ranks.launch import NOTES
+    from megabatch.ranks.scratch import SCRATCH
     from megabatch.train.resume import choose_start, newest_whole
     from megabatch.train.run import run
 
     def resolve() -> RunConfig:
-        recipe, overrides = split_words(words, default=recipe_of(resume))
-        if place and ranks not in (None, place.num_ranks):
-            raise UserError(f"--ranks {ranks}, but this is one of {place.num_ranks} ranks already; leave --ranks out")
-        config = load_config(recipe, overrides)
+        recipe, overrides = split_arguments(given, default=recipe_of(resume))
+        if info and ranks not in (None, info.num_ranks):
+            raise UserError(f"--ranks {ranks}, but this is one of {info.num_ranks} ranks already; leave --ranks out")
+        config = load_config(recipe, overrides, report=silent if info and info.rank else print_to_stderr)
         if strict:
-            require_known(config, foresee_shape(config.data).num_train)
+            require_known(config, infer_shape(config.data).num_train)
         return config
 
-    place = discover()
-    if place and not dry_run:
-        be_a_rank(place, lambda notices: run(resolve(), place, resume, notices, retune))
+    info = discover()
+    if info and not dry_run:
+        be_a_rank(info, lambda store: run(resolve(), info, resume, store, retune))
     config = resolve()
     if dry_run:
-        print_preview(config, place.num_ranks if place else choose_ranks(config, ranks))
+        print_preview(config, info.num_ranks if info else choose_ranks(config, ranks))
     else:
         num_ranks = choose_ranks(config, ranks)
         # What ranks would refuse is said at once; and a folder is indexed before they all want it.
-        foresee_shape(config.data)
+        infer_shape(config.data)
         choose_start(config, resume, partial(newest_whole, report=ignore))
         # Ranks read what was resolved here: a file may change, and a pipe can be read only once.
-        arguments = ["train", f"{NOTES}/recipe.toml", "--resume", resume, *["--retune"] * retune]
+        arguments = ["train", f"{SCRATCH}/recipe.toml", "--resume", resume, *["--retune"] * retune]
         start_ranks(arguments, num_ranks, max_restarts, {"recipe.toml": config.to_toml()})
 
 

@@ -1,4 +1,4 @@
-"""Ranks and what they exchange.  `attach` gives our all-reduce to any script that uses DistributedDataParallel."""
+"""The all-reduce of gradients.  `attach` gives our all-reduce to any script that uses DistributedDataParallel."""
 
 from typing import Any
 

@@ -13,24 +13,23 @@ A rank that has died or left is noticed while we sleep.
 
 No fences: on x86-64 a core's stores become visible in the order in which they were made, and its loads are made in
 order, so whoever sees the number sees all that was written before it.  Non-temporal stores are the exception, and
-memcpy ends those with an sfence.  An aligned word is one store.  Other machines promise none of this: `is_supported`.
+memcpy ends those with an sfence.  An aligned word is one store.  Other machines promise none of this: `segment.is_supported`.
 """
 
 import contextlib
 import ctypes
 import os
-import platform
 import select
 import struct
-import sys
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from msgspec import Struct
+
+from megabatch.comm.segment import MissingRank, join
 
 OPERATIONS = ("share", "all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast")
 DTYPES = (
@@ -51,7 +50,7 @@ FIELDS = ("operation", "root", "buffer", "elements", "dtype", "scale", "step", "
 # others read lies 128 bytes apart.  Headers have two places, used in turns: a rank that is one operation ahead
 # (nobody can be two) must not overwrite what a slower one still compares.
 ARRIVED, TAG, LEFT = 0, 1, 3  # the barrier's number; a hash of the header, two of them; this rank has closed
-HEADER, LETTER = 16, 48  # two headers of 16 words; words for the peers, see `SharedMemory.share`
+HEADER, MAILBOX = 16, 48  # two headers of 16 words; words for the peers, see `SharedMemory.share`
 WORDS_PER_RANK = 64
 PACK_HEADER = struct.Struct(f"{len(FIELDS) - 1}qQ").pack_into
 
@@ -71,15 +70,7 @@ TIMEOUT_S = 600.0
 
 
 class RankMismatch(RuntimeError):
-    """Ranks came to one barrier with different plans."""
-
-
-class MissingRank(RuntimeError):
-    """A rank died, left, or did not come in time."""
-
-
-class Unmapped(RuntimeError):
-    """Memory could not be shared between the ranks of this host."""
+    """Ranks came to one barrier with different operations."""
 
 
 class Header(Struct, frozen=True):
@@ -91,23 +82,6 @@ class Header(Struct, frozen=True):
 
 
 NO_HEADER = Header()
-
-
-def is_supported() -> bool:
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        return False
-    try:
-        os.close(os.pidfd_open(os.getpid()))  # Linux 5.3, and containers that allow it
-    except OSError:
-        return False
-    return True
-
-
-def map_storage(pid: int, descriptor: int, num_bytes: int) -> torch.UntypedStorage:
-    """The memory behind another process's file descriptor.  Ours is closed as soon as it is mapped."""
-    storage = torch.UntypedStorage.from_file(f"/proc/{pid}/fd/{descriptor}", True, num_bytes)
-    assert isinstance(storage, torch.UntypedStorage)
-    return storage
 
 
 class Barrier:
@@ -128,7 +102,7 @@ class Barrier:
         self.is_closed = False
         self.waits_until_yield, self.waits_without_yields = 0, 1  # see LATE_S
         self.waited_s = 0.0  # at the first barriers of operations, in all
-        self.num_meetings = self.num_arrivals = 0
+        self.num_operations = self.num_arrivals = 0
         self.current: tuple[int, ...] = ()
         num_words = WORDS_PER_RANK * num_ranks + extra_words
         self.segment, self.pids = join(store, rank, num_ranks, timeout_s, names, num_words)
@@ -144,26 +118,26 @@ class Barrier:
         for descriptor in self.process_of:
             self.deaths.register(descriptor, select.POLLIN)
 
-    def meet(self, header: tuple[int, ...]) -> None:
+    def arrive(self, header: tuple[int, ...]) -> None:
         """The first barrier of an operation: all ranks are there, and want the same."""
         self.require_open()
         self.current = header
-        self.num_meetings += 1
-        place = self.num_meetings & 1
+        self.num_operations += 1
+        place = self.num_operations & 1
         tag = hash(header)  # of whole numbers: the same in every process
         words, own = self.words, self.own
         PACK_HEADER(words, 8 * (own + HEADER + 16 * place), *header)
         words[own + TAG + place] = tag
-        self.wait(is_meeting=True)
+        self.wait(is_first=True)
         for peer in self.peers:
             if words[peer + TAG + place] != tag:
                 self.complain_of_mismatch(place)
 
     def require_open(self) -> None:
         if self.is_closed:
-            raise MissingRank("this rank has left the others, or has missed one of them; join them anew")
+            raise MissingRank("this rank has left the others, or has missed one of them; join them again")
 
-    def wait(self, is_meeting: bool = False) -> None:
+    def wait(self, is_first: bool = False) -> None:
         """A barrier: returns once all ranks have come to it."""
         words = self.words
         self.num_arrivals = number = self.num_arrivals + 1
@@ -176,7 +150,7 @@ class Barrier:
                 else:
                     began_s = time.perf_counter()
                     self.wait_long(number)
-                    if is_meeting:
+                    if is_first:
                         self.waited_s += time.perf_counter() - began_s
                     return
 
@@ -252,49 +226,6 @@ class Barrier:
             os.close(descriptor)
 
 
-def join(
-    store: "dist.Store",  # type: ignore[name-defined]
-    rank: int,
-    num_ranks: int,
-    timeout_s: float,
-    names: Sequence[int],
-    num_words: int,
-) -> tuple[torch.Tensor, list[int]]:
-    """The control segment, which rank 0 makes and the others map, and the process ids of all ranks."""
-    # Several may share a store; all ranks make them in the same order.
-    generation = store.add(f"shared-memory/{rank}", 1)
-    prefix = f"shared-memory/{generation}"
-    error = ""
-    try:
-        if rank == 0:
-            segment = torch.zeros(num_words, dtype=torch.int64)
-            descriptor, num_bytes = segment.untyped_storage()._share_fd_cpu_()
-            store.set(f"{prefix}/segment", f"{os.getpid()} {descriptor} {num_bytes}")
-        else:
-            where = receive(store, f"{prefix}/segment", timeout_s, names[0])
-            storage = map_storage(*map(int, where.split()))
-            segment = torch.empty(0, dtype=torch.int64).set_(storage)
-    except RuntimeError as caught:
-        error = str(caught).partition("\n")[0]
-    store.set(f"{prefix}/{rank}", f"{os.getpid()} {error}")
-    pids = []
-    for peer in range(num_ranks):
-        pid, _, error = receive(store, f"{prefix}/{peer}", timeout_s, names[peer]).partition(" ")
-        if error:
-            raise Unmapped(f"rank {names[peer]} cannot map shared memory ({error}); use Gloo on this host")
-        pids.append(int(pid))
-    return segment, pids
-
-
-def receive(store: "dist.Store", key: str, timeout_s: float, name: int) -> str:  # type: ignore[name-defined]
-    try:
-        store.wait([key], timedelta(seconds=timeout_s))
-    except dist.DistStoreError as error:
-        message = f"rank {name} did not come within {timeout_s:g} s to set up shared memory; see its own output"
-        raise MissingRank(message) from error
-    return str(store.get(key).decode())
-
-
 def describe(header: dict[str, int]) -> str:
     """all_reduce of bucket 3, elements 1,024, dtype float32"""
     said = []
@@ -311,4 +242,4 @@ def describe(header: dict[str, int]) -> str:
 
 
 def name_bucket(number: int) -> str:
-    return f"bucket {number}" if number >= 0 else "the step's totals"
+    return f"bucket {number}" if number >= 0 else "the step's metrics"

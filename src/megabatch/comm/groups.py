@@ -1,4 +1,5 @@
-"""The ranks that sum together, along each axis of their topology: shared memory in the node, the engine elsewhere."""
+"""The ranks that work together along each axis of their topology: by shared memory in the node, elsewhere by a process
+group of Gloo or NCCL."""
 
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -8,18 +9,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megabatch.comm.engine import Engine
+from megabatch.comm.process_group import ProcessGroup
 from megabatch.comm.shared_memory import SharedMemory
 from megabatch.planning.topology import Axis, Topology, from_hosts
-from megabatch.ranks.discover import host_identity
+from megabatch.ranks.machine import host_identity
 
-AXES: tuple[Axis, ...] = ("node", "masters", "across", "all")
+AXES: tuple[Axis, ...] = ("node", "leaders", "inter_node", "all")
 
 
 class Groups:
     """Opens what plans need, and closes it.  Every rank of `parent` makes it, with the same arguments.
 
-    Ranks here are places in `parent`; `names` are their global ranks.
+    Ranks here are those of `parent`; `names` are their global ranks.
     """
 
     def __init__(self, parent: Any, device: torch.device, timeout_s: float) -> None:
@@ -34,7 +35,7 @@ class Groups:
         self.shareable_bytes = min((room for _, room in found if room is not None), default=None)
         self.store = self.own_store()
         self.memory: SharedMemory | None = None
-        self.engines: dict[Axis, Engine] = {}
+        self.process_groups: dict[Axis, ProcessGroup] = {}
         self.stack = ExitStack()
 
     def may_share(self) -> bool:
@@ -54,30 +55,30 @@ class Groups:
             if axis == "node" and self.may_share():
                 self.memory = self.stack.enter_context(self.open_memory(members))
             else:
-                self.engines[axis] = self.open_engine(axis, members)
+                self.process_groups[axis] = self.open_process_group(axis, members)
 
     def open_memory(self, members: tuple[int, ...]) -> SharedMemory:
         store = dist.PrefixStore(f"node-{members[0]}", self.store)  # type: ignore[attr-defined]
         names = [self.names[member] for member in members]
         return SharedMemory(store, members.index(self.rank), len(members), self.timeout_s, names)
 
-    def open_engine(self, axis: Axis, members: tuple[int, ...]) -> Engine:
+    def open_process_group(self, axis: Axis, members: tuple[int, ...]) -> ProcessGroup:
         store = dist.PrefixStore(f"{axis}-{members[0]}", self.store)  # type: ignore[attr-defined]
         names = [self.names[member] for member in members]
         # Two contributions have one sum, in whatever order: Gloo's own is a tenth faster than a direct exchange.
-        sums_itself = axis == "all" or len(members) == 2 or self.device.type == "cuda"
-        engine = Engine(store, members.index(self.rank), names, self.timeout_s, self.device, sums_itself)
-        self.stack.callback(engine.close)
-        return engine
+        uses_backend = axis == "all" or len(members) == 2 or self.device.type == "cuda"
+        group = ProcessGroup(store, members.index(self.rank), names, self.timeout_s, self.device, uses_backend)
+        self.stack.callback(group.close)
+        return group
 
-    def abandon(self) -> None:
-        """This rank has given up: whoever waits for it here need not, nor does it wait for others any more."""
-        for engine in self.engines.values():
-            engine.abandon()
+    def abort(self) -> None:
+        """This rank aborts: whoever waits for it here need not, nor does it wait for others any more."""
+        for group in self.process_groups.values():
+            group.abort()
         if self.memory:
             self.memory.close()
 
     def close(self) -> None:
         self.stack.close()
-        self.engines = {}
+        self.process_groups = {}
         self.memory = None

@@ -17,30 +17,30 @@ import torch
 import torch.distributed as dist
 
 from megabatch.comm.barrier import Header
-from megabatch.comm.engine import WIRE_DTYPES
+from megabatch.comm.dtypes import TORCH_DTYPES
 from megabatch.comm.reducer import Reducer
 from megabatch.planning.cost import Link, Timing, fit_link
 from megabatch.planning.pipeline import PART_BYTES
-from megabatch.planning.plan import WIRES, Phase, Plan, Wire
+from megabatch.planning.plan import COMM_DTYPES, CommDtype, Phase, Plan
 from megabatch.planning.topology import Axis
 
 ROUNDS = 5
 STREAM = 8  # tensors one behind another
 SMALL = 1024  # elements
 SMALL_IN_NODE = 50
-FIRST_KEY = -1_000  # tensors that are none of DDP's buckets, nor messages, have keys from here down
+FIRST_KEY = -1_000  # tensors that are none of DDP's buckets, nor a step's metrics, have keys from here down
 
 
-def probe(reducer: Reducer, axes: Iterable[Axis], wire: Wire) -> dict[Axis, Link]:
+def probe(reducer: Reducer, axes: Iterable[Axis], dtype: CommDtype) -> dict[Axis, Link]:
     """The link along each axis, the same on all ranks, which all call this."""
-    return {axis: probe_axis(reducer, axis, wire) for axis in sorted(axes)}
+    return {axis: probe_axis(reducer, axis, dtype) for axis in sorted(axes)}
 
 
-def probe_axis(reducer: Reducer, axis: Axis, wire: Wire) -> Link:
+def probe_axis(reducer: Reducer, axis: Axis, dtype: CommDtype) -> Link:
     topology = reducer.groups.topology
-    num_members = max(map(len, topology.groups(axis)))
+    num_members = max(size for size, _ in topology.shape.group_sizes(axis))
     # Across nodes, each rank of a node carries its slice of a part.
-    large = PART_BYTES // 4 // (topology.largest_node if axis == "across" else 1)
+    large = PART_BYTES // 4 // (topology.largest_node if axis == "inter_node" else 1)
     room_bytes = reducer.groups.shareable_bytes
     if axis == "node" and room_bytes is not None:  # a container may have little more than the gradients need
         large = max(2 * SMALL, min(large, room_bytes // (16 * topology.largest_node)))
@@ -51,22 +51,22 @@ def probe_axis(reducer: Reducer, axis: Axis, wire: Wire) -> Link:
             sum_s=time_in_node(reducer, "reduce_scatter", large),
             num_halves=1,
         )
-        return fit_link(timing, num_members, large, wire_bytes=4)
+        return fit_link(timing, num_members, large, comm_bytes=4)
     timing = Timing(
-        small_s=time_sums(reducer, axis, wire, SMALL),
-        gather_s=time_gather(reducer, axis, wire, large),
-        sum_s=time_sums(reducer, axis, wire, large),
+        small_s=time_sums(reducer, axis, dtype, SMALL),
+        gather_s=time_gather(reducer, axis, dtype, large),
+        sum_s=time_sums(reducer, axis, dtype, large),
         num_halves=2,
     )
-    return fit_link(timing, num_members, large, wire_bytes=WIRES[wire].num_bytes)
+    return fit_link(timing, num_members, large, comm_bytes=COMM_DTYPES[dtype].num_bytes)
 
 
 def time_in_node(reducer: Reducer, op: str, num_elements: int) -> float:
     groups, tensor = reducer.groups, torch.zeros(num_elements, device=reducer.groups.device)
     if groups.memory:
         run = partial(getattr(groups.memory, op), groups.memory.share(tensor))
-    elif "node" in groups.engines:
-        run = partial(getattr(groups.engines["node"], op), tensor, "fp32")
+    elif "node" in groups.process_groups:
+        run = partial(getattr(groups.process_groups["node"], op), tensor, "fp32")
     else:  # this rank is alone in its node
         run = partial(int)
     # Many: ranks leave the barrier before the first one up to a millisecond apart.
@@ -74,14 +74,14 @@ def time_in_node(reducer: Reducer, op: str, num_elements: int) -> float:
     return slowest_s(reducer, lambda: [run() for _ in range(count)]) / count
 
 
-def time_gather(reducer: Reducer, axis: Axis, wire: Wire, num_elements: int) -> float:
-    engine = reducer.groups.engines.get(axis)  # None: no member
-    tensor = torch.zeros(num_elements, dtype=WIRE_DTYPES[wire] or torch.float32, device=reducer.groups.device)
-    return slowest_s(reducer, lambda: engine.gather(tensor) if engine else None)
+def time_gather(reducer: Reducer, axis: Axis, dtype: CommDtype, num_elements: int) -> float:
+    group = reducer.groups.process_groups.get(axis)  # None: no member
+    tensor = torch.zeros(num_elements, dtype=TORCH_DTYPES[dtype], device=reducer.groups.device)
+    return slowest_s(reducer, lambda: group.gather(tensor) if group else None)
 
 
-def time_sums(reducer: Reducer, axis: Axis, wire: Wire, num_elements: int) -> float:
-    plan = Plan(f"probe {axis}", (Phase("all_reduce", axis, wire),))
+def time_sums(reducer: Reducer, axis: Axis, dtype: CommDtype, num_elements: int) -> float:
+    plan = Plan(f"probe {axis}", (Phase("all_reduce", axis, dtype),))
     return time_plan(reducer, plan, num_elements, STREAM) / STREAM
 
 
@@ -97,12 +97,11 @@ def time_plan(reducer: Reducer, plan: Plan, num_elements: int, count: int, dtype
             sums.append(reducer.start(key, tensor, plan, header, None, is_last=place == count - 1))
         for future in sums:
             future.wait()
-        if reducer.error:
-            raise reducer.error
+        reducer.failure.raise_error()
 
     taken_s = slowest_s(reducer, sum_all)
     for place in range(count):  # room in shared memory for buckets
-        reducer.buffers.pop(FIRST_KEY - place, None)
+        reducer.forget(FIRST_KEY - place)
     return taken_s
 
 

@@ -12,7 +12,6 @@ Law: every element is summed in the order of ranks, whatever its place in the te
 on all ranks, and a gradient the same bits in any bucket.  16-bit floats are summed in fp32 and rounded once.
 
 A tensor's storage moves into shared memory in place: all of its views, such as the gradients in DDP's bucket, follow.
-The file behind it has mode 0600 and no name, so nothing is left in /dev/shm however a rank ends.
 """
 
 import contextvars
@@ -28,19 +27,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megabatch.comm.barrier import (
-    DTYPES,
-    LETTER,
-    NO_HEADER,
-    OPERATIONS,
-    TIMEOUT_S,
-    WORDS_PER_RANK,
-    Barrier,
-    Header,
-    Unmapped,
-    is_supported,
-    map_storage,
-)
+from megabatch.comm.barrier import DTYPES, MAILBOX, NO_HEADER, OPERATIONS, TIMEOUT_S, WORDS_PER_RANK, Barrier, Header
+from megabatch.comm.segment import Unmapped, is_supported, map_storage
 from megabatch.errors import UserError
 from megabatch.planning.plan import Slice, slices
 
@@ -52,7 +40,7 @@ SUMMED_IN_FP32 = (torch.float16, torch.bfloat16)
 FOLDER = "/dev/shm"
 CODES = {name: code for code, name in enumerate(OPERATIONS)}
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
-DESCRIPTOR, NUM_BYTES, OFFSET, OUTCOME = (LETTER + word for word in range(4))
+DESCRIPTOR, NUM_BYTES, OFFSET, OUTCOME = (MAILBOX + word for word in range(4))
 
 
 class SharedBuffer:
@@ -173,7 +161,7 @@ class SharedMemory:
         offset = int(flat.storage_offset()) * flat.element_size()
         words[own + DESCRIPTOR], words[own + NUM_BYTES], words[own + OFFSET] = descriptor, num_bytes, offset
         buffer_words = self.num_buffers, len(flat), DTYPE_CODES[flat.dtype]
-        barrier.meet((CODES["share"], 0, *buffer_words, 0, header.step, header.bucket, header.layout))
+        barrier.arrive((CODES["share"], 0, *buffer_words, 0, header.step, header.bucket, header.layout))
         tensors = []
         try:
             for rank in self.everyone:
@@ -203,9 +191,9 @@ class SharedMemory:
         if not buffer.is_small:
             self.reduce_slice("all_reduce", 0, buffer, header, scale, self.everyone)
             return
-        places = buffer.places[self.barrier.num_meetings & 1]
+        places = buffer.places[self.barrier.num_operations & 1]
         places[self.rank][:] = buffer.own
-        self.meet("all_reduce", 0, buffer, header, scale)
+        self.arrive("all_reduce", 0, buffer, header, scale)
         self.quietly(self.add, places, buffer.own, scale)
 
     def reduce_scatter(self, buffer: SharedBuffer, header: Header = NO_HEADER, scale: float | None = None) -> None:
@@ -224,9 +212,9 @@ class SharedMemory:
         """Every rank's tensor becomes the root's."""
         self.copy_slice("broadcast", root, buffer, header, root)
 
-    def meet(self, operation: str, root: int, buffer: SharedBuffer, header: Header, scale: float | None) -> None:
+    def arrive(self, operation: str, root: int, buffer: SharedBuffer, header: Header, scale: float | None) -> None:
         scale_bits = 0 if scale is None else struct.unpack("q", struct.pack("d", scale))[0]
-        self.barrier.meet(
+        self.barrier.arrive(
             (CODES[operation], root, *buffer.words, scale_bits, header.step, header.bucket, header.layout)
         )
 
@@ -240,7 +228,7 @@ class SharedMemory:
         destinations: Sequence[int],
     ) -> None:
         """Sums this rank's slice of all tensors into those of the destinations."""
-        self.meet(operation, root, buffer, header, scale)
+        self.arrive(operation, root, buffer, header, scale)
         # The first addition may overwrite either of its operands; a sum that goes elsewhere is made in rank 0's.
         home = destinations[0] if destinations[0] < 2 else 0
         for parts in buffer.chunks:
@@ -252,7 +240,7 @@ class SharedMemory:
 
     def copy_slice(self, operation: str, root: int, buffer: SharedBuffer, header: Header, source: int) -> None:
         """Copies this rank's slice of the source's tensor to all other tensors."""
-        self.meet(operation, root, buffer, header, None)
+        self.arrive(operation, root, buffer, header, None)
         for parts in buffer.chunks:
             for rank in self.everyone:
                 if rank != source:

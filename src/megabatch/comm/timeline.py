@@ -2,7 +2,7 @@
 
     steps         step 7                                   step 8
     training      input forward backward     waiting update input forward backward ...
-    buckets                  ^0    ^1    ^2                 each as it is ready; beside the lanes, from there to summed
+    buckets                  ^0    ^1    ^2                 each as it is ready; beside the lanes, from there to reduced
     in the node               0111  0222                   phases, and waits for other ranks and for the network
     network                     000   111  222
 
@@ -23,6 +23,10 @@ import torch
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
+from megabatch.comm.barrier import name_bucket
+from megabatch.comm.work import Work
+from megabatch.disk import write_file
+from megabatch.planning.plan import Phase, Plan, Transfer
 from megabatch.planning.topology import Topology
 from megabatch.ranks.world import World
 
@@ -45,8 +49,13 @@ class Event(NamedTuple):
 class Timeline:
     """Of one rank.  Times are written relative to `origin_s`."""
 
-    def __init__(self, rank: int, origin_s: float, first_step: int) -> None:
-        self.rank, self.origin_s = rank, origin_s
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.restart(origin_s=0.0, first_step=1)
+
+    def restart(self, origin_s: float, first_step: int) -> None:
+        """Forgets what was before the first step."""
+        self.origin_s = origin_s
         self.step = first_step  # under way; from 1, as in the records
         self.events: deque[Event] = deque()
         self.under_way: dict[str, Event] = {}
@@ -75,14 +84,26 @@ class Timeline:
         self.events.append(span._replace(began_s=met_s, ended_s=now_s))
         return now_s
 
-    def note_ready(self, bucket: str, num_bytes: int, plan: str) -> None:
-        now_s, about = time.perf_counter(), {"bytes": num_bytes, "plan": plan}
-        self.events.append(Event("i", BUCKETS, f"{bucket} ready", self.step, now_s, now_s, about))
-        self.events.append(Event("b", BUCKETS, bucket, self.step, now_s, now_s, about))
+    def enter_phase(self, work: Work, phase: Phase, transfer: Transfer) -> None:
+        num_bytes = (transfer.end - transfer.begin) * work.whole.element_size()
+        self.enter(lane_of(phase), f"{name_bucket(work.key)}: {phase}", bytes=num_bytes, plan=work.plan.name)
 
-    def note_summed(self, bucket: str) -> None:
-        now_s = time.perf_counter()
-        self.events.append(Event("e", BUCKETS, bucket, self.step, now_s, now_s, {}))
+    def leave_phase(self, phase: Phase, waited_s: float) -> None:
+        self.leave(lane_of(phase), waited_s)
+
+    def enter_wait(self, work: Work) -> None:
+        self.enter(IN_NODE, f"{name_bucket(work.key)}: waits for the network")
+
+    def note_ready(self, key: int, tensor: torch.Tensor, plan: Plan) -> None:
+        now_s, about = time.perf_counter(), {"bytes": tensor.nbytes, "plan": plan.name}
+        self.events.append(Event("i", BUCKETS, f"{name_bucket(key)} ready", self.step, now_s, now_s, about))
+        self.events.append(Event("b", BUCKETS, name_bucket(key), self.step, now_s, now_s, about))
+
+    def note_reduced(self, work: Work) -> None:
+        """With its last part."""
+        if work.end == len(work.whole):
+            now_s = time.perf_counter()
+            self.events.append(Event("e", BUCKETS, name_bucket(work.key), self.step, now_s, now_s, {}))
 
     def write(self, path: Path) -> None:
         """The whole file or the one before it.  What is still under way lasts until now."""
@@ -90,9 +111,7 @@ class Timeline:
         lasting = [span._replace(ended_s=now_s) for span in list(self.under_way.values())]
         events = [*self.events, *lasting]  # a copy: after a failure threads may still append
         rows = [*self.names(), *map(self.row, events)]
-        new = path.with_name(f".writing-{path.name}")
-        new.write_text('{"traceEvents": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]}\n")
-        new.rename(path)
+        write_file(path, '{"traceEvents": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]}\n")
 
     def names(self) -> Iterator[dict[str, Any]]:
         """Of the rank, and of its lanes."""
@@ -115,6 +134,26 @@ class Timeline:
         return row
 
 
+class NoTimeline:
+    """Records nothing, where nobody has asked for it."""
+
+    def enter_phase(self, work: Work, phase: Phase, transfer: Transfer) -> None: ...
+
+    def leave_phase(self, phase: Phase, waited_s: float) -> None: ...
+
+    def enter_wait(self, work: Work) -> None: ...
+
+    def leave(self, lane: str) -> None: ...
+
+    def note_ready(self, key: int, tensor: torch.Tensor, plan: Plan) -> None: ...
+
+    def note_reduced(self, work: Work) -> None: ...
+
+
+def lane_of(phase: Phase) -> str:
+    return IN_NODE if phase.axis == "node" else NETWORK
+
+
 def common_moment(world: World, topology: Topology) -> float:
     """A moment that all ranks share, on this rank's clock.
 
@@ -123,9 +162,9 @@ def common_moment(world: World, topology: Topology) -> float:
     """
     came_out_s = []
     for _ in range(ROUNDS):
-        world.collect(None)
+        world.all_gather(None)
         came_out_s.append(time.perf_counter())
-    all_came_out_s = world.collect(came_out_s)
+    all_came_out_s = world.all_gather(came_out_s)
     first, own_host = all_came_out_s[0], all_came_out_s[topology.members("node", world.rank)[0]]
     ahead_s = statistics.median(own_s - first_s for own_s, first_s in zip(own_host, first, strict=True))
     return float(first[-1] + ahead_s)
@@ -148,7 +187,7 @@ def watch(model: DistributedDataParallel, timeline: Timeline) -> None:
         if not model.require_backward_grad_sync:  # another microbatch follows
             timeline.enter(TRAINING, "input")
             return
-        timeline.enter(TRAINING, "waiting for sums")
+        timeline.enter(TRAINING, "waiting for all-reduce")
         # Behind the callbacks of our hook and of DDP, which wait.
         Variable._execution_engine.queue_callback(lambda: timeline.enter(TRAINING, "update"))
 

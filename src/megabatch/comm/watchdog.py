@@ -1,56 +1,53 @@
 """Who keeps the others waiting, and with what: ranks that have made no progress for long write it to the store.
 
-Half of the timeout without progress, and a rank tells the store where it stands, unasked; so when the time is up, the
-ranks that wait for it can say what it lacks.  A rank that gives up tells why.  One that has told nothing hangs as a
-whole, or is gone.
+Half of the timeout without progress, and a rank writes to the store where it stands, unasked; so when the time is up,
+the ranks that wait for it can say what it lacks.  A rank that aborts writes why.  One that has written nothing hangs as
+a whole, or is gone.
 """
 
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-WAITS = "waits"  # told by a rank that nobody waits for
-WORD_S = 3.0  # how long a rank that has failed listens to what the others tell
+from megabatch.comm.progress import WAITS, Progress
+
+LISTEN_S = 3.0  # how long a rank that has failed waits for what the others say
 MOST = 3  # ranks that a message quotes
 
 
 class Watchdog:
-    def __init__(self, store: Any, rank: int, names: Sequence[int], timeout_s: float, state: Callable[[], str]) -> None:
-        self.store, self.rank, self.names, self.timeout_s, self.state = store, rank, names, timeout_s, state
-        self.progress_s = time.monotonic()
+    def __init__(self, store: Any, rank: int, names: Sequence[int], timeout_s: float, progress: Progress) -> None:
+        self.store, self.rank, self.names, self.timeout_s, self.progress = store, rank, names, timeout_s, progress
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self.watch, name="megabatch watchdog", daemon=True)
         self.thread.start()
 
-    def see_progress(self) -> None:
-        self.progress_s = time.monotonic()
-
     def watch(self) -> None:
-        told_of_s = None
+        reported_s = None
         with suppress(RuntimeError):  # the store is gone, with the rank that held it
             while not self.ended.wait(self.timeout_s / 8):
-                seen_s = self.progress_s
-                if told_of_s is not None and seen_s != told_of_s:
-                    told_of_s = None
+                seen_s = self.progress.changed_s
+                if reported_s is not None and seen_s != reported_s:
+                    reported_s = None
                     self.store.delete_key(self.key(self.rank))  # it is true no longer
-                if told_of_s is None and time.monotonic() - seen_s > self.timeout_s / 2:
-                    told_of_s = seen_s
-                    self.store.set(self.key(self.rank), self.state())
+                if reported_s is None and time.monotonic() - seen_s > self.timeout_s / 2:
+                    reported_s = seen_s
+                    self.store.set(self.key(self.rank), self.progress.describe())
 
     def key(self, rank: int) -> str:
         return f"state/{rank}"
 
-    def give_up(self, word: str) -> None:
-        """The last that this rank tells."""
+    def say_last(self, word: str) -> None:
+        """The last that this rank writes."""
         self.ended.set()
         with suppress(RuntimeError):
             self.store.set(self.key(self.rank), word)
 
-    def told(self, waits_for_all: bool = False) -> list[str]:
-        """What the other ranks have told; with `waits_for_all` also who tells nothing, though all have reason to."""
+    def heard(self, waits_for_all: bool = False) -> list[str]:
+        """What the other ranks have said; with `waits_for_all` also who says nothing, though all have reason to."""
         others = [rank for rank in range(len(self.names)) if rank != self.rank]
         try:
             if waits_for_all:
@@ -61,12 +58,12 @@ class Watchdog:
         silent = [str(self.names[rank]) for rank in others if words[rank] is None]
         said = [f"rank {self.names[rank]} {word}" for rank, word in words.items() if word not in (None, WAITS)]
         if waits_for_all and silent:
-            are = f"ranks {', '.join(silent)} tell" if len(silent) > 1 else f"rank {silent[0]} tells"
+            are = f"ranks {', '.join(silent)} say" if len(silent) > 1 else f"rank {silent[0]} says"
             said.insert(0, f"{are} nothing: gone, or hanging; see the output there")
         return said[:MOST]
 
     def differences(self, layout: str, members: Sequence[int]) -> list[str]:
-        """What first differs in the layouts of a bucket that these ranks have, each of which tells its own."""
+        """What first differs in the layouts of a bucket that these ranks have, each of which writes its own."""
         keys = {rank: f"layout/{rank}" for rank in members}
         try:
             self.store.set(keys[self.rank], layout)
@@ -74,16 +71,16 @@ class Watchdog:
             layouts = {rank: self.word(key) for rank, key in keys.items()}
         except RuntimeError:
             return []
-        told = {self.names[rank]: json.loads(text) for rank, text in layouts.items() if text is not None}
-        first, *others = told
+        layouts_by_name = {self.names[rank]: json.loads(text) for rank, text in layouts.items() if text is not None}
+        first, *others = layouts_by_name
         for other in others:
-            for ours, theirs in zip(told[first], told[other], strict=False):
+            for ours, theirs in zip(layouts_by_name[first], layouts_by_name[other], strict=False):
                 if ours != theirs:
                     return [f"rank {first} has {describe(ours)}, rank {other} has {describe(theirs)}"]
         return []
 
     def listen(self, keys: list[str]) -> None:
-        deadline_s = time.monotonic() + min(WORD_S, self.timeout_s)
+        deadline_s = time.monotonic() + min(LISTEN_S, self.timeout_s)
         while not self.store.check(keys) and time.monotonic() < deadline_s:
             time.sleep(0.02)
 

@@ -2,29 +2,59 @@
 
 import math
 import re
+import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from megabatch.config.messages import example, explain, show_value, suggest
+from megabatch.config.provenance import settle_provenance
 from megabatch.config.recipes import read_recipe
+from megabatch.config.renamed import current_name, describe_renamed, given_twice, with_current_names
 from megabatch.config.schema import FIELDS, RunConfig, Settings, flatten, kind_of
 from megabatch.errors import UserError
 
-MARKS = ("interpolated", "extrapolated", "assumed")  # begins a mark; a colon and the reason follow
+
+class Override(NamedTuple):
+    """One `section.key=value`."""
+
+    text: str
+    used_key: str  # as it was given: perhaps an old name
+    key: str
+    value: Any
+    renamed: dict[str, str]  # old names in it, and what they are called now
 
 
-def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """The recipe (a name or a TOML file) with `section.key=value` overrides, or UserError."""
-    settings = {"name": re.sub(r"[^\w.-]+", "-", Path(recipe).stem)} | read_recipe(recipe)
-    for word in overrides:
-        override(settings, word)
+def print_to_stderr(line: str) -> None:
+    print(f"megabatch: {line}", file=sys.stderr)
+
+
+def silent(line: str) -> None:
+    """For ranks, of which one has said it, and for the config.toml of earlier runs, which nobody need edit."""
+
+
+def load_config(
+    recipe: str, overrides: Sequence[str] = (), *, report: Callable[[str], None] = print_to_stderr
+) -> RunConfig:
+    """The recipe (a name or a TOML file) with `section.key=value` overrides, or UserError.
+
+    `report` is called once, with one line, if the recipe or the overrides use old names of settings.
+    """
+    default_name = re.sub(r"[^\w.-]+", "-", Path(recipe).stem)
+    settings, renamed = with_current_names({"name": default_name} | read_recipe(recipe))
+    given = [parse_override(text) for text in overrides]
+    check_names(given)
+    for override in given:
+        apply_override(settings, override)
+        renamed |= override.renamed
+    if renamed:
+        report(describe_renamed(renamed))
     check_keys(settings)
     check_complete(settings)
-    settle_marks(settings, [word.partition("=")[0] for word in overrides])
+    settle_provenance(settings, [override.key for override in given])
     try:
         return msgspec.convert(settings, RunConfig)
     except msgspec.ValidationError as error:
@@ -33,21 +63,21 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
         raise UserError(explain(str(error), settings)) from None
 
 
-def override(settings: Settings, word: str) -> None:
-    """Applies one `section.key=value`.  The value is TOML; what is not TOML is a string."""
-    key, equals, text = word.partition("=")
+def parse_override(text: str) -> Override:
+    used_key, equals, value_text = text.partition("=")
     if not equals:
-        raise UserError(f"{word!r} is not an override; expected section.key=value, such as batch.global=512")
-    *sections, name = key.split(".")
-    place = settings
-    for section in sections:
-        place = place.setdefault(section, {})
-        if not isinstance(place, dict):
-            raise UserError(f"{word!r}: {section} is not a section; {suggest(key)}")
-    place[name] = parse_value(text, wants_text=isinstance(kind_of(key), msgspec.inspect.StrType))
+        raise UserError(f"{text!r} is not an override; expected section.key=value, such as batch.global=512")
+    key = current_name(used_key)
+    renamed = {used_key: key} if used_key != key else {}
+    value = parse_value(value_text, wants_text=isinstance(kind_of(key), msgspec.inspect.StrType))
+    if isinstance(value, dict):
+        value, renamed_inside = with_current_names(value, key)
+        renamed |= renamed_inside
+    return Override(text, used_key, key, value, renamed)
 
 
 def parse_value(text: str, wants_text: bool) -> Any:
+    """The value as TOML; what is not TOML is a string."""
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -55,7 +85,27 @@ def parse_value(text: str, wants_text: bool) -> Any:
     return text if wants_text and not isinstance(value, str) else value  # run.dir=2026 is a folder
 
 
+def check_names(overrides: Iterable[Override]) -> None:
+    """A setting may be overridden more than once, and the last counts; but not under its old and its new name."""
+    used: dict[str, str] = {}
+    for override in overrides:
+        other = used.setdefault(override.key, override.used_key)
+        if other != override.used_key:
+            raise given_twice(other, override.used_key, override.key)
+
+
+def apply_override(settings: Settings, override: Override) -> None:
+    *sections, name = override.key.split(".")
+    members = settings
+    for section in sections:
+        members = members.setdefault(section, {})
+        if not isinstance(members, dict):
+            raise UserError(f"{override.text!r}: {section} is not a section; {suggest(override.key)}")
+    members[name] = override.value
+
+
 def check_keys(settings: Settings, prefix: str = "") -> None:
+    """Every key is a setting, or a section of settings."""
     for name, value in settings.items():
         key = prefix + name
         if key in FIELDS:
@@ -70,36 +120,11 @@ def check_keys(settings: Settings, prefix: str = "") -> None:
 
 
 def check_complete(settings: Settings) -> None:
-    """What has no default must be there; and no number may be infinite or NaN."""
+    """What has no default is set, and every number is finite."""
     given = dict(flatten(settings))
     missing = [key for key, member in FIELDS.items() if member.required and key not in given]
     if missing:
-        raise UserError(f"{', '.join(missing)} must be set; {' '.join([example(key) for key in missing][:1])}")
+        raise UserError(f"{', '.join(missing)} must be set; {example(missing[0])}")
     for key, value in given.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{key}={value}: expected a finite number; {example(key)}")
-
-
-def settle_marks(settings: Settings, overridden: Sequence[str]) -> None:
-    """Brings marks to dotted names, checks them, and drops those whose value is now the user's."""
-    if not isinstance(settings.get("marks"), dict):
-        return
-    marks = dict(flatten(settings["marks"]))
-    for key, text in marks.items():
-        if key not in FIELDS:
-            raise UserError(f"marks.{key}={show_value(text)}: there is no setting {key}; {suggest(key)}")
-        if not isinstance(text, str) or not re.fullmatch(rf"({'|'.join(MARKS)}): \S.*", text):
-            raise UserError(
-                f"marks.{key}={show_value(text)}: a mark is one line that begins with {': or '.join(MARKS)}:, and says "
-                f'why; for example marks.{key}="assumed: no source gives it"'
-            )
-    users = {
-        key for key in marks for word in overridden if f"{word}.".startswith(f"{key}.") or key.startswith(f"{word}.")
-    }
-    settings["marks"] = {key: text for key, text in marks.items() if key not in users}
-
-
-def marked_settings(config: RunConfig) -> dict[str, list[str]]:
-    """The marked settings by the kind of their mark."""
-    kinds = {kind: [key for key, text in config.marks.items() if text.startswith(f"{kind}:")] for kind in MARKS}
-    return {kind: keys for kind, keys in kinds.items() if keys}

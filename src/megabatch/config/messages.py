@@ -12,12 +12,12 @@ from megabatch.errors import nearest
 
 
 def suggest(key: str) -> str:
-    """The known setting that looks most like `key`: by its last word first, since a section is easily forgotten."""
-    word = key.rpartition(".")[2]
-    by_word = {known.rpartition(".")[2]: known for known in FIELDS}
-    by_initials = {"".join(part[0] for part in known.split("_")): known for known in by_word if "_" in known}  # lr
-    close = [by_initials[word]] if word in by_initials else difflib.get_close_matches(word, by_word, n=1, cutoff=0.8)
-    return f"nearest: {by_word[close[0]] if close else nearest(key, FIELDS)}"
+    """The setting that looks most like `key`: first without sections, since a section is easily forgotten."""
+    name = key.rpartition(".")[2]
+    by_name = {known.rpartition(".")[2]: known for known in FIELDS}
+    by_initials = {"".join(part[0] for part in known.split("_")): known for known in by_name if "_" in known}  # lr
+    close = [by_initials[name]] if name in by_initials else difflib.get_close_matches(name, by_name, n=1, cutoff=0.8)
+    return f"nearest: {by_name[close[0]] if close else nearest(key, FIELDS)}"
 
 
 def explain(error: str, settings: Settings) -> str:
@@ -34,7 +34,7 @@ def explain(error: str, settings: Settings) -> str:
 
 
 def choices(key: str) -> Iterator[str]:
-    """What a setting that takes certain words may be."""
+    """The values that a setting with fixed choices takes."""
     kind = FIELDS[key].type
     for member in kind.types if isinstance(kind, msgspec.inspect.UnionType) else (kind,):
         if isinstance(member, msgspec.inspect.LiteralType):
@@ -44,7 +44,7 @@ def choices(key: str) -> Iterator[str]:
 
 
 def remedy(key: str, value: Any) -> str:
-    """The bound that `value` has overstepped, the whole number next to it, or a value that is known to be good."""
+    """The bound that `value` lies beyond, the nearest whole number, or an example."""
     kind = kind_of(key)
     if isinstance(value, int | float) and not isinstance(value, bool):
         lowest, highest = getattr(kind, "ge", None), getattr(kind, "le", None)

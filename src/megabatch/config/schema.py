@@ -56,7 +56,7 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, o
     train: TrainSettings
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     run: RunSettings = field(default_factory=RunSettings)
-    marks: dict[str, str] = field(default_factory=dict)  # settings whose values no source gives, and why
+    provenance: dict[str, str] = field(default_factory=dict)  # of values that no source gives: what they rest on
 
     def __post_init__(self) -> None:
         if self.schedule.warmup_epochs >= self.train.epochs:
@@ -69,7 +69,7 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, o
         return msgspec.structs.replace(self, run=msgspec.structs.replace(self.run, **changes))
 
     def to_toml(self) -> str:
-        """The resolved recipe; what is None is left out, as TOML has no word for it."""
+        """The resolved recipe; what is None is left out, as TOML has no null."""
         return msgspec.toml.encode(without_none(msgspec.to_builtins(self))).decode()
 
 

@@ -26,7 +26,7 @@ def read_npz(path: Path) -> Arrays:
         raise UserError(f"{path} does not exist; data.source names an .npz file, a folder of IDX files, or a known set")
     try:
         if not zipfile.is_zipfile(path):
-            raise UserError(f"{path} is not an .npz archive; make it anew with numpy.savez")
+            raise UserError(f"{path} is not an .npz archive; make it again with numpy.savez")
         with np.load(path, allow_pickle=False) as archive:
             missing = [name for name in ARRAYS if name not in archive]
             if missing:
@@ -35,7 +35,7 @@ def read_npz(path: Path) -> Arrays:
     except UserError:
         raise
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(f"{path} cannot be read as .npz arrays ({error}); make it anew with numpy.savez") from error
+        raise UserError(f"{path} cannot be read as .npz arrays ({error}); make it again with numpy.savez") from error
 
 
 def is_idx_folder(folder: Path) -> bool:

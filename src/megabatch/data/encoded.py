@@ -8,17 +8,17 @@ import torch
 
 from megabatch.data.crops import central_box
 from megabatch.data.decode import Box, Unreadable, decode_crop, resize
-from megabatch.data.files import Files
+from megabatch.data.files import EncodedFiles
 from megabatch.data.order import Samples
 from megabatch.data.settings import DataSettings
 from megabatch.errors import UserError
-from megabatch.runs.time_breakdown import Stages
+from megabatch.runs.time_breakdown import TimeBreakdown
 
 
 class EncodedImages:
     """An `ImageSet` of files.  `threads` is how many may decode at once."""
 
-    def __init__(self, files: Files, settings: DataSettings, threads: int = 1) -> None:
+    def __init__(self, files: EncodedFiles, settings: DataSettings, threads: int = 1) -> None:
         self.files, self.settings, self.threads = files, settings, threads
         self.labels = torch.from_numpy(files.labels)
         self.central_box = partial(central_box, share=settings.center_crop)
@@ -34,7 +34,7 @@ class EncodedImages:
         images = self.buffer(len(samples))
         for image, sample in zip(images, samples.tolist(), strict=True):
             try:
-                self.load(sample, self.central_box, image, Stages())
+                self.load(sample, self.central_box, image, TimeBreakdown())
             except Unreadable as error:
                 raise self.complaint(sample, error) from None
         return images
@@ -49,7 +49,7 @@ class EncodedImages:
         sample: int,
         choose_box: Callable[[int, int], Box],
         out: torch.Tensor,
-        spent: Stages,
+        spent: TimeBreakdown,
         mirrored: bool = False,
     ) -> None:
         """One image into `out`, [1, 3, S, S]."""
@@ -69,6 +69,6 @@ class EncodedImages:
 
     def complaint(self, sample: int, error: Unreadable) -> UserError:
         return UserError(
-            f"{self.files.where(sample)} cannot be read: {error}; mend or remove it, or pass over such images with "
+            f"{self.files.where(sample)} cannot be read: {error}; fix or remove it, or skip such images with "
             "data.on_error=skip"
         )

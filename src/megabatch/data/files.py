@@ -1,7 +1,8 @@
 """Encoded images, wherever they lie: what every source of JPEGs, PNGs and the like is read as.
 
-A source is a `Library`: class names, and the files of the training and, if it has one, of the test part.  Folders, tars
-and packed shards make libraries; `join` puts several together, `split` takes test images from the training part.
+A source is an `EncodedDataset`: class names, and the files of the training and, if it has one, of the test part.
+Folders, tars and packed shards are read as one; `concatenate` puts two together, and `sources.split` takes test images
+from the training part.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ Content = bytes | bytearray | memoryview
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".tif", ".tiff")
 
 
-class Files(Protocol):
+class EncodedFiles(Protocol):
     """Encoded images by number.  Any thread may ask, in any order."""
 
     labels: NDArray[np.int64]
@@ -37,17 +38,21 @@ class Files(Protocol):
         ...
 
 
-class Library(Struct, frozen=True, kw_only=True):
+class EncodedDataset(Struct, frozen=True, kw_only=True):
+    """A source whose images are decoded when they are asked for."""
+
     class_names: tuple[str, ...]
-    train: Files
-    test: Files | None  # None where the source has no such part
+    train: EncodedFiles
+    test: EncodedFiles | None  # None where the source has no such part
     place: str  # for messages
 
 
-class Chosen:
-    """Some of the files, in the order of `numbers`, with labels of their own if classes were numbered anew."""
+class Subset:
+    """Some of the files, in the order of `numbers`, with labels of their own where the classes have other numbers."""
 
-    def __init__(self, files: Files, numbers: NDArray[np.int64], labels: NDArray[np.int64] | None = None) -> None:
+    def __init__(
+        self, files: EncodedFiles, numbers: NDArray[np.int64], labels: NDArray[np.int64] | None = None
+    ) -> None:
         self.files, self.numbers = files, numbers
         self.labels = files.labels[numbers] if labels is None else labels
 
@@ -64,10 +69,10 @@ class Chosen:
         return f"{self.files.fingerprint()} {fingerprint(self.numbers, self.labels)}"
 
 
-class Joined:
+class Concatenated:
     """The files of several sources, one after another."""
 
-    def __init__(self, parts: Sequence[Files]) -> None:
+    def __init__(self, parts: Sequence[EncodedFiles]) -> None:
         self.parts = parts
         self.starts = np.cumsum([0, *map(len, parts)])
         self.labels = np.concatenate([part.labels for part in parts])
@@ -75,7 +80,7 @@ class Joined:
     def __len__(self) -> int:
         return int(self.starts[-1])
 
-    def find(self, number: int) -> tuple[Files, int]:
+    def find(self, number: int) -> tuple[EncodedFiles, int]:
         part = int(np.searchsorted(self.starts, number, side="right")) - 1
         return self.parts[part], number - int(self.starts[part])
 
@@ -91,24 +96,27 @@ class Joined:
         return " ".join(part.fingerprint() for part in self.parts)
 
 
-def join(first: Library, second: Library) -> Library:
+def concatenate(first: EncodedDataset, second: EncodedDataset) -> EncodedDataset:
     """Both, with the classes of both by name."""
     class_names = tuple(sorted({*first.class_names, *second.class_names}))
-    return Library(
+    return EncodedDataset(
         class_names=class_names,
-        train=Joined([numbered_anew(part.train, part.class_names, class_names) for part in (first, second)]),
-        test=join_tests(first, second, class_names),
+        train=Concatenated([with_classes(part.train, part.class_names, class_names) for part in (first, second)]),
+        test=concatenate_tests(first, second, class_names),
         place=f"{first.place} and {second.place}",
     )
 
 
-def join_tests(first: Library, second: Library, class_names: tuple[str, ...]) -> Files | None:
+def concatenate_tests(
+    first: EncodedDataset, second: EncodedDataset, class_names: tuple[str, ...]
+) -> EncodedFiles | None:
     tests = [
-        numbered_anew(part.test, part.class_names, class_names) for part in (first, second) if part.test is not None
+        with_classes(part.test, part.class_names, class_names) for part in (first, second) if part.test is not None
     ]
-    return Joined(tests) if tests else None
+    return Concatenated(tests) if tests else None
 
 
-def numbered_anew(files: Files, before: tuple[str, ...], after: tuple[str, ...]) -> Files:
-    numbers = np.array([after.index(name) for name in before])
-    return Chosen(files, np.arange(len(files)), numbers[files.labels])
+def with_classes(files: EncodedFiles, names: tuple[str, ...], new_names: tuple[str, ...]) -> EncodedFiles:
+    """All of them, with labels that number `new_names`, among which are all `names`."""
+    new_labels = np.array([new_names.index(name) for name in names])
+    return Subset(files, np.arange(len(files)), new_labels[files.labels])

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megabatch.data.files import IMAGE_SUFFIXES, Content, Library
+from megabatch.data.files import IMAGE_SUFFIXES, Content, EncodedDataset
 from megabatch.data.index_cache import cached_index, settled_mtime
 from megabatch.data.names import is_plain, one_line
 from megabatch.data.npz import Arrays, Texts, fingerprint
@@ -57,7 +57,7 @@ def read_file(path: str) -> bytes:
         os.close(descriptor)
 
 
-def read_folder(path: Path) -> Library:
+def read_folder(path: Path) -> EncodedDataset:
     if not path.exists():
         raise UserError(f"{path} does not exist; give a folder of class folders ({LAYOUT})")
     if not path.is_dir():
@@ -67,14 +67,14 @@ def read_folder(path: Path) -> Library:
         index = cached_index("folder", path, lambda: index_folder(path), is_current)
     except OSError as error:
         raise UserError(
-            f"{error.filename or path} cannot be read ({error.strerror}); mend that, or remove it"
+            f"{error.filename or path} cannot be read ({error.strerror}); fix that, or remove it"
         ) from error
     parts = [
         FolderFiles(path / str(name), Texts(index[f"names_{part}"], index[f"ends_{part}"]), index[f"labels_{part}"])
         for part, name in enumerate(index["parts"])
     ]
     names = tuple(str(name) for name in index["class_names"])
-    return Library(class_names=names, train=parts[0], test=parts[1] if len(parts) > 1 else None, place=str(path))
+    return EncodedDataset(class_names=names, train=parts[0], test=parts[1] if len(parts) > 1 else None, place=str(path))
 
 
 def is_current(index: Arrays) -> bool:

@@ -87,8 +87,8 @@ class SyntheticImages:
         return patterns + self.noise[self.noise_of[chosen]]
 
 
-class ChosenImages:
-    """Some of the images of a set."""
+class ImageSubset:
+    """Some of the images of a set, in the order of `numbers`."""
 
     def __init__(self, images: ImageSet, numbers: NDArray[np.int64]) -> None:
         self.images, self.numbers = images, numbers
@@ -101,4 +101,4 @@ class ChosenImages:
         return self.images.read(self.numbers[samples])
 
 
-InMemory = ArrayImages | SyntheticImages | ChosenImages  # whose images are there, or made, in no time
+InMemory = ArrayImages | SyntheticImages | ImageSubset  # whose images are there, or made, in no time

@@ -6,14 +6,14 @@ Nothing depends on the cache: where it cannot be read or written, the index is m
 """
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
+from megabatch import disk
 from megabatch.data.npz import UNREADABLE, Arrays, read_arrays, write_arrays
 
 FORMAT = 1
@@ -27,8 +27,11 @@ def cached_index(kind: str, place: Path, build: Callable[[], Arrays], is_current
     found = read_current(path, is_current)
     if found is not None:
         return found
-    with turn(path.with_suffix(".lock")) as has_turn:
-        found = read_current(path, is_current) if has_turn else None
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):  # without a lock, several may build it
+            path.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(disk.take_lock(path.with_suffix(".lock"), wait=True))
+            found = read_current(path, is_current)
         if found is None:
             found = build()
             with contextlib.suppress(OSError):
@@ -50,19 +53,6 @@ def read_current(path: Path, is_current: Callable[[Arrays], bool]) -> Arrays | N
         return arrays if is_current(arrays) else None
     except UNREADABLE:
         return None
-
-
-@contextlib.contextmanager
-def turn(path: Path) -> Iterator[bool]:
-    """Waits for its turn; False where there can be none, which is no reason not to go on."""
-    with contextlib.ExitStack() as opened:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            fcntl.flock(opened.enter_context(path.open("a")), fcntl.LOCK_EX)
-            has_turn = True
-        except OSError:
-            has_turn = False
-        yield has_turn
 
 
 def settled_mtime(path: Path) -> int:

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megabatch import disk
+
 Arrays = dict[str, NDArray[Any]]
 
-WRITING = ".writing-"  # begins the name of a file that is not whole yet
 # What a file that is torn, missing, or something else raises.  The zip's checksums find every flipped bit.
 UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError)
 
@@ -27,30 +28,7 @@ def read_arrays(path: Path) -> Arrays:
 def write_arrays(path: Path, arrays: Arrays) -> None:
     content = io.BytesIO()
     np.savez(content, **arrays)  # type: ignore[arg-type]
-    write_whole(path, content.getbuffer())
-
-
-def write_whole(path: Path, content: bytes | memoryview) -> None:
-    new = path.with_name(f"{WRITING}{path.name}-{os.getpid()}")
-    try:
-        with new.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        new.rename(path)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Waits until the file, or the names in a folder, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    disk.write_file(path, content.getbuffer())
 
 
 def fingerprint(*arrays: NDArray[Any]) -> str:

@@ -1,7 +1,7 @@
 """Batches of an image set, made ahead of their use by threads and handed out in order.
 
 Threads, because decoders release the GIL and write straight into the batch: processes would have to send every pixel.
-At most AHEAD batches are made or wait, in memory that is used again and again (pinned where there is a GPU).
+At most PREFETCHED batches are made or wait, in memory that is used again and again (pinned where there is a GPU).
 """
 
 import threading
@@ -21,9 +21,9 @@ from megabatch.data.encoded import EncodedImages
 from megabatch.data.images import ImageSet, InMemory
 from megabatch.data.order import Samples
 from megabatch.errors import UserError
-from megabatch.runs.time_breakdown import Stages
+from megabatch.runs.time_breakdown import TimeBreakdown
 
-AHEAD = 4
+PREFETCHED = 4  # batches
 IMAGES_A_PART = 8  # what a thread takes at once
 MOST_IN_A_ROW = 1000  # unreadable images, after which there is no point in looking for a good one
 SKIPPED = -1  # the label of a test image that cannot be read
@@ -39,7 +39,7 @@ class Request(NamedTuple):
 class Batch:
     images: torch.Tensor  # uint8 [B, C, H, W]; of encoded images valid until the next batch is asked for
     labels: torch.Tensor  # int64 [B]
-    spent: Stages = field(default_factory=Stages)  # by all threads together
+    spent: TimeBreakdown = field(default_factory=TimeBreakdown)  # by all threads together
     skipped: list[str] = field(default_factory=list)  # images that cannot be read, and why
 
 
@@ -71,24 +71,26 @@ class Reader:
             part()
         return without_skipped(batch)
 
-    def ahead(self, requests: Iterable[Ask]) -> Batches:
+    def prefetch(self, requests: Iterable[Ask]) -> Batches:
         """Made by threads while the caller does something else.  Close it to end them."""
         if self.device.type == "cuda":
-            return copied_ahead(self.made_ahead(iter(requests)), self.device)
+            return prefetch_to_device(self.prefetch_by_threads(iter(requests)), self.device)
         # Where compute has the same cores, a thread that only gathers pixels costs more than it hides: 4 % of
         # `bench train`.
-        return self.made_now(requests) if isinstance(self.images, InMemory) else self.made_ahead(iter(requests))
+        return (
+            self.make_each(requests) if isinstance(self.images, InMemory) else self.prefetch_by_threads(iter(requests))
+        )
 
-    def made_now(self, requests: Iterable[Ask]) -> Batches:
+    def make_each(self, requests: Iterable[Ask]) -> Batches:
         for ask in requests:
             yield self.make(ask())
 
-    def made_ahead(self, requests: Iterator[Ask]) -> Batches:
+    def prefetch_by_threads(self, requests: Iterator[Ask]) -> Batches:
         begun: deque[Future[Begun]] = deque()
         pool = ThreadPoolExecutor(self.threads, "megabatch-input")
         try:
             while True:
-                while len(begun) < AHEAD and (ask := next(requests, None)):
+                while len(begun) < PREFETCHED and (ask := next(requests, None)):
                     begun.append(pool.submit(self.begin_in, pool, ask))
                 if not begun:
                     return
@@ -140,7 +142,7 @@ class Reader:
         pixels = self.images.read(samples)
         read_s = time.perf_counter()
         batch.images = augmentation.change(pixels) if augmentation else pixels
-        batch.spent = Stages(read=read_s - begun_s, augment=time.perf_counter() - read_s)
+        batch.spent = TimeBreakdown(read=read_s - begun_s, augment=time.perf_counter() - read_s)
 
     def decode(
         self,
@@ -153,7 +155,7 @@ class Reader:
         """Some images of a batch whose images are encoded."""
         images = self.images
         assert isinstance(images, EncodedImages)
-        spent, skipped = Stages(), list[str]()
+        spent, skipped = TimeBreakdown(), list[str]()
         crops, pads = (augmentation.crops, augmentation.padding > 0) if augmentation else (None, False)
         labels = batch.labels.numpy()  # torch would let go of the GIL for each
         for place in places:
@@ -189,7 +191,7 @@ def load_first(images: EncodedImages, candidates: range, load: Callable[[int], N
             if candidate == candidates.start:
                 skipped.append(f"{images.files.where(sample)} cannot be read: {error}")
     if len(candidates) > 1:
-        raise UserError(f"{skipped[-1]}, and so for {len(candidates)} images in a row; mend the set")
+        raise UserError(f"{skipped[-1]}, and so for {len(candidates)} images in a row; fix the set")
     return SKIPPED
 
 
@@ -208,7 +210,7 @@ def copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def copied_ahead(batches: Batches, device: torch.device) -> Batches:
+def prefetch_to_device(batches: Batches, device: torch.device) -> Batches:
     """On the device one batch before it is needed, by a stream of its own."""
     stream = copy_stream(device)
     waiting: Batch | None = None

@@ -1,21 +1,22 @@
 """Writes one shard: a plain tar of an image and its label per sample, and a record of where they lie.
 
-train-000003.tar is .train-000003.tar.part until it is whole.  Its record .train-000003.npz is on disk before it gets
-its name, so that a shard with a name has a record, whenever the machine was switched off.
+A shard gets its name when all of it is on disk, and its record too: .train-000003.npz of train-000003.tar.  So a shard
+with a name has a record, whenever the machine was switched off.
 """
 
-import os
 import tarfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import BinaryIO
 
 import numpy as np
 from msgspec import Struct
 
+from megabatch import disk
 from megabatch.data.files import Content
-from megabatch.data.npz import Arrays, sync, write_arrays
+from megabatch.data.npz import Arrays, write_arrays
 from megabatch.data.shrink import Stored
 from megabatch.data.tars import BLOCK, padded
 
@@ -74,12 +75,18 @@ def padding(length: int) -> bytes:
     return bytes(padded(length) - length)
 
 
-class ShardWriter:
-    """One shard, which `finish` gives its name.  Left without that, it leaves nothing."""
+@contextmanager
+def writing_shard(path: Path) -> Iterator["ShardWriter"]:
+    """A shard for the block to fill and `finish`.  If the block raises, there is none."""
+    with disk.writing(path) as new, new.open("wb", buffering=BUFFER_BYTES) as file:
+        yield ShardWriter(path, file)
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.part = path, path.with_name(f".{path.name}.part")
-        self.file = self.part.open("wb", buffering=BUFFER_BYTES)
+
+class ShardWriter:
+    """One shard, which has its name when the block of `writing_shard` ends."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self.path, self.file = path, file
         self.size = 0
         self.rest_crc32 = 0  # of all bytes but the images'
         self.rows: list[tuple[int, ...]] = []
@@ -98,27 +105,12 @@ class ShardWriter:
         self.rest_crc32 = zlib.crc32(rest, self.rest_crc32)
 
     def finish(self, more: Arrays) -> Arrays:
-        """Ends the tar; its record, in which `more` is too."""
+        """Ends the tar, and writes its record, in which `more` is too."""
         self.write(END)
-        self.file.flush()
-        os.fsync(self.file.fileno())
         columns = zip(*self.rows, strict=True)
         record: Arrays = {
             name: np.array(column, kind) for (name, kind), column in zip(ROW.items(), columns, strict=True)
         }
         record |= more | {"size": np.array(self.size), "rest_crc32": np.array(self.rest_crc32, np.uint32)}
         write_arrays(record_path(self.path), record)
-        self.part.rename(self.path)
-        sync(self.path.parent)
         return record
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self.file.close()
-        finally:
-            self.part.unlink(missing_ok=True)

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from megabatch.data.array_sources import from_arrays, is_idx_folder, read_idx_folder, read_npz
 from megabatch.data.encoded import EncodedImages
-from megabatch.data.files import Chosen, Library, join, numbered_anew
+from megabatch.data.files import EncodedDataset, Subset, concatenate, with_classes
 from megabatch.data.folders import read_folder
-from megabatch.data.images import ChosenImages, DataSet, ImageSet, SyntheticImages
+from megabatch.data.images import DataSet, ImageSet, ImageSubset, SyntheticImages
 from megabatch.data.names import is_plain, one_line
 from megabatch.data.philox import VALIDATION, draw
 from megabatch.data.settings import DataSettings, SyntheticSettings
@@ -30,8 +30,8 @@ FASHION_CLASSES = ("T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", 
 def load_data_set(settings: DataSettings, threads: int = 1) -> DataSet:
     """`threads` is how many a rank decodes with, where images have to be decoded."""
     source = find_source(settings)
-    if isinstance(source, Library):
-        return from_library(settings, source, threads)
+    if isinstance(source, EncodedDataset):
+        return from_encoded(settings, source, threads)
     if settings.also:
         raise UserError(
             f"data.also={settings.also}: only folders and tars can be joined, and data.source={settings.source!r} is "
@@ -43,22 +43,22 @@ def load_data_set(settings: DataSettings, threads: int = 1) -> DataSet:
 def load_other_images(settings: DataSettings, trained_on: DataSet, threads: int) -> ImageSet:
     """Images to test on that are not the run's own: a source's test part, or all of a folder or tar that has none."""
     source, names = find_source(settings), trained_on.class_names
-    if isinstance(source, Library):
+    if isinstance(source, EncodedDataset):
         unknown = sorted({*source.class_names} - {*names})
         if unknown or trained_on.num_channels != 3:
             reason = f"images of class {unknown[0]!r}" if unknown else "3 channels"
             raise UserError(f"{settings.source} has {reason}, on which the run was not trained; give another source")
         files = source.train if source.test is None else source.test
-        return EncodedImages(numbered_anew(files, source.class_names, names), settings, threads)
+        return EncodedImages(with_classes(files, source.class_names, names), settings, threads)
     if source.num_channels != trained_on.num_channels or len(source.class_names) > len(names):
         raise UserError(
             f"{settings.source} has {source.num_channels} channels and {len(source.class_names)} classes; the run was "
-            f"trained on {trained_on.num_channels} and {len(names)}"
+            f"trained on {trained_on.num_channels} and {len(names)}; give another source"
         )
     return source.test
 
 
-def find_source(settings: DataSettings) -> DataSet | Library:
+def find_source(settings: DataSettings) -> DataSet | EncodedDataset:
     if settings.source in NAMED_SOURCES:
         return NAMED_SOURCES[settings.source](settings)
     if not settings.source or not is_plain(settings.source):
@@ -70,7 +70,7 @@ def find_source(settings: DataSettings) -> DataSet | Library:
         if is_idx_folder(path):
             return from_arrays(read_idx_folder(path), settings.image_size, path)
         if path.is_dir() or path.suffix == ".tar":
-            return read_library(path)
+            return read_encoded(path)
     except OSError as error:
         raise UserError(f"data.source={settings.source!r} cannot be read ({error.strerror}); give another") from error
     if not path.exists() and not get_close_matches(settings.source, NAMED_SOURCES):
@@ -84,7 +84,7 @@ def find_source(settings: DataSettings) -> DataSet | Library:
     )
 
 
-def read_library(path: Path) -> Library:
+def read_encoded(path: Path) -> EncodedDataset:
     """Encoded images: tars, alone or in a folder, or class folders."""
     try:
         return read_shards(path) if holds_shards(path) else read_folder(path)
@@ -92,24 +92,24 @@ def read_library(path: Path) -> Library:
         raise UserError(f"{path} cannot be read ({error.strerror or error}); give another") from error
 
 
-def from_library(settings: DataSettings, library: Library, threads: int) -> DataSet:
-    for word in settings.also:
-        path = Path(word)
+def from_encoded(settings: DataSettings, dataset: EncodedDataset, threads: int) -> DataSet:
+    for also in settings.also:
+        path = Path(also)
         if not path.is_dir() and path.suffix != ".tar":
-            raise UserError(f"data.also={settings.also}: {word} is neither a folder nor a .tar file; leave it out")
-        library = join(library, read_library(path))
-    train, test = library.train, library.test
+            raise UserError(f"data.also={settings.also}: {also} is neither a folder nor a .tar file; leave it out")
+        dataset = concatenate(dataset, read_encoded(path))
+    train, test = dataset.train, dataset.test
     if settings.validation:
-        kept, held_out = split(settings, train.labels, library.class_names, library.place)
-        train, test = Chosen(train, kept), Chosen(train, held_out)
+        kept, held_out = split(settings, train.labels, dataset.class_names, dataset.place)
+        train, test = Subset(train, kept), Subset(train, held_out)
     if test is None:
         raise UserError(
-            f"{library.place} has no test images (a val folder, or val-*.tar); "
+            f"{dataset.place} has no test images (a val folder, or val-*.tar); "
             "take some of the training images with data.validation=0.1"
         )
-    require_all_classes(library.class_names, train.labels, test.labels, library.place)
+    require_all_classes(dataset.class_names, train.labels, test.labels, dataset.place)
     train_images, test_images = (EncodedImages(files, settings, threads) for files in (train, test))
-    return DataSet(train_images, test_images, library.class_names, num_channels=3)
+    return DataSet(train_images, test_images, dataset.class_names, num_channels=3)
 
 
 def require_all_classes(
@@ -129,7 +129,7 @@ def require_all_classes(
 def hold_out(settings: DataSettings, data: DataSet) -> DataSet:
     kept, held_out = split(settings, data.train.labels.numpy(), data.class_names, settings.source)
     return DataSet(
-        ChosenImages(data.train, kept), ChosenImages(data.train, held_out), data.class_names, data.num_channels
+        ImageSubset(data.train, kept), ImageSubset(data.train, held_out), data.class_names, data.num_channels
     )
 
 
@@ -153,7 +153,7 @@ def split(
     return np.sort(by_class[~held_out]), np.sort(by_class[held_out])
 
 
-def foresee_shape(settings: DataSettings) -> DataShape:
+def infer_shape(settings: DataSettings) -> DataShape:
     """What `load_data_set` will find.  Sets with a name need not be there for it."""
     if settings.source in NAMED_SHAPES and not settings.validation and not settings.also:
         return NAMED_SHAPES[settings.source](settings.synthetic)
@@ -175,13 +175,13 @@ def full_fashion_mnist(settings: DataSettings) -> DataSet:
     return from_arrays(arrays, settings.image_size, FASHION_MNIST)
 
 
-def imagenet(settings: DataSettings) -> Library:
+def imagenet(settings: DataSettings) -> EncodedDataset:
     if not Path("imagenet").is_dir():
         raise UserError(
             "data.source='imagenet' is the folder imagenet where the command is run, and there is none; give "
             "data.source=FOLDER, in which train/ and val/ hold a folder for each class, or a pack of it"
         )
-    return read_library(Path("imagenet"))
+    return read_encoded(Path("imagenet"))
 
 
 def synthetic(settings: DataSettings) -> DataSet:
@@ -192,7 +192,7 @@ def synthetic(settings: DataSettings) -> DataSet:
     return DataSet(train, test, tuple(f"class {index}" for index in range(made.classes)), made.channels)
 
 
-NAMED_SOURCES: dict[str, Callable[[DataSettings], DataSet | Library]] = {
+NAMED_SOURCES: dict[str, Callable[[DataSettings], DataSet | EncodedDataset]] = {
     "fashion-mnist-10k": embedded,
     "fashion-mnist": full_fashion_mnist,
     "imagenet": imagenet,

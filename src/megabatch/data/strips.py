@@ -1,6 +1,6 @@
 """Cuts a JPEG to the rows that a crop needs, so that the others are not decoded.
 
-Every block of a JPEG is coded against the one before it, but behind a restart marker coding begins anew.  `megabatch
+Every block of a JPEG is coded against the one before it, but behind a restart marker coding starts afresh.  `megabatch
 pack` writes one behind every row of blocks, and a table of where these strips begin into the header (as a segment that
 other readers pass over).  Then a JPEG of some strips is a copy of the header with another height, of their bytes, and
 their markers counted from 0.  A random crop has 0.67 of the height in the mean, so a quarter of the decoding is saved.

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from megabatch.data.npz import Arrays
-from megabatch.data.shards import INDEX, ShardFiles, Shards, read_index
+from megabatch.data.shard_files import ShardFiles, Shards
+from megabatch.data.shard_index import INDEX, read_index
 from megabatch.errors import UserError
 
 
@@ -31,7 +32,7 @@ def verify(folder: Path, show: Callable[[int, int], None] = lambda done, total: 
                 done += num_images
                 show(done, total)
     except OSError as error:
-        raise UserError(f"{error.filename or folder} cannot be read ({error.strerror or error}); mend that") from error
+        raise UserError(f"{error.filename or folder} cannot be read ({error.strerror or error}); fix that") from error
     return [line for shard in sorted(damaged) for line in damaged[shard]]
 
 

@@ -1,22 +1,23 @@
 """LARS: momentum SGD in which every weight tensor moves in proportion to its own norm.  You et al. 2017.
 
-w weight, g gradient, v momentum buffer, lambda weight decay, mu momentum, eta `trust`
+w weight, g gradient, v momentum buffer, lambda weight decay, mu momentum, eta trust coefficient
 
     tau = eta |w| / (|g| + lambda |w| + eps),  1 where |w| or |g| is 0;      u = tau (g + lambda w)
 
-you2017   v = mu v + lr u,   w -= v       the rate inside the momentum; so does MLPerf's TensorFlow reference
-outside   v = mu v + u,      w -= lr v    most PyTorch ports; differs from you2017 only while the rate moves
-nvidia    v = mu lr / lr_before v + lr u,   w -= v:   is `outside` where no rate is 0, and an alias of it here
-larc      `outside` with tau = min(tau / lr, 1), so that nothing moves faster than with SGD
+you2017   v = mu v + lr u,   w -= v       lr inside the momentum; so does MLPerf's TensorFlow reference
+outside   v = mu v + u,      w -= lr v    most PyTorch ports; differs from you2017 only while lr changes
+nvidia    v = mu lr / lr_before v + lr u,   w -= v:   is `outside` where no lr is 0, and an alias of it here
+larc      `outside` with tau = min(tau / lr, 1), so that no step is larger than SGD's
 
-A group with "trust_ratio": False has tau = 1: biases and normalisation layers, see `parameter_groups`.  Weight decay is
-a matter of its own: tau is there without it too.
+A group with "trust_ratio": False has tau = 1: biases and normalisation layers, see `parameter_groups`.  tau does not
+depend on whether a group decays.
 
 Bytes: w and g are read for the norms; then w, g, v are read and w, v written.  On the CPU that is all, and less where
 w and g are still in the cache: each tensor is measured and then updated by a fused kernel.  Elsewhere all are updated
 together, and tau never leaves the device.
 """
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -29,26 +30,30 @@ from megabatch.optim.momentum import step_fused, step_lists
 
 Norm = TypeVar("Norm", float, Tensor)
 Group = dict[str, Any]  # of a torch optimizer
-BUFFER = "momentum_buffer"  # torch.optim.SGD's name, so that either can go on from the other's state
+BUFFER = "momentum_buffer"  # torch.optim.SGD's name, so that either can load the other's state
+
+
+TRUST_COEFFICIENT = 0.001  # You et al. 2017
+TRUST_RENAMED = "trust is now called trust_coefficient"
 
 
 class Variant(NamedTuple):
-    rate_inside: bool = False
-    clips: bool = False
+    lr_in_momentum: bool = False
+    clips_ratio: bool = False
 
 
 VARIANTS = {
-    "you2017": Variant(rate_inside=True),
+    "you2017": Variant(lr_in_momentum=True),
     "outside": Variant(),
-    "nvidia": Variant(),  # so that nothing is divided by a rate, which a warm-up may begin with at 0
-    "larc": Variant(clips=True),
+    "nvidia": Variant(),  # not its own formula, which divides by lr: a warm-up may begin at 0
+    "larc": Variant(clips_ratio=True),
 }
 
 RULES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "lr": ("lr >= 0; for example lr=10.0", lambda value: value >= 0),
     "momentum": ("0 <= momentum < 1; for example momentum=0.9", lambda value: 0 <= value < 1),
     "weight_decay": ("weight_decay >= 0; nearest: weight_decay=0", lambda value: value >= 0),
-    "trust": ("trust > 0; for example trust=0.001", lambda value: value > 0),
+    "trust_coefficient": ("trust_coefficient > 0; for example trust_coefficient=0.001", lambda value: value > 0),
     "eps": ("eps >= 0; nearest: eps=0", lambda value: value >= 0),
 }
 
@@ -57,7 +62,7 @@ def trust_ratio(
     weight_norm: float,
     gradient_norm: float,
     *,
-    trust: float,
+    trust_coefficient: float,
     weight_decay: float,
     eps: float = 0.0,
     clip_at: float | None = None,
@@ -65,7 +70,7 @@ def trust_ratio(
     """tau; LARC's, if `clip_at` gives the learning rate."""
     if not (weight_norm > 0 and gradient_norm > 0) or clip_at == 0:
         return 1.0
-    ratio = unclipped(weight_norm, gradient_norm, trust, weight_decay, eps)
+    ratio = unclipped(weight_norm, gradient_norm, trust_coefficient, weight_decay, eps)
     return ratio if clip_at is None else min(ratio / clip_at, 1.0)
 
 
@@ -73,20 +78,22 @@ def trust_ratios(
     weight_norms: Tensor,
     gradient_norms: Tensor,
     *,
-    trust: float,
+    trust_coefficient: float,
     weight_decay: float,
     eps: float = 0.0,
     clip_at: float | None = None,
 ) -> Tensor:
     """`trust_ratio` of many tensors, on their device.  (For a single one on the CPU, ten times slower than floats.)"""
-    ratios = unclipped(weight_norms, gradient_norms, trust, weight_decay, eps)
+    ratios = unclipped(weight_norms, gradient_norms, trust_coefficient, weight_decay, eps)
     if clip_at is not None:
         ratios = (ratios / clip_at).clamp(max=1.0)
     return torch.where((weight_norms > 0) & (gradient_norms > 0), ratios, 1.0)
 
 
-def unclipped(weight_norm: Norm, gradient_norm: Norm, trust: float, weight_decay: float, eps: float) -> Norm:
-    return trust * weight_norm / (gradient_norm + weight_decay * weight_norm + eps)
+def unclipped(
+    weight_norm: Norm, gradient_norm: Norm, trust_coefficient: float, weight_decay: float, eps: float
+) -> Norm:
+    return trust_coefficient * weight_norm / (gradient_norm + weight_decay * weight_norm + eps)
 
 
 class LARS(torch.optim.Optimizer):
@@ -98,15 +105,40 @@ class LARS(torch.optim.Optimizer):
         lr: float,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
-        trust: float = 0.001,
+        trust_coefficient: float = TRUST_COEFFICIENT,
         eps: float = 0.0,
         variant: str = "you2017",
         foreach: bool | None = None,
+        *,
+        trust: float | None = None,  # deprecated: the old name of trust_coefficient
     ) -> None:
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust, "eps": eps}
-        super().__init__(params, defaults | {"variant": variant, "trust_ratio": True, "foreach": foreach})
+        if trust is not None:
+            if trust_coefficient != TRUST_COEFFICIENT:
+                raise UserError("trust and trust_coefficient are both given; give trust_coefficient alone")
+            warnings.warn(TRUST_RENAMED, DeprecationWarning, stacklevel=2)
+            trust_coefficient = trust
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "trust_coefficient": trust_coefficient,
+            "eps": eps,
+            "variant": variant,
+            "trust_ratio": True,
+            "foreach": foreach,
+        }
+        super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Called by `load_state_dict` and by pickle: groups that older code has saved get their new names."""
+        super().__setstate__(state)
+        self.defaults = with_new_names(self.defaults)
+        self.param_groups = [with_new_names(group) for group in self.param_groups]
 
     def add_param_group(self, param_group: Group) -> None:
+        if "trust" in param_group:
+            warnings.warn(TRUST_RENAMED, DeprecationWarning, stacklevel=2)
+            param_group = with_new_names(param_group)
         settings = self.defaults | param_group
         require_one_of("variant", settings["variant"], VARIANTS)
         for key, (rule, holds) in RULES.items():
@@ -160,14 +192,14 @@ def update(group: Group, weights: list[Tensor], gradients: list[Tensor], buffers
 
 def update_each(group: Group, weights: list[Tensor], gradients: list[Tensor], *buffers: list[Tensor]) -> None:
     if not group["trust_ratio"]:
-        factor, rate = place_rate(group, 1.0)
-        step_fused(weights, gradients, *buffers, factor=factor, rate=rate, **momentum_settings(group))
+        factor, step_size = place_learning_rate(group, 1.0)
+        step_fused(weights, gradients, *buffers, factor=factor, step_size=step_size, **momentum_settings(group))
         return
-    of_trust, of_momentum = trust_settings(group), momentum_settings(group)
+    for_ratio, for_momentum = ratio_settings(group), momentum_settings(group)
     for tensors in zip(weights, gradients, *buffers, strict=True):
-        tau = trust_ratio(norm(tensors[0]), norm(tensors[1]), **of_trust)
-        factor, rate = place_rate(group, tau)
-        step_fused(*([tensor] for tensor in tensors), factor=factor, rate=rate, **of_momentum)
+        tau = trust_ratio(norm(tensors[0]), norm(tensors[1]), **for_ratio)
+        factor, step_size = place_learning_rate(group, tau)
+        step_fused(*([tensor] for tensor in tensors), factor=factor, step_size=step_size, **for_momentum)
 
 
 def update_together(group: Group, weights: list[Tensor], gradients: list[Tensor], *buffers: list[Tensor]) -> None:
@@ -175,21 +207,28 @@ def update_together(group: Group, weights: list[Tensor], gradients: list[Tensor]
     tau = torch.ones(len(weights), dtype=weights[0].dtype, device=weights[0].device)
     if group["trust_ratio"]:
         norms = [torch.stack(torch._foreach_norm(tensors)) for tensors in (weights, gradients)]
-        tau = trust_ratios(*norms, **trust_settings(group))
-    factors, rate = place_rate(group, tau)
-    step_lists(weights, gradients, *buffers, factors=factors.unbind(), rate=rate, **momentum_settings(group))
+        tau = trust_ratios(*norms, **ratio_settings(group))
+    factors, step_size = place_learning_rate(group, tau)
+    step_lists(weights, gradients, *buffers, factors=factors.unbind(), step_size=step_size, **momentum_settings(group))
 
 
-def place_rate(group: Group, tau: Any) -> tuple[Any, float]:
-    """The factor of g + lambda w, and the rate that the momentum buffer is multiplied by."""
-    rate = group["lr"]
-    return (tau * rate, 1.0) if VARIANTS[group["variant"]].rate_inside else (tau, rate)
+def place_learning_rate(group: Group, tau: Any) -> tuple[Any, float]:
+    """The factor of g + lambda w, and the step size that the momentum buffer is multiplied by: lr is in one of them."""
+    lr = group["lr"]
+    return (tau * lr, 1.0) if VARIANTS[group["variant"]].lr_in_momentum else (tau, lr)
 
 
-def trust_settings(group: Group) -> dict[str, Any]:
-    clip_at = group["lr"] if VARIANTS[group["variant"]].clips else None
-    return {"trust": group["trust"], "weight_decay": group["weight_decay"], "eps": group["eps"], "clip_at": clip_at}
+def ratio_settings(group: Group) -> dict[str, Any]:
+    clip_at = group["lr"] if VARIANTS[group["variant"]].clips_ratio else None
+    return {key: group[key] for key in ("trust_coefficient", "weight_decay", "eps")} | {"clip_at": clip_at}
 
 
 def momentum_settings(group: Group) -> dict[str, Any]:
     return {"momentum": group["momentum"], "weight_decay": group["weight_decay"]}
+
+
+def with_new_names(group: Group) -> Group:
+    """The group with "trust" under its new name."""
+    if "trust" in group and "trust_coefficient" in group:
+        raise UserError("trust and trust_coefficient are both given; give trust_coefficient alone")
+    return {"trust_coefficient" if key == "trust" else key: value for key, value in group.items()}

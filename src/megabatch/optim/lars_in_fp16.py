@@ -18,9 +18,9 @@ from megabatch.optim.lars import BUFFER, unclipped
 class LarsInFp16(torch.optim.Optimizer):
     """`LARS`, variant you2017, in fp16.  Weights stay in whatever type they have, and are rounded to fp16."""
 
-    def __init__(self, params: Iterable[Any], lr: float, momentum: float, trust: float, eps: float) -> None:
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": 0.0, "trust": trust, "eps": eps}
-        super().__init__(params, defaults | {"trust_ratio": True})
+    def __init__(self, params: Iterable[Any], lr: float, momentum: float, trust_coefficient: float, eps: float) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": 0.0, "eps": eps}
+        super().__init__(params, defaults | {"trust_coefficient": trust_coefficient, "trust_ratio": True})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -40,7 +40,7 @@ def trust_ratio(group: dict[str, Any], weight: Tensor, gradient: Tensor) -> Tens
     is_defined = group["trust_ratio"] and weight_norm > 0 and gradient_norm > 0
     if not is_defined:
         return torch.ones_like(weight_norm)
-    return unclipped(weight_norm, gradient_norm, group["trust"], group["weight_decay"], group["eps"])
+    return unclipped(weight_norm, gradient_norm, group["trust_coefficient"], group["weight_decay"], group["eps"])
 
 
 def norm(tensor: Tensor) -> Tensor:

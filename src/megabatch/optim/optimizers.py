@@ -7,7 +7,7 @@ import torch
 from msgspec import Meta, Struct
 
 from megabatch.errors import UserError, require_one_of
-from megabatch.optim.lars import LARS, VARIANTS
+from megabatch.optim.lars import LARS, TRUST_COEFFICIENT, VARIANTS
 from megabatch.optim.lars_in_fp16 import LarsInFp16
 
 
@@ -15,13 +15,14 @@ class OptimSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     name: str = "sgd"
     learning_rate: Annotated[float, Meta(gt=0)]  # the peak; `schedule` shapes it
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
-    nesterov: bool | None = None  # of sgd, by default where there is momentum; lars has none
+    nesterov: bool | None = None  # of sgd, by default where there is momentum; lars has no such form
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
     decay_all: bool = False  # biases and normalisation layers too
     clip_norm: Annotated[float, Meta(ge=0)] = 0.0  # of the whole gradient; 0 leaves it alone
     # Of lars; sgd has no use for them, so that optim.name=sgd is all it takes to compare the two.
     variant: str = "you2017"
-    trust: Annotated[float, Meta(gt=0)] = 0.001  # how far a weight moves at rate 1, as a share of its norm
+    # How far a weight moves at a learning rate of 1, as a share of its norm.
+    trust_coefficient: Annotated[float, Meta(gt=0)] = TRUST_COEFFICIENT
     eps: Annotated[float, Meta(ge=0)] = 0.0  # beside the gradient's norm in the trust ratio
 
     def __post_init__(self) -> None:
@@ -51,15 +52,20 @@ def lars(groups: Iterable[dict[str, Any]], settings: OptimSettings) -> torch.opt
         groups,
         lr=settings.learning_rate,
         momentum=settings.momentum,
-        trust=settings.trust,
+        trust_coefficient=settings.trust_coefficient,
         eps=settings.eps,
         variant=settings.variant,
     )
 
 
 def lars_in_fp16(groups: Iterable[dict[str, Any]], settings: OptimSettings) -> torch.optim.Optimizer:
-    rate, momentum = settings.learning_rate, settings.momentum
-    return LarsInFp16(groups, lr=rate, momentum=momentum, trust=settings.trust, eps=settings.eps)
+    return LarsInFp16(
+        groups,
+        lr=settings.learning_rate,
+        momentum=settings.momentum,
+        trust_coefficient=settings.trust_coefficient,
+        eps=settings.eps,
+    )
 
 
 OPTIMIZERS = {"sgd": sgd, "lars": lars, "lars_in_fp16": lars_in_fp16}
@@ -71,7 +77,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, clip_norm: float) -> None:
-    """Shrinks the whole gradient to `clip_norm` if it is longer. Gradients are equal on all ranks, and so is this."""
+    """Shrinks the whole gradient to `clip_norm` if it is longer.  Gradients are equal on all ranks, and so is this."""
     if clip_norm > 0:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         torch.nn.utils.clip_grad_norm_(parameters, clip_norm)

@@ -1,7 +1,7 @@
 """Learning rates, as pure functions of the step.
 
-The rate climbs linearly over the warm-up, then decays from its peak to `end`.  `progress` runs from 0 at the
-first step after the warm-up to 1 one step past the last, so no step is wasted on a rate of zero.
+The learning rate rises linearly over the warm-up, then decays from its peak to `end`.  `progress` runs from 0 at the
+first step after the warm-up to 1 one step past the last, so no step is wasted on a learning rate of zero.
 Goyal et al. 2017 (linear warm-up); You et al. 2017 (poly, power 2).
 """
 
@@ -35,7 +35,7 @@ class ScheduleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     warmup_epochs: NonNegative = 0.0
     decay: str = "poly"
     power: Annotated[float, Meta(gt=0)] = 2.0  # of `poly`; the others have none
-    end: NonNegative = 0.0  # the rate that the decay runs towards
+    end: NonNegative = 0.0  # the learning rate that the decay runs towards
 
     def __post_init__(self) -> None:
         require_one_of("schedule.decay", self.decay, DECAYS)

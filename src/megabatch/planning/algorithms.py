@@ -1,7 +1,7 @@
-"""All-reduce algorithms: functions from a topology and a wire to a plan, or None where they do not apply.
+"""All-reduce algorithms: functions from a cluster's shape and a dtype to a plan, or None where they do not apply.
 
-Legend: p ranks, H nodes of k ranks, S bytes per rank (S/2 of them travel in a phase with a 16-bit wire when the
-tensor is fp32).  Steps are messages that wait for each other; costs are those of cost.py.
+Legend: p ranks, H nodes of k ranks, S bytes per rank (S/2 of them travel in a 16-bit phase when the tensor is fp32).
+Steps are messages that wait for each other; costs are those of cost.py.
 
 Phases inside a node are fp32: the network is the bottleneck, not memory.  Phases in which every group has one member
 are left out: hierarchical and torus on one node cross nothing and round nothing, and one rank has nothing to do.
@@ -9,52 +9,56 @@ are left out: hierarchical and torus on one node cross nothing and round nothing
 
 from collections.abc import Callable, Iterable
 
-from megabatch.planning.plan import Phase, Plan, Wire
-from megabatch.planning.topology import Topology
+from megabatch.planning.plan import CommDtype, Phase, Plan
+from megabatch.planning.topology import ClusterShape
 
-Algorithm = Callable[[Topology, Wire], Plan | None]
+Algorithm = Callable[[ClusterShape, CommDtype], Plan | None]
 
 
-def flat(topology: Topology, wire: Wire) -> Plan | None:
+def flat(shape: ClusterShape, dtype: CommDtype) -> Plan | None:
     """Flat all-reduce.  p ranks, S bytes.
-    The engine's own all-reduce over all ranks, whatever links lie between them; its wire applies inside a node too.
+    The backend's own all-reduce over all ranks, whatever links lie between them; its dtype applies in a node too.
     Steps 2(p-1); bytes sent per rank 2S(p-1)/p, the least possible.   Ring: Patarasuk and Yuan 2009.
     """
-    return Plan(f"flat/{wire}", exchanging(topology, [Phase("all_reduce", "all", wire)]))
+    return Plan(f"flat/{dtype}", exchanging(shape, [Phase("all_reduce", "all", dtype)]))
 
 
-def hierarchical(topology: Topology, wire: Wire) -> Plan | None:
+def hierarchical(shape: ClusterShape, dtype: CommDtype) -> Plan | None:
     """Hierarchical all-reduce.  H nodes of k ranks, p = Hk, S bytes.
-    Reduce inside the node to its first rank, all-reduce among these masters, broadcast inside.   Jia et al. 2018.
-    Steps 4(k-1) + 2(p/k-1); bytes across per node 2S(H-1)/H, all of them through one rank.  Few steps, so for
+    Reduce inside the node to its leader, all-reduce among these leaders, broadcast inside.   Jia et al. 2018.
+    Steps 4(k-1) + 2(p/k-1); inter-node bytes per node 2S(H-1)/H, all of them through one rank.  Few steps, so for
     small tensors.  Unequal nodes are welcome.
     """
-    phases = [Phase("reduce", "node", "fp32"), Phase("all_reduce", "masters", wire), Phase("broadcast", "node", "fp32")]
-    return Plan(f"hierarchical/{wire}", exchanging(topology, phases))
+    phases = [
+        Phase("reduce", "node", "fp32"),
+        Phase("all_reduce", "leaders", dtype),
+        Phase("broadcast", "node", "fp32"),
+    ]
+    return Plan(f"hierarchical/{dtype}", exchanging(shape, phases))
 
 
-def torus(topology: Topology, wire: Wire) -> Plan | None:
+def torus(shape: ClusterShape, dtype: CommDtype) -> Plan | None:
     """2D-torus all-reduce.  H nodes of k ranks, p = Hk, S bytes.
-    Reduce-scatter inside the node, all-reduce of each rank's slice across, all-gather inside.   Mikami et al. 2018.
-    Steps 2(k-1) + 2(H-1); bytes across per node 2S(H-1)/H, 1/k of them from each rank, so none is a hot spot.
+    Reduce-scatter inside the node, inter-node all-reduce of each rank's slice, all-gather inside.   Mikami et al. 2018.
+    Steps 2(k-1) + 2(H-1); inter-node bytes per node 2S(H-1)/H, 1/k of them from each rank, so none is a hot spot.
     None for unequal nodes: their slices do not match.
     """
-    if not topology.is_regular:
+    if not shape.is_regular:
         return None
     phases = [
         Phase("reduce_scatter", "node", "fp32"),
-        Phase("all_reduce", "across", wire),
+        Phase("all_reduce", "inter_node", dtype),
         Phase("all_gather", "node", "fp32"),
     ]
-    return Plan(f"torus/{wire}", exchanging(topology, phases))
+    return Plan(f"torus/{dtype}", exchanging(shape, phases))
 
 
 ALGORITHMS: dict[str, Algorithm] = {"flat": flat, "hierarchical": hierarchical, "torus": torus}
 
 
-def exchanging(topology: Topology, phases: Iterable[Phase]) -> tuple[Phase, ...]:
+def exchanging(shape: ClusterShape, phases: Iterable[Phase]) -> tuple[Phase, ...]:
     """The phases in which some rank has another one to exchange with; the two halves of an all-reduce are one."""
-    kept = tuple(phase for phase in phases if any(len(group) > 1 for group in topology.groups(phase.axis)))
+    kept = tuple(phase for phase in phases if shape.largest_group(phase.axis) > 1)
     if [phase.op for phase in kept] == ["reduce_scatter", "all_gather"]:
-        return (Phase("all_reduce", kept[0].axis, kept[0].wire),)
+        return (Phase("all_reduce", kept[0].axis, kept[0].dtype),)
     return kept

@@ -93,14 +93,14 @@ def plan_steps(
 
 def check_ranks(batch: BatchSettings, num_ranks: int) -> None:
     if num_ranks < 1:
-        raise UserError(f"--ranks {num_ranks}: a run needs at least one rank; nearest: --ranks 1")
+        raise UserError(f"{num_ranks} ranks: a run needs at least one")
     if batch.num_microbatches % num_ranks:
         span = batch.microbatch * num_ranks
         nearest_batch = max(1, round(batch.global_batch / span)) * span
         raise UserError(
             f"batch.global={batch.global_batch} makes {batch.num_microbatches} microbatches of {batch.microbatch}, "
             f"which {num_ranks} ranks cannot share evenly; "
-            f"nearest: batch.global={nearest_batch} or --ranks {most_ranks(batch, num_ranks)}"
+            f"nearest: batch.global={nearest_batch} or {most_ranks(batch, num_ranks)} ranks"
         )
 
 

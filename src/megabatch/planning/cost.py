@@ -12,26 +12,28 @@ as many bytes in all; where slices are unequal, single ranks of a ring differ by
 Seconds of a half: (p-1) alpha + (bytes of the busiest rank, sent or received) beta + (bytes it adds up) gamma.  The
 busiest rank has (p-1) L elements, so a ring costs 2(p-1) alpha + 2(p-1)/p S beta + (p-1)/p S gamma when p divides n:
 the formula of the paper's authors.  A phase ends with its slowest group, and the next one starts after it.
+
+Groups are counted by their shape, members and elements, of which a phase has very few: no price depends on the number
+of ranks.  Only `bytes_crossing` looks at every rank, once, since it answers for every node.
 """
 
-from collections.abc import Callable, Mapping
-from itertools import permutations
+from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
-from megabatch.planning.plan import WIRES, Op, Phase, Plan, exchanges, slices
-from megabatch.planning.topology import Axis, Topology
+from megabatch.planning.plan import COMM_DTYPES, Op, Phase, Plan, slice_of, slice_sizes, transfers
+from megabatch.planning.topology import Axis, ClusterShape, Topology, runs_of
 
 Half = Literal["reduce_scatter", "all_gather", "gather", "scatter"]
 
 
 class Link(Struct, frozen=True):
-    """What a message costs along one axis.  The link of "all" is that of the engine, across nodes where there are."""
+    """What a message costs along one axis.  That of "all" is the process group's, between nodes where there are."""
 
     alpha_s: float  # latency of one step
-    beta_s_per_byte: float  # sending or receiving, in the type that travels
-    gamma_s_per_byte: float  # adding up, in the tensor's type: sums are no smaller for a 16-bit wire
+    beta_s_per_byte: float  # sending or receiving, in the dtype that travels
+    gamma_s_per_byte: float  # adding up, in the tensor's dtype: sums are no smaller where 16 bits travel
 
 
 OPS: dict[Op, tuple[Half, ...]] = {
@@ -43,116 +45,179 @@ OPS: dict[Op, tuple[Half, ...]] = {
 }
 
 
-def steps(plan: Plan, topology: Topology) -> int:
+def steps(plan: Plan, shape: ClusterShape) -> int:
     """Messages that wait for each other; in a node, the largest one's."""
-    return sum(len(OPS[phase.op]) * (max(map(len, topology.groups(phase.axis))) - 1) for phase in plan.phases)
-
-
-def bytes_sent(plan: Plan, topology: Topology, num_elements: int, rank: int, element_bytes: int = 4) -> int:
-    """Bytes that `rank` sends, to the byte: unequal slices are counted as they are."""
-    total = 0
-    for phase, groups in zip(plan.phases, exchanges(plan, topology, num_elements), strict=True):
-        for members, begin, end in groups:
-            if rank in members:
-                sizes = sizes_of(end - begin, len(members))
-                index = members.index(rank)
-                num_sent = sum(elements_sent(half, sizes, index) for half in OPS[phase.op])
-                total += num_sent * travelling_bytes(phase, element_bytes)
-    return total
-
-
-def bytes_crossing(plan: Plan, topology: Topology, num_elements: int, element_bytes: int = 4) -> list[int]:
-    """Bytes that each node sends to others."""
-    node_of = {rank: index for index, node in enumerate(topology.nodes) for rank in node}
-    sent = [0] * topology.num_nodes
-    for phase, groups in zip(plan.phases, exchanges(plan, topology, num_elements), strict=True):
-        width = travelling_bytes(phase, element_bytes)
-        halves = {half: path_of(half, phase, width) for half in OPS[phase.op]}
-        for members, begin, end in groups:
-            sizes = sizes_of(end - begin, len(members))
-            for (i, sender), (j, receiver) in permutations(enumerate(members), 2):
-                if node_of[sender] != node_of[receiver]:
-                    sent[node_of[sender]] += width * sum(count(half, sizes, i, j) for half, count in halves.items())
-    return sent
-
-
-def path_of(half: Half, phase: Phase, width: int) -> Callable[[Half, list[int], int, int], int]:
-    """Over all ranks, the engine's own all-reduce, and its gather of 16 bits, follow a ring in the order of ranks.
-
-    Elsewhere every member is in another node, or none is, and a ring sends as much as a direct exchange.
-    """
-    along_ring = phase.axis == "all" and (width > 2 or half == "all_gather")
-    return elements_along_ring if along_ring else elements_between
+    return sum(len(OPS[phase.op]) * (shape.largest_group(phase.axis) - 1) for phase in plan.phases)
 
 
 def seconds(
-    plan: Plan, topology: Topology, num_elements: int, links: Mapping[Axis, Link], element_bytes: int = 4
+    plan: Plan, shape: ClusterShape, num_elements: int, links: Mapping[Axis, Link], element_bytes: int = 4
 ) -> float:
-    return sum(phase_seconds(plan, topology, num_elements, links, element_bytes))
+    return sum(phase_seconds(plan, shape, num_elements, links, element_bytes))
 
 
 def phase_seconds(
-    plan: Plan, topology: Topology, num_elements: int, links: Mapping[Axis, Link], element_bytes: int = 4
+    plan: Plan, shape: ClusterShape, num_elements: int, links: Mapping[Axis, Link], element_bytes: int = 4
 ) -> list[float]:
-    """Seconds of each phase: one bucket's phase in the node can run under another's across."""
+    """Seconds of each phase: one bucket's phase in the node can run under another's between nodes."""
     result = []
-    for phase, groups in zip(plan.phases, exchanges(plan, topology, num_elements), strict=True):
-        # Thousands of groups are of very few different sizes.
-        shapes = {(len(members), end - begin) for members, begin, end in groups}
-        result.append(max(group_seconds(phase, *shape, links[phase.axis], element_bytes) for shape in shapes))
+    for phase, scattered in zip(plan.phases, plan.scattered, strict=True):
+        groups = group_shapes(phase.axis, scattered, shape, num_elements)
+        result.append(max(group_seconds(phase, *group, links[phase.axis], element_bytes) for group in groups))
     return result
 
 
+def group_shapes(
+    axis: Axis, scattered: tuple[Axis, ...], shape: ClusterShape, num_elements: int
+) -> set[tuple[int, int]]:
+    """The different (members, elements) of an axis' groups; after a reduce_scatter each group holds one slice."""
+    check_held(axis, scattered, shape)
+    slices = [slice_sizes(num_elements, shape.largest_group(other)) for other in scattered]
+    held = [size for size, _ in slices[0]] if slices else [num_elements]
+    return {(members, elements) for members, _ in shape.group_sizes(axis) for elements in held}
+
+
+def check_held(axis: Axis, scattered: tuple[Axis, ...], shape: ClusterShape) -> None:
+    """After a reduce_scatter the members of a group hold the same slice only if the other axis has groups of one size,
+    which cross its own: node and inter_node, in equal nodes."""
+    is_same = shape.is_regular and sorted((*scattered, axis)) == ["inter_node", "node"]
+    assert is_same or not scattered, f"groups of {axis} hold different elements after reduce_scatter in {scattered}"
+
+
 def group_seconds(phase: Phase, num_members: int, num_elements: int, link: Link, element_bytes: int) -> float:
-    sizes = sizes_of(num_elements, num_members)
     total_s = 0.0
     for half in OPS[phase.op]:
-        num_busiest = elements_of_busiest(half, sizes)
+        num_busiest = elements_of_busiest(half, num_elements, num_members)
         total_s += (num_members - 1) * link.alpha_s
         total_s += num_busiest * travelling_bytes(phase, element_bytes) * link.beta_s_per_byte
         total_s += num_busiest * element_bytes * link.gamma_s_per_byte if half == "reduce_scatter" else 0.0
     return total_s
 
 
-def elements_sent(half: Half, sizes: list[int], member: int) -> int:
-    return sum(elements_between(half, sizes, member, other) for other in range(len(sizes)) if other != member)
-
-
-def elements_between(half: Half, sizes: list[int], sender: int, receiver: int) -> int:
-    match half:
-        case "reduce_scatter":
-            return sizes[receiver]
-        case "all_gather":
-            return sizes[sender]
-        case "gather":
-            return sizes[sender] if receiver == 0 else 0
-        case "scatter":
-            return sizes[receiver] if sender == 0 else 0
-
-
-def elements_along_ring(half: Half, sizes: list[int], sender: int, receiver: int) -> int:
-    """To its successor a member sends every slice but the one that ends there: its own sum, or what the other has."""
-    if receiver != (sender + 1) % len(sizes):
-        return 0
-    return sum(sizes) - sizes[sender if half == "reduce_scatter" else receiver]
-
-
-def elements_of_busiest(half: Half, sizes: list[int]) -> int:
+def elements_of_busiest(half: Half, num_elements: int, num_members: int) -> int:
     """Elements that the busiest member sends or receives, whichever is more: links carry both at once."""
-    return sum(sizes) - sizes[0] if half in ("gather", "scatter") else (len(sizes) - 1) * max(sizes)
+    if half in ("gather", "scatter"):
+        return num_elements - size_of_slice(num_elements, num_members, 0)
+    largest, _ = slice_sizes(num_elements, num_members)[-1]
+    return (num_members - 1) * largest
 
 
-def sizes_of(num_elements: int, parts: int) -> list[int]:
-    return [end - begin for begin, end in slices(num_elements, parts)]
+def size_of_slice(num_elements: int, parts: int, index: int) -> int:
+    begin, end = slice_of(num_elements, parts, index)
+    return end - begin
 
 
 def travelling_bytes(phase: Phase, element_bytes: int) -> int:
-    """Bytes of one element on the wire; fp32 is the tensor's own type."""
-    return element_bytes if phase.wire == "fp32" else WIRES[phase.wire].num_bytes
+    """Bytes of one element on its way; fp32 is the tensor's own dtype."""
+    return element_bytes if phase.dtype == "fp32" else COMM_DTYPES[phase.dtype].num_bytes
+
+
+def bytes_sent(plan: Plan, topology: Topology, num_elements: int, rank: int, element_bytes: int = 4) -> int:
+    """Bytes that `rank` sends, to the byte: unequal slices are counted as they are."""
+    total = 0
+    for phase, transfer in zip(plan.phases, transfers(plan, topology, rank, num_elements), strict=True):
+        if transfer:
+            members, begin, end = transfer
+            num_sent = elements_sent(OPS[phase.op], end - begin, len(members), members.index(rank))
+            total += num_sent * travelling_bytes(phase, element_bytes)
+    return total
+
+
+def elements_sent(halves: Iterable[Half], num_elements: int, num_members: int, place: int) -> int:
+    """By the member at this place to all others."""
+    num_own = size_of_slice(num_elements, num_members, place)
+    return sum(elements_leaving(half, num_elements, num_members, 1, num_own, place == 0) for half in halves)
+
+
+def elements_leaving(
+    half: Half, num_elements: int, num_members: int, num_inside: int, num_own: int, has_first: bool
+) -> int:
+    """Sent directly by some members of a group, who own so many elements together, to the members that are not inside.
+
+    Each inside sends what each outside owns; or what all inside own, to each outside; or to the first, or as the first.
+    """
+    match half:
+        case "reduce_scatter":
+            return num_inside * (num_elements - num_own)
+        case "all_gather":
+            return num_own * (num_members - num_inside)
+        case "gather":
+            return 0 if has_first else num_own
+        case "scatter":
+            return num_elements - num_own if has_first else 0
+
+
+def bytes_crossing(plan: Plan, topology: Topology, num_elements: int, element_bytes: int = 4) -> list[int]:
+    """Bytes that each node sends to others."""
+    sent = [0] * topology.num_nodes
+    for phase, scattered in zip(plan.phases, plan.scattered, strict=True):
+        check_held(phase.axis, scattered, topology.shape)
+        width = travelling_bytes(phase, element_bytes)
+        match phase.axis:
+            case "node":
+                continue
+            case "all":
+                crossing = crossing_among_all(phase, topology, num_elements, width)
+            case "leaders":
+                crossing = crossing_one_by_one(phase, [(topology.groups("leaders")[0], num_elements)])
+            case "inter_node":
+                groups = list(zip(*topology.nodes, strict=True))
+                sizes = [size_of_slice(num_elements, len(groups), index) for index in range(len(groups))]
+                held = sizes if scattered else [num_elements] * len(groups)
+                crossing = crossing_one_by_one(phase, list(zip(groups, held, strict=True)))
+        sent = [before + width * num for before, num in zip(sent, crossing, strict=True)]
+    return sent
+
+
+def crossing_among_all(phase: Phase, topology: Topology, num_elements: int, width: int) -> list[int]:
+    """Elements that leave each node in the group of all ranks, in which rank i is member i.
+
+    The backend's own all-reduce, and its gather of 16 bits, follow a ring in the order of ranks: to its successor a
+    rank sends every slice but the one that ends there, its own sum or what the other has.  The reduce_scatter of 16
+    bits is a direct exchange.
+    """
+    num_ranks = topology.num_ranks
+    result = []
+    for node in topology.nodes:
+        runs = runs_of(node)
+        has_first = node[0] == 0
+        bounds = [
+            (slice_of(num_elements, num_ranks, a)[0], slice_of(num_elements, num_ranks, b - 1)[1]) for a, b in runs
+        ]
+        num_own = sum(end - begin for begin, end in bounds)
+        # The last rank of a run sends to another node, but from the last rank of all back to the first in its own.
+        senders = [end - 1 for _, end in runs if end < num_ranks or not has_first]
+        total = 0
+        for half in OPS[phase.op]:
+            if width > 2 or half == "all_gather":
+                kept_back = senders if half == "reduce_scatter" else [(rank + 1) % num_ranks for rank in senders]
+                total += sum(num_elements - size_of_slice(num_elements, num_ranks, rank) for rank in kept_back)
+            else:
+                total += elements_leaving(half, num_elements, num_ranks, len(node), num_own, has_first)
+        result.append(total)
+    return result
+
+
+def crossing_one_by_one(phase: Phase, groups: list[tuple[tuple[int, ...], int]]) -> list[int]:
+    """Elements that leave each node in groups with one member of every node, in the order of nodes, and their elements.
+
+    All that a member sends leaves its node, and a ring sends as much as a direct exchange.
+    """
+    num_nodes = len(groups[0][0])
+    result = [0] * num_nodes
+    known: dict[int, list[int]] = {}  # sent from each place, by the elements of a group, of which there are few
+    for ranks, num_elements in groups:
+        if num_elements not in known:
+            places = range(num_nodes)
+            known[num_elements] = [elements_sent(OPS[phase.op], num_elements, num_nodes, place) for place in places]
+        place_of = {rank: place for place, rank in enumerate(sorted(ranks))}
+        sent = known[num_elements]
+        result = [total + sent[place_of[rank]] for total, rank in zip(result, ranks, strict=True)]
+    return result
 
 
 class Timing(NamedTuple):
-    """What was measured along an axis: small sums, and a gather and sums of n elements, seconds each."""
+    """What was measured along an axis: small all-reduces, and a gather and all-reduces of n elements, seconds each."""
 
     small_s: float
     gather_s: float
@@ -160,18 +225,18 @@ class Timing(NamedTuple):
     num_halves: int  # of a sum: 2 is an all-reduce, 1 a reduce-scatter; a gather is one half
 
 
-def fit_link(timing: Timing, num_members: int, num_elements: int, wire_bytes: int, element_bytes: int = 4) -> Link:
-    """The link whose `group_seconds` are those that were measured.
+def fit_link(timing: Timing, num_members: int, num_elements: int, comm_bytes: int, element_bytes: int = 4) -> Link:
+    """The link whose `group_seconds` are those that were measured, with elements of `comm_bytes` on their way.
 
     Sums that follow each other overlap, and may be faster than their bytes one after another: nothing is left for
     gamma then, and the sums alone decide beta.
     """
     steps = num_members - 1
-    busiest = elements_of_busiest("all_gather", sizes_of(num_elements, num_members))
+    busiest = elements_of_busiest("all_gather", num_elements, num_members)
     alpha_s = timing.small_s / (timing.num_halves * steps)
     bytes_s = max(0.0, timing.gather_s - steps * alpha_s)  # of a half
     sum_s = max(0.0, timing.sum_s - timing.num_halves * steps * alpha_s)
     added_s = sum_s - timing.num_halves * bytes_s
     if added_s < 0:
         bytes_s, added_s = sum_s / timing.num_halves, 0.0
-    return Link(alpha_s, bytes_s / (busiest * wire_bytes), added_s / (busiest * element_bytes))
+    return Link(alpha_s, bytes_s / (busiest * comm_bytes), added_s / (busiest * element_bytes))

@@ -1,7 +1,7 @@
 """Which gradients travel together, and by which plan: the cut that ends communication soonest, as predicted.
 
 Legend: gradients in the order of backward, m places where they may be cut, P plans.  Between two cuts lies one bucket
-for each type of gradient; it is ready with its last gradient, and passes through the two threads of pipeline.py.
+for each dtype of gradient; it is ready with its last gradient, and passes through the two threads of pipeline.py.
 
 Merging saves a start-up and waits for the later gradient: MG-WFBP (Shi et al. 2019) weighs the two for one link and one
 plan.  Here dynamic programming over prefixes weighs them for two threads and a plan for each bucket.  All that the rest
@@ -21,10 +21,10 @@ from functools import cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from megabatch.planning.buckets import Gradient
+from megabatch.planning.backward import Gradient, GradientDtype
 from megabatch.planning.pipeline import Costs
 
-Price = Callable[[int, str], Sequence[Costs]]  # of a bucket of so many bytes of a type, by each plan
+Price = Callable[[int, GradientDtype], Sequence[Costs]]  # of a bucket of so many bytes of a dtype, by each plan
 TIE = 1e-9  # relative: what is left of rounding
 
 
@@ -35,17 +35,17 @@ class Merged(NamedTuple):
     ready_s: float
 
 
-class Candidate(NamedTuple):
-    """A bucket that there may be: those of gradients [begin, end) that are of one type."""
+class PossibleBucket(NamedTuple):
+    """A bucket that there may be: those of gradients [begin, end) that are of one dtype."""
 
     begin: int
     end: int
-    dtype: str
+    dtype: GradientDtype
     ready_s: float
     prices: list[tuple[int, Costs]]  # by option
 
 
-Segment = list[Candidate]  # the buckets between two cuts, in the order in which they are ready
+Segment = list[PossibleBucket]  # the buckets between two cuts, in the order in which they are ready
 
 
 class State(NamedTuple):
@@ -55,7 +55,7 @@ class State(NamedTuple):
     network_s: float
     after_s: float  # the last part of the bucket that crosses, still to be done
     num_buckets: int
-    path: "tuple[State, Candidate, int, Costs] | None"
+    path: "tuple[State, PossibleBucket, int, Costs] | None"
 
     @property
     def end_s(self) -> float:
@@ -64,7 +64,7 @@ class State(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """What the gradients behind a cut take at least, however they are cut and summed."""
+    """What the gradients behind a cut take at least, however they are cut and all-reduced."""
 
     node_s: float
     network_s: float
@@ -130,8 +130,8 @@ def segments_from(
 ) -> list[Segment]:
     """From the first cut to each of the others, as far as the limit allows."""
     segments = []
-    sizes: dict[str, tuple[int, int]] = {}  # gradients and bytes of each type
-    last: dict[str, int] = {}
+    sizes: dict[GradientDtype, tuple[int, int]] = {}  # gradients and bytes of each dtype
+    last: dict[GradientDtype, int] = {}
     for start, end in pairwise(cuts):
         for index in range(start, end):
             num_bytes, dtype = gradients[index]
@@ -141,7 +141,7 @@ def segments_from(
             break
         segments.append(
             [
-                Candidate(cuts[0], end, dtype, ready_s[last[dtype]], worth_a_try(price(sizes[dtype][1], dtype)))
+                PossibleBucket(cuts[0], end, dtype, ready_s[last[dtype]], worth_a_try(price(sizes[dtype][1], dtype)))
                 for dtype in sorted(last, key=last.__getitem__)
             ]
         )
@@ -210,7 +210,7 @@ def idle_until(ready_s: float, state: State) -> State:
     return State(node_s, max(state.network_s, node_s), state.after_s, state.num_buckets, state.path)
 
 
-def advance(state: State, bucket: Candidate, option: int, costs: Costs) -> State:
+def advance(state: State, bucket: PossibleBucket, option: int, costs: Costs) -> State:
     """After one more bucket: the recurrence of `pipeline.pass_through`."""
     node_s = max(state.node_s, bucket.ready_s) + costs.before_s
     network_s, after_s = state.network_s, state.after_s

@@ -1,4 +1,4 @@
-"""When the buckets of a step are summed, predicted: the two threads of comm/reducer.py, without threads.
+"""When the buckets of a step are all-reduced, predicted: the two threads of comm/reducer.py, without threads.
 
 Legend: a bucket is ready when backward has filled it.  Its plan has a part in the node (before), one on the network
 (crossing) and one in the node again (after).  Buckets a, b, c pass in order, each thread with one part at a time:
@@ -8,7 +8,7 @@ Legend: a bucket is ready when backward has filled it.  Its plan has a part in t
 
 What a bucket does after follows what the next one that crosses does before, however late that is ready; in the last
 bucket of a step it follows at once.  Buckets are wholes here: the reducer cuts them into parts and lets a few go ahead,
-which `tuning.price` takes into account for the parts of one bucket.
+which `choosing.price` takes into account for the parts of one bucket.
 
 Every time is a maximum of sums of what was before: nothing ends sooner because something was ready later or cost more.
 One bucket costs a few additions.
@@ -24,7 +24,7 @@ PART_BYTES = 4 << 20  # of a bucket, at most, cross the network at a time
 
 
 def num_parts(plan: Plan, num_bytes: int) -> int:
-    """Of a bucket: parts follow each other through the node and across the network.  One, if it does not cross."""
+    """Of a bucket: parts follow each other through the node and over the network.  One, if it does not cross."""
     return max(1, math.ceil(num_bytes / PART_BYTES)) if plan.crosses else 1
 
 
@@ -78,5 +78,5 @@ def end_crossing(passage: Passage, node_s: float, costs: Costs) -> Passage:
 
 
 def exposed_s(passages: Sequence[Passage], backward_end_s: float) -> float:
-    """How long a step waits for sums after backward."""
+    """How long a step waits for the all-reduce after backward."""
     return max(0.0, max(passage.end_s for passage in passages) - backward_end_s)

@@ -8,54 +8,55 @@ A phase runs one operation in every group of its axis (topology.py), on the elem
     all_gather       undoes the last reduce_scatter: every member ends with all slices
 A plan ends with every rank holding the whole sum, the same bits on all.
 
-`wire` is what travels.  fp32 stands for the tensor's own type: nothing is rounded on the way, and a float64 tensor
-stays float64.  With a 16-bit wire every contribution is rounded to it once, the sum is made in fp32 in ascending
-rank order, and rounded once; every member keeps the rounded values, the owner of a slice too (and its own
+A phase's `dtype` is the dtype that travels.  fp32 stands for the tensor's own: nothing is rounded on the way, and an
+fp64 tensor stays fp64.  With a 16-bit dtype every contribution is rounded to it once, the sum is made in fp32 in
+ascending rank order, and rounded once; every member keeps the rounded values, the owner of a slice too (and its own
 contribution is rounded like the others', so that the sum does not depend on who owns the slice).  Sums of 16-bit
-tensors on their own wire are made in fp32 too, and rounded once a phase.
+tensors that travel as they are, are made in fp32 too, and rounded once a phase.
 """
 
 import math
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
-from megabatch.planning.topology import Axis, Topology
+from megabatch.planning.topology import Axis, SizeCounts, Topology
 
 Op = Literal["all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather"]
-Wire = Literal["fp32", "bf16", "fp16"]
+CommDtype = Literal["fp32", "bf16", "fp16"]
 Slice = tuple[int, int]  # elements [begin, end)
 
 BLOCK = 16  # elements: a cache line of fp32
 PLACES: dict[Axis, str] = {
     "all": "over all ranks",
     "node": "in the node",
-    "masters": "among masters",
-    "across": "across",
+    "leaders": "among leaders",
+    "inter_node": "between nodes",
 }
 
 
-class WireFormat(NamedTuple):
+class DtypeFormat(NamedTuple):
     num_bytes: int  # per element
     roundoff: float  # the largest relative error of rounding to it
     underflow: float  # the largest absolute error below its normal numbers: half the smallest subnormal
 
 
-WIRES: dict[Wire, WireFormat] = {
-    "fp32": WireFormat(4, 0.0, 0.0),
-    "bf16": WireFormat(2, 2.0**-8, 2.0**-134),
-    "fp16": WireFormat(2, 2.0**-11, 2.0**-25),
+COMM_DTYPES: dict[CommDtype, DtypeFormat] = {
+    "fp32": DtypeFormat(4, 0.0, 0.0),
+    "bf16": DtypeFormat(2, 2.0**-8, 2.0**-134),
+    "fp16": DtypeFormat(2, 2.0**-11, 2.0**-25),
 }
 
 
 class Phase(Struct, frozen=True):
     op: Op
     axis: Axis
-    wire: Wire
+    dtype: CommDtype
 
     def __str__(self) -> str:
-        return f"{self.op} {PLACES[self.axis]}" + ("" if self.wire == "fp32" else f" in {self.wire}")
+        return f"{self.op} {PLACES[self.axis]}" + ("" if self.dtype == "fp32" else f" in {self.dtype}")
 
 
 class Plan(Struct, frozen=True):
@@ -72,11 +73,25 @@ class Plan(Struct, frozen=True):
     def crosses(self) -> bool:
         return bool(self.phases[self.network])
 
+    @property
+    def scattered(self) -> list[tuple[Axis, ...]]:
+        """Of every phase, the axes along which each group holds but a slice: scattered and not gathered yet."""
+        axes: tuple[Axis, ...] = ()
+        result = []
+        for phase in self.phases:
+            if phase.op == "all_gather":
+                assert axes[-1:] == (phase.axis,), f"{self}: {phase} undoes no reduce_scatter"
+                axes = axes[:-1]
+            result.append(axes)
+            if phase.op == "reduce_scatter":
+                axes = (*axes, phase.axis)
+        return result
+
     def __str__(self) -> str:
         return f"{self.name}: " + (", ".join(map(str, self.phases)) or "nothing to exchange")
 
 
-class Exchange(NamedTuple):
+class Transfer(NamedTuple):
     """What one group does in one phase: its members exchange the elements [begin, end)."""
 
     members: tuple[int, ...]
@@ -92,45 +107,75 @@ class Exchange(NamedTuple):
 
 def slices(num_elements: int, parts: int) -> list[Slice]:
     """`parts` slices as equal as whole cache lines allow; as equal as elements allow if there are too few lines."""
-    block = BLOCK if num_elements >= BLOCK * parts else 1
-    num_blocks = math.ceil(num_elements / block)
+    block, num_blocks = blocks_of(num_elements, parts)
     # Rounding down makes the last slice one of the largest, and the short block at the end falls into it.
     bounds = [min(num_elements, num_blocks * part // parts * block) for part in range(parts + 1)]
     return list(pairwise(bounds))
 
 
-def exchanges(plan: Plan, topology: Topology, num_elements: int) -> list[list[Exchange]]:
-    """For every phase, what each group of its axis exchanges."""
-    held: list[list[Slice]] = [[(0, num_elements)] for _ in range(topology.num_ranks)]
-    result = []
-    for phase in plan.phases:
-        at_work = []
-        for members in topology.groups(phase.axis):
-            if phase.op == "all_gather":
-                for rank in members:
-                    held[rank].pop()
-            ranges = {held[rank][-1] for rank in members}
-            assert len(ranges) == 1, f"{plan}: {members} hold different elements before {phase}"
-            exchange = Exchange(members, *ranges.pop())
-            if phase.op == "reduce_scatter":
-                for rank, part in zip(members, exchange.slices, strict=True):
-                    held[rank].append(part)
-            at_work.append(exchange)
-        result.append(at_work)
+def slice_of(num_elements: int, parts: int, index: int) -> Slice:
+    """slices(num_elements, parts)[index], without the others."""
+    block, num_blocks = blocks_of(num_elements, parts)
+    begin, end = num_blocks * index // parts * block, num_blocks * (index + 1) // parts * block
+    return min(num_elements, begin), min(num_elements, end)
+
+
+def slice_sizes(num_elements: int, parts: int) -> SizeCounts:
+    """The sizes of `slices`, at most three, and how many slices have each.
+
+    num_blocks % parts of them are a block larger than the others; the last one is, if any is, and ends with the short
+    block.
+    """
+    block, num_blocks = blocks_of(num_elements, parts)
+    size, num_larger = num_blocks // parts * block, num_blocks % parts
+    last = (size + block if num_larger else size) - (num_blocks * block - num_elements)
+    counts = {last: 1}
+    for other, count in ((size, parts - max(1, num_larger)), (size + block, max(0, num_larger - 1))):
+        if count:
+            counts[other] = counts.get(other, 0) + count
+    return tuple(sorted(counts.items()))
+
+
+def blocks_of(num_elements: int, parts: int) -> tuple[int, int]:
+    """Elements of a block, of which slices have whole numbers, and how many blocks there are; the last may be short."""
+    block = BLOCK if num_elements >= BLOCK * parts else 1
+    return block, -(-num_elements // block)
+
+
+def transfers(plan: Plan, topology: Topology, rank: int, num_elements: int) -> list[Transfer | None]:
+    """For one rank, phase by phase: its group and the elements that this holds; None where the rank takes no part."""
+    result: list[Transfer | None] = []
+    for phase, axes in zip(plan.phases, plan.scattered, strict=True):
+        members = topology.members(phase.axis, rank)
+        places = [topology.places(axis) for axis in axes]
+        # Who took no part in a reduce_scatter holds what it held: one slice of one.
+        held = {held_by([of_axis.get(member, (0, 1)) for of_axis in places], num_elements) for member in members}
+        assert len(held) <= 1, f"{plan}: {members} hold different elements before {phase}"
+        result.append(Transfer(members, *held.pop()) if held else None)
     return result
+
+
+def held_by(places: Iterable[tuple[int, int]], num_elements: int) -> Slice:
+    """The elements of a member after reduce_scatters in which it had these places among so many members."""
+    begin, end = 0, num_elements
+    for place, parts in places:
+        first, last = slice_of(end - begin, parts, place)
+        begin, end = begin + first, begin + last
+    return begin, end
 
 
 def error_bound(plan: Plan, num_ranks: int, magnitude: float, roundoff: float = 2.0**-24) -> float:
     """The most by which an element of the result differs from the exact sum.  p ranks, m = sum of |contributions|.
 
-    ((1+u)^p (1+w)^2 - 1) m + (p+1) (1+u)^p (1+w)^2 t: u is the roundoff of the type that sums, once per addition
-    (p-1 in any order, and one where a float64 becomes fp32 on its way to 16 bits); w and t are roundoff and underflow
-    of the wire, once per contribution and once for the result.  About 2w m, whatever p is, while a 16-bit ring that
-    rounds at every hop has about p w m.  t matters for fp16 alone: contributions below 3e-8 vanish, so fp16 wants a
-    loss scale.  The bound holds while m is finite on the wire (65,504 for fp16); beyond it every rank gets inf or nan.
+    ((1+u)^p (1+w)^2 - 1) m + (p+1) (1+u)^p (1+w)^2 t: u is the roundoff of the dtype that sums, once per addition
+    (p-1 in any order, and one where an fp64 becomes fp32 on its way to 16 bits); w and t are roundoff and underflow of
+    the dtype that travels, once per contribution and once for the result.  About 2w m, whatever p is, while a 16-bit
+    ring that rounds at every hop has about p w m.  t matters for fp16 alone: contributions below 3e-8 vanish, so fp16
+    wants a loss scale.  The bound holds while m is finite in that dtype (65,504 for fp16); beyond it every rank gets
+    inf or nan.
     """
-    rounded = [WIRES[phase.wire] for phase in plan.phases]
+    rounded = [COMM_DTYPES[phase.dtype] for phase in plan.phases]
     # Logarithms, since 1 + 2**-53 is 1 in float64.
-    growth = num_ranks * math.log1p(roundoff) + sum(2 * math.log1p(wire.roundoff) for wire in rounded)
-    underflow = (num_ranks + 1) * sum(wire.underflow for wire in rounded)
+    growth = num_ranks * math.log1p(roundoff) + sum(2 * math.log1p(format.roundoff) for format in rounded)
+    underflow = (num_ranks + 1) * sum(format.underflow for format in rounded)
     return math.expm1(growth) * magnitude + math.exp(growth) * underflow

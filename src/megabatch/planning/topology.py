@@ -1,22 +1,75 @@
 """Which ranks share a host, and which ranks work together along an axis.
 
-    axis      its groups
-    all       one: every rank
-    node      one per node: the ranks of that host
-    masters   one: the first rank of each node
-    across    one per local index i: the i-th rank of every node; nodes of equal size only
+    axis         its groups
+    all          one: every rank
+    node         one per node: the ranks of that host
+    leaders      one: the first rank of each node
+    inter_node   one per local index i: the i-th rank of every node; nodes of equal size only
 
 Ranks of a node need not be consecutive: launchers also deal them out to hosts in turn.  The members of every
 group are ascending, since torch sorts the ranks of a process group; a rank's place in its group is therefore
 the same everywhere.
+
+What a plan costs depends on how many ranks the nodes have, not on which: a `ClusterShape` counts groups by their size,
+so 16,384 ranks are priced as fast as two.  A `Topology` names the ranks, for those that exchange data.
 """
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Self
 
 from msgspec import Struct
 
-Axis = Literal["all", "node", "masters", "across"]
+Axis = Literal["all", "node", "leaders", "inter_node"]
+SizeCounts = tuple[tuple[int, int], ...]  # (size, how many of that size), sizes ascending
+
+
+class ClusterShape(Struct, frozen=True):
+    """How many ranks the nodes have.  Everything here costs as much as there are different sizes of nodes."""
+
+    node_sizes: SizeCounts  # (ranks of a node, how many such nodes)
+
+    def __post_init__(self) -> None:
+        sizes = [size for size, _ in self.node_sizes]
+        assert sizes and sizes == sorted(set(sizes)), f"sizes of nodes, each once and ascending: {self.node_sizes}"
+        assert all(size > 0 and count > 0 for size, count in self.node_sizes), self.node_sizes
+
+    @classmethod
+    def regular(cls, num_nodes: int, ranks_per_node: int) -> Self:
+        return cls(((ranks_per_node, num_nodes),))
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(size * count for size, count in self.node_sizes)
+
+    @property
+    def num_nodes(self) -> int:
+        return sum(count for _, count in self.node_sizes)
+
+    @property
+    def largest_node(self) -> int:
+        """Ranks in the largest node."""
+        return self.node_sizes[-1][0]
+
+    @property
+    def is_regular(self) -> bool:
+        """True if all nodes have equally many ranks."""
+        return len(self.node_sizes) == 1
+
+    def group_sizes(self, axis: Axis) -> SizeCounts:
+        """(members, how many such groups) of the axis."""
+        match axis:
+            case "all":
+                return ((self.num_ranks, 1),)
+            case "node":
+                return self.node_sizes
+            case "leaders":
+                return ((self.num_nodes, 1),)
+            case "inter_node":
+                return ((self.num_nodes, self.largest_node),) if self.is_regular else ()
+
+    def largest_group(self, axis: Axis) -> int:
+        return max(size for size, _ in self.group_sizes(axis))
 
 
 class Topology(Struct, frozen=True):
@@ -26,6 +79,10 @@ class Topology(Struct, frozen=True):
         ranks = sorted(rank for node in self.nodes for rank in node)
         assert ranks and ranks == list(range(len(ranks))), f"every rank from 0 belongs to one node: {self.nodes}"
         assert all(self.nodes) and self.nodes == tuple(sorted(tuple(sorted(node)) for node in self.nodes)), self.nodes
+
+    @property
+    def shape(self) -> ClusterShape:
+        return ClusterShape(tuple(sorted(Counter(map(len, self.nodes)).items())))
 
     @property
     def num_ranks(self) -> int:
@@ -51,15 +108,19 @@ class Topology(Struct, frozen=True):
                 return [tuple(range(self.num_ranks))]
             case "node":
                 return list(self.nodes)
-            case "masters":
+            case "leaders":
                 return [tuple(node[0] for node in self.nodes)]
-            case "across":
+            case "inter_node":
                 # Sorted: the i-th ranks of nodes (0, 3) and (1, 2) are 3 and 2.
                 return [tuple(sorted(ranks)) for ranks in zip(*self.nodes, strict=True)] if self.is_regular else []
 
     def members(self, axis: Axis, rank: int) -> tuple[int, ...]:
         """The ranks that `rank` works with along `axis`, itself included; () if it takes no part."""
         return next((group for group in self.groups(axis) if rank in group), ())
+
+    def places(self, axis: Axis) -> dict[int, tuple[int, int]]:
+        """Of every rank that takes part: its place in its group, and how many members that has."""
+        return {rank: (place, len(group)) for group in self.groups(axis) for place, rank in enumerate(group)}
 
 
 def regular(num_nodes: int, ranks_per_node: int) -> Topology:
@@ -74,3 +135,11 @@ def from_hosts(hosts: Sequence[str]) -> Topology:
     for rank, host in enumerate(hosts):
         nodes.setdefault(host, []).append(rank)
     return Topology(tuple(map(tuple, nodes.values())))
+
+
+def runs_of(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending ranks as runs [begin, end) of consecutive ones, as few as there are."""
+    if ranks[-1] - ranks[0] == len(ranks) - 1:
+        return [(ranks[0], ranks[-1] + 1)]
+    ends = [place for place in range(1, len(ranks)) if ranks[place] != ranks[place - 1] + 1]
+    return [(ranks[begin], ranks[end - 1] + 1) for begin, end in zip([0, *ends], [*ends, len(ranks)], strict=True)]

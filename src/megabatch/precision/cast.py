@@ -1,4 +1,4 @@
-"""Makes a model compute in the formats of a precision."""
+"""Makes a model compute in the number formats of a precision."""
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from megabatch.precision.policy import Precision
 KEPT_IN_FP32 = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
 
-def cast(model: nn.Module, precision: Precision, device: torch.device) -> None:
+def cast_model(model: nn.Module, precision: Precision, device: torch.device) -> None:
     """Changes the model in place: 16-bit weights, or autocast around forward; normalisation layers stay in fp32."""
     narrow = precision.autocast or precision.model
     if narrow == precision.update:

@@ -41,7 +41,7 @@ PRECISIONS = {
 
 class PrecisionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str = "fp32"
-    loss_scale: Annotated[float, Meta(ge=1)] | None = None  # a fixed one; by default it finds itself
+    loss_scale: Annotated[float, Meta(ge=1)] | None = None  # a fixed one; by default dynamic
 
     def __post_init__(self) -> None:
         require_one_of("precision.name", self.name, PRECISIONS)
@@ -54,7 +54,7 @@ class PrecisionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def check_device(settings: PrecisionSettings, device: torch.device) -> None:
-    """Tries the format where it will be used: what a device supports is best asked of itself."""
+    """Tries the format on the device: torch has no list of what a device supports."""
     dtype = settings.formats.autocast or settings.formats.model
     try:
         image = torch.ones(1, 1, 3, 3, dtype=dtype, device=device, requires_grad=True)

@@ -1,18 +1,18 @@
 """Whether a recipe lies within what is known to converge, decided before anything is started.
 
-Points are compared that share the recipe's model, optimizer and data: the source's name, or a set of the same size to
+Results are compared that share the recipe's model, optimizer and data: the source's name, or a set of the same size to
 1 %, since ImageNet may lie anywhere.  G is the recipe's batch.
 
-Rate, warm-up, decay and momentum (as 1 - momentum, on which the length of its memory depends) are interpolated between
-the points on either side of G, as straight lines in log-log, and that value is widened both ways by a factor: 2, and 4
-for the decay.  The factors come from the table itself: they are such that each point of ResNet-50 with LARS lies within
-what the others foresee for it (test_preflight holds this).
+Learning rate, warm-up, decay and momentum (as 1 - momentum, on which the length of its memory depends) are interpolated between
+the results on either side of G, as straight lines in log-log, and that value is widened both ways by a factor: 2, and 4
+for the decay.  The factors come from the table itself: they are such that each result of ResNet-50 with LARS lies within
+what is expected from the others (test_compare holds this).
 
-Beyond the known batches the outermost point counts.  But SGD's rate goes with G on both sides (the linear rule, Goyal
+Beyond the known batches the outermost result counts.  But SGD's learning rate goes with G on both sides (the linear rule, Goyal
 et al. 2017); LARS's may do so below, where nothing forbids a shorter warm-up either.
 
-BatchNorm's span and the steps of an epoch are not functions of G: no point of any family has gone below or above the
-spans of the table, and no point of this family has got along with fewer steps an epoch than its largest batch has.
+BatchNorm's span and the steps of an epoch are not functions of G: no result of any family has gone below or above the
+spans of the table, and no result of this family has got along with fewer steps an epoch than its largest batch has.
 
 Held-out images are counted as trained on: a trial of a recipe is judged as the recipe.
 """
@@ -26,7 +26,7 @@ from msgspec import Struct
 from megabatch.config.schema import RunConfig
 from megabatch.data.sources import FROM_PYTHON
 from megabatch.errors import UserError
-from megabatch.preflight.reference_results import KNOWN_POINTS, TRUST, KnownPoint
+from megabatch.preflight.reference_results import REFERENCE_RESULTS, TRUST_COEFFICIENT, ReferenceResult
 
 SAME_SIZE = 0.01  # sets are taken for the same if their sizes differ by less
 ROUNDING = 1e-9  # a value on the edge is within
@@ -39,9 +39,9 @@ class Findings(Struct, frozen=True):
 
 class Quantity(NamedTuple):
     setting: str
-    factor: float  # by which what is foreseen is widened
+    factor: float  # by which the expected range is widened
     given: Callable[[RunConfig], float]
-    known: Callable[[KnownPoint], float | None]
+    reference: Callable[[ReferenceResult], float | None]
     from_one: bool = False  # it is 1 - value that is interpolated
 
     def turn(self, value: float) -> float:
@@ -58,25 +58,25 @@ QUANTITIES = (
 )
 
 
-class Known(NamedTuple):
-    """What is known of one quantity at one batch."""
+class Expected(NamedTuple):
+    """What reference results say of one quantity at one batch."""
 
     low: float
     good: float
     high: float
-    points: list[KnownPoint]
+    results: list[ReferenceResult]
 
 
 def preflight(config: RunConfig, num_samples: int) -> Findings:
-    """The known points nearest to the recipe, and a line for each of its values that lies outside them."""
-    points = family_of(config, num_samples)
-    if not points:
+    """The reference results nearest to the recipe, and a line for each of its values that lies outside them."""
+    results = family_of(config, num_samples)
+    if not results:
         return Findings([f"none: nothing is known of {describe_family(config)}"], [])
-    warnings = [warn(config, quantity, points) for quantity in QUANTITIES]
-    warnings += [warn_of_span(config), warn_of_steps(config, num_samples, points)]
-    nearest = around(points, config.batch.global_batch)
-    rates = foresee(LEARNING_RATE, points, config.batch.global_batch)
-    references = [describe(point) for point in points if point in nearest or (rates and point in rates.points)]
+    warnings = [warn(config, quantity, results) for quantity in QUANTITIES]
+    warnings += [warn_of_span(config), warn_of_steps(config, num_samples, results)]
+    nearest = around(results, config.batch.global_batch)
+    rates = expected_range(LEARNING_RATE, results, config.batch.global_batch)
+    references = [describe(result) for result in results if result in nearest or (rates and result in rates.results)]
     return Findings(references, [warning for warning in warnings if warning])
 
 
@@ -93,14 +93,14 @@ def require_known(config: RunConfig, num_samples: int) -> None:
         raise UserError(f"--strict: {warnings[0]}{more}")
 
 
-def family_of(config: RunConfig, num_samples: int) -> list[KnownPoint]:
-    """The known points of the same model, data and optimizer, by batch."""
+def family_of(config: RunConfig, num_samples: int) -> list[ReferenceResult]:
+    """The reference results of the same model, data and optimizer, by batch."""
     family = (config.model.name, optimizer_of(config))
-    same = [point for point in KNOWN_POINTS if (point.model, point.optimizer) == family]
-    points = [point for point in same if point.data == config.data.source]
+    same = [result for result in REFERENCE_RESULTS if (result.model, result.optimizer) == family]
+    results = [result for result in same if result.data == config.data.source]
     samples = all_samples(config, num_samples)
-    points = points or [point for point in same if abs(point.samples / samples - 1) < SAME_SIZE]
-    return sorted(points, key=lambda point: point.batch)
+    results = results or [result for result in same if abs(result.samples / samples - 1) < SAME_SIZE]
+    return sorted(results, key=lambda result: result.batch)
 
 
 def all_samples(config: RunConfig, num_samples: int) -> float:
@@ -109,7 +109,7 @@ def all_samples(config: RunConfig, num_samples: int) -> float:
 
 
 def optimizer_of(config: RunConfig) -> str:
-    """LARC's rate is a ceiling, and says nothing beside LARS's."""
+    """LARC's learning rate is a ceiling, and says nothing beside LARS's."""
     return "larc" if config.optim.name == "lars" and config.optim.variant == "larc" else config.optim.name
 
 
@@ -118,31 +118,31 @@ def describe_family(config: RunConfig) -> str:
     return f"{config.model.name} on {data} with {optimizer_of(config)}"
 
 
-def around(points: Sequence[KnownPoint], batch: int) -> list[KnownPoint]:
-    """The point at this batch, those on either side of it, or the outermost; `points` are sorted by batch."""
-    below = [point for point in points if point.batch <= batch][-1:]
-    above = [point for point in points if point.batch >= batch][:1]
+def around(results: Sequence[ReferenceResult], batch: int) -> list[ReferenceResult]:
+    """The result at this batch, those on either side of it, or the outermost; `results` are sorted by batch."""
+    below = [result for result in results if result.batch <= batch][-1:]
+    above = [result for result in results if result.batch >= batch][:1]
     return below if below == above else below + above
 
 
-def foresee(quantity: Quantity, points: Sequence[KnownPoint], batch: int) -> Known | None:
-    """What the points say of a quantity at this batch; None if they do not say anything."""
-    told = [point for point in points if quantity.known(point) is not None]
-    if not told:
+def expected_range(quantity: Quantity, results: Sequence[ReferenceResult], batch: int) -> Expected | None:
+    """What the results say of a quantity at this batch; None if they do not say anything."""
+    telling = [result for result in results if quantity.reference(result) is not None]
+    if not telling:
         return None
-    near = around(told, batch)
-    first, last = (quantity.turn(quantity.known(point) or 0.0) for point in (near[0], near[-1]))
+    near = around(telling, batch)
+    first, last = (quantity.turn(quantity.reference(result) or 0.0) for result in (near[0], near[-1]))
     if len(near) == 2:
         way = math.log(batch / near[0].batch) / math.log(near[1].batch / near[0].batch)
         least = most = first * (last / first) ** way
     else:
         least, most = beyond(quantity, near[0].optimizer, first, batch / near[0].batch)
     ends = sorted(map(quantity.turn, (least / quantity.factor, most * quantity.factor)))
-    return Known(ends[0], quantity.turn(most), ends[1], near)
+    return Expected(ends[0], quantity.turn(most), ends[1], near)
 
 
 def beyond(quantity: Quantity, optimizer: str, value: float, ratio: float) -> tuple[float, float]:
-    """The least and the most that a point's value may be at `ratio` times its batch."""
+    """The least and the most that a result's value may be at `ratio` times its batch."""
     if quantity is LEARNING_RATE and optimizer == "sgd":
         return value * ratio, value * ratio
     if quantity is LEARNING_RATE and ratio < 1:
@@ -152,26 +152,27 @@ def beyond(quantity: Quantity, optimizer: str, value: float, ratio: float) -> tu
     return value, value
 
 
-def warn(config: RunConfig, quantity: Quantity, points: Sequence[KnownPoint]) -> str | None:
+def warn(config: RunConfig, quantity: Quantity, results: Sequence[ReferenceResult]) -> str | None:
     batch = config.batch.global_batch
-    known = foresee(quantity, points, batch)
-    # A weight moves by rate x trust: a larger trust is a larger rate.
-    scale = config.optim.trust / points[0].trust if quantity is LEARNING_RATE and config.optim.name == "lars" else 1.0
-    value = quantity.given(config)
-    if known is None or known.low * (1 - ROUNDING) <= value * scale <= known.high * (1 + ROUNDING):
+    expected = expected_range(quantity, results, batch)
+    value, scale, coefficient = quantity.given(config), 1.0, config.optim.trust_coefficient
+    if quantity is LEARNING_RATE and config.optim.name == "lars":
+        # A weight moves by learning rate x trust coefficient: a larger one of either is as good as of the other.
+        scale = coefficient / results[0].trust_coefficient
+    if expected is None or expected.low * (1 - ROUNDING) <= value * scale <= expected.high * (1 + ROUNDING):
         return None
-    trust = f" with optim.trust={config.optim.trust:g}" if scale != 1.0 else ""
-    values = ", ".join(f"{quantity.known(point):g} at {point.batch:,}" for point in known.points)
-    sources = " and ".join(dict.fromkeys(point.source for point in known.points))
+    trust = f" with optim.trust_coefficient={coefficient:g}" if scale != 1.0 else ""
+    values = ", ".join(f"{quantity.reference(result):g} at {result.batch:,}" for result in expected.results)
+    sources = " and ".join(dict.fromkeys(result.source for result in expected.results))
     return (
-        f"{quantity.setting}={value:g}{trust} at batch {batch:,}: known to converge is {known.low / scale:.3g} to "
-        f"{known.high / scale:.3g} ({values}: {sources}); "
-        f"for example {quantity.setting}={known.good / scale:.3g}"
+        f"{quantity.setting}={value:g}{trust} at batch {batch:,}: known to converge is {expected.low / scale:.3g} to "
+        f"{expected.high / scale:.3g} ({values}: {sources}); "
+        f"for example {quantity.setting}={expected.good / scale:.3g}"
     )
 
 
 def warn_of_span(config: RunConfig) -> str | None:
-    spans = {point.bn_span: point for point in reversed(KNOWN_POINTS) if point.bn_span}
+    spans = {result.bn_span: result for result in reversed(REFERENCE_RESULTS) if result.bn_span}
     low, high = min(spans), max(spans)
     span = config.batch.microbatch
     if low <= span <= high:
@@ -185,10 +186,10 @@ def warn_of_span(config: RunConfig) -> str | None:
     )
 
 
-def warn_of_steps(config: RunConfig, num_samples: int, points: Sequence[KnownPoint]) -> str | None:
+def warn_of_steps(config: RunConfig, num_samples: int, results: Sequence[ReferenceResult]) -> str | None:
     batch, micro = config.batch.global_batch, config.batch.microbatch
     samples = all_samples(config, num_samples)
-    fewest = min(points, key=lambda point: point.steps_per_epoch)
+    fewest = min(results, key=lambda result: result.steps_per_epoch)
     if samples / batch >= fewest.steps_per_epoch * (1 - SAME_SIZE):
         return None
     largest = max(1, math.floor(samples / fewest.steps_per_epoch) // micro) * micro
@@ -199,15 +200,15 @@ def warn_of_steps(config: RunConfig, num_samples: int, points: Sequence[KnownPoi
     )
 
 
-def describe(point: KnownPoint) -> str:
-    told = {
-        "rate": point.learning_rate,
-        "trust": point.trust if point.trust != TRUST else None,
-        "warm-up": point.warmup_epochs,
-        "momentum": point.momentum,
-        "decay": point.weight_decay,
-        "BN span": point.bn_span,
+def describe(result: ReferenceResult) -> str:
+    given = {
+        "learning rate": result.learning_rate,
+        "trust coefficient": result.trust_coefficient if result.trust_coefficient != TRUST_COEFFICIENT else None,
+        "warm-up": result.warmup_epochs,
+        "momentum": result.momentum,
+        "decay": result.weight_decay,
+        "BN span": result.bn_span,
     }
-    values = [f"{name} {value:g}" for name, value in told.items() if value is not None]
-    reached = f", top-1 {point.top1:g}" if point.top1 else ""
-    return f"{', '.join([f'batch {point.batch:,}', *values])}, {point.epochs} epochs{reached} ({point.source})"
+    values = [f"{name} {value:g}" for name, value in given.items() if value is not None]
+    reached = f", top-1 {result.top1:g}" if result.top1 else ""
+    return f"{', '.join([f'batch {result.batch:,}', *values])}, {result.epochs} epochs{reached} ({result.source})"

@@ -13,27 +13,25 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from megabatch.config.resolve import make_model, plan_learning_rate, plan_run
 from megabatch.config.schema import RunConfig
-from megabatch.data.sources import foresee_shape
+from megabatch.data.sources import infer_shape
 from megabatch.models.catalog import model_errors
 from megabatch.models.loss import summed_loss
 from megabatch.optim.groups import parameter_groups
-from megabatch.planning.batch import StepPlan, check_ranks, most_ranks
-from megabatch.precision.masters import gradients_of
+from megabatch.planning.batch import StepPlan
+from megabatch.precision.master_weights import gradients_of
+from megabatch.precision.place import place_model
 from megabatch.preflight.compare import Findings, preflight
-from megabatch.ranks.discover import usable_cores
-from megabatch.ranks.world import choose_device
-from megabatch.train.assemble import place_model
 
 
 class Memory(Struct, frozen=True, kw_only=True):
     """Bytes on one rank."""
 
     weights: int  # parameters and buffers of the model
-    masters: int  # fp32 copies of its 16-bit weights
+    master_weights: int  # fp32 copies of its 16-bit weights
     gradients: int  # DDP's buckets; the gradients are views of them
     unscaled: int  # fp32 copies of 16-bit gradients
     optimizer: int
-    activations: int | None  # what one microbatch keeps for its backward pass; None where that cannot be foreseen
+    activations: int | None  # what one microbatch keeps for its backward pass; None where it cannot be estimated
 
     @property
     def total(self) -> int:
@@ -59,26 +57,17 @@ class Preview(Struct, frozen=True, kw_only=True):
     memory: Memory
 
 
-def choose_ranks(config: RunConfig, wanted: int | None) -> int:
-    """The ranks that were asked for, or one per GPU, on CPU one per core, as far as they divide the microbatches."""
-    device_type = choose_device(config.run.device)
-    if wanted is not None:
-        check_ranks(config.batch, wanted)
-        return wanted
-    return most_ranks(config.batch, torch.cuda.device_count() if device_type == "cuda" else len(usable_cores()))
-
-
 def preview(config: RunConfig, num_ranks: int) -> Preview:
-    shape = foresee_shape(config.data)
+    shape = infer_shape(config.data)
     plan = plan_run(config, shape, num_ranks)
     model = make_model(config, shape)
-    masters = place_model(model, config, torch.device("cpu"))
+    masters = place_model(model, config.precision, torch.device("cpu"), config.model.wants_channels_last)
     groups = parameter_groups(model, config.optim.weight_decay, config.optim.decay_all)
     trained = list(masters.parameters.values())
     image_shape = (shape.num_channels, config.data.image_size, config.data.image_size)
     memory = Memory(
         weights=num_bytes([*model.parameters(), *model.buffers()]),
-        masters=num_bytes([*masters.copies, *(before for _, before in masters.rounded.values())]),
+        master_weights=num_bytes([*masters.copies, *(before for _, before in masters.originals.values())]),
         gradients=num_bytes(trained),
         unscaled=num_bytes(gradients_of(masters.copies)),
         optimizer=num_bytes(masters.weights.values()) if config.optim.momentum else 0,

@@ -1,9 +1,10 @@
-"""Runs that are known to converge: what `preflight` compares a recipe with.
+"""Reference results: runs that are known to converge, with which a recipe is compared.
 
-ResNet-50, LARS    the reference convergence points of MLPerf, target 75.9 %: trust 0.001, eps 0, poly 2, end 1e-4
+ResNet-50, LARS    the reference convergence points of MLPerf, target 75.9 %: trust coefficient 0.001, eps 0, poly 2,
+                   end 1e-4
 ResNet-50, SGD     Goyal et al. 2017: 0.1 for each 256 samples
-AlexNet-BN, LARS   public code of the authors on whom Jia et al. 2018 build: trust 0.001, poly 2; it does not say over
-                   how many samples BatchNorm goes.  Of 64K the abstract of Jia et al. gives epochs and accuracy alone
+AlexNet-BN, LARS   public code of the authors on whom Jia et al. 2018 build: trust coefficient 0.001, poly 2; it does not
+                   say over how many samples BatchNorm goes.  Of 64K the abstract of Jia et al. gives epochs and accuracy alone
 the rest           our own recipes.  Where `top1` is None, nobody has run them to their end yet
 """
 
@@ -13,19 +14,19 @@ from msgspec import Struct
 
 from megabatch.data.shapes import FASHION_MNIST_10K, FULL_FASHION_MNIST, IMAGENET
 
-TRUST = 0.001  # of LARS, where a point does not say otherwise
+TRUST_COEFFICIENT = 0.001  # of LARS, where a result does not say otherwise
 
 
-class KnownPoint(Struct, frozen=True, kw_only=True):
+class ReferenceResult(Struct, frozen=True, kw_only=True):
     """None: the source does not say."""
 
     model: str
     data: str
-    optimizer: str  # "lars" with the rate inside or outside the momentum, which differ only while the rate moves
+    optimizer: str  # "lars" with its learning rate inside or outside the momentum: they differ only while it moves
     samples: int  # of an epoch
     batch: int
     learning_rate: float | None = None  # the peak
-    trust: float = TRUST  # the same of all points of a model, its data and LARS
+    trust_coefficient: float = TRUST_COEFFICIENT  # the same of all results of a model, its data and LARS
     warmup_epochs: float | None = None
     momentum: float | None = None
     weight_decay: float | None = None
@@ -39,12 +40,12 @@ class KnownPoint(Struct, frozen=True, kw_only=True):
         return self.samples / self.batch
 
 
-on_imagenet = partial(KnownPoint, data="imagenet", samples=IMAGENET.num_train)
+on_imagenet = partial(ReferenceResult, data="imagenet", samples=IMAGENET.num_train)
 
 
 def mlperf(
     batch: int, learning_rate: float, warmup: float, momentum: float, weight_decay: float, bn_span: int, epochs: str
-) -> KnownPoint:
+) -> ReferenceResult:
     return on_imagenet(
         model="resnet50",
         optimizer="lars",
@@ -60,7 +61,7 @@ def mlperf(
     )
 
 
-def goyal(batch: int, learning_rate: float, warmup: float | None, top1: float | None) -> KnownPoint:
+def goyal(batch: int, learning_rate: float, warmup: float | None, top1: float | None) -> ReferenceResult:
     return on_imagenet(
         model="resnet50",
         optimizer="sgd",
@@ -76,7 +77,7 @@ def goyal(batch: int, learning_rate: float, warmup: float | None, top1: float | 
     )
 
 
-def alexnet_bn(batch: int, learning_rate: float, warmup: float) -> KnownPoint:
+def alexnet_bn(batch: int, learning_rate: float, warmup: float) -> ReferenceResult:
     return on_imagenet(
         model="alexnet_bn",
         optimizer="lars",
@@ -101,17 +102,17 @@ def fashion(
     top1: float | None = None,
     is_embedded: bool = False,
     model: str = "small_resnet",
-    trust: float = TRUST,
-) -> KnownPoint:
+    trust_coefficient: float = TRUST_COEFFICIENT,
+) -> ReferenceResult:
     shape = FASHION_MNIST_10K if is_embedded else FULL_FASHION_MNIST
-    return KnownPoint(
+    return ReferenceResult(
         model=model,
         data="fashion-mnist-10k" if is_embedded else "fashion-mnist",
         optimizer=optimizer,
         samples=shape.num_train,
         batch=batch,
         learning_rate=learning_rate,
-        trust=trust,
+        trust_coefficient=trust_coefficient,
         warmup_epochs=warmup,
         momentum=0.9,
         weight_decay=5e-4,
@@ -122,7 +123,7 @@ def fashion(
     )
 
 
-KNOWN_POINTS = (
+REFERENCE_RESULTS = (
     mlperf(1_632, 7.4, 2, 0.9, 5e-5, 204, "33-37"),
     mlperf(3_264, 10.5, 2, 0.9, 5e-5, 204, "34-37"),
     mlperf(4_096, 10, 5, 0.9, 2e-4, 64, "39-42"),
@@ -148,9 +149,9 @@ KNOWN_POINTS = (
     fashion("fashion at 512", "sgd", 512, 0.4, 1, 64, "12", top1=0.895, is_embedded=True),
     fashion("fashion-full", "sgd", 256, 0.2, 1, 64, "12"),
     fashion("fashion-128", "sgd", 128, 0.156, 5, 128, "40", top1=0.9195, model="shallow_cnn"),
-    fashion("fashion-3k", "lars", 3_072, 4.5, 5, 128, "40", top1=0.9167, model="shallow_cnn", trust=0.01),
-    fashion("fashion-8k", "lars", 8_192, 5.92, 5, 128, "40", top1=0.9142, model="shallow_cnn", trust=0.01),
-    KnownPoint(
+    fashion("fashion-3k", "lars", 3_072, 4.5, 5, 128, "40", top1=0.9167, model="shallow_cnn", trust_coefficient=0.01),
+    fashion("fashion-8k", "lars", 8_192, 5.92, 5, 128, "40", top1=0.9142, model="shallow_cnn", trust_coefficient=0.01),
+    ReferenceResult(
         model="small_cnn",
         data="synthetic",
         optimizer="sgd",

@@ -1,10 +1,8 @@
 """Which rank this process is: torchrun, Slurm's srun and MPI's mpiexec say so in variables of their own."""
 
 import os
-import platform
 import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 
 from msgspec import Struct
 
@@ -23,7 +21,7 @@ SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 MASTER_PORT = 29_500
 
 
-class Place(Struct, frozen=True):
+class RankInfo(Struct, frozen=True):
     """Which rank this process is."""
 
     rank: int
@@ -32,18 +30,18 @@ class Place(Struct, frozen=True):
     num_local_ranks: int  # on this host
 
 
-def discover(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """This process's place among ranks that somebody has started; None if nobody has."""
+def discover(environment: Mapping[str, str] = os.environ) -> RankInfo | None:
+    """Which of the ranks that a launcher has started this process is; None if none has."""
     for names in (TORCHRUN, OPEN_MPI, MPICH):
         if all(name in environment for name in names):
-            return Place(*(read_number(environment, name) for name in names))
+            return RankInfo(*(read_number(environment, name) for name in names))
     # In a batch script, outside of srun, Slurm sets SLURM_NTASKS and SLURM_PROCID too, but no step's variables.
     # A step of one task is a shell (srun --pty bash).
     is_step = "SLURM_STEP_NODELIST" in environment and environment.get("SLURM_NTASKS") != "1"
     if all(name in environment for name in SLURM) and is_step:
         rank, num_ranks, local_rank = (read_number(environment, name) for name in SLURM)
         counts = per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", "1")))
-        return Place(rank, num_ranks, local_rank, counts[int(environment.get("SLURM_NODEID", "0"))])
+        return RankInfo(rank, num_ranks, local_rank, counts[int(environment.get("SLURM_NODEID", "0"))])
     return None
 
 
@@ -57,47 +55,18 @@ def read_port(environment: Mapping[str, str], default: int) -> int:
     return read_number(environment, "MASTER_PORT") if "MASTER_PORT" in environment else default
 
 
-def meeting_point(place: Place, environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """The host and port at which the ranks meet."""
+def rendezvous_address(info: RankInfo, environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
+    """The host and port at which the ranks find each other."""
     if "MASTER_ADDR" in environment:
         return environment["MASTER_ADDR"], read_port(environment, MASTER_PORT)
     if "SLURM_STEP_NODELIST" in environment:
         # A port of the job's own: two jobs may share a node.
         port = MASTER_PORT + int(environment.get("SLURM_JOB_ID", "0")) % 1000
         return first_host(environment["SLURM_STEP_NODELIST"]), read_port(environment, port)
-    if place.num_local_ranks == place.num_ranks:
-        # The ranks of one mpiexec on one host have the same parent: two such runs do not meet.
+    if info.num_local_ranks == info.num_ranks:
+        # The ranks of one mpiexec on one host have the same parent: two such runs do not find each other.
         return "127.0.0.1", read_port(environment, MASTER_PORT + os.getppid() % 1000)
     raise UserError("MASTER_ADDR is not set, and the ranks are on several hosts; set it to the host of rank 0")
-
-
-def host_identity() -> str:
-    """Ranks with the same share a memory, and see each other's processes.
-
-    Test hosts on one machine differ in their network namespace only, containers of one rank each in that of processes.
-    """
-    links = [Path("/proc/self/ns/net"), Path("/proc/self/ns/pid")]
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    known = [boot.read_text().strip(), *(str(link.readlink()) for link in links)] if boot.exists() else []
-    return " ".join([platform.node(), *known])
-
-
-def usable_cores() -> frozenset[int]:
-    """The cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))
-
-
-def fair_threads(rank: int, cores: Sequence[tuple[str, frozenset[int]]]) -> int:
-    """This rank's share of the cores, given every rank's host and usable cores.
-
-    srun gives each of its tasks cores of its own, torchrun lets all ranks of a host share all of them.
-    """
-    host, mine = cores[rank]
-    here = [theirs for other, theirs in cores if other == host]
-    share = sum(1 / sum(core in theirs for theirs in here) for core in mine)
-    return max(1, int(share + 1e-6))
 
 
 def first_host(nodelist: str) -> str:
@@ -112,9 +81,3 @@ def per_node(counts: str) -> list[int]:
     """Slurm's 2(x3),1 -> [2, 2, 2, 1]"""
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
     return [int(count) for count, times in found for _ in range(int(times or 1))]
-
-
-def cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from megabatch.errors import UserError, require_one_of
-from megabatch.ranks.discover import Place, discover
-from megabatch.ranks.store import Notices
+from megabatch.ranks.discover import RankInfo, discover
+from megabatch.ranks.store import RankStore
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -37,12 +37,18 @@ class World:
         self.rank, self.num_ranks, self.device = rank, num_ranks, device
         self.closing = ExitStack()
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sums in place over all ranks; bitwise the same on each."""
         dist.all_reduce(tensor)
         return tensor
 
-    def share_text(self, text: str) -> str:
+    def all_gather(self, value: object) -> list[Any]:
+        """The values that all ranks have brought, in rank order, on all ranks."""
+        values: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(values, value)
+        return values
+
+    def broadcast_text(self, text: str) -> str:
         """Rank 0's text, on all ranks."""
         content = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.device)
         length = torch.tensor([len(content)], device=self.device)
@@ -52,60 +58,53 @@ class World:
         dist.broadcast(content, src=0)
         return bytes(content.tolist()).decode()
 
-    def collect(self, value: object) -> list[Any]:
-        """The values that all ranks have brought, in rank order, on all ranks."""
-        values: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(values, value)
-        return values
-
-    def share_tensors(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def broadcast_tensors(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Rank 0's tensors, on all ranks and on their devices; only rank 0 needs to bring any."""
         layout = {name: (list(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
-        layout = json.loads(self.share_text(json.dumps(layout)))
-        shared = {}
+        layout = json.loads(self.broadcast_text(json.dumps(layout)))
+        received = {}
         for name, (shape, dtype) in layout.items():
             dtype = getattr(torch, dtype.removeprefix("torch."))
             empty = torch.empty(shape, dtype=dtype, device=self.device)
             tensor = empty.copy_(tensors[name]) if self.rank == 0 else empty
             dist.broadcast(tensor, src=0)
-            shared[name] = tensor
-        return shared
+            received[name] = tensor
+        return received
 
 
-def current_place() -> Place:
-    """This process's place among the ranks that exist, which may be it alone."""
-    place = discover()
-    if place is None and dist.is_initialized():
+def current_rank() -> RankInfo:
+    """Which of the ranks that exist this process is; it may be alone."""
+    info = discover()
+    if info is None and dist.is_initialized():
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
-        return Place(rank, num_ranks, rank, num_ranks)
-    return place or Place(0, 1, 0, 1)
+        return RankInfo(rank, num_ranks, rank, num_ranks)
+    return info or RankInfo(0, 1, 0, 1)
 
 
 @contextmanager
 def connect(
-    place: Place,
+    info: RankInfo,
     device_type: str,
     store: "dist.Store | None" = None,  # type: ignore[name-defined]
     timeout_s: float = 600.0,
 ) -> Iterator[World]:
     """Joins the ranks, and leaves them at the end.  A script that has joined them already stays joined."""
-    device = torch.device(device_type, place.local_rank) if device_type == "cuda" else torch.device(device_type)
+    device = torch.device(device_type, info.local_rank) if device_type == "cuda" else torch.device(device_type)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    world = World(info.rank, info.num_ranks, device)
     if dist.is_initialized():
-        world = World(place.rank, place.num_ranks, device)
         with world.closing:
             yield world
         return
     dist.init_process_group(
         BACKENDS[device.type],
-        rank=place.rank,
-        world_size=place.num_ranks,
-        store=store or Notices(place).store,
+        rank=info.rank,
+        world_size=info.num_ranks,
+        store=store or RankStore(info).store,
         timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
-    world = World(place.rank, place.num_ranks, device)
     try:
         with world.closing:
             yield world

@@ -1,49 +1,23 @@
-"""The run's folder: config.toml, env.json, metrics.jsonl, summary.json, train.log, checkpoints/, model.safetensors;
-timeline/, if wanted.
+"""The run's folder, as its run writes it: `files.py` lists what lies there, `reader.py` reads it.
 
-It belongs to one run at a time, which holds it by `flock`: the kernel lets go of it however the run ends.
+It belongs to one run at a time, which holds its lock.
 """
 
-import contextlib
-import fcntl
 import json
-import math
 import os
-import platform
 import time
-from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
-from statistics import fmean
 from types import TracebackType
 from typing import Self, TextIO
 
 import msgspec
-import torch
 
-from megabatch import __version__
-from megabatch.config.schema import RunConfig
+from megabatch.disk import Locked, remove_unfinished, take_lock, write_file
 from megabatch.errors import UserError
-from megabatch.runs.records import Record, StepRecord, Summary
-
-LOCK = ".lock"
-PLAN = "plan.json"  # planning.tuning.Tuning
-# What explains a run's speed or numerics.  An allow-list: an environment also holds secrets.
-VARIABLES = (
-    "CUDA_VISIBLE_DEVICES",
-    "CUBLAS_WORKSPACE_CONFIG",
-    "GLOO_SOCKET_IFNAME",
-    "LOCAL_WORLD_SIZE",
-    "MKL_NUM_THREADS",
-    "NCCL_ALGO",
-    "NCCL_DEBUG",
-    "NCCL_IB_DISABLE",
-    "NCCL_PROTO",
-    "NCCL_SOCKET_IFNAME",
-    "OMP_NUM_THREADS",
-    "SLURM_JOB_ID",
-    "SLURM_JOB_NUM_NODES",
-    "WORLD_SIZE",
-)
+from megabatch.runs.files import CONFIG, ENVIRONMENT, LOCK, LOG, METRICS, SUMMARY
+from megabatch.runs.reader import length_up_to
+from megabatch.runs.records import Record, Summary
 
 
 class RunFolder:
@@ -54,18 +28,19 @@ class RunFolder:
         path.mkdir(parents=True, exist_ok=True)
         self.lock = hold(path)
 
-    def begin(self, config: RunConfig, step: int) -> None:
-        """Writes what describes the run, and keeps the rows up to `step`, where it begins or goes on."""
-        (self.path / "summary.json").unlink(missing_ok=True)  # of the attempt before
-        self.write_text("config.toml", config.to_toml())
-        self.write_text("env.json", json.dumps(describe_environment(), indent=2) + "\n")
-        rows = self.path / "metrics.jsonl"
+    def begin(self, config: str, environment: Mapping[str, object], step: int) -> None:
+        """Writes what describes the run, and keeps the rows up to `step`, where it begins or resumes."""
+        (self.path / SUMMARY).unlink(missing_ok=True)  # of the attempt before
+        remove_unfinished(self.path)
+        self.write_text(CONFIG, config)
+        self.write_text(ENVIRONMENT, json.dumps(environment, indent=2) + "\n")
+        rows = self.path / METRICS
         self.metrics = rows.open("ab")
         self.metrics.truncate(length_up_to(rows, step))
         self.log(f"begins at step {step}")
 
     def write(self, record: Record) -> None:
-        """One row, flushed: what has happened is on disk before the next step begins."""
+        """One row, flushed: what has happened is in the file before the next step begins."""
         self.metrics.write(msgspec.json.encode(record) + b"\n")
         self.metrics.flush()
 
@@ -73,15 +48,11 @@ class RunFolder:
         os.fsync(self.metrics.fileno())
 
     def finish(self, summary: Summary) -> None:
-        text = msgspec.json.format(msgspec.json.encode(summary), indent=2).decode()
-        self.write_text("summary.json", text + "\n")
+        self.write_text(SUMMARY, msgspec.json.format(msgspec.json.encode(summary), indent=2).decode() + "\n")
         self.log(f"{summary.status} after step {summary.steps}")
 
     def write_text(self, name: str, text: str) -> None:
-        """The whole file or the one before it."""
-        new = self.path / f".writing-{name}"
-        new.write_text(text)
-        new.rename(self.path / name)
+        write_file(self.path / name, text)
 
     def log(self, text: str) -> None:
         append_to_log(self.path, text)
@@ -98,80 +69,15 @@ class RunFolder:
 
 
 def append_to_log(folder: Path, text: str) -> None:
-    with (folder / "train.log").open("a") as file:
+    with (folder / LOG).open("a") as file:
         file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text.rstrip()}\n")
 
 
-def hold(path: Path, setting: str = "run.dir") -> TextIO:
-    """Takes the folder for this process; `setting` is what a user gives it by."""
-    file = (path / LOCK).open("a+")
-    for attempt in range(10):
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if attempt < 9:
-                time.sleep(0.1)  # `is_held` touches it for a moment
-                continue
-            file.seek(0)
-            holder = file.read().strip()
-            file.close()
-            raise UserError(
-                f"{setting}={str(path)!r} is in use by process {holder}; wait for it, or give another {setting}"
-            ) from None
-    file.truncate(0)
-    file.write(str(os.getpid()))
-    file.flush()
-    return file
-
-
-def is_held(path: Path) -> bool:
-    """True while some run holds the folder."""
-    with contextlib.suppress(FileNotFoundError), (path / LOCK).open() as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
-
-
-def read_losses(folder: Path) -> dict[int, float]:
-    """For every epoch that a run has come to, from 1 on, the mean training loss of the steps that ended in it."""
-    losses: defaultdict[int, list[float]] = defaultdict(list)
-    with (folder / "metrics.jsonl").open("rb") as rows:
-        for row in rows:
-            if b'"loss":' in row:  # a step's
-                record = msgspec.json.decode(row, type=StepRecord)
-                losses[math.ceil(record.epoch)].append(record.loss)
-    return {epoch: fmean(found) for epoch, found in losses.items()}
-
-
-def length_up_to(rows: Path, step: int) -> int:
-    """The bytes of the rows that a checkpoint knows.  A kill may have left later ones, or half of one."""
-    length = 0
-    with rows.open("rb") as file:
-        for line in file:
-            try:
-                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
-                    break
-            except ValueError:
-                break
-            length += len(line)
-    return length
-
-
-def read_environment(folder: Path) -> dict[str, object]:
-    """What `describe_environment` said where the run was made."""
-    return msgspec.json.decode((folder / "env.json").read_bytes(), type=dict[str, object])
-
-
-def describe_environment() -> dict[str, object]:
-    return {
-        "megabatch": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "host": platform.node(),
-        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
-        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
-    }
+def hold(folder: Path, setting: str = "run.dir") -> TextIO:
+    """Takes the folder for this process, until what is returned is closed; `setting` is what a user gives it by."""
+    try:
+        return take_lock(folder / LOCK)
+    except Locked as locked:
+        raise UserError(
+            f"{setting}={str(folder)!r} is in use by process {locked.holder}; wait for it, or give another {setting}"
+        ) from None

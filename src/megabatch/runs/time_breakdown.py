@@ -1,9 +1,9 @@
-"""What the time of making batches goes into."""
+"""What the time of making batches is spent on."""
 
 from msgspec import Struct
 
 
-class Stages(Struct):
+class TimeBreakdown(Struct):
     """Seconds, by what they were spent on."""
 
     read: float = 0.0
@@ -15,11 +15,11 @@ class Stages(Struct):
     def total(self) -> float:
         return self.read + self.decode + self.augment + self.copy
 
-    def add(self, other: "Stages", factor: float = 1.0) -> None:
-        for stage in self.__struct_fields__:
-            setattr(self, stage, getattr(self, stage) + factor * getattr(other, stage))
+    def add(self, other: "TimeBreakdown", factor: float = 1.0) -> None:
+        for part in self.__struct_fields__:
+            setattr(self, part, getattr(self, part) + factor * getattr(other, part))
 
-    def scaled(self, factor: float) -> "Stages":
-        result = Stages()
+    def scaled(self, factor: float) -> "TimeBreakdown":
+        result = TimeBreakdown()
         result.add(self, factor)
         return result

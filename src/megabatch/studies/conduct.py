@@ -8,8 +8,8 @@ which no rate was chosen.
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from megabatch.ranks.discover import cpu_name, usable_cores
-from megabatch.runs.folder import read_environment, read_losses
+from megabatch.ranks.machine import cpu_name, usable_cores
+from megabatch.runs.reader import epoch_losses, read_environment
 from megabatch.runs.records import Summary
 from megabatch.studies.design import ArmDesign, Design
 from megabatch.studies.evidence import Arm, Curve, SeedRun, Study, slug
@@ -36,7 +36,7 @@ def conduct(design: Design, folder: Path, command: str, run: Run, follow: Callab
         Arm(
             name=arm.name,
             about=arm.about,
-            settings=list(arm.words),
+            settings=list(arm.overrides),
             rate=rates[arm.name],
             tuned=sorted(scores_of(found.get(arm.name, {})).items()),
             runs=[
@@ -105,23 +105,25 @@ def run_all(run: Run, trials: Sequence[Trial]) -> dict[str, Summary]:
 
 
 def search_trial(design: Design, arm: ArmDesign, rate: float) -> Trial:
-    words = trial_words(arm, rate, SEARCH_SEED)
+    overrides = trial_overrides(arm, rate, SEARCH_SEED)
     held_out = f"data.validation={design.validation!r}"
-    return Trial(f"search-{slug(arm.name)}-{rate:g}", design.recipe, (*design.words, *words, held_out))
+    return Trial(f"search-{slug(arm.name)}-{rate:g}", design.recipe, (*design.overrides, *overrides, held_out))
 
 
 def seed_trial(design: Design, arm: ArmDesign, rate: float, seed: int) -> Trial:
-    words = trial_words(arm, rate, seed)
-    return Trial(f"seed-{seed}-{slug(arm.name)}", design.recipe, (*design.words, *words, *design.final_words))
+    overrides = trial_overrides(arm, rate, seed)
+    return Trial(
+        f"seed-{seed}-{slug(arm.name)}", design.recipe, (*design.overrides, *overrides, *design.final_overrides)
+    )
 
 
-def trial_words(arm: ArmDesign, rate: float, seed: int) -> tuple[str, ...]:
+def trial_overrides(arm: ArmDesign, rate: float, seed: int) -> tuple[str, ...]:
     """Tested once, after the last epoch."""
-    return (*arm.words, f"seed={seed}", f"optim.learning_rate={rate:g}", "train.evaluate_every=0")
+    return (*arm.overrides, f"seed={seed}", f"optim.learning_rate={rate:g}", "train.evaluate_every=0")
 
 
 def seed_run(seed: int, folder: Path, summary: Summary, follow: Callable[[Path, str], Curve], layer: str) -> SeedRun:
-    curves: dict[str, Curve] = {"training loss": [(float(epoch), loss) for epoch, loss in read_losses(folder).items()]}
+    curves: dict[str, Curve] = {"training loss": [(float(epoch), loss) for epoch, loss in epoch_losses(folder).items()]}
     if layer:
         curves[f"variance of {layer}'s output"] = follow(folder, layer)
     return SeedRun(

@@ -10,7 +10,7 @@ class ArmDesign(Struct, frozen=True, kw_only=True):
 
     name: str
     about: str
-    words: tuple[str, ...]  # section.key=value, which distinguish it
+    overrides: tuple[str, ...]  # section.key=value, which distinguish it
     grid: tuple[float, ...] = ()
     rate_of: str = ""  # the arm whose rate it takes
     rate_times: float = 1.0
@@ -25,14 +25,14 @@ class Design(Struct, frozen=True, kw_only=True):
     question: str
     setup: str
     recipe: str
-    words: tuple[str, ...]  # of all arms
+    overrides: tuple[str, ...]  # of all arms
     arms: tuple[ArmDesign, ...]
     baseline: str
     bars: tuple[Bar, ...] = ()
     validation: float  # share of the training images that rates are judged by
     trials: int  # of each search
     seeds: int
-    final_words: tuple[str, ...] = ()  # of the runs that count, beside those of the search
+    final_overrides: tuple[str, ...] = ()  # of the runs that count, beside those of the search
     layer: str = ""  # whose output's variance is followed through the checkpoints
     claims: tuple[Claim, ...] = ()
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from megabatch.disk import write_file
 from megabatch.errors import UserError
 from megabatch.studies.evidence import Arm, Study, slug
 from megabatch.studies.figures import Drawing, curve_names, draw_figures, mean_curve
@@ -34,12 +35,12 @@ def write_study(study: Study, folder: Path) -> list[Path]:
     """Writes <study>.json, <study>-<figure>.svg and <study>.md; the JSON first, since it took hours."""
     folder.mkdir(parents=True, exist_ok=True)
     text = to_json(study)
-    written = [write_whole(folder / f"{study.name}.json", text)]
+    written = [write_file(folder / f"{study.name}.json", text)]
     study = load_study(written[0])
     drawings = draw_figures(study)
     for drawing in drawings:
-        written.append(write_whole(folder / figure_file(study, drawing), drawing.svg.encode()))
-    return [*written, write_whole(folder / f"{study.name}.md", page(study, drawings).encode())]
+        written.append(write_file(folder / figure_file(study, drawing), drawing.svg.encode()))
+    return [*written, write_file(folder / f"{study.name}.md", page(study, drawings).encode())]
 
 
 def to_json(study: Study) -> bytes:
@@ -55,15 +56,8 @@ def load_study(path: Path) -> Study:
         raise UserError(f"{str(path)!r} is not there; `megabatch study` writes it") from None
     except msgspec.DecodeError as error:
         raise UserError(
-            f"{str(path)!r} is not the JSON of a study: {error}; `megabatch study` writes it anew"
+            f"{str(path)!r} is not the JSON of a study: {error}; `megabatch study` writes it again"
         ) from None
-
-
-def write_whole(path: Path, content: bytes) -> Path:
-    """The whole file or the one before it."""
-    new = path.with_name(f".writing-{path.name}")
-    new.write_bytes(content)
-    return new.rename(path)
 
 
 def page(study: Study, drawings: Sequence[Drawing]) -> str:

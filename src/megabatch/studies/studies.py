@@ -42,39 +42,39 @@ LARGE_BATCH = Design(
         "network](../studies.md#what-they-have-shown)."
     ),
     recipe="fashion-128",
-    words=(),
+    overrides=(),
     arms=(
-        ArmDesign(name=BASELINE, about="the baseline", words=(*batch(128), *NESTEROV), grid=(0.03, 0.09, 0.27)),
+        ArmDesign(name=BASELINE, about="the baseline", overrides=(*batch(128), *NESTEROV), grid=(0.03, 0.09, 0.27)),
         ArmDesign(
             name="linear scaling, 3,072",
             about="Nesterov with 24 times the baseline's rate (Goyal et al. 2017)",
-            words=(*batch(3072), *NESTEROV),
+            overrides=(*batch(3072), *NESTEROV),
             rate_of=BASELINE,
             rate_times=24,
         ),
         ArmDesign(
             name="Nesterov, 3,072",
             about="tuned as well as LARS (arXiv 2102.06356)",
-            words=(*batch(3072), *NESTEROV),
+            overrides=(*batch(3072), *NESTEROV),
             grid=NESTEROV_RATES,
         ),
         ArmDesign(
             name="LARS with all decay, 3,072",
             about="LARS, biases and BatchNorm decay too",
-            words=(*batch(3072), *LARS, *DECAY_ALL),
+            overrides=(*batch(3072), *LARS, *DECAY_ALL),
             grid=LARS_RATES,
         ),
-        ArmDesign(name=OURS, about="our recipe", words=(*batch(3072), *LARS), grid=LARS_RATES),
+        ArmDesign(name=OURS, about="our recipe", overrides=(*batch(3072), *LARS), grid=LARS_RATES),
         ArmDesign(
             name="Nesterov, 8,192",
             about="tuned, 7.3 steps an epoch",
-            words=(*batch(8192), *NESTEROV),
+            overrides=(*batch(8192), *NESTEROV),
             grid=NESTEROV_RATES,
         ),
         ArmDesign(
             name="LARS, 8,192",
             about="our recipe, 7.3 steps an epoch",
-            words=(*batch(8192), *LARS),
+            overrides=(*batch(8192), *LARS),
             grid=LARS_RATES,
         ),
     ),
@@ -123,7 +123,7 @@ ABLATION = Design(
         "on all 10,000 with 3 seeds. Variance is that of pool5's output over 512 training images, 128 at a time."
     ),
     recipe="fashion",
-    words=(
+    overrides=(
         "model.name=small_alexnet_bn",
         "batch.global=512",
         "batch.micro=128",
@@ -133,16 +133,19 @@ ABLATION = Design(
     ),
     arms=(
         ArmDesign(
-            name=WITH_BN5, about="BatchNorm behind pool5, decay on weights alone", words=(), grid=(0.3, 0.9, 2.7, 8.1)
+            name=WITH_BN5,
+            about="BatchNorm behind pool5, decay on weights alone",
+            overrides=(),
+            grid=(0.3, 0.9, 2.7, 8.1),
         ),
         ArmDesign(
             name="without BN5",
             about="nothing between pool5 and fc6",
-            words=("model.options={pool5_norm=false}",),
+            overrides=("model.options={pool5_norm=false}",),
             grid=(0.3, 0.9, 2.7, 8.1),
         ),
         ArmDesign(
-            name="decay on all", about="biases and BatchNorm decay too", words=DECAY_ALL, grid=(0.3, 0.9, 2.7, 8.1)
+            name="decay on all", about="biases and BatchNorm decay too", overrides=DECAY_ALL, grid=(0.3, 0.9, 2.7, 8.1)
         ),
     ),
     baseline=WITH_BN5,
@@ -166,7 +169,7 @@ ABLATION = Design(
     validation=HELD_OUT,
     trials=6,
     seeds=3,
-    final_words=("checkpoint.every_steps=20", "checkpoint.keep=1000"),
+    final_overrides=("checkpoint.every_steps=20", "checkpoint.keep=1000"),
     layer="pool5",
 )
 
@@ -189,7 +192,7 @@ PRECISION = Design(
         "weights and sees the same images in every arm."
     ),
     recipe="fashion",
-    words=(
+    overrides=(
         "model.name=tiny_cnn",
         "model.options={width=8, hidden=64}",
         "data.crop_padding=0",
@@ -200,24 +203,26 @@ PRECISION = Design(
         "train.epochs=15",
     ),
     arms=(
-        ArmDesign(name=FP32, about="the baseline", words=("precision.name=fp32",), grid=(0.3, 0.9, 2.7, 8.1)),
+        ArmDesign(name=FP32, about="the baseline", overrides=("precision.name=fp32",), grid=(0.3, 0.9, 2.7, 8.1)),
         ArmDesign(
             name=DYNAMIC,
             about="fp16, fp32 masters, a loss scale that finds itself",
-            words=("precision.name=fp16",),
+            overrides=("precision.name=fp16",),
             rate_of=FP32,
         ),
         ArmDesign(
             name="fp16, fixed scale",
             about="fp16, fp32 masters, a loss scale of 1,000 (NVCaffe's for AlexNet-BN)",
-            words=("precision.name=fp16", "precision.loss_scale=1000"),
+            overrides=("precision.name=fp16", "precision.loss_scale=1000"),
             rate_of=FP32,
         ),
-        ArmDesign(name="bf16", about="bf16, fp32 masters, no loss scale", words=("precision.name=bf16",), rate_of=FP32),
+        ArmDesign(
+            name="bf16", about="bf16, fp32 masters, no loss scale", overrides=("precision.name=bf16",), rate_of=FP32
+        ),
         ArmDesign(
             name="LARS in fp16",
             about="the control: fp16, and weights, norms, trust ratios and momentum in fp16 too",
-            words=("precision.name=fp16", "optim.name=lars_in_fp16"),
+            overrides=("precision.name=fp16", "optim.name=lars_in_fp16"),
             rate_of=FP32,
         ),
     ),

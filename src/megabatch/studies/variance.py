@@ -13,8 +13,9 @@ from torch import nn
 
 from megabatch.config.loading import load_config
 from megabatch.config.resolve import make_model, plan_run
-from megabatch.data.batches import Normalise
+from megabatch.data.normalise import Normalise, measure_pixels
 from megabatch.data.sources import load_data_set
+from megabatch.runs.files import CHECKPOINTS, CONFIG
 from megabatch.studies.evidence import Curve
 from megabatch.train.checkpoint import model_state, read_description, read_state
 
@@ -24,15 +25,15 @@ NUM_IMAGES = 512
 @torch.no_grad()
 def layer_variance(folder: Path, layer: str) -> Curve:
     """(epoch, variance) of a run's checkpoints."""
-    config = load_config(str(folder / "config.toml"))
+    config = load_config(str(folder / CONFIG))
     data = load_data_set(config.data)
     model = make_model(config, data.shape).train()
     plan = plan_run(config, data.shape, num_ranks=1)
     images = data.train.read(np.linspace(0, len(data.train) - 1, NUM_IMAGES).astype(np.int64))
-    pixels = Normalise(data.train, torch.device("cpu"), torch.float32)(images)
+    pixels = Normalise(measure_pixels(data.train), torch.device("cpu"), torch.float32)(images)
     microbatches = pixels.split(config.batch.microbatch)
     curve: Curve = []
-    for path in sorted((folder / "checkpoints").glob("step-*")):
+    for path in sorted((folder / CHECKPOINTS).glob("step-*")):
         model.load_state_dict(model_state(read_state(path)))
         curve.append((plan.epochs_after(read_description(path).step), variance_of(model, layer, microbatches)))
     return curve

@@ -10,14 +10,14 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from megabatch.config.loading import load_config
+from megabatch.config.loading import load_config, silent
 from megabatch.config.resolve import plan_run
 from megabatch.config.schema import RunConfig
 from megabatch.data.shapes import DataShape
-from megabatch.data.sources import foresee_shape
+from megabatch.data.sources import infer_shape
 from megabatch.errors import UserError
 from megabatch.runs.records import Summary
-from megabatch.sweep.screen import StudyScreen
+from megabatch.sweep.screen import SweepScreen
 from megabatch.sweep.search import HELD_OUT, best_rate, coarse_grid, is_at_end, next_rates
 from megabatch.sweep.trials import Trial, run_trials, scores_of
 
@@ -29,7 +29,7 @@ class RateSearch(Struct, frozen=True, kw_only=True):
     """What will be tried."""
 
     recipe: str
-    words: tuple[str, ...]  # the user's own
+    overrides: tuple[str, ...]  # the user's own
     held_out: tuple[str, ...]  # and data.validation, where neither they nor the recipe set it
     config: RunConfig  # of the trials, but for their rate
     shape: DataShape  # with held-out images in place of test images
@@ -40,7 +40,7 @@ class RateSearch(Struct, frozen=True, kw_only=True):
 
 def plan_search(
     recipe: str,
-    words: Sequence[str],
+    overrides: Sequence[str],
     *,
     low: float | None,
     high: float | None,
@@ -49,18 +49,18 @@ def plan_search(
     folder: Path | None,
 ) -> RateSearch:
     """Refuses what cannot be run, before anything is."""
-    given = [word for word in words if word.partition("=")[0] == "run.dir"]
+    given = [override for override in overrides if override.partition("=")[0] == "run.dir"]
     if given:
         raise UserError(f"{given[0]}: each trial has a folder of its own; give --folder for all of them")
-    config = load_config(recipe, words)
+    config = load_config(recipe, overrides)
     grid = plan_grid(low, high, config.optim.learning_rate, num_coarse, num_trials)
     held_out = () if config.data.validation else (f"data.validation={HELD_OUT!r}",)
-    config = load_config(recipe, [*words, *held_out])
-    shape = foresee_shape(config.data)
+    config = load_config(recipe, [*overrides, *held_out], report=silent)
+    shape = infer_shape(config.data)
     plan_run(config, shape, num_ranks=1)
     return RateSearch(
         recipe=recipe,
-        words=tuple(words),
+        overrides=tuple(overrides),
         held_out=held_out,
         config=config,
         shape=shape,
@@ -93,7 +93,7 @@ def plan_grid(low: float | None, high: float | None, rate: float, num_coarse: in
     return grid
 
 
-def search_rates(search: RateSearch, jobs: int, screen: StudyScreen) -> dict[float, Summary]:
+def search_rates(search: RateSearch, jobs: int, screen: SweepScreen) -> dict[float, Summary]:
     """Runs all trials; returns what each rate has come to."""
 
     def run(rates: Sequence[float]) -> dict[float, Summary]:
@@ -108,13 +108,13 @@ def search_rates(search: RateSearch, jobs: int, screen: StudyScreen) -> dict[flo
 
 
 def trial_of(search: RateSearch, rate: float) -> Trial:
-    return Trial(f"rate-{rate:g}", search.recipe, (*search.words, *search.held_out, f"{RATE}={rate:g}"))
+    return Trial(f"rate-{rate:g}", search.recipe, (*search.overrides, *search.held_out, f"{RATE}={rate:g}"))
 
 
 def command_for(search: RateSearch, rate: float) -> str:
     """The run that the search was for, in a line to paste."""
-    words = [word for word in search.words if word.partition("=")[0] != RATE]
-    return shlex.join(["megabatch", "train", search.recipe, *words, f"{RATE}={rate:g}"])
+    overrides = [override for override in search.overrides if override.partition("=")[0] != RATE]
+    return shlex.join(["megabatch", "train", search.recipe, *overrides, f"{RATE}={rate:g}"])
 
 
 def conclude(results: Mapping[float, Summary]) -> tuple[float, str]:
@@ -132,5 +132,5 @@ def conclude(results: Mapping[float, Summary]) -> tuple[float, str]:
     end, side = ("lowest", "below") if best == min(scores) else ("highest", "above")
     return best, (
         f"{best:g}, the {end} that was tried: one {side} it may be better; "
-        f"the same command with --trials {len(scores) + 4} goes on there"
+        f"the same command with --trials {len(scores) + 4} continues there"
     )

@@ -1,6 +1,5 @@
 """What is said of trials while they run: a line for each that ends; on a terminal also how far the running ones are."""
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,13 +7,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from megabatch.runs.reader import last_record
 from megabatch.runs.records import Summary
 from megabatch.sweep.trials import Trial
 
-TAIL_BYTES = 8192  # of metrics.jsonl, enough for its last row
 
-
-class StudyScreen:
+class SweepScreen:
     """`num_trials` are all that there will be, also those that are not known yet."""
 
     def __init__(self, num_trials: int, jobs: int) -> None:
@@ -79,9 +77,9 @@ def seconds_left(trials: Sequence[Trial], done: Mapping[str, Summary], num_trial
 
 
 def kind_of(trial: Trial) -> tuple[str, ...]:
-    """What trials of the same length have in common: all but the seed, the rate, and what takes little time."""
+    """What trials of the same length have in common: all but the seed, the learning rate, and what takes little time."""
     ignored = ("seed=", "optim.learning_rate=", "data.validation=", "train.evaluate_every=", "checkpoint.")
-    return (trial.recipe, *(word for word in trial.overrides if not word.startswith(ignored)))
+    return (trial.recipe, *(override for override in trial.overrides if not override.startswith(ignored)))
 
 
 def show_result(summary: Summary) -> str:
@@ -99,9 +97,5 @@ def show_duration(seconds: float) -> str:
 
 def epoch_of(folder: Path) -> float:
     """How far a run is by its last whole row; 0 before the first."""
-    try:
-        with (folder / "metrics.jsonl").open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
-            return float(json.loads(file.read().split(b"\n")[-2])["epoch"])
-    except (OSError, LookupError, ValueError):
-        return 0.0
+    record = last_record(folder)
+    return record.epoch if record else 0.0

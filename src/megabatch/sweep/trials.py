@@ -1,8 +1,8 @@
 """Trials: ordinary runs, each in a process and a folder of its own, several at a time.
 
 FOLDER/NAME is a trial's run, FOLDER/NAME.log what it said.  Trials that have finished or diverged are not run again,
-and those that were interrupted go on from their checkpoint: whoever runs them may be stopped or killed at any moment,
-and the same call goes on.
+and those that were interrupted resume from their checkpoint: whoever runs them may be stopped or killed at any moment,
+and the same call resumes.
 """
 
 import os
@@ -20,19 +20,20 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from megabatch.config.loading import load_config
+from megabatch.config.loading import load_config, silent
 from megabatch.config.schema import RunConfig
 from megabatch.errors import UserError
-from megabatch.ranks.discover import discover, usable_cores
-from megabatch.ranks.launch import STOP_TIMEOUT_S, Stopped, die_with
+from megabatch.ranks.discover import discover
+from megabatch.ranks.machine import usable_cores
+from megabatch.ranks.signals import STOP_TIMEOUT_S, Stopped, StopRequest, die_with
 from megabatch.ranks.world import choose_device
 from megabatch.runs.folder import hold
+from megabatch.runs.reader import is_run, read_summary
 from megabatch.runs.records import Summary
-from megabatch.train.resume import is_run, read_summary, why_other
-from megabatch.train.run import StopSignal
+from megabatch.train.resume import why_other
 
 if TYPE_CHECKING:
-    from megabatch.sweep.screen import StudyScreen
+    from megabatch.sweep.screen import SweepScreen
 
 POLL_S = 0.2
 GRACE_S = 30  # beyond what the launcher of a run gives its ranks
@@ -46,21 +47,21 @@ class Trial(Struct, frozen=True):
     overrides: tuple[str, ...] = ()
 
 
-def run_trials(trials: Sequence[Trial], folder: Path, jobs: int, screen: "StudyScreen") -> list[Summary]:
+def run_trials(trials: Sequence[Trial], folder: Path, jobs: int, screen: "SweepScreen") -> list[Summary]:
     """Runs what has not been run, `jobs` at a time; returns all summaries, of status finished or diverged.
 
     A trial that fails otherwise stops the others and is a UserError; a signal stops all, and is `Stopped`.
     """
     names = [trial.name for trial in trials]
     assert len({*names}) == len(names) and all(re.fullmatch(r"[\w.+-]+", name) for name in names), names
-    place = discover()
-    if place:
+    info = discover()
+    if info:
         raise UserError(
-            f"this is rank {place.rank} of {place.num_ranks}, and trials are runs of one rank each; "
+            f"this is rank {info.rank} of {info.num_ranks}, and trials are runs of one rank each; "
             "start it without torchrun, srun or mpiexec"
         )
-    configs = {trial.name: load_config(trial.recipe, trial.overrides) for trial in trials}
-    with held(folder), closing(screen), StopSignal() as stop:
+    configs = {trial.name: load_config(trial.recipe, trial.overrides, report=silent) for trial in trials}
+    with held(folder), closing(screen), StopRequest() as stop:
         found = {trial.name: result_in(folder / trial.name, configs[trial.name]) for trial in trials}
         results = {name: summary for name, summary in found.items() if summary}
         screen.expect(trials, results)
@@ -86,14 +87,14 @@ class Process(Struct, frozen=True):
     trial: Trial
     popen: subprocess.Popen[bytes]
     log: Path
-    log_start: int  # where its words begin: above are those of earlier attempts
+    log_start: int  # where its lines begin: above are those of earlier attempts
 
 
 def start(trial: Trial, config: RunConfig, folder: Path) -> Process:
-    words = [trial.recipe, *trial.overrides, f"run.dir={folder / trial.name}"]
+    arguments = [trial.recipe, *trial.overrides, f"run.dir={folder / trial.name}"]
     if config.run.threads is None:
-        words.append("run.threads=1")  # whatever runs beside it, the same numbers to the bit
-    command = [sys.executable, "-P", "-m", "megabatch", "train", *words, "--ranks", "1"]
+        arguments.append("run.threads=1")  # whatever runs beside it, the same numbers to the bit
+    command = [sys.executable, "-P", "-m", "megabatch", "train", *arguments, "--ranks", "1"]
     log = folder / f"{trial.name}.log"
     with log.open("ab") as file:
         log_start = file.tell()
@@ -115,7 +116,7 @@ def begin_child(parent: int) -> None:
 
 
 @contextmanager
-def stopped_at_the_end(stop: StopSignal, screen: "StudyScreen") -> Iterator[list[Process]]:
+def stopped_at_the_end(stop: StopRequest, screen: "SweepScreen") -> Iterator[list[Process]]:
     """A list of processes, none of which outlives it: after a failure or a signal they are asked to stop."""
     running: list[Process] = []
     try:

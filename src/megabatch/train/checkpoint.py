@@ -1,7 +1,7 @@
 """Checkpoints: a training state, to the bit, on disk.
 
 checkpoints/step-00000390/state.safetensors   weights (fp32), buffers, optimizer state, loss scale
-            step-00000390/state.json          the step, the tally, and the checksum of the other file
+            step-00000390/state.json          the step, the run's totals, and the checksum of the other file
             last -> step-00000390,  best -> step-00000351
 
 There is little to keep, because position determines data: no generator, sampler or loader has a state.
@@ -10,11 +10,11 @@ All ranks hold the same state after every step, so rank 0 alone saves, and share
 """
 
 import hashlib
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -22,41 +22,44 @@ from msgspec import Struct
 from safetensors.torch import load_file, save_file
 
 from megabatch.config.schema import CheckpointSettings
-from megabatch.planning.batch import StepPlan
+from megabatch.disk import point, remove_unfinished, sync, writing
+from megabatch.errors import UserError
 from megabatch.planning.tuning import Tuning
-from megabatch.runs.records import EvaluationRecord, Record, Tally
+from megabatch.runs.files import CHECKPOINTS
+from megabatch.runs.records import EvaluationRecord, Record
+from megabatch.runs.totals import RunTotals
 from megabatch.train.loop import Training
 
+FORMAT = 2  # of a checkpoint; another one is refused
 STATE, DESCRIPTION = "state.safetensors", "state.json"
+LAST, BEST = "last", "best"  # links
 MODEL, OPTIMIZER, LOSS_SCALE = "model.", "optimizer.", "loss_scale"
 AUTO_SHARE = 0.01  # of a run's time may be spent on saving, where the recipe does not say how often
 
 
 class Description(Struct, frozen=True, kw_only=True):
+    format: int = FORMAT
     step: int
     computed_by: str  # see `describe_arithmetic`
     data: str = ""  # which images it was trained on
-    tuning: Tuning | None = None  # how its gradients are summed
-    tally: Tally
+    tuning: Tuning | None = None  # how its gradients are all-reduced
+    totals: RunTotals
     checksum: str  # sha256 of the tensors' file
 
 
 def describe_arithmetic(training: Training) -> str:
     """What else decides how sums are rounded: a resumed run is the same to the bit where this is the same."""
     threads = torch.get_num_threads()
-    tuning = training.gradients.tuning
-    sums = f"{training.gradients.algorithms} (choice {tuning.rounding})" if tuning else training.gradients.algorithms
-    return f"{training.plan.num_ranks} ranks of {threads} threads, {sums}"
+    plans = training.gradients.plans
+    choice = f" (choice {plans.tuning.rounding})" if plans.tuning else ""
+    return f"{training.plan.num_ranks} ranks of {threads} threads, {plans.names}{choice}"
 
 
 def save_weights(training: Training, path: Path) -> None:
     """The model alone, under the names of its state dict: what a run is for."""
-    new = path.with_name(f".writing-{path.name}")
-    save_file(separate(training.masters.state()), new)
-    new.chmod(0o644)  # safetensors lets only the owner read
-    sync(new)
-    new.rename(path)
-    sync(path.parent)
+    with writing(path) as new:
+        save_file(separate(training.master_weights.state_dict()), new)
+        new.chmod(0o644)  # safetensors lets only the owner read
 
 
 def separate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -72,7 +75,7 @@ def separate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def training_state(training: Training) -> dict[str, torch.Tensor]:
     """Every tensor that the next step depends on, by name."""
-    state = {f"{MODEL}{name}": tensor for name, tensor in training.masters.state().items()}
+    state = {f"{MODEL}{name}": tensor for name, tensor in training.master_weights.state_dict().items()}
     state[LOSS_SCALE] = training.loss_scale.state()
     for name, parameter in named_parameters(training.optimizer):
         for key, value in training.optimizer.state[parameter].items():
@@ -87,7 +90,7 @@ def model_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def restore_training_state(training: Training, state: dict[str, torch.Tensor]) -> None:
     """The inverse of `training_state`."""
-    training.masters.load_state(model_state(state))
+    training.master_weights.load_state_dict(model_state(state))
     training.loss_scale.restore(state[LOSS_SCALE])
     parameters = dict(named_parameters(training.optimizer))
     for name, tensor in state.items():
@@ -107,27 +110,28 @@ class Checkpoints:
     """The checkpoints of one run, on rank 0."""
 
     def __init__(self, run_folder: Path, settings: CheckpointSettings, first_step: int) -> None:
-        self.folder, self.settings = run_folder / "checkpoints", settings
+        self.folder, self.settings = run_folder / CHECKPOINTS, settings
         self.saved_s = time.monotonic()
         self.saving_took_s = 0.0
         self.saved_step = first_step
+        remove_unfinished(self.folder)
         self.forget_after(first_step)
 
     def forget_after(self, step: int) -> None:
-        """A run that goes back to an older checkpoint abandons the newer ones."""
+        """A run that resumes from an older checkpoint forgets the newer ones."""
         for path in self.newest_first():
             if int(path.name.rpartition("-")[2]) > step:
                 shutil.rmtree(path)
-        for link in (self.folder / "last", self.folder / "best"):
+        for link in (self.folder / LAST, self.folder / BEST):
             if link.is_symlink() and not link.exists():
                 link.unlink()
 
-    def wants(self, record: Record, plan: StepPlan, tally: Tally) -> bool:
+    def wants(self, record: Record, totals: RunTotals) -> bool:
         """After a record: if it is time to save, or if this is the best result so far."""
         if isinstance(record, EvaluationRecord):
-            return tally.best_step == record.step or self.is_due(record.step)
-        # An evaluation that is due belongs to this step, and comes next.
-        return self.is_due(record.step) and not plan.should_evaluate_after(record.step)
+            return totals.best_step == record.step or self.is_due(record.step)
+        # An evaluation that follows belongs to this step.
+        return self.is_due(record.step) and not record.evaluated
 
     def is_due(self, step: int) -> bool:
         since_s = time.monotonic() - self.saved_s
@@ -136,47 +140,37 @@ class Checkpoints:
             return since_s * AUTO_SHARE >= self.saving_took_s
         return bool(steps and step % steps == 0) or bool(minutes and since_s >= 60 * minutes)
 
-    def save(self, training: Training, tally: Tally) -> None:
+    def save(self, training: Training, totals: RunTotals) -> None:
         """But for a state with inf or NaN, from which there is no way on: the last good one stays."""
         started_s = time.monotonic()
         state = training_state(training)
         if not all(tensor.isfinite().all() for tensor in state.values()):
             return
-        name = f"step-{tally.steps:08d}"
+        name = f"step-{totals.steps:08d}"
         self.folder.mkdir(parents=True, exist_ok=True)
-        writing = self.folder / f"writing-{name}"
-        shutil.rmtree(writing, ignore_errors=True)
-        writing.mkdir()
-        save_file(separate(state), writing / STATE)
-        description = Description(
-            step=tally.steps,
-            computed_by=describe_arithmetic(training),
-            data=training.data_fingerprint,
-            tuning=training.gradients.tuning,
-            tally=tally,
-            checksum=checksum(writing / STATE),
-        )
-        (writing / DESCRIPTION).write_bytes(msgspec.json.encode(description))
-        sync(writing / STATE, writing / DESCRIPTION, writing)
-        writing.rename(self.folder / name)
-        if tally.best_step == tally.steps:
-            self.point("best", name)
-        self.point("last", name)
+        with writing(self.folder / name) as new:
+            new.mkdir()
+            save_file(separate(state), new / STATE)
+            description = Description(
+                step=totals.steps,
+                computed_by=describe_arithmetic(training),
+                data=training.data_fingerprint,
+                tuning=training.gradients.plans.tuning,
+                totals=totals,
+                checksum=checksum(new / STATE),
+            )
+            (new / DESCRIPTION).write_bytes(msgspec.json.encode(description))
+        if totals.best_step == totals.steps:
+            point(self.folder / BEST, name)
+        point(self.folder / LAST, name)
         sync(self.folder)
         self.remove_old()
-        self.saved_step, self.saved_s = tally.steps, time.monotonic()
+        self.saved_step, self.saved_s = totals.steps, time.monotonic()
         self.saving_took_s = self.saved_s - started_s
-
-    def point(self, link: str, name: str) -> None:
-        """Makes `link` a symbolic link to checkpoint `name`, in one move."""
-        new = self.folder / f"writing-{link}"
-        new.unlink(missing_ok=True)
-        new.symlink_to(name)
-        new.rename(self.folder / link)
 
     def remove_old(self) -> None:
         """Keeps the newest `checkpoint.keep`, and whatever `last` and `best` point to."""
-        pointed = {link.readlink().name for link in (self.folder / "last", self.folder / "best") if link.is_symlink()}
+        pointed = {link.readlink().name for link in (self.folder / LAST, self.folder / BEST) if link.is_symlink()}
         for path in self.newest_first()[self.settings.keep :]:
             if path.name not in pointed:
                 shutil.rmtree(path)
@@ -187,7 +181,7 @@ class Checkpoints:
 
 def newest_good(run_folder: Path, report: Callable[[str], None]) -> Path | None:
     """The newest checkpoint of a run that is whole; damaged ones are reported and passed over."""
-    for path in sorted((run_folder / "checkpoints").glob("step-*"), reverse=True):
+    for path in sorted((run_folder / CHECKPOINTS).glob("step-*"), reverse=True):
         try:
             read_description(path)
             return path
@@ -203,13 +197,24 @@ class DamagedCheckpoint(Exception):
 def read_description(path: Path) -> Description:
     """Checks a checkpoint, and says where in the run it stands."""
     try:
-        description = msgspec.json.decode((path / DESCRIPTION).read_bytes(), type=Description)
+        content = (path / DESCRIPTION).read_bytes()
+        require_format(content, path)
+        description = msgspec.json.decode(content, type=Description)
         found = checksum(path / STATE)
     except (OSError, msgspec.MsgspecError) as error:
         raise DamagedCheckpoint(f"checkpoint {path} cannot be read ({error})") from error
     if found != description.checksum:
         raise DamagedCheckpoint(f"checkpoint {path / STATE} is damaged: its checksum does not match")
     return description
+
+
+def require_format(description: bytes, path: Path) -> None:
+    found = msgspec.json.decode(description, type=dict[str, Any]).get("format", 1)
+    if found != FORMAT:
+        raise UserError(
+            f"checkpoint {path} was written by another version of megabatch (format {found}, this one has {FORMAT}); "
+            "finish the run with that version, or train again in another run.dir"
+        )
 
 
 def read_state(path: Path) -> dict[str, torch.Tensor]:
@@ -219,13 +224,3 @@ def read_state(path: Path) -> dict[str, torch.Tensor]:
 def checksum(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def sync(*paths: Path) -> None:
-    """What is written there is on the disk when this returns."""
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

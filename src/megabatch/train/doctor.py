@@ -18,17 +18,15 @@ from megabatch.data.batches import Stream
 from megabatch.data.decode import Unreadable, read_size
 from megabatch.data.encoded import EncodedImages
 from megabatch.data.images import ImageSet
-from megabatch.data.reader import AHEAD, Batch, Batches
-from megabatch.data.sources import load_data_set
-from megabatch.ranks.discover import Place
-from megabatch.ranks.store import Notices
-from megabatch.ranks.world import World, choose_device, connect
+from megabatch.data.reader import PREFETCHED, Batch, Batches
+from megabatch.ranks.discover import RankInfo
+from megabatch.ranks.store import RankStore
+from megabatch.ranks.world import World
 from megabatch.runs.records import Record, StepRecord
-from megabatch.runs.time_breakdown import Stages
-from megabatch.train.assemble import assemble
+from megabatch.runs.time_breakdown import TimeBreakdown
 from megabatch.train.evaluate import NOT_EVALUATED
 from megabatch.train.loop import Training, train, train_on
-from megabatch.train.run import share_cores
+from megabatch.train.prepare import prepare
 
 ROUNDS = 3
 MOST_WAIT = 0.05  # of the time, that a run may wait for images without being limited by them
@@ -36,15 +34,15 @@ IN_EACH_OTHERS_WAY = 0.85  # of the speed of the slower one: below, input and co
 MUCH_LARGER = 1.25  # than what is needed: worth packing
 LOOKED_AT = 50  # images, for their size
 ENDLESS = 10**9
-TRIAL_S = 0.5
+SHORT_S = 0.5
 
 
 class Diagnosis(Struct, frozen=True, kw_only=True):
     input_per_s: float  # images, over all ranks
     compute_per_s: float
     both_per_s: float
-    waited: Stages  # shares of the time of both, on rank 0
-    spent: Stages  # shares of the time of input alone
+    waited: TimeBreakdown  # shares of the time of both, on rank 0
+    spent: TimeBreakdown  # shares of the time of input alone
     num_ranks: int
     decode_threads: int  # of a rank; 0 where there is nothing to decode
     source: str
@@ -52,48 +50,45 @@ class Diagnosis(Struct, frozen=True, kw_only=True):
     shorter_side: float | None  # of encoded images, the median
 
 
-def diagnose(config: RunConfig, place: Place, notices: Notices, seconds: float) -> Diagnosis:
+def diagnose(config: RunConfig, info: RankInfo, store: RankStore, seconds: float) -> Diagnosis:
     """One rank's part; `seconds` is how long each of the three is run."""
-    with connect(place, choose_device(config.run.device), notices.store, config.comm.timeout_s) as world:
-        config = share_cores(config, world)
-        data = load_data_set(config.data, config.run.decode_threads or 1)
-        training = assemble(config, data, world)
-        is_encoded = isinstance(data.train, EncodedImages)
+    with prepare(config, info, store) as (config, world, training):
+        images = training.data.train
         speeds, waited, spent = measure(training, world, seconds)
         return Diagnosis(
             **{f"{arm}_per_s": speed for arm, speed in speeds.items()},
             waited=waited,
             spent=spent,
             num_ranks=world.num_ranks,
-            decode_threads=config.run.decode_threads or 1 if is_encoded else 0,
+            decode_threads=config.run.decode_threads or 1 if isinstance(images, EncodedImages) else 0,
             source=config.data.source,
             image_size=config.data.image_size,
-            shorter_side=median_side(data.train),
+            shorter_side=median_side(images),
         )
 
 
-def measure(training: Training, world: World, seconds: float) -> tuple[dict[str, float], Stages, Stages]:
+def measure(training: Training, world: World, seconds: float) -> tuple[dict[str, float], TimeBreakdown, TimeBreakdown]:
     """Images per second of each arm; the shares of what both waited for, and of what input alone was spent on."""
     plan = msgspec.structs.replace(training.plan, num_steps=ENDLESS)
     training.images.plan = plan
     training = dataclasses.replace(training, plan=plan, learning_rate=lambda step: 0.0, evaluate=lambda: NOT_EVALUATED)
-    first = Batch(*training.images.microbatch(0, plan.microbatches_of(training.rank)[0]))
+    first = Batch(*training.images.microbatch(0, plan.microbatches_of(training.world.rank)[0]))
     with (
-        training.images.stream(training.rank) as stream,
+        training.images.stream(training.world.rank) as stream,
         closing(train_on(Stream(again_and_again(first)), training, 0)) as compute,
         closing(train(training)) as both,
     ):
-        arms: dict[str, Callable[[], Stages]] = {
+        arms: dict[str, Callable[[], TimeBreakdown]] = {
             "input": lambda: take_batches(stream, plan.accumulation),
             "compute": lambda: take_step(compute),
             "both": lambda: take_step(both),
         }
         blocks = {arm: choose_steps(step, seconds / ROUNDS, world) for arm, step in arms.items()}
         taken_s = dict.fromkeys(arms, 0.0)
-        waited = {arm: Stages() for arm in arms}
+        waited = {arm: TimeBreakdown() for arm in arms}
         for _ in range(ROUNDS):
             for arm, step in arms.items():
-                for _ in range(-(-AHEAD // plan.accumulation)):  # what was made while others had their turn
+                for _ in range(-(-PREFETCHED // plan.accumulation)):  # what was made while others had their turn
                     step()
                 taken_s[arm] += time_steps(step, blocks[arm], waited[arm], world)
     speeds = {arm: ROUNDS * blocks[arm] * plan.global_batch / taken_s[arm] for arm in arms}
@@ -105,34 +100,34 @@ def again_and_again(batch: Batch) -> Batches:
         yield batch
 
 
-def take_batches(stream: Stream, count: int) -> Stages:
+def take_batches(stream: Stream, count: int) -> TimeBreakdown:
     for _ in range(count):
         stream.next()
     return stream.take_account()[0]
 
 
-def take_step(records: Iterator[Record]) -> Stages:
+def take_step(records: Iterator[Record]) -> TimeBreakdown:
     return next(record for record in records if isinstance(record, StepRecord)).data_wait
 
 
-def choose_steps(step: Callable[[], Stages], seconds: float, world: World) -> int:
+def choose_steps(step: Callable[[], TimeBreakdown], seconds: float, world: World) -> int:
     """As many as take so long, on all ranks the same.  The first are ready before they are asked for."""
-    for _ in range(AHEAD + 1):
+    for _ in range(PREFETCHED + 1):
         step()
     count, taken_s = 1, 0.0
-    while taken_s < min(TRIAL_S, seconds):
+    while taken_s < min(SHORT_S, seconds):
         count *= 2
-        taken_s = max(world.collect(time_steps(step, count, Stages(), world)))
+        taken_s = max(world.all_gather(time_steps(step, count, TimeBreakdown(), world)))
     return max(1, round(count * seconds / taken_s))
 
 
-def time_steps(step: Callable[[], Stages], count: int, waited: Stages, world: World) -> float:
+def time_steps(step: Callable[[], TimeBreakdown], count: int, waited: TimeBreakdown, world: World) -> float:
     """Until the last rank is done."""
-    world.collect(None)
+    world.all_gather(None)
     begun_s = time.perf_counter()
     for _ in range(count):
         waited.add(step())
-    world.collect(None)
+    world.all_gather(None)
     return time.perf_counter() - begun_s
 
 

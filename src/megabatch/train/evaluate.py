@@ -1,24 +1,15 @@
-"""Evaluation, exact under any sharding: integer counts, summed over ranks; no sample is padded or seen twice."""
+"""Evaluation, exact under any sharding: integer counts, all-reduced; no sample is padded or seen twice."""
 
 import torch
-from msgspec import Struct, field
 from torch import nn
 
-from megabatch.data.batches import Normalise, evaluation_batches
+from megabatch.data.batches import evaluation_batches
 from megabatch.data.images import ImageSet
+from megabatch.data.normalise import Normalise
 from megabatch.errors import UserError
 from megabatch.models.loss import LossSettings, summed_loss
 from megabatch.ranks.world import World
-
-
-class Evaluation(Struct, frozen=True, kw_only=True):
-    top1: float
-    top5: float
-    test_loss: float  # mean cross-entropy, without label smoothing
-    class_top1: list[float | None]  # None for a class without test images
-    samples_evaluated: int
-    unreadable: list[str] = field(default_factory=list)  # test images that were left out, and why
-
+from megabatch.runs.records import Evaluation
 
 # For benches and the doctor, which take steps alone.
 NOT_EVALUATED = Evaluation(top1=0.0, top5=0.0, test_loss=0.0, class_top1=[], samples_evaluated=0)
@@ -48,14 +39,14 @@ def evaluate(
         counts.index_add_(1, labels, marks.long())
     model.train(was_training)
 
-    world.sum(counts)
-    world.sum(losses)
+    world.all_reduce(counts)
+    world.all_reduce(losses)
     top1, top5, total = counts.sum(1).tolist()
     if total < len(images):
-        unreadable = [line for lines in world.collect(unreadable) for line in lines]
+        unreadable = [line for lines in world.all_gather(unreadable) for line in lines]
     assert total + len(unreadable) == len(images), f"evaluated {total} of {len(images)} samples"
     if not total:
-        raise UserError(f"no test image can be read, such as {unreadable[0]}; mend the set")
+        raise UserError(f"no test image can be read, such as {unreadable[0]}; fix the set")
     first, _, seen = counts.tolist()
     return Evaluation(
         top1=top1 / total,

@@ -9,16 +9,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from megabatch.config.loading import load_config
+from megabatch.config.loading import load_config, print_to_stderr, silent
 from megabatch.data.encoded import EncodedImages
 from megabatch.data.images import ArrayImages, DataSet, ImageSet
 from megabatch.data.sources import FROM_PYTHON
 from megabatch.errors import UserError
 from megabatch.preflight.compare import require_known
-from megabatch.ranks.world import choose_device, connect, current_place
+from megabatch.ranks.signals import StopRequest
+from megabatch.ranks.world import current_rank
 from megabatch.runs.records import Summary
-from megabatch.train.assemble import assemble
-from megabatch.train.run import StopSignal, find_tuning, share_cores, train_and_record
+from megabatch.train.prepare import prepare
+from megabatch.train.run import train_and_record
 
 Images = ImageSet | tuple[torch.Tensor, torch.Tensor]
 
@@ -39,8 +40,8 @@ def fit(
     `train` and `test` are pairs of uint8 images [N, C, H, W] and integer labels from 0, or `ImageSet`s of your own.
     The recipe's model and data sections do not count, but for crops and flips.  Under torchrun, srun or mpiexec
     call it on every rank, with the same arguments; the model's weights are taken from rank 0.  `strict` refuses what
-    is not known to converge, of which there is otherwise a warning; `retune` chooses anew how a run that goes on sums
-    its gradients.
+    is not known to converge, of which there is otherwise a warning; `retune` chooses again how a resumed run
+    all-reduces its gradients.
     """
     train_images, test_images = as_image_set(train, "train"), as_image_set(test, "test")
     num_classes = 1 + int(max(train_images.labels.max(), test_images.labels.max()))
@@ -61,18 +62,24 @@ def fit(
             f"data.image_size={size}",
             *overrides,
         ],
+        report=silent if current_rank().rank else print_to_stderr,
     )
     if strict:
         require_known(config, len(train_images))
-    device = choose_device(config.run.device)
-    with StopSignal() as stop, connect(current_place(), device, timeout_s=config.comm.timeout_s) as world:
-        config = share_cores(config, world)
-        data = DataSet(train_images, test_images, names, channels)
-        # A copy: what becomes of it (its device, 16 bits, autocast) is not the caller's concern.
-        stored = None if retune else find_tuning(config, resume, world)
-        training = assemble(config, data, world, stop.received, copy_of(model), stored)
-        summary = train_and_record(config, resume, training, world)
-        model.load_state_dict(training.masters.state())
+    data = DataSet(train_images, test_images, names, channels)
+    with (
+        StopRequest() as stop,
+        prepare(
+            config,
+            current_rank(),
+            data=data,
+            network=copy_of(model),  # what becomes of it (its device, 16 bits, autocast) is not the caller's concern
+            stop_requested=stop.received,
+            resume=None if retune else resume,
+        ) as (config, _, training),
+    ):
+        summary = train_and_record(config, resume, training)
+        model.load_state_dict(training.master_weights.state_dict())
     if summary.status == "stopped":  # the checkpoint is written; now the signal does what it would have done
         raise KeyboardInterrupt if stop.number == signal.SIGINT else SystemExit(stop.exit_code())
     return summary
@@ -88,7 +95,7 @@ def copy_of(model: nn.Module) -> nn.Module:
 
 
 def digest(model: nn.Module, *sets: ImageSet) -> str:
-    """Tells this network and these images from others, so that nobody else's run goes on."""
+    """Tells this network and these images from others, so that nobody else's run is resumed."""
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     content = hashlib.sha256(str(shapes).encode())
     for images in sets:

@@ -4,43 +4,47 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.comm.hook import GradientSums
-from megabatch.data.batches import Normalise, Stream, TrainingImages
+from megabatch.comm.gradient_all_reduce import GradientAllReduce
+from megabatch.data.batches import Stream, TrainingImages
 from megabatch.data.images import DataSet
+from megabatch.data.normalise import Normalise
 from megabatch.data.philox import dropout_seed
 from megabatch.optim.optimizers import clip_gradients, set_learning_rate
 from megabatch.planning.batch import StepPlan
 from megabatch.precision.loss_scale import LossScale
-from megabatch.precision.masters import Masters
-from megabatch.runs.records import EvaluationRecord, Record, StepRecord, find_straggler, resident_mb
+from megabatch.precision.master_weights import MasterWeights
+from megabatch.ranks.machine import resident_mb
+from megabatch.ranks.world import World
+from megabatch.runs.records import Evaluation, EvaluationRecord, Record, StepRecord
+from megabatch.runs.time_breakdown import TimeBreakdown
 from megabatch.train.batch_norm import RunningStatistics
-from megabatch.train.evaluate import Evaluation
 from megabatch.train.not_finite import check_loss, check_scale, check_test_loss
-from megabatch.train.step_metrics import Exchange
+from megabatch.train.step_metrics import StepMetrics, StepTotals
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class Parts:
     """The parts of a run on one rank; `assemble` makes them from a recipe."""
 
-    rank: int
+    world: World
     seed: int
     plan: StepPlan
     data: DataSet
     data_fingerprint: str
     images: TrainingImages
     normalise: Normalise
-    model: DistributedDataParallel
+    network: nn.Module
+    update_dtype: torch.dtype  # of master weights, the loss and BatchNorm's statistics
     summed_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     statistics: RunningStatistics
-    exchange: Exchange
-    gradients: GradientSums
-    masters: Masters
+    master_weights: MasterWeights
     loss_scale: LossScale
     optimizer: torch.optim.Optimizer
     learning_rate: Callable[[int], float]
@@ -49,76 +53,100 @@ class Training:
     stop_requested: Callable[[], bool]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Training(Parts):
+    """Ready to train: `warm_up` has chosen how gradients are all-reduced."""
+
+    model: DistributedDataParallel
+    gradients: GradientAllReduce
+    metrics: StepMetrics
+
+
+class Passed(NamedTuple):
+    """What came of the forward and backward passes of a step, beside gradients."""
+
+    totals: StepTotals
+    data_wait: TimeBreakdown  # of this rank
+    comm_wait_s: float
+
+
 def train(run: Training, first_step: int = 0) -> Generator[Record, None, None]:
     """Takes the steps of a run from `first_step` on; yields a record after each, and after each evaluation."""
-    with run.images.stream(run.rank, first_step) as microbatches:
+    with run.images.stream(run.world.rank, first_step) as microbatches:
         yield from train_on(microbatches, run, first_step)
 
 
 def train_on(microbatches: Stream, run: Training, first_step: int) -> Generator[Record, None, None]:
-    plan = run.plan
-    run.gradients.step = first_step  # for messages
-    for step in range(first_step, plan.num_steps):
-        started_s = time.perf_counter()
-        learning_rate, loss_scale = run.learning_rate(step), run.loss_scale.value
-        set_learning_rate(run.optimizer, learning_rate)
-        run.masters.clear_gradients(accumulates=plan.accumulation > 1)
+    run.gradients.count_from(first_step)
+    for step in range(first_step, run.plan.num_steps):
+        started_s, loss_scale = time.perf_counter(), run.loss_scale.value
+        totals, data_wait, comm_wait_s = forward_backward(microbatches, run, step)
+        overflowed = update(run, totals, step)
 
-        for turn, index in enumerate(plan.microbatches_of(run.rank)):
-            is_last = turn == plan.accumulation - 1
-            images, labels = microbatches.next()
-            seed_dropout(dropout_seed(run.seed, step, index))
-            run.statistics.begin_microbatch(turn)
-            with nullcontext() if is_last else run.model.no_sync():
-                logits = run.model(run.normalise(images))
-                loss = run.summed_loss(logits, labels.to(logits.device)) / plan.global_batch
-                run.exchange.add(loss, len(labels))
-                if is_last:
-                    waited, skipped = microbatches.take_account()
-                    run.exchange.send(stop=run.stop_requested(), skipped=skipped)
-                run.loss_scale.scaled(loss).backward()  # the last one sums gradients over ranks as they appear
-
-        comm_wait_s = time.perf_counter() - run.gradients.ready_s
-        totals = run.exchange.receive()
-        check_loss(run, totals.loss, step)
-        overflowed = run.masters.load_gradients(run.loss_scale)  # as fp32, unscaled
-        if overflowed:
-            check_scale(run, step)
-            run.statistics.undo_step()
-        else:
-            clip_gradients(run.optimizer, run.clip_norm)
-            run.optimizer.step()
-            run.masters.publish()
-            run.statistics.end_step(totals.statistics)
-        run.loss_scale.see(overflowed)
-
-        done = step + 1
-        epoch = plan.epochs_after(done)
-        assert totals.samples == plan.global_batch
-        straggler, straggler_delay_s = find_straggler(totals.waited_s)
+        done, epoch = step + 1, run.plan.epochs_after(step + 1)
+        evaluated = run.plan.should_evaluate_after(done)
         yield StepRecord(
             step=done,
             epoch=epoch,
             loss=totals.loss,
-            lr=learning_rate,
+            lr=run.learning_rate(step),
             loss_scale=loss_scale,
             skipped=overflowed,
-            images_per_s=plan.global_batch / (time.perf_counter() - started_s),
-            data_wait_s=waited.total,
-            data_wait=waited,
+            images_per_s=totals.samples / (time.perf_counter() - started_s),
+            data_wait_s=data_wait.total,
+            data_wait=data_wait,
             skipped_images=totals.skipped,
-            comm_wait_s=comm_wait_s + run.exchange.waited_s,
-            straggler=straggler,
-            straggler_delay_s=straggler_delay_s,
+            comm_wait_s=comm_wait_s,
+            straggler=totals.straggler,
+            straggler_delay_s=totals.straggler_delay_s,
+            evaluated=evaluated,
         )
-        if plan.should_evaluate_after(done):
-            evaluation = run.evaluate()
-            check_test_loss(evaluation.test_loss, step)
-            yield EvaluationRecord(
-                step=done, epoch=epoch, resident_mb=resident_mb(), **msgspec.structs.asdict(evaluation)
-            )
+        if evaluated:
+            result = run.evaluate()
+            check_test_loss(result.test_loss, step)
+            yield EvaluationRecord(step=done, epoch=epoch, resident_mb=resident_mb(), **msgspec.structs.asdict(result))
         if totals.stop:
             return
+
+
+def forward_backward(microbatches: Stream, run: Training, step: int) -> Passed:
+    """Leaves the gradients of the global batch, summed over all ranks, in the model."""
+    plan = run.plan
+    run.master_weights.clear_gradients(accumulates=plan.accumulation > 1)
+    for turn, index in enumerate(plan.microbatches_of(run.world.rank)):
+        is_last = turn == plan.accumulation - 1
+        images, labels = microbatches.next()
+        seed_dropout(dropout_seed(run.seed, step, index))
+        run.statistics.begin_microbatch(turn)
+        with nullcontext() if is_last else run.model.no_sync():
+            logits = run.model(run.normalise(images))
+            loss = run.summed_loss(logits, labels.to(logits.device)) / plan.global_batch
+            run.metrics.add(loss, len(labels))
+            if is_last:
+                data_wait, skipped = microbatches.take_account()
+                run.metrics.send(stop=run.stop_requested(), skipped=skipped)
+            run.loss_scale.scaled(loss).backward()  # the last one all-reduces gradients as they appear
+    waited_s = time.perf_counter() - run.gradients.ready_s
+    totals = run.metrics.receive()
+    assert totals.samples == plan.global_batch
+    return Passed(totals, data_wait, waited_s + run.metrics.waited_s)
+
+
+def update(run: Training, totals: StepTotals, step: int) -> bool:
+    """Changes the weights in fp32, and copies them to the model; True if gradients overflowed, and nothing is changed."""
+    check_loss(run, totals.loss, step)
+    set_learning_rate(run.optimizer, run.learning_rate(step))
+    overflowed = run.master_weights.load_gradients(run.loss_scale)  # as fp32, unscaled
+    if overflowed:
+        check_scale(run, step)
+        run.statistics.undo_step()
+    else:
+        clip_gradients(run.optimizer, run.clip_norm)
+        run.optimizer.step()
+        run.master_weights.copy_to_model()
+        run.statistics.end_step(totals.statistics)
+    run.loss_scale.update(overflowed)
+    return overflowed
 
 
 def seed_dropout(seed: int) -> None:

@@ -25,7 +25,7 @@ def check_loss(run: "Training", loss: float, step: int) -> None:
     """`step` counts from 0, and users from 1."""
     if math.isfinite(loss):
         return
-    causes = [cause for causes in run.exchange.world.collect(find_causes(run, step)) for cause in causes]
+    causes = [cause for causes in run.world.all_gather(find_causes(run, step)) for cause in causes]
     cause = causes[0] if causes else Cause("the sum over microbatches is too large; lower optim.learning_rate", False)
     raise (UserError if cause.is_an_image else Diverged)(f"the loss is {loss} at step {step + 1}: {cause.text}")
 
@@ -37,13 +37,15 @@ def find_causes(run: "Training", step: int) -> list[Cause]:
     if run.loss_scale.is_on:
         remedy += "; if activations leave fp16, precision.name=bf16"
     causes = []
-    finite = run.exchange.sent_losses.isfinite().tolist()
-    for index in [index for index, good in zip(run.plan.microbatches_of(run.rank), finite, strict=True) if not good]:
+    finite = run.metrics.sent_losses.isfinite().tolist()
+    for index in [
+        index for index, good in zip(run.plan.microbatches_of(run.world.rank), finite, strict=True) if not good
+    ]:
         images, _ = run.images.microbatch(step, index)  # position determines data: these are the same
         samples, _ = run.images.samples(step, index)
         bad = samples[~run.normalise(images).isfinite().flatten(1).all(1).cpu().numpy()]
         causes.append(
-            Cause(f"microbatch {index} has image {bad[0]} of the training set, which is not finite; mend it", True)
+            Cause(f"microbatch {index} has image {bad[0]} of the training set, which is not finite; fix it", True)
             if len(bad)
             else Cause(f"microbatch {index}, whose images are finite ({rate}); {remedy}", False)
         )
@@ -51,12 +53,12 @@ def find_causes(run: "Training", step: int) -> list[Cause]:
 
 
 def check_scale(run: "Training", step: int) -> None:
-    """After gradients have overflowed: whether it is worth going on."""
-    if run.loss_scale.is_at_its_end:
+    """After gradients have overflowed: whether there is any scale left to try."""
+    if run.loss_scale.is_exhausted:
         scale, often = show_scale(run.loss_scale.value), run.loss_scale.overflows_in_a_row + 1
         remedy = "leave precision.loss_scale out" if run.loss_scale.kind == "fixed" else "lower optim.learning_rate"
         raise Diverged(
-            f"the gradient of {run.masters.first_overflow()} overflows at step {step + 1} with a loss scale of {scale}"
+            f"the gradient of {run.master_weights.first_overflow()} overflows at step {step + 1} with a loss scale of {scale}"
             f", {often} step{'s' * (often > 1)} in a row; {remedy}, or use bf16 where the recipe says fp16 or amp"
         )
 

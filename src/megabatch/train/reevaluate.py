@@ -6,17 +6,19 @@ import msgspec
 import torch
 from safetensors.torch import load_file
 
-from megabatch.config.loading import load_config
+from megabatch.config.loading import load_config, silent
 from megabatch.config.resolve import make_model
-from megabatch.data.batches import Normalise
+from megabatch.data.normalise import Normalise, measure_pixels
 from megabatch.data.sources import FROM_PYTHON, load_data_set, load_other_images
 from megabatch.errors import UserError
-from megabatch.ranks.discover import Place
+from megabatch.precision.place import place_model
+from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.world import choose_device, connect
-from megabatch.train.assemble import place_model
+from megabatch.runs.files import CONFIG, WEIGHTS
+from megabatch.runs.reader import is_run
+from megabatch.runs.records import Evaluation
 from megabatch.train.checkpoint import model_state, newest_good, read_state
-from megabatch.train.evaluate import Evaluation, evaluate
-from megabatch.train.resume import is_run
+from megabatch.train.evaluate import evaluate
 
 
 def evaluate_run(folder: Path, source: str | None) -> tuple[Evaluation, tuple[str, ...]]:
@@ -26,7 +28,7 @@ def evaluate_run(folder: Path, source: str | None) -> tuple[Evaluation, tuple[st
     """
     if not is_run(folder):
         raise UserError(f"{folder} is not a run's folder; `megabatch runs` lists runs")
-    config = load_config(str(folder / "config.toml"))
+    config = load_config(str(folder / CONFIG), report=silent)
     if config.data.source.startswith(FROM_PYTHON):
         raise UserError(f"{folder} was trained from Python, where its model and images are; evaluate it there")
     threads = config.run.decode_threads or 1
@@ -36,12 +38,14 @@ def evaluate_run(folder: Path, source: str | None) -> tuple[Evaluation, tuple[st
         settings = msgspec.structs.replace(config.data, source=source, also=[], validation=0.0)
         test = load_other_images(settings, trained_on, threads)
     torch.set_num_threads(config.run.threads or 1)
-    with connect(Place(0, 1, 0, 1), choose_device(config.run.device)) as world:
+    with connect(RankInfo(0, 1, 0, 1), choose_device(config.run.device)) as world:
         model = make_model(config, trained_on.shape).to(config.precision.formats.update)  # fp64 would be rounded
         model.load_state_dict(read_weights(folder))
-        place_model(model, config, world.device)
+        place_model(model, config.precision, world.device, config.model.wants_channels_last)
         formats = config.precision.formats
-        normalise = Normalise(trained_on.train, world.device, formats.model, config.model.wants_channels_last)
+        normalise = Normalise(
+            measure_pixels(trained_on.train), world.device, formats.model, config.model.wants_channels_last
+        )
         num_classes = len(trained_on.class_names)
         result = evaluate(model, test, normalise, num_classes, config.batch.microbatch, world)
     return result, trained_on.class_names
@@ -49,7 +53,7 @@ def evaluate_run(folder: Path, source: str | None) -> tuple[Evaluation, tuple[st
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     """The final weights, or those of the newest checkpoint of a run that is not finished."""
-    weights = folder / "model.safetensors"
+    weights = folder / WEIGHTS
     if weights.exists():
         return load_file(weights)
     checkpoint = newest_good(folder, report=lambda damage: None)

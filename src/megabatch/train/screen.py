@@ -13,16 +13,15 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megabatch import __version__
-from megabatch.comm.hook import GradientSums
+from megabatch.comm.plans import PlansInUse
 from megabatch.config.schema import RunConfig
 from megabatch.data.sources import FROM_PYTHON
 from megabatch.precision.loss_scale import show_scale
 from megabatch.preflight.compare import preflight
-from megabatch.ranks.world import World
+from megabatch.runs.files import TIMELINE, WEIGHTS
 from megabatch.runs.records import EvaluationRecord, Record, StepRecord, Summary
-from megabatch.runs.time_breakdown import Stages
+from megabatch.runs.time_breakdown import TimeBreakdown
 from megabatch.train.loop import Training
-from megabatch.train.timeline import TIMELINE
 
 TELLING_DRIFT = 1.5
 TELLING_SHARE = 0.05  # of the time, that others wait for one rank
@@ -31,7 +30,7 @@ QUIET_S = 10.0  # where there is no live bar, a line at least this often
 
 
 class Screen:
-    def __init__(self, config: RunConfig, training: Training, world: World, folder: Path) -> None:
+    def __init__(self, config: RunConfig, training: Training, folder: Path) -> None:
         self.console = Console(highlight=False, soft_wrap=True)
         self.plan, self.folder, self.target_top1 = training.plan, folder, config.train.target_top1
         self.has_timeline = config.comm.timeline
@@ -50,7 +49,7 @@ class Screen:
             transient=True,
         )
         self.task = self.bar.add_task("", total=self.plan.num_steps, epoch=0.0, text="", visible=False)
-        for name, text in header(config, training, world).items():
+        for name, text in header(config, training).items():
             self.say(name, text)
         findings = preflight(config, self.plan.num_samples)
         for line in findings.references:
@@ -68,10 +67,11 @@ class Screen:
 
     def show_drift(self, drift: float) -> None:
         if not 1 / TELLING_DRIFT < drift < TELLING_DRIFT:
+            retune = "retune=True" if self.from_python else "--retune"
             self.say(
                 "drift",
-                f"sums are expected to take {drift:.1f} times as long as when they were chosen: links have changed; "
-                f"the choice stands, and {'retune=True' if self.from_python else '--retune'} would make it anew",
+                f"all-reduces are expected to take {drift:.1f} times as long as when they were chosen: links have "
+                f"changed; the choice stands, and {retune} would choose again",
             )
 
     def show(self, record: Record) -> None:
@@ -141,7 +141,7 @@ class Screen:
             scale = show_scale(summary.loss_scale or 1.0)
             self.say("skipped", f"{skipped}{nothing}; the last step's loss scale was {scale}")
         if summary.data_wait_share is not None and summary.comm_wait_share is not None:
-            data = f"{summary.data_wait_share:.1%} for data{describe_stages(summary.data_wait)}"
+            data = f"{summary.data_wait_share:.1%} for data{describe_breakdown(summary.data_wait)}"
             self.say("waited", f"{data}, {summary.comm_wait_share:.1%} for communication")
         if summary.skipped_images:
             self.say("skipped", f"{summary.skipped_images:,} images that could not be read; their neighbours stood in")
@@ -152,14 +152,14 @@ class Screen:
             delay = f"{late.delay_s * 1e3:.1f} ms a step ({late.share:.0%})"
             self.say("straggler", f"rank {late.rank}: the others waited for it {delay}")
         if summary.status == "finished":
-            self.say("weights", str(self.folder / "model.safetensors"))
+            self.say("weights", str(self.folder / WEIGHTS))
         if self.has_timeline:
             self.say("timeline", f"{self.folder / TIMELINE}: a trace of each rank, for ui.perfetto.dev")
-        if not self.from_python:  # there, calling `fit` again goes on
+        if not self.from_python:  # there, calling `fit` again resumes
             if summary.status == "finished":
                 self.say("again", f"megabatch eval {self.folder}")
             else:
-                self.say("go on", f"megabatch train --resume {self.folder} --ranks {self.plan.num_ranks}")
+                self.say("resume", f"megabatch train --resume {self.folder} --ranks {self.plan.num_ranks}")
 
     def target_text(self, summary: Summary) -> str:
         if self.target_top1 is None:
@@ -178,7 +178,7 @@ class Screen:
         self.bar.stop()
 
 
-def describe_stages(shares: Stages | None) -> str:
+def describe_breakdown(shares: TimeBreakdown | None) -> str:
     """What the wait for data was spent on, where it is worth a word."""
     if shares is None or shares.total < TELLING_DATA_SHARE:
         return ""
@@ -186,7 +186,7 @@ def describe_stages(shares: Stages | None) -> str:
     return f" ({', '.join(f'{stage} {share:.1%}' for stage, share in stages.items() if share >= 0.0005)})"
 
 
-def header(config: RunConfig, training: Training, world: World) -> dict[str, str]:
+def header(config: RunConfig, training: Training) -> dict[str, str]:
     plan = training.plan
     num_parameters = sum(parameter.numel() for parameter in training.model.parameters())
     ranks = f"{plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}"
@@ -195,9 +195,10 @@ def header(config: RunConfig, training: Training, world: World) -> dict[str, str
         f"{len(group['params'])} {group['name']} (decay {group['weight_decay']:g})"
         for group in training.optimizer.param_groups
     ]
-    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
+    device = training.world.device
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {
-        "megabatch": f"{__version__}, torch {torch.__version__}, {ranks} on {device}, {threads} each",
+        "megabatch": f"{__version__}, torch {torch.__version__}, {ranks} on {device_name}, {threads} each",
         "recipe": f"{config.name}: {config.model.name}, {num_parameters:,} parameters",
         "precision": describe_precision(config, training),
         "data": describe_data(config, training),
@@ -205,14 +206,14 @@ def header(config: RunConfig, training: Training, world: World) -> dict[str, str
         "steps": f"{plan.num_steps} in {config.train.epochs:g} epochs, "
         f"{config.optim.name} at {config.optim.learning_rate:g}",
         "groups": ", ".join(groups),
-        "sums": describe_sums(training.gradients),
+        "allreduce": describe_plans(training.gradients.plans, len(training.gradients.layouts.seen)),
     }
 
 
-def describe_sums(gradients: GradientSums) -> str:
-    tuning = gradients.tuning
-    plans = list(dict.fromkeys(bucket.plan for bucket in tuning.buckets)) if tuning else [gradients.plan]
-    num_buckets = len(tuning.buckets) if tuning else len(gradients.layouts)
+def describe_plans(in_use: PlansInUse, num_seen: int) -> str:
+    tuning = in_use.tuning
+    plans = list(dict.fromkeys(bucket.plan for bucket in tuning.buckets)) if tuning else [in_use.default]
+    num_buckets = len(tuning.buckets) if tuning else num_seen
     text = f"{'; '.join(map(str, plans))}; {num_buckets} bucket{'s' if num_buckets > 1 else ''}"
     if tuning and tuning.topology.num_nodes > 1:
         text += f"; a step is expected to wait {1e3 * tuning.exposed_s:,.0f} ms for them"
@@ -221,7 +222,7 @@ def describe_sums(gradients: GradientSums) -> str:
 
 def describe_precision(config: RunConfig, training: Training) -> str:
     scale = training.loss_scale
-    masters = ", fp32 masters" if training.masters.copies else ""
+    masters = ", fp32 master weights" if training.master_weights.copies else ""
     return (
         config.precision.name
         + masters

@@ -11,27 +11,25 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megabatch.comm.timeline import STEPS, TRAINING, Timeline, common_moment, watch
-from megabatch.ranks.world import World
+from megabatch.runs.files import TIMELINE
 from megabatch.runs.records import Record, StepRecord
 from megabatch.train.loop import Training
-
-TIMELINE = "timeline"  # the folder's name
 
 
 @contextmanager
 def recorded(
-    records: Iterator[Record], first_step: int, training: Training, world: World, folder: Path | None
+    records: Iterator[Record], first_step: int, training: Training, folder: Path | None
 ) -> Iterator[Iterator[Record]]:
     """The same records, while what happens in between goes to the timeline.  Rank 0 knows the run's folder."""
     if folder:
         shutil.rmtree(folder / TIMELINE, ignore_errors=True)  # of the attempt before
-    run_folder = Path(world.share_text(str(folder.resolve() if folder else "")))
-    topology = training.gradients.topology
-    timeline = Timeline(world.rank, common_moment(world, topology), first_step + 1)
+    world, topology, timeline = training.world, training.gradients.topology, training.gradients.timeline
+    assert isinstance(timeline, Timeline)
+    run_folder = Path(world.broadcast_text(str(folder.resolve() if folder else "")))
+    timeline.restart(common_moment(world, topology), first_step + 1)
     watch(training.model, timeline)
-    training.gradients.reducer.timeline = timeline
     try:
-        yield marked(records, timeline, training)
+        yield marked(records, timeline)
     finally:
         own_host = topology.members("node", world.rank)
         problem = write(timeline, run_folder)
@@ -40,13 +38,13 @@ def recorded(
             print(f"megabatch: no timeline of {ranks}: {problem}", file=sys.stderr)
 
 
-def marked(records: Iterator[Record], timeline: Timeline, training: Training) -> Iterator[Record]:
+def marked(records: Iterator[Record], timeline: Timeline) -> Iterator[Record]:
     timeline.begin_step(timeline.step)
     for record in records:
         timeline.leave(STEPS)
         timeline.enter(TRAINING, "records")
         yield record
-        if isinstance(record, StepRecord) and training.plan.should_evaluate_after(record.step):
+        if isinstance(record, StepRecord) and record.evaluated:
             timeline.enter(TRAINING, "evaluation")
         else:
             timeline.begin_step(record.step + 1)

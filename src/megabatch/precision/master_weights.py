@@ -1,11 +1,11 @@
 """fp32 master weights of a model that computes in 16 bits (Jia et al. 2018, "mixed precision with LARS").
 
-    gradients, summed over ranks   fp16   -> load_gradients: cast, undo the loss scale, look for inf and NaN
+    gradients, all-reduced         fp16   -> load_gradients: cast, undo the loss scale, look for inf and NaN
     clip, LARS, momentum, update   fp32
-    publish                        fp32   -> fp16 weights of the next forward pass
+    copy_to_model                  fp32   -> fp16 weights of the next forward pass
 
 LARS in fp16 would leave its range: ratios become 0 and training stalls.  A parameter that is fp32 anyway, as those of
-normalisation layers are, is its own master; so in an fp32 run there is nothing to copy.
+normalisation layers are, is its own master weight; so in an fp32 run there is nothing to copy.
 """
 
 from collections.abc import Iterable
@@ -14,56 +14,53 @@ from typing import Any
 import torch
 from torch import nn
 
-from megabatch.precision.cast import cast
 from megabatch.precision.loss_scale import LossScale
-from megabatch.precision.policy import Precision
 
 
-class Masters:
-    """Casts the model, and keeps its weights as they were before for the optimizer to change."""
+class MasterWeights:
+    """What the optimizer updates, beside a model that was cast from the tensors `before`, which this keeps."""
 
-    def __init__(self, model: nn.Module, precision: Precision, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, before: dict[str, torch.Tensor]) -> None:
         self.model = model
-        before = {name: tensor.detach().clone() for name, tensor in named_tensors(model).items()}
-        cast(model, precision, device)
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.weights = {  # what the optimizer changes
+        self.weights = {  # what the optimizer updates
             name: parameter if parameter.dtype == before[name].dtype else nn.Parameter(before[name])
             for name, parameter in self.parameters.items()
         }
         copied = [name for name, weight in self.weights.items() if weight is not self.parameters[name]]
-        self.published: list[torch.Tensor] = [self.parameters[name] for name in copied]
-        self.copies: list[torch.Tensor] = [self.weights[name] for name in copied]
+        self.rounded_parameters: list[torch.Tensor] = [self.parameters[name] for name in copied]  # to 16 bits
+        self.copies: list[torch.Tensor] = [self.weights[name] for name in copied]  # in fp32
         for weight in self.copies:
             weight.grad = torch.zeros_like(weight)
         # Frozen parameters and buffers were rounded too.  Whoever saves the model gets them as they were.
-        self.rounded = {
+        self.originals = {
             name: (tensor, before[name])
             for name, tensor in named_tensors(model).items()
             if name not in self.parameters and tensor.dtype != before[name].dtype
         }
 
-    def state(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, torch.Tensor]:
         """The model's state dict with nothing rounded."""
         wide: dict[int, torch.Tensor] = {
             id(parameter): self.weights[name] for name, parameter in self.parameters.items()
         }
-        for tensor, before in self.rounded.values():
-            if torch.equal(tensor, before.to(tensor.dtype)):  # a buffer may have changed since
-                wide[id(tensor)] = before
+        for tensor, original in self.originals.values():
+            if torch.equal(tensor, original.to(tensor.dtype)):  # a buffer may have changed since
+                wide[id(tensor)] = original
         return {name: wide.get(id(tensor), tensor).detach() for name, tensor in named_tensors(self.model).items()}
 
     @torch.no_grad()
-    def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        self.model.load_state_dict(state)
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
+        """Of the model and of the master weights, from what `state_dict` gives."""
+        self.model.load_state_dict(state_dict)
         for name, weight in self.weights.items():
-            weight.copy_(state[name])
-        for name, (_, before) in self.rounded.items():
-            before.copy_(state[name])
-        self.publish()
+            weight.copy_(state_dict[name])
+        for name, (_, original) in self.originals.items():
+            original.copy_(state_dict[name])
+        self.copy_to_model()
 
-    def of(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The same groups, for the optimizer of the masters."""
+    def param_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The groups of the model's parameters (see `parameter_groups`) with the master weights in their place."""
         return [group | {"params": [self.weights[name] for name in group["param_names"]]} for group in groups]
 
     def clear_gradients(self, accumulates: bool) -> None:
@@ -76,12 +73,12 @@ class Masters:
 
     @torch.no_grad()
     def load_gradients(self, loss_scale: LossScale) -> bool:
-        """Gives the masters their gradients; True if a scaled one has overflowed: then the step is to be skipped.
+        """Copies gradients from the model; True if a scaled one has overflowed: then the step is to be skipped.
 
         Gradients are the same on all ranks by now, and so is the answer.
         """
         if self.copies:
-            torch._foreach_copy_(gradients_of(self.copies), gradients_of(self.published))
+            torch._foreach_copy_(gradients_of(self.copies), gradients_of(self.rounded_parameters))
         if not loss_scale.is_on:
             return False
         gradients = gradients_of(self.weights.values())
@@ -91,13 +88,13 @@ class Masters:
         return bool(overflows)
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """Each weight is rounded once a step."""
+    def copy_to_model(self) -> None:
+        """After an update: each weight is rounded once a step."""
         if self.copies:
-            torch._foreach_copy_(self.published, self.copies)
+            torch._foreach_copy_(self.rounded_parameters, self.copies)
 
     def first_overflow(self) -> str:
-        """The parameter whose gradient is not finite, and which backward reached first: it spoils those before it."""
+        """The parameter whose gradient is not finite, and which backward reached first: those after it follow."""
         for name, weight in reversed(self.weights.items()):
             if weight.grad is not None and not weight.grad.isfinite().all():
                 return name
@@ -108,6 +105,11 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers themselves, under the names of the state dict, tied ones under each."""
     tensors: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     return tensors
+
+
+def clone_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The values of parameters and buffers as they are now, under the names of the state dict."""
+    return {name: tensor.detach().clone() for name, tensor in named_tensors(model).items()}
 
 
 def gradients_of(weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -4,7 +4,8 @@ from torch import nn
 
 from megabatch.errors import UserError
 from megabatch.precision.loss_scale import LossScale
-from megabatch.precision.masters import Masters
+from megabatch.precision.master_weights import MasterWeights, clone_tensors
+from megabatch.precision.place import place_model, to_precision
 from megabatch.precision.policy import PRECISIONS, PrecisionSettings, check_device
 
 CPU = torch.device("cpu")
@@ -28,7 +29,7 @@ def network(norm: str = "batch") -> nn.Module:
 def test_only_normalisation_stays_in_fp32(name: str, norm: str) -> None:
     model = network(norm)
     expected = model(torch.ones(2, 2, 6, 6))
-    Masters(model, PRECISIONS[name], CPU)
+    to_precision(model, PRECISIONS[name], CPU)
     dtype = PRECISIONS[name].model
     for module in model:
         for tensor in (*module.parameters(), *module.buffers()):
@@ -46,7 +47,7 @@ def test_local_response_norm_does_not_overflow_where_its_squares_would(name: str
     images = torch.full((1, 4, 2, 2), 1000.0)
     expected = nn.LocalResponseNorm(3)(images)
     model = nn.Sequential(nn.Identity(), nn.LocalResponseNorm(3))
-    Masters(model, PRECISIONS[name], CPU)
+    to_precision(model, PRECISIONS[name], CPU)
     torch.testing.assert_close(model(images.half()), expected.half())
 
 
@@ -56,67 +57,88 @@ def test_what_is_not_trained_is_saved_as_it_was_and_what_has_changed_as_it_is() 
     model.register_buffer("counter", torch.tensor(1 / 3))
     model[0].tied = model[0].weight
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    masters = Masters(model, PRECISIONS["fp16"], CPU)
+    master_weights = to_precision(model, PRECISIONS["fp16"], CPU)
     assert model[1].weight.dtype == model.constant.dtype == torch.float16
-    assert all(torch.equal(tensor, before[name]) for name, tensor in masters.state().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in master_weights.state_dict().items())
     model.counter += 1
-    assert masters.state()["counter"].item() == model.counter.item()
+    assert master_weights.state_dict()["counter"].item() == model.counter.item()
 
-    other = Masters(
+    other = to_precision(
         network := nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)), PRECISIONS["fp16"], CPU
     )
-    other.load_state({name: tensor for name, tensor in before.items() if name in network.state_dict()})
-    for name, tensor in other.state().items():
+    other.load_state_dict({name: tensor for name, tensor in before.items() if name in network.state_dict()})
+    for name, tensor in other.state_dict().items():
         assert torch.equal(tensor, before[name]) and torch.equal(network.state_dict()[name], before[name].half())
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp64", "amp"])
-def test_wide_weights_are_their_own_masters(name: str) -> None:
+def test_wide_weights_are_their_own_master_weights(name: str) -> None:
     model = network().to(PRECISIONS[name].update)
-    masters = Masters(model, PRECISIONS[name], CPU)
-    assert not masters.copies
-    assert all(masters.weights[name] is parameter for name, parameter in masters.parameters.items())
+    master_weights = to_precision(model, PRECISIONS[name], CPU)
+    assert not master_weights.copies
+    assert all(master_weights.weights[name] is parameter for name, parameter in master_weights.parameters.items())
+
+
+def test_the_constructor_leaves_the_model_as_it_is() -> None:
+    model, other = network(), network()
+    before = {name: (tensor.data_ptr(), tensor.dtype) for name, tensor in model.state_dict().items()}
+    MasterWeights(model, clone_tensors(other))
+    assert {name: (tensor.data_ptr(), tensor.dtype) for name, tensor in model.state_dict().items()} == before
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_a_placed_model_is_cast_and_its_master_weights_are_not(name: str, channels_last: bool) -> None:
+    model = network()
+    before = clone_tensors(model)
+    master_weights = place_model(model, PrecisionSettings(name=name), CPU, channels_last)
+    assert model[0].weight.dtype == PRECISIONS[name].model
+    for weight in (model[0].weight, master_weights.weights["0.weight"]):
+        assert weight.is_contiguous(memory_format=torch.channels_last) == channels_last
+    for key, tensor in master_weights.state_dict().items():
+        assert torch.equal(tensor, before[key].to(tensor.dtype))
+        assert tensor.dtype == (PRECISIONS[name].update if tensor.is_floating_point() else before[key].dtype)
 
 
 def test_amp_computes_in_fp16_and_keeps_fp32_weights_and_gradients() -> None:
     model = network()
-    Masters(model, PRECISIONS["amp"], CPU)
+    to_precision(model, PRECISIONS["amp"], CPU)
     logits = model(torch.ones(2, 2, 6, 6))
     assert logits.dtype == torch.float16
     logits.float().sum().backward()
     assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
 
 
-def test_masters_keep_what_the_model_rounds() -> None:
-    """A step of 1e-5 is lost on an fp16 weight of 1; a hundred of them are not lost on its master."""
+def test_master_weights_keep_what_the_model_rounds() -> None:
+    """A step of 1e-5 is lost on an fp16 weight of 1; a hundred of them are not lost on its master weight."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
-    masters = Masters(model, PRECISIONS["fp16"], CPU)
+    master_weights = to_precision(model, PRECISIONS["fp16"], CPU)
     for _ in range(100):
         with torch.no_grad():
-            masters.weights["weight"] += 1e-5
-        masters.publish()
-    assert masters.weights["weight"].item() == pytest.approx(1.001, rel=1e-5)
+            master_weights.weights["weight"] += 1e-5
+        master_weights.copy_to_model()
+    assert master_weights.weights["weight"].item() == pytest.approx(1.001, rel=1e-5)
     assert model.weight.item() == torch.tensor(1.001).half().item() != 1.0
 
 
-def test_publishing_rounds_each_weight_to_nearest() -> None:
+def test_copying_to_the_model_rounds_each_weight_to_nearest() -> None:
     model = network()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    masters = Masters(model, PRECISIONS["fp16"], CPU)
-    masters.publish()
+    master_weights = to_precision(model, PRECISIONS["fp16"], CPU)
+    master_weights.copy_to_model()
     for name, parameter in model.named_parameters():
-        assert torch.equal(masters.weights[name], before[name])
+        assert torch.equal(master_weights.weights[name], before[name])
         assert torch.equal(parameter, before[name].to(parameter.dtype))
 
 
 def loaded(gradient: list[float], scale: float) -> tuple[bool, torch.Tensor]:
     """What the optimizer gets when backward has left `gradient` times `scale` in fp16."""
     model = nn.Linear(len(gradient), 1, bias=False)
-    masters = Masters(model, PRECISIONS["fp16"], CPU)
+    master_weights = to_precision(model, PRECISIONS["fp16"], CPU)
     model.weight.grad = (torch.tensor([gradient], dtype=torch.float64) * scale).half()
-    overflowed = masters.load_gradients(LossScale("fixed", scale))
-    return overflowed, masters.weights["weight"].grad
+    overflowed = master_weights.load_gradients(LossScale("fixed", scale))
+    return overflowed, master_weights.weights["weight"].grad
 
 
 def test_the_loss_scale_is_undone_in_fp32() -> None:
@@ -131,13 +153,13 @@ def test_the_loss_scale_is_undone_in_fp32() -> None:
 def test_an_overflow_is_seen_and_its_first_parameter_in_backward_named() -> None:
     assert loaded([1e-3, 1.0], 2.0**17)[0]
     model = network()
-    masters = Masters(model, PRECISIONS["fp16"], CPU)
+    master_weights = to_precision(model, PRECISIONS["fp16"], CPU)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     for name in ("1.weight", "0.weight"):  # that of the BatchNorm comes first, in fp32, and spoils the convolution
         model.get_parameter(name).grad.fill_(torch.inf if name == "1.weight" else torch.nan)
-    assert masters.load_gradients(LossScale("dynamic", 256.0))
-    assert masters.first_overflow() == "1.weight"
+    assert master_weights.load_gradients(LossScale("dynamic", 256.0))
+    assert master_weights.first_overflow() == "1.weight"
 
 
 def test_a_precision_that_the_device_lacks_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,141 @@
+"""The all-reduce of one model's gradients: buckets go to the reducer as backward fills them, and travel underneath it."""
+
+import atexit
+import os
+import warnings
+from contextlib import ExitStack, closing
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Variable
+
+from megabatch.comm.barrier import Header
+from megabatch.comm.failure import Failure
+from megabatch.comm.groups import Groups
+from megabatch.comm.layouts import BucketLayouts
+from megabatch.comm.plans import Cluster, PlansInUse
+from megabatch.comm.progress import Progress
+from megabatch.comm.reducer import Reducer
+from megabatch.comm.settings import CommSettings
+from megabatch.comm.timeline import NoTimeline, Timeline
+from megabatch.comm.tune import measure_drift, tune
+from megabatch.comm.watchdog import Watchdog
+from megabatch.comm.work import STEP_METRICS
+from megabatch.planning.backward import RecordedBackward
+from megabatch.planning.choosing import is_made_for
+from megabatch.planning.tuning import Tuning
+
+
+class GradientAllReduce:
+    """Close it when no backward will follow; a `with` does."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: Any,
+        device: torch.device,
+        settings: CommSettings,
+        tunes: bool = False,
+        scale: float | None = None,  # of the sums
+    ) -> None:
+        self.settings, self.scale, self.pid = settings, scale, os.getpid()
+        self.layouts = BucketLayouts(model)
+        self.progress = Progress(self.layouts)
+        with ExitStack() as stack:
+            groups = stack.enter_context(closing(Groups(group, device, settings.timeout_s)))
+            self.topology = groups.topology
+            cluster = Cluster(self.topology.shape, self.has_room(groups), device.type == "cuda")
+            self.plans = PlansInUse(settings, cluster, tunes)
+            groups.open(self.plans.axes)
+            watchdog = Watchdog(groups.store, groups.rank, groups.names, settings.timeout_s, self.progress)
+            self.failure = Failure(groups, self.layouts, stack.enter_context(closing(watchdog)))
+            self.timeline = Timeline(groups.rank) if settings.timeline else NoTimeline()
+            self.reducer = Reducer(groups, self.failure, self.timeline)
+            stack.enter_context(closing(self.reducer))
+            self.stack = stack.pop_all()
+
+    def has_room(self, groups: Groups) -> bool:
+        """True if the gradients of all ranks of a host fit into its memory, twice: DDP makes its buckets again."""
+        if groups.shareable_bytes is None:
+            return False
+        num_bytes = 2 * groups.topology.shape.largest_node * self.layouts.num_bytes
+        if num_bytes <= groups.shareable_bytes:
+            return True
+        if groups.rank == 0:
+            warnings.warn(
+                f"/dev/shm has {groups.shareable_bytes:,} bytes left, gradients need {num_bytes:,}; they are reduced "
+                "through sockets, which is slower: make it larger (docker: --shm-size)",
+                stacklevel=2,
+            )
+        return False
+
+    def tune(self, backward: RecordedBackward, stored: Tuning | None) -> Tuning:
+        """Chooses buckets and plans for these gradients, or takes what was stored for them.  All ranks call it."""
+        if stored and is_made_for(stored, self.topology, backward, self.plans.candidates):
+            if self.topology.num_nodes > 1:  # elsewhere there is no choice that links could change
+                self.plans.drift = measure_drift(self.reducer, stored, self.settings)
+        else:
+            stored = tune(self.reducer, self.plans.candidates, backward, self.settings)
+        self.plans.tuning = stored
+        return stored
+
+    @property
+    def waited_s(self) -> float:
+        """For other ranks and the network, in all."""
+        return self.reducer.waited_s
+
+    @property
+    def ready_s(self) -> float:
+        """When the newest bucket was ready: after the last one, backward waits for other ranks."""
+        return self.progress.ready_s
+
+    def count_from(self, step: int) -> None:
+        """The next backward is that of `step` (from 0): messages name it."""
+        self.progress.step = step
+
+    def start_metrics(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """All-reduces a small tensor beside the buckets, exactly: no 16 bits travel.  Always the same tensor."""
+        header = Header(self.progress.step, STEP_METRICS)
+        return self.reducer.start(STEP_METRICS, tensor, self.plans.exact, header, None, is_last=False)
+
+    def start_bucket(self, bucket: "dist.GradBucket") -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+        self.progress.bucket_is_ready()
+        index, tensor, is_last = bucket.index(), bucket.buffer(), bucket.is_last()
+        header = Header(self.progress.step, index, self.layouts.number(bucket, tensor))
+        plan = self.plans.plan_of(index, tensor.numel())
+        future = self.reducer.start(index, tensor, plan, header, self.scale, is_last)
+        self.progress.bucket_has_started(index, future, is_last)
+        if is_last:
+            Variable._execution_engine.queue_callback(lambda: self.end_backward(future))
+        return future
+
+    def end_backward(self, last: torch.futures.Future[torch.Tensor]) -> None:
+        last.wait()
+        self.failure.raise_error()
+
+    def close(self) -> None:
+        if os.getpid() == self.pid:  # a forked process must not speak for its parent
+            atexit.unregister(self.close)
+            self.stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.failure.leave(error)
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Detached, (self.settings,)
+
+
+class Detached(NamedTuple):
+    """What torch.save keeps of the all-reduce of a model.  A model that is loaded uses DDP's own: attach it again."""
+
+    settings: CommSettings

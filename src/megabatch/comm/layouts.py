@@ -1,0 +1,55 @@
+"""What lies where in the buckets that DDP has made: ranks compare it, and messages name parameters by it."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class Layout(NamedTuple):
+    storage: torch.UntypedStorage  # kept, so that no other bucket is taken for this one
+    text: str  # names, types, shapes and strides, in their order
+    number: int  # a hash of the text
+    parameters: list[nn.Parameter]
+
+
+class BucketLayouts:
+    def __init__(self, model: nn.Module) -> None:
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.seen: dict[int, Layout] = {}  # by the bucket's index
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all gradients."""
+        return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
+
+    def number(self, bucket: "dist.GradBucket", tensor: torch.Tensor) -> int:  # type: ignore[name-defined]
+        """A hash of what lies where in the bucket; made when DDP has made the bucket."""
+        known = self.seen.get(bucket.index())
+        if known is None or known.storage._cdata != tensor.untyped_storage()._cdata:
+            parameters = bucket.parameters()
+            # DDP lays a gradient out like its parameter; `bucket.gradients()` shows all of them contiguous.
+            text = json.dumps([(self.names.get(id(p)), str(p.dtype), p.shape, p.stride()) for p in parameters])
+            number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+            known = Layout(tensor.untyped_storage(), text, number, parameters)
+            self.seen[bucket.index()] = known
+        return known.number
+
+    def text(self, index: int) -> str:
+        return self.seen[index].text if index in self.seen else "[]"
+
+    def missing_from(self, reduced: Iterable[int]) -> list[str]:
+        """The parameters that are in none of these buckets: of them those without a gradient, if there are any."""
+        there = {id(parameter) for index in reduced for parameter in self.seen[index].parameters}
+        to_reduce = [parameter for parameter in self.parameters if id(parameter) not in there]
+        # Gradients of the last step may still be there.
+        return [self.names[id(p)] for p in [p for p in to_reduce if lacks_gradient(p)] or to_reduce]
+
+
+def lacks_gradient(parameter: nn.Parameter) -> bool:
+    return parameter.grad is None or not bool(parameter.grad.count_nonzero())

@@ -1,0 +1,91 @@
+"""Runs the phases of a plan on this rank: in shared memory inside the node, by a process group elsewhere."""
+
+import torch
+
+from megabatch.comm.failure import Failure
+from megabatch.comm.groups import Groups
+from megabatch.comm.process_group import ProcessGroup
+from megabatch.comm.shared_memory import SharedBuffer
+from megabatch.comm.timeline import NoTimeline, Timeline
+from megabatch.comm.work import Step, Work
+from megabatch.planning.plan import Phase
+from megabatch.planning.topology import Axis
+
+
+class PhaseRunner:
+    def __init__(self, groups: Groups, failure: Failure, timeline: Timeline | NoTimeline) -> None:
+        self.groups, self.failure, self.timeline = groups, failure, timeline
+        self.waited_s = 0.0  # for other ranks of this node, in all
+        self.buffers: dict[int, tuple[torch.Tensor, SharedBuffer]] = {}
+        self.compared: dict[tuple[Axis, int], int] = {}  # the layout of each bucket that a group's members agree on
+
+    def run(self, work: Work, steps: list[Step]) -> None:
+        """After a first error nothing is exchanged any more."""
+        for phase, transfer in steps:
+            if self.failure.has_failed:
+                return
+            waited_s = self.waited_s
+            self.timeline.enter_phase(work, phase, transfer)
+            try:
+                if phase.axis == "node" and self.groups.memory:
+                    self.run_in_memory(work, phase)
+                else:
+                    group = self.process_group_for(work, phase.axis)
+                    getattr(group, phase.op)(work.tensor[transfer.begin : transfer.end], phase.dtype)
+            except BaseException as error:
+                self.failure.record(error, work, phase.axis)
+            self.timeline.leave_phase(phase, self.waited_s - waited_s)
+
+    def scale(self, work: Work) -> None:
+        """Before it is summed, as DDP does: 16 bits might not hold the sum where they hold the average."""
+        if work.scale is not None and not self.failure.has_failed and not self.is_scaled_in_memory(work):
+            work.tensor.mul_(work.scale)
+
+    def is_scaled_in_memory(self, work: Work) -> bool:
+        """One all-reduce in shared memory scales on its way, before it rounds."""
+        return self.groups.memory is not None and len(work.steps.before) == 1 and not work.steps.crosses
+
+    def process_group_for(self, work: Work, axis: Axis) -> ProcessGroup:
+        """The process group, once its members agree on the tensor.
+
+        In shared memory every operation compares; here it would cost a round trip, so once for each bucket that DDP
+        makes.
+        """
+        group = self.groups.process_groups[axis]
+        if not self.is_compared(work, axis):
+            group.require_same(work.header.layout, work.whole)
+            self.compared[axis, work.key] = work.header.layout
+        return group
+
+    def is_compared(self, work: Work, axis: Axis) -> bool:
+        return self.compared.get((axis, work.key)) == work.header.layout
+
+    def run_in_memory(self, work: Work, phase: Phase) -> None:
+        memory = self.groups.memory
+        assert memory is not None
+        waited_s = memory.waited_s
+        buffer = self.shared(work)
+        match phase.op:
+            case "all_reduce":
+                memory.all_reduce(buffer, work.header, work.scale if self.is_scaled_in_memory(work) else None)
+            case "reduce_scatter":
+                memory.reduce_scatter(buffer, work.header)
+            case "all_gather":
+                memory.all_gather(buffer, work.header)
+            case "reduce":
+                memory.reduce(buffer, 0, work.header)
+            case "broadcast":
+                memory.broadcast(buffer, 0, work.header)
+        self.waited_s += memory.waited_s - waited_s
+
+    def shared(self, work: Work) -> SharedBuffer:
+        """The part in shared memory, where the whole stays: DDP's buckets keep their place after the first backward."""
+        known, buffer = self.buffers.get(work.key, (None, None))
+        if known is None or buffer is None or known.data_ptr() != work.whole.data_ptr():
+            assert self.groups.memory is not None
+            buffer = self.groups.memory.share(work.whole, work.header)
+            self.buffers[work.key] = work.whole, buffer  # kept, so that no other tensor gets its address
+        if work.is_last and work.key >= 0:  # DDP may have had more buckets before
+            for key in [key for key in self.buffers if key > work.key]:
+                del self.buffers[key]
+        return buffer.part(work.begin, work.end)

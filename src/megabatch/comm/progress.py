@@ -1,0 +1,41 @@
+"""Where this rank is in its backward pass, for itself and for the ranks that wait for it."""
+
+import time
+
+import torch
+
+from megabatch.comm.layouts import BucketLayouts
+
+WAITS = "waits"  # said by a rank that nobody waits for
+
+
+class Progress:
+    """Written by the hook, read by the watchdog's thread."""
+
+    def __init__(self, layouts: BucketLayouts) -> None:
+        self.layouts = layouts
+        self.step = 0  # whose buckets are being filled, from 0
+        self.reduced: set[int] = set()  # buckets of this step
+        self.last: torch.futures.Future[torch.Tensor] | None = None  # bucket of the newest step that is complete here
+        self.ready_s = 0.0  # when the newest bucket was ready: from the last one on, backward waits for other ranks
+        self.changed_s = time.monotonic()
+
+    def bucket_is_ready(self) -> None:
+        self.ready_s = time.perf_counter()
+        self.changed_s = time.monotonic()
+
+    def bucket_has_started(self, index: int, future: torch.futures.Future[torch.Tensor], is_last: bool) -> None:
+        self.reduced.add(index)
+        if is_last:
+            self.last = future
+            self.step += 1
+            self.reduced = set()
+
+    def describe(self) -> str:
+        """What this rank lacks; WAITS if it lacks nothing but other ranks."""
+        if self.last is not None and not self.last.done():
+            return WAITS
+        reduced = list(self.reduced)
+        missing = self.layouts.missing_from(reduced)
+        some = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        return f"has reduced {len(reduced)} buckets of step {self.step} and has no gradient yet of {some}"

@@ -1,0 +1,100 @@
+"""The bytes of samples in tars that stay open: no file is opened per image.
+
+Members are never unpacked, so that what they are called does not matter.  Shards are read and not mapped into memory:
+it takes as long, and a shard that is truncated or lies on a bad disk is an error that can be told, where a map would
+kill the process.
+"""
+
+import os
+import resource
+import threading
+from collections.abc import Sequence
+from io import FileIO
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megabatch.data.names import one_line
+from megabatch.data.npz import fingerprint
+from megabatch.data.tars import Damaged, member_name
+
+SPARE_DESCRIPTORS = 512
+
+
+class Shards:
+    """Tars, opened when they are first asked for and then kept open."""
+
+    def __init__(self, paths: Sequence[Path], sizes: NDArray[np.int64]) -> None:
+        self.paths, self.sizes = paths, sizes
+        self.files: list[FileIO | None] = [None] * len(paths)
+        self.lock = threading.Lock()
+
+    def open(self, shard: int) -> FileIO:
+        with self.lock:
+            found = self.files[shard]
+            if found is None:
+                allow_descriptors(len(self.paths))
+                found = self.files[shard] = FileIO(self.paths[shard])
+        return found
+
+    def read(self, shard: int, offset: int, length: int) -> bytes:
+        file = self.files[shard] or self.open(shard)
+        content = os.pread(file.fileno(), length, offset)
+        if len(content) < length:
+            raise OSError(f"{self.paths[shard].name} ends before offset {offset + length:,}, where it did not before")
+        return content
+
+    def member_name(self, shard: int, offset: int) -> str:
+        def read(start: int, length: int) -> bytes:
+            return self.read(shard, start, min(length, size - start))
+
+        size = int(self.sizes[shard])
+        return member_name(read, size, offset)
+
+
+class ShardFiles:
+    """Samples in shards."""
+
+    def __init__(
+        self,
+        shards: Shards,
+        shard: NDArray[np.int32],
+        offset: NDArray[np.int64],
+        length: NDArray[np.int64],
+        labels: NDArray[np.int64],
+    ) -> None:
+        self.shards, self.shard, self.offset, self.length, self.labels = shards, shard, offset, length, labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def content(self, number: int) -> bytes:
+        return self.shards.read(int(self.shard[number]), int(self.offset[number]), int(self.length[number]))
+
+    def where(self, number: int) -> str:
+        shard, offset = int(self.shard[number]), int(self.offset[number])
+        return f"{self.shards.paths[shard]} at offset {offset} ({self.readable_name(number)})"
+
+    def readable_name(self, number: int) -> str:
+        try:
+            return one_line(self.name(number))
+        except (Damaged, OSError):
+            return "its header is damaged"
+
+    def name(self, number: int) -> str:
+        return self.shards.member_name(int(self.shard[number]), int(self.offset[number]))
+
+    def fingerprint(self) -> str:
+        """Of which shards there are, and of where and of which class the samples are; not of what they hold."""
+        names = np.array([path.name for path in self.shards.paths])
+        return fingerprint(names, self.shards.sizes, self.shard, self.offset, self.length, self.labels)
+
+
+def allow_descriptors(num_shards: int) -> None:
+    """A set may have more shards than a process may have open files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = num_shards + SPARE_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        allowed = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))

@@ -1,0 +1,145 @@
+"""Samples of WebDataset's tars, which have no index: found by going through the headers.
+
+Members with the same path up to the first dot of the file name are one sample: an image (.jpg, .png, ...), and its
+class in .cls or .json (see `tar_labels`).  The shard's name says which part it belongs to (imagenet-val-000003.tar).
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from msgspec import Struct
+
+from megabatch.data.files import IMAGE_SUFFIXES
+from megabatch.data.index_cache import settled_mtime
+from megabatch.data.names import one_line
+from megabatch.data.npz import Arrays
+from megabatch.data.shard_index import TEST, TRAIN
+from megabatch.data.tar_labels import number_classes, read_label
+from megabatch.data.tars import Damaged, Member, Read, walk_members
+from megabatch.errors import UserError
+
+COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
+TEST_WORDS = (("val", "valid", "validation"), ("test",))  # shards of the latter count where none of the former is
+CHUNK_BYTES = 8192
+
+
+class TarSamples(Struct):
+    """The samples of one tar, in the order of their images."""
+
+    offsets: list[int]
+    lengths: list[int]
+    labels: list[str]
+
+
+def is_tar(path: Path) -> bool:
+    return path.name.endswith((".tar", *COMPRESSED)) and not path.name.startswith(".")
+
+
+def list_tars(path: Path) -> list[Path]:
+    entries = sorted(entry for entry in path.iterdir() if is_tar(entry)) if path.is_dir() else [path]
+    for entry in entries:
+        if entry.name.endswith(COMPRESSED):
+            raise UserError(
+                f"{entry} is compressed, so images cannot be read from it at random; unpack it to .tar first"
+            )
+    if not entries:
+        raise UserError(f"{path} holds no .tar; give a .tar file, or a folder of them")
+    if not is_tar(entries[0]):
+        raise UserError(f"{path} is no .tar; give a .tar file, or a folder of them")
+    return entries
+
+
+def is_current(index: Arrays, shards: Sequence[Path]) -> bool:
+    listed = {str(name): (size, mtime) for name, size, mtime in zip(index["listed"], *index["stamps"], strict=True)}
+    return {shard.name: (shard.stat().st_size, shard.stat().st_ctime_ns) for shard in shards} == listed
+
+
+def scan(tars: Sequence[Path], place: Path) -> Arrays:
+    """What an index says of every sample, from the headers of the tars."""
+    stamps = np.array([(tar.stat().st_size, settled_mtime(tar)) for tar in tars], np.int64).T
+    splits = split_by_name([tar.name for tar in tars]) if place.is_dir() else [TRAIN]
+    chosen = [at for at, split in enumerate(splits) if split is not None]
+    with ThreadPoolExecutor(8) as pool:  # it is the disk that they wait for
+        found = list(pool.map(lambda at: scan_tar(tars[at]), chosen))
+    counts = [len(samples.labels) for samples in found]
+    split = np.repeat([splits[at] for at in chosen], counts).astype(np.uint8)
+    if TRAIN not in split:
+        raise UserError(f"{place} holds no image for training; expected {' '.join(IMAGE_SUFFIXES)} members with .cls")
+    class_names, labels = number_classes([label for samples in found for label in samples.labels], place)
+    return {
+        "listed": np.array([tar.name for tar in tars]),
+        "stamps": stamps,
+        "shards": np.array([tars[at].name for at in chosen]),
+        "sizes": stamps[0][chosen],
+        "class_names": np.array(class_names),
+        "shard": np.repeat(np.arange(len(chosen), dtype=np.int32), counts),
+        "offset": np.array([offset for samples in found for offset in samples.offsets], np.int64),
+        "length": np.array([length for samples in found for length in samples.lengths], np.int64),
+        "label": labels,
+        "split": split,
+    }
+
+
+def split_by_name(names: Sequence[str]) -> list[int | None]:
+    """The part that each shard belongs to by a word of its name; None for test shards where there are others to val."""
+    words = [{re.sub(r"\d+$", "", word) for word in re.split(r"[-_.]", name.lower())} for name in names]
+    for kinds in TEST_WORDS:
+        if any(found & set(kinds) for found in words):
+            break
+    every = {word for words in TEST_WORDS for word in words}
+    return [TEST if found & set(kinds) else None if found & every else TRAIN for found in words]
+
+
+def scan_tar(path: Path) -> TarSamples:
+    images: dict[str, Member] = {}
+    labels: dict[str, str] = {}
+    with path.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # it jumps from header to header
+        read = read_in_chunks(file.fileno())
+        try:
+            for member in walk_members(read, path.stat().st_size):
+                folder, slash, file_name = member.name.rpartition("/")
+                stem, _, extension = file_name.partition(".")
+                if not stem:
+                    continue
+                key, extension = f"{folder}{slash}{stem}", extension.lower()
+                if f".{extension}" in IMAGE_SUFFIXES:
+                    if key in images:
+                        other = one_line(images[key].name)
+                        raise UserError(
+                            f"{path} has two images of one sample, {other} and {one_line(member.name)}; leave one out"
+                        )
+                    images[key] = member
+                elif extension == "cls" or (extension == "json" and key not in labels):
+                    label = read_label(member, extension, read, path)
+                    if label is not None:
+                        labels[key] = label
+        except Damaged as error:
+            raise UserError(f"{path} is damaged at offset {error.offset} ({error.reason}); fetch it again") from error
+    for key, image in images.items():
+        if key not in labels:
+            raise UserError(
+                f"{path} at offset {image.offset}: the image {one_line(image.name)} has no label; "
+                'expected a member .cls, or .json with "label" or "cls", of the same name beside it'
+            )
+    found = list(images.values())
+    return TarSamples(
+        [image.offset for image in found], [image.length for image in found], [labels[key] for key in images]
+    )
+
+
+def read_in_chunks(descriptor: int) -> Read:
+    """A label and the header of the next image lie close to each other: one call of the system for both."""
+    begin, chunk = 0, b""
+
+    def read(offset: int, length: int) -> bytes:
+        nonlocal begin, chunk
+        if offset < begin or offset + length > begin + len(chunk):
+            begin, chunk = offset, os.pread(descriptor, max(length, CHUNK_BYTES), offset)
+        return chunk[offset - begin : offset - begin + length]
+
+    return read

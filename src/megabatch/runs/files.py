@@ -1,0 +1,12 @@
+"""The names of what lies in a run's folder."""
+
+LOCK = ".lock"
+CONFIG = "config.toml"  # the recipe, resolved
+ENVIRONMENT = "env.json"
+PLAN = "plan.json"  # planning.tuning.Tuning: how gradients are all-reduced
+METRICS = "metrics.jsonl"  # a row per step and evaluation
+SUMMARY = "summary.json"  # what they add up to
+LOG = "train.log"
+TIMELINE = "timeline"  # a trace of each rank, if wanted
+CHECKPOINTS = "checkpoints"
+WEIGHTS = "model.safetensors"

@@ -1,0 +1,112 @@
+"""What a run has left, read without torch: by `megabatch runs`, by whoever resumes, by sweeps and studies."""
+
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from megabatch.disk import is_locked
+from megabatch.errors import UserError
+from megabatch.runs import files
+from megabatch.runs.records import EvaluationRecord, Record, Status, StepRecord, Summary
+
+TAIL_BYTES = 64 << 10  # of metrics.jsonl, enough for its last row: one that skipped images or evaluated is long
+
+
+class Listing(Struct, frozen=True):
+    """A run in a folder of runs."""
+
+    path: Path
+    status: Status | Literal["running", "killed"]
+    summary: Summary | None  # None while it runs, and after a kill
+
+
+def list_runs(folder: Path) -> list[Listing]:
+    return [listing_of(path) for path in sorted(folder.glob("*")) if is_run(path)]
+
+
+def listing_of(path: Path) -> Listing:
+    if is_running(path):
+        return Listing(path, "running", None)
+    summary = read_summary(path)
+    return Listing(path, summary.status if summary else "killed", summary)
+
+
+def is_run(path: Path) -> bool:
+    return (path / files.CONFIG).is_file()
+
+
+def is_running(path: Path) -> bool:
+    """True while some process holds the folder."""
+    return is_locked(path / files.LOCK)
+
+
+def read_summary(path: Path) -> Summary | None:
+    """None for a run that runs, or that was killed."""
+    try:
+        return msgspec.json.decode((path / files.SUMMARY).read_bytes(), type=Summary)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """Every whole row; the last may be being written."""
+    with (path / files.METRICS).open("rb") as rows:
+        for number, row in enumerate(rows, 1):
+            if row.endswith(b"\n"):
+                yield decode_row(row, f"{path / files.METRICS}, row {number}")
+
+
+def last_record(path: Path) -> Record | None:
+    """The newest whole row; None before the first."""
+    rows = path / files.METRICS
+    try:
+        with rows.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            *whole, _ = file.read().split(b"\n")
+    except (OSError, ValueError):
+        return None
+    return decode_row(whole[-1], f"{rows}, the last row") if whole else None
+
+
+def decode_row(row: bytes, where: str) -> Record:
+    try:
+        record: Record = msgspec.json.decode(row, type=StepRecord | EvaluationRecord)
+        return record
+    except msgspec.MsgspecError as error:
+        raise UserError(f"{where}: {error}; rows of this version say what they are (kind), train it again") from None
+
+
+def epoch_losses(path: Path) -> dict[int, float]:
+    """For every epoch that a run has come to, from 1 on, the mean training loss of the steps that ended in it."""
+    losses: defaultdict[int, list[float]] = defaultdict(list)
+    for record in read_records(path):
+        if isinstance(record, StepRecord):
+            losses[math.ceil(record.epoch)].append(record.loss)
+    return {epoch: fmean(found) for epoch, found in losses.items()}
+
+
+def read_environment(path: Path) -> dict[str, object]:
+    """What the run has said of the machine that it was made on."""
+    return msgspec.json.decode((path / files.ENVIRONMENT).read_bytes(), type=dict[str, object])
+
+
+def length_up_to(rows: Path, step: int) -> int:
+    """The bytes of the rows that a checkpoint knows.  A kill may have left later ones, or half of one."""
+    length = 0
+    with rows.open("rb") as file:
+        for line in file:
+            try:
+                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                    break
+            except ValueError:
+                break
+            length += len(line)
+    return length

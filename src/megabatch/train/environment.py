@@ -1,0 +1,38 @@
+"""What a run says of where it was made (env.json)."""
+
+import os
+import platform
+
+import torch
+
+from megabatch import __version__
+
+# What explains a run's speed or numerics.  An allow-list: an environment also holds secrets.
+VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "GLOO_SOCKET_IFNAME",
+    "LOCAL_WORLD_SIZE",
+    "MKL_NUM_THREADS",
+    "NCCL_ALGO",
+    "NCCL_DEBUG",
+    "NCCL_IB_DISABLE",
+    "NCCL_PROTO",
+    "NCCL_SOCKET_IFNAME",
+    "OMP_NUM_THREADS",
+    "SLURM_JOB_ID",
+    "SLURM_JOB_NUM_NODES",
+    "WORLD_SIZE",
+)
+
+
+def describe_environment() -> dict[str, object]:
+    return {
+        "megabatch": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "host": platform.node(),
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+    }

@@ -1,0 +1,149 @@
+"""The one atomic write and the one lock."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megabatch import disk
+from tests.support.disk_events import record_disk_events
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from megabatch import disk
+
+lock = disk.take_lock(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
+    """Another process, which holds the lock of `tmp_path`."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "lock")]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_reader_sees_the_old_or_the_new_file_whole(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    contents = [bytes([letter]) * 300_000 for letter in b"ab"]
+    disk.write_file(path, contents[0])
+    ended = threading.Event()
+    seen: set[bytes] = set()
+
+    def read() -> None:
+        while not ended.is_set():
+            seen.add(path.read_bytes())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for number in range(60):
+        disk.write_file(path, contents[number % 2])
+    ended.set()
+    reader.join()
+    assert seen and seen <= set(contents)
+
+
+@pytest.mark.parametrize("content", ["letters: ü\n", b"\x00\xff", memoryview(b"view")])
+def test_what_is_written_is_what_is_read(tmp_path: Path, content: str | bytes | memoryview) -> None:
+    path = disk.write_file(tmp_path / "file", content)
+    assert path.read_bytes() == (content.encode() if isinstance(content, str) else bytes(content))
+    assert names_in(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_an_exception_leaves_the_old_one_and_nothing_else(
+    tmp_path: Path, error: type[BaseException], is_folder: bool
+) -> None:
+    disk.write_file(tmp_path / "file", "old")
+    with pytest.raises(error), disk.writing(tmp_path / "file") as new:
+        if is_folder:
+            new.mkdir()
+            (new / "part").write_text("ha")
+        else:
+            new.write_text("ha")
+        raise error
+    assert names_in(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "old"
+
+
+def test_a_folder_appears_with_all_that_is_in_it(tmp_path: Path) -> None:
+    with disk.writing(tmp_path / "folder") as new:
+        (new / "deep/er").mkdir(parents=True)
+        (new / "deep/er/file").write_text("content")
+        assert not (tmp_path / "folder").exists()
+    assert (tmp_path / "folder/deep/er/file").read_text() == "content" and names_in(tmp_path) == ["folder"]
+
+
+def test_all_of_it_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = record_disk_events(monkeypatch)
+    with disk.writing(tmp_path / "folder") as new:
+        new.mkdir()
+        (new / "file").write_text("content")
+    assert events == [("sync", "file"), ("sync", new.name), ("rename", "folder"), ("sync", tmp_path.name)]
+
+
+def test_what_a_killed_process_was_writing_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    disk.write_file(tmp_path / "file", "whole")
+    (tmp_path / f"{disk.WRITING}file-123").write_text("ha")
+    (tmp_path / f"{disk.WRITING}folder-123").mkdir()
+    (tmp_path / f"{disk.WRITING}folder-123/part").write_text("ha")
+    (tmp_path / f"{disk.WRITING}link-123").symlink_to(tmp_path / "file")
+    disk.remove_unfinished(tmp_path)
+    assert names_in(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "whole"
+
+
+def test_a_link_points_to_its_newest_neighbour(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        disk.point(tmp_path / "latest", name)
+        assert (tmp_path / "latest").readlink() == Path(name)
+    assert names_in(tmp_path) == ["latest", "one", "two"]
+
+
+def test_a_lock_names_its_holder_and_is_released_when_that_is_killed(
+    tmp_path: Path, holder: "subprocess.Popen[str]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "PATIENCE_S", 0.1)
+    assert disk.is_locked(tmp_path / "lock")
+    with pytest.raises(disk.Locked, match=f"lock is locked by process {holder.pid}") as refused:
+        disk.take_lock(tmp_path / "lock")
+    assert refused.value.holder == str(holder.pid)
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    assert not disk.is_locked(tmp_path / "lock")
+    with disk.take_lock(tmp_path / "lock"):
+        assert (tmp_path / "lock").read_text() == str(os.getpid())
+
+
+def test_who_waits_has_the_lock_when_its_holder_has_ended(tmp_path: Path, holder: "subprocess.Popen[str]") -> None:
+    killer = threading.Timer(0.1, holder.kill)
+    killer.start()
+    with disk.take_lock(tmp_path / "lock", wait=True):
+        assert holder.wait() == -signal.SIGKILL
+        assert disk.is_locked(tmp_path / "lock")
+    assert not disk.is_locked(tmp_path / "lock")
+
+
+def test_to_ask_for_a_lock_creates_nothing_and_does_not_take_it(tmp_path: Path) -> None:
+    assert not disk.is_locked(tmp_path / "lock") and names_in(tmp_path) == []
+    with disk.take_lock(tmp_path / "lock"):
+        assert disk.is_locked(tmp_path / "lock") and disk.is_locked(tmp_path / "lock")
+    assert not disk.is_locked(tmp_path / "lock")
+    with disk.take_lock(tmp_path / "lock"):
+        pass
