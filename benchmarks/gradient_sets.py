@@ -6,7 +6,7 @@ from itertools import accumulate
 import torch
 
 from megabatch.models.catalog import ModelSettings, build_model
-from megabatch.planning.buckets import Gradient
+from megabatch.planning.backward import Gradient
 from megabatch.planning.plan import BLOCK
 
 IMAGE_SIZE, NUM_CLASSES = 224, 1000

@@ -40,7 +40,7 @@ def run_ranks(cluster: Cluster, ranks: Sequence[int], module: str, task: bytes) 
                         cluster.hosts[host].start(command, env=environment(scratch), stdout=log, stderr=log)
                     )
             wait_for(launchers, ranks, scratch)
-        finally:  # before the scratch go, which ranks may be writing
+        finally:  # before the folder goes, in which ranks may be writing
             for host, launcher in zip(cluster.hosts, launchers, strict=False):
                 end_processes(host.name)
                 launcher.wait()

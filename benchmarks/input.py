@@ -57,7 +57,7 @@ from megabatch.data.reader import Reader, Request
 from megabatch.data.settings import DataSettings
 from megabatch.data.sources import read_encoded
 from megabatch.errors import UserError
-from megabatch.ranks.discover import usable_cores
+from megabatch.ranks.machine import usable_cores
 
 SETS = ("as_is", "full_size")
 ARMS = ("ours_folder", "ours_packed", "dataloader_pillow", "torchvision_v2", "webdataset", "raw_decode")

@@ -29,7 +29,7 @@ from benchmarks.torchvision_on_cpu import import_torchvision
 from megabatch.models.catalog import ModelSettings, build_model
 from megabatch.optim.groups import parameter_groups
 from megabatch.optim.optimizers import OPTIMIZERS, OptimSettings
-from megabatch.ranks.discover import usable_cores
+from megabatch.ranks.machine import usable_cores
 
 NETWORKS = ("resnet50", "alexnet")
 RATE, MOMENTUM, DECAY, TRUST = 0.1, 0.9, 5e-5, 0.001

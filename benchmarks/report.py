@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from megabatch.ranks.discover import cpu_name
+from megabatch.ranks.machine import cpu_name
 
 
 def machine() -> dict[str, Any]:

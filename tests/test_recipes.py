@@ -7,7 +7,7 @@ from megabatch.config.provenance import settings_by_provenance
 from megabatch.config.recipes import read_recipe, recipe_names
 from megabatch.config.schema import FIELDS, RunConfig, flatten
 from megabatch.data.settings import DataSettings
-from megabatch.data.sources import foresee_shape, load_data_set
+from megabatch.data.sources import infer_shape, load_data_set
 from megabatch.errors import UserError
 
 # MLPerf reference convergence points, LARS; of the epochs the most.  The columns are COLUMNS.
@@ -136,11 +136,11 @@ def test_the_inferred_shape_is_the_one_that_is_found(source: str) -> None:
         found = load_data_set(settings).shape
     except UserError:
         pytest.skip(f"{source} is not installed")
-    assert foresee_shape(settings) == found
+    assert infer_shape(settings) == found
 
 
 def test_imagenet_can_be_planned_for_without_its_images() -> None:
     config: RunConfig = load_config("resnet50-imagenet-64k")
-    assert foresee_shape(config.data).num_train == 1_281_167
+    assert infer_shape(config.data).num_train == 1_281_167
     with pytest.raises(UserError, match=r"^data.source='imagenet' is the folder imagenet .*give data.source=FOLDER"):
         load_data_set(config.data)

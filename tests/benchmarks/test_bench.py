@@ -19,9 +19,9 @@ from benchmarks.train import WORKLOADS
 from megabatch.cli import app
 from megabatch.config.loading import load_config
 from megabatch.config.resolve import make_model
-from megabatch.data.sources import foresee_shape
+from megabatch.data.sources import infer_shape
 from megabatch.errors import UserError
-from megabatch.ranks.discover import usable_cores
+from megabatch.ranks.machine import usable_cores
 
 
 def test_a_bench_writes_its_command_the_machine_and_rows(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_a_bench_writes_its_command_the_machine_and_rows(tmp_path: Path) -> None
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_every_workload_of_bench_train_takes_a_step(name: str) -> None:
     config = load_config("fashion", WORKLOADS[name][0])
-    shape = foresee_shape(config.data)
+    shape = infer_shape(config.data)
     model = make_model(config, shape)
     logits = model(torch.zeros(2, shape.num_channels, config.data.image_size, config.data.image_size))
     assert logits.shape == (2, shape.num_classes)

@@ -12,7 +12,7 @@ from megabatch.cli.show import draw_curve
 from megabatch.config.loading import load_config
 from megabatch.config.recipes import recipe_names
 from megabatch.config.resolve import make_model
-from megabatch.data.sources import foresee_shape
+from megabatch.data.sources import infer_shape
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ def test_show_and_dry_run_print_what_would_be_run(command: list[str], tmp_path: 
 
 def test_show_lists_every_parameter_once_with_its_group_decay_and_trust_ratio() -> None:
     config = load_config("fashion", ["optim.name=lars"])
-    model = make_model(config, foresee_shape(config.data))
+    model = make_model(config, infer_shape(config.data))
     rows = [line.split() for line in output("show", "fashion", "optim.name=lars").splitlines()]
     for name, parameter in model.named_parameters():
         group, decay = ("weights", "0.0005") if parameter.ndim > 1 else ("normalisation", "0")

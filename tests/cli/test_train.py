@@ -25,7 +25,7 @@ from megabatch.config.loading import load_config
 from megabatch.data.sources import load_data_set
 from megabatch.errors import UserError
 from megabatch.ranks.world import World
-from megabatch.train.assemble import assemble
+from megabatch.train.prepare import ready_to_train
 from megabatch.train.reevaluate import evaluate_run
 from megabatch.train.run import train_and_record
 from tests.support.processes import is_alive, wait_until
@@ -284,7 +284,7 @@ def test_runs_that_start_at_the_same_moment_take_folders_of_their_own() -> None:
 
 def train_whole(world: World, folder: str, *overrides: str) -> None:
     config = small_run(*overrides, f"run.dir={folder}")
-    train_and_record(config, "never", assemble(config, load_data_set(config.data), world), world)
+    train_and_record(config, "never", ready_to_train(config, load_data_set(config.data), world))
 
 
 def require_the_run_that_was_never_stopped() -> None:

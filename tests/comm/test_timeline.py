@@ -2,7 +2,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from megabatch.comm.barrier import Header
 from megabatch.comm.timeline import KEPT_STEPS, LANES, NETWORK, TRAINING, Timeline
+from megabatch.comm.work import Steps, Work
+from megabatch.planning.plan import Plan
 
 
 def rows_of(timeline: Timeline, path: Path) -> list[dict[str, Any]]:
@@ -13,11 +18,14 @@ def rows_of(timeline: Timeline, path: Path) -> list[dict[str, Any]]:
 
 
 def test_the_newest_steps_are_kept_however_long_the_run(tmp_path: Path) -> None:
-    timeline = Timeline(rank=3, origin_s=0.0, first_step=8)
+    timeline = Timeline(rank=3)
+    timeline.restart(origin_s=0.0, first_step=8)
+    plan, tensor = Plan("flat/fp32", ()), torch.zeros(1)
+    work = Work(0, tensor, 0, 1, Header(), plan, Steps([], [], [], False), None, True, None)
     for step in range(8, 8 + 10 * KEPT_STEPS):
         timeline.begin_step(step)
-        timeline.note_ready("bucket 0", 4, "flat/fp32")
-        timeline.note_summed("bucket 0")
+        timeline.note_ready(0, tensor, plan)
+        timeline.note_reduced(work)
     rows = rows_of(timeline, tmp_path / "rank-3.json")
     assert {row["args"]["step"] for row in rows if "step" in row["args"]} == set(range(step - KEPT_STEPS, step + 1))
     assert {row["pid"] for row in rows} == {3}
@@ -25,9 +33,9 @@ def test_the_newest_steps_are_kept_however_long_the_run(tmp_path: Path) -> None:
 
 
 def test_a_lane_does_one_thing_at_a_time_and_a_wait_ends_where_the_phase_begins(tmp_path: Path) -> None:
-    timeline = Timeline(rank=0, origin_s=0.0, first_step=1)
+    timeline = Timeline(rank=0)
     timeline.enter(TRAINING, "forward")
-    timeline.enter(NETWORK, "bucket 1: all_reduce across", bytes=8)
+    timeline.enter(NETWORK, "bucket 1: all_reduce between nodes", bytes=8)
     timeline.enter(TRAINING, "backward")
     timeline.leave(NETWORK, waited_s=1e-9)
     timeline.leave(NETWORK)
@@ -36,7 +44,7 @@ def test_a_lane_does_one_thing_at_a_time_and_a_wait_ends_where_the_phase_begins(
     assert [row["name"] for row in rows] == [
         "forward",
         "bucket 1: waits for other ranks",
-        "bucket 1: all_reduce across",
+        "bucket 1: all_reduce between nodes",
         "backward",  # still under way
     ]
     assert abs(forward["ts"] + forward["dur"] - backward["ts"]) < 0.01 and backward["dur"] > 0

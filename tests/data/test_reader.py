@@ -18,7 +18,7 @@ from megabatch.data.settings import DataSettings
 from megabatch.data.sources import load_data_set
 from megabatch.errors import UserError
 from megabatch.planning.batch import BatchSettings, plan_steps
-from megabatch.runs.records import resident_mb
+from megabatch.ranks.machine import resident_mb
 from megabatch.runs.time_breakdown import TimeBreakdown
 from tests.support.photos import make_folder, photo
 
@@ -102,7 +102,7 @@ def test_threads_end_with_the_stream(folder: Path) -> None:
     assert threading.active_count() == before
 
 
-def test_a_wait_is_accounted_for_by_its_stages(folder: Path) -> None:
+def test_a_wait_is_accounted_for_by_what_was_done_in_it(folder: Path) -> None:
     with training(settings_of(folder)).stream(0) as stream:
         stream.next()
         waited, skipped = stream.take_account()

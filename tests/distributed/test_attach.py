@@ -18,12 +18,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.comm import attach
-from megabatch.comm.engine import Engine
-from megabatch.comm.hook import GradientSums
+from megabatch.comm.gradient_all_reduce import GradientAllReduce
+from megabatch.comm.process_group import ProcessGroup
 from megabatch.comm.shared_memory import SharedMemory
 from megabatch.errors import UserError
 from megabatch.planning.algorithms import ALGORITHMS
-from megabatch.planning.plan import Wire, error_bound
+from megabatch.planning.plan import CommDtype, error_bound
 from megabatch.planning.topology import from_hosts
 from megabatch.ranks.world import World
 from tests.support.hosts import on_hosts
@@ -216,12 +216,12 @@ def attach_and_close(world: World, algorithm: str) -> tuple[tuple[int, int, int]
     for cycle in range(12):
         model = layers()
         ddp = DistributedDataParallel(model, bucket_cap_mb=KIB)
-        sums = attach(ddp, algorithm=algorithm)
+        gradients = attach(ddp, algorithm=algorithm)
         for _ in range(2):
             ddp(torch.randn(5, 6)).sum().backward()
-        sums.close()
-        del sums, ddp, model
-        world.sum(torch.ones(1))
+        gradients.close()
+        del gradients, ddp, model
+        world.all_reduce(torch.ones(1))
         if cycle in (1, 11):
             seen.append(opened())
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("megabatch")]
@@ -229,7 +229,7 @@ def attach_and_close(world: World, algorithm: str) -> tuple[tuple[int, int, int]
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "flat"])
-def test_nothing_is_left_of_closed_sums(ranks: RankPool, algorithm: str) -> None:
+def test_nothing_is_left_of_a_closed_all_reduce(ranks: RankPool, algorithm: str) -> None:
     for early, late in ranks.run(attach_and_close, algorithm, num_ranks=2):
         # Less than one a cycle: torch opens and closes files of its own.
         assert all(after < before + 10 for before, after in zip(early, late, strict=True))
@@ -245,8 +245,8 @@ def misuse(world: World) -> list[str]:
         ddp(torch.randn(5, 6)).sum().backward()
     for attempt in (
         lambda: ddp(torch.randn(5, 6)).sum().backward(),
-        lambda: attach(DistributedDataParallel(layers()), wire="fp16"),
-        lambda: attach(DistributedDataParallel(layers()), wire="fp8"),  # type: ignore[arg-type]
+        lambda: attach(DistributedDataParallel(layers()), dtype="fp16"),
+        lambda: attach(DistributedDataParallel(layers()), dtype="fp8"),  # type: ignore[arg-type]
         lambda: attach(DistributedDataParallel(layers()), algorithm="tree"),
         lambda: attach(DistributedDataParallel(nn.Sequential(nn.Embedding(9, 3, sparse=True)))),
     ):
@@ -259,8 +259,8 @@ def misuse(world: World) -> list[str]:
 
 def test_misuse_is_told_with_a_remedy(ranks: RankPool) -> None:
     for said in ranks.run(misuse, num_ranks=2):
-        assert said[0].startswith("these gradient sums are closed, and a backward follows; ")
-        assert said[1].endswith("nearest: wire='bf16'")
+        assert said[0].startswith("this all-reduce is closed, and a backward follows; ")
+        assert said[1].endswith("nearest: dtype='bf16'")
         assert "'fp8' is not one of" in said[2] and "'tree' is not one of" in said[3]
         assert said[4] == "0 has sparse gradients, which have no place in a bucket; nearest: sparse=False"
 
@@ -268,7 +268,7 @@ def test_misuse_is_told_with_a_remedy(ranks: RankPool) -> None:
 # Several hosts on one machine.
 
 HOSTS = {"2+2": "aabb", "2+2 in turn": "abab", "3+1": "aaab", "1+2": "abb", "1+1+1": "abc"}
-SETTINGS: list[tuple[torch.dtype, Wire]] = [
+SETTINGS: list[tuple[torch.dtype, CommDtype]] = [
     (torch.float32, "fp32"),
     (torch.float32, "bf16"),
     (torch.float32, "fp16"),
@@ -296,17 +296,17 @@ def brought(rank: int, step: int, dtype: torch.dtype, magnitude: float) -> list[
 
 
 def averages(
-    world: World, hosts: str, algorithm: str, settings: list[tuple[torch.dtype, Wire]], magnitude: float = 1.0
-) -> dict[tuple[torch.dtype, Wire], list[torch.Tensor]]:
-    """For each type and wire, the average of each step, as one tensor."""
-    found: dict[tuple[torch.dtype, Wire], list[torch.Tensor]] = {setting: [] for setting in settings}
+    world: World, hosts: str, algorithm: str, settings: list[tuple[torch.dtype, CommDtype]], magnitude: float = 1.0
+) -> dict[tuple[torch.dtype, CommDtype], list[torch.Tensor]]:
+    """For each type, and what travels of it, the average of each step, as one tensor."""
+    found: dict[tuple[torch.dtype, CommDtype], list[torch.Tensor]] = {setting: [] for setting in settings}
     with on_hosts(world, hosts):
-        for dtype, wire in settings:
+        for dtype, travels in settings:
             ddp = DistributedDataParallel(Known(dtype), bucket_cap_mb=KIB)
-            with attach(ddp, algorithm=algorithm, wire=wire, loss_is_scaled=True):
+            with attach(ddp, algorithm=algorithm, dtype=travels, loss_is_scaled=True):
                 for step in range(3):
                     ddp(brought(world.rank, step, dtype, magnitude)).backward()
-                    found[dtype, wire].append(torch.cat([w.grad.flatten() for w in ddp.module.weights]))
+                    found[dtype, travels].append(torch.cat([w.grad.flatten() for w in ddp.module.weights]))
                     ddp.zero_grad()
     return found
 
@@ -318,11 +318,11 @@ def test_hosts_average_within_the_bound_with_the_same_bits_everywhere(ranks: Ran
         if ALGORITHMS[algorithm](topology, "fp32") is None:
             continue
         results = ranks.run(averages, hosts, algorithm, SETTINGS, num_ranks=len(hosts))
-        for (dtype, wire), steps in results[0].items():
-            plan = ALGORITHMS[algorithm](topology, wire)
+        for (dtype, travels), steps in results[0].items():
+            plan = ALGORITHMS[algorithm](topology.shape, travels)
             assert plan is not None
             for step, average in enumerate(steps):
-                assert all(torch.equal(average, other[dtype, wire][step]) for other in results)
+                assert all(torch.equal(average, other[dtype, travels][step]) for other in results)
                 parts = [
                     torch.cat([part.flatten() for part in brought(rank, step, dtype, 1.0)])
                     for rank in range(len(hosts))
@@ -331,10 +331,10 @@ def test_hosts_average_within_the_bound_with_the_same_bits_everywhere(ranks: Ran
                 exact = sum(part.double() for part in parts) / len(hosts)
                 magnitudes = sum(part.double().abs() for part in parts) / len(hosts)
                 # A 16-bit tensor is rounded in every phase; the average is rounded once more.
-                sums_with = own_error if dtype == torch.bfloat16 else max(own_error, 2.0**-24 * (wire != "fp32"))
+                sums_with = own_error if dtype == torch.bfloat16 else max(own_error, 2.0**-24 * (travels != "fp32"))
                 bounds = [error_bound(plan, len(hosts) + 3, float(m), sums_with) for m in magnitudes]
                 assert ((average.double() - exact).abs() <= torch.tensor(bounds)).all()
-                is_ordered = wire != "fp32" or dtype == torch.bfloat16  # Gloo's own sums go round a ring
+                is_ordered = travels != "fp32" or dtype == torch.bfloat16  # Gloo's own sums go round a ring
                 if is_ordered:
                     scaled = [part * (1 / len(hosts)) for part in parts]  # before they are summed, as DDP does
                     assert torch.equal(average, Oracle(plan, topology, scaled).tensors[0])
@@ -365,11 +365,11 @@ def many_steps(world: World, hosts: str, algorithm: str) -> int:
     model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(8)))
     with on_hosts(world, hosts):
         ddp = DistributedDataParallel(model, bucket_cap_mb=2 * KIB, gradient_as_bucket_view=True)
-        with attach(ddp, algorithm=algorithm) as sums:
+        with attach(ddp, algorithm=algorithm) as gradients:
             for _ in range(50):
                 ddp(torch.ones(2, 24)).sum().backward()
                 ddp.zero_grad()
-            return len(sums.layouts)
+            return len(gradients.layouts.seen)
 
 
 def test_buckets_overlap_for_many_steps_without_a_deadlock(ranks: RankPool) -> None:
@@ -380,16 +380,18 @@ def test_buckets_overlap_for_many_steps_without_a_deadlock(ranks: RankPool) -> N
 # Ranks that fail.
 
 
-def run_and_catch(world: World, sums: GradientSums, run: Callable[[], None], waits: bool = True) -> tuple[str, str]:
+def run_and_catch(
+    world: World, gradients: GradientAllReduce, run: Callable[[], None], waits: bool = True
+) -> tuple[str, str]:
     """The type and text of what the rank gets to see.  It waits until all have seen it."""
     try:
-        with sums:
+        with gradients:
             run()
         said = ("nothing", "")
     except Exception as error:
         said = type(error).__name__, str(error)
     if waits:
-        world.sum(torch.ones(1))
+        world.all_reduce(torch.ones(1))
     return said
 
 
@@ -408,13 +410,13 @@ class Unwell(nn.Module):
 def raise_in_forward(world: World, hosts: str, algorithm: str) -> tuple[str, str]:
     with on_hosts(world, hosts):
         ddp = DistributedDataParallel(Unwell(1), bucket_cap_mb=KIB)
-        sums = attach(ddp, algorithm=algorithm)
+        gradients = attach(ddp, algorithm=algorithm)
 
     def run() -> None:
         for _ in range(4):
             ddp(torch.randn(5, 6)).sum().backward()
 
-    return run_and_catch(world, sums, run)
+    return run_and_catch(world, gradients, run)
 
 
 @pytest.mark.parametrize(
@@ -426,44 +428,44 @@ def test_a_rank_that_raises_is_missed_by_name(ranks: RankPool, hosts: str, algor
     assert said.pop(1) == ("ValueError", "this image is broken")
     for kind, text in said:
         assert kind == "MissingRank" and text.startswith("step 2, bucket "), text
-        assert "rank 1 has given up: ValueError: this image is broken" in text, text
+        assert "rank 1 has aborted: ValueError: this image is broken" in text, text
 
 
-def leave_with_a_sum_under_way(world: World) -> str:
-    store = dist.PrefixStore("engine", dist.distributed_c10d._get_default_store())
-    engine = Engine(store, world.rank, range(world.num_ranks), 600.0, world.device, sums_itself=True)
+def leave_with_an_all_reduce_in_flight(world: World) -> str:
+    store = dist.PrefixStore("group", dist.distributed_c10d._get_default_store())
+    group = ProcessGroup(store, world.rank, range(world.num_ranks), 600.0, world.device, uses_backend=True)
     said = ""
-    if world.rank != 1:  # so nobody's sum can end
-        flight = engine.start("scatter", "allreduce", [torch.ones(3)])
+    if world.rank != 1:  # so nobody's can end
+        handle = group.start("scatter", "allreduce", [torch.ones(3)])
         if world.rank == 0:
-            engine.abandon()
+            group.abort()
         else:
             with pytest.raises(RuntimeError) as caught:
-                engine.end(flight)
+                group.wait(handle)
             said = str(caught.value)
-    world.sum(torch.ones(1))
-    engine.close()
+    world.all_reduce(torch.ones(1))
+    group.close()
     return said
 
 
-def test_a_rank_that_leaves_with_a_sum_under_way_is_missed(ranks: RankPool) -> None:
-    """Its connections stay, so they tell nothing; the timeout is ten minutes."""
-    assert ranks.run(leave_with_a_sum_under_way, num_ranks=3) == ["", "", "another rank has given up"]
+def test_a_rank_that_leaves_with_an_all_reduce_in_flight_is_missed(ranks: RankPool) -> None:
+    """Its connections stay, so they say nothing; the timeout is ten minutes."""
+    assert ranks.run(leave_with_an_all_reduce_in_flight, num_ranks=3) == ["", "", "another rank has aborted"]
 
 
 def compute_nothing(world: World, algorithm: str) -> tuple[str, str]:
     ddp = DistributedDataParallel(layers(), bucket_cap_mb=KIB)
-    sums = attach(ddp, algorithm=algorithm, timeout_s=3.0)
+    gradients = attach(ddp, algorithm=algorithm, timeout_s=3.0)
 
     def run() -> None:
         for step in range(3):
             out = ddp(torch.randn(5, 6)).sum()
             if step == 2 and world.rank == 1:
-                world.sum(torch.ones(1))  # until all others have given up
+                world.all_reduce(torch.ones(1))  # until all others have aborted
             out.backward()
             ddp.zero_grad()
 
-    return run_and_catch(world, sums, run, waits=world.rank != 1)
+    return run_and_catch(world, gradients, run, waits=world.rank != 1)
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "flat"])
@@ -480,7 +482,7 @@ def strides_differ(world: World, hosts: str, algorithm: str) -> tuple[str, str]:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 2))
     with on_hosts(world, hosts):
         ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        sums = attach(ddp, algorithm=algorithm)
+        gradients = attach(ddp, algorithm=algorithm)
 
     def run() -> None:
         if world.rank == 1:
@@ -489,7 +491,7 @@ def strides_differ(world: World, hosts: str, algorithm: str) -> tuple[str, str]:
             ddp(torch.ones(1, 3, 8, 8)).sum().backward()
             ddp.zero_grad()
 
-    return run_and_catch(world, sums, run)
+    return run_and_catch(world, gradients, run)
 
 
 @pytest.mark.parametrize(("hosts", "algorithm"), [("aa", "auto"), ("aaa", "flat"), ("ab", "torus")])
@@ -505,8 +507,8 @@ def test_ranks_with_other_strides_are_named_with_the_parameter(ranks: RankPool, 
 def kill_one(world: World) -> None:
     with on_hosts(world, "aab"):
         ddp = DistributedDataParallel(layers(), bucket_cap_mb=KIB)
-        sums = attach(ddp)
-    with sums:
+        gradients = attach(ddp)
+    with gradients:
         for step in range(10**9):
             ddp(torch.randn(5, 6)).sum().backward()
             if step == 3 and world.rank == 1:
@@ -514,10 +516,10 @@ def kill_one(world: World) -> None:
 
 
 def test_a_killed_rank_is_named_on_its_host_and_on_others(ranks: RankPool) -> None:
-    """Last in this file: the pool must start anew."""
+    """Last in this file: the pool must start again."""
     with pytest.raises(RanksFailed) as caught:
         ranks.run(kill_one, num_ranks=3)
     said = dict(re.findall(r"^rank (\d):\n(.*?)(?=^rank \d:$|\Z)", str(caught.value), flags=re.MULTILINE | re.DOTALL))
     assert said["1"].strip() == "its process ended without a word"
     assert "MissingRank: step 4, bucket 0: rank 1 has died while the others wait" in said["0"], said["0"]
-    assert re.search("MissingRank: step 4, bucket 0: the network says: .*; rank 1 tells nothing", said["2"]), said["2"]
+    assert re.search("MissingRank: step 4, bucket 0: the network says: .*; rank 1 says nothing", said["2"]), said["2"]

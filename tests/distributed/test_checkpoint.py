@@ -13,8 +13,7 @@ from megabatch.config.schema import CheckpointSettings
 from megabatch.data.sources import load_data_set
 from megabatch.errors import UserError
 from megabatch.ranks.world import World
-from megabatch.runs.records import Tally
-from megabatch.train.assemble import assemble
+from megabatch.runs.totals import RunTotals
 from megabatch.train.checkpoint import (
     Checkpoints,
     newest_good,
@@ -25,6 +24,7 @@ from megabatch.train.checkpoint import (
     training_state,
 )
 from megabatch.train.loop import train
+from megabatch.train.prepare import ready_to_train
 from megabatch.train.run import require_same_images
 from tests.support.rank_pool import RankPool
 from tests.support.small_runs import small_run
@@ -38,25 +38,25 @@ def train_with_stops(world: World, stops: list[int], folder: str) -> tuple[list[
     data = load_data_set(config.data)
     checkpoints = Checkpoints(Path(folder), config.checkpoint, 0)
     losses: list[float] = []
-    tally = Tally(global_batch=24, target_top1=None)
+    totals = RunTotals(global_batch=24, target_top1=None)
     for stop in [*stops, 16]:
-        training = assemble(config, data, world)
-        if tally.steps:
+        training = ready_to_train(config, data, world)
+        if totals.steps:
             state = read_state(checkpoints.folder / "last") if world.rank == 0 else {}
-            restore_training_state(training, world.share_tensors(state))
-        for record in train(training, first_step=tally.steps):
-            tally.add(record, wall_s=0.0)
+            restore_training_state(training, world.broadcast_tensors(state))
+        for record in train(training, first_step=totals.steps):
+            totals.add(record, wall_s=0.0)
             if hasattr(record, "loss"):
                 losses.append(record.loss)
             if record.step == stop:
                 break
         if world.rank == 0:
-            checkpoints.save(training, tally)
+            checkpoints.save(training, totals)
             description = read_description(checkpoints.folder / "last")
             require_same_images(Path(folder), description.data, training)
             with pytest.raises(UserError, match="was trained on other images than are there now"):
                 require_same_images(Path(folder), "of others", training)
-        world.sum(torch.zeros(1, device=world.device))  # the others wait for it to be written
+        world.all_reduce(torch.zeros(1, device=world.device))  # the others wait for it to be written
     return losses, {name: tensor.cpu().numpy() for name, tensor in training_state(training).items()}
 
 
@@ -78,8 +78,8 @@ def test_resume_at_any_step_is_bitwise_the_uninterrupted_run(ranks: RankPool, nu
 def share(world: World) -> tuple[str, dict[str, Any]]:
     tensors = {"a": torch.arange(6.0).reshape(2, 3), "n": torch.tensor(7), "e": torch.empty(0)}
     mine = tensors if world.rank == 0 else {}
-    text = world.share_text("größe" if world.rank == 0 else "")
-    return text, {name: tensor.tolist() for name, tensor in world.share_tensors(mine).items()}
+    text = world.broadcast_text("größe" if world.rank == 0 else "")
+    return text, {name: tensor.tolist() for name, tensor in world.broadcast_tensors(mine).items()}
 
 
 def test_rank_0_shares_text_and_tensors(ranks: RankPool) -> None:
@@ -89,20 +89,20 @@ def test_rank_0_shares_text_and_tensors(ranks: RankPool) -> None:
 
 def save_steps(world: World, folder: str, steps: list[int], keep: int, best: int) -> None:
     config = small_run(*SHORT)
-    training = assemble(config, load_data_set(config.data), world)
+    training = ready_to_train(config, load_data_set(config.data), world)
     checkpoints = Checkpoints(Path(folder), CheckpointSettings(keep=keep), 4)
     for step in steps:
-        checkpoints.save(training, Tally(global_batch=24, target_top1=None, steps=step, best_step=best))
+        checkpoints.save(training, RunTotals(global_batch=24, target_top1=None, steps=step, best_step=best))
 
 
 def save_what_is_not_finite(world: World, folder: str) -> None:
     config = small_run(*SHORT)
-    training = assemble(config, load_data_set(config.data), world)
+    training = ready_to_train(config, load_data_set(config.data), world)
     checkpoints = Checkpoints(Path(folder), CheckpointSettings(keep=1), 0)
-    checkpoints.save(training, Tally(global_batch=24, target_top1=None, steps=1))
+    checkpoints.save(training, RunTotals(global_batch=24, target_top1=None, steps=1))
     with torch.no_grad():
-        next(iter(training.masters.weights.values()))[0].fill_(torch.nan)
-    checkpoints.save(training, Tally(global_batch=24, target_top1=None, steps=2))
+        next(iter(training.master_weights.weights.values()))[0].fill_(torch.nan)
+    checkpoints.save(training, RunTotals(global_batch=24, target_top1=None, steps=2))
 
 
 def test_a_state_with_nan_does_not_take_the_place_of_a_good_one(ranks: RankPool, tmp_path: Path) -> None:

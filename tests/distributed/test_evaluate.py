@@ -3,8 +3,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megabatch.data.batches import Normalise
 from megabatch.data.images import ArrayImages
+from megabatch.data.normalise import Normalise, measure_pixels
 from megabatch.ranks.world import World
 from megabatch.train.evaluate import Evaluation, evaluate
 from tests.support.rank_pool import RankPool
@@ -26,7 +26,7 @@ def model_on(device: torch.device) -> nn.Module:
 
 def evaluate_on(world: World, count: int, batch_size: int) -> Evaluation:
     images, model = images_of(count), model_on(world.device)
-    normalise = Normalise(images, world.device, torch.float64)
+    normalise = Normalise(measure_pixels(images), world.device, torch.float64)
     result = evaluate(model, images, normalise, NUM_CLASSES, batch_size, world)
     assert model.training
     return result
@@ -35,7 +35,7 @@ def evaluate_on(world: World, count: int, batch_size: int) -> Evaluation:
 @pytest.mark.parametrize("count", [1, 5, 37, 64])
 def test_evaluation_counts_every_image_once_under_any_sharding(ranks: RankPool, count: int) -> None:
     images, model = images_of(count), model_on(torch.device("cpu")).eval()
-    logits = model(Normalise(images, torch.device("cpu"), torch.float64)(images.images))
+    logits = model(Normalise(measure_pixels(images), torch.device("cpu"), torch.float64)(images.images))
     guesses = logits.argsort(1, descending=True)
     first = guesses[:, 0] == images.labels
     within_five = (guesses[:, :5] == images.labels[:, None]).any(1)

@@ -10,10 +10,11 @@ from megabatch.config.schema import RunConfig
 from megabatch.data.sources import load_data_set
 from megabatch.errors import UserError
 from megabatch.ranks.world import World
-from megabatch.runs.records import EvaluationRecord, StepRecord, Tally
-from megabatch.train.assemble import assemble
+from megabatch.runs.records import EvaluationRecord, StepRecord
+from megabatch.runs.totals import RunTotals
 from megabatch.train.doctor import measure
 from megabatch.train.loop import train
+from megabatch.train.prepare import ready_to_train
 from megabatch.train.run import check_skipped
 from tests.support.photos import make_folder
 from tests.support.rank_pool import RankPool
@@ -38,7 +39,7 @@ def photo_run(folder: str, *overrides: str) -> RunConfig:
 
 def train_on_photos(world: World, folder: str, threads: int) -> dict[str, Any]:
     config = photo_run(folder)
-    records = list(train(assemble(config, load_data_set(config.data, threads), world)))
+    records = list(train(ready_to_train(config, load_data_set(config.data, threads), world)))
     steps = [record for record in records if isinstance(record, StepRecord)]
     return {
         "losses": [record.loss for record in steps],
@@ -66,12 +67,12 @@ def test_a_run_from_files_is_the_same_on_any_ranks_and_threads(ranks: RankPool, 
 
 def skip_too_much(world: World, folder: str, limit: float) -> str:
     config = photo_run(folder, f"data.skip_limit={limit}")
-    training = assemble(config, load_data_set(config.data), world)
-    tally = Tally(global_batch=training.plan.global_batch, target_top1=None)
+    training = ready_to_train(config, load_data_set(config.data), world)
+    totals = RunTotals(global_batch=training.plan.global_batch, target_top1=None)
     try:
         for record in train(training):
-            tally.add(record, wall_s=1.0)
-            check_skipped(record, tally, training.plan, config.data.skip_limit)
+            totals.add(record, wall_s=1.0)
+            check_skipped(record, totals, training.plan, config.data.skip_limit)
     except UserError as error:
         return str(error)
     return ""
@@ -91,7 +92,7 @@ def test_too_many_images_that_cannot_be_read_end_the_run_on_all_ranks(ranks: Ran
 
 def diagnose_photos(world: World, folder: str) -> tuple[list[float], float, float]:
     config = photo_run(folder)
-    speeds, waited, spent = measure(assemble(config, load_data_set(config.data), world), world, seconds=0.3)
+    speeds, waited, spent = measure(ready_to_train(config, load_data_set(config.data), world), world, seconds=0.3)
     return list(speeds.values()), waited.total, spent.total
 
 

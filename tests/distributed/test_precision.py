@@ -13,16 +13,16 @@ import megabatch.precision.loss_scale as loss_scale
 from megabatch.comm.hook import distribute
 from megabatch.comm.settings import CommSettings
 from megabatch.config.loading import load_config
-from megabatch.data.batches import Normalise
+from megabatch.data import normalise
 from megabatch.data.images import ArrayImages, DataSet
 from megabatch.data.sources import load_data_set
 from megabatch.errors import Diverged, UserError
 from megabatch.ranks.world import World
 from megabatch.runs.records import StepRecord
-from megabatch.train.assemble import assemble
 from megabatch.train.checkpoint import restore_training_state, training_state
 from megabatch.train.evaluate import Evaluation
 from megabatch.train.loop import Training, train
+from megabatch.train.prepare import ready_to_train
 from tests.support.rank_pool import RankPool
 from tests.support.small_runs import small_run
 
@@ -33,7 +33,7 @@ PRODUCTS = ("convolution", "convolution_backward", "addmm", "mm", "bmm", "matmul
 
 def begin(world: World, *overrides: str) -> Training:
     config = small_run(*overrides)
-    return assemble(config, load_data_set(config.data), world)
+    return ready_to_train(config, load_data_set(config.data), world)
 
 
 class Watch(TorchDispatchMode):
@@ -66,14 +66,14 @@ def watch_a_step(world: World, precision: str) -> dict[str, Any]:
     next(steps)
     with Watch() as watch:
         next(steps)
-    masters = [master.data_ptr() for master in training.masters.copies]
+    masters = [master.data_ptr() for master in training.master_weights.copies]
     return {
         "products": watch.products,
         "casts": [(source, target) for source, target, _ in watch.casts],
         "weights": [sum(address == master for *_, address in watch.casts) for master in masters],
         "gradients": [
             sum(address == weight.grad.data_ptr() for *_, address in watch.casts)
-            for weight in training.masters.published
+            for weight in training.master_weights.rounded_parameters
         ],
     }
 
@@ -128,7 +128,7 @@ def skip_the_third(world: World, *overrides: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "overrides", [("precision.name=fp16",), ("precision.name=amp",), ("comm.wire=fp16", "comm.algorithm=flat")]
+    "overrides", [("precision.name=fp16",), ("precision.name=amp",), ("comm.dtype=fp16", "comm.algorithm=flat")]
 )
 def test_an_overflowed_step_changes_nothing_on_any_rank_but_the_position(
     ranks: RankPool, overrides: tuple[str]
@@ -206,16 +206,16 @@ def broken_images(world: World, measured: int) -> str:
     data = load_data_set(config.data)
     images = data.train.read(np.arange(200)).float()
     images[77, 0, 3, 3] = torch.nan
-    Normalise.MEASURED_SAMPLES = measured
+    normalise.MEASURED_SAMPLES = measured
     try:
         broken = DataSet(ArrayImages(images, data.train.labels), data.test, data.class_names, data.num_channels)
-        for _ in train(assemble(config, broken, world)):
+        for _ in train(ready_to_train(config, broken, world)):
             pass
     except UserError as error:
         assert not isinstance(error, Diverged)  # it is the image, and no other rate helps
         return str(error)
     finally:
-        Normalise.MEASURED_SAMPLES = 50_000
+        normalise.MEASURED_SAMPLES = 50_000
     raise AssertionError("it went on to the end")
 
 
@@ -260,12 +260,13 @@ def one_huge_step(world: World, *overrides: str) -> dict[str, np.ndarray]:
             *overrides,
         ],
     )
-    training = assemble(config, load_data_set(config.data), world)
-    before = {name: weight.detach().clone().double() for name, weight in training.masters.weights.items()}
+    training = ready_to_train(config, load_data_set(config.data), world)
+    before = {name: weight.detach().clone().double() for name, weight in training.master_weights.weights.items()}
     record = next(train(training))
     assert isinstance(record, StepRecord) and not record.skipped
     return {
-        name: (weight.detach().double() - before[name]).numpy() for name, weight in training.masters.weights.items()
+        name: (weight.detach().double() - before[name]).numpy()
+        for name, weight in training.master_weights.weights.items()
     }
 
 
@@ -301,7 +302,7 @@ def ten_epochs(world: World, precision: str) -> float:
     whole = load_data_set(config.data)
     assert isinstance(whole.train, ArrayImages)
     few = ArrayImages(whole.train.images[:2000], whole.train.labels[:2000])
-    training = assemble(config, DataSet(few, whole.test, whole.class_names, 1), world)
+    training = ready_to_train(config, DataSet(few, whole.test, whole.class_names, 1), world)
     *_, last = train(dataclasses.replace(training, evaluate=lambda: NOT_EVALUATED))  # but once, at the end
     assert last.epoch == 10
     return training.evaluate().top1
@@ -314,8 +315,8 @@ def test_ten_epochs_in_fp16_lose_no_accuracy(ranks: RankPool) -> None:
 
 
 def scales_with_a_stop(world: World, stop: int) -> tuple[list[float], dict[str, np.ndarray]]:
-    """A run whose scale doubles every third step until it overflows, begun anew after `stop` steps."""
-    loss_scale.CLEAN_STEPS = 3
+    """A run whose scale doubles every third step until it overflows, begun again after `stop` steps."""
+    loss_scale.GROWTH_INTERVAL = 3
     scales, state, first_step = [], None, 0
     for last in (stop, 15):
         training = begin(world, "precision.name=fp16", "train.epochs=2.4")  # 15 steps

@@ -2,13 +2,14 @@ import msgspec
 import pytest
 import torch
 
+from megabatch.cli.ranks import choose_ranks
 from megabatch.data.sources import load_data_set
 from megabatch.errors import UserError
-from megabatch.precision.masters import gradients_of
-from megabatch.preflight.preview import choose_ranks, num_bytes, preview
+from megabatch.precision.master_weights import gradients_of
+from megabatch.preflight.preview import num_bytes, preview
 from megabatch.ranks.world import World
-from megabatch.train.assemble import assemble
 from megabatch.train.loop import train
+from megabatch.train.prepare import ready_to_train
 from tests.support.rank_pool import RankPool
 from tests.support.small_runs import small_run
 
@@ -16,7 +17,7 @@ from tests.support.small_runs import small_run
 def bytes_in_use(world: World, *overrides: str) -> list[int]:
     """Bytes of a real step of one microbatch, in the order of `Memory`."""
     config = small_run(*overrides)
-    training = assemble(config, load_data_set(config.data), world)
+    training = ready_to_train(config, load_data_set(config.data), world)
     model = training.model.module
     tensors = [*model.parameters(), *model.buffers()]
     owned = {tensor.untyped_storage().data_ptr() for tensor in tensors}
@@ -30,8 +31,8 @@ def bytes_in_use(world: World, *overrides: str) -> list[int]:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         next(train(training))
-    trained = training.masters.parameters
-    masters = [weight for name, weight in training.masters.weights.items() if weight is not trained[name]]
+    trained = training.master_weights.parameters
+    masters = [weight for name, weight in training.master_weights.weights.items() if weight is not trained[name]]
     state = [tensor for values in training.optimizer.state.values() for tensor in values.values() if tensor is not None]
     kept_bytes = sum(storage.nbytes() for storage in kept.values())
     gradients, unscaled = gradients_of(model.parameters()), gradients_of(masters)
@@ -54,7 +55,7 @@ def test_the_expected_memory_is_what_a_step_takes(ranks: RankPool) -> None:
         # Without content, torch's BatchNorm keeps its mean and deviation in 16 bits; with it, in fp32.
         assert activations == (pytest.approx(kept, rel=0.01) if computes_in_16_bits else kept)
         assert memory.total == sum(expected) + activations
-        assert bool(memory.masters) == bool(memory.unscaled) == ("precision.name=fp16" in overrides)
+        assert bool(memory.master_weights) == bool(memory.unscaled) == ("precision.name=fp16" in overrides)
 
 
 def test_by_default_ranks_are_as_many_as_cores_as_far_as_they_divide_the_microbatches(

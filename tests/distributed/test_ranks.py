@@ -20,7 +20,7 @@ def hang_on_last(world: World) -> None:
 def fail_on_first(world: World) -> None:
     if world.rank == 0:
         raise RuntimeError("the first rank is unwell")
-    world.sum(torch.ones(1, device=world.device))
+    world.all_reduce(torch.ones(1, device=world.device))
 
 
 def die_on_first(world: World) -> None:
@@ -29,7 +29,11 @@ def die_on_first(world: World) -> None:
 
 
 def number(world: World) -> tuple[int, int, float]:
-    return world.rank, world.num_ranks, world.sum(torch.full((3,), 2.0**world.rank, device=world.device))[0].item()
+    return (
+        world.rank,
+        world.num_ranks,
+        world.all_reduce(torch.full((3,), 2.0**world.rank, device=world.device))[0].item(),
+    )
 
 
 def test_every_rank_runs_the_function_and_sums(ranks: RankPool) -> None:

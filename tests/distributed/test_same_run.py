@@ -6,12 +6,13 @@ import torch
 import torch.nn.functional as F
 
 from megabatch.config.resolve import make_model, plan_learning_rate, plan_run
-from megabatch.data.batches import Normalise, TrainingImages
+from megabatch.data.batches import TrainingImages
+from megabatch.data.normalise import Normalise, measure_pixels
 from megabatch.data.philox import dropout_seed
 from megabatch.data.sources import load_data_set
 from megabatch.ranks.world import World
-from megabatch.train.assemble import assemble
 from megabatch.train.loop import train
+from megabatch.train.prepare import ready_to_train
 from tests.support.rank_pool import RankPool
 from tests.support.small_runs import small_run, train_small
 
@@ -60,23 +61,23 @@ def test_fp32_agrees_to_1e_5_for_the_first_three_steps(ranks: RankPool) -> None:
 
 
 def collectives_of_a_step(world: World) -> tuple[int, list[str]]:
-    """What the ranks say to each other in one step, once DDP has settled: in shared memory, and through the engine."""
+    """What the ranks say to each other in one step, once DDP has settled: in shared memory, and by a process group."""
     config = small_run()
-    training = assemble(config, load_data_set(config.data), world)
+    training = ready_to_train(config, load_data_set(config.data), world)
     records = train(training)
     next(records)
     memory = training.gradients.reducer.groups.memory
-    before = memory.barrier.num_meetings if memory else 0
+    before = memory.barrier.num_operations if memory else 0
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         next(records)
-    meetings = memory.barrier.num_meetings - before if memory else 0
-    return meetings, [event.name for event in profiler.events() if event.name.startswith("c10d::")]
+    operations = memory.barrier.num_operations - before if memory else 0
+    return operations, [event.name for event in profiler.events() if event.name.startswith("c10d::")]
 
 
 def test_a_step_is_one_bucket_and_one_small_all_reduce(ranks: RankPool) -> None:
     """No broadcast of buffers; loss, counts, statistics and the stop flag travel together."""
-    for meetings, names in ranks.run(collectives_of_a_step, num_ranks=min(2, ranks.size)):
-        assert (meetings, names) in [(2, []), (0, ["c10d::allreduce_"] * 2)]
+    for operations, names in ranks.run(collectives_of_a_step, num_ranks=min(2, ranks.size)):
+        assert (operations, names) in [(2, []), (0, ["c10d::allreduce_"] * 2)]
 
 
 def plain_losses() -> list[float]:
@@ -85,7 +86,7 @@ def plain_losses() -> list[float]:
     data = load_data_set(config.data)
     plan = plan_run(config, data.shape, 1)
     images = TrainingImages(data.train, config.data, config.seed, plan)
-    normalise = Normalise(data.train, torch.device("cpu"), torch.float64)
+    normalise = Normalise(measure_pixels(data.train), torch.device("cpu"), torch.float64)
     learning_rate = plan_learning_rate(config, plan)
     model = make_model(config, data.shape).double()
     decays = {

@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.comm import shared_memory
-from megabatch.comm.barrier import Header, MissingRank, RankMismatch, Unmapped
+from megabatch.comm.barrier import Header, RankMismatch
+from megabatch.comm.segment import MissingRank, Unmapped
 from megabatch.comm.shared_memory import CACHE_BYTES, SMALL_BYTES, SharedBuffer, SharedMemory
 from megabatch.errors import UserError
 from megabatch.planning.plan import slices
@@ -255,7 +256,7 @@ def come_late(world: World) -> list[str]:
                 memory.all_reduce(buffer, Header(step=3, bucket=8))
             with missing(said):
                 memory.all_reduce(buffer)
-        world.sum(torch.ones(1))  # until all have given up
+        world.all_reduce(torch.ones(1))  # until all have given up
     return said
 
 

@@ -1,8 +1,8 @@
 from megabatch.data.sources import load_data_set
 from megabatch.ranks.world import World
 from megabatch.runs.records import EvaluationRecord
-from megabatch.train.assemble import assemble
 from megabatch.train.loop import train
+from megabatch.train.prepare import ready_to_train
 from tests.support.rank_pool import RankPool
 from tests.support.small_runs import small_run
 
@@ -17,7 +17,7 @@ def stop_asked_of_the_last_rank(world: World, at_step: int) -> tuple[int, bool]:
         asked += 1  # once a step
         return world.rank == world.num_ranks - 1 and asked == at_step
 
-    records = list(train(assemble(config, load_data_set(config.data), world, stop_requested)))
+    records = list(train(ready_to_train(config, load_data_set(config.data), world, stop_requested=stop_requested)))
     return records[-1].step, isinstance(records[-1], EvaluationRecord)
 
 

@@ -3,8 +3,8 @@ import time
 from megabatch.data.sources import load_data_set
 from megabatch.ranks.world import World
 from megabatch.runs.records import StepRecord
-from megabatch.train.assemble import assemble
 from megabatch.train.loop import train
+from megabatch.train.prepare import ready_to_train
 from tests.support.rank_pool import RankPool
 from tests.support.small_runs import small_run
 
@@ -18,7 +18,7 @@ def train_with_a_slow_rank(world: World, slow: int) -> tuple[int, float]:
         return False
 
     config = small_run("train.epochs=2")
-    records = list(train(assemble(config, load_data_set(config.data), world, come_late)))
+    records = list(train(ready_to_train(config, load_data_set(config.data), world, stop_requested=come_late)))
     last = [record for record in records if isinstance(record, StepRecord)][-1]
     return last.straggler, last.straggler_delay_s
 

@@ -13,7 +13,7 @@ import pytest
 from megabatch.comm.timeline import BUCKETS, IN_NODE, LANES, NETWORK, STEPS, TRAINING, Timeline
 from megabatch.data.sources import load_data_set
 from megabatch.ranks.world import World
-from megabatch.train.assemble import assemble
+from megabatch.train.prepare import ready_to_train
 from megabatch.train.run import train_and_record
 from megabatch.train.timeline import write
 from tests.support.hosts import on_hosts
@@ -35,15 +35,15 @@ def train_recorded(world: World, hosts: str, folder: str, fail_at: int, *overrid
             raise ValueError("the disk is full")
         return False
 
-    config = small_run("train.epochs=2.4", "comm.fusion_mb=0.002", f"run.dir={folder}", *overrides)
+    config = small_run("train.epochs=2.4", "comm.bucket_mb=0.002", f"run.dir={folder}", *overrides)
     with on_hosts(world, hosts):
-        training = assemble(config, load_data_set(config.data), world, fail)
+        training = ready_to_train(config, load_data_set(config.data), world, stop_requested=fail)
     began_s = time.perf_counter()
-    train_and_record(config, "auto", training, world)
+    train_and_record(config, "auto", training)
     return {
         "took_us": 1e6 * (time.perf_counter() - began_s),
-        "phases": [str(phase) for phase in training.gradients.plan.phases],
-        "buckets": [f"bucket {index}" for index in sorted(training.gradients.layouts)],
+        "phases": [str(phase) for phase in training.gradients.plans.default.phases],
+        "buckets": [f"bucket {index}" for index in sorted(training.gradients.layouts.seen)],
         "evaluated": [step for step in range(1, NUM_STEPS + 1) if training.plan.should_evaluate_after(step)],
         "state": {key: value.cpu().numpy() for key, value in training.model.module.state_dict().items()},
     }
@@ -91,7 +91,7 @@ def test_every_bucket_has_its_phases_after_it_is_ready_and_no_lane_does_two_thin
 
 def check_training(lanes: dict[str, list[dict[str, Any]]], step: int, accumulation: int, evaluated: bool) -> None:
     names = [event["name"] for event in lanes[TRAINING] if event["args"]["step"] == step]
-    expected = ["input", "forward", "backward"] * accumulation + ["waiting for sums", "update", "records"]
+    expected = ["input", "forward", "backward"] * accumulation + ["waiting for all-reduce", "update", "records"]
     assert names == expected + ["evaluation", "records"] * evaluated
 
 
@@ -115,7 +115,7 @@ def check_bucket(lanes: dict[str, list[dict[str, Any]]], step: int, bucket: str,
     assert all(0 < done[phase]["args"]["bytes"] <= ready["args"]["bytes"] for phase in phases)
     backward, waiting = [
         [event for event in lanes[TRAINING] if event["name"] == name and event["args"]["step"] == step][-1]
-        for name in ("backward", "waiting for sums")
+        for name in ("backward", "waiting for all-reduce")
     ]
     assert ready["ts"] <= backward["ts"] + backward["dur"] and summed["ts"] <= waiting["ts"] + waiting["dur"]
 
@@ -135,12 +135,12 @@ def test_ranks_of_a_run_that_fails_leave_what_they_did_until_then(ranks: RankPoo
         pytest.skip("nobody misses a rank on CUDA before the timeout")
     with pytest.raises(RanksFailed, match="the disk is full"):
         ranks.run(train_recorded, "aa", str(tmp_path / "run"), 4, "comm.timeline=true", num_ranks=2)
-    for rank, last in enumerate(("waiting for sums", "forward")):
+    for rank, last in enumerate(("waiting for all-reduce", "forward")):
         lanes = lanes_of(tmp_path / f"run/timeline/rank-{rank}.json")
         assert [event["name"] for event in lanes[STEPS]] == [f"step {step}" for step in range(1, 5)]
         assert lanes[TRAINING][-1]["name"] == last
 
 
 def test_a_host_that_does_not_see_the_folder_says_so(tmp_path: Path) -> None:
-    said = write(Timeline(rank=1, origin_s=0.0, first_step=1), tmp_path / "elsewhere")
+    said = write(Timeline(rank=1), tmp_path / "elsewhere")
     assert said and "elsewhere is not seen here" in said and not list(tmp_path.iterdir())

@@ -10,9 +10,9 @@ import pytest
 from megabatch.data.sources import load_data_set
 from megabatch.planning.tuning import Tuning
 from megabatch.ranks.world import World
-from megabatch.train.assemble import assemble
 from megabatch.train.loop import train
-from megabatch.train.run import find_tuning, train_and_record
+from megabatch.train.prepare import find_tuning, ready_to_train
+from megabatch.train.run import train_and_record
 from tests.support.hosts import on_hosts
 from tests.support.rank_pool import RankPool
 from tests.support.small_runs import small_run
@@ -22,17 +22,18 @@ def tuned(world: World, hosts: str, *overrides: str) -> dict[str, Any]:
     """After two steps: what was chosen, and what DDP has made of it."""
     config = small_run(*overrides)
     with on_hosts(world, hosts):
-        training = assemble(config, load_data_set(config.data), world)
+        training = ready_to_train(config, load_data_set(config.data), world)
     records = train(training)
     for _ in range(2):
         next(records)
     gradients = training.gradients
+    layouts = sorted(gradients.layouts.seen.items())
     return {
-        "tuning": msgspec.json.encode(gradients.tuning),
-        "names": [[name for name, *_ in json.loads(layout.text)] for _, layout in sorted(gradients.layouts.items())],
+        "tuning": msgspec.json.encode(gradients.plans.tuning),
+        "names": [[name for name, *_ in json.loads(layout.text)] for _, layout in layouts],
         "plans": [
-            gradients.plan_of(index, sum(parameter.numel() for parameter in layout.parameters)).name
-            for index, layout in sorted(gradients.layouts.items())
+            gradients.plans.plan_of(index, sum(parameter.numel() for parameter in layout.parameters)).name
+            for index, layout in layouts
         ],
     }
 
@@ -42,8 +43,8 @@ def tuned(world: World, hosts: str, *overrides: str) -> dict[str, Any]:
     [
         ("aabb", []),
         ("abb", ["batch.global=24"]),
-        ("ab", ["comm.wire=bf16"]),
-        ("ab", ["comm.algorithm=flat", "comm.fusion_mb=0.002"]),
+        ("ab", ["comm.dtype=bf16"]),
+        ("ab", ["comm.algorithm=flat", "comm.bucket_mb=0.002"]),
         ("aa", []),
         ("a", []),
     ],
@@ -60,8 +61,8 @@ def test_all_ranks_choose_the_same_and_ddp_makes_just_these_buckets(
     assert [bucket.plan.name for bucket in tuning.buckets] == results[0]["plans"]
     assert tuning.topology.num_nodes == len(set(hosts))
     candidates = [candidate for bucket in tuning.buckets for candidate in bucket.candidates]
-    wires = {phase.wire for candidate in candidates for phase in candidate.plan.phases if phase.axis != "node"}
-    wire = "bf16" if "comm.wire=bf16" in overrides else "fp32"
+    wires = {phase.dtype for candidate in candidates for phase in candidate.plan.phases if phase.axis != "node"}
+    wire = "bf16" if "comm.dtype=bf16" in overrides else "fp32"
     assert wires == ({wire} if len(set(hosts)) > 1 else set())
     if "comm.algorithm=flat" in overrides:
         assert len(tuning.buckets) > 3 and all(len(bucket.candidates) == 1 for bucket in tuning.buckets)
@@ -74,30 +75,30 @@ def test_all_ranks_choose_the_same_and_ddp_makes_just_these_buckets(
 
 
 def run_twice(world: World, folder: str, changes: bool) -> dict[str, Any]:
-    """Stops after three steps and goes on; in between, links could have changed what would be chosen."""
+    """Stops after three steps and resumes; in between, links could have changed what would be chosen."""
     config = small_run("train.epochs=2", f"run.dir={folder}", "checkpoint.every_steps=1")
     data = load_data_set(config.data)
     with on_hosts(world, "ab"):
         asked = iter(range(100))
-        training = assemble(config, data, world, lambda: next(asked) >= 2)
-        train_and_record(config, "auto", training, world)
-        first = training.gradients.tuning
+        training = ready_to_train(config, data, world, stop_requested=lambda: next(asked) >= 2)
+        train_and_record(config, "auto", training)
+        first = training.gradients.plans.tuning
         if changes and world.rank == 0:  # as if it had been chosen otherwise
             for path in [Path(folder, "plan.json"), *Path(folder, "checkpoints").glob("step-*/state.json")]:
                 path.write_text(path.read_text().replace('"reason":"', '"reason":"of old: '))
         stored = find_tuning(config, "auto", world)
-        again = assemble(config, data, world, stored=stored)
-        train_and_record(config, "auto", again, world)
-    assert first is not None and again.gradients.tuning is not None
+        again = ready_to_train(config, data, world, stored=stored)
+        train_and_record(config, "auto", again)
+    assert first is not None and again.gradients.plans.tuning is not None
     return {
         "first": [bucket.gradients for bucket in first.buckets],
-        "again": [bucket.gradients for bucket in again.gradients.tuning.buckets],
-        "reasons": [bucket.reason for bucket in again.gradients.tuning.buckets],
-        "drift": again.gradients.drift,
+        "again": [bucket.gradients for bucket in again.gradients.plans.tuning.buckets],
+        "reasons": [bucket.reason for bucket in again.gradients.plans.tuning.buckets],
+        "drift": again.gradients.plans.drift,
     }
 
 
-def test_a_run_that_goes_on_sums_as_it_did_and_says_what_has_drifted(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_resumed_run_reduces_as_it_did_and_says_what_has_drifted(ranks: RankPool, tmp_path: Path) -> None:
     if ranks.size < 2 or ranks.device != "cpu":
         pytest.skip("needs more ranks, or shared memory")
     results = ranks.run(run_twice, str(tmp_path / "run"), True, num_ranks=2)

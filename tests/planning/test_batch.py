@@ -94,7 +94,7 @@ def test_ranks_that_cannot_share_evenly_are_refused_with_remedies_that_work(
         return
     with pytest.raises(UserError, match="cannot share evenly") as refusal:
         check_ranks(batch, ranks)
-    found = re.search(r"nearest: batch.global=(\d+) or --ranks (\d+)", str(refusal.value))
+    found = re.search(r"nearest: batch.global=(\d+) or (\d+) ranks$", str(refusal.value))
     assert found
     check_ranks(BatchSettings(global_batch=int(found[1]), microbatch=micro), ranks)
     check_ranks(batch, int(found[2]))
@@ -107,6 +107,11 @@ def test_less_than_one_step_is_refused_with_a_remedy_that_works(samples: int, ba
         plan_steps(settings, 1, samples, 0.99 * batch / samples)
     proposed = float(str(refusal.value).rpartition("=")[2])
     assert plan_steps(settings, 1, samples, proposed).num_steps >= 1
+
+
+def test_no_ranks_are_refused() -> None:
+    with pytest.raises(UserError, match=r"^0 ranks: a run needs at least one$"):
+        check_ranks(BatchSettings(global_batch=256, microbatch=64), 0)
 
 
 def test_a_great_many_ranks_are_counted_down_quickly() -> None:

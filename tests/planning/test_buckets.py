@@ -5,9 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.planning.buckets import MIB, Gradient, ddp_buckets, ddp_caps, fuse
+from megabatch.planning.backward import Gradient
+from megabatch.planning.buckets import ddp_buckets, ddp_caps, fuse
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 thresholds = st.integers(1, 400)
 
 
@@ -28,46 +29,46 @@ def caps_in_bytes(caps: list[float]) -> list[int]:
     return [int(cap * 1024 * 1024) for cap in caps]  # as DistributedDataParallel does
 
 
-@given(gradients=gradients_of(["float32", "bfloat16"]), threshold=thresholds)
-def test_every_gradient_is_in_one_bucket_of_its_type_and_no_bucket_could_take_more(
+@given(gradients=gradients_of(["fp32", "bf16"]), threshold=thresholds)
+def test_every_gradient_is_in_one_bucket_of_its_dtype_and_no_bucket_could_take_more(
     gradients: list[Gradient], threshold: int
 ) -> None:
     buckets = fuse(gradients, threshold)
     assert sorted(index for bucket in buckets for index in bucket) == list(range(len(gradients)))
     assert [bucket[-1] for bucket in buckets] == sorted(bucket[-1] for bucket in buckets)
     for dtype in DTYPES:
-        of_type = [bucket for bucket in buckets if gradients[bucket[0]].dtype == dtype]
+        of_dtype = [bucket for bucket in buckets if gradients[bucket[0]].dtype == dtype]
         in_order = [index for index, gradient in enumerate(gradients) if gradient.dtype == dtype]
-        assert [index for bucket in of_type for index in bucket] == in_order
-        sizes = [sum(gradients[index].num_bytes for index in bucket) for bucket in of_type]
-        assert all(size <= threshold or len(bucket) == 1 for size, bucket in zip(sizes, of_type, strict=True))
-        following = [gradients[bucket[0]].num_bytes for bucket in of_type[1:]]
+        assert [index for bucket in of_dtype for index in bucket] == in_order
+        sizes = [sum(gradients[index].num_bytes for index in bucket) for bucket in of_dtype]
+        assert all(size <= threshold or len(bucket) == 1 for size, bucket in zip(sizes, of_dtype, strict=True))
+        following = [gradients[bucket[0]].num_bytes for bucket in of_dtype[1:]]
         assert all(size + first > threshold for size, first in zip(sizes, following, strict=False))
 
 
 def test_a_gradient_above_the_threshold_goes_alone() -> None:
     sizes = [10, 20, 500, 30, 40, 50]
-    assert fuse([Gradient(size, "float32") for size in sizes], 100) == [[0, 1], [2], [3, 4], [5]]
+    assert fuse([Gradient(size, "fp32") for size in sizes], 100) == [[0, 1], [2], [3, 4], [5]]
 
 
 @given(
-    gradients=gradients_of(["float32", "bfloat16"]),
+    gradients=gradients_of(["fp32", "bf16"]),
     caps_bytes=st.lists(st.integers(1, 400), min_size=1, max_size=6),
 )
 def test_the_rule_of_ddp_is_the_one_torch_has(gradients: list[Gradient], caps_bytes: list[int]) -> None:
     assert sorted(ddp_buckets(gradients, caps_bytes)) == assigned_by_torch(gradients, caps_bytes)
 
 
-@given(gradients=gradients_of(["float32"]), threshold=thresholds)
-def test_with_one_type_caps_give_exactly_the_fused_buckets(gradients: list[Gradient], threshold: int) -> None:
+@given(gradients=gradients_of(["fp32"]), threshold=thresholds)
+def test_with_one_dtype_caps_give_exactly_the_fused_buckets(gradients: list[Gradient], threshold: int) -> None:
     buckets = fuse(gradients, threshold)
     caps = ddp_caps(gradients, buckets)
     assert caps and len(caps) == len(buckets)
     assert assigned_by_torch(gradients, caps_in_bytes(caps)) == buckets
 
 
-@given(gradients=gradients_of(["float32", "bfloat16"]), threshold=thresholds)
-def test_with_several_types_caps_are_exact_or_there_are_none(gradients: list[Gradient], threshold: int) -> None:
+@given(gradients=gradients_of(["fp32", "bf16"]), threshold=thresholds)
+def test_with_several_dtypes_caps_are_exact_or_there_are_none(gradients: list[Gradient], threshold: int) -> None:
     buckets = fuse(gradients, threshold)
     caps = ddp_caps(gradients, buckets)
     candidates = [sum(gradients[index].num_bytes for index in bucket) for bucket in buckets]
@@ -79,7 +80,7 @@ def test_with_several_types_caps_are_exact_or_there_are_none(gradients: list[Gra
 
 @pytest.mark.parametrize("num_bytes", [1, 4, 12_345_676, 2**31 + 4, 2**52 + 4])
 def test_a_cap_in_mib_is_exact_to_the_byte(num_bytes: int) -> None:
-    assert int(num_bytes / MIB * 1024 * 1024) == num_bytes
+    assert caps_in_bytes(ddp_caps([Gradient(num_bytes, "fp32")], [[0]])) == [num_bytes]
 
 
 def test_ddp_makes_the_fused_buckets_from_the_second_backward_on() -> None:
@@ -87,7 +88,7 @@ def test_ddp_makes_the_fused_buckets_from_the_second_backward_on() -> None:
     # Here backward produces the reverse of registration.
     parameters = list(model.parameters())[::-1]
     index_of = {parameter: index for index, parameter in enumerate(parameters)}
-    gradients = [Gradient(parameter.nbytes, "float32") for parameter in parameters]
+    gradients = [Gradient(parameter.nbytes, "fp32") for parameter in parameters]
     buckets = fuse(gradients, 3000)
     assert 2 < len(buckets) < len(gradients)
     caps = ddp_caps(gradients, buckets)

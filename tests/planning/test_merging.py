@@ -8,7 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megabatch.planning.buckets import MIB, Gradient, fuse
+from megabatch.planning.backward import Gradient
+from megabatch.planning.buckets import MIB, fuse
 from megabatch.planning.merging import Merged, Price, find_cuts, merge
 from megabatch.planning.pipeline import Costs, pass_through
 
@@ -125,7 +126,7 @@ def test_a_choice_of_two_plans_for_seven_gradients_is_the_best_too(step: Step, s
 
 
 @given(step=steps("abc", 30, most_bytes=40), price=prices, limit_bytes=st.none() | st.integers(1, 100))
-def test_every_gradient_is_in_one_bucket_of_its_type_in_order_and_within_the_limit(
+def test_every_gradient_is_in_one_bucket_of_its_dtype_in_order_and_within_the_limit(
     step: Step, price: Price, limit_bytes: int | None
 ) -> None:
     merged = merge(*step, price, limit_bytes=limit_bytes)
@@ -139,8 +140,8 @@ def test_every_gradient_is_in_one_bucket_of_its_type_in_order_and_within_the_lim
         assert bucket.ready_s == step.ready_s[bucket.gradients[-1]]
     for dtype in "abc":
         in_order = [index for index, gradient in enumerate(step.gradients) if gradient.dtype == dtype]
-        of_type = [bucket for bucket in merged if step.gradients[bucket.gradients[0]].dtype == dtype]
-        assert [index for bucket in of_type for index in bucket.gradients] == in_order
+        of_dtype = [bucket for bucket in merged if step.gradients[bucket.gradients[0]].dtype == dtype]
+        assert [index for bucket in of_dtype for index in bucket.gradients] == in_order
 
 
 @given(

@@ -5,9 +5,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megabatch.planning.algorithms import ALGORITHMS, flat, hierarchical, torus
-from megabatch.planning.plan import BLOCK, WIRES, Phase, Plan, error_bound, exchanges, slices
-from megabatch.planning.topology import Topology, from_hosts, regular
-from tests.support.oracle import WIRE_DTYPES, Oracle, element_counts, plans, topologies
+from megabatch.planning.plan import (
+    BLOCK,
+    COMM_DTYPES,
+    Phase,
+    Plan,
+    error_bound,
+    largest_slice,
+    slice_of,
+    slice_sizes,
+    slices,
+    transfers,
+)
+from megabatch.planning.topology import ClusterShape, Topology, from_hosts, regular
+from tests.support.enumerated import all_transfers
+from tests.support.oracle import TORCH_DTYPES, Oracle, element_counts, every_plan, plans, topologies
 
 dtypes = st.sampled_from([torch.float32, torch.float64])
 seeds = st.integers(0, 2**31)
@@ -26,7 +38,7 @@ def are_the_same_bits(tensors: list[torch.Tensor]) -> bool:
 
 @settings(max_examples=60)
 @given(topology=topologies(), num_elements=element_counts(), seed=seeds, scale=scales, dtype=dtypes)
-def test_every_plan_sums_identically_on_all_ranks_within_the_bound_of_its_wire(
+def test_every_plan_sums_identically_on_all_ranks_within_the_bound_of_its_dtype(
     topology: Topology, num_elements: int, seed: int, scale: float, dtype: torch.dtype
 ) -> None:
     inputs = [tensor.to(dtype) for tensor in contributions(topology, num_elements, seed, scale)]
@@ -42,7 +54,7 @@ def test_every_plan_sums_identically_on_all_ranks_within_the_bound_of_its_wire(
 
 @settings(max_examples=25)
 @given(topology=topologies(), num_elements=element_counts(), seed=seeds)
-def test_whole_numbers_that_every_wire_holds_are_summed_exactly(
+def test_whole_numbers_that_every_dtype_holds_are_summed_exactly(
     topology: Topology, num_elements: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -53,36 +65,36 @@ def test_whole_numbers_that_every_wire_holds_are_summed_exactly(
 
 @settings(max_examples=25)
 @given(topology=topologies(), num_elements=element_counts(), seed=seeds)
-def test_the_fp32_wire_leaves_a_float64_tensor_its_precision(topology: Topology, num_elements: int, seed: int) -> None:
+def test_an_fp32_plan_leaves_a_float64_tensor_its_precision(topology: Topology, num_elements: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     inputs = list(torch.randint(2**48, (topology.num_ranks, num_elements), generator=generator).double())
-    for wire, plan in plans(topology):
-        if wire == "fp32":
+    for travelling, plan in plans(topology):
+        if travelling == "fp32":
             assert torch.equal(Oracle(plan, topology, inputs).tensors[0], torch.stack(inputs).sum(dim=0)), plan
 
 
 @settings(max_examples=25)
 @given(topology=topologies(), seed=seeds)
-def test_what_a_16_bit_wire_brought_is_a_16_bit_number_on_every_rank(topology: Topology, seed: int) -> None:
+def test_what_travelled_in_16_bits_is_a_16_bit_number_on_every_rank(topology: Topology, seed: int) -> None:
     inputs = [tensor.float() for tensor in contributions(topology, 37, seed)]
-    for wire, plan in plans(topology):
-        if any(phase.wire != "fp32" for phase in plan.phases):
+    for travelling, plan in plans(topology):
+        if any(phase.dtype != "fp32" for phase in plan.phases):
             result = Oracle(plan, topology, inputs).tensors[0]
-            assert torch.equal(result, result.to(WIRE_DTYPES[wire]).float()), plan
+            assert torch.equal(result, result.to(TORCH_DTYPES[travelling]).float()), plan
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_overflow_of_the_wire_reaches_every_rank(algorithm: str) -> None:
+def test_overflow_on_the_way_reaches_every_rank(algorithm: str) -> None:
     topology = regular(2, 2)
-    plan = ALGORITHMS[algorithm](topology, "fp16")
+    plan = ALGORITHMS[algorithm](topology.shape, "fp16")
     assert plan
     results = Oracle(plan, topology, [torch.tensor([30_000.0, 1.0])] * 4).tensors
     assert all(result.tolist() == [torch.inf, 4.0] for result in results)
 
 
 def test_the_bound_is_a_few_roundings_however_many_ranks_there_are() -> None:
-    for wire, format in WIRES.items():
-        few, many = (error_bound(Plan("", (Phase("all_reduce", "all", wire),)), ranks, 1.0) for ranks in (2, 2048))
+    for dtype, format in COMM_DTYPES.items():
+        few, many = (error_bound(Plan("", (Phase("all_reduce", "all", dtype),)), ranks, 1.0) for ranks in (2, 2048))
         assert many < 1.01 * few + 2048 * (2.0**-24 + format.underflow) * 1.01
     assert error_bound(Plan("", ()), 4, 1.0, roundoff=2.0**-53) == pytest.approx(2.0**-51)
 
@@ -101,52 +113,85 @@ def test_slices_cover_every_element_once_and_are_nearly_equal(num_elements: int,
         assert max(lengths) - min(lengths) <= 1
 
 
+@given(num_elements=st.integers(0, 5000), parts=st.integers(1, 400))
+def test_one_slice_and_the_sizes_of_all_are_those_of_the_slices(num_elements: int, parts: int) -> None:
+    made = slices(num_elements, parts)
+    assert [slice_of(num_elements, parts, index) for index in range(parts)] == made
+    lengths = [end - begin for begin, end in made]
+    assert largest_slice(num_elements, parts) == max(lengths)
+    assert slice_sizes(num_elements, parts) == tuple((size, lengths.count(size)) for size in sorted(set(lengths)))
+
+
 def test_the_phases_of_a_plan_say_who_exchanges_what() -> None:
     topology = from_hosts(["a", "b", "b", "a"])
-    plan = torus(topology, "bf16")
+    plan = torus(topology.shape, "bf16")
     assert plan
-    assert exchanges(plan, topology, 70) == [
-        [((0, 3), 0, 70), ((1, 2), 0, 70)],
-        [((0, 1), 0, 32), ((2, 3), 32, 70)],
-        [((0, 3), 0, 70), ((1, 2), 0, 70)],
-    ]
+    assert transfers(plan, topology, 0, 70) == [((0, 3), 0, 70), ((0, 1), 0, 32), ((0, 3), 0, 70)]
+    assert transfers(plan, topology, 2, 70) == [((1, 2), 0, 70), ((2, 3), 32, 70), ((1, 2), 0, 70)]
+
+
+def test_who_is_no_leader_takes_no_part_among_leaders() -> None:
+    topology = from_hosts("aab")
+    plan = hierarchical(topology.shape, "fp32")
+    assert plan
+    assert transfers(plan, topology, 1, 70) == [((0, 1), 0, 70), None, ((0, 1), 0, 70)]
+    assert transfers(plan, topology, 2, 70) == [((2,), 0, 70), ((0, 2), 0, 70), ((2,), 0, 70)]
+
+
+@given(topology=topologies(), num_elements=element_counts())
+def test_the_transfers_of_a_rank_are_those_of_all_that_it_is_a_member_of(topology: Topology, num_elements: int) -> None:
+    for plan in every_plan(topology):
+        enumerated = all_transfers(plan, topology, num_elements)
+        for rank in range(topology.num_ranks):
+            own = [next((group for group in groups if rank in group.members), None) for groups in enumerated]
+            assert transfers(plan, topology, rank, num_elements) == own, plan
 
 
 def test_a_plan_whose_members_hold_different_elements_is_refused() -> None:
     wrong = Plan("wrong", (Phase("reduce_scatter", "node", "fp32"), Phase("all_reduce", "all", "fp32")))
     with pytest.raises(AssertionError, match="hold different elements"):
-        exchanges(wrong, regular(2, 2), 8)
+        transfers(wrong, regular(2, 2), 0, 8)
+    partly = Plan("partly", (Phase("reduce_scatter", "leaders", "fp32"), Phase("all_reduce", "node", "fp32")))
+    for rank in range(4):
+        with pytest.raises(AssertionError, match="hold different elements"):
+            transfers(partly, regular(2, 2), rank, 8)
+
+
+@pytest.mark.parametrize("phases", [["all_gather"], ["reduce_scatter", "all_gather", "all_gather"]])
+def test_a_plan_that_gathers_what_was_not_scattered_is_refused(phases: list[str]) -> None:
+    with pytest.raises(AssertionError, match="undoes no reduce_scatter"):
+        transfers(Plan("wrong", tuple(Phase(op, "node", "fp32") for op in phases)), regular(2, 2), 0, 8)
 
 
 def test_a_phase_without_anybody_to_exchange_with_is_left_out() -> None:
-    for wire in WIRES:
+    for dtype in COMM_DTYPES:
         for algorithm in ALGORITHMS.values():
-            alone = algorithm(regular(1, 1), wire)
+            alone = algorithm(ClusterShape.regular(1, 1), dtype)
             assert alone and alone.phases == ()
         for algorithm in (hierarchical, torus):
-            one_node, one_rank_each = algorithm(regular(1, 4), wire), algorithm(regular(4, 1), wire)
+            one_node, one_rank_each = (algorithm(ClusterShape.regular(*shape), dtype) for shape in ((1, 4), (4, 1)))
             assert one_node and {phase.axis for phase in one_node.phases} == {"node"}
             assert one_rank_each and [phase.op for phase in one_rank_each.phases] == ["all_reduce"]
 
 
 def test_torus_alone_needs_equal_nodes() -> None:
-    unequal = from_hosts("aab")
+    unequal = from_hosts("aab").shape
     assert torus(unequal, "fp32") is None
     assert flat(unequal, "fp32") and hierarchical(unequal, "fp32")
 
 
 def test_a_plan_reads_as_one_line() -> None:
-    lines = [str(algorithm(regular(2, 2), "bf16")) for algorithm in ALGORITHMS.values()]
+    lines = [str(algorithm(ClusterShape.regular(2, 2), "bf16")) for algorithm in ALGORITHMS.values()]
     assert lines == [
         "flat/bf16: all_reduce over all ranks in bf16",
-        "hierarchical/bf16: reduce in the node, all_reduce among masters in bf16, broadcast in the node",
-        "torus/bf16: reduce_scatter in the node, all_reduce across in bf16, all_gather in the node",
+        "hierarchical/bf16: reduce in the node, all_reduce among leaders in bf16, broadcast in the node",
+        "torus/bf16: reduce_scatter in the node, all_reduce between nodes in bf16, all_gather in the node",
     ]
-    assert str(flat(regular(1, 1), "fp32")) == "flat/fp32: nothing to exchange"
+    assert str(flat(ClusterShape.regular(1, 1), "fp32")) == "flat/fp32: nothing to exchange"
 
 
 def test_plan_and_topology_come_back_from_a_file_as_they_were() -> None:
     topology = from_hosts("abab")
-    plan = torus(topology, "fp16")
+    plan = torus(topology.shape, "fp16")
     assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan
     assert msgspec.json.decode(msgspec.json.encode(topology), type=Topology) == topology

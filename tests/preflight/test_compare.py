@@ -8,19 +8,19 @@ from torch import nn
 from megabatch.config.loading import load_config
 from megabatch.config.recipes import recipe_names
 from megabatch.config.schema import RunConfig
-from megabatch.data.sources import foresee_shape
+from megabatch.data.sources import infer_shape
 from megabatch.errors import UserError
-from megabatch.preflight.compare import QUANTITIES, Findings, Quantity, foresee, preflight, require_known
-from megabatch.preflight.reference_results import KNOWN_POINTS, KnownPoint
+from megabatch.preflight.compare import QUANTITIES, Findings, Quantity, expected_range, preflight, require_known
+from megabatch.preflight.reference_results import REFERENCE_RESULTS, ReferenceResult
 from megabatch.sweep.search import HELD_OUT
 from megabatch.train.fit import fit
 
-MLPERF = [point for point in KNOWN_POINTS if (point.model, point.optimizer) == ("resnet50", "lars")]
+MLPERF = [result for result in REFERENCE_RESULTS if (result.model, result.optimizer) == ("resnet50", "lars")]
 
 
 def findings(recipe: str, *overrides: str) -> Findings:
     config = load_config(recipe, overrides)
-    return preflight(config, foresee_shape(config.data).num_train)
+    return preflight(config, infer_shape(config.data).num_train)
 
 
 @pytest.mark.parametrize("name", sorted({*recipe_names()} - {"photos"}))  # whose images are the user's
@@ -32,30 +32,32 @@ def test_every_recipe_that_comes_with_megabatch_passes(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fashion", "fashion-128", "fashion-3k", "resnet50-imagenet-64k"])
 def test_a_trial_on_held_out_images_is_judged_as_its_recipe(name: str) -> None:
-    num_trained = math.floor((1 - HELD_OUT) * foresee_shape(load_config(name).data).num_train)
+    num_trained = math.floor((1 - HELD_OUT) * infer_shape(load_config(name).data).num_train)
     assert preflight(load_config(name, [f"data.validation={HELD_OUT!r}"]), num_trained) == findings(name)
 
 
-@pytest.mark.parametrize("point", MLPERF[1:-1], ids=lambda point: str(point.batch))
+@pytest.mark.parametrize("result", MLPERF[1:-1], ids=lambda result: str(result.batch))
 @pytest.mark.parametrize("quantity", QUANTITIES, ids=lambda quantity: quantity.setting)
-def test_each_known_point_lies_within_what_the_others_foresee(quantity: Quantity, point: KnownPoint) -> None:
-    others = [other for other in MLPERF if other is not point]
-    known, value = foresee(quantity, others, point.batch), quantity.known(point)
-    assert known is not None and value is not None
-    assert known.low <= known.good <= known.high
-    assert known.low * (1 - 1e-9) <= value <= known.high * (1 + 1e-9)
+def test_each_known_point_lies_within_what_the_others_expected_range(
+    quantity: Quantity, result: ReferenceResult
+) -> None:
+    others = [other for other in MLPERF if other is not result]
+    expected, value = expected_range(quantity, others, result.batch), quantity.reference(result)
+    assert expected is not None and value is not None
+    assert expected.low <= expected.good <= expected.high
+    assert expected.low * (1 - 1e-9) <= value <= expected.high * (1 + 1e-9)
 
 
-def test_at_a_known_point_its_own_value_is_the_good_one() -> None:
-    for point in MLPERF:
+def test_at_a_reference_result_its_own_value_is_the_good_one() -> None:
+    for result in MLPERF:
         for quantity in QUANTITIES:
-            known = foresee(quantity, MLPERF, point.batch)
-            assert known is not None and known.points == [point]
-            assert known.good == pytest.approx(quantity.known(point))
+            known = expected_range(quantity, MLPERF, result.batch)
+            assert known is not None and known.results == [result]
+            assert known.good == pytest.approx(quantity.reference(result))
 
 
 def test_between_two_points_the_good_value_lies_on_a_line_in_log_log_and_both_are_shown() -> None:
-    known = foresee(QUANTITIES[0], MLPERF, 16_384)
+    known = expected_range(QUANTITIES[0], MLPERF, 16_384)
     assert known is not None and known.good == pytest.approx(14.497, abs=1e-3)
     assert [line.split(",")[0] for line in known_lines("resnet50-imagenet-16k")] == ["batch 13", "batch 32"]
 
@@ -73,9 +75,9 @@ def known_lines(recipe: str) -> list[str]:
             "reference convergence point); for example optim.learning_rate=24.7",
         ),
         (
-            ["optim.trust=0.01"],
-            "optim.learning_rate=24.699 with optim.trust=0.01 at batch 65,536: known to converge is 1.23 to 4.94 "
-            "(24.699 at 65,536: MLPerf reference convergence point); for example optim.learning_rate=2.47",
+            ["optim.trust_coefficient=0.01"],
+            "optim.learning_rate=24.699 with optim.trust_coefficient=0.01 at batch 65,536: known to converge is "
+            "1.23 to 4.94 (24.699 at 65,536: MLPerf reference convergence point); for example optim.learning_rate=2.47",
         ),
         (
             ["schedule.warmup_epochs=5"],
@@ -155,9 +157,9 @@ def test_of_an_unknown_family_one_line_says_so(words: list[str]) -> None:
 def test_strict_refuses_what_is_not_known_on_one_line(recipe: str, words: list[str], message: str) -> None:
     config = load_config(recipe, words)
     with pytest.raises(UserError, match=message) as refusal:
-        require_known(config, foresee_shape(config.data).num_train)
+        require_known(config, infer_shape(config.data).num_train)
     assert "\n" not in str(refusal.value)
-    require_known(load_config(recipe), foresee_shape(load_config(recipe).data).num_train)
+    require_known(load_config(recipe), infer_shape(load_config(recipe).data).num_train)
 
 
 def test_strict_refuses_a_network_of_ones_own_in_python_too() -> None:
@@ -168,21 +170,24 @@ def test_strict_refuses_a_network_of_ones_own_in_python_too() -> None:
         fit(nn.Flatten(), images, images, strict=True)
 
 
-@pytest.mark.parametrize("point", [point for point in KNOWN_POINTS if point.source.startswith("megabatch, ")])
-def test_a_point_of_ours_is_what_its_recipe_says(point: KnownPoint) -> None:
-    recipe, _, batch = point.source.removeprefix("megabatch, ").partition(":")[0].partition(" at ")
+@pytest.mark.parametrize("result", [result for result in REFERENCE_RESULTS if result.source.startswith("megabatch, ")])
+def test_a_result_of_ours_is_what_its_recipe_says(result: ReferenceResult) -> None:
+    recipe, _, batch = result.source.removeprefix("megabatch, ").partition(":")[0].partition(" at ")
     config = load_config(
-        recipe, [f"batch.global={batch}", f"optim.learning_rate={point.learning_rate}"] if batch else []
+        recipe, [f"batch.global={batch}", f"optim.learning_rate={result.learning_rate}"] if batch else []
     )
     assert values_of(config) == {
-        **{key: value for key, value in msgspec.to_builtins(point).items() if key not in ("source", "top1")},
-        "weight_decay": point.weight_decay or 0.0,  # where there is none, nothing is known of it
+        **{key: value for key, value in msgspec.to_builtins(result).items() if key not in ("source", "top1")},
+        "weight_decay": result.weight_decay or 0.0,  # where there is none, nothing is known of it
     }
 
 
 def test_rates_of_one_family_can_be_compared() -> None:
-    families = {(point.model, point.data, point.optimizer): point.trust for point in KNOWN_POINTS}
-    assert all(point.trust == families[point.model, point.data, point.optimizer] for point in KNOWN_POINTS)
+    families = {(result.model, result.data, result.optimizer): result.trust_coefficient for result in REFERENCE_RESULTS}
+    assert all(
+        result.trust_coefficient == families[result.model, result.data, result.optimizer]
+        for result in REFERENCE_RESULTS
+    )
 
 
 def values_of(config: RunConfig) -> dict[str, object]:
@@ -190,10 +195,10 @@ def values_of(config: RunConfig) -> dict[str, object]:
         "model": config.model.name,
         "data": config.data.source,
         "optimizer": config.optim.name,
-        "samples": foresee_shape(config.data).num_train,
+        "samples": infer_shape(config.data).num_train,
         "batch": config.batch.global_batch,
         "learning_rate": config.optim.learning_rate,
-        "trust": config.optim.trust,
+        "trust_coefficient": config.optim.trust_coefficient,
         "warmup_epochs": config.schedule.warmup_epochs,
         "momentum": config.optim.momentum,
         "weight_decay": config.optim.weight_decay,

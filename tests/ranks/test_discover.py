@@ -4,16 +4,8 @@ from pathlib import Path
 import pytest
 
 from megabatch.errors import UserError
-from megabatch.ranks.discover import (
-    Place,
-    discover,
-    fair_threads,
-    first_host,
-    host_identity,
-    meeting_point,
-    per_node,
-    usable_cores,
-)
+from megabatch.ranks.discover import RankInfo, discover, first_host, per_node, rendezvous_address
+from megabatch.ranks.machine import fair_threads, host_identity, usable_cores
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 OPEN_MPI = {
@@ -36,11 +28,11 @@ SRUN = {
 
 @pytest.mark.parametrize("environment", [TORCHRUN, OPEN_MPI, MPICH, SRUN])
 def test_every_launcher_says_which_rank_this_is(environment: dict[str, str]) -> None:
-    assert discover(environment) == Place(rank=5, num_ranks=8, local_rank=1, num_local_ranks=4)
+    assert discover(environment) == RankInfo(rank=5, num_ranks=8, local_rank=1, num_local_ranks=4)
 
 
 def test_torchrun_inside_of_a_slurm_job_is_torchrun() -> None:
-    assert discover(SRUN | TORCHRUN | {"RANK": "2"}) == Place(2, 8, 1, 4)
+    assert discover(SRUN | TORCHRUN | {"RANK": "2"}) == RankInfo(2, 8, 1, 4)
 
 
 def test_a_slurm_batch_script_is_not_a_rank() -> None:
@@ -50,13 +42,13 @@ def test_a_slurm_batch_script_is_not_a_rank() -> None:
 
 
 def test_ranks_meet_at_the_first_host_of_the_step_or_where_they_are_told() -> None:
-    place = Place(5, 8, 1, 4)
-    assert meeting_point(place, SRUN) == ("gpu07", 29_500 + 345)
-    assert meeting_point(place, SRUN | {"MASTER_ADDR": "head", "MASTER_PORT": "7"}) == ("head", 7)
-    host, port = meeting_point(Place(1, 2, 1, 2), MPICH)
+    info = RankInfo(5, 8, 1, 4)
+    assert rendezvous_address(info, SRUN) == ("gpu07", 29_500 + 345)
+    assert rendezvous_address(info, SRUN | {"MASTER_ADDR": "head", "MASTER_PORT": "7"}) == ("head", 7)
+    host, port = rendezvous_address(RankInfo(1, 2, 1, 2), MPICH)
     assert host == "127.0.0.1" and 29_500 <= port < 30_500
     with pytest.raises(UserError, match="MASTER_ADDR is not set"):
-        meeting_point(place, MPICH)
+        rendezvous_address(info, MPICH)
 
 
 @pytest.mark.parametrize(

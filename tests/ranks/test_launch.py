@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from megabatch.ranks.launch import first_failure, make_notes, reported_failure, sweep_notes
+from megabatch.ranks.launch import first_failure, reported_failure
+from megabatch.ranks.scratch import remove_abandoned, scratch_folder
 
 
 def test_what_a_killed_launcher_has_left_is_removed_and_what_is_in_use_is_not(
@@ -16,11 +17,11 @@ def test_what_a_killed_launcher_has_left_is_removed_and_what_is_in_use_is_not(
     left = tmp_path / "megabatch-left"
     left.mkdir()
     (left / "launcher").touch()  # nobody holds its lock
-    (tmp_path / "megabatch-notes-of-mine").mkdir()
-    with make_notes() as notes:
-        sweep_notes()
-        assert notes.exists() and not left.exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["megabatch-notes-of-mine"]
+    (tmp_path / "megabatch-folder-of-mine").mkdir()
+    with scratch_folder() as scratch:
+        remove_abandoned()
+        assert scratch.exists() and not left.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["megabatch-folder-of-mine"]
 
 
 def test_what_an_earlier_attempt_has_reported_is_over(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from megabatch.ranks.discover import Place
+from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.store import agree_on_name
 
 
@@ -11,7 +11,7 @@ def meet(store: dist.Store, num_ranks: int) -> list[str]:  # type: ignore[name-d
     names = [""] * num_ranks
 
     def come(rank: int) -> None:
-        names[rank] = agree_on_name(store, Place(rank, num_ranks, rank, num_ranks))
+        names[rank] = agree_on_name(store, RankInfo(rank, num_ranks, rank, num_ranks))
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in range(num_ranks)]
     for thread in reversed(threads):  # rank 0 comes last
@@ -31,4 +31,4 @@ def test_ranks_agree_on_a_new_name_whatever_was_left_in_the_store() -> None:
 def test_ranks_that_do_not_come_are_named() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     with pytest.raises(TimeoutError, match=r"of 3 ranks 1, 2 did not come within 0.05 s"):
-        agree_on_name(store, Place(0, 3, 0, 3), timeout_s=0.05)
+        agree_on_name(store, RankInfo(0, 3, 0, 3), timeout_s=0.05)

@@ -1,13 +1,15 @@
 import msgspec
 import pytest
 
-from megabatch.runs.records import EvaluationRecord, StepRecord, Straggler, Tally, find_straggler
-from megabatch.runs.time_breakdown import Stages
+from megabatch.runs.records import EvaluationRecord, StepRecord, Straggler
+from megabatch.runs.time_breakdown import TimeBreakdown
+from megabatch.runs.totals import RunTotals
+from megabatch.train.step_metrics import find_straggler
 
 
 def step(number: int, images_per_s: float = 100.0) -> StepRecord:
     waits = {"data_wait_s": 0.1, "comm_wait_s": 0.2, "straggler": 5, "straggler_delay_s": 0.1 * number}
-    split = Stages(read=0.01, decode=0.06, augment=0.02, copy=0.01)
+    split = TimeBreakdown(read=0.01, decode=0.06, augment=0.02, copy=0.01)
     more = {"data_wait": split, "skipped_images": [f"{number}.jpg"] * number}
     scale = {"loss_scale": 2.0**number, "skipped": number == 2}
     return StepRecord(
@@ -22,14 +24,14 @@ def evaluation(number: int, top1: float) -> EvaluationRecord:
 
 
 def test_the_summary_adds_the_records_up() -> None:
-    tally = Tally(global_batch=50, target_top1=0.5)
-    tally.add(step(1, images_per_s=100.0), wall_s=1)
-    tally.add(evaluation(1, 0.4), wall_s=2)
-    tally.add(step(2, images_per_s=50.0), wall_s=3)
-    tally.add(evaluation(2, 0.6), wall_s=4)
-    tally = msgspec.json.decode(msgspec.json.encode(tally), type=Tally)  # through a checkpoint
-    tally.add(evaluation(2, 0.55), wall_s=6)
-    summary = tally.summary("finished")
+    totals = RunTotals(global_batch=50, target_top1=0.5)
+    totals.add(step(1, images_per_s=100.0), wall_s=1)
+    totals.add(evaluation(1, 0.4), wall_s=2)
+    totals.add(step(2, images_per_s=50.0), wall_s=3)
+    totals.add(evaluation(2, 0.6), wall_s=4)
+    totals = msgspec.json.decode(msgspec.json.encode(totals), type=RunTotals)  # through a checkpoint
+    totals.add(evaluation(2, 0.55), wall_s=6)
+    summary = totals.summary("finished")
     assert (summary.top1, summary.best_top1, summary.top5, summary.samples_evaluated) == (0.55, 0.6, 0.9, 20)
     assert (summary.steps, summary.wall_s, summary.status) == (2, 6, "finished")
     assert (summary.skipped_steps, summary.loss_scale) == (1, 4.0)
@@ -43,14 +45,14 @@ def test_the_summary_adds_the_records_up() -> None:
 
 
 def test_a_run_without_target_or_evaluation_says_so_with_null() -> None:
-    tally = Tally(global_batch=50, target_top1=None)
-    assert tally.summary("failed").images_per_s is None
-    tally.add(evaluation(1, 1.0), wall_s=2)
-    assert tally.summary("stopped").time_to_target_s is None
+    totals = RunTotals(global_batch=50, target_top1=None)
+    assert totals.summary("failed").images_per_s is None
+    totals.add(evaluation(1, 1.0), wall_s=2)
+    assert totals.summary("stopped").time_to_target_s is None
 
 
 def test_the_straggler_is_the_rank_that_waits_least() -> None:
     assert find_straggler([3.0, 0.5, 2.0, 4.0]) == (1, 2.5)
     assert find_straggler([0.0, 0.25]) == (0, 0.25)
     assert find_straggler([7.0]) == (0, 0.0)
-    assert Tally(global_batch=1, target_top1=None).summary("stopped").straggler is None
+    assert RunTotals(global_batch=1, target_top1=None).summary("stopped").straggler is None

@@ -6,7 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megabatch.runs.records import EvaluationRecord, StepRecord, Summary, Tally
+from megabatch.runs.records import EvaluationRecord, StepRecord, Summary
+from megabatch.runs.totals import RunTotals
 from megabatch.studies.conduct import SEARCH_SEED, conduct
 from megabatch.studies.design import ArmDesign, Design
 from megabatch.studies.evidence import Curve
@@ -18,11 +19,11 @@ DESIGN = Design(
     question="?",
     setup="none",
     recipe="smoke",
-    words=("train.epochs=3",),
+    overrides=("train.epochs=3",),
     arms=(
-        ArmDesign(name="small, 1", about="baseline", words=("batch.global=8",), grid=(1, 4, 16)),
-        ArmDesign(name="scaled", about="10 times", words=("batch.global=80",), rate_of="small, 1", rate_times=10),
-        ArmDesign(name="wild", about="diverges from 4 on", words=("batch.global=88",), grid=(1, 4, 16)),
+        ArmDesign(name="small, 1", about="baseline", overrides=("batch.global=8",), grid=(1, 4, 16)),
+        ArmDesign(name="scaled", about="10 times", overrides=("batch.global=80",), rate_of="small, 1", rate_times=10),
+        ArmDesign(name="wild", about="diverges from 4 on", overrides=("batch.global=88",), grid=(1, 4, 16)),
     ),
     baseline="small, 1",
     validation=0.25,
@@ -60,8 +61,8 @@ class FakeRuns:
         return [self.summary(trial) for trial in trials]
 
     def summary(self, trial: Trial) -> Summary:
-        words = dict(word.split("=", 1) for word in trial.overrides)
-        rate, seed = float(words["optim.learning_rate"]), int(words["seed"])
+        settings = dict(override.split("=", 1) for override in trial.overrides)
+        rate, seed = float(settings["optim.learning_rate"]), int(settings["seed"])
         distance = max(rate, BEST_RATE) / min(rate, BEST_RATE)
         top1 = 0.9 - 0.01 * distance + 0.001 * (seed % 10)
         record = EvaluationRecord(
@@ -72,8 +73,8 @@ class FakeRuns:
         (self.folder / trial.name / "metrics.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(steps))
         versions = {"megabatch": "0.1", "torch": f"2.{seed}", "python": "3.11"}
         (self.folder / trial.name / "env.json").write_bytes(msgspec.json.encode(versions))
-        tally = Tally(global_batch=8, target_top1=None, evaluation=record, wall_s=2.0)
-        return tally.summary("diverged" if words["batch.global"] == "88" and rate >= self.wild_from else "finished")
+        totals = RunTotals(global_batch=8, target_top1=None, evaluation=record, wall_s=2.0)
+        return totals.summary("diverged" if settings["batch.global"] == "88" and rate >= self.wild_from else "finished")
 
     @property
     def trials(self) -> list[Trial]:
@@ -92,13 +93,13 @@ def runs(tmp_path: Path) -> FakeRuns:
 def test_rates_are_searched_on_held_out_images_and_seeds_trained_on_all(runs: FakeRuns) -> None:
     conduct(DESIGN, runs.folder, "megabatch study tiny", runs, follow)
     for trial in runs.trials:
-        words = dict(word.split("=", 1) for word in trial.overrides)
+        settings = dict(override.split("=", 1) for override in trial.overrides)
         if trial.name.startswith("search-"):
-            assert words["data.validation"] == "0.25" and words["seed"] == str(SEARCH_SEED)
+            assert settings["data.validation"] == "0.25" and settings["seed"] == str(SEARCH_SEED)
         else:
-            assert "data.validation" not in words and words["seed"] in ("1", "2")
-            assert words["train.evaluate_every"] == "0"  # the test images are looked at once
-        assert words["train.epochs"] == "3"
+            assert "data.validation" not in settings and settings["seed"] in ("1", "2")
+            assert settings["train.evaluate_every"] == "0"  # the test images are looked at once
+        assert settings["train.epochs"] == "3"
     names = [trial.name for trial in runs.trials]
     assert len(set(names)) == len(names) == DESIGN.num_trials == 2 * 5 + 3 * 2
     assert {name.partition("-")[0] for name in names[:-6]} == {"search"}

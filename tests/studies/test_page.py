@@ -13,7 +13,7 @@ BASE = [0.9300, 0.9310, 0.9290]
 
 def test_the_page_answers_first_and_states_every_figure() -> None:
     text = page(pair(BASE, [0.9288, 0.9298, 0.9278]), [])
-    answer = f"- {TRIAL} lies 0.12 points below {BASELINE} (95 % interval -0.11 to 0.35); the bar is 0.3: holds"
+    answer = f"- {TRIAL} lies 0.12 points below {BASELINE} (95 % interval -0.11 to 0.35); the criterion is 0.3: holds"
     assert text.startswith(f"# Huge batches\n\nDo huge batches lose accuracy?\n\n{answer}, but the interval reaches")
     assert "| SGD at 128 | what SGD at 128 is | 0.2 | 93.00 | 0.10 | 92.75 to 93.25 | baseline | 0 of 3 |" in text
     assert "is | 0.2 | 92.88 | 0.10 | 92.63 to 93.13 | 0.12 (-0.11 to 0.35) | 0 of 3 |" in text
@@ -33,7 +33,7 @@ def test_the_page_answers_first_and_states_every_figure() -> None:
 
 def test_a_gap_beyond_the_bar_does_not_hold() -> None:
     text = page(pair(BASE, [0.92, 0.921, 0.919]), [])
-    assert f"- {TRIAL} lies 1.00 points below" in text and "the bar is 0.3: does not hold." in text
+    assert f"- {TRIAL} lies 1.00 points below" in text and "the criterion is 0.3: does not hold." in text
 
 
 def test_diverged_seeds_are_counted_on_the_page() -> None:

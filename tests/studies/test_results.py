@@ -8,7 +8,7 @@ import pytest
 
 from megabatch.config.loading import load_config
 from megabatch.config.schema import RunConfig
-from megabatch.preflight.reference_results import KNOWN_POINTS
+from megabatch.preflight.reference_results import REFERENCE_RESULTS
 from megabatch.studies.figures import draw_figures
 from megabatch.studies.page import figure_file, load_study, page
 from megabatch.studies.studies import LARGE_BATCH, STUDIES
@@ -16,8 +16,8 @@ from megabatch.studies.studies import LARGE_BATCH, STUDIES
 FOLDER = Path(__file__).parents[2] / "docs" / "studies"
 
 
-def without_words(config: RunConfig) -> RunConfig:
-    return msgspec.structs.replace(config, name="", about="", marks={})
+def without_prose(config: RunConfig) -> RunConfig:
+    return msgspec.structs.replace(config, name="", about="", provenance={})
 
 
 def words_of(svg: str) -> list[str]:
@@ -38,9 +38,9 @@ def test_pages_are_computed_from_their_json(name: str) -> None:
 def test_results_are_those_of_the_designs(name: str) -> None:
     design, study = STUDIES[name], load_study(FOLDER / f"{name}.json")
     assert (study.question, study.setup) == (design.question, design.setup)
-    assert (study.bars, study.claims) == (list(design.bars), list(design.claims))
+    assert (study.criteria, study.claims) == (list(design.criteria), list(design.claims))
     for arm, found in zip(design.arms, study.arms, strict=True):
-        assert (found.name, found.settings) == (arm.name, list(arm.words))
+        assert (found.name, found.settings) == (arm.name, list(arm.overrides))
         assert len(found.tuned) == (design.trials if arm.grid else 0)
         assert [run.seed for run in found.runs] == list(range(1, design.seeds + 1))
 
@@ -52,6 +52,6 @@ def test_results_are_those_of_the_designs(name: str) -> None:
 def test_recipes_carry_the_values_that_were_found(recipe: str, arm: str) -> None:
     found = load_study(FOLDER / "large-batch.json").arm(arm)
     studied = load_config(LARGE_BATCH.recipe, [*found.settings, f"optim.learning_rate={found.rate}"])
-    (known,) = (point for point in KNOWN_POINTS if point.source == f"megabatch, {recipe}")
-    assert without_words(load_config(recipe)) == without_words(studied)
-    assert (known.learning_rate, known.top1) == (found.rate, round(sum(found.top1s) / len(found.top1s), 4))
+    (reference,) = (result for result in REFERENCE_RESULTS if result.source == f"megabatch, {recipe}")
+    assert without_prose(load_config(recipe)) == without_prose(studied)
+    assert (reference.learning_rate, reference.top1) == (found.rate, round(sum(found.top1s) / len(found.top1s), 4))

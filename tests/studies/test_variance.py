@@ -5,9 +5,9 @@ import torch
 
 from megabatch.config.loading import load_config
 from megabatch.data.sources import load_data_set
-from megabatch.ranks.world import connect, current_place
+from megabatch.ranks.world import connect, current_rank
 from megabatch.studies.variance import layer_variance, variance_of
-from megabatch.train.assemble import assemble
+from megabatch.train.prepare import ready_to_train
 from megabatch.train.run import train_and_record
 from tests.support.small_runs import small_run
 
@@ -21,9 +21,9 @@ def test_variance_is_that_of_the_layers_output() -> None:
 
 def test_every_checkpoint_of_a_run_has_a_point(tmp_path: Path) -> None:
     config = small_run(f"run.dir={tmp_path / 'run'}", "checkpoint.every_steps=1", "checkpoint.keep=100")
-    with connect(current_place(), "cpu") as world:
-        training = assemble(config, load_data_set(config.data), world)
-        train_and_record(config, "never", training, world)
+    with connect(current_rank(), "cpu") as world:
+        training = ready_to_train(config, load_data_set(config.data), world)
+        train_and_record(config, "never", training)
     layer = next(name for name, module in training.model.module.named_modules() if isinstance(module, torch.nn.Conv2d))
     curve = layer_variance(tmp_path / "run", layer)
     assert [epoch for epoch, _ in curve] == [

@@ -15,17 +15,17 @@ BASE = [0.9300, 0.9310, 0.9290]  # in points, a deviation of 0.1
         (
             [0.9288, 0.9289, 0.9287],
             True,
-            "0.12 points below SGD at 128 (95 % interval -0.13 to 0.37); the bar is 0.5: holds",
+            "0.12 points below SGD at 128 (95 % interval -0.13 to 0.37); the criterion is 0.5: holds",
         ),
         ([0.9310, 0.9311, 0.9309], True, "0.10 points above SGD at 128 (gap -0.10, 95 % interval -0.35 to 0.15)"),
         ([0.9200, 0.9201, 0.9199], False, "1.00 points below SGD at 128"),
-        ([0.9249, 0.9250, 0.9251], True, "0.50 points below"),  # at the bar
+        ([0.9249, 0.9250, 0.9251], True, "0.50 points below"),  # at the criterion
         ([0.9249, 0.9249, 0.9251], False, "0.503 points below"),  # 0.50 would hide on which side it lies
     ],
 )
 def test_a_bar_holds_as_far_as_the_mean_lies(trial: list[float], holds: bool, sentence: str) -> None:
     made = pair(BASE, trial, max_gap_points=0.5)
-    verdict = judge(made, made.bars[0])
+    verdict = judge(made, made.criteria[0])
     assert verdict.holds is holds
     assert verdict.text.startswith(f"{TRIAL} lies {sentence}")
     assert ("does not hold" in verdict.text) is not holds
@@ -95,18 +95,18 @@ def test_an_arm_that_diverges_is_worse_than_one_that_does_not() -> None:
 def test_an_interval_that_reaches_over_the_bar_is_said() -> None:
     for trial, doubt in [(0.9285, "larger"), (0.9269, "smaller")]:
         made = pair(BASE, [trial, trial + 0.001, trial - 0.001])
-        verdict = judge(made, made.bars[0])
+        verdict = judge(made, made.criteria[0])
         assert verdict.text.endswith(f"these seeds do not exclude a {doubt} gap")
     clear = pair(BASE, [0.95, 0.951, 0.949])
-    assert judge(clear, clear.bars[0]).text.endswith("the bar is 0.3: holds")
+    assert judge(clear, clear.criteria[0]).text.endswith("the criterion is 0.3: holds")
 
 
 def test_diverged_seeds_are_counted_and_leave_no_mean() -> None:
     made = pair(BASE, [0.93, None, None])
-    verdict = judge(made, made.bars[0])
+    verdict = judge(made, made.criteria[0])
     assert verdict.holds is False and "2 of 3 diverged" in verdict.text and "lies" not in verdict.text
     made = pair([0.93, None], [0.93, 0.93])
-    verdict = judge(made, made.bars[0])
+    verdict = judge(made, made.criteria[0])
     assert verdict.holds is None and f"cannot be told, {BASELINE}: 1 of 2 diverged" in verdict.text
 
 
@@ -114,14 +114,14 @@ def test_an_arm_without_runs_is_not_judged_unless_every_rate_diverged() -> None:
     unsearched = Arm(name="later", about="", settings=[], rate=None)
     lost = Arm(name="lost", about="", settings=[], rate=None, tuned=[(1.0, None), (2.0, None)])
     made = study([arm(BASELINE, BASE), unsearched, lost])
-    later, failed = (judge(made, bar) for bar in made.bars)
+    later, failed = (judge(made, criterion) for criterion in made.criteria)
     assert later.holds is None and "later: not run" in later.text
     assert failed.holds is False and "lost: diverged at every rate" in failed.text
 
 
 def test_one_seed_is_said_to_be_one() -> None:
     made = pair(BASE, [0.93])
-    verdict = judge(made, made.bars[0])
+    verdict = judge(made, made.criteria[0])
     assert verdict.holds and "one seed, so no interval" in verdict.text and verdict.text.endswith("one seed can say")
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megabatch.studies.evidence import Arm, Bar, Claim, SeedRun, Study
+from megabatch.studies.evidence import Arm, Claim, Criterion, SeedRun, Study
 
 BASELINE, TRIAL = "SGD at 128", "LARS at 3,072"
 
@@ -27,7 +27,7 @@ def arm(name: str, top1s: Sequence[float | None], rate: float | None = 0.2) -> A
 
 
 def study(arms: Sequence[Arm], max_gap_points: float = 0.3) -> Study:
-    """Its baseline is the first arm, and every other has a bar."""
+    """Its baseline is the first arm, and every other has a criterion."""
     first, *others = [arm.name for arm in arms]
     return Study(
         name="large-batch",
@@ -37,7 +37,7 @@ def study(arms: Sequence[Arm], max_gap_points: float = 0.3) -> Study:
         setup="Fashion-MNIST, small_resnet, 3 epochs.",
         baseline=first,
         arms=list(arms),
-        bars=[Bar(arm=name, baseline=first, max_gap_points=max_gap_points) for name in others],
+        criteria=[Criterion(arm=name, baseline=first, max_gap_points=max_gap_points) for name in others],
         took_s=5400.0,
         versions={"torch": "2.13.0"},
         machine="2 cores",

@@ -1,6 +1,6 @@
 """Runs any plan on plain tensors, one per rank, and counts the bytes that each rank sends to each other.
 
-Messages are really made, in the type of the wire, so the count is of what travelled.  Whatever a rank no longer
+Messages are really made, in the dtype of their phase, so the count is of what travelled.  Whatever a rank no longer
 holds is overwritten with nan: a plan that used it would end in nan.
 """
 
@@ -11,52 +11,54 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megabatch.planning.algorithms import ALGORITHMS
-from megabatch.planning.plan import WIRES, Exchange, Plan, Wire, exchanges
-from megabatch.planning.topology import Topology, from_hosts, regular
+from megabatch.planning.plan import COMM_DTYPES, CommDtype, Op, Phase, Plan, Transfer
+from megabatch.planning.topology import Axis, Topology, from_hosts, regular
+from tests.support.enumerated import all_transfers
 
-WIRE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+WITHOUT_SLICES: tuple[Op, ...] = ("all_reduce", "reduce", "broadcast")
 
 
 class Oracle:
     def __init__(self, plan: Plan, topology: Topology, tensors: list[Tensor]) -> None:
         self.tensors = [tensor.clone() for tensor in tensors]
         self.bytes_between: Counter[tuple[int, int]] = Counter()  # sender, receiver
-        for phase, groups in zip(plan.phases, exchanges(plan, topology, tensors[0].numel()), strict=True):
-            wire = WIRE_DTYPES.get(phase.wire, tensors[0].dtype)
+        for phase, groups in zip(plan.phases, all_transfers(plan, topology, tensors[0].numel()), strict=True):
+            dtype = TORCH_DTYPES.get(phase.dtype, tensors[0].dtype)
             for group in groups:
-                getattr(self, phase.op)(group, wire)
+                getattr(self, phase.op)(group, dtype)
 
-    def all_reduce(self, group: Exchange, wire: torch.dtype) -> None:
-        self.reduce_scatter(group, wire)
-        self.all_gather(group, wire)
+    def all_reduce(self, group: Transfer, dtype: torch.dtype) -> None:
+        self.reduce_scatter(group, dtype)
+        self.all_gather(group, dtype)
 
-    def reduce(self, group: Exchange, wire: torch.dtype) -> None:
-        self.reduce_scatter(group, wire)
+    def reduce(self, group: Transfer, dtype: torch.dtype) -> None:
+        self.reduce_scatter(group, dtype)
         first = group.members[0]
         for rank, (begin, end) in zip(group.members, group.slices, strict=True):
-            self.tensors[first][begin:end] = self.send(rank, first, self.tensors[rank][begin:end].to(wire))
+            self.tensors[first][begin:end] = self.send(rank, first, self.tensors[rank][begin:end].to(dtype))
 
-    def broadcast(self, group: Exchange, wire: torch.dtype) -> None:
+    def broadcast(self, group: Transfer, dtype: torch.dtype) -> None:
         first = group.members[0]
-        whole = self.tensors[first].clone().to(wire)
+        whole = self.tensors[first].clone().to(dtype)
         for rank, (begin, end) in zip(group.members, group.slices, strict=True):
             self.keep(rank, group, begin, self.send(first, rank, whole[begin:end]))
-        self.all_gather(group, wire)
+        self.all_gather(group, dtype)
 
-    def reduce_scatter(self, group: Exchange, wire: torch.dtype) -> None:
+    def reduce_scatter(self, group: Transfer, dtype: torch.dtype) -> None:
         sums = []
         for owner, (begin, end) in zip(group.members, group.slices, strict=True):
-            arrived = [self.send(rank, owner, self.tensors[rank][begin:end].to(wire)) for rank in group.members]
-            total = arrived[0].to(torch.promote_types(wire, torch.float32))
+            arrived = [self.send(rank, owner, self.tensors[rank][begin:end].to(dtype)) for rank in group.members]
+            total = arrived[0].to(torch.promote_types(dtype, torch.float32))
             for contribution in arrived[1:]:
                 total = total + contribution
-            sums.append(total.to(wire))
+            sums.append(total.to(dtype))
         for owner, (begin, _), total in zip(group.members, group.slices, sums, strict=True):
             self.keep(owner, group, begin, total)
 
-    def all_gather(self, group: Exchange, wire: torch.dtype) -> None:
+    def all_gather(self, group: Transfer, dtype: torch.dtype) -> None:
         for owner, (begin, end) in zip(group.members, group.slices, strict=True):
-            part = self.tensors[owner][begin:end].to(wire)
+            part = self.tensors[owner][begin:end].to(dtype)
             for rank in group.members:
                 self.tensors[rank][begin:end] = self.send(owner, rank, part)
 
@@ -65,16 +67,36 @@ class Oracle:
             self.bytes_between[source, target] += message.nbytes
         return message.clone()
 
-    def keep(self, rank: int, group: Exchange, begin: int, part: Tensor) -> None:
-        """Of the elements of this exchange the rank holds only `part` from here on."""
+    def keep(self, rank: int, group: Transfer, begin: int, part: Tensor) -> None:
+        """Of the elements of this transfer the rank holds only `part` from here on."""
         self.tensors[rank][group.begin : group.end] = torch.nan
         self.tensors[rank][begin : begin + part.numel()] = part
 
 
-def plans(topology: Topology) -> list[tuple[Wire, Plan]]:
-    """Every plan that applies, with its wire."""
-    made = [(wire, algorithm(topology, wire)) for algorithm in ALGORITHMS.values() for wire in WIRES]
-    return [(wire, plan) for wire, plan in made if plan]
+def plans(topology: Topology) -> list[tuple[CommDtype, Plan]]:
+    """Every plan that applies, with its dtype."""
+    made = [(dtype, algorithm(topology.shape, dtype)) for algorithm in ALGORITHMS.values() for dtype in COMM_DTYPES]
+    return [(dtype, plan) for dtype, plan in made if plan]
+
+
+def every_plan(topology: Topology) -> list[Plan]:
+    """Those that apply, and more that no algorithm makes: of one phase along any axis, and with slices of any depth."""
+    axes: list[Axis] = ["all", "node", "leaders", *(["inter_node"] if topology.is_regular else [])]
+    alone = [(Phase(op, axis, dtype),) for op in WITHOUT_SLICES for axis in axes for dtype in COMM_DTYPES]
+    halves = [scattered((axis,), dtype) for axis in axes for dtype in COMM_DTYPES]
+    deeper = [scattered(("node", "inter_node"), dtype) for dtype in COMM_DTYPES] if topology.is_regular else []
+    is_consecutive = topology == regular(topology.num_nodes, topology.largest_node)
+    if is_consecutive:  # elsewhere ranks of a node have different places in their groups
+        deeper.append(scattered(("inter_node", "node"), "bf16"))
+        deeper.append(scattered(("inter_node",), "bf16", Phase("all_reduce", "node", "fp32")))
+    return [plan for _, plan in plans(topology)] + [Plan("made up", phases) for phases in (*alone, *halves, *deeper)]
+
+
+def scattered(axes: tuple[Axis, ...], dtype: CommDtype, *between: Phase) -> tuple[Phase, ...]:
+    """Reduce-scatters along the axes, what is in between, and as many all-gathers back."""
+    there = [Phase("reduce_scatter", axis, dtype) for axis in axes]
+    back = [Phase("all_gather", axis, dtype) for axis in reversed(axes)]
+    return (*there, *between, *back)
 
 
 def regular_but_shuffled() -> st.SearchStrategy[Topology]:

@@ -22,7 +22,7 @@ from typing import Any
 
 # Imported once, in the process that ranks are forked from: torch, and its compiler, which the first DDP model imports,
 # take 3.5 s of a core, and a pool of four ranks is started anew after every test that kills one.
-IMPORTED = ["torch", "torch._dynamo", "megabatch.train.assemble"]
+IMPORTED = ["torch", "torch._dynamo", "megabatch.train.prepare"]
 GRACE_S = 10.0  # what the others get to notice that one of them has failed
 
 
@@ -111,7 +111,7 @@ def serve(pipe: Connection, device: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from megabatch.ranks.discover import Place
+    from megabatch.ranks.discover import RankInfo
     from megabatch.ranks.world import connect
 
     pipe.send("ready")
@@ -122,7 +122,7 @@ def serve(pipe: Connection, device: str) -> None:
             return
         torch.set_num_threads(1)  # whatever the last function has set
         try:
-            with connect(Place(rank, num_ranks, rank, num_ranks), device, dist.FileStore(store, num_ranks)) as world:
+            with connect(RankInfo(rank, num_ranks, rank, num_ranks), device, dist.FileStore(store, num_ranks)) as world:
                 answer = (True, function(world, *args))
         except BaseException:
             answer = (False, traceback.format_exc())

@@ -9,8 +9,8 @@ from megabatch.config.schema import RunConfig
 from megabatch.data.sources import load_data_set
 from megabatch.ranks.world import World
 from megabatch.runs.records import EvaluationRecord, StepRecord
-from megabatch.train.assemble import assemble
 from megabatch.train.loop import train
+from megabatch.train.prepare import ready_to_train
 
 # 50 steps of eight microbatches of four; 8 evaluations of 37 images; dropout, crops and flips, decay and warm-up.
 SMALL_RUN = [
@@ -38,7 +38,7 @@ def small_run(*overrides: str) -> RunConfig:
 def train_small(world: World, *overrides: str) -> dict[str, Any]:
     """Trains `small_run` and returns its losses, its evaluations, and the final state as float64 arrays."""
     config = small_run(*overrides)
-    training = assemble(config, load_data_set(config.data), world)
+    training = ready_to_train(config, load_data_set(config.data), world)
     losses, evaluations, norms = [], [], []
     for record in train(training):
         if isinstance(record, StepRecord):

@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 
 from megabatch.cli import app
 from megabatch.errors import UserError
-from megabatch.train.resume import read_summary
+from megabatch.runs.reader import read_summary
 from tests.support.processes import descendants, is_alive, wait_until
 from tests.support.small_runs import SMALL_RUN
 

@@ -11,12 +11,13 @@ import pytest
 
 from megabatch.config.loading import load_config
 from megabatch.errors import UserError
-from megabatch.ranks.launch import Stopped
+from megabatch.ranks.signals import Stopped
 from megabatch.runs.folder import hold
-from megabatch.runs.records import Status, Summary, Tally
-from megabatch.sweep.screen import StudyScreen, epoch_of, seconds_left, show_duration
+from megabatch.runs.reader import read_summary
+from megabatch.runs.records import Status, Summary
+from megabatch.runs.totals import RunTotals
+from megabatch.sweep.screen import SweepScreen, epoch_of, seconds_left, show_duration
 from megabatch.sweep.trials import Trial, run_trials
-from megabatch.train.resume import read_summary
 from tests.support.processes import descendants, is_alive, wait_until
 from tests.support.small_runs import SMALL_RUN
 
@@ -31,7 +32,7 @@ def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def summary_of(status: Status, wall_s: float = 1.0) -> Summary:
-    return Tally(global_batch=1, target_top1=None, wall_s=wall_s).summary(status)
+    return RunTotals(global_batch=1, target_top1=None, wall_s=wall_s).summary(status)
 
 
 def leave_behind(trial: Trial, summary: Summary) -> None:
@@ -43,7 +44,7 @@ def leave_behind(trial: Trial, summary: Summary) -> None:
 
 
 def run(*trials: Trial, jobs: int = 2) -> list[Summary]:
-    return run_trials(trials, STUDY, jobs, StudyScreen(len(trials), jobs))
+    return run_trials(trials, STUDY, jobs, SweepScreen(len(trials), jobs))
 
 
 def test_what_has_finished_or_diverged_is_not_run_again() -> None:
@@ -98,7 +99,7 @@ def test_durations_are_told_in_two_units() -> None:
 
 
 def test_a_trial_that_fails_ends_the_others_and_is_one_line() -> None:
-    class Watching(StudyScreen):
+    class Watching(SweepScreen):
         processes: frozenset[int] = frozenset()
 
         def show_running(self, folders: Sequence[Path]) -> None:
@@ -116,7 +117,7 @@ def test_a_trial_that_fails_ends_the_others_and_is_one_line() -> None:
 
 
 def test_a_signal_stops_trials_at_a_checkpoint() -> None:
-    class Impatient(StudyScreen):
+    class Impatient(SweepScreen):
         def show_running(self, folders: Sequence[Path]) -> None:
             if folders and epoch_of(folders[0]) > 0:
                 os.kill(os.getpid(), signal.SIGTERM)

@@ -2,10 +2,10 @@ from typing import Any
 
 import pytest
 
-from megabatch.runs.time_breakdown import Stages
+from megabatch.runs.time_breakdown import TimeBreakdown
 from megabatch.train.doctor import Diagnosis, advise
 
-DECODING = Stages(read=0.1, decode=0.7, augment=0.2)
+DECODING = TimeBreakdown(read=0.1, decode=0.7, augment=0.2)
 
 
 def diagnosis(**changes: Any) -> Diagnosis:
@@ -13,7 +13,7 @@ def diagnosis(**changes: Any) -> Diagnosis:
         "input_per_s": 4000.0,
         "compute_per_s": 1000.0,
         "both_per_s": 950.0,
-        "waited": Stages(decode=0.01),
+        "waited": TimeBreakdown(decode=0.01),
         "spent": DECODING,
         "num_ranks": 2,
         "decode_threads": 1,
@@ -24,7 +24,7 @@ def diagnosis(**changes: Any) -> Diagnosis:
     return Diagnosis(**usual | changes)
 
 
-WAITING = {"input_per_s": 800.0, "both_per_s": 700.0, "waited": Stages(decode=0.3)}
+WAITING = {"input_per_s": 800.0, "both_per_s": 700.0, "waited": TimeBreakdown(decode=0.3)}
 
 
 @pytest.mark.parametrize(
@@ -34,14 +34,14 @@ WAITING = {"input_per_s": 800.0, "both_per_s": 700.0, "waited": Stages(decode=0.
         (WAITING, "input limits this run: it makes 800 images/s alone where compute takes 1,000", "--shorter-side 256"),
         (WAITING | {"shorter_side": 256.0}, "input limits", "more cores (run.decode_threads=1 a rank)"),
         (
-            WAITING | {"spent": Stages(read=1.0), "shorter_side": 256.0},
+            WAITING | {"spent": TimeBreakdown(read=1.0), "shorter_side": 256.0},
             "30% of the time",
             "read takes 100% of it: megaba",
         ),
-        (WAITING | {"spent": Stages(copy=1.0)}, "input limits", "copy takes 100%"),
+        (WAITING | {"spent": TimeBreakdown(copy=1.0)}, "input limits", "copy takes 100%"),
         ({"both_per_s": 700.0}, "input is in its way: 1,000 images/s alone, 700", "decode takes 70%"),
         (
-            {"both_per_s": 700.0, "decode_threads": 0, "spent": Stages(read=1.0), "shorter_side": None},
+            {"both_per_s": 700.0, "decode_threads": 0, "spent": TimeBreakdown(read=1.0), "shorter_side": None},
             "compute limits this run: it takes 1,000",
             "nothing",
         ),

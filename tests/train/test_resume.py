@@ -8,7 +8,8 @@ from megabatch.config.loading import load_config
 from megabatch.config.schema import RunConfig
 from megabatch.errors import UserError
 from megabatch.runs.folder import RunFolder
-from megabatch.runs.records import Status, Tally
+from megabatch.runs.records import Status
+from megabatch.runs.totals import RunTotals
 from megabatch.train.resume import Start, choose_start, newest_whole
 
 
@@ -26,7 +27,7 @@ def make_run(folder: str, config: RunConfig, status: Status | None = None) -> No
     Path(folder).mkdir(parents=True)
     (Path(folder) / "config.toml").write_text(config.to_toml())
     if status:
-        summary = Tally(global_batch=1, target_top1=None).summary(status)
+        summary = RunTotals(global_batch=1, target_top1=None).summary(status)
         (Path(folder) / "summary.json").write_bytes(msgspec.json.encode(summary))
 
 

@@ -93,6 +93,17 @@ def cluster(
 
 
 @app.command()
+def planning(
+    json: Json = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Choices for each cluster; the median counts.")] = 5,
+) -> None:
+    """How long the choice of buckets and plans takes for 2,048 ranks, and for 16,384."""
+    bench = load_bench("planning")
+    require_folder_of(json)
+    bench.run(rounds, json)
+
+
+@app.command()
 def optimizer(
     json: Json = None,
     rounds: Annotated[int, typer.Option(min=3, help="Steps of each arm; the median counts.")] = 31,

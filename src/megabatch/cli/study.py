@@ -80,8 +80,8 @@ def run_study(design: "Design", folder: Path | None, out: Path, jobs: int | None
     with speaking_for_ranks():
         run = partial(run_trials, folder=folder, jobs=jobs, screen=screen)
         study = conduct(design, folder, command, run, layer_variance)
-    for bar in study.bars:
-        verdict = judge(study, bar)
+    for criterion in study.criteria:
+        verdict = judge(study, criterion)
         screen.say({True: "holds", False: "missed", None: "untold"}[verdict.holds], verdict.text)
     for path in write_study(study, out):
         screen.say("written", str(path))

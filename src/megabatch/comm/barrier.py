@@ -13,7 +13,8 @@ A rank that has died or left is noticed while we sleep.
 
 No fences: on x86-64 a core's stores become visible in the order in which they were made, and its loads are made in
 order, so whoever sees the number sees all that was written before it.  Non-temporal stores are the exception, and
-memcpy ends those with an sfence.  An aligned word is one store.  Other machines promise none of this: `segment.is_supported`.
+memcpy ends those with an sfence.  An aligned word is one store.  Other machines promise none of this:
+`segment.is_supported`.
 """
 
 import contextlib

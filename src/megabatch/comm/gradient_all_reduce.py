@@ -1,4 +1,4 @@
-"""The all-reduce of one model's gradients: buckets go to the reducer as backward fills them, and travel underneath it."""
+"""The all-reduce of a model's gradients: buckets go to the reducer as backward fills them, and travel underneath it."""
 
 import atexit
 import os

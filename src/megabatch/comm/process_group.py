@@ -5,9 +5,9 @@ An all-reduce that crosses the network is a direct exchange, in three stages.  p
     sum       in ascending rank order, 16 bits in fp32, and rounded once
     gather    slice i goes to everybody; its owner keeps the rounded values   all-gather, n (p-1)/p elements sent
 Two roundings whatever p is (`planning.plan.error_bound`), none with fp32, and the same bits wherever an element lies in
-its tensor.  The backend's own all-reduce would round 16 bits at every hop.  An overflow becomes inf, for the loss scaler
-to see.  Two members send each other all of it instead: as many bytes, in one stage.  In fp32 `flat`, two members, and
-whatever NCCL sums take the backend's own all-reduce.
+its tensor.  The backend's own all-reduce would round 16 bits at every hop.  An overflow becomes inf, for the loss
+scaler to see.  Two members send each other all of it instead: as many bytes, in one stage.  In fp32 `flat`, two
+members, and whatever NCCL sums take the backend's own all-reduce.
 
 Between its stages an all-reduce yields, so that the network carries the next one while this one is summed.  The two
 exchanges have channels of their own (torch process groups): on each, all members start the same ones in the same order,

@@ -49,7 +49,7 @@ def price(
     times_s = phase_seconds(plan, shape, -(-num_elements // parts), links, element_bytes)
     network = plan.network
     before_s, crossing_s, after_s = map(sum, (times_s[: network.start], times_s[network], times_s[network.stop :]))
-    if not plan.crosses:
+    if not times_s[network]:
         return Costs(before_s, 0.0, 0.0, crosses=False)
     slowest_s = max(before_s + after_s, crossing_s)
     return Costs(before_s, crossing_s + (parts - 1) * slowest_s, after_s, crosses=True)

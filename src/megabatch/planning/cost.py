@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
-from megabatch.planning.plan import COMM_DTYPES, Op, Phase, Plan, slice_of, slice_sizes, transfers
+from megabatch.planning.plan import COMM_DTYPES, Op, Phase, Plan, largest_slice, slice_of, slice_sizes, transfers
 from megabatch.planning.topology import Axis, ClusterShape, Topology, runs_of
 
 Half = Literal["reduce_scatter", "all_gather", "gather", "scatter"]
@@ -72,8 +72,8 @@ def group_shapes(
 ) -> set[tuple[int, int]]:
     """The different (members, elements) of an axis' groups; after a reduce_scatter each group holds one slice."""
     check_held(axis, scattered, shape)
-    slices = [slice_sizes(num_elements, shape.largest_group(other)) for other in scattered]
-    held = [size for size, _ in slices[0]] if slices else [num_elements]
+    slices = [size for other in scattered for size, _ in slice_sizes(num_elements, shape.largest_group(other))]
+    held = slices or [num_elements]
     return {(members, elements) for members, _ in shape.group_sizes(axis) for elements in held}
 
 
@@ -85,11 +85,11 @@ def check_held(axis: Axis, scattered: tuple[Axis, ...], shape: ClusterShape) -> 
 
 
 def group_seconds(phase: Phase, num_members: int, num_elements: int, link: Link, element_bytes: int) -> float:
-    total_s = 0.0
+    total_s, width = 0.0, travelling_bytes(phase, element_bytes)
     for half in OPS[phase.op]:
         num_busiest = elements_of_busiest(half, num_elements, num_members)
         total_s += (num_members - 1) * link.alpha_s
-        total_s += num_busiest * travelling_bytes(phase, element_bytes) * link.beta_s_per_byte
+        total_s += num_busiest * width * link.beta_s_per_byte
         total_s += num_busiest * element_bytes * link.gamma_s_per_byte if half == "reduce_scatter" else 0.0
     return total_s
 
@@ -98,8 +98,7 @@ def elements_of_busiest(half: Half, num_elements: int, num_members: int) -> int:
     """Elements that the busiest member sends or receives, whichever is more: links carry both at once."""
     if half in ("gather", "scatter"):
         return num_elements - size_of_slice(num_elements, num_members, 0)
-    largest, _ = slice_sizes(num_elements, num_members)[-1]
-    return (num_members - 1) * largest
+    return (num_members - 1) * largest_slice(num_elements, num_members)
 
 
 def size_of_slice(num_elements: int, parts: int, index: int) -> int:
@@ -161,10 +160,9 @@ def bytes_crossing(plan: Plan, topology: Topology, num_elements: int, element_by
             case "leaders":
                 crossing = crossing_one_by_one(phase, [(topology.groups("leaders")[0], num_elements)])
             case "inter_node":
-                groups = list(zip(*topology.nodes, strict=True))
-                sizes = [size_of_slice(num_elements, len(groups), index) for index in range(len(groups))]
-                held = sizes if scattered else [num_elements] * len(groups)
-                crossing = crossing_one_by_one(phase, list(zip(groups, held, strict=True)))
+                parts = topology.largest_node if scattered else 1  # the i-th ranks hold slice i, or all hold all
+                sizes = [size_of_slice(num_elements, parts, index % parts) for index in range(topology.largest_node)]
+                crossing = crossing_one_by_one(phase, list(zip(zip(*topology.nodes, strict=True), sizes, strict=True)))
         sent = [before + width * num for before, num in zip(sent, crossing, strict=True)]
     return sent
 

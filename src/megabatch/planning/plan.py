@@ -136,6 +136,14 @@ def slice_sizes(num_elements: int, parts: int) -> SizeCounts:
     return tuple(sorted(counts.items()))
 
 
+def largest_slice(num_elements: int, parts: int) -> int:
+    """The size of the largest of `slices`: the last one, or without its short block one of the others."""
+    block, num_blocks = blocks_of(num_elements, parts)
+    fullest = -(-num_blocks // parts) * block
+    is_last_alone = num_blocks % parts == 1 or parts == 1
+    return fullest - (num_blocks * block - num_elements) if is_last_alone else fullest
+
+
 def blocks_of(num_elements: int, parts: int) -> tuple[int, int]:
     """Elements of a block, of which slices have whole numbers, and how many blocks there are; the last may be short."""
     block = BLOCK if num_elements >= BLOCK * parts else 1

@@ -2,7 +2,7 @@
 
 The loss is the mean over the global batch, so a gradient shrinks as the batch G grows, and S starts at 2^8 G.
 An overflow halves S, 100 steps without one double it (a 64K run has only about 1,800); it has no maximum, and is at
-least 1.  A step that overflows is skipped.  The words are those of torch.amp.GradScaler, whose scale starts at 2^16.
+least 1.  A step that overflows is skipped.  Names as in torch.amp.GradScaler.
 """
 
 import math

@@ -3,13 +3,13 @@
 Results are compared that share the recipe's model, optimizer and data: the source's name, or a set of the same size to
 1 %, since ImageNet may lie anywhere.  G is the recipe's batch.
 
-Learning rate, warm-up, decay and momentum (as 1 - momentum, on which the length of its memory depends) are interpolated between
-the results on either side of G, as straight lines in log-log, and that value is widened both ways by a factor: 2, and 4
-for the decay.  The factors come from the table itself: they are such that each result of ResNet-50 with LARS lies within
-what is expected from the others (test_compare holds this).
+Learning rate, warm-up, decay and momentum (as 1 - momentum, on which the length of its memory depends) are interpolated
+between the results on either side of G, as straight lines in log-log, and that value is widened both ways by a factor:
+2, and 4 for the decay.  The factors come from the table itself: they are such that each result of ResNet-50 with LARS
+lies within what is expected from the others (test_compare holds this).
 
-Beyond the known batches the outermost result counts.  But SGD's learning rate goes with G on both sides (the linear rule, Goyal
-et al. 2017); LARS's may do so below, where nothing forbids a shorter warm-up either.
+Beyond the known batches the outermost result counts.  But SGD's learning rate goes with G on both sides (the linear
+rule, Goyal et al. 2017); LARS's may do so below, where nothing forbids a shorter warm-up either.
 
 BatchNorm's span and the steps of an epoch are not functions of G: no result of any family has gone below or above the
 spans of the table, and no result of this family has got along with fewer steps an epoch than its largest batch has.

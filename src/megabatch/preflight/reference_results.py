@@ -3,8 +3,9 @@
 ResNet-50, LARS    the reference convergence points of MLPerf, target 75.9 %: trust coefficient 0.001, eps 0, poly 2,
                    end 1e-4
 ResNet-50, SGD     Goyal et al. 2017: 0.1 for each 256 samples
-AlexNet-BN, LARS   public code of the authors on whom Jia et al. 2018 build: trust coefficient 0.001, poly 2; it does not
-                   say over how many samples BatchNorm goes.  Of 64K the abstract of Jia et al. gives epochs and accuracy alone
+AlexNet-BN, LARS   public code of the authors on whom Jia et al. 2018 build: trust coefficient 0.001, poly 2; it does
+                   not say over how many samples BatchNorm goes.  Of 64K the abstract of Jia et al. gives epochs and
+                   accuracy alone
 the rest           our own recipes.  Where `top1` is None, nobody has run them to their end yet
 """
 

@@ -62,7 +62,7 @@ class StopRequest:
 
 
 class LauncherSignals:
-    """In the launcher: the first Ctrl-C or SIGTERM asks the ranks to stop after their step, a second ends all at once."""
+    """In the launcher: a first Ctrl-C or SIGTERM asks the ranks to stop after their step, a second ends all at once."""
 
     def __init__(self, scratch: Path) -> None:
         self.number: int | None = None

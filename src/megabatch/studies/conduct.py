@@ -56,7 +56,7 @@ def conduct(design: Design, folder: Path, command: str, run: Run, follow: Callab
         setup=design.setup,
         baseline=design.baseline,
         arms=arms,
-        bars=list(design.bars),
+        criteria=list(design.criteria),
         took_s=sum(summary.wall_s for summary in spent),
         versions=versions_of([folder / trial.name for trial in trials.values()]),
         machine=f"{len(usable_cores())} cores of {cpu_name()}",

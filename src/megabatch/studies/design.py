@@ -1,8 +1,8 @@
-"""What a study is going to do: arms that differ in a few settings, how each finds its learning rate, and the bars."""
+"""What a study is going to do: arms that differ in a few settings, how each finds its learning rate, and criteria."""
 
 from msgspec import Struct
 
-from megabatch.studies.evidence import Bar, Claim
+from megabatch.studies.evidence import Claim, Criterion
 
 
 class ArmDesign(Struct, frozen=True, kw_only=True):
@@ -28,7 +28,7 @@ class Design(Struct, frozen=True, kw_only=True):
     overrides: tuple[str, ...]  # of all arms
     arms: tuple[ArmDesign, ...]
     baseline: str
-    bars: tuple[Bar, ...] = ()
+    criteria: tuple[Criterion, ...] = ()
     validation: float  # share of the training images that rates are judged by
     trials: int  # of each search
     seeds: int

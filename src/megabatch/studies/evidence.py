@@ -36,7 +36,7 @@ class Arm(Struct, frozen=True, kw_only=True):
         return len(self.runs) - len(self.top1s)
 
 
-class Bar(Struct, frozen=True, kw_only=True):
+class Criterion(Struct, frozen=True, kw_only=True):
     """What a study set out to show: the arm's mean top-1 lies at most so far below the baseline's."""
 
     arm: str
@@ -61,7 +61,7 @@ class Study(Struct, frozen=True, kw_only=True):
     setup: str  # data set, network, epochs, held-out images: in prose
     baseline: str  # the arm that gaps are taken to
     arms: list[Arm]
-    bars: list[Bar]
+    criteria: list[Criterion]
     took_s: float  # core seconds
     versions: dict[str, str]
     machine: str  # cores and the like, no names of hosts
@@ -71,9 +71,9 @@ class Study(Struct, frozen=True, kw_only=True):
         names = [arm.name for arm in self.arms]
         if len(set(names)) != len(names):
             raise ValueError(f"two arms have one name: {names}")
-        of_bars = [name for bar in self.bars for name in (bar.arm, bar.baseline)]
+        of_criteria = [name for criterion in self.criteria for name in (criterion.arm, criterion.baseline)]
         of_claims = [name for claim in self.claims for name in (claim.better, claim.worse)]
-        for name in [self.baseline, *of_bars, *of_claims]:
+        for name in [self.baseline, *of_criteria, *of_claims]:
             if name not in names:
                 raise ValueError(f"{name!r} is not an arm: {names}")
 

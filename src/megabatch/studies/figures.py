@@ -75,10 +75,10 @@ def draw_accuracy(study: Study, figure: "Figure") -> None:
             axes.plot([low], [row], "<", color=color, ms=6, clip_on=False)
             axes.text(0.03, row, " ".join(f"{value:.1f}" for value in beyond), **beside)
         axes.text(1.02, row, beside_row(arm, baseline), **beside)
-    for bar in study.bars:
-        row = arms.index(study.arm(bar.arm))
-        if spread := top1_spread(study.arm(bar.baseline)):
-            edge = spread.mean - bar.max_gap_points
+    for criterion in study.criteria:
+        row = arms.index(study.arm(criterion.arm))
+        if spread := top1_spread(study.arm(criterion.baseline)):
+            edge = spread.mean - criterion.max_gap_points
             axes.plot([edge, edge], [row - 0.42, row + 0.42], color=GREY, lw=1, ls=(0, (2, 1.5)))
     axes.text(1.02, -0.75, "points below the baseline", color=GREY, **beside)
     axes.set_yticks(range(len(arms)), [arm.name for arm in arms])
@@ -86,19 +86,19 @@ def draw_accuracy(study: Study, figure: "Figure") -> None:
     axes.set_xlim(low, high)
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="y", visible=False)
-    axes.set_xlabel("top-1, %" + ("; dashed: the bar that an arm's mean must reach" if study.bars else ""))
+    axes.set_xlabel("top-1, %" + ("; dashed: the criterion that an arm's mean must reach" if study.criteria else ""))
 
 
 def accuracy_limits(study: Study) -> tuple[float, float]:
-    """Around all seeds, intervals and bars, as far as they lie within ACCURACY_POINTS of the best seed."""
+    """Around all seeds, intervals and criteria, as far as they lie within ACCURACY_POINTS of the best seed."""
     values = [value for arm in study.arms for value in percents(arm)]
     best = max(values, default=0.0)
     for arm in study.arms:
         if (spread := top1_spread(arm)) and spread.interval:
             values += [spread.interval.low, spread.interval.high]
-    for bar in study.bars:
-        if spread := top1_spread(study.arm(bar.baseline)):
-            values.append(spread.mean - bar.max_gap_points)
+    for criterion in study.criteria:
+        if spread := top1_spread(study.arm(criterion.baseline)):
+            values.append(spread.mean - criterion.max_gap_points)
     return with_margin([value for value in values if abs(value - best) <= ACCURACY_POINTS])
 
 

@@ -83,9 +83,9 @@ def page(study: Study, drawings: Sequence[Drawing]) -> str:
 
 
 def answers(study: Study) -> str:
-    """Each bar: whether it holds, and by what; and what others have found, beside what is found here."""
-    bars = [f"{judge(study, bar).text}." for bar in study.bars]
-    return bullets([*bars, *(f"{claim.text} Here {judge_claim(study, claim).text}." for claim in study.claims)])
+    """Each criterion: whether it holds, and by what; and what others have found, beside what is found here."""
+    criteria = [f"{judge(study, criterion).text}." for criterion in study.criteria]
+    return bullets([*criteria, *(f"{claim.text} Here {judge_claim(study, claim).text}." for claim in study.claims)])
 
 
 def accuracy_table(study: Study) -> str:

@@ -4,11 +4,11 @@ What ImageNet at 64K and these have in common is the number of steps: 20 an epoc
 """
 
 from megabatch.studies.design import ArmDesign, Design
-from megabatch.studies.evidence import Bar, Claim
+from megabatch.studies.evidence import Claim, Criterion
 from megabatch.sweep.search import HELD_OUT
 
 NESTEROV = ("optim.name=sgd",)
-LARS = ("optim.name=lars", "optim.trust=0.01")
+LARS = ("optim.name=lars", "optim.trust_coefficient=0.01")
 DECAY_ALL = ("optim.decay_all=true",)
 
 # The coarse grids of large batches.
@@ -79,7 +79,7 @@ LARGE_BATCH = Design(
         ),
     ),
     baseline=BASELINE,
-    bars=(Bar(arm=OURS, baseline=BASELINE, max_gap_points=0.3),),
+    criteria=(Criterion(arm=OURS, baseline=BASELINE, max_gap_points=0.3),),
     claims=(
         Claim(
             text="With ResNet-50 at 64K, LARS takes Jia et al. 2018 from 60.6 % to 71.9 %.",
@@ -227,9 +227,9 @@ PRECISION = Design(
         ),
     ),
     baseline=FP32,
-    bars=(
-        Bar(arm=DYNAMIC, baseline=FP32, max_gap_points=0.3),
-        Bar(arm="fp16, fixed scale", baseline=FP32, max_gap_points=0.3),
+    criteria=(
+        Criterion(arm=DYNAMIC, baseline=FP32, max_gap_points=0.3),
+        Criterion(arm="fp16, fixed scale", baseline=FP32, max_gap_points=0.3),
     ),
     claims=(
         Claim(

@@ -1,12 +1,12 @@
-"""Whether arms keep to their bars: a decision and its sentence.  In percentage points; a gap is positive below."""
+"""Whether arms keep to their criteria: a decision and its sentence.  In percentage points; a gap is positive below."""
 
 from msgspec import Struct
 
-from megabatch.studies.evidence import Arm, Bar, Claim, Study
+from megabatch.studies.evidence import Arm, Claim, Criterion, Study
 from megabatch.studies.statistics import Gap, Interval, Spread, gap, spread
 
 UNTOLD = "these seeds do not tell them apart"
-EXACT_PLACES = 9  # rounding error is not a gap: 93.0 - 92.7 lies at a bar of 0.3, not beyond it
+EXACT_PLACES = 9  # rounding error is not a gap: 93.0 - 92.7 lies at a criterion of 0.3, not beyond it
 
 
 class Verdict(Struct, frozen=True):
@@ -30,17 +30,17 @@ def percents(arm: Arm) -> list[float]:
     return [100 * top1 for top1 in arm.top1s]
 
 
-def judge(study: Study, bar: Bar) -> Verdict:
-    arm, baseline = study.arm(bar.arm), study.arm(bar.baseline)
+def judge(study: Study, criterion: Criterion) -> Verdict:
+    arm, baseline = study.arm(criterion.arm), study.arm(criterion.baseline)
     found = top1_gap(arm, baseline)
     if found is None:
-        return judge_without_means(arm, baseline, bar)
+        return judge_without_means(arm, baseline, criterion)
     size = round(found.size, EXACT_PLACES)
-    holds = size <= bar.max_gap_points
-    # As many places as show on which side of the bar the gap lies.
-    places = next(p for p in range(2, EXACT_PLACES + 1) if (round(size, p) <= bar.max_gap_points) == holds)
-    verdict = f"the bar is {bar.max_gap_points:g}: {'holds' if holds else 'does not hold'}"
-    return Verdict(holds, f"{lies(arm, baseline, found, places)}; {verdict}{doubt(found, bar, holds)}")
+    holds = size <= criterion.max_gap_points
+    # As many places as show on which side of the criterion the gap lies.
+    places = next(p for p in range(2, EXACT_PLACES + 1) if (round(size, p) <= criterion.max_gap_points) == holds)
+    verdict = f"the criterion is {criterion.max_gap_points:g}: {'holds' if holds else 'does not hold'}"
+    return Verdict(holds, f"{lies(arm, baseline, found, places)}; {verdict}{doubt(found, criterion, holds)}")
 
 
 def lies(arm: Arm, other: Arm, found: Gap, places: int = 2) -> str:
@@ -81,8 +81,8 @@ def judge_claim_without_means(better: Arm, worse: Arm, claim: Claim) -> Verdict:
     return Verdict(None, f"{lacking.name}: {divergence(lacking)}: cannot be told")
 
 
-def judge_without_means(arm: Arm, baseline: Arm, bar: Bar) -> Verdict:
-    ending = f"the bar is {bar.max_gap_points:g} points below {baseline.name}"
+def judge_without_means(arm: Arm, baseline: Arm, criterion: Criterion) -> Verdict:
+    ending = f"the criterion is {criterion.max_gap_points:g} points below {baseline.name}"
     if has_diverged(arm):
         return Verdict(False, f"{arm.name}: {divergence(arm)}; {ending}: does not hold")
     lacking = baseline if top1_spread(baseline) is None else arm
@@ -114,14 +114,14 @@ def points(value: float, places: int = 2) -> str:
     return f"{round(value, places) + 0.0:.{places}f}"  # + 0.0: never -0.00
 
 
-def doubt(found: Gap, bar: Bar, holds: bool) -> str:
+def doubt(found: Gap, criterion: Criterion, holds: bool) -> str:
     """What the interval leaves open."""
     if found.interval is None:
         return ", as far as one seed can say"
-    if holds and round(found.interval.high, EXACT_PLACES) > bar.max_gap_points:
-        return ", but the interval reaches beyond the bar: these seeds do not exclude a larger gap"
-    if not holds and round(found.interval.low, EXACT_PLACES) <= bar.max_gap_points:
-        return ", but the interval reaches within the bar: these seeds do not exclude a smaller gap"
+    if holds and round(found.interval.high, EXACT_PLACES) > criterion.max_gap_points:
+        return ", but the interval reaches beyond the criterion: these seeds do not exclude a larger gap"
+    if not holds and round(found.interval.low, EXACT_PLACES) <= criterion.max_gap_points:
+        return ", but the interval reaches within the criterion: these seeds do not exclude a smaller gap"
     return ""
 
 

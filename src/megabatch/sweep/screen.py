@@ -77,7 +77,7 @@ def seconds_left(trials: Sequence[Trial], done: Mapping[str, Summary], num_trial
 
 
 def kind_of(trial: Trial) -> tuple[str, ...]:
-    """What trials of the same length have in common: all but the seed, the learning rate, and what takes little time."""
+    """What trials of the same length have in common: all but seed, learning rate, and what takes little time."""
     ignored = ("seed=", "optim.learning_rate=", "data.validation=", "train.evaluate_every=", "checkpoint.")
     return (trial.recipe, *(override for override in trial.overrides if not override.startswith(ignored)))
 

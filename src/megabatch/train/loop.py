@@ -133,7 +133,7 @@ def forward_backward(microbatches: Stream, run: Training, step: int) -> Passed:
 
 
 def update(run: Training, totals: StepTotals, step: int) -> bool:
-    """Changes the weights in fp32, and copies them to the model; True if gradients overflowed, and nothing is changed."""
+    """Updates the master weights and copies them to the model; True if gradients overflowed, and nothing changed."""
     check_loss(run, totals.loss, step)
     set_learning_rate(run.optimizer, run.learning_rate(step))
     overflowed = run.master_weights.load_gradients(run.loss_scale)  # as fp32, unscaled

@@ -58,8 +58,8 @@ def check_scale(run: "Training", step: int) -> None:
         scale, often = show_scale(run.loss_scale.value), run.loss_scale.overflows_in_a_row + 1
         remedy = "leave precision.loss_scale out" if run.loss_scale.kind == "fixed" else "lower optim.learning_rate"
         raise Diverged(
-            f"the gradient of {run.master_weights.first_overflow()} overflows at step {step + 1} with a loss scale of {scale}"
-            f", {often} step{'s' * (often > 1)} in a row; {remedy}, or use bf16 where the recipe says fp16 or amp"
+            f"the gradient of {run.master_weights.first_overflow()} overflows at step {step + 1} with a loss scale of "
+            f"{scale}, {often} step{'s' * (often > 1)} in a row; {remedy}, or use bf16 where the recipe has fp16 or amp"
         )
 
 
