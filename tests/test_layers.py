@@ -1,7 +1,11 @@
 """Imports point down only."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 import megabatch
 
@@ -59,6 +63,25 @@ def test_imports_point_down_and_siblings_do_not_know_each_other() -> None:
 def test_planning_is_pure() -> None:
     used = {module.split(".")[0] for path in (PACKAGE / "planning").glob("*.py") for module in imports(path)}
     assert used <= {"math", "typing", "msgspec", "megabatch", "itertools", "collections", "functools", "hashlib"}
+
+
+@pytest.mark.parametrize("room", ["planning", "runs", "disk"])
+def test_what_reads_and_plans_does_not_import_torch(room: str) -> None:
+    path = PACKAGE / room
+    modules = [f"megabatch.{room}.{file.stem}" for file in path.glob("[!_]*.py")] or [f"megabatch.{room}"]
+    code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_no_file_is_too_long_to_read() -> None:
+    lengths = {path.relative_to(PACKAGE): path.read_text().count("\n") for path in PACKAGE.rglob("*.py")}
+    assert {path: length for path, length in lengths.items() if length > 300} == {}
+
+
+def test_what_tests_share_is_in_no_test_file() -> None:
+    for path in Path(__file__).parent.rglob("*.py"):
+        shared = [module for module in imports(path) if module.startswith("tests.")]
+        assert all(module.startswith("tests.support") for module in shared), path
 
 
 def test_only_ranks_and_comm_use_torch_distributed() -> None:

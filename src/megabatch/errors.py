@@ -5,7 +5,7 @@ from difflib import get_close_matches
 
 
 class UserError(ValueError):
-    """Something only the user can mend. Its text is the one line the user sees."""
+    """Something only the user can fix. Its text is the one line the user sees."""
 
 
 class Diverged(UserError):

@@ -123,7 +123,7 @@ def test_bench_input_measures_all_arms_on_both_sets(tmp_path: Path) -> None:
         assert row["dataloader_workers"] == 2 and row["raw_decode_by"] in ("threads", "processes")
     assert rows[0]["jpeg_quality"] is None and rows[0]["mean_width"] < 90
     assert 1 <= rows[1]["jpeg_quality"] <= 100 and max(rows[1]["mean_width"], rows[1]["mean_height"]) > 400
-    assert "encoded anew at quality" in result.stdout and "encoded anew at quality" in rows[1]["made_by"]
+    assert "re-encoded at quality" in result.stdout and "re-encoded at quality" in rows[1]["made_by"]
 
 
 def test_bench_input_refuses_a_folder_without_photos(tmp_path: Path) -> None:

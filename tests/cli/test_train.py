@@ -106,7 +106,9 @@ def test_a_run_leaves_its_rows_its_summary_and_its_recipe(finished: tuple[Path, 
     folder = str(path)
     assert "runs/fashion-001" in stdout and "32 = 4 micro x 4 accumulated x 2 ranks" in stdout
     assert "200 + 37 images of 12x12x3, 6 classes" in stdout
-    assert "reference batch 128, rate 0.1, " in stdout and "warning   batch.micro=4 is BatchNorm's span" in stdout
+    assert (
+        "reference batch 128, learning rate 0.1, " in stdout and "warning   batch.micro=4 is BatchNorm's span" in stdout
+    )
     steps = [row for row in rows(folder) if "lr" in row]
     evaluations = [row for row in rows(folder) if "lr" not in row]
     assert [row["step"] for row in steps] == list(range(1, 51))
@@ -417,7 +419,7 @@ def test_under_mpiexec_it_joins() -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
     assert result.returncode == 0, result.stderr
     assert "2 ranks" in result.stdout and summary()["status"] == "finished"
-    assert "reference batch 128, rate 0.1, " in result.stdout and "warning" not in result.stdout
+    assert "reference batch 128, learning rate 0.1, " in result.stdout and "warning" not in result.stdout
 
 
 @contextlib.contextmanager

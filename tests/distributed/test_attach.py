@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import io
 import os
 import re
 import signal
@@ -265,6 +266,32 @@ def test_misuse_is_told_with_a_remedy(ranks: RankPool) -> None:
         assert said[4] == "0 has sparse gradients, which have no place in a bucket; nearest: sparse=False"
 
 
+def save_and_load(world: World) -> None:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(layers())
+    x = torch.randn(5, 6)
+    with attach(ddp, algorithm="torus", dtype="bf16"):
+        ddp(x).sum().backward()
+        content = io.BytesIO()
+        torch.save(ddp, content)  # in the middle of it
+        ddp(x).sum().backward()
+        expected = [parameter.grad for parameter in ddp.parameters()]
+    content.seek(0)
+    loaded = torch.load(content, weights_only=False)
+    assert torch.equal(loaded(x), ddp(x))
+    loaded.zero_grad()
+    with attach(loaded):
+        for _ in range(2):
+            loaded(x).sum().backward()
+    for parameter, gradient in zip(loaded.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_a_model_is_saved_with_its_all_reduce_and_attached_again(ranks: RankPool) -> None:
+    """As PyTorch's own test_DistributedDataParallelCPU does with every model."""
+    ranks.run(save_and_load, num_ranks=2)
+
+
 # Several hosts on one machine.
 
 HOSTS = {"2+2": "aabb", "2+2 in turn": "abab", "3+1": "aaab", "1+2": "abb", "1+1+1": "abc"}
@@ -315,7 +342,7 @@ def averages(
 def test_hosts_average_within_the_bound_with_the_same_bits_everywhere(ranks: RankPool, algorithm: str) -> None:
     for hosts in HOSTS.values():
         topology = from_hosts(hosts)
-        if ALGORITHMS[algorithm](topology, "fp32") is None:
+        if ALGORITHMS[algorithm](topology.shape, "fp32") is None:
             continue
         results = ranks.run(averages, hosts, algorithm, SETTINGS, num_ranks=len(hosts))
         for (dtype, travels), steps in results[0].items():

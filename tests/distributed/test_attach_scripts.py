@@ -92,7 +92,7 @@ def test_a_script_that_raises_ends_and_so_does_the_other_rank(algorithm: str, tm
     (code, _, err), (failed, _, failure) = run("raise", algorithm, tmp_path)
     assert code == failed == 1
     assert "ValueError: the middle of backward" in failure
-    assert re.search(r"MissingRank: step 2, bucket [01]: .*rank 1 (has left|has died|tells nothing)", err), err
+    assert re.search(r"MissingRank: step 2, bucket [01]: .*rank 1 (has left|has died|says nothing)", err), err
     assert "terminate called" not in err + failure
 
 

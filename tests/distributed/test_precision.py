@@ -221,7 +221,7 @@ def broken_images(world: World, measured: int) -> str:
 
 def test_an_image_that_is_not_finite_is_named(ranks: RankPool) -> None:
     at_once, in_its_step = (ranks.run(broken_images, measured, num_ranks=2) for measured in (200, 10))
-    assert at_once == ["image 77 of the training set is not finite; mend or leave it out"] * 2
+    assert at_once == ["image 77 of the training set is not finite; fix it or leave it out"] * 2
     assert in_its_step[0] == in_its_step[1]
     assert "the loss is nan at step " in in_its_step[0] and "has image 77 of the training set" in in_its_step[0]
 

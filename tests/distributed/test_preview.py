@@ -63,7 +63,7 @@ def test_by_default_ranks_are_as_many_as_cores_as_far_as_they_divide_the_microba
 ) -> None:
     config = small_run("batch.global=24", "run.device=cpu")  # six microbatches
     for cores, expected in ((1, 1), (2, 2), (5, 3), (8, 6), (64, 6)):
-        monkeypatch.setattr("megabatch.preflight.preview.usable_cores", lambda cores=cores: range(cores))
+        monkeypatch.setattr("megabatch.ranks.machine.usable_cores", lambda cores=cores: range(cores))
         assert choose_ranks(config, None) == expected
     assert choose_ranks(config, 2) == 2
     with pytest.raises(UserError, match="cannot share evenly"):

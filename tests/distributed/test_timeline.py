@@ -85,7 +85,7 @@ def test_every_bucket_has_its_phases_after_it_is_ready_and_no_lane_does_two_thin
         for step in range(1, NUM_STEPS + 1):
             check_training(lanes, step, 8 // len(hosts), step in result["evaluated"])
             assert len(result["buckets"]) > 2
-            for bucket in [*result["buckets"], "the step's totals"]:
+            for bucket in [*result["buckets"], "the step's metrics"]:
                 check_bucket(lanes, step, bucket, result["phases"])
 
 
@@ -102,14 +102,14 @@ def check_bucket(lanes: dict[str, list[dict[str, Any]]], step: int, bucket: str,
         if event["args"]["step"] == step and event["name"] in (bucket, f"{bucket} ready")
     ]
     assert [event["ph"] for event in noted] == ["i", "b", "e"]
-    ready, _, summed = noted
+    ready, _, reduced = noted
     spans = [
         event
         for lane in (IN_NODE, NETWORK)
         for event in lanes.get(lane, [])
         if event["args"]["step"] == step and event["name"].startswith(f"{bucket}: ")
     ]
-    assert all(ready["ts"] <= span["ts"] and span["ts"] + span["dur"] <= summed["ts"] + 0.01 for span in spans)
+    assert all(ready["ts"] <= span["ts"] and span["ts"] + span["dur"] <= reduced["ts"] + 0.01 for span in spans)
     done = {span["name"].removeprefix(f"{bucket}: "): span for span in sorted(spans, key=lambda span: span["ts"])}
     assert [name for name in done if name not in WAITS] == phases
     assert all(0 < done[phase]["args"]["bytes"] <= ready["args"]["bytes"] for phase in phases)
@@ -117,7 +117,7 @@ def check_bucket(lanes: dict[str, list[dict[str, Any]]], step: int, bucket: str,
         [event for event in lanes[TRAINING] if event["name"] == name and event["args"]["step"] == step][-1]
         for name in ("backward", "waiting for all-reduce")
     ]
-    assert ready["ts"] <= backward["ts"] + backward["dur"] and summed["ts"] <= waiting["ts"] + waiting["dur"]
+    assert ready["ts"] <= backward["ts"] + backward["dur"] and reduced["ts"] <= waiting["ts"] + waiting["dur"]
 
 
 def test_a_timeline_changes_no_bit_and_is_written_only_where_it_is_wanted(ranks: RankPool, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from megabatch.config.loading import load_config
 from megabatch.errors import UserError
 from megabatch.runs.folder import RunFolder
 from megabatch.runs.reader import is_running, length_up_to
-from megabatch.runs.records import StepRecord
+from tests.support.records import step_record
 
 HOLD = "import sys, pathlib; from megabatch.runs.folder import RunFolder; RunFolder(pathlib.Path(sys.argv[1]))"
 
@@ -35,21 +35,7 @@ def test_rows_beyond_the_checkpoint_and_half_rows_are_cut(tmp_path: Path) -> Non
     assert length_up_to(rows, 9) == len("".join(lines))
     with RunFolder(tmp_path) as folder:
         folder.begin(load_config("fashion").to_toml(), {}, step=2)
-        folder.write(
-            StepRecord(
-                step=3,
-                epoch=1,
-                loss=1,
-                lr=1,
-                loss_scale=1,
-                skipped=False,
-                images_per_s=1,
-                data_wait_s=0,
-                comm_wait_s=0,
-                straggler=0,
-                straggler_delay_s=0.0,
-            )
-        )
+        folder.write(step_record(3, epoch=1.0, loss=1.0))
     assert [json.loads(line)["step"] for line in rows.read_text().splitlines()] == [1, 2, 2, 3]
 
 

@@ -6,12 +6,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megabatch.runs.records import EvaluationRecord, StepRecord, Summary
+from megabatch.runs.records import EvaluationRecord, Summary
 from megabatch.runs.totals import RunTotals
 from megabatch.studies.conduct import SEARCH_SEED, conduct
 from megabatch.studies.design import ArmDesign, Design
 from megabatch.studies.evidence import Curve
 from megabatch.sweep.trials import Trial
+from tests.support.records import step_record
 
 DESIGN = Design(
     name="tiny",
@@ -22,7 +23,13 @@ DESIGN = Design(
     overrides=("train.epochs=3",),
     arms=(
         ArmDesign(name="small, 1", about="baseline", overrides=("batch.global=8",), grid=(1, 4, 16)),
-        ArmDesign(name="scaled", about="10 times", overrides=("batch.global=80",), rate_of="small, 1", rate_times=10),
+        ArmDesign(
+            name="scaled",
+            about="10 times",
+            overrides=("batch.global=80",),
+            learning_rate_of="small, 1",
+            learning_rate_times=10,
+        ),
         ArmDesign(name="wild", about="diverges from 4 on", overrides=("batch.global=88",), grid=(1, 4, 16)),
     ),
     baseline="small, 1",
@@ -32,22 +39,6 @@ DESIGN = Design(
     layer="pool5",
 )
 BEST_RATE = 2.0
-
-
-def step_record(step: int, epoch: float, loss: float) -> StepRecord:
-    return StepRecord(
-        step=step,
-        epoch=epoch,
-        loss=loss,
-        lr=0.1,
-        loss_scale=1.0,
-        skipped=False,
-        images_per_s=100.0,
-        data_wait_s=0.0,
-        comm_wait_s=0.0,
-        straggler=0,
-        straggler_delay_s=0.0,
-    )
 
 
 class FakeRuns:
@@ -115,8 +106,8 @@ def test_every_search_has_the_same_budget_and_rounds_fill_the_queue_together(run
 def test_the_best_rate_is_trained_with_and_others_follow_it(runs: FakeRuns) -> None:
     study = conduct(DESIGN, runs.folder, "megabatch study tiny", runs, follow)
     small, scaled, wild = study.arms
-    assert small.rate == 2 and scaled.rate == 20
-    assert wild.rate == 1 and [rate for rate, top1 in wild.tuned if top1 is None] == [4, 16]
+    assert small.learning_rate == 2 and scaled.learning_rate == 20
+    assert wild.learning_rate == 1 and [rate for rate, top1 in wild.tuned if top1 is None] == [4, 16]
     assert [run.top1 for run in small.runs] == pytest.approx([0.891, 0.892])
     assert small.settings == ["batch.global=8"]
     assert small.runs[0].curves == {
@@ -131,5 +122,5 @@ def test_an_arm_that_diverges_at_every_rate_is_not_trained_further(runs: FakeRun
     runs.wild_from = 0.0
     study = conduct(DESIGN, runs.folder, "megabatch study tiny", runs, follow)
     *_, wild = study.arms
-    assert wild.rate is None and wild.runs == [] and {top1 for _, top1 in wild.tuned} == {None}
+    assert wild.learning_rate is None and wild.runs == [] and {top1 for _, top1 in wild.tuned} == {None}
     assert len(runs.calls[-1]) == 4

@@ -18,7 +18,7 @@ MADE = study(
         arm(BASELINE, [0.93, 0.931, 0.929]),
         arm(TRIAL, [0.928, 0.929, 0.927]),
         arm("costs $5 & <more>", [0.5, 0.51, None]),
-        Arm(name="later", about="", settings=[], rate=None),
+        Arm(name="later", about="", settings=[], learning_rate=None),
     ]
 )
 
@@ -56,13 +56,13 @@ def test_the_same_study_gives_the_same_bytes_whatever_the_user_has_set(drawings:
 
 
 def test_a_study_of_diverged_seeds_alone_can_be_drawn() -> None:
-    lost = Arm(name="lost", about="", settings=[], rate=None, tuned=[(1.0, None)])
+    lost = Arm(name="lost", about="", settings=[], learning_rate=None, tuned=[(1.0, None)])
     drawings = draw_figures(study([arm(BASELINE, [None, None]), lost]))
     assert "2 of 2 diverged" in texts(drawings[0].svg) and "diverged at every rate" in texts(drawings[0].svg)
 
 
 def test_figures_without_values_are_left_out() -> None:
-    assert draw_figures(study([Arm(name="later", about="", settings=[], rate=None)])) == []
+    assert draw_figures(study([Arm(name="later", about="", settings=[], learning_rate=None)])) == []
 
 
 def test_without_matplotlib_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

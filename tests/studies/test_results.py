@@ -51,7 +51,10 @@ def test_results_are_those_of_the_designs(name: str) -> None:
 )
 def test_recipes_carry_the_values_that_were_found(recipe: str, arm: str) -> None:
     found = load_study(FOLDER / "large-batch.json").arm(arm)
-    studied = load_config(LARGE_BATCH.recipe, [*found.settings, f"optim.learning_rate={found.rate}"])
+    studied = load_config(LARGE_BATCH.recipe, [*found.settings, f"optim.learning_rate={found.learning_rate}"])
     (reference,) = (result for result in REFERENCE_RESULTS if result.source == f"megabatch, {recipe}")
     assert without_prose(load_config(recipe)) == without_prose(studied)
-    assert (reference.learning_rate, reference.top1) == (found.rate, round(sum(found.top1s) / len(found.top1s), 4))
+    assert (reference.learning_rate, reference.top1) == (
+        found.learning_rate,
+        round(sum(found.top1s) / len(found.top1s), 4),
+    )

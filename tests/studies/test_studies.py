@@ -25,7 +25,7 @@ def test_arms_have_equal_epochs_and_differ_in_what_they_say(name: str) -> None:
     assert (
         len({(config.data.source, config.schedule.warmup_epochs, config.batch.microbatch) for config in configs}) == 1
     )
-    rates = [(arm.grid, arm.rate_of, arm.rate_times) for arm in STUDIES[name].arms]
+    rates = [(arm.grid, arm.learning_rate_of, arm.learning_rate_times) for arm in STUDIES[name].arms]
     told_apart = {(config.to_toml(), rate) for config, rate in zip(configs, rates, strict=True)}
     assert len(told_apart) == len(STUDIES[name].arms)
 

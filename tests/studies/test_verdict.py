@@ -111,8 +111,8 @@ def test_diverged_seeds_are_counted_and_leave_no_mean() -> None:
 
 
 def test_an_arm_without_runs_is_not_judged_unless_every_rate_diverged() -> None:
-    unsearched = Arm(name="later", about="", settings=[], rate=None)
-    lost = Arm(name="lost", about="", settings=[], rate=None, tuned=[(1.0, None), (2.0, None)])
+    unsearched = Arm(name="later", about="", settings=[], learning_rate=None)
+    lost = Arm(name="lost", about="", settings=[], learning_rate=None, tuned=[(1.0, None), (2.0, None)])
     made = study([arm(BASELINE, BASE), unsearched, lost])
     later, failed = (judge(made, criterion) for criterion in made.criteria)
     assert later.holds is None and "later: not run" in later.text

@@ -20,7 +20,7 @@ def arm(name: str, top1s: Sequence[float | None], rate: float | None = 0.2) -> A
         name=name,
         about=f"what {name} is",
         settings=["batch.global=3072", "optim.name=lars"],
-        rate=rate,
+        learning_rate=rate,
         tuned=[(0.1, 0.91), (0.2, 0.93), (0.4, 0.5), (0.8, None)],
         runs=[seed_run(seed, top1) for seed, top1 in enumerate(top1s, start=1)],
     )

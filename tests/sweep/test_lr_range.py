@@ -51,7 +51,7 @@ def begun(name: str) -> int:
     return (STUDY / name / "train.log").read_text().count("begins at step")
 
 
-def test_a_search_that_is_killed_leaves_no_orphan_and_goes_on_and_runs_nothing_twice() -> None:
+def test_a_search_that_is_killed_leaves_no_orphan_and_resumes_and_runs_nothing_twice() -> None:
     run_words = [*SMALL_RUN, "precision.name=fp32", "train.epochs=20", "checkpoint.every_steps=9"]
     words = [*run_words, "--low", "0.01", "--high", "1e30", "--coarse", "2", "--trials", "2", "--jobs", "2"]
     words += ["--folder", "study"]
@@ -77,7 +77,7 @@ def test_a_search_that_is_killed_leaves_no_orphan_and_goes_on_and_runs_nothing_t
     rows = [line.split() for line in again.output.splitlines()]
     assert [row[0] for row in rows if row[-1:] == ["diverged"]] == ["1e+30"]
     assert [row[:2] for row in rows if row[-2:] == ["finished,", "best"]] == [["0.01", f"{finished.top1:.4f}"]]
-    assert "0.01, the lowest that was tried" in again.output and "with --trials 6 goes on there" in again.output
+    assert "0.01, the lowest that was tried" in again.output and "with --trials 6 continues there" in again.output
     kept = [word for word in run_words if not word.startswith("optim.learning_rate=")]
     command = " ".join(["megabatch train fashion", *kept, "optim.learning_rate=0.01"])
     assert again.output.splitlines()[-1] == command

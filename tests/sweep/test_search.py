@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megabatch.sweep.search import best_rate, coarse_grid, is_at_end, next_rates, rounded
+from megabatch.sweep.search import best_learning_rate, coarse_grid, is_at_end, next_learning_rates, rounded
 
 Score = float | None
 ROUNDING = 1.01  # a rate of three digits is off by half a percent at most
@@ -18,7 +18,7 @@ sizes = st.integers(2, 6)
 
 def search(grid: list[float], budget: int, score: Callable[[float], Score]) -> dict[float, Score]:
     scores = {rate: score(rate) for rate in grid}
-    while more := next_rates(scores, budget):
+    while more := next_learning_rates(scores, budget):
         assert not {*more} & {*scores} and len({*more}) == len(more), "a rate is tried once"
         scores |= {rate: score(rate) for rate in more}
     return scores
@@ -59,7 +59,7 @@ def test_a_peak_within_the_grid_is_enclosed_by_a_gap_that_every_two_trials_halve
     span = step ** (num - 1)
     peak = low * span**where
     tried = search(coarse_grid(low, low * span, num), num + 1 + 2 * rounds, peaked(peak, left, right))
-    best, rates = best_rate(tried), sorted(tried)
+    best, rates = best_learning_rate(tried), sorted(tried)
     assert not is_at_end(best, tried)  # one trial goes beyond the end, if the best of the grid is there
     below, above = rates[rates.index(best) - 1], rates[rates.index(best) + 1]
     assert below / ROUNDING <= peak <= above * ROUNDING
@@ -72,22 +72,22 @@ def test_a_peak_beyond_an_end_is_reached_step_by_step(low: float, step: float, b
     grid = coarse_grid(low, low * step**2, 3)
     peak = grid[1] * step ** (beyond + math.copysign(1, beyond))
     tried = search(grid, 3 + abs(beyond) + 2, peaked(peak, 1.0, 1.0))
-    assert not is_at_end(best_rate(tried), tried)
-    assert 1 / step / ROUNDING < best_rate(tried) / peak < step * ROUNDING
+    assert not is_at_end(best_learning_rate(tried), tried)
+    assert 1 / step / ROUNDING < best_learning_rate(tried) / peak < step * ROUNDING
 
 
 def test_what_diverges_is_worse_than_anything_and_all_that_diverges_leads_downwards() -> None:
-    assert best_rate({0.1: 0.0, 1.0: None}) == 0.1
-    assert next_rates({0.1: 0.2, 1.0: 0.3, 10.0: None}, budget=9) == [0.316, 3.16]
-    assert next_rates({1.0: None, 10.0: None}, budget=3) == [0.1]
-    assert next_rates({1e-300: None, 1.0: None}, budget=3) == []  # there is no rate below
+    assert best_learning_rate({0.1: 0.0, 1.0: None}) == 0.1
+    assert next_learning_rates({0.1: 0.2, 1.0: 0.3, 10.0: None}, budget=9) == [0.316, 3.16]
+    assert next_learning_rates({1.0: None, 10.0: None}, budget=3) == [0.1]
+    assert next_learning_rates({1e-300: None, 1.0: None}, budget=3) == []  # there is no rate below
 
 
 def test_of_equals_the_lower_rate_is_the_best() -> None:
-    assert best_rate({4.0: 0.9, 2.0: 0.9, 1.0: 0.8}) == 2.0
+    assert best_learning_rate({4.0: 0.9, 2.0: 0.9, 1.0: 0.8}) == 2.0
 
 
 def test_the_last_trial_goes_to_the_side_of_the_better_neighbour() -> None:
-    assert next_rates({1.0: 0.1, 4.0: 0.9, 16.0: 0.5}, budget=4) == [8.0]
-    assert next_rates({1.0: 0.5, 4.0: 0.9, 16.0: 0.5}, budget=4) == [2.0]
-    assert next_rates({1.0: 0.5, 4.0: 0.9, 16.0: 0.5}, budget=3) == []
+    assert next_learning_rates({1.0: 0.1, 4.0: 0.9, 16.0: 0.5}, budget=4) == [8.0]
+    assert next_learning_rates({1.0: 0.5, 4.0: 0.9, 16.0: 0.5}, budget=4) == [2.0]
+    assert next_learning_rates({1.0: 0.5, 4.0: 0.9, 16.0: 0.5}, budget=3) == []

@@ -16,8 +16,12 @@ if TYPE_CHECKING:
 
 def lr_range(
     given: Arguments = None,
-    low: Annotated[float | None, typer.Option(help="The lowest rate of the grid. Default: the recipe's / 8.")] = None,
-    high: Annotated[float | None, typer.Option(help="The highest rate of the grid. Default: the recipe's x 8.")] = None,
+    low: Annotated[
+        float | None, typer.Option(help="The lowest learning rate of the grid. Default: the recipe's / 8.")
+    ] = None,
+    high: Annotated[
+        float | None, typer.Option(help="The highest learning rate of the grid. Default: the recipe's x 8.")
+    ] = None,
     trials: Annotated[int, typer.Option(help="Rates to try in all.")] = 8,
     coarse: Annotated[int, typer.Option(help="Of them, in the grid; the others are chosen by what it shows.")] = 4,
     jobs: Annotated[
@@ -32,7 +36,7 @@ def lr_range(
 
     [bold]megabatch lr-range[/bold] fashion batch.global=1024 --low 0.1 --high 6.4
     """
-    from megabatch.sweep.lr_range import command_for, conclude, plan_search, search_rates
+    from megabatch.sweep.lr_range import command_for, conclude, plan_search, search_learning_rates
     from megabatch.sweep.screen import SweepScreen
     from megabatch.sweep.trials import choose_jobs
 
@@ -51,7 +55,7 @@ def lr_range(
     screen.say("rates", f"{', '.join(f'{rate:g}' for rate in search.grid)}; then around the best")
     screen.say("folder", str(search.folder))
     with speaking_for_ranks():
-        results = search_rates(search, jobs, screen)
+        results = search_learning_rates(search, jobs, screen)
     screen.console.print(tabulate(results))
     best, text = conclude(results)
     screen.say("best", text)
@@ -62,14 +66,14 @@ def tabulate(results: "dict[float, Summary]") -> "Table":
     from rich.table import Table
 
     from megabatch.sweep.screen import show_duration
-    from megabatch.sweep.search import best_rate
+    from megabatch.sweep.search import best_learning_rate
     from megabatch.sweep.trials import scores_of
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("rate", "held-out top-1", "loss", "time"):
+    for column in ("learning rate", "held-out top-1", "loss", "time"):
         table.add_column(column, justify="right")
     table.add_column("status")
-    best = best_rate(scores_of(results))
+    best = best_learning_rate(scores_of(results))
     for rate, summary in sorted(results.items()):
         is_whole = summary.status == "finished"
         table.add_row(

@@ -1,4 +1,4 @@
-"""megabatch plan: how a run sums its gradients, and why."""
+"""megabatch plan: how a run all-reduces its gradients, and why."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -8,7 +8,6 @@ import typer
 from megabatch.cli.bench import require_folder_of
 from megabatch.cli.overrides import Arguments, Ranks, split_arguments
 from megabatch.cli.ranks import be_a_rank, choose_ranks, start_ranks
-from megabatch.errors import UserError
 
 if TYPE_CHECKING:
     from megabatch.planning.tuning import Bucket, PricedPlan, Tuning
@@ -20,7 +19,7 @@ def plan(
     ranks: Ranks = None,
     json: Annotated[Path | None, typer.Option("--json", help="Write the plan to this file too.")] = None,
 ) -> None:
-    """Measure the links, and show how gradients would be fused and summed, bucket by bucket, and why.
+    """Measure the links, and show how gradients would be fused and all-reduced, bucket by bucket, and why.
 
     It trains nothing, and needs no images of a named data set; those of a folder it counts.
     Given the folder of a run, it shows what that run has chosen.
@@ -29,13 +28,13 @@ def plan(
     from megabatch.config.loading import load_config, print_to_stderr, silent
     from megabatch.ranks.discover import discover
     from megabatch.ranks.scratch import SCRATCH
-    from megabatch.runs.files import PLAN
+    from megabatch.runs.reader import read_plan
     from megabatch.train.plan_all_reduce import plan_all_reduce
 
     recipe, overrides = split_arguments(given)
     require_folder_of(json)
     if Path(recipe).is_dir():
-        report(read_plan(Path(recipe) / PLAN), json)
+        report(read_plan(Path(recipe)), json)
         return
     info = discover()
     if not info:
@@ -52,17 +51,6 @@ def plan(
         return 0
 
     be_a_rank(info, work)
-
-
-def read_plan(path: Path) -> "Tuning":
-    import msgspec
-
-    from megabatch.planning.tuning import Tuning
-
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Tuning)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise UserError(f"{path} is not a plan ({error}); give a recipe, or the folder of a run") from None
 
 
 def report(tuning: "Tuning", json: Path | None) -> None:
@@ -94,7 +82,7 @@ def print_plan(tuning: "Tuning") -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("", justify="right")
     table.add_column("tensors")
-    for column in ("MB", "ready", *(candidate.plan.name for candidate in tuning.buckets[0].candidates), "summed"):
+    for column in ("MB", "ready", *(candidate.plan.name for candidate in tuning.buckets[0].candidates), "reduced"):
         table.add_column(column, justify="right")
     table.add_column("choice")
     for index, (bucket, passage) in enumerate(zip(tuning.buckets, tuning.passages, strict=True)):
@@ -117,10 +105,10 @@ def print_plan(tuning: "Tuning") -> None:
     buckets = f"{len(tuning.buckets)} bucket{'s' * (len(tuning.buckets) > 1)}"
     console.print(f"gradients   {num_tensors} tensors, {num_bytes / 1e6:,.2f} MB, in {buckets}")
     if len(sizes) > 1:
-        console.print(f"across      {max(tuning.bytes_crossing) / 1e6:,.2f} MB from the host that sends most")
+        console.print(f"inter-node  {max(tuning.bytes_crossing) / 1e6:,.2f} MB from the host that sends most")
     console.print(f"backward    {1e3 * tuning.backward_s:,.1f} ms")
-    console.print(f"summed      after {1e3 * tuning.predicted_s:,.1f} ms, as is expected of what was measured")
-    console.print(f"exposed     {1e3 * tuning.exposed_s:,.1f} ms: a step waits so long for sums after backward")
+    console.print(f"reduced     after {1e3 * tuning.predicted_s:,.1f} ms, as is expected of what was measured")
+    console.print(f"exposed     {1e3 * tuning.exposed_s:,.1f} ms: a step waits so long for all-reduces after backward")
 
 
 def reasons(tuning: "Tuning") -> "dict[str, list[int]]":

@@ -65,7 +65,7 @@ def be_a_rank(info: "RankInfo", work: Callable[["RankStore"], int]) -> NoReturn:
         # Without a store, all ranks have made the same mistake, or this one alone could not come.
         if store.is_first_to_fail() if store else info.rank == 0 or code != 2:
             speak(error, code, info, store.run_folder() if store else None)
-    # Everything is closed.  The interpreter's own end would meet Gloo's threads, and sometimes abort.
+    # Everything is closed.  The interpreter's own end would run into Gloo's threads, and sometimes abort.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -18,11 +18,11 @@ def train(
         str,
         typer.Option(
             metavar="auto|never|PATH",
-            help="Go on with an unfinished run of this recipe; begin anew; or go on with the run or checkpoint PATH.",
+            help="Resume an unfinished run of this recipe; begin a new one; or resume the run or checkpoint PATH.",
         ),
     ] = "auto",
     retune: Annotated[
-        bool, typer.Option("--retune", help="Choose anew how a run that goes on fuses and sums its gradients.")
+        bool, typer.Option("--retune", help="Choose again how a resumed run fuses and all-reduces its gradients.")
     ] = False,
     max_restarts: Annotated[int, typer.Option(min=0, help="Times to restart the ranks after one has failed.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run, and end.")] = False,
@@ -76,7 +76,7 @@ def ignore(damage: str) -> None:
 
 
 def recipe_of(resume: str) -> str:
-    """The recipe of a run to go on with, if `resume` is the path of one."""
+    """The recipe of a run to resume, if `resume` is the path of one."""
     folders = [Path(resume), *Path(resume).resolve().parents[:2]] if resume not in ("auto", "never") else []
     recipes = [folder / "config.toml" for folder in folders]
     return next((str(recipe) for recipe in recipes if recipe.is_file()), DEFAULT_RECIPE)

@@ -26,6 +26,7 @@ from megabatch.comm.watchdog import Watchdog
 from megabatch.comm.work import STEP_METRICS
 from megabatch.planning.backward import RecordedBackward
 from megabatch.planning.choosing import is_made_for
+from megabatch.planning.plan import Plan
 from megabatch.planning.tuning import Tuning
 
 
@@ -39,7 +40,7 @@ class GradientAllReduce:
         device: torch.device,
         settings: CommSettings,
         tunes: bool = False,
-        scale: float | None = None,  # of the sums
+        scale: float | None = None,  # what sums are multiplied by
     ) -> None:
         self.settings, self.scale, self.pid = settings, scale, os.getpid()
         self.layouts = BucketLayouts(model)
@@ -81,6 +82,11 @@ class GradientAllReduce:
             stored = tune(self.reducer, self.plans.candidates, backward, self.settings)
         self.plans.tuning = stored
         return stored
+
+    @property
+    def plan(self) -> Plan:
+        """Of every bucket that was not tuned: of all of them, where `attach` has made this."""
+        return self.plans.default
 
     @property
     def waited_s(self) -> float:

@@ -1,9 +1,9 @@
 """Measures the links: alpha, beta and gamma along each axis, by small and large messages like the reducer's.
 
 Three times along an axis, in a group of p members (cost.py has the formulas that `fit_link` inverts):
-    small sums    tensors of 1,024 elements, one behind another: latency alone
-    large gather  a part of a bucket, of which each member sends its slice: latency and bytes
-    large sums    parts of a bucket, one behind another: latency, bytes, and adding up (and rounding to 16 bits)
+    small all-reduces  tensors of 1,024 elements, one behind another: latency alone
+    large all-gather   a part of a bucket, of which each member sends its slice: latency and bytes
+    large all-reduces  parts of a bucket, one behind another: latency, bytes, and adding up (and rounding to 16 bits)
 All groups of an axis work at the same time, as in a step: the ranks of a host share its network card and its cores.
 Against noise: a time is that of the slowest rank, and the median of several.
 """
@@ -53,9 +53,9 @@ def probe_axis(reducer: Reducer, axis: Axis, dtype: CommDtype) -> Link:
         )
         return fit_link(timing, num_members, large, comm_bytes=4)
     timing = Timing(
-        small_s=time_sums(reducer, axis, dtype, SMALL),
+        small_s=time_all_reduces(reducer, axis, dtype, SMALL),
         gather_s=time_gather(reducer, axis, dtype, large),
-        sum_s=time_sums(reducer, axis, dtype, large),
+        sum_s=time_all_reduces(reducer, axis, dtype, large),
         num_halves=2,
     )
     return fit_link(timing, num_members, large, comm_bytes=COMM_DTYPES[dtype].num_bytes)
@@ -80,26 +80,26 @@ def time_gather(reducer: Reducer, axis: Axis, dtype: CommDtype, num_elements: in
     return slowest_s(reducer, lambda: group.gather(tensor) if group else None)
 
 
-def time_sums(reducer: Reducer, axis: Axis, dtype: CommDtype, num_elements: int) -> float:
+def time_all_reduces(reducer: Reducer, axis: Axis, dtype: CommDtype, num_elements: int) -> float:
     plan = Plan(f"probe {axis}", (Phase("all_reduce", axis, dtype),))
     return time_plan(reducer, plan, num_elements, STREAM) / STREAM
 
 
 def time_plan(reducer: Reducer, plan: Plan, num_elements: int, count: int, dtype: torch.dtype = torch.float32) -> float:
-    """Seconds of `count` sums, one behind another."""
+    """Seconds of `count` all-reduces, one behind another."""
     tensors = [torch.zeros(num_elements, dtype=dtype, device=reducer.groups.device) for _ in range(count)]
 
-    def sum_all() -> None:
-        sums = []
+    def reduce_all() -> None:
+        futures = []
         for place, tensor in enumerate(tensors):
             key = FIRST_KEY - place
             header = Header(0, key, num_elements)
-            sums.append(reducer.start(key, tensor, plan, header, None, is_last=place == count - 1))
-        for future in sums:
+            futures.append(reducer.start(key, tensor, plan, header, None, is_last=place == count - 1))
+        for future in futures:
             future.wait()
         reducer.failure.raise_error()
 
-    taken_s = slowest_s(reducer, sum_all)
+    taken_s = slowest_s(reducer, reduce_all)
     for place in range(count):  # room in shared memory for buckets
         reducer.forget(FIRST_KEY - place)
     return taken_s

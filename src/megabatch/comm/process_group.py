@@ -153,7 +153,7 @@ class ProcessGroup:
             wait()
 
     def stages(self, flat: torch.Tensor, dtype: CommDtype) -> Iterator[Callable[[], None]]:
-        """An all-reduce; goes on after each wait that it yields, once somebody has called that."""
+        """An all-reduce; continues after each wait that it yields, once somebody has called that."""
         travels_as = travelling_dtype(flat, dtype)
         if travels_as is None and self.uses_backend:
             yield partial(self.wait, self.start("scatter", "allreduce", [flat]))

@@ -97,10 +97,11 @@ def check_ranks(batch: BatchSettings, num_ranks: int) -> None:
     if batch.num_microbatches % num_ranks:
         span = batch.microbatch * num_ranks
         nearest_batch = max(1, round(batch.global_batch / span)) * span
+        fewer = most_ranks(batch, num_ranks)
         raise UserError(
             f"batch.global={batch.global_batch} makes {batch.num_microbatches} microbatches of {batch.microbatch}, "
             f"which {num_ranks} ranks cannot share evenly; "
-            f"nearest: batch.global={nearest_batch} or {most_ranks(batch, num_ranks)} ranks"
+            f"nearest: batch.global={nearest_batch} or {fewer} rank{'s' * (fewer > 1)}"
         )
 
 

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from megabatch.disk import is_locked
 from megabatch.errors import UserError
+from megabatch.planning.tuning import Tuning
 from megabatch.runs import files
 from megabatch.runs.records import EvaluationRecord, Record, Status, StepRecord, Summary
 
@@ -96,6 +97,15 @@ def epoch_losses(path: Path) -> dict[int, float]:
 def read_environment(path: Path) -> dict[str, object]:
     """What the run has said of the machine that it was made on."""
     return msgspec.json.decode((path / files.ENVIRONMENT).read_bytes(), type=dict[str, object])
+
+
+def read_plan(path: Path) -> Tuning:
+    """How a run all-reduces its gradients, from its folder or from the file itself."""
+    path = path / files.PLAN if path.is_dir() else path
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Tuning)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise UserError(f"{path} is not a plan ({error}); give a recipe, or the folder of a run") from None
 
 
 def length_up_to(rows: Path, step: int) -> int:

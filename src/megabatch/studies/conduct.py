@@ -13,7 +13,7 @@ from megabatch.runs.reader import epoch_losses, read_environment
 from megabatch.runs.records import Summary
 from megabatch.studies.design import ArmDesign, Design
 from megabatch.studies.evidence import Arm, Curve, SeedRun, Study, slug
-from megabatch.sweep.search import best_rate, next_rates
+from megabatch.sweep.search import best_learning_rate, next_learning_rates
 from megabatch.sweep.trials import Trial, score_of, scores_of
 
 SEARCH_SEED = 1_000  # none of those that count
@@ -24,7 +24,7 @@ Tried = dict[float, Summary]  # by rate
 def conduct(design: Design, folder: Path, command: str, run: Run, follow: Callable[[Path, str], Curve]) -> Study:
     """`run` runs trials in `folder`; `follow` has the variance of a layer's output in a run's checkpoints."""
     found = search_all(design, run)
-    rates = choose_rates(design, found)
+    rates = choose_learning_rates(design, found)
     trials = {  # seed by seed: whoever looks in before the end sees all arms
         (arm.name, seed): seed_trial(design, arm, rate, seed)
         for seed in range(1, design.seeds + 1)
@@ -37,7 +37,7 @@ def conduct(design: Design, folder: Path, command: str, run: Run, follow: Callab
             name=arm.name,
             about=arm.about,
             settings=list(arm.overrides),
-            rate=rates[arm.name],
+            learning_rate=rates[arm.name],
             tuned=sorted(scores_of(found.get(arm.name, {})).items()),
             runs=[
                 seed_run(seed, folder / trial.name, summaries[trial.name], follow, design.layer)
@@ -83,20 +83,20 @@ def search_all(design: Design, run: Run) -> dict[str, Tried]:
         summaries = run_all(run, list(trials.values()))
         for (name, rate), trial in trials.items():
             found[name][rate] = summaries[trial.name]
-        wanted = {name: next_rates(scores_of(tried), design.trials) for name, tried in found.items()}
+        wanted = {name: next_learning_rates(scores_of(tried), design.trials) for name, tried in found.items()}
     return found
 
 
-def choose_rates(design: Design, found: Mapping[str, Tried]) -> dict[str, float | None]:
+def choose_learning_rates(design: Design, found: Mapping[str, Tried]) -> dict[str, float | None]:
     """None where all rates diverged."""
     rates: dict[str, float | None] = {}
     for name, tried in found.items():
         scores = scores_of(tried)
-        rates[name] = best_rate(scores) if any(score is not None for score in scores.values()) else None
+        rates[name] = best_learning_rate(scores) if any(score is not None for score in scores.values()) else None
     for arm in design.arms:
-        if arm.rate_of:
-            rate = rates[arm.rate_of]
-            rates[arm.name] = None if rate is None else float(f"{rate * arm.rate_times:.4g}")
+        if arm.learning_rate_of:
+            rate = rates[arm.learning_rate_of]
+            rates[arm.name] = None if rate is None else float(f"{rate * arm.learning_rate_times:.4g}")
     return rates
 
 

@@ -12,11 +12,11 @@ class ArmDesign(Struct, frozen=True, kw_only=True):
     about: str
     overrides: tuple[str, ...]  # section.key=value, which distinguish it
     grid: tuple[float, ...] = ()
-    rate_of: str = ""  # the arm whose rate it takes
-    rate_times: float = 1.0
+    learning_rate_of: str = ""  # the arm whose rate it takes
+    learning_rate_times: float = 1.0
 
     def __post_init__(self) -> None:
-        assert bool(self.grid) != bool(self.rate_of), f"{self.name}: a grid or another's rate"
+        assert bool(self.grid) != bool(self.learning_rate_of), f"{self.name}: a grid or another's rate"
 
 
 class Design(Struct, frozen=True, kw_only=True):

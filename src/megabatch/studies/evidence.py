@@ -22,7 +22,7 @@ class Arm(Struct, frozen=True, kw_only=True):
     name: str
     about: str
     settings: list[str]  # that distinguish it: section.key=value
-    rate: float | None  # of its runs; None: none was found
+    learning_rate: float | None  # of its runs; None: none was found
     tuned: list[tuple[float, float | None]] = field(default_factory=list)  # rate, held-out top-1; None: diverged
     runs: list[SeedRun] = field(default_factory=list)
 

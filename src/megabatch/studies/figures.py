@@ -126,7 +126,7 @@ def draw_search(study: Study, figure: "Figure") -> None:
         height = low - lane * num_lanes
         axes.plot(diverged, [height] * len(diverged), "x", color=color, ms=6, mew=1.6)
         axes.plot(below, [height] * len(below), "v", color=color, ms=5)
-        chosen = [(x, y if y >= low else height) for x, y in line if x == arm.rate]
+        chosen = [(x, y if y >= low else height) for x, y in line if x == arm.learning_rate]
         axes.plot([x for x, _ in chosen], [y for _, y in chosen], "o", ms=12, mfc="none", mec=color, mew=1.5)
     if num_lanes:
         axes.axhline(low, color=GREY, lw=0.8)

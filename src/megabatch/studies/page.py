@@ -89,7 +89,16 @@ def answers(study: Study) -> str:
 
 
 def accuracy_table(study: Study) -> str:
-    head = ("arm", "what it is", "rate", "mean", "standard deviation", "95 % interval", "gap, points", "diverged")
+    head = (
+        "arm",
+        "what it is",
+        "learning rate",
+        "mean",
+        "standard deviation",
+        "95 % interval",
+        "gap, points",
+        "diverged",
+    )
     return table(head, [accuracy_row(arm, study.arm(study.baseline)) for arm in study.arms])
 
 
@@ -100,7 +109,7 @@ def accuracy_row(arm: Arm, baseline: Arm) -> list[str]:
     return [
         arm.name,
         arm.about,
-        NONE if arm.rate is None else f"{arm.rate:g}",
+        NONE if arm.learning_rate is None else f"{arm.learning_rate:g}",
         points(spread.mean) if spread else NONE,
         points(spread.deviation) if spread and spread.deviation is not None else NONE,
         range_words(interval) if interval else "one seed: none" if spread else NONE,
@@ -112,7 +121,7 @@ def accuracy_row(arm: Arm, baseline: Arm) -> list[str]:
 def search_table(study: Study) -> str:
     """The rates in order, each with what it reached."""
     rows = [
-        [arm.name, NONE if arm.rate is None else f"{arm.rate:g}", " · ".join(tried_words(arm))]
+        [arm.name, NONE if arm.learning_rate is None else f"{arm.learning_rate:g}", " · ".join(tried_words(arm))]
         for arm in study.arms
         if arm.tuned
     ]
@@ -123,7 +132,7 @@ def tried_words(arm: Arm) -> list[str]:
     words = []
     for rate, top1 in sorted(arm.tuned, key=lambda pair: pair[0]):
         word = f"{rate:g}: {'diverged' if top1 is None else points(100 * top1)}"
-        words.append(f"**{word}**" if rate == arm.rate else word)
+        words.append(f"**{word}**" if rate == arm.learning_rate else word)
     return words
 
 

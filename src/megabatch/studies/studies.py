@@ -49,8 +49,8 @@ LARGE_BATCH = Design(
             name="linear scaling, 3,072",
             about="Nesterov with 24 times the baseline's rate (Goyal et al. 2017)",
             overrides=(*batch(3072), *NESTEROV),
-            rate_of=BASELINE,
-            rate_times=24,
+            learning_rate_of=BASELINE,
+            learning_rate_times=24,
         ),
         ArmDesign(
             name="Nesterov, 3,072",
@@ -180,8 +180,8 @@ PRECISION = Design(
     name="precision",
     title="Do 16 bits lose accuracy?",
     question=(
-        "Does training in 16 bits with fp32 masters reach the accuracy of fp32, with a fixed loss scale and with one "
-        "that finds itself? And what becomes of it if LARS is computed in fp16, of which Jia et al. 2018 warn?"
+        "Does training in 16 bits with fp32 master weights reach the accuracy of fp32, with a fixed loss scale and "
+        "with one that finds itself? And what becomes of it if LARS is computed in fp16, of which Jia et al. 2018 warn?"
     ),
     setup=(
         "The 10,000 + 2,000 images of Fashion-MNIST that come with megabatch; `tiny_cnn` of width 8, 64 hidden units; "
@@ -206,24 +206,27 @@ PRECISION = Design(
         ArmDesign(name=FP32, about="the baseline", overrides=("precision.name=fp32",), grid=(0.3, 0.9, 2.7, 8.1)),
         ArmDesign(
             name=DYNAMIC,
-            about="fp16, fp32 masters, a loss scale that finds itself",
+            about="fp16, fp32 master weights, a loss scale that finds itself",
             overrides=("precision.name=fp16",),
-            rate_of=FP32,
+            learning_rate_of=FP32,
         ),
         ArmDesign(
             name="fp16, fixed scale",
-            about="fp16, fp32 masters, a loss scale of 1,000 (NVCaffe's for AlexNet-BN)",
+            about="fp16, fp32 master weights, a loss scale of 1,000 (NVCaffe's for AlexNet-BN)",
             overrides=("precision.name=fp16", "precision.loss_scale=1000"),
-            rate_of=FP32,
+            learning_rate_of=FP32,
         ),
         ArmDesign(
-            name="bf16", about="bf16, fp32 masters, no loss scale", overrides=("precision.name=bf16",), rate_of=FP32
+            name="bf16",
+            about="bf16, fp32 master weights, no loss scale",
+            overrides=("precision.name=bf16",),
+            learning_rate_of=FP32,
         ),
         ArmDesign(
             name="LARS in fp16",
             about="the control: fp16, and weights, norms, trust ratios and momentum in fp16 too",
             overrides=("precision.name=fp16", "optim.name=lars_in_fp16"),
-            rate_of=FP32,
+            learning_rate_of=FP32,
         ),
     ),
     baseline=FP32,

@@ -128,6 +128,7 @@ def doubt(found: Gap, criterion: Criterion, holds: bool) -> str:
 def rate_at_edge(arm: Arm) -> str | None:
     """Says when the chosen rate is the smallest or largest tried: a better one may lie beyond."""
     rates = [rate for rate, _ in arm.tuned]
-    if arm.rate is None or len(set(rates)) < 2 or arm.rate not in (min(rates), max(rates)):
+    if arm.learning_rate is None or len(set(rates)) < 2 or arm.learning_rate not in (min(rates), max(rates)):
         return None
-    return f"the {'smallest' if arm.rate == min(rates) else 'largest'} that was tried: a better one may lie beyond"
+    end = "smallest" if arm.learning_rate == min(rates) else "largest"
+    return f"the {end} that was tried: a better one may lie beyond"

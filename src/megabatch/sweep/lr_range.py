@@ -18,14 +18,14 @@ from megabatch.data.sources import infer_shape
 from megabatch.errors import UserError
 from megabatch.runs.records import Summary
 from megabatch.sweep.screen import SweepScreen
-from megabatch.sweep.search import HELD_OUT, best_rate, coarse_grid, is_at_end, next_rates
+from megabatch.sweep.search import HELD_OUT, best_learning_rate, coarse_grid, is_at_end, next_learning_rates
 from megabatch.sweep.trials import Trial, run_trials, scores_of
 
 SPAN = 8.0  # below and above the recipe's own rate
 RATE = "optim.learning_rate"
 
 
-class RateSearch(Struct, frozen=True, kw_only=True):
+class LearningRateSearch(Struct, frozen=True, kw_only=True):
     """What will be tried."""
 
     recipe: str
@@ -47,7 +47,7 @@ def plan_search(
     num_coarse: int,
     num_trials: int,
     folder: Path | None,
-) -> RateSearch:
+) -> LearningRateSearch:
     """Refuses what cannot be run, before anything is."""
     given = [override for override in overrides if override.partition("=")[0] == "run.dir"]
     if given:
@@ -58,7 +58,7 @@ def plan_search(
     config = load_config(recipe, [*overrides, *held_out], report=silent)
     shape = infer_shape(config.data)
     plan_run(config, shape, num_ranks=1)
-    return RateSearch(
+    return LearningRateSearch(
         recipe=recipe,
         overrides=tuple(overrides),
         held_out=held_out,
@@ -93,7 +93,7 @@ def plan_grid(low: float | None, high: float | None, rate: float, num_coarse: in
     return grid
 
 
-def search_rates(search: RateSearch, jobs: int, screen: SweepScreen) -> dict[float, Summary]:
+def search_learning_rates(search: LearningRateSearch, jobs: int, screen: SweepScreen) -> dict[float, Summary]:
     """Runs all trials; returns what each rate has come to."""
 
     def run(rates: Sequence[float]) -> dict[float, Summary]:
@@ -102,16 +102,16 @@ def search_rates(search: RateSearch, jobs: int, screen: SweepScreen) -> dict[flo
         return dict(zip(rates, run_trials(trials, search.folder, jobs, screen), strict=True))
 
     results = run(search.grid)
-    while more := next_rates(scores_of(results), search.num_trials):
+    while more := next_learning_rates(scores_of(results), search.num_trials):
         results = run([*results, *more])
     return results
 
 
-def trial_of(search: RateSearch, rate: float) -> Trial:
+def trial_of(search: LearningRateSearch, rate: float) -> Trial:
     return Trial(f"rate-{rate:g}", search.recipe, (*search.overrides, *search.held_out, f"{RATE}={rate:g}"))
 
 
-def command_for(search: RateSearch, rate: float) -> str:
+def command_for(search: LearningRateSearch, rate: float) -> str:
     """The run that the search was for, in a line to paste."""
     overrides = [override for override in search.overrides if override.partition("=")[0] != RATE]
     return shlex.join(["megabatch", "train", search.recipe, *overrides, f"{RATE}={rate:g}"])
@@ -120,7 +120,7 @@ def command_for(search: RateSearch, rate: float) -> str:
 def conclude(results: Mapping[float, Summary]) -> tuple[float, str]:
     """The best rate, and what a user should know of it."""
     scores = scores_of(results)
-    best = best_rate(scores)
+    best = best_learning_rate(scores)
     if scores[best] is None:
         raise UserError(
             f"all {len(scores)} rates from {min(scores):g} to {max(scores):g} diverged; for example "

@@ -20,10 +20,10 @@ def coarse_grid(low: float, high: float, num: int) -> list[float]:
     return [rounded(low ** (1 - share) * high**share) for share in shares]
 
 
-def next_rates(scores: Mapping[float, float | None], budget: int) -> list[float]:
+def next_learning_rates(scores: Mapping[float, float | None], budget: int) -> list[float]:
     """The rates to try next, at most two; none if the budget is used up or nothing lies between."""
     assert len(scores) > 1, "the step of a grid shows in two of its rates"
-    rates, best = sorted(scores), best_rate(scores)
+    rates, best = sorted(scores), best_learning_rate(scores)
     if is_at_end(best, scores):
         inner = rates[1] if best == rates[0] else rates[-2]
         wanted = [best * (best / inner)]
@@ -37,7 +37,7 @@ def next_rates(scores: Mapping[float, float | None], budget: int) -> list[float]
     return new[: max(0, budget - len(scores))]
 
 
-def best_rate(scores: Mapping[float, float | None]) -> float:
+def best_learning_rate(scores: Mapping[float, float | None]) -> float:
     """Of equals the lowest, and so it is if all have diverged."""
     return max(sorted(scores), key=lambda rate: rank_of(scores[rate]))
 

@@ -208,6 +208,11 @@ def read_description(path: Path) -> Description:
     return description
 
 
+def read_tuning(description: Path) -> Tuning | None:
+    """How the run all-reduced its gradients, without a look at the tensors."""
+    return msgspec.json.decode(description.read_bytes(), type=Description).tuning
+
+
 def require_format(description: bytes, path: Path) -> None:
     found = msgspec.json.decode(description, type=dict[str, Any]).get("format", 1)
     if found != FORMAT:

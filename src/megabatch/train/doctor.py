@@ -1,6 +1,6 @@
 """What limits a run: its input alone, its compute alone, and both together, in turn, in the ranks that would run it.
 
-Nothing is written.  Steps are taken at a rate of 0: compute alone takes the same microbatch again and again.
+Nothing is written.  Steps are taken at a learning rate of 0: compute alone takes the same microbatch again and again.
 """
 
 import dataclasses

@@ -20,8 +20,8 @@ from megabatch.errors import UserError
 from megabatch.planning.tuning import Tuning
 from megabatch.runs.files import CHECKPOINTS, CONFIG, LOCK, PLAN
 from megabatch.runs.numbering import next_folder, numbered_runs
-from megabatch.runs.reader import is_run, is_running, read_summary
-from megabatch.train.checkpoint import DESCRIPTION, Description, newest_good
+from megabatch.runs.reader import is_run, is_running, read_plan, read_summary
+from megabatch.train.checkpoint import DESCRIPTION, newest_good, read_tuning
 
 # What does not change what is computed: sections, and settings.
 IRRELEVANT = ("name", "about", "provenance", "run", "checkpoint", "comm.timeout_s", "comm.timeline")
@@ -51,11 +51,8 @@ def stored_tuning(config: RunConfig, resume: str) -> Tuning | None:
     if start.checkpoint and not is_folder:
         paths = [start.checkpoint / DESCRIPTION]
     for path in paths:
-        with contextlib.suppress(OSError, msgspec.MsgspecError):
-            content = path.read_bytes()
-            if path.name == PLAN:
-                return msgspec.json.decode(content, type=Tuning)
-            return msgspec.json.decode(content, type=Description).tuning
+        with contextlib.suppress(OSError, msgspec.MsgspecError, UserError):
+            return read_plan(path) if path.name == PLAN else read_tuning(path)
     return None
 
 

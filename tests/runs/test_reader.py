@@ -1,0 +1,73 @@
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from megabatch.errors import UserError
+from megabatch.runs.folder import RunFolder
+from megabatch.runs.reader import epoch_losses, is_run, last_record, list_runs, read_records
+from megabatch.runs.records import EvaluationRecord, Record
+from megabatch.runs.totals import RunTotals
+from tests.support.records import step_record
+
+EVALUATION = EvaluationRecord(step=2, epoch=1.0, top1=0.5, top5=0.9, test_loss=1.0, class_top1=[], samples_evaluated=4)
+RECORDS: list[Record] = [step_record(1, epoch=0.5, loss=4.0), step_record(2, epoch=1.0, loss=2.0), EVALUATION]
+
+
+def write_run(path: Path, records: list[Record], status: str | None = None) -> None:
+    with RunFolder(path) as folder:
+        folder.begin('name = "x"\n', {}, step=0)
+        for record in records:
+            folder.write(record)
+        if status:
+            folder.finish(RunTotals(global_batch=1, target_top1=None).summary(status))  # type: ignore[arg-type]
+
+
+def test_what_is_written_is_read_and_every_row_says_what_it_is(tmp_path: Path) -> None:
+    write_run(tmp_path, RECORDS)
+    assert list(read_records(tmp_path)) == RECORDS
+    rows = [msgspec.json.decode(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["kind"] for row in rows] == ["step", "step", "evaluation"]
+
+
+def test_a_row_that_is_being_written_is_not_read(tmp_path: Path) -> None:
+    write_run(tmp_path, RECORDS[:2])
+    with (tmp_path / "metrics.jsonl").open("a") as rows:
+        rows.write('{"kind":"step","step":3,"epoch":')
+    assert list(read_records(tmp_path)) == RECORDS[:2]
+    assert last_record(tmp_path) == RECORDS[1]
+
+
+def test_the_last_row_is_found_at_the_end_of_a_long_run(tmp_path: Path) -> None:
+    assert last_record(tmp_path) is None
+    write_run(tmp_path, [step_record(step, epoch=step / 10, loss=1.0) for step in range(1, 2000)])
+    last = last_record(tmp_path)
+    assert last is not None and last.step == 1999
+
+
+def test_a_row_of_an_older_version_is_refused_in_one_line(tmp_path: Path) -> None:
+    write_run(tmp_path, [])
+    (tmp_path / "metrics.jsonl").write_text('{"step":1,"epoch":0.1,"loss":2.0}\n')
+    with pytest.raises(UserError, match=r"metrics.jsonl, row 1: .*kind") as caught:
+        list(read_records(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_losses_are_means_over_the_steps_that_end_in_an_epoch(tmp_path: Path) -> None:
+    losses = [(0.5, 4.0), (1.0, 2.0), (1.2, 8.0)]
+    write_run(tmp_path, [step_record(1, epoch=epoch, loss=loss) for epoch, loss in losses])
+    assert epoch_losses(tmp_path) == {1: 3.0, 2: 8.0}
+
+
+def test_runs_are_listed_with_how_they_ended(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", RECORDS, "finished")
+    write_run(tmp_path / "b", RECORDS)
+    (tmp_path / "no-run").mkdir()
+    with RunFolder(tmp_path / "c") as folder:
+        folder.begin("", {}, step=0)
+        assert is_run(tmp_path / "c")
+        assert [(run.path.name, run.status) for run in list_runs(tmp_path)] == [
+            ("a", "finished"),
+            ("b", "killed"),
+            ("c", "running"),
+        ]
