@@ -100,3 +100,13 @@ def test_a_folder_with_something_else_in_it_is_refused_untouched() -> None:
     with pytest.raises(UserError, match="--resume mine is neither a run's folder nor a checkpoint"):
         start(resume="mine")
     assert Path("mine/thesis.txt").read_text() == "precious"
+
+
+def test_a_run_that_was_killed_before_its_recipe_was_written_begins_again() -> None:
+    Path("run").mkdir()
+    (Path("run") / ".lock").touch()
+    (Path("run") / ".writing-config.toml-123").touch()
+    assert start("run.dir=run") == Start(Path("run"), None)
+    (Path("run") / "notes.txt").touch()
+    with pytest.raises(UserError, match="is not an empty folder"):
+        start("run.dir=run")

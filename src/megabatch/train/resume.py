@@ -16,6 +16,7 @@ from msgspec import Struct
 from megabatch.config.loading import load_config, silent
 from megabatch.config.messages import show_value
 from megabatch.config.schema import RunConfig
+from megabatch.disk import WRITING
 from megabatch.errors import UserError
 from megabatch.planning.tuning import Tuning
 from megabatch.runs.files import CHECKPOINTS, CONFIG, LOCK, PLAN
@@ -146,8 +147,13 @@ def new_folder(config: RunConfig) -> Path:
     if config.run.dir is None:
         return next_folder(config.name)
     folder = Path(config.run.dir)
-    if folder.exists() and (not folder.is_dir() or any(path.name != LOCK for path in folder.iterdir())):
+    if folder.exists() and not is_empty(folder):
         raise UserError(
             f"run.dir={config.run.dir!r} exists and is not an empty folder; give a new one, or leave it out"
         )
     return folder
+
+
+def is_empty(folder: Path) -> bool:
+    """But for what a run that was killed in its first moment has left."""
+    return folder.is_dir() and all(path.name == LOCK or path.name.startswith(WRITING) for path in folder.iterdir())
