@@ -22,6 +22,7 @@ bench: .venv/installed-dev
 	$(BIN)/megabatch bench train --json bench-train.json
 	$(BIN)/megabatch bench allreduce --json bench-allreduce.json
 	$(BIN)/megabatch bench optimizer --json bench-optimizer.json
+	$(BIN)/megabatch bench planning --json bench-planning.json
 	$(if $(PHOTOS),$(BIN)/megabatch bench input --source $(PHOTOS) --json bench-input.json)
 
 clean:

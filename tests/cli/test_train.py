@@ -106,14 +106,13 @@ def test_a_run_leaves_its_rows_its_summary_and_its_recipe(finished: tuple[Path, 
     folder = str(path)
     assert "runs/fashion-001" in stdout and "32 = 4 micro x 4 accumulated x 2 ranks" in stdout
     assert "200 + 37 images of 12x12x3, 6 classes" in stdout
-    assert (
-        "reference batch 128, learning rate 0.1, " in stdout and "warning   batch.micro=4 is BatchNorm's span" in stdout
-    )
+    assert "reference batch 128, learning rate 0.1, " in stdout
+    assert "warning   batch.micro=4 is BatchNorm's span" in stdout
     steps = [row for row in rows(folder) if "lr" in row]
     evaluations = [row for row in rows(folder) if "lr" not in row]
     assert [row["step"] for row in steps] == list(range(1, 51))
     fields = {"step", "epoch", "loss", "lr", "loss_scale", "skipped", "images_per_s", "data_wait_s", "comm_wait_s"}
-    fields |= {"data_wait", "skipped_images", "straggler", "straggler_delay_s"}
+    fields |= {"kind", "data_wait", "skipped_images", "straggler", "straggler_delay_s", "evaluated"}
     assert all(set(row) == fields for row in steps)
     assert steps[-1]["epoch"] == 8.0
     assert [row["step"] for row in evaluations] == [7, 13, 19, 25, 32, 38, 44, 50]

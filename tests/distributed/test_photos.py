@@ -92,7 +92,7 @@ def test_too_many_images_that_cannot_be_read_end_the_run_on_all_ranks(ranks: Ran
 
 def diagnose_photos(world: World, folder: str) -> tuple[list[float], float, float]:
     config = photo_run(folder)
-    speeds, waited, spent = measure(ready_to_train(config, load_data_set(config.data), world), world, seconds=0.3)
+    speeds, waited, spent = measure(ready_to_train(config, load_data_set(config.data), world), seconds=0.3)
     return list(speeds.values()), waited.total, spent.total
 
 

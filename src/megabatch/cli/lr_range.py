@@ -22,7 +22,7 @@ def lr_range(
     high: Annotated[
         float | None, typer.Option(help="The highest learning rate of the grid. Default: the recipe's x 8.")
     ] = None,
-    trials: Annotated[int, typer.Option(help="Rates to try in all.")] = 8,
+    trials: Annotated[int, typer.Option(help="Learning rates to try in all.")] = 8,
     coarse: Annotated[int, typer.Option(help="Of them, in the grid; the others are chosen by what it shows.")] = 4,
     jobs: Annotated[
         int | None, typer.Option(help="Trials that run at a time, of one rank each. Default: one per core.")
@@ -50,7 +50,7 @@ def lr_range(
     screen.say(
         "held out",
         f"{num_held_out:,} of {search.shape.num_train + num_held_out:,} training images{share}; "
-        "they judge the rates, and no test image is looked at",
+        "they judge the learning rates, and no test image is looked at",
     )
     screen.say("rates", f"{', '.join(f'{rate:g}' for rate in search.grid)}; then around the best")
     screen.say("folder", str(search.folder))

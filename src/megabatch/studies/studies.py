@@ -27,19 +27,19 @@ LARGE_BATCH = Design(
     name="large-batch",
     title="Do huge batches lose accuracy?",
     question=(
-        "Does a batch so large that an epoch has 20 steps, as ImageNet's has at 64K, reach the accuracy of a small "
-        "batch in as many epochs, with a network that was chosen as one for which few steps suffice? What does LARS "
-        "add to momentum that is tuned as well, and what does decay on biases and BatchNorm cost?"
+        "Does a batch so large that an epoch has 20 steps, as ImageNet's has at 64K, reach the accuracy of a "
+        "small batch in as many epochs, with a network that was chosen as one for which few steps suffice? What "
+        "does LARS add to momentum that is tuned as well, and what does decay on biases and BatchNorm cost?"
     ),
     setup=(
         "Fashion-MNIST, 60,000 training images and 10,000 test images (`apt-get install dataset-fashion-mnist`); "
-        "`shallow_cnn`, 204,602 parameters, BatchNorm over 128 images; 40 epochs in every arm, 5 of them warm-up, then "
-        "polynomial decay of power 2; momentum 0.9, weight decay 5e-4, label smoothing 0.1, random flips; LARS with a "
-        "trust of 0.01. Rates are searched for coarse to fine, with 6 full runs for each arm but linear scaling, "
-        "trained on 55,000 images and judged by the other 5,000. The runs that count are trained on all 60,000, with 5 "
-        "seeds, and tested once, after the last epoch; nothing was chosen by test images. The network was chosen by "
-        "pilots on held-out training images as one for which 781 steps suffice; [they do not for every "
-        "network](../studies.md#what-they-have-shown)."
+        "`shallow_cnn`, 204,602 parameters, BatchNorm over 128 images; 40 epochs in every arm, 5 of them warm-up, "
+        "then polynomial decay of power 2; momentum 0.9, weight decay 5e-4, label smoothing 0.1, random flips; "
+        "LARS with a trust coefficient of 0.01. Learning rates are searched for coarse to fine, with 6 full runs "
+        "for each arm but linear scaling, trained on 55,000 images and judged by the other 5,000. The runs that "
+        "count are trained on all 60,000, with 5 seeds, and tested once, after the last epoch; nothing was chosen "
+        "by test images. The network was chosen by pilots on held-out training images as one for which 781 steps "
+        "suffice; [they do not for every network](../studies.md#what-they-have-shown)."
     ),
     recipe="fashion-128",
     overrides=(),
@@ -111,16 +111,17 @@ ABLATION = Design(
     name="ablation",
     title="What are a BatchNorm behind pool5, and no decay on biases and BatchNorm, worth?",
     question=(
-        "Jia et al. 2018 saw the variance of pool5's output grow with iterations, put a BatchNorm behind it, and took "
-        "biases and BatchNorm out of the decay. What does each of the two do for a small AlexNet-BN?"
+        "Jia et al. 2018 saw the variance of pool5's output grow with iterations, put a BatchNorm behind it, and "
+        "took biases and BatchNorm out of the decay. What does each of the two do for a small AlexNet-BN?"
     ),
     setup=(
         "The 10,000 + 2,000 images of Fashion-MNIST that come with megabatch; `small_alexnet_bn`, an eighth of "
-        "AlexNet-BN's channels; batch 512, 20 steps an epoch, BatchNorm over 128 images; LARS with a trust of 0.01, "
-        "momentum 0.9, weight decay 5e-4, label smoothing 0.1, random flips and shifts by a pixel; 30 epochs, 5 of "
-        "them warm-up, polynomial decay of power 2. The rate of each arm is searched for coarse to fine, 6 full runs "
-        "each, judged by 830 of the training images, on which they were not trained. The runs that count are trained "
-        "on all 10,000 with 3 seeds. Variance is that of pool5's output over 512 training images, 128 at a time."
+        "AlexNet-BN's channels; batch 512, 20 steps an epoch, BatchNorm over 128 images; LARS with a trust "
+        "coefficient of 0.01, momentum 0.9, weight decay 5e-4, label smoothing 0.1, random flips and shifts by a "
+        "pixel; 30 epochs, 5 of them warm-up, polynomial decay of power 2. The learning rate of each arm is "
+        "searched for coarse to fine, 6 full runs each, judged by 830 of the training images, on which they were "
+        "not trained. The runs that count are trained on all 10,000 with 3 seeds. Variance is that of pool5's "
+        "output over 512 training images, 128 at a time."
     ),
     recipe="fashion",
     overrides=(
@@ -180,16 +181,17 @@ PRECISION = Design(
     name="precision",
     title="Do 16 bits lose accuracy?",
     question=(
-        "Does training in 16 bits with fp32 master weights reach the accuracy of fp32, with a fixed loss scale and "
-        "with one that finds itself? And what becomes of it if LARS is computed in fp16, of which Jia et al. 2018 warn?"
+        "Does training in 16 bits with fp32 master weights reach the accuracy of fp32, with a fixed loss scale "
+        "and with one that finds itself? And what becomes of it if LARS is computed in fp16, of which Jia et al. "
+        "2018 warn?"
     ),
     setup=(
-        "The 10,000 + 2,000 images of Fashion-MNIST that come with megabatch; `tiny_cnn` of width 8, 64 hidden units; "
-        "batch 512, 20 steps an epoch, BatchNorm over 128 images; LARS with a trust of 0.01, momentum 0.9, weight "
-        "decay 5e-4, label smoothing 0.1, random flips; 15 epochs, 3 of them warm-up, polynomial decay of power 2. The "
-        "rate was searched for in fp32, coarse to fine, 8 full runs judged by 830 of the training images, on which "
-        "they were not trained, and is the same in all arms; so are the seeds, so that a seed begins with the same "
-        "weights and sees the same images in every arm."
+        "The 10,000 + 2,000 images of Fashion-MNIST that come with megabatch; `tiny_cnn` of width 8, 64 hidden "
+        "units; batch 512, 20 steps an epoch, BatchNorm over 128 images; LARS with a trust coefficient of 0.01, "
+        "momentum 0.9, weight decay 5e-4, label smoothing 0.1, random flips; 15 epochs, 3 of them warm-up, "
+        "polynomial decay of power 2. The learning rate was searched for in fp32, coarse to fine, 8 full runs "
+        "judged by 830 of the training images, on which they were not trained, and is the same in all arms; so "
+        "are the seeds, so that a seed begins with the same weights and sees the same images in every arm."
     ),
     recipe="fashion",
     overrides=(

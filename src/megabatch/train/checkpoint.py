@@ -218,7 +218,7 @@ def require_format(description: bytes, path: Path) -> None:
     if found != FORMAT:
         raise UserError(
             f"checkpoint {path} was written by another version of megabatch (format {found}, this one has {FORMAT}); "
-            "finish the run with that version, or train again in another run.dir"
+            "finish the run with that version, or begin a new one (--resume never, or another run.dir)"
         )
 
 

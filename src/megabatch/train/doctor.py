@@ -52,14 +52,14 @@ class Diagnosis(Struct, frozen=True, kw_only=True):
 
 def diagnose(config: RunConfig, info: RankInfo, store: RankStore, seconds: float) -> Diagnosis:
     """One rank's part; `seconds` is how long each of the three is run."""
-    with prepare(config, info, store) as (config, world, training):
+    with prepare(config, info, store) as (config, training):
         images = training.data.train
-        speeds, waited, spent = measure(training, world, seconds)
+        speeds, waited, spent = measure(training, seconds)
         return Diagnosis(
             **{f"{arm}_per_s": speed for arm, speed in speeds.items()},
             waited=waited,
             spent=spent,
-            num_ranks=world.num_ranks,
+            num_ranks=training.world.num_ranks,
             decode_threads=config.run.decode_threads or 1 if isinstance(images, EncodedImages) else 0,
             source=config.data.source,
             image_size=config.data.image_size,
@@ -67,7 +67,7 @@ def diagnose(config: RunConfig, info: RankInfo, store: RankStore, seconds: float
         )
 
 
-def measure(training: Training, world: World, seconds: float) -> tuple[dict[str, float], TimeBreakdown, TimeBreakdown]:
+def measure(training: Training, seconds: float) -> tuple[dict[str, float], TimeBreakdown, TimeBreakdown]:
     """Images per second of each arm; the shares of what both waited for, and of what input alone was spent on."""
     plan = msgspec.structs.replace(training.plan, num_steps=ENDLESS)
     training.images.plan = plan
@@ -83,14 +83,14 @@ def measure(training: Training, world: World, seconds: float) -> tuple[dict[str,
             "compute": lambda: take_step(compute),
             "both": lambda: take_step(both),
         }
-        blocks = {arm: choose_steps(step, seconds / ROUNDS, world) for arm, step in arms.items()}
+        blocks = {arm: choose_steps(step, seconds / ROUNDS, training.world) for arm, step in arms.items()}
         taken_s = dict.fromkeys(arms, 0.0)
         waited = {arm: TimeBreakdown() for arm in arms}
         for _ in range(ROUNDS):
             for arm, step in arms.items():
                 for _ in range(-(-PREFETCHED // plan.accumulation)):  # what was made while others had their turn
                     step()
-                taken_s[arm] += time_steps(step, blocks[arm], waited[arm], world)
+                taken_s[arm] += time_steps(step, blocks[arm], waited[arm], training.world)
     speeds = {arm: ROUNDS * blocks[arm] * plan.global_batch / taken_s[arm] for arm in arms}
     return speeds, waited["both"].scaled(1 / taken_s["both"]), waited["input"].scaled(1 / waited["input"].total)
 

@@ -76,10 +76,10 @@ def fit(
             network=copy_of(model),  # what becomes of it (its device, 16 bits, autocast) is not the caller's concern
             stop_requested=stop.received,
             resume=None if retune else resume,
-        ) as (config, _, training),
+        ) as ready,
     ):
-        summary = train_and_record(config, resume, training)
-        model.load_state_dict(training.master_weights.state_dict())
+        summary = train_and_record(ready.config, resume, ready.training)
+        model.load_state_dict(ready.training.master_weights.state_dict())
     if summary.status == "stopped":  # the checkpoint is written; now the signal does what it would have done
         raise KeyboardInterrupt if stop.number == signal.SIGINT else SystemExit(stop.exit_code())
     return summary

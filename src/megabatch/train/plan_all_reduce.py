@@ -16,7 +16,8 @@ def plan_all_reduce(config: RunConfig, info: RankInfo, store: RankStore) -> Tuni
     shape = infer_shape(config.data)
     noise = SyntheticSettings(train=shape.num_train, test=1, classes=shape.num_classes, channels=shape.num_channels)
     images = DataSettings(source="synthetic", image_size=config.data.image_size, synthetic=noise)
-    with prepare(config, info, store, data=load_data_set(images)) as (_, _, training):
-        tuning = training.gradients.plans.tuning
+    with prepare(config, info, store, data=load_data_set(images)) as ready:
+        gradients = ready.training.gradients
+        tuning = gradients.plans.tuning
         assert tuning is not None
-        return measure(training.gradients.reducer, tuning, all_questions(tuning))
+        return measure(gradients.reducer, tuning, all_questions(tuning))

@@ -25,7 +25,6 @@ from megabatch.train.warm_up import warm_up
 
 class Prepared(NamedTuple):
     config: RunConfig  # with this rank's share of the cores
-    world: World
     training: Training
 
 
@@ -48,7 +47,7 @@ def prepare(
         config = share_cores(config, world)
         data = load_data_set(config.data, config.run.decode_threads or 1) if data is None else data
         stored = find_tuning(config, resume, world) if resume else None
-        yield Prepared(config, world, ready_to_train(config, data, world, network, stop_requested, stored))
+        yield Prepared(config, ready_to_train(config, data, world, network, stop_requested, stored))
 
 
 def ready_to_train(

@@ -46,15 +46,9 @@ def run(config: RunConfig, info: RankInfo, resume: str, store: RankStore, retune
         raise UserError(mistake)  # which a restart does not fix
     if folder:
         resume, retune = str(folder), False  # whatever restarted ranks began with, they resume that
-    with (
-        StopRequest() as stop,
-        prepare(config, info, store, stop_requested=stop.received, resume=None if retune else resume) as (
-            config,
-            _,
-            training,
-        ),
-    ):
-        summary = train_and_record(config, resume, training, partial(store.set, RUN_FOLDER))
+    tuned_as_in = None if retune else resume
+    with StopRequest() as stop, prepare(config, info, store, stop_requested=stop.received, resume=tuned_as_in) as ready:
+        summary = train_and_record(ready.config, resume, ready.training, partial(store.set, RUN_FOLDER))
     return 0 if summary.status == "finished" else stop.exit_code()
 
 
