@@ -31,7 +31,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 from msgspec import Struct
-from torch import nn
 
 from benchmarks.gradient_sets import GradientSet, gradient_sizes
 from benchmarks.host_ranks import RESULT, TASK, run_ranks
@@ -41,15 +40,12 @@ from benchmarks.setups import Ranks, Request, name_setup
 from benchmarks.train import compare
 from megabatch.cli.ranks import be_a_rank
 from megabatch.comm.barrier import Header
-from megabatch.comm.failure import Failure
+from megabatch.comm.failure import FirstError
 from megabatch.comm.groups import AXES, Groups
-from megabatch.comm.layouts import BucketLayouts
-from megabatch.comm.progress import Progress
 from megabatch.comm.reducer import Reducer
 from megabatch.comm.settings import CommSettings
 from megabatch.comm.timeline import NoTimeline
 from megabatch.comm.tune import tune
-from megabatch.comm.watchdog import Watchdog
 from megabatch.planning.algorithms import ALGORITHMS
 from megabatch.planning.backward import RecordedBackward
 from megabatch.planning.buckets import MIB, ddp_buckets
@@ -157,9 +153,7 @@ class Ours:
     """Our all-reduce of a whole set, as the tuner has it.  All ranks make it, call it and close it together."""
 
     def __init__(self, gradients: GradientSet, groups: Groups, settings: CommSettings) -> None:
-        layouts = BucketLayouts(nn.Module())
-        self.watchdog = Watchdog(groups.store, groups.rank, groups.names, TIMEOUT_S, Progress(layouts))
-        self.reducer = Reducer(groups, Failure(groups, layouts, self.watchdog), NoTimeline())
+        self.reducer = Reducer(groups, FirstError(), NoTimeline())
         described = gradients.described
         backward = RecordedBackward([str(index) for index in range(len(described))], described, [0.0] * len(described))
         shape = groups.topology.shape
@@ -184,7 +178,6 @@ class Ours:
     def close(self) -> None:
         dist.barrier()
         self.reducer.close()
-        self.watchdog.close()
 
 
 def ddp_gloo(gradients: GradientSet, num_ranks: int) -> Arm:

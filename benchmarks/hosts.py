@@ -6,7 +6,7 @@
 The machine's own network is never touched.  Both ends of a cable send through a token bucket (`tc tbf`) at the nominal
 rate, so every port has that much each way; frames of 1514 bytes carry 1448, so a stream of TCP gets 95.6 % of it.
 Congestion control is the machine's own.  Ranks in different hosts have no memory in common
-(`megabatch.ranks.discover.host_identity`), though /dev/shm, files and cores are the same.
+(`megabatch.ranks.machine.host_identity`), though /dev/shm, files and cores are the same.
 
 Names tell whose they are: mb<process id>-<when it started>-h0.  What a bench killed with -9 has left (namespaces, and
 processes in them) goes when the next one starts.

@@ -78,10 +78,11 @@ class Locked(BlockingIOError):
         self.holder = holder
 
 
-def take_lock(path: Path, *, wait: bool = False, patience_s: float = PATIENCE_S) -> TextIO:
+def take_lock(path: Path, *, wait: bool = False, patience_s: float | None = None) -> TextIO:
     """The lock, until the file is closed.  Raises `Locked` if another process holds it, or waits for that one."""
     with ExitStack() as opened:
         file = opened.enter_context(path.open("a+"))
+        patience_s = PATIENCE_S if patience_s is None else patience_s
         deadline_s = time.monotonic() + patience_s
         while True:
             try:
@@ -92,9 +93,10 @@ def take_lock(path: Path, *, wait: bool = False, patience_s: float = PATIENCE_S)
                     file.seek(0)
                     raise Locked(path, file.read().strip()) from None
                 time.sleep(patience_s / 10)
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+        with suppress(OSError):  # a disk that is full: then nobody knows who holds it
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
         opened.pop_all()  # it stays open
         return file
 

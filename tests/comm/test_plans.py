@@ -1,6 +1,6 @@
 import pytest
 
-from megabatch.comm.plans import Cluster, PlansInUse, require_plan
+from megabatch.comm.plans import PlansInUse, require_plan
 from megabatch.comm.settings import CommSettings
 from megabatch.errors import UserError
 from megabatch.planning.topology import ClusterShape, from_hosts
@@ -10,7 +10,7 @@ EQUAL, UNEQUAL = ClusterShape.regular(2, 2), from_hosts(["a", "a", "b"]).shape
 
 def test_auto_reduces_in_memory_where_there_is_some() -> None:
     names = {
-        (shape, in_memory): require_plan("auto", "fp32", Cluster(shape, in_memory, is_cuda=False)).name
+        (shape, in_memory): require_plan("auto", "fp32", shape, in_memory).name
         for shape in (EQUAL, UNEQUAL)
         for in_memory in (True, False)
     }
@@ -23,10 +23,11 @@ def test_auto_reduces_in_memory_where_there_is_some() -> None:
 
 
 def test_what_is_asked_for_is_taken_or_refused() -> None:
-    plans = PlansInUse(CommSettings(algorithm="flat", dtype="bf16"), Cluster(EQUAL, True, is_cuda=False), tunes=True)
+    settings = CommSettings(algorithm="flat", dtype="bf16")
+    plans = PlansInUse(settings, EQUAL, in_memory=True, is_cuda=False, tunes=True)
     assert [plans.default.name, plans.exact.name, plans.names] == ["flat/bf16", "flat/fp32", "flat/bf16"]
     assert plans.candidates == [plans.default] and plans.axes == {"all"}
     with pytest.raises(UserError, match=r"comm.algorithm='torus' needs hosts with equally many ranks, not 1 and 2"):
-        require_plan("torus", "fp32", Cluster(UNEQUAL, True, is_cuda=False))
+        require_plan("torus", "fp32", UNEQUAL, in_memory=True)
     with pytest.raises(UserError, match=r"comm.algorithm='taurus'.*torus"):
         CommSettings(algorithm="taurus")

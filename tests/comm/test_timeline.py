@@ -6,7 +6,7 @@ import torch
 
 from megabatch.comm.barrier import Header
 from megabatch.comm.timeline import KEPT_STEPS, LANES, NETWORK, TRAINING, Timeline
-from megabatch.comm.work import Steps, Work
+from megabatch.comm.work import RankPhases, Work
 from megabatch.planning.plan import Plan
 
 
@@ -21,7 +21,7 @@ def test_the_newest_steps_are_kept_however_long_the_run(tmp_path: Path) -> None:
     timeline = Timeline(rank=3)
     timeline.restart(origin_s=0.0, first_step=8)
     plan, tensor = Plan("flat/fp32", ()), torch.zeros(1)
-    work = Work(0, tensor, 0, 1, Header(), plan, Steps([], [], [], False), None, True, None)
+    work = Work(0, tensor, 0, 1, Header(), plan, RankPhases([], [], [], False), None, True, None)
     for step in range(8, 8 + 10 * KEPT_STEPS):
         timeline.begin_step(step)
         timeline.note_ready(0, tensor, plan)

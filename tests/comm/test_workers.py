@@ -14,7 +14,7 @@ from megabatch.comm import node_worker
 from megabatch.comm.network_worker import NetworkWorker
 from megabatch.comm.node_worker import NodeWorker
 from megabatch.comm.timeline import NoTimeline
-from megabatch.comm.work import Steps, Work
+from megabatch.comm.work import RankPhases, Work
 from megabatch.planning.pipeline import Costs, Passage, pass_through
 from tests.support.pipelines import buckets
 
@@ -79,7 +79,7 @@ class TimedNetworkWorker(NetworkWorker):
     crossing_s: dict[int, float]
 
     def stages(self, work: Work) -> Iterator[Callable[[], None]]:
-        self.phases.run(work, [self.crossing_s[work.key]])  # type: ignore[list-item]
+        self.runner.run(work, [self.crossing_s[work.key]])  # type: ignore[list-item]
         yield from ()
 
 
@@ -101,7 +101,7 @@ def run_step(ready_s: list[float], costs: list[Costs]) -> list[Passage]:
         node = NodeWorker(phases, network, ends)  # type: ignore[arg-type]
     network.crossing_s = {key: cost.crossing_s for key, cost in enumerate(costs)}
     for key, (bucket_ready_s, cost) in enumerate(zip(ready_s, costs, strict=True)):
-        steps = Steps([cost.before_s], [], [cost.after_s] if cost.after_s else [], cost.crosses)  # type: ignore[list-item]
+        steps = RankPhases([cost.before_s], [], [cost.after_s] if cost.after_s else [], cost.crosses)  # type: ignore[list-item]
         clocks.now_s = max(clocks.now_s, bucket_ready_s)
         is_last = key == len(costs) - 1
         crossed: Any = TimedEvent(clocks)

@@ -149,7 +149,7 @@ def test_an_old_name_is_never_suggested() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["fashion", "fashion-3k", "alexnet-bn-imagenet-64k"])
-def test_a_run_of_older_code_is_read_and_can_be_resumed(recipe: str, tmp_path: Path) -> None:
+def test_the_recipe_of_an_older_run_is_read_and_is_the_same(recipe: str, tmp_path: Path) -> None:
     config, _ = load(recipe, "comm.dtype=bf16")
     text = config.to_toml()
     for old, new in RENAMED.items():  # `[comm]` has `dtype = `, and `[provenance]` dotted names in quotes

@@ -6,7 +6,7 @@ import torch
 
 from megabatch.data import normalise
 from megabatch.data.images import ArrayImages
-from megabatch.data.normalise import Normalise, PixelStatistics, measure_pixels
+from megabatch.data.normalise import Normalise, measure_pixels
 from megabatch.data.settings import DataSettings
 from megabatch.data.sources import load_data_set
 from megabatch.errors import UserError
@@ -43,17 +43,6 @@ def test_black_and_white_pixels_become_minus_one_and_one() -> None:
         result = Normalise(measure_pixels(unlabelled(pixels.contiguous())), CPU, dtype, channels_last=True)(pixels)
         assert result.dtype == dtype and result.is_contiguous(memory_format=torch.channels_last)
         assert (result[0] == -1).all() and (result[1] == 1).all()
-
-
-def test_a_normaliser_reads_no_image() -> None:
-    """A measured one and one of written statistics are the same to the bit."""
-    pixels = torch.randint(0, 256, (50, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    measured = measure_pixels(unlabelled(pixels))
-    written = PixelStatistics(
-        tuple(float(repr(value)) for value in measured.mean), tuple(float(repr(value)) for value in measured.deviation)
-    )
-    ours, theirs = (Normalise(statistics, CPU, torch.float32)(pixels) for statistics in (measured, written))
-    assert torch.equal(ours, theirs)
 
 
 def test_of_a_large_set_images_of_all_of_it_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 import io
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from megabatch.data.folders import read_folder
 from megabatch.data.npz import read_arrays, write_arrays
 from megabatch.data.pack import Packed, Progress, pack
 from megabatch.data.pack_identity import PackSettings
-from megabatch.data.shards import read_shards
+from megabatch.data.shards import UNFINISHED, read_shards
 from megabatch.data.shrink import prepare
 from megabatch.data.verify import verify
 from megabatch.errors import UserError
@@ -149,14 +150,22 @@ def test_no_shard_is_larger_than_asked_for_and_only_the_last_has_room(
     assert one_each.num_shards == NUM_TRAIN + NUM_VAL  # an image that is larger than a shard has its own
 
 
-@pytest.mark.parametrize(("width", "height"), [(130, 100), (100, 130), (900, 400), (41, 41), (1000, 41)])
-def test_larger_images_get_the_shorter_side_that_was_asked_for(width: int, height: int) -> None:
+@pytest.mark.parametrize(
+    ("width", "height", "size"),
+    [
+        (130, 100, (52, 40)),
+        (100, 130, (40, 52)),
+        (900, 400, (90, 40)),
+        (41, 41, (40, 40)),
+        (1000, 41, (976, 40)),
+    ],
+)
+def test_larger_images_get_the_shorter_side_that_was_asked_for(width: int, height: int, size: tuple[int, int]) -> None:
     for form in ("JPEG", "PNG"):
         stored = prepare(picture(1, (width, height), form), 40, 90)
         found = Image.open(io.BytesIO(stored.content))
         assert found.format == "JPEG" and stored.suffix == ".jpg"
-        assert found.size == (stored.width, stored.height) and min(found.size) == 40
-        assert abs(found.size[0] / found.size[1] - width / height) < width / height / 50
+        assert found.size == (stored.width, stored.height) == size
         expected = Image.open(io.BytesIO(picture(1, (width, height), form))).convert("RGB")
         reference = np.asarray(expected.resize(found.size, Image.Resampling.BILINEAR)).astype(int)
         assert abs(np.asarray(found).astype(int) - reference).mean() < 6  # two lossy steps
@@ -549,3 +558,25 @@ def test_packing_starts_no_openmp_teams(tmp_path: Path, monkeypatch: pytest.Monk
         assert max(counts) <= num_before + 2
     finally:
         torch.set_num_threads(num_torch)
+
+
+def test_a_pack_begun_by_an_older_version_is_refused_and_a_whole_one_is_complete(photos: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    pack(photos, out, PackSettings())
+    index = read_arrays(out / "index.npz")
+    identity = json.loads(str(index["identity"]))
+    assert identity.pop("layout") == 2
+    write_arrays(out / "index.npz", index | {"identity": np.array(json.dumps(identity))})
+    pack(photos, out, PackSettings())  # whole: left as it is
+    (out / "index.npz").unlink()
+    (out / UNFINISHED).write_text(json.dumps(identity))
+    with pytest.raises(UserError, match="was begun by another version of megabatch"):
+        pack(photos, out, PackSettings())
+
+
+def test_what_an_older_version_was_writing_when_it_was_killed_is_removed(photos: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/.pack.lock").touch()
+    (tmp_path / "out/.train-000003.tar.part").write_bytes(b"half a shard")
+    pack(photos, tmp_path / "out", PackSettings())
+    assert not list((tmp_path / "out").glob("*.part")) and not list((tmp_path / "out").glob(".train-*"))

@@ -153,14 +153,26 @@ def test_damage_is_reported_and_the_one_before_is_used(ranks: RankPool, tmp_path
     content[-1] ^= 1
     state.write_bytes(content)
     (folder / "step-00000003/state.json").write_text(json.dumps({"step": 3})[:-2])
-    shutil.copytree(folder / "step-00000002", folder / "writing-step-00000005")  # a kill while it was written
+    shutil.copytree(folder / "step-00000002", folder / ".writing-step-00000005-123")  # a kill while it was written
     reports: list[str] = []
     assert newest_good(tmp_path, reports.append) == folder / "step-00000002"
     assert len(reports) == 2
     assert "step-00000004" in reports[0] and "checksum does not match" in reports[0]
     assert "step-00000003" in reports[1] and "cannot be read" in reports[1]
     ranks.run(save_steps, str(tmp_path), [5], 4, 0, num_ranks=1)  # the half-written one is not in the way
+    assert not list(folder.glob(".writing-*"))
     assert newest_good(tmp_path, reports.append) == folder / "step-00000005"
+
+
+def test_a_checkpoint_of_another_version_is_refused_in_one_line(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(save_steps, str(tmp_path), [1, 2], 4, 0, num_ranks=1)
+    path = tmp_path / "checkpoints/step-00000002/state.json"
+    description = json.loads(path.read_text())
+    for other in ({"format": 99}, {}):  # the first version did not say
+        path.write_text(json.dumps({key: value for key, value in description.items() if key != "format"} | other))
+        with pytest.raises(UserError, match=r"step-00000002 was written by another version of megabatch") as caught:
+            newest_good(tmp_path, print)
+        assert "\n" not in str(caught.value)
 
 
 def test_checkpoints_are_due_as_the_recipe_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -256,7 +256,7 @@ def come_late(world: World) -> list[str]:
                 memory.all_reduce(buffer, Header(step=3, bucket=8))
             with missing(said):
                 memory.all_reduce(buffer)
-        world.all_reduce(torch.ones(1))  # until all have given up
+        world.all_reduce(torch.ones(1))  # until all have aborted
     return said
 
 

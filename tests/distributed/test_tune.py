@@ -61,9 +61,9 @@ def test_all_ranks_choose_the_same_and_ddp_makes_just_these_buckets(
     assert [bucket.plan.name for bucket in tuning.buckets] == results[0]["plans"]
     assert tuning.topology.num_nodes == len(set(hosts))
     candidates = [candidate for bucket in tuning.buckets for candidate in bucket.candidates]
-    wires = {phase.dtype for candidate in candidates for phase in candidate.plan.phases if phase.axis != "node"}
-    wire = "bf16" if "comm.dtype=bf16" in overrides else "fp32"
-    assert wires == ({wire} if len(set(hosts)) > 1 else set())
+    travelling = {phase.dtype for candidate in candidates for phase in candidate.plan.phases if phase.axis != "node"}
+    expected = "bf16" if "comm.dtype=bf16" in overrides else "fp32"
+    assert travelling == ({expected} if len(set(hosts)) > 1 else set())
     if "comm.algorithm=flat" in overrides:
         assert len(tuning.buckets) > 3 and all(len(bucket.candidates) == 1 for bucket in tuning.buckets)
         assert {bucket.reason for bucket in tuning.buckets} == {"comm.algorithm=flat"}

@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import msgspec
@@ -45,12 +46,28 @@ def test_the_last_row_is_found_at_the_end_of_a_long_run(tmp_path: Path) -> None:
     assert last is not None and last.step == 1999
 
 
-def test_a_row_of_an_older_version_is_refused_in_one_line(tmp_path: Path) -> None:
-    write_run(tmp_path, [])
-    (tmp_path / "metrics.jsonl").write_text('{"step":1,"epoch":0.1,"loss":2.0}\n')
-    with pytest.raises(UserError, match=r"metrics.jsonl, row 1: .*kind") as caught:
+def test_rows_of_older_runs_which_do_not_say_what_they_are_are_read(tmp_path: Path) -> None:
+    write_run(tmp_path, RECORDS)
+    rows = tmp_path / "metrics.jsonl"
+    rows.write_text(re.sub(r'"kind":"\w+",|,"evaluated":false', "", rows.read_text()))
+    assert "kind" not in rows.read_text() and "evaluated" not in rows.read_text()
+    assert list(read_records(tmp_path)) == RECORDS and last_record(tmp_path) == EVALUATION
+
+
+def test_a_damaged_row_is_named_in_one_line(tmp_path: Path) -> None:
+    write_run(tmp_path, RECORDS)
+    with (tmp_path / "metrics.jsonl").open("a") as rows:
+        rows.write('{"step":3,"lr":"fast"}\n')
+    with pytest.raises(UserError, match=r"metrics.jsonl, row 4: .*damaged") as caught:
         list(read_records(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+def test_a_last_row_of_any_length_is_read(tmp_path: Path) -> None:
+    unreadable = [f"images/{number}.jpg cannot be read" for number in range(20_000)]
+    long = msgspec.structs.replace(EVALUATION, unreadable=unreadable)
+    write_run(tmp_path, [*RECORDS[:2], long])
+    assert last_record(tmp_path) == long
 
 
 def test_losses_are_means_over_the_steps_that_end_in_an_epoch(tmp_path: Path) -> None:

@@ -101,8 +101,9 @@ def choose_ranks(config: "RunConfig", wanted: int | None) -> int:
 
     device_type = choose_device(config.run.device)
     if wanted is not None:
-        if wanted < 1:
-            raise UserError(f"--ranks {wanted}: a run needs at least one rank; nearest: --ranks 1")
-        check_ranks(config.batch, wanted)
+        try:
+            check_ranks(config.batch, wanted)
+        except UserError as error:
+            raise UserError(f"--ranks {wanted}: {error}") from None
         return wanted
     return most_ranks(config.batch, torch.cuda.device_count() if device_type == "cuda" else len(usable_cores()))

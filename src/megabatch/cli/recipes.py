@@ -19,6 +19,6 @@ def recipes() -> None:
         lines = [config.about, *(f"{kind}: {', '.join(keys)}" for kind, keys in settings_by_provenance(config).items())]
         console.print(Padding("\n".join(lines), (0, 0, 0, 4)))
     console.print(
-        "\nmegabatch show RECIPE prints a recipe in full, with the reason of each mark; "
+        "\nmegabatch show RECIPE prints a recipe in full, with where each value comes from; "
         "megabatch train RECIPE section.key=value changes it."
     )

@@ -77,9 +77,7 @@ def print_preview(config: "RunConfig", num_ranks: int) -> None:
     title("memory of a rank")
     console.print(f"weights      {megabytes(memory.weights)}")
     if memory.master_weights:
-        console.print(
-            f"masters      {megabytes(memory.master_weights)}  fp32 master weights, which the optimizer changes"
-        )
+        console.print(f"fp32 weights {megabytes(memory.master_weights)}  master weights, which the optimizer updates")
     console.print(f"gradients    {megabytes(memory.gradients)}  ({memory.gradients:,} bytes to all-reduce a step)")
     if memory.unscaled:
         console.print(f"unscaled     {megabytes(memory.unscaled)}  gradients in fp32")

@@ -17,17 +17,38 @@ from megabatch.errors import UserError
 from megabatch.planning.topology import Axis
 
 
-class Failure:
-    def __init__(self, groups: Groups, layouts: BucketLayouts, watchdog: Watchdog) -> None:
-        self.groups, self.layouts, self.watchdog = groups, layouts, watchdog
+class FirstError:
+    """Of this rank: after it nothing is exchanged any more."""
+
+    def __init__(self) -> None:
         self.error: BaseException | None = None
         self.has_failed = False  # the error may still be being explained
 
     def record(self, error: BaseException, work: Work, axis: Axis) -> None:
-        """The first one counts: after it nothing is exchanged any more.  The others will miss this rank, and say so."""
         if not self.has_failed:
             self.has_failed = True
             self.error = self.explain(error, work, axis)
+
+    def explain(self, error: BaseException, work: Work, axis: Axis) -> BaseException:
+        return error
+
+    def close(self) -> None:
+        """From here on, a backward is a mistake."""
+        if not self.has_failed:
+            self.has_failed = True
+            self.error = UserError("this all-reduce is closed, and a backward follows; close it after the last")
+
+    def raise_error(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+class FailureReport(FirstError):
+    """The error, with what the other ranks say.  They will miss this one, and hear why."""
+
+    def __init__(self, groups: Groups, layouts: BucketLayouts, watchdog: Watchdog) -> None:
+        super().__init__()
+        self.groups, self.layouts, self.watchdog = groups, layouts, watchdog
 
     def explain(self, error: BaseException, work: Work, axis: Axis) -> BaseException:
         """This rank aborts, and tells the others; its error, with what they have said."""
@@ -52,13 +73,3 @@ class Failure:
         """This rank leaves because of an error elsewhere."""
         if error is not self.error:
             self.watchdog.say_last(f"has aborted: {type(error).__name__}: {error}")
-
-    def close(self) -> None:
-        """From here on, a backward is a mistake."""
-        if not self.has_failed:
-            self.has_failed = True
-            self.error = UserError("this all-reduce is closed, and a backward follows; close it after the last")
-
-    def raise_error(self) -> None:
-        if self.error is not None:
-            raise self.error

@@ -13,11 +13,11 @@ from torch import nn
 from torch.autograd import Variable
 
 from megabatch.comm.barrier import Header
-from megabatch.comm.failure import Failure
+from megabatch.comm.failure import FailureReport
 from megabatch.comm.groups import Groups
 from megabatch.comm.layouts import BucketLayouts
-from megabatch.comm.plans import Cluster, PlansInUse
-from megabatch.comm.progress import Progress
+from megabatch.comm.plans import PlansInUse
+from megabatch.comm.progress import BackwardProgress
 from megabatch.comm.reducer import Reducer
 from megabatch.comm.settings import CommSettings
 from megabatch.comm.timeline import NoTimeline, Timeline
@@ -44,15 +44,15 @@ class GradientAllReduce:
     ) -> None:
         self.settings, self.scale, self.pid = settings, scale, os.getpid()
         self.layouts = BucketLayouts(model)
-        self.progress = Progress(self.layouts)
+        self.progress = BackwardProgress(self.layouts)
         with ExitStack() as stack:
             groups = stack.enter_context(closing(Groups(group, device, settings.timeout_s)))
             self.topology = groups.topology
-            cluster = Cluster(self.topology.shape, self.has_room(groups), device.type == "cuda")
-            self.plans = PlansInUse(settings, cluster, tunes)
+            is_cuda = device.type == "cuda"
+            self.plans = PlansInUse(settings, self.topology.shape, self.has_room(groups), is_cuda, tunes)
             groups.open(self.plans.axes)
             watchdog = Watchdog(groups.store, groups.rank, groups.names, settings.timeout_s, self.progress)
-            self.failure = Failure(groups, self.layouts, stack.enter_context(closing(watchdog)))
+            self.failure = FailureReport(groups, self.layouts, stack.enter_context(closing(watchdog)))
             self.timeline = Timeline(groups.rank) if settings.timeline else NoTimeline()
             self.reducer = Reducer(groups, self.failure, self.timeline)
             stack.enter_context(closing(self.reducer))

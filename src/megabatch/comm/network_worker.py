@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from megabatch.comm.failure import Failure
+from megabatch.comm.failure import FirstError
 from megabatch.comm.phases import PhaseRunner
 from megabatch.comm.timeline import NETWORK, NoTimeline, Timeline
 from megabatch.comm.work import Work
@@ -23,8 +23,8 @@ class InFlight:
 
 
 class NetworkWorker:
-    def __init__(self, phases: PhaseRunner, failure: Failure, timeline: Timeline | NoTimeline) -> None:
-        self.phases, self.failure, self.timeline = phases, failure, timeline
+    def __init__(self, runner: PhaseRunner, failure: FirstError, timeline: Timeline | NoTimeline) -> None:
+        self.runner, self.failure, self.timeline = runner, failure, timeline
         self.waited_s = 0.0  # for the network, in all
         self.queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()  # None: it ends
         self.thread = threading.Thread(target=self.run, name="megabatch network", daemon=True)
@@ -37,7 +37,7 @@ class NetworkWorker:
             if in_flight and self.queue.empty():
                 moving = in_flight[:1]
             elif work := self.queue.get():
-                if not all(self.phases.is_compared(work, phase.axis) for phase, _ in work.steps.network):
+                if not all(self.runner.is_compared(work, phase.axis) for phase, _ in work.phases.network):
                     # To compare blocks, and then nobody may wait for what is in flight.
                     self.end_all(in_flight)
                 moving = [InFlight(work, self.stages(work)), *in_flight]
@@ -58,8 +58,8 @@ class NetworkWorker:
     def advance(self, part: InFlight) -> None:
         """Waits for what its stage needs, and begins the next one."""
         work, began_s = part.work, time.perf_counter()
-        if work.steps.network:
-            self.timeline.enter_phase(work, *work.steps.network[0])
+        if work.phases.network:
+            self.timeline.enter_phase(work, *work.phases.network[0])
         try:
             if not self.failure.has_failed:
                 part.wait()
@@ -67,7 +67,7 @@ class NetworkWorker:
                 part.has_ended = following is None
                 part.wait = following or part.wait
         except BaseException as error:
-            self.failure.record(error, work, work.steps.network[0][0].axis)
+            self.failure.record(error, work, work.phases.network[0][0].axis)
         part.has_ended |= self.failure.has_failed
         self.timeline.leave(NETWORK)
         self.waited_s += time.perf_counter() - began_s
@@ -75,7 +75,7 @@ class NetworkWorker:
             self.end(work)
 
     def end(self, work: Work) -> None:
-        if work.steps.after:
+        if work.phases.after:
             work.crossed.set()
         else:
             self.timeline.note_reduced(work)
@@ -83,8 +83,8 @@ class NetworkWorker:
 
     def stages(self, work: Work) -> Iterator[Callable[[], None]]:
         """What a part does on the network; it wants each wait called that it yields."""
-        for phase, transfer in work.steps.network:
-            group = self.phases.process_group_for(work, phase.axis)
+        for phase, transfer in work.phases.network:
+            group = self.runner.process_group_for(work, phase.axis)
             tensor = work.tensor[transfer.begin : transfer.end]
             if phase.op == "all_reduce":
                 yield from group.stages(tensor, phase.dtype)

@@ -13,8 +13,8 @@ DEPTH = 3  # parts that are on the network, or wait for it, when the thread turn
 
 
 class NodeWorker:
-    def __init__(self, phases: PhaseRunner, network: NetworkWorker, timeline: Timeline | NoTimeline) -> None:
-        self.phases, self.network, self.timeline = phases, network, timeline
+    def __init__(self, runner: PhaseRunner, network: NetworkWorker, timeline: Timeline | NoTimeline) -> None:
+        self.runner, self.network, self.timeline = runner, network, timeline
         self.queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()  # None: it ends
         self.thread = threading.Thread(target=self.run, name="megabatch node", daemon=True)
         self.thread.start()
@@ -22,9 +22,9 @@ class NodeWorker:
     def run(self) -> None:
         in_flight: deque[Work] = deque()
         while work := self.queue.get():
-            self.phases.scale(work)
-            self.phases.run(work, work.steps.before)
-            if not work.steps.crosses:
+            self.runner.scale(work)
+            self.runner.run(work, work.phases.before)
+            if not work.phases.crosses:
                 self.finish(work)
                 continue
             self.network.queue.put(work)
@@ -34,12 +34,12 @@ class NodeWorker:
         self.network.queue.put(None)
 
     def run_after(self, work: Work) -> None:
-        if not work.steps.after:  # the network's thread finishes it
+        if not work.phases.after:  # the network's thread finishes it
             return
         self.timeline.enter_wait(work)
         work.crossed.wait()
         self.timeline.leave(IN_NODE)
-        self.phases.run(work, work.steps.after)
+        self.runner.run(work, work.phases.after)
         self.finish(work)
 
     def finish(self, work: Work) -> None:

@@ -2,39 +2,39 @@
 
 import torch
 
-from megabatch.comm.failure import Failure
+from megabatch.comm.failure import FirstError
 from megabatch.comm.groups import Groups
 from megabatch.comm.process_group import ProcessGroup
 from megabatch.comm.shared_memory import SharedBuffer
 from megabatch.comm.timeline import NoTimeline, Timeline
-from megabatch.comm.work import Step, Work
+from megabatch.comm.work import RankPhase, Work
 from megabatch.planning.plan import Phase
 from megabatch.planning.topology import Axis
 
 
 class PhaseRunner:
-    def __init__(self, groups: Groups, failure: Failure, timeline: Timeline | NoTimeline) -> None:
+    def __init__(self, groups: Groups, failure: FirstError, timeline: Timeline | NoTimeline) -> None:
         self.groups, self.failure, self.timeline = groups, failure, timeline
         self.waited_s = 0.0  # for other ranks of this node, in all
         self.buffers: dict[int, tuple[torch.Tensor, SharedBuffer]] = {}
         self.compared: dict[tuple[Axis, int], int] = {}  # the layout of each bucket that a group's members agree on
 
-    def run(self, work: Work, steps: list[Step]) -> None:
+    def run(self, work: Work, phases: list[RankPhase]) -> None:
         """After a first error nothing is exchanged any more."""
-        for phase, transfer in steps:
+        for phase, transfer in phases:
             if self.failure.has_failed:
                 return
             waited_s = self.waited_s
-            self.timeline.enter_phase(work, phase, transfer)
             try:
+                self.timeline.enter_phase(work, phase, transfer)
                 if phase.axis == "node" and self.groups.memory:
                     self.run_in_memory(work, phase)
                 else:
                     group = self.process_group_for(work, phase.axis)
                     getattr(group, phase.op)(work.tensor[transfer.begin : transfer.end], phase.dtype)
+                self.timeline.leave_phase(phase, self.waited_s - waited_s)
             except BaseException as error:
                 self.failure.record(error, work, phase.axis)
-            self.timeline.leave_phase(phase, self.waited_s - waited_s)
 
     def scale(self, work: Work) -> None:
         """Before it is summed, as DDP does: 16 bits might not hold the sum where they hold the average."""
@@ -43,7 +43,7 @@ class PhaseRunner:
 
     def is_scaled_in_memory(self, work: Work) -> bool:
         """One all-reduce in shared memory scales on its way, before it rounds."""
-        return self.groups.memory is not None and len(work.steps.before) == 1 and not work.steps.crosses
+        return self.groups.memory is not None and len(work.phases.before) == 1 and not work.phases.crosses
 
     def process_group_for(self, work: Work, axis: Axis) -> ProcessGroup:
         """The process group, once its members agree on the tensor.

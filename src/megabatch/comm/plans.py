@@ -1,38 +1,31 @@
 """Which all-reduce a bucket takes: one plan for all, until `tune` has chosen one for each."""
 
-from typing import NamedTuple
-
 from megabatch.comm.settings import CommSettings
 from megabatch.errors import UserError
 from megabatch.planning.candidates import candidate_plans, default_plan
-from megabatch.planning.plan import CommDtype, Plan
+from megabatch.planning.plan import CommDtype, Plan, axes_of
 from megabatch.planning.topology import Axis, ClusterShape
 from megabatch.planning.tuning import Tuning
 
 
-class Cluster(NamedTuple):
-    """What decides which plans can run."""
-
-    shape: ClusterShape
-    in_memory: bool  # ranks of a host all-reduce through its memory
-    is_cuda: bool
-
-
 class PlansInUse:
-    def __init__(self, settings: CommSettings, cluster: Cluster, tunes: bool) -> None:
-        self.default = require_plan(settings.algorithm, settings.dtype, cluster)
-        self.exact = require_plan(settings.algorithm, "fp32", cluster)  # of the step's metrics: nothing is rounded
+    """`in_memory`: ranks of a host all-reduce through its memory.  `tunes`: there may be a choice."""
+
+    def __init__(
+        self, settings: CommSettings, shape: ClusterShape, in_memory: bool, is_cuda: bool, tunes: bool
+    ) -> None:
+        algorithm = settings.algorithm
+        self.default = require_plan(algorithm, settings.dtype, shape, in_memory)
+        self.exact = require_plan(algorithm, "fp32", shape, in_memory)  # of the step's metrics: nothing is rounded
         self.candidates = [self.default]
         if tunes:
-            self.candidates = candidate_plans(
-                settings.algorithm, settings.dtype, cluster.shape, cluster.in_memory, cluster.is_cuda
-            )
+            self.candidates = candidate_plans(algorithm, settings.dtype, shape, in_memory, is_cuda)
         self.tuning: Tuning | None = None  # None: the default plan for all
         self.drift = 1.0  # see planning.choosing.drift
 
     @property
     def axes(self) -> set[Axis]:
-        return {phase.axis for plan in (self.default, self.exact, *self.candidates) for phase in plan.phases}
+        return axes_of([self.default, self.exact, *self.candidates])
 
     def plan_of(self, index: int, num_elements: int) -> Plan:
         """Before DDP has made its final buckets, after the first backward, they are not those of the tuning."""
@@ -45,10 +38,10 @@ class PlansInUse:
         return self.tuning.algorithms if self.tuning else self.default.name
 
 
-def require_plan(algorithm: str, dtype: CommDtype, cluster: Cluster) -> Plan:
-    plan = default_plan(algorithm, dtype, cluster.shape, cluster.in_memory)
+def require_plan(algorithm: str, dtype: CommDtype, shape: ClusterShape, in_memory: bool) -> Plan:
+    plan = default_plan(algorithm, dtype, shape, in_memory)
     if plan is None:
-        sizes = " and ".join(str(size) for size, _ in cluster.shape.node_sizes)
+        sizes = " and ".join(str(size) for size, _ in shape.node_sizes)
         raise UserError(
             f"comm.algorithm={algorithm!r} needs hosts with equally many ranks, not {sizes}; "
             "nearest: comm.algorithm=hierarchical"

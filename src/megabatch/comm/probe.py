@@ -19,13 +19,13 @@ import torch.distributed as dist
 from megabatch.comm.barrier import Header
 from megabatch.comm.dtypes import TORCH_DTYPES
 from megabatch.comm.reducer import Reducer
+from megabatch.planning.choosing import STREAM
 from megabatch.planning.cost import Link, Timing, fit_link
 from megabatch.planning.pipeline import PART_BYTES
 from megabatch.planning.plan import COMM_DTYPES, CommDtype, Phase, Plan
 from megabatch.planning.topology import Axis
 
 ROUNDS = 5
-STREAM = 8  # tensors one behind another
 SMALL = 1024  # elements
 SMALL_IN_NODE = 50
 FIRST_KEY = -1_000  # tensors that are none of DDP's buckets, nor a step's metrics, have keys from here down
@@ -38,7 +38,7 @@ def probe(reducer: Reducer, axes: Iterable[Axis], dtype: CommDtype) -> dict[Axis
 
 def probe_axis(reducer: Reducer, axis: Axis, dtype: CommDtype) -> Link:
     topology = reducer.groups.topology
-    num_members = max(size for size, _ in topology.shape.group_sizes(axis))
+    num_members = topology.shape.largest_group(axis)
     # Across nodes, each rank of a node carries its slice of a part.
     large = PART_BYTES // 4 // (topology.largest_node if axis == "inter_node" else 1)
     room_bytes = reducer.groups.shareable_bytes

@@ -9,7 +9,7 @@ from megabatch.comm.layouts import BucketLayouts
 WAITS = "waits"  # said by a rank that nobody waits for
 
 
-class Progress:
+class BackwardProgress:
     """Written by the hook, read by the watchdog's thread."""
 
     def __init__(self, layouts: BucketLayouts) -> None:
@@ -18,6 +18,9 @@ class Progress:
         self.reduced: set[int] = set()  # buckets of this step
         self.last: torch.futures.Future[torch.Tensor] | None = None  # bucket of the newest step that is complete here
         self.ready_s = 0.0  # when the newest bucket was ready: from the last one on, backward waits for other ranks
+        self.changed_s = time.monotonic()
+
+    def restart_clock(self) -> None:
         self.changed_s = time.monotonic()
 
     def bucket_is_ready(self) -> None:

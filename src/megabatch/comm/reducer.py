@@ -18,31 +18,31 @@ its stream's event.
 import torch
 
 from megabatch.comm.barrier import Header
-from megabatch.comm.failure import Failure
+from megabatch.comm.failure import FirstError
 from megabatch.comm.groups import Groups
 from megabatch.comm.network_worker import NetworkWorker
 from megabatch.comm.node_worker import NodeWorker
 from megabatch.comm.phases import PhaseRunner
 from megabatch.comm.timeline import NoTimeline, Timeline
-from megabatch.comm.work import Steps, Work, steps_of
+from megabatch.comm.work import RankPhases, Work, phases_of
 from megabatch.planning.pipeline import num_parts
 from megabatch.planning.plan import Plan, slices
 
 
 class Reducer:
-    def __init__(self, groups: Groups, failure: Failure, timeline: Timeline | NoTimeline) -> None:
+    def __init__(self, groups: Groups, failure: FirstError, timeline: Timeline | NoTimeline) -> None:
         self.groups, self.failure, self.timeline = groups, failure, timeline
-        self.steps: dict[tuple[Plan, int], Steps] = {}  # by the size of a tensor
-        self.phases = PhaseRunner(groups, failure, timeline)
+        self.rank_phases: dict[tuple[Plan, int], RankPhases] = {}  # by the size of a tensor
+        self.runner = PhaseRunner(groups, failure, timeline)
         self.network, self.node = None, None
         if groups.device.type == "cpu":
-            self.network = NetworkWorker(self.phases, failure, timeline)
-            self.node = NodeWorker(self.phases, self.network, timeline)
+            self.network = NetworkWorker(self.runner, failure, timeline)
+            self.node = NodeWorker(self.runner, self.network, timeline)
 
     @property
     def waited_s(self) -> float:
         """For other ranks and the network, in all.  The straggler waits least; no clocks are compared."""
-        return self.phases.waited_s + (self.network.waited_s if self.network else 0.0)
+        return self.runner.waited_s + (self.network.waited_s if self.network else 0.0)
 
     def start(
         self, key: int, tensor: torch.Tensor, plan: Plan, header: Header, scale: float | None, is_last: bool
@@ -56,29 +56,31 @@ class Reducer:
         self.timeline.note_ready(key, whole, plan)
         if self.node and self.failure.error is None:
             for begin, end in slices(len(whole), num_parts(plan, whole.nbytes)):
-                steps, ends = self.steps_for(plan, end - begin), end == len(whole)
+                phases, ends = self.phases_for(plan, end - begin), end == len(whole)
                 promise = future if ends else None
-                self.node.queue.put(Work(key, whole, begin, end, header, plan, steps, scale, is_last and ends, promise))
+                self.node.queue.put(
+                    Work(key, whole, begin, end, header, plan, phases, scale, is_last and ends, promise)
+                )
             return future
-        work = Work(key, whole, 0, len(whole), header, plan, self.steps_for(plan, len(whole)), scale, is_last, None)
+        work = Work(key, whole, 0, len(whole), header, plan, self.phases_for(plan, len(whole)), scale, is_last, None)
         # A completed future runs this at once, on a stream of its own that has waited for the tensor.
         future.set_result(whole)
         return future.then(lambda ready: self.run_all(work))
 
     def run_all(self, work: Work) -> torch.Tensor:
-        self.phases.scale(work)
-        self.phases.run(work, [*work.steps.before, *work.steps.network, *work.steps.after])
+        self.runner.scale(work)
+        self.runner.run(work, [*work.phases.before, *work.phases.network, *work.phases.after])
         self.timeline.note_reduced(work)
         return work.whole
 
-    def steps_for(self, plan: Plan, num_elements: int) -> Steps:
-        if (plan, num_elements) not in self.steps:
-            self.steps[plan, num_elements] = steps_of(plan, self.groups.topology, self.groups.rank, num_elements)
-        return self.steps[plan, num_elements]
+    def phases_for(self, plan: Plan, num_elements: int) -> RankPhases:
+        if (plan, num_elements) not in self.rank_phases:
+            self.rank_phases[plan, num_elements] = phases_of(plan, self.groups.topology, self.groups.rank, num_elements)
+        return self.rank_phases[plan, num_elements]
 
     def forget(self, key: int) -> None:
         """Frees the room in shared memory of a tensor that will not come again."""
-        self.phases.buffers.pop(key, None)
+        self.runner.buffers.pop(key, None)
 
     def close(self) -> None:
         self.failure.close()
@@ -90,4 +92,4 @@ class Reducer:
             self.groups.abort()  # a thread that still waits for other ranks has nobody to wait for it
             for thread in threads:
                 thread.join(timeout=10)
-        self.phases.buffers = {}
+        self.runner.buffers = {}

@@ -15,8 +15,7 @@ from megabatch.comm.reducer import Reducer
 from megabatch.comm.settings import CommSettings
 from megabatch.planning.backward import RecordedBackward
 from megabatch.planning.choosing import Question, choose, confirm, drift, open_questions, with_measurements
-from megabatch.planning.plan import Plan
-from megabatch.planning.topology import Axis
+from megabatch.planning.plan import Plan, axes_of
 from megabatch.planning.tuning import Tuning
 
 
@@ -55,7 +54,3 @@ def measure_drift(reducer: Reducer, stored: Tuning, settings: CommSettings) -> f
     """By what factor a stored choice is predicted to take longer on the links as they are now."""
     links = probe(reducer, axes_of(bucket.plan for bucket in stored.buckets), settings.dtype)
     return drift(stored, links)
-
-
-def axes_of(plans: Iterable[Plan]) -> set[Axis]:
-    return {phase.axis for plan in plans for phase in plan.phases}

@@ -12,15 +12,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from megabatch.comm.progress import WAITS, Progress
+from megabatch.comm.progress import WAITS, BackwardProgress
 
 LISTEN_S = 3.0  # how long a rank that has failed waits for what the others say
 MOST = 3  # ranks that a message quotes
 
 
 class Watchdog:
-    def __init__(self, store: Any, rank: int, names: Sequence[int], timeout_s: float, progress: Progress) -> None:
+    def __init__(
+        self, store: Any, rank: int, names: Sequence[int], timeout_s: float, progress: BackwardProgress
+    ) -> None:
         self.store, self.rank, self.names, self.timeout_s, self.progress = store, rank, names, timeout_s, progress
+        progress.restart_clock()
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self.watch, name="megabatch watchdog", daemon=True)
         self.thread.start()
@@ -40,11 +43,11 @@ class Watchdog:
     def key(self, rank: int) -> str:
         return f"state/{rank}"
 
-    def say_last(self, word: str) -> None:
+    def say_last(self, message: str) -> None:
         """The last that this rank writes."""
         self.ended.set()
         with suppress(RuntimeError):
-            self.store.set(self.key(self.rank), word)
+            self.store.set(self.key(self.rank), message)
 
     def heard(self, waits_for_all: bool = False) -> list[str]:
         """What the other ranks have said; with `waits_for_all` also who says nothing, though all have reason to."""
@@ -52,11 +55,11 @@ class Watchdog:
         try:
             if waits_for_all:
                 self.listen([self.key(rank) for rank in others])
-            words = {rank: self.word(self.key(rank)) for rank in others}
+            messages = {rank: self.message(self.key(rank)) for rank in others}
         except RuntimeError:
             return ["the store is gone, with the rank that held it (rank 0, unless a launcher did)"]
-        silent = [str(self.names[rank]) for rank in others if words[rank] is None]
-        said = [f"rank {self.names[rank]} {word}" for rank, word in words.items() if word not in (None, WAITS)]
+        silent = [str(self.names[rank]) for rank in others if messages[rank] is None]
+        said = [f"rank {self.names[rank]} {text}" for rank, text in messages.items() if text not in (None, WAITS)]
         if waits_for_all and silent:
             are = f"ranks {', '.join(silent)} say" if len(silent) > 1 else f"rank {silent[0]} says"
             said.insert(0, f"{are} nothing: gone, or hanging; see the output there")
@@ -68,7 +71,7 @@ class Watchdog:
         try:
             self.store.set(keys[self.rank], layout)
             self.listen(list(keys.values()))
-            layouts = {rank: self.word(key) for rank, key in keys.items()}
+            layouts = {rank: self.message(key) for rank, key in keys.items()}
         except RuntimeError:
             return []
         layouts_by_name = {self.names[rank]: json.loads(text) for rank, text in layouts.items() if text is not None}
@@ -84,7 +87,7 @@ class Watchdog:
         while not self.store.check(keys) and time.monotonic() < deadline_s:
             time.sleep(0.02)
 
-    def word(self, key: str) -> str | None:
+    def message(self, key: str) -> str | None:
         return self.store.get(key).decode() if self.store.check([key]) else None
 
     def close(self) -> None:

@@ -12,15 +12,15 @@ from megabatch.planning.topology import Topology
 
 STEP_METRICS = -1  # the key of what is all-reduced beside the buckets
 
-Step = tuple[Phase, Transfer]  # of this rank
+RankPhase = tuple[Phase, Transfer]  # of this rank
 
 
-class Steps(NamedTuple):
+class RankPhases(NamedTuple):
     """This rank's part of a plan, cut where the whole plan is: a rank that sends nothing keeps the order too."""
 
-    before: list[Step]
-    network: list[Step]
-    after: list[Step]
+    before: list[RankPhase]
+    network: list[RankPhase]
+    after: list[RankPhase]
     crosses: bool  # some rank has something to send
 
 
@@ -34,7 +34,7 @@ class Work:
     end: int
     header: Header
     plan: Plan
-    steps: Steps
+    phases: RankPhases
     scale: float | None  # of the sum
     is_last: bool  # nothing follows before somebody waits for it
     future: torch.futures.Future[torch.Tensor] | None  # of the whole, with its last part
@@ -49,7 +49,7 @@ class Work:
             self.future.set_result(self.whole)
 
 
-def steps_of(plan: Plan, topology: Topology, rank: int, num_elements: int) -> Steps:
+def phases_of(plan: Plan, topology: Topology, rank: int, num_elements: int) -> RankPhases:
     """What the rank does in each phase of the plan, for a tensor of this size."""
     phases = list(zip(plan.phases, transfers(plan, topology, rank, num_elements), strict=True))
     network = plan.network
@@ -57,7 +57,7 @@ def steps_of(plan: Plan, topology: Topology, rank: int, num_elements: int) -> St
         [(phase, transfer) for phase, transfer in part if transfer and has_work(transfer)]
         for part in (phases[: network.start], phases[network], phases[network.stop :])
     )
-    return Steps(before, crossing, after, plan.crosses)
+    return RankPhases(before, crossing, after, plan.crosses)
 
 
 def has_work(transfer: Transfer) -> bool:

@@ -22,6 +22,7 @@ from megabatch.errors import UserError
 Source = FolderFiles | ShardFiles
 
 LOCK = ".pack.lock"
+LAYOUT = 2  # every JPEG is a .jpg; before, members had the suffixes of their files
 
 
 class PackSettings(Struct, frozen=True, kw_only=True):
@@ -39,6 +40,7 @@ class Identity(Struct, frozen=True, kw_only=True):
     shorter_side: int | None
     quality: int
     shard_mb: int
+    layout: int = 1  # which names members have: see LAYOUT
 
 
 def identify(dataset: EncodedDataset, settings: PackSettings) -> Identity:
@@ -50,6 +52,7 @@ def identify(dataset: EncodedDataset, settings: PackSettings) -> Identity:
         shorter_side=settings.shorter_side,
         quality=settings.quality,
         shard_mb=settings.shard_mb,
+        layout=LAYOUT,
     )
 
 
@@ -76,10 +79,14 @@ def is_complete(out: Path, asked: Identity) -> bool:
             found = (out / UNFINISHED).read_bytes()
         else:
             return False
-        require_same(out, msgspec.json.decode(found, type=Identity), asked)
+        made = msgspec.json.decode(found, type=Identity)
+        require_same(out, made, asked)
     except (KeyError, msgspec.MsgspecError) as error:
         raise UserError(f"{out} does not say how it was packed ({error}); delete it, or give another") from error
-    return (out / INDEX).exists()
+    is_whole = (out / INDEX).exists()
+    if not is_whole and made.layout != asked.layout:
+        raise UserError(f"{out} was begun by another version of megabatch; finish it there, or delete {out}")
+    return is_whole
 
 
 def require_same(out: Path, made: Identity, asked: Identity) -> None:

@@ -79,7 +79,9 @@ def padding(length: int) -> bytes:
 def writing_shard(path: Path) -> Iterator["ShardWriter"]:
     """A shard for the block to fill and `finish`.  If the block raises, there is none."""
     with disk.writing(path) as new, new.open("wb", buffering=BUFFER_BYTES) as file:
-        yield ShardWriter(path, file)
+        writer = ShardWriter(path, file)
+        yield writer
+        assert writer.is_finished, f"{path}: a shard without its record"
 
 
 class ShardWriter:
@@ -90,6 +92,7 @@ class ShardWriter:
         self.size = 0
         self.rest_crc32 = 0  # of all bytes but the images'
         self.rows: list[tuple[int, ...]] = []
+        self.is_finished = False
 
     def add(self, number: int, sample: Sample) -> None:
         offset, length = self.size + len(sample.before), len(sample.image)
@@ -113,4 +116,5 @@ class ShardWriter:
         }
         record |= more | {"size": np.array(self.size), "rest_crc32": np.array(self.rest_crc32, np.uint32)}
         write_arrays(record_path(self.path), record)
+        self.is_finished = True
         return record

@@ -91,6 +91,10 @@ class Plan(Struct, frozen=True):
         return f"{self.name}: " + (", ".join(map(str, self.phases)) or "nothing to exchange")
 
 
+def axes_of(plans: Iterable[Plan]) -> set[Axis]:
+    return {phase.axis for plan in plans for phase in plan.phases}
+
+
 class Transfer(NamedTuple):
     """What one group does in one phase: its members exchange the elements [begin, end)."""
 

@@ -94,13 +94,11 @@ class Topology(Struct, frozen=True):
 
     @property
     def largest_node(self) -> int:
-        """Ranks in the largest node."""
-        return max(map(len, self.nodes))
+        return self.shape.largest_node
 
     @property
     def is_regular(self) -> bool:
-        """True if all nodes have equally many ranks."""
-        return self.num_nodes * self.largest_node == self.num_ranks
+        return self.shape.is_regular
 
     def groups(self, axis: Axis) -> list[tuple[int, ...]]:
         match axis:

@@ -26,7 +26,8 @@ from msgspec import Struct
 from megabatch.config.schema import RunConfig
 from megabatch.data.sources import FROM_PYTHON
 from megabatch.errors import UserError
-from megabatch.preflight.reference_results import REFERENCE_RESULTS, TRUST_COEFFICIENT, ReferenceResult
+from megabatch.optim.lars import TRUST_COEFFICIENT
+from megabatch.preflight.reference_results import REFERENCE_RESULTS, ReferenceResult
 
 SAME_SIZE = 0.01  # sets are taken for the same if their sizes differ by less
 ROUNDING = 1e-9  # a value on the edge is within

@@ -61,16 +61,18 @@ def preview(config: RunConfig, num_ranks: int) -> Preview:
     shape = infer_shape(config.data)
     plan = plan_run(config, shape, num_ranks)
     model = make_model(config, shape)
-    masters = place_model(model, config.precision, torch.device("cpu"), config.model.wants_channels_last)
+    master_weights = place_model(model, config.precision, torch.device("cpu"), config.model.wants_channels_last)
     groups = parameter_groups(model, config.optim.weight_decay, config.optim.decay_all)
-    trained = list(masters.parameters.values())
+    trained = list(master_weights.parameters.values())
     image_shape = (shape.num_channels, config.data.image_size, config.data.image_size)
     memory = Memory(
         weights=num_bytes([*model.parameters(), *model.buffers()]),
-        master_weights=num_bytes([*masters.copies, *(before for _, before in masters.originals.values())]),
+        master_weights=num_bytes(
+            [*master_weights.copies, *(before for _, before in master_weights.originals.values())]
+        ),
         gradients=num_bytes(trained),
-        unscaled=num_bytes(gradients_of(masters.copies)),
-        optimizer=num_bytes(masters.weights.values()) if config.optim.momentum else 0,
+        unscaled=num_bytes(gradients_of(master_weights.copies)),
+        optimizer=num_bytes(master_weights.weights.values()) if config.optim.momentum else 0,
         activations=activation_bytes(config, model, image_shape),
     )
     return Preview(

@@ -14,8 +14,7 @@ from functools import partial
 from msgspec import Struct
 
 from megabatch.data.shapes import FASHION_MNIST_10K, FULL_FASHION_MNIST, IMAGENET
-
-TRUST_COEFFICIENT = 0.001  # of LARS, where a result does not say otherwise
+from megabatch.optim.lars import TRUST_COEFFICIENT
 
 
 class ReferenceResult(Struct, frozen=True, kw_only=True):

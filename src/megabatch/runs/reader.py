@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
+from typing import Any, BinaryIO, Literal
 
 import msgspec
 from msgspec import Struct
@@ -18,7 +18,7 @@ from megabatch.planning.tuning import Tuning
 from megabatch.runs import files
 from megabatch.runs.records import EvaluationRecord, Record, Status, StepRecord, Summary
 
-TAIL_BYTES = 64 << 10  # of metrics.jsonl, enough for its last row: one that skipped images or evaluated is long
+TAIL_BYTES = 16 << 10  # of metrics.jsonl, which mostly holds its last row: one that skipped images is longer
 
 
 class Listing(Struct, frozen=True):
@@ -70,19 +70,32 @@ def last_record(path: Path) -> Record | None:
     rows = path / files.METRICS
     try:
         with rows.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            *whole, _ = file.read().split(b"\n")
-    except (OSError, ValueError):
+            row = last_line(file)
+    except OSError:
         return None
-    return decode_row(whole[-1], f"{rows}, the last row") if whole else None
+    return decode_row(row, f"{rows}, the last row") if row else None
+
+
+def last_line(file: BinaryIO) -> bytes:
+    """The last one that ends, from as little of the file's end as holds it."""
+    size, tail_bytes = file.seek(0, os.SEEK_END), TAIL_BYTES
+    while True:
+        file.seek(max(0, size - tail_bytes))
+        *lines, _ = file.read(tail_bytes).split(b"\n")
+        if len(lines) > 1 or tail_bytes >= size:
+            return lines[-1] if lines else b""
+        tail_bytes *= 4
 
 
 def decode_row(row: bytes, where: str) -> Record:
+    """Rows of older runs do not say what they are; only steps have a learning rate."""
     try:
-        record: Record = msgspec.json.decode(row, type=StepRecord | EvaluationRecord)
+        fields = msgspec.json.decode(row, type=dict[str, Any])
+        fields.setdefault("kind", "step" if "lr" in fields else "evaluation")
+        record: Record = msgspec.convert(fields, StepRecord | EvaluationRecord)
         return record
     except msgspec.MsgspecError as error:
-        raise UserError(f"{where}: {error}; rows of this version say what they are (kind), train it again") from None
+        raise UserError(f"{where}: {error}; it is damaged: remove the run, or train it again") from None
 
 
 def epoch_losses(path: Path) -> dict[int, float]:

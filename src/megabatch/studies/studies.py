@@ -182,7 +182,7 @@ PRECISION = Design(
     title="Do 16 bits lose accuracy?",
     question=(
         "Does training in 16 bits with fp32 master weights reach the accuracy of fp32, with a fixed loss scale "
-        "and with one that finds itself? And what becomes of it if LARS is computed in fp16, of which Jia et al. "
+        "and with a dynamic one? And what becomes of it if LARS is computed in fp16, of which Jia et al. "
         "2018 warn?"
     ),
     setup=(
@@ -208,7 +208,7 @@ PRECISION = Design(
         ArmDesign(name=FP32, about="the baseline", overrides=("precision.name=fp32",), grid=(0.3, 0.9, 2.7, 8.1)),
         ArmDesign(
             name=DYNAMIC,
-            about="fp16, fp32 master weights, a loss scale that finds itself",
+            about="fp16, fp32 master weights, a dynamic loss scale",
             overrides=("precision.name=fp16",),
             learning_rate_of=FP32,
         ),

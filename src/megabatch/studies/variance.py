@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from megabatch.config.loading import load_config
+from megabatch.config.loading import load_config, silent
 from megabatch.config.resolve import make_model, plan_run
 from megabatch.data.normalise import Normalise, measure_pixels
 from megabatch.data.sources import load_data_set
 from megabatch.runs.files import CHECKPOINTS, CONFIG
 from megabatch.studies.evidence import Curve
-from megabatch.train.checkpoint import model_state, read_description, read_state
+from megabatch.train.checkpoint import model_state, read_state, step_of
 
 NUM_IMAGES = 512
 
@@ -25,7 +25,7 @@ NUM_IMAGES = 512
 @torch.no_grad()
 def layer_variance(folder: Path, layer: str) -> Curve:
     """(epoch, variance) of a run's checkpoints."""
-    config = load_config(str(folder / CONFIG))
+    config = load_config(str(folder / CONFIG), report=silent)
     data = load_data_set(config.data)
     model = make_model(config, data.shape).train()
     plan = plan_run(config, data.shape, num_ranks=1)
@@ -35,7 +35,7 @@ def layer_variance(folder: Path, layer: str) -> Curve:
     curve: Curve = []
     for path in sorted((folder / CHECKPOINTS).glob("step-*")):
         model.load_state_dict(model_state(read_state(path)))
-        curve.append((plan.epochs_after(read_description(path).step), variance_of(model, layer, microbatches)))
+        curve.append((plan.epochs_after(step_of(path)), variance_of(model, layer, microbatches)))
     return curve
 
 

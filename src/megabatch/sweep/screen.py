@@ -2,11 +2,13 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 
+from megabatch.errors import UserError
 from megabatch.runs.reader import last_record
 from megabatch.runs.records import Summary
 from megabatch.sweep.trials import Trial
@@ -97,5 +99,7 @@ def show_duration(seconds: float) -> str:
 
 def epoch_of(folder: Path) -> float:
     """How far a run is by its last whole row; 0 before the first."""
-    record = last_record(folder)
-    return record.epoch if record else 0.0
+    with suppress(UserError):  # the run itself will say what is wrong with it
+        if record := last_record(folder):
+            return record.epoch
+    return 0.0

@@ -181,9 +181,9 @@ def why_failed(process: Process) -> str:
     said = process.log.read_bytes()[process.log_start :].decode(errors="replace").splitlines()
     lines = [line.removeprefix("megabatch: ") for line in said if line.startswith("megabatch: ")]
     code = process.popen.returncode
-    if lines:
-        return lines[-1]
-    return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
+    if code < 0:
+        return f"it was ended by {signal.Signals(-code).name}"
+    return lines[-1] if lines else f"it ended with exit code {code}"
 
 
 @contextmanager

@@ -42,9 +42,8 @@ def assemble(
     master_weights = place_model(model, config.precision, world.device, config.model.wants_channels_last)
     if not master_weights.weights:
         raise UserError(f"model.name={config.model.name!r} has nothing to train; set requires_grad of some parameters")
-    if (
-        network is not None
-    ):  # ours are the same everywhere, as they follow from the seed; DDP would broadcast rounded ones
+    # Ours are the same everywhere, as they follow from the seed; DDP would broadcast rounded ones.
+    if network is not None:
         require_same_network(master_weights.state_dict(), world)
         master_weights.load_state_dict(world.broadcast_tensors(master_weights.state_dict()))
     is_rounded_to_fp16 = formats.has_small_range or config.comm.dtype == "fp16"

@@ -120,7 +120,7 @@ class Checkpoints:
     def forget_after(self, step: int) -> None:
         """A run that resumes from an older checkpoint forgets the newer ones."""
         for path in self.newest_first():
-            if int(path.name.rpartition("-")[2]) > step:
+            if step_of(path) > step:
                 shutil.rmtree(path)
         for link in (self.folder / LAST, self.folder / BEST):
             if link.is_symlink() and not link.exists():
@@ -218,8 +218,13 @@ def require_format(description: bytes, path: Path) -> None:
     if found != FORMAT:
         raise UserError(
             f"checkpoint {path} was written by another version of megabatch (format {found}, this one has {FORMAT}); "
-            "finish the run with that version, or begin a new one (--resume never, or another run.dir)"
+            "finish the run with that version, or begin a new one in another folder (or with --resume never)"
         )
+
+
+def step_of(path: Path) -> int:
+    """By the checkpoint's name."""
+    return int(path.name.rpartition("-")[2])
 
 
 def read_state(path: Path) -> dict[str, torch.Tensor]:

@@ -182,8 +182,8 @@ def describe_breakdown(shares: TimeBreakdown | None) -> str:
     """What the wait for data was spent on, where it is worth a word."""
     if shares is None or shares.total < TELLING_DATA_SHARE:
         return ""
-    stages = {stage: getattr(shares, stage) for stage in shares.__struct_fields__}
-    return f" ({', '.join(f'{stage} {share:.1%}' for stage, share in stages.items() if share >= 0.0005)})"
+    parts = {part: getattr(shares, part) for part in shares.__struct_fields__}
+    return f" ({', '.join(f'{part} {share:.1%}' for part, share in parts.items() if share >= 0.0005)})"
 
 
 def header(config: RunConfig, training: Training) -> dict[str, str]:
@@ -222,10 +222,10 @@ def describe_plans(in_use: PlansInUse, num_seen: int) -> str:
 
 def describe_precision(config: RunConfig, training: Training) -> str:
     scale = training.loss_scale
-    masters = ", fp32 master weights" if training.master_weights.copies else ""
+    master_weights = ", fp32 master weights" if training.master_weights.copies else ""
     return (
         config.precision.name
-        + masters
+        + master_weights
         + (f", {scale.kind} loss scale {show_scale(scale.value)}" if scale.is_on else "")
     )
 
