@@ -100,6 +100,8 @@ def choose_ranks(config: "RunConfig", wanted: int | None) -> int:
     from megabatch.ranks.world import choose_device
 
     device_type = choose_device(config.run.device)
+    if wanted is not None and wanted < 1:
+        raise UserError(f"--ranks {wanted}: a run needs at least one rank; nearest: --ranks 1")
     if wanted is not None:
         try:
             check_ranks(config.batch, wanted)

@@ -93,7 +93,7 @@ def plan_steps(
 
 def check_ranks(batch: BatchSettings, num_ranks: int) -> None:
     if num_ranks < 1:
-        raise UserError("a run needs at least one rank; nearest: 1 rank")
+        raise UserError(f"{num_ranks} ranks: a run needs at least one")
     if batch.num_microbatches % num_ranks:
         span = batch.microbatch * num_ranks
         nearest_batch = max(1, round(batch.global_batch / span)) * span
