@@ -10,7 +10,12 @@ from typing import Any
 __version__ = "0.1.0"
 
 # Looked up when they are first used, so that `megabatch --help` need not import torch.
-PUBLIC = {"fit": "megabatch.train.fit", "load_config": "megabatch.config.loading", "UserError": "megabatch.errors"}
+PUBLIC = {
+    "fit": "megabatch.train.fit",
+    "load": "megabatch.train.classifier",
+    "load_config": "megabatch.config.loading",
+    "UserError": "megabatch.errors",
+}
 
 
 def __getattr__(name: str) -> Any:

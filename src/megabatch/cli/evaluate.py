@@ -8,14 +8,20 @@ import typer
 
 def evaluate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
-    data: Annotated[str | None, typer.Option(metavar="SOURCE", help="Another data source's test images.")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(metavar="SOURCE", help="Other images: a folder of class folders, or a source's test part."),
+    ] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="best, last or step-...; by default the final model.", show_default=False)
+    ] = None,
 ) -> None:
     """Evaluate a run again from its saved weights."""
     from rich.console import Console
 
     from megabatch.train.reevaluate import evaluate_run
 
-    result, names = evaluate_run(run, data)
+    result, names = evaluate_run(run, data, checkpoint)
     console = Console(highlight=False, soft_wrap=True)
     console.print(
         f"top-1 {result.top1:.4f}, top-5 {result.top5:.4f}, loss {result.test_loss:.6f} "

@@ -1,6 +1,6 @@
 """Where images come from: `load_data_set` turns the recipe's `data` section into a training and a test `ImageSet`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import resources
 from itertools import permutations
@@ -40,20 +40,20 @@ def load_data_set(settings: DataSettings, threads: int = 1) -> DataSet:
     return hold_out(settings, source) if settings.validation else source
 
 
-def load_other_images(settings: DataSettings, trained_on: DataSet, threads: int) -> ImageSet:
-    """Images to test on that are not the run's own: a source's test part, or all of a folder or tar that has none."""
-    source, names = find_source(settings), trained_on.class_names
+def load_other_images(settings: DataSettings, names: Sequence[str], num_channels: int, threads: int) -> ImageSet:
+    """Images to test a model of these classes on: a source's test part, or all of a folder or tar that has none."""
+    source = find_source(settings)
     if isinstance(source, EncodedDataset):
         unknown = sorted({*source.class_names} - {*names})
-        if unknown or trained_on.num_channels != 3:
+        if unknown or num_channels != 3:
             reason = f"images of class {unknown[0]!r}" if unknown else "3 channels"
             raise UserError(f"{settings.source} has {reason}, on which the run was not trained; give another source")
         files = source.train if source.test is None else source.test
-        return EncodedImages(with_classes(files, source.class_names, names), settings, threads)
-    if source.num_channels != trained_on.num_channels or len(source.class_names) > len(names):
+        return EncodedImages(with_classes(files, source.class_names, tuple(names)), settings, threads)
+    if source.num_channels != num_channels or len(source.class_names) > len(names):
         raise UserError(
             f"{settings.source} has {source.num_channels} channels and {len(source.class_names)} classes; the run was "
-            f"trained on {trained_on.num_channels} and {len(names)}; give another source"
+            f"trained on {num_channels} and {len(names)}; give another source"
         )
     return source.test
 

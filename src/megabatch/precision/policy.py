@@ -57,9 +57,10 @@ def check_device(settings: PrecisionSettings, device: torch.device) -> None:
     """Tries the format on the device: torch has no list of what a device supports."""
     dtype = settings.formats.autocast or settings.formats.model
     try:
-        image = torch.ones(1, 1, 3, 3, dtype=dtype, device=device, requires_grad=True)
-        kernel = torch.ones(1, 1, 3, 3, dtype=dtype, device=device, requires_grad=True)
-        torch.nn.functional.conv2d(image, kernel).flatten(1).matmul(kernel[0, 0, :1]).float().sum().backward()
+        with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in
+            image = torch.ones(1, 1, 3, 3, dtype=dtype, device=device, requires_grad=True)
+            kernel = torch.ones(1, 1, 3, 3, dtype=dtype, device=device, requires_grad=True)
+            torch.nn.functional.conv2d(image, kernel).flatten(1).matmul(kernel[0, 0, :1]).float().sum().backward()
     except (RuntimeError, TypeError) as error:
         remedy = "precision.name=amp" if dtype == torch.bfloat16 else "precision.name=fp32"
         raise UserError(

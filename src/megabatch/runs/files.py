@@ -10,3 +10,4 @@ LOG = "train.log"
 TIMELINE = "timeline"  # a trace of each rank, if wanted
 CHECKPOINTS = "checkpoints"
 WEIGHTS = "model.safetensors"
+MODEL = "model.json"  # runs.model_card.ModelCard: what belongs to the weights

@@ -10,7 +10,7 @@ from megabatch.config.resolve import make_model, plan_learning_rate, plan_run
 from megabatch.config.schema import RunConfig
 from megabatch.data.batches import TrainingImages
 from megabatch.data.images import DataSet
-from megabatch.data.normalise import Normalise, measure_pixels
+from megabatch.data.normalise import Normalise, PixelStatistics, measure_pixels
 from megabatch.errors import UserError
 from megabatch.models.loss import summed_loss
 from megabatch.optim.groups import parameter_groups
@@ -19,6 +19,7 @@ from megabatch.precision.loss_scale import choose_loss_scale
 from megabatch.precision.place import place_model
 from megabatch.ranks.world import World
 from megabatch.train.batch_norm import RunningStatistics
+from megabatch.train.card import make_card
 from megabatch.train.evaluate import evaluate
 from megabatch.train.loop import Parts
 
@@ -33,6 +34,7 @@ def assemble(
     world: World,
     network: nn.Module | None = None,  # one's own instead of the recipe's: rank 0's weights count
     stop_requested: Callable[[], bool] = never,
+    pixels: PixelStatistics | None = None,  # as measured when the run began; None: it begins
 ) -> Parts:
     plan = plan_run(config, data.shape, world.num_ranks)
     formats = config.precision.formats
@@ -49,13 +51,15 @@ def assemble(
     is_rounded_to_fp16 = formats.has_small_range or config.comm.dtype == "fp16"
     loss_scale = choose_loss_scale(config.precision, is_rounded_to_fp16, plan.global_batch)
     groups = parameter_groups(model, config.optim.weight_decay, config.optim.decay_all)
-    normalise = Normalise(measure_pixels(data.train), world.device, formats.model, config.model.wants_channels_last)
+    pixels = pixels or measure_pixels(data.train)
+    normalise = Normalise(pixels, world.device, formats.model, config.model.wants_channels_last)
     return Parts(
         world=world,
         seed=config.seed,
         plan=plan,
         data=data,
         data_fingerprint=data.fingerprint(),
+        card=make_card(config, data, pixels),
         images=TrainingImages(data.train, config.data, config.seed, plan, world.device),
         normalise=normalise,
         network=model,

@@ -26,8 +26,10 @@ from megabatch.disk import point, remove_unfinished, sync, writing
 from megabatch.errors import UserError
 from megabatch.planning.tuning import Tuning
 from megabatch.runs.files import CHECKPOINTS
+from megabatch.runs.model_card import METADATA, ModelCard
 from megabatch.runs.records import EvaluationRecord, Record
 from megabatch.runs.totals import RunTotals
+from megabatch.train.card import with_results
 from megabatch.train.loop import Training
 
 FORMAT = 2  # of a checkpoint; another one is refused
@@ -44,6 +46,7 @@ class Description(Struct, frozen=True, kw_only=True):
     data: str = ""  # which images it was trained on
     tuning: Tuning | None = None  # how its gradients are all-reduced
     totals: RunTotals
+    card: ModelCard | None = None  # what belongs to the weights
     checksum: str  # sha256 of the tensors' file
 
 
@@ -55,10 +58,11 @@ def describe_arithmetic(training: Training) -> str:
     return f"{training.plan.num_ranks} ranks of {threads} threads, {plans.names}{choice}"
 
 
-def save_weights(training: Training, path: Path) -> None:
-    """The model alone, under the names of its state dict: what a run is for."""
+def save_weights(training: Training, totals: RunTotals, path: Path) -> None:
+    """The model alone, under the names of its state dict, and what belongs to it: what a run is for."""
+    card = msgspec.json.encode(with_results(training.card, totals)).decode()
     with writing(path) as new:
-        save_file(separate(training.master_weights.state_dict()), new)
+        save_file(separate(training.master_weights.state_dict()), new, {METADATA: card})
         new.chmod(0o644)  # safetensors lets only the owner read
 
 
@@ -157,6 +161,7 @@ class Checkpoints:
                 data=training.data_fingerprint,
                 tuning=training.gradients.plans.tuning,
                 totals=totals,
+                card=with_results(training.card, totals),
                 checksum=checksum(new / STATE),
             )
             (new / DESCRIPTION).write_bytes(msgspec.json.encode(description))

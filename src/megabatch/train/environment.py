@@ -2,6 +2,7 @@
 
 import os
 import platform
+from pathlib import Path
 
 import torch
 
@@ -33,6 +34,7 @@ def describe_environment() -> dict[str, object]:
         "python": platform.python_version(),
         "system": platform.platform(),
         "host": platform.node(),
+        "directory": str(Path.cwd()),  # what relative sources are relative to
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }

@@ -22,6 +22,7 @@ from megabatch.precision.loss_scale import LossScale
 from megabatch.precision.master_weights import MasterWeights
 from megabatch.ranks.machine import resident_mb
 from megabatch.ranks.world import World
+from megabatch.runs.model_card import ModelCard
 from megabatch.runs.records import Evaluation, EvaluationRecord, Record, StepRecord
 from megabatch.runs.time_breakdown import TimeBreakdown
 from megabatch.train.batch_norm import RunningStatistics
@@ -38,6 +39,7 @@ class Parts:
     plan: StepPlan
     data: DataSet
     data_fingerprint: str
+    card: ModelCard
     images: TrainingImages
     normalise: Normalise
     network: nn.Module

@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 import msgspec
 import torch
+from msgspec import Struct
 from torch import nn
 
 from megabatch.config.schema import RunConfig
 from megabatch.data.images import DataSet
+from megabatch.data.normalise import PixelStatistics
 from megabatch.data.sources import load_data_set
 from megabatch.planning.tuning import Tuning
 from megabatch.ranks.discover import RankInfo
@@ -19,7 +21,7 @@ from megabatch.ranks.store import RankStore
 from megabatch.ranks.world import World, choose_device, connect
 from megabatch.train.assemble import assemble, never
 from megabatch.train.loop import Training
-from megabatch.train.resume import stored_tuning
+from megabatch.train.resume import stored_pixels, stored_tuning
 from megabatch.train.warm_up import warm_up
 
 
@@ -37,7 +39,8 @@ def prepare(
     data: DataSet | None = None,  # instead of the recipe's
     network: nn.Module | None = None,  # instead of the recipe's
     stop_requested: Callable[[], bool] = never,
-    resume: str | None = None,  # gradients are all-reduced as in the run that this resumes, if in any
+    resume: str | None = None,  # what a run has chosen and measured is taken from the one that this resumes, if any
+    retune: bool = False,  # but for how gradients are all-reduced
 ) -> Iterator[Prepared]:
     device = choose_device(config.run.device)
     with (
@@ -46,8 +49,9 @@ def prepare(
     ):
         config = share_cores(config, world)
         data = load_data_set(config.data, config.run.decode_threads or 1) if data is None else data
-        stored = find_tuning(config, resume, world) if resume else None
-        yield Prepared(config, ready_to_train(config, data, world, network, stop_requested, stored))
+        stored = find_stored(config, resume, world) if resume else Stored()
+        tuning = None if retune else stored.tuning
+        yield Prepared(config, ready_to_train(config, data, world, network, stop_requested, tuning, stored.pixels))
 
 
 def ready_to_train(
@@ -57,8 +61,9 @@ def ready_to_train(
     network: nn.Module | None = None,
     stop_requested: Callable[[], bool] = never,
     stored: Tuning | None = None,
+    pixels: PixelStatistics | None = None,
 ) -> Training:
-    return warm_up(assemble(config, data, world, network, stop_requested), config.model, config.comm, stored)
+    return warm_up(assemble(config, data, world, network, stop_requested, pixels), config.model, config.comm, stored)
 
 
 def share_cores(config: RunConfig, world: World) -> RunConfig:
@@ -69,7 +74,16 @@ def share_cores(config: RunConfig, world: World) -> RunConfig:
     return config.with_run(threads=threads, decode_threads=config.run.decode_threads or threads)
 
 
-def find_tuning(config: RunConfig, resume: str, world: World) -> Tuning | None:
-    """How the run that is resumed has all-reduced its gradients, on all ranks; None if it begins."""
-    tuning = stored_tuning(config, resume) if world.rank == 0 else None
-    return msgspec.json.decode(world.broadcast_text(msgspec.json.encode(tuning).decode()), type=Tuning | None)
+class Stored(Struct, frozen=True):
+    """What the run that is resumed has chosen and measured when it began; None if it begins now."""
+
+    tuning: Tuning | None = None
+    pixels: PixelStatistics | None = None
+
+
+def find_stored(config: RunConfig, resume: str, world: World) -> Stored:
+    """Rank 0 reads it, and all ranks get it."""
+    stored = Stored()
+    if world.rank == 0:
+        stored = Stored(stored_tuning(config, resume), stored_pixels(config, resume))
+    return msgspec.json.decode(world.broadcast_text(msgspec.json.encode(stored).decode()), type=Stored)

@@ -8,24 +8,24 @@ PATH    resumes the run, or from the checkpoint, at PATH
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from megabatch.config.loading import load_config, silent
 from megabatch.config.messages import show_value
+from megabatch.config.resolve import decisive_settings
 from megabatch.config.schema import RunConfig
+from megabatch.data.normalise import PixelStatistics
 from megabatch.disk import WRITING
 from megabatch.errors import UserError
 from megabatch.planning.tuning import Tuning
 from megabatch.runs.files import CHECKPOINTS, CONFIG, LOCK, PLAN
 from megabatch.runs.numbering import next_folder, numbered_runs
 from megabatch.runs.reader import is_run, is_running, read_plan, read_summary
+from megabatch.train.card import pixels_of, read_card
 from megabatch.train.checkpoint import DESCRIPTION, newest_good, read_tuning
 
-# What does not change what is computed: sections, and settings.
-IRRELEVANT = ("name", "about", "provenance", "run", "checkpoint", "comm.timeout_s", "comm.timeline")
 Newest = Callable[[Path], Path | None]
 
 
@@ -54,6 +54,14 @@ def stored_tuning(config: RunConfig, resume: str) -> Tuning | None:
     for path in paths:
         with contextlib.suppress(OSError, msgspec.MsgspecError, UserError):
             return read_plan(path) if path.name == PLAN else read_tuning(path)
+    return None
+
+
+def stored_pixels(config: RunConfig, resume: str) -> PixelStatistics | None:
+    """As the run that would be resumed has measured them when it began."""
+    with contextlib.suppress(UserError, OSError):  # `begin` will say what is wrong with the run
+        card = read_card(choose_start(config, resume, newest=newest_of).folder)
+        return pixels_of(card) if card else None
     return None
 
 
@@ -120,26 +128,11 @@ def why_other(folder: Path, config: RunConfig) -> str | None:
         earlier = load_config(str(folder / CONFIG), report=silent)
     except UserError as error:
         return f"holds a run whose recipe cannot be read ({error})"
-    ours, theirs = flat(config), flat(earlier)
+    ours, theirs = decisive_settings(config), decisive_settings(earlier)
     for key in sorted(ours | theirs):
         if ours.get(key) != theirs.get(key):
             return f"holds a run with {key}={show_value(theirs.get(key))}, not {show_value(ours.get(key))}"
     return None
-
-
-def flat(config: RunConfig) -> dict[str, Any]:
-    """The settings that determine a run, by their dotted names."""
-    flattened: dict[str, Any] = {}
-
-    def add(value: Any, name: str) -> None:
-        if isinstance(value, dict):
-            for key, member in value.items():
-                add(member, f"{name}.{key}" if name else key)
-        else:
-            flattened[name] = value
-
-    add(msgspec.to_builtins(config), "")
-    return {key: value for key, value in flattened.items() if not {key, key.partition(".")[0]} & set(IRRELEVANT)}
 
 
 def new_folder(config: RunConfig) -> Path:

@@ -16,11 +16,12 @@ from megabatch.planning.batch import StepPlan
 from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.signals import StopRequest
 from megabatch.ranks.store import RUN_FOLDER, USER_ERROR, RankStore
-from megabatch.runs.files import PLAN, WEIGHTS
+from megabatch.runs.files import MODEL, PLAN, WEIGHTS
 from megabatch.runs.folder import RunFolder
 from megabatch.runs.numbering import numbering_lock
 from megabatch.runs.records import Record, Status, StepRecord, Summary
 from megabatch.runs.totals import RunTotals
+from megabatch.train.card import with_results
 from megabatch.train.checkpoint import (
     Checkpoints,
     DamagedCheckpoint,
@@ -46,8 +47,10 @@ def run(config: RunConfig, info: RankInfo, resume: str, store: RankStore, retune
         raise UserError(mistake)  # which a restart does not fix
     if folder:
         resume, retune = str(folder), False  # whatever restarted ranks began with, they resume that
-    tuned_as_in = None if retune else resume
-    with StopRequest() as stop, prepare(config, info, store, stop_requested=stop.received, resume=tuned_as_in) as ready:
+    with (
+        StopRequest() as stop,
+        prepare(config, info, store, stop_requested=stop.received, resume=resume, retune=retune) as ready,
+    ):
         summary = train_and_record(ready.config, resume, ready.training, partial(store.set, RUN_FOLDER))
     return 0 if summary.status == "finished" else stop.exit_code()
 
@@ -169,6 +172,7 @@ class Recorder:
         folder.begin(config.with_run(dir=None).to_toml(), describe_environment(), totals.steps)
         if training.gradients.plans.tuning:
             folder.write_text(PLAN, msgspec.json.encode(training.gradients.plans.tuning).decode())
+        self.write_card()
         self.checkpoints = Checkpoints(folder.path, config.checkpoint, totals.steps)
         self.events = EventFile(folder.path, totals.steps)
         self.screen = Screen(config, training, folder.path)
@@ -183,6 +187,9 @@ class Recorder:
         if self.checkpoints.wants(record, self.totals):
             self.save()
 
+    def write_card(self) -> None:
+        self.folder.write_text(MODEL, with_results(self.training.card, self.totals).to_json())
+
     def save(self) -> None:
         self.folder.sync_rows()  # a checkpoint is never ahead of the rows
         self.checkpoints.save(self.training, self.totals)
@@ -192,7 +199,8 @@ class Recorder:
         if is_whole and self.checkpoints.saved_step != self.totals.steps:
             self.save()
         if status == "finished":
-            save_weights(self.training, self.folder.path / WEIGHTS)
+            save_weights(self.training, self.totals, self.folder.path / WEIGHTS)
+        self.write_card()
         summary = self.totals.summary(status)
         self.folder.finish(summary)
         self.events.close()

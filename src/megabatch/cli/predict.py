@@ -1,0 +1,82 @@
+"""megabatch predict: what a trained model says of images."""
+
+import csv
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megabatch.errors import UserError
+
+if TYPE_CHECKING:
+    from megabatch.train.predict import Prediction
+
+
+def predict(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or its model.safetensors.")],
+    images: Annotated[list[str], typer.Argument(metavar="IMAGE|FOLDER|-...", help="Images; - is standard input.")],
+    top: Annotated[int, typer.Option(min=1, help="Classes to name for each image.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="image,rank,class,probability.")] = False,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="best, last or step-...; by default the final model.", show_default=False)
+    ] = None,
+) -> None:
+    """Name the most likely classes of images, with their probabilities."""
+    from megabatch.ranks.machine import usable_cores
+    from megabatch.train.classifier import load
+    from megabatch.train.predict import find_images
+    from megabatch.train.predict import predict as predict_images
+
+    if as_json and as_csv:
+        raise UserError("--json and --csv: give one of them")
+    files = find_images(images)
+    predictions = predict_images(load(run, checkpoint), files, top, threads=len(usable_cores()))
+    write = write_json if as_json else write_csv if as_csv else write_text
+    if not write(predictions):
+        sys.exit(1)
+
+
+def write_text(predictions: "Iterable[Prediction]") -> bool:
+    any_read = False
+    for found in predictions:
+        any_read |= found.problem is None
+        if found.problem:
+            complain(found)
+        else:
+            classes = ", ".join(f"{name} {share:.1%}" for name, share in found.classes)
+            print(f"{found.image}: {classes}")
+    return any_read
+
+
+def write_json(predictions: "Iterable[Prediction]") -> bool:
+    any_read = False
+    for found in predictions:
+        any_read |= found.problem is None
+        row: dict[str, object] = {"image": found.image}
+        if found.problem:
+            row["error"] = found.problem
+        else:
+            row["classes"] = [{"class": name, "probability": share} for name, share in found.classes]
+        print(json.dumps(row))
+    return any_read
+
+
+def write_csv(predictions: "Iterable[Prediction]") -> bool:
+    any_read = False
+    table = csv.writer(sys.stdout, lineterminator="\n")
+    table.writerow(["image", "rank", "class", "probability"])
+    for found in predictions:
+        any_read |= found.problem is None
+        if found.problem:
+            complain(found)
+        for rank, (name, share) in enumerate(found.classes, 1):
+            table.writerow([found.image, rank, name, share])
+    return any_read
+
+
+def complain(found: "Prediction") -> None:
+    print(f"megabatch: {found.image} cannot be read: {found.problem}", file=sys.stderr)
