@@ -24,25 +24,7 @@ from megabatch.train.prepare import prepare
 from megabatch.train.reevaluate import evaluate_run
 from megabatch.train.run import train_and_record
 from tests.support.photos import CLASSES, make_folder
-
-SMALL = [
-    "model.name=small_cnn",
-    "model.options.width=4",
-    "data.image_size=24",
-    "data.validation=0.3",
-    "batch.global=8",
-    "batch.micro=4",
-    "optim.learning_rate=0.05",
-    "schedule.warmup_epochs=0.5",
-    "run.threads=1",
-]
-
-
-def train_run(folder: Path, *overrides: str) -> Path:
-    config = load_config("photos", [*SMALL, f"run.dir={folder}", *overrides])
-    with prepare(config, current_rank(), resume="auto") as ready:
-        train_and_record(ready.config, "auto", ready.training)
-    return folder
+from tests.support.use import SMALL, train_photos
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +35,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=["fp32", "fp16"])
 def run(request: pytest.FixtureRequest, photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("use") / "run"
-    return train_run(folder, f"data.source={photos}", "train.epochs=3", f"precision.name={request.param}")
+    return train_photos(folder, f"data.source={photos}", "train.epochs=3", f"precision.name={request.param}")
 
 
 def held_out(photos: Path) -> list[tuple[Path, int]]:
@@ -130,7 +112,7 @@ def test_the_figures_are_found_again_from_the_weights_and_by_folder(run: Path, p
 def test_what_is_measured_at_the_first_start_is_never_measured_again(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = train_run(tmp_path / "whole", f"data.source={photos}", "train.epochs=2")
+    whole = train_photos(tmp_path / "whole", f"data.source={photos}", "train.epochs=2")
     config = load_config("photos", [*SMALL, f"run.dir={tmp_path / 'run'}", f"data.source={photos}", "train.epochs=2"])
     asked = iter(range(100))
     with prepare(config, current_rank(), resume="auto", stop_requested=lambda: next(asked) >= 2) as ready:
@@ -141,7 +123,7 @@ def test_what_is_measured_at_the_first_start_is_never_measured_again(
 
     monkeypatch.setattr("megabatch.train.assemble.measure_pixels", refuse)
     monkeypatch.setattr(normalise, "measure_pixels", refuse)
-    train_run(tmp_path / "run", f"data.source={photos}", "train.epochs=2")
+    train_photos(tmp_path / "run", f"data.source={photos}", "train.epochs=2")
     for name in ("model.safetensors", "model.json"):  # two equal runs, in other folders and one of them stopped
         assert (tmp_path / "run" / name).read_bytes() == (whole / name).read_bytes(), name
 
