@@ -21,10 +21,15 @@ from megabatch.data.shapes import FASHION_MNIST_10K, FULL_FASHION_MNIST, IMAGENE
 from megabatch.data.shards import holds_shards, read_shards
 from megabatch.errors import UserError, nearest
 
+
 FROM_PYTHON = "python:"  # begins the source of a run whose images were handed to `megabatch.fit`
 EMBEDDED = "fashion_mnist_10k.npz"
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # where Debian's package puts it
 FASHION_CLASSES = ("T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Boot")
+
+
+class NoSource(UserError):
+    """There are no images where the recipe says that they are."""
 
 
 def load_data_set(settings: DataSettings, threads: int = 1) -> DataSet:
@@ -61,7 +66,9 @@ def load_other_images(settings: DataSettings, trained_on: DataSet, threads: int)
 def find_source(settings: DataSettings) -> DataSet | EncodedDataset:
     if settings.source in NAMED_SOURCES:
         return NAMED_SOURCES[settings.source](settings)
-    if not settings.source or not is_plain(settings.source):
+    if not settings.source:
+        raise NoSource("data.source is not set; give data.source=FOLDER, with a folder of images for each class")
+    if not is_plain(settings.source):
         raise UserError(f"data.source={one_line(settings.source)!r} is no path of plain text; give another")
     path = Path(settings.source)
     try:
@@ -74,7 +81,7 @@ def find_source(settings: DataSettings) -> DataSet | EncodedDataset:
     except OSError as error:
         raise UserError(f"data.source={settings.source!r} cannot be read ({error.strerror}); give another") from error
     if not path.exists() and not get_close_matches(settings.source, NAMED_SOURCES):
-        raise UserError(
+        raise NoSource(
             f"data.source={settings.source!r} does not exist; give a folder with a folder of images for each class, or "
             f"a .tar or .npz file, or one of {', '.join(NAMED_SOURCES)}"
         )
@@ -167,7 +174,7 @@ def embedded(settings: DataSettings) -> DataSet:
 
 def full_fashion_mnist(settings: DataSettings) -> DataSet:
     if not FASHION_MNIST.is_dir():
-        raise UserError(
+        raise NoSource(
             f"data.source='fashion-mnist' is read from {FASHION_MNIST}, which does not exist; "
             "remedy: apt-get install dataset-fashion-mnist, or give the folder of its four IDX files"
         )
@@ -177,7 +184,7 @@ def full_fashion_mnist(settings: DataSettings) -> DataSet:
 
 def imagenet(settings: DataSettings) -> EncodedDataset:
     if not Path("imagenet").is_dir():
-        raise UserError(
+        raise NoSource(
             "data.source='imagenet' is the folder imagenet where the command is run, and there is none; give "
             "data.source=FOLDER, in which train/ and val/ hold a folder for each class, or a pack of it"
         )
