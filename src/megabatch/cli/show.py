@@ -60,7 +60,8 @@ def print_preview(
 
     seen = preview(config, num_ranks, needs_images)
     device_type = choose_device(config.run.device)
-    here = Devices(device_type, count_devices(device_type))
+    is_telling = device_type == "cuda" or config.run.device == "cpu"
+    here = Devices(device_type, count_devices(device_type), is_telling)
     plan, memory = seen.plan, seen.memory
     console = Console(highlight=False, soft_wrap=True)
 
@@ -118,9 +119,7 @@ def print_preview(
         console.print(f"reference  {escape(line)}")
     if not seen.has_images:
         console.print("reference  not compared before the images are there")
-    # Elsewhere the device is another one.
-    warnings = warn_of_device(config.precision, here.kind) if here.can_run(num_ranks) else []
-    for line in [*seen.findings.warnings, *warnings]:
+    for line in [*seen.findings.warnings, *warn_of_device(config.precision, here.kind_for(num_ranks))]:
         console.print(f"warning    {escape(line)}")
 
 
@@ -134,9 +133,9 @@ def answer(config: "RunConfig", seen: "Preview", arguments: Sequence[str], here:
         kept = [argument for argument in arguments if not argument.startswith("data.source=")]
         arguments = [*kept, "data.source=FOLDER"]
     first, *others = start_commands(arguments, plan.num_ranks, here)
-    a_rank = "a rank" if here.kind == "cpu" and here.can_run(plan.num_ranks) else "a GPU"
+    a_rank = "a rank" if here.kind_for(plan.num_ranks) == "cpu" else "a GPU"
     beside = "activations not included" if memory.activations is None else "beside the data set and torch itself"
-    lines = {"command": first} | {"or": command for command in others}
+    lines = {"command": first} | ({"or": others[0]} if others else {})
     lines["batch"] = (
         f"{plan.microbatch * plan.accumulation:,} images a step on {a_rank}: "
         f"{plan.accumulation:,} of {plan.microbatch:,}, accumulated"

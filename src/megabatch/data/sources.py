@@ -21,7 +21,6 @@ from megabatch.data.shapes import FASHION_MNIST_10K, FULL_FASHION_MNIST, IMAGENE
 from megabatch.data.shards import holds_shards, read_shards
 from megabatch.errors import UserError, nearest
 
-
 FROM_PYTHON = "python:"  # begins the source of a run whose images were handed to `megabatch.fit`
 EMBEDDED = "fashion_mnist_10k.npz"
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # where Debian's package puts it

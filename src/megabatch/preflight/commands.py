@@ -14,22 +14,27 @@ class Devices(Struct, frozen=True):
 
     kind: str  # cuda or cpu
     count: int  # GPUs, or cores
+    is_telling: bool  # of other hosts: not if it merely has no GPU, where the run may be planned and not made
 
     def can_run(self, num_ranks: int) -> bool:
         return num_ranks <= self.count
+
+    def kind_for(self, num_ranks: int) -> str:
+        """What so many ranks would run on."""
+        return self.kind if self.is_telling or self.can_run(num_ranks) else "cuda"
 
 
 def start_commands(arguments: Sequence[str], num_ranks: int, here: Devices) -> list[str]:
     """The lines to paste: here, or where there are as many GPUs, or on several hosts, on each of them.
 
-    With GPUs here the other hosts are taken to have as many; without, HOSTS and GPUS are for the user to fill in.
+    Other hosts are taken to be as this one if that is telling; else, up to a usual host, the user fills in how many.
     """
     train = f"megabatch train {shlex.join(arguments)}"
     alone = f"{train} --ranks {num_ranks}"
     if here.can_run(num_ranks):
         return [alone]
-    per_host = here.count if here.kind == "cuda" else USUAL_GPUS
-    fits_one = here.kind != "cuda" and num_ranks <= USUAL_GPUS
+    per_host = here.count if here.is_telling else USUAL_GPUS
+    fits_one = not here.is_telling and num_ranks <= USUAL_GPUS
     if fits_one or num_ranks % per_host:
         sizes, where = "--nnodes=HOSTS --nproc-per-node=GPUS", f"on each host, HOSTS x GPUS = {num_ranks}"
     else:
