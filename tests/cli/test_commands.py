@@ -106,6 +106,7 @@ def test_what_is_planned_for_a_cluster_can_be_seen_anywhere() -> None:
 
 
 def test_show_begins_with_what_the_owner_of_eight_gpus_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megabatch.ranks.world.choose_device", lambda name: "cpu")
     monkeypatch.setattr("megabatch.cli.show.count_devices", lambda kind: 2)
     text = output("show", "resnet50-imagenet-4k", "--ranks", "8")
     lines = text.strip().splitlines()
@@ -122,12 +123,14 @@ def test_show_begins_with_what_the_owner_of_eight_gpus_asks(monkeypatch: pytest.
 
 
 def test_show_warns_of_fp16_on_the_cpu_that_would_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["fashion", "precision.name=fp16", "run.device=cpu", "--ranks", "2"]
+    words = ["fashion", "precision.name=fp16", "--ranks", "2"]
+    monkeypatch.setattr("megabatch.ranks.world.choose_device", lambda name: "cpu")
     monkeypatch.setattr("megabatch.cli.show.count_devices", lambda kind: 2)
     assert "warning    precision.name=fp16 computes in fp16" in output("show", *words)
     assert "warning" not in output("show", *words, "precision.name=bf16")
     monkeypatch.setattr("megabatch.cli.show.count_devices", lambda kind: 1)
     assert "warning" not in output("show", *words)
+    assert "warning" in output("show", *words, "run.device=cpu")
 
 
 @pytest.mark.parametrize("source", ["photos", "", "imagenet"])
