@@ -9,10 +9,12 @@ from typer.testing import CliRunner
 
 from megabatch.cli import app, main
 from megabatch.cli.show import draw_curve
+from megabatch.cli.train import choose_recipe
 from megabatch.config.loading import load_config
 from megabatch.config.recipes import recipe_names
 from megabatch.config.resolve import make_model
 from megabatch.data.sources import infer_shape
+from megabatch.errors import UserError
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +88,7 @@ def test_show_and_dry_run_print_what_would_be_run(command: list[str], tmp_path: 
 def test_show_lists_every_parameter_once_with_its_group_decay_and_trust_ratio() -> None:
     config = load_config("fashion", ["optim.name=lars"])
     model = make_model(config, infer_shape(config.data))
-    rows = [line.split() for line in output("show", "fashion", "optim.name=lars").splitlines()]
+    rows = [line.split() for line in output("show", "fashion", "optim.name=lars", "--parameters").splitlines()]
     for name, parameter in model.named_parameters():
         group, decay = ("weights", "0.0005") if parameter.ndim > 1 else ("normalisation", "0")
         group = "biases" if name == "10.bias" else group
@@ -99,8 +101,116 @@ def test_what_is_planned_for_a_cluster_can_be_seen_anywhere() -> None:
     text = output("train", "resnet50-imagenet-64k", "--ranks", "512", "--dry-run")
     assert "global 65,536 = micro 128 x accumulation 1 x ranks 512" in text
     assert "1,681 steps = floor(86 epochs x 1,281,167 samples / 65,536); 19.5 steps an epoch" in text
-    assert sum(line.endswith(("yes", "no")) for line in map(str.rstrip, text.splitlines())) == 161
+    assert not any(line.endswith(("yes", "no")) for line in map(str.rstrip, text.splitlines()))
     assert "reference  batch 65,536, learning rate 24.699" in text and "warning" not in text
+
+
+def test_show_begins_with_what_the_owner_of_eight_gpus_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megabatch.ranks.world.choose_device", lambda name: "cpu")
+    monkeypatch.setattr("megabatch.cli.show.count_devices", lambda kind: 2)
+    text = output("show", "resnet50-imagenet-4k", "--ranks", "8")
+    lines = text.strip().splitlines()
+    assert lines[0] == "start" and lines[1].startswith("command   megabatch train resnet50-imagenet-4k --ranks 8")
+    assert lines[2].startswith("or        torchrun ")
+    assert lines[3] == "batch     512 images a step on a GPU: 8 of 64, accumulated"
+    expected = next(line.split()[1] for line in lines if line.startswith("expected "))
+    assert lines[4].startswith(f"memory    {float(expected.replace(',', '')):,.0f} MB on a GPU")
+    assert lines[5] == "an epoch  1,281,167 images, 312.8 steps"
+    assert (
+        lines[6].startswith("time      13,136 steps, 53,805,056 images; ") and "not known before it was run" in lines[6]
+    )
+    assert "warning" not in text  # this machine is not the one that would run it
+
+
+def test_show_warns_of_fp16_on_the_cpu_that_would_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["fashion", "precision.name=fp16", "--ranks", "2"]
+    monkeypatch.setattr("megabatch.ranks.world.choose_device", lambda name: "cpu")
+    monkeypatch.setattr("megabatch.cli.show.count_devices", lambda kind: 2)
+    assert "warning    precision.name=fp16 computes in fp16" in output("show", *words)
+    assert "warning" not in output("show", *words, "precision.name=bf16")
+    monkeypatch.setattr("megabatch.cli.show.count_devices", lambda kind: 1)
+    assert "warning" not in output("show", *words)
+    assert "warning" in output("show", *words, "run.device=cpu")
+
+
+@pytest.mark.parametrize("source", ["photos", "", "imagenet"])
+def test_show_needs_no_images_and_says_how_to_give_them(source: str, tmp_path: Path) -> None:
+    words = [f"data.source={source}"] * (source != "photos")  # imagenet with images held out has to be there
+    text = output("show", "photos", *words, "--ranks", "2")
+    missing = [line for line in text.splitlines() if line.startswith("missing")]
+    assert len(missing) == 1 and "give data.source=FOLDER" in missing[0]
+    assert "command   megabatch train photos data.source=FOLDER --ranks 2" in text
+    assert "global 64 = micro 32 x accumulation 1 x ranks 2" in text
+    assert "█" in text and "epoch 30" in text and "step 1" not in text
+    assert "normalisation" in text and "MB  of one microbatch" in text
+    assert "30 epochs; steps an epoch = images / 64" in text
+    assert not list(tmp_path.iterdir())
+
+
+def test_show_needs_no_source_in_a_recipe_of_ones_own(tmp_path: Path) -> None:
+    text = load_config("photos").to_toml().replace('source = "photos"\n', "")
+    (tmp_path / "mine.toml").write_text(text)
+    shown = output("show", "mine.toml", "train.steps=20")
+    assert "missing   data.source is not set: give data.source=FOLDER" in shown and "20 steps" in shown
+    with pytest.raises(UserError, match=r"^data.source must be set"):
+        output("train", "mine.toml")
+
+
+def test_a_dry_run_does_need_the_images() -> None:
+    with pytest.raises(UserError, match=r"^data.source='photos' does not exist"):
+        output("train", "photos", "--dry-run")
+
+
+def test_show_tells_the_steps_that_are_given() -> None:
+    text = output("show", "fashion", "train.steps=100", "--ranks", "2")
+    assert "100 steps (train.steps) = 2.56 epochs of 10,000 samples; 39.1 steps an epoch" in text
+    assert "step 100" in text and "megabatch train fashion train.steps=100" in text
+
+
+def make_run(folder: str, recipe: str, *overrides: str) -> Path:
+    """A run's folder without checkpoints."""
+    Path(folder).mkdir(parents=True)
+    (Path(folder) / "config.toml").write_text(load_config(recipe, overrides).to_toml())
+    return Path(folder)
+
+
+SYNTHETIC = ("data.source=synthetic", "data.image_size=16", "data.validation=0")
+
+
+@pytest.mark.parametrize("words", [[], ["photos"], ["run.threads=1"], ["photos", "run.threads=1"]])
+def test_a_resumed_run_needs_nothing_said_again(words: list[str]) -> None:
+    run = make_run("runs/photos-001", "photos", *SYNTHETIC, "seed=7")
+    text = output("train", *words, "--resume", str(run), "--ranks", "2", "--dry-run")
+    assert 'source = "synthetic"' in text and "seed = 7" in text
+    assert ("threads = 1" in text) == ("run.threads=1" in words)
+
+
+def test_another_recipe_or_one_in_a_file_counts_as_it_stands() -> None:
+    run = make_run("runs/photos-001", "photos", *SYNTHETIC)
+    mine = make_run("mine", "photos", *SYNTHETIC, "seed=9") / "config.toml"
+    names = recipe_names()
+    assert choose_recipe(["smoke"], str(run), names) == ("smoke", [])
+    assert choose_recipe([str(mine), "seed=3"], str(run), names) == (str(mine), ["seed=3"])
+    assert choose_recipe(["photos", "seed=3"], "auto", names) == ("photos", ["seed=3"])
+    checkpoint = run / "checkpoints/step-00000007"
+    checkpoint.mkdir(parents=True)
+    assert choose_recipe(["photos"], str(checkpoint), names) == (str(run.resolve() / "config.toml"), [])
+    with pytest.raises(UserError, match=r"holds a run with .*; give another run.dir"):
+        output("train", "smoke", "--resume", str(run), "--ranks", "1")
+
+
+def test_the_doctor_takes_a_run_for_its_recipe_and_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[str, int]] = []
+    monkeypatch.setattr(
+        "megabatch.cli.doctor.start_ranks",
+        lambda arguments, num_ranks, files: started.append((files["recipe.toml"], num_ranks)),
+    )
+    run = make_run("runs/photos-001", "photos", *SYNTHETIC)
+    output("doctor", str(run), "seed=3", "--ranks", "2")
+    assert started == [(load_config("photos", [*SYNTHETIC, "seed=3"]).to_toml(), 2)]
+    from_python = make_run("runs/mine-001", "photos", "data.source=python:0123")
+    with pytest.raises(UserError, match=r"is of a run from Python"):
+        output("doctor", str(from_python))
 
 
 def test_strict_refuses_before_anything_is_started(tmp_path: Path) -> None:

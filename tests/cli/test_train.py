@@ -163,8 +163,8 @@ def test_eval_prints_the_figures_of_the_summary_again(finished: tuple[Path, str]
 def test_runs_lists_a_run_with_its_figures(finished: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(finished[0].parent)
     listed = CliRunner().invoke(app, ["runs", "."]).output
-    expected = ["fashion-001", "finished", "50", f"{summary(str(finished[0]))['top1']:.4f}"]
-    assert expected in [line.split()[:4] for line in listed.splitlines()]
+    expected = ["fashion-001", "finished", "fashion", "32", f"{summary(str(finished[0]))['top1']:.4f}"]
+    assert expected in [line.split()[:5] for line in listed.splitlines()]
 
 
 def test_eval_of_what_is_not_a_run_is_refused() -> None:

@@ -103,7 +103,11 @@ def test_a_users_recipe_needs_only_what_has_no_default(tmp_path: Path) -> None:
         ("precision.name=fp23", r"precision.name='fp23' is not one of .*nearest: precision.name=fp32"),
         ("schedule.decay=polly", r"nearest: schedule.decay=poly"),
         ("model.name=small_resent", r"nearest: model.name=small_resnet"),
-        ("train.epochs=1", r"train.epochs=1 is no longer than schedule.warmup_epochs=1; for example also schedule"),
+        (
+            "schedule.warmup_epochs=12",
+            r"train.epochs=12 is no longer than schedule.warmup_epochs=12; for example also schedule.warmup_epochs=3",
+        ),
+        ("train.steps=0", r"train.steps=0: expected int >= 1; nearest: train.steps=1"),
         ("model.options=3", r"model.options=3: expected object, got int"),
     ],
 )

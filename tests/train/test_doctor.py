@@ -32,7 +32,7 @@ WAITING = {"input_per_s": 800.0, "both_per_s": 700.0, "waited": TimeBreakdown(de
     [
         ({}, "compute limits this run: it takes 1,000", "4.0 times as many; nothing is to be gained"),
         (WAITING, "input limits this run: it makes 800 images/s alone where compute takes 1,000", "--shorter-side 256"),
-        (WAITING | {"shorter_side": 256.0}, "input limits", "more cores (run.decode_threads=1 a rank)"),
+        (WAITING | {"shorter_side": 256.0}, "input limits", "more cores, on which each rank has 1 thread for it now"),
         (
             WAITING | {"spent": TimeBreakdown(read=1.0), "shorter_side": 256.0},
             "30% of the time",
@@ -51,3 +51,22 @@ def test_the_verdict_names_the_limit_and_the_remedy(changes: dict[str, Any], lim
     sentence = advise(diagnosis(**changes))
     assert limit in sentence and remedy in sentence
     assert "\n" not in sentence
+
+
+READING = WAITING | {"spent": TimeBreakdown(read=1.0), "shorter_side": 256.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "advised", "not_advised"),
+    [
+        (WAITING | {"shorter_side": 256.0, "cores": 1}, "more cores", "decode_threads="),
+        (WAITING | {"shorter_side": 256.0, "cores": 4}, "run.decode_threads=4", "decode_threads=1"),
+        (READING | {"in_tars": True}, "bring photos to a faster disk", "megabatch pack"),
+        (READING, "megabatch pack photos OUT, then data.source=OUT", "data.source=photos"),
+        (READING | {"shorter_side": None, "decode_threads": 0}, "faster disk", "megabatch pack"),
+        (WAITING | {"spent": TimeBreakdown(copy=1.0), "num_ranks": 1}, "a smaller data.image_size", "fewer ranks"),
+    ],
+)
+def test_what_is_so_already_is_not_advised(changes: dict[str, Any], advised: str, not_advised: str) -> None:
+    sentence = advise(diagnosis(**changes))
+    assert advised in sentence and not_advised not in sentence

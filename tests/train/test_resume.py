@@ -70,6 +70,14 @@ def test_another_recipe_is_refused_with_the_first_difference() -> None:
         start("run.dir=runs/fashion-001")
 
 
+def test_a_run_of_so_many_steps_is_resumed_by_as_many() -> None:
+    make_run("runs/fashion-001", config_of("train.steps=5"))
+    assert start("train.steps=5").folder == Path("runs/fashion-001")
+    assert start().folder == start("train.steps=6").folder == Path("runs/fashion-002")
+    make_run("runs/fashion-002", config_of("train.epochs=1"))
+    assert start("train.epochs=1").folder == Path("runs/fashion-002")  # its warm-up is shortened as before
+
+
 def test_an_older_unfinished_run_goes_on_too_and_numbers_have_no_end() -> None:
     make_run("runs/fashion-003", config_of())
     make_run("runs/fashion-1000", config_of("seed=5"))

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megabatch.cli.overrides import Arguments, Ranks, split_arguments
+from megabatch.cli.overrides import Arguments, Ranks, split_arguments_or_run
 from megabatch.cli.ranks import be_a_rank, choose_ranks, start_ranks
+from megabatch.errors import UserError
 
 if TYPE_CHECKING:
     from megabatch.ranks.store import RankStore
@@ -20,15 +21,21 @@ def doctor(
         float, typer.Option(min=0.1, help="How long to run input, compute and both, each of them.")
     ] = 10.0,
 ) -> None:
-    """Run a recipe's input alone, its compute alone and both; say what limits the run, and what to change."""
+    """Run a recipe's input alone, its compute alone and both; say what limits the run, and what to change.
+
+    In place of a recipe it takes the folder of a run, for the recipe and the images of that run.
+    """
     from megabatch.config.loading import load_config, print_to_stderr, silent
-    from megabatch.data.sources import infer_shape
+    from megabatch.data.sources import FROM_PYTHON, infer_shape
     from megabatch.ranks.discover import discover
     from megabatch.ranks.scratch import SCRATCH
     from megabatch.train.doctor import diagnose
 
     info = discover()
-    config = load_config(*split_arguments(given), report=silent if info and info.rank else print_to_stderr)
+    recipe, overrides = split_arguments_or_run(given)
+    config = load_config(recipe, overrides, report=silent if info and info.rank else print_to_stderr)
+    if config.data.source.startswith(FROM_PYTHON):
+        raise UserError(f"{recipe} is of a run from Python, where its model and images are; give another")
     if info is None:
         infer_shape(config.data)  # what ranks would refuse is said at once
         arguments = ["doctor", f"{SCRATCH}/recipe.toml", "--seconds", str(seconds)]

@@ -44,9 +44,9 @@ def lr_range(
     search = plan_search(recipe, overrides, low=low, high=high, num_coarse=coarse, num_trials=trials, folder=folder)
     jobs = choose_jobs(jobs, search.config.run.device)
     screen = SweepScreen(trials, jobs)
-    epochs, num_held_out = search.config.train.epochs, search.shape.num_test
+    length, num_held_out = search.config.train.length, search.shape.num_test
     share = " (1/12: data.validation is not set)" if search.held_out else ""
-    screen.say("recipe", f"{search.config.name}: {trials} runs of {epochs:g} epochs, {jobs} at a time")
+    screen.say("recipe", f"{search.config.name}: {trials} runs of {length}, {jobs} at a time")
     screen.say(
         "held out",
         f"{num_held_out:,} of {search.shape.num_train + num_held_out:,} training images{share}; "

@@ -1,6 +1,7 @@
 """The arguments that `train`, `show` and others share: [RECIPE] [section.key=value ...] [--ranks N]."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -27,3 +28,14 @@ def split_arguments(arguments: Sequence[str] | None, default: str = DEFAULT_RECI
     if arguments and "=" not in arguments[0]:
         return arguments[0], arguments[1:]
     return default, arguments
+
+
+def split_arguments_or_run(arguments: Sequence[str] | None) -> tuple[str, list[str]]:
+    """The same; the folder of a run stands for its recipe."""
+    from megabatch.config.recipes import recipe_names
+    from megabatch.runs.files import CONFIG
+    from megabatch.runs.reader import is_run
+
+    recipe, overrides = split_arguments(arguments)
+    stands_for_run = recipe not in recipe_names() and is_run(Path(recipe))
+    return str(Path(recipe) / CONFIG) if stands_for_run else recipe, overrides

@@ -93,10 +93,7 @@ def speak(error: BaseException, code: int, info: "RankInfo", folder: Path | None
 
 def choose_ranks(config: "RunConfig", wanted: int | None) -> int:
     """The ranks that were asked for, or one per GPU, on CPU one per core, as far as they divide the microbatches."""
-    import torch
-
     from megabatch.planning.batch import check_ranks, most_ranks
-    from megabatch.ranks.machine import usable_cores
     from megabatch.ranks.world import choose_device
 
     device_type = choose_device(config.run.device)
@@ -108,4 +105,13 @@ def choose_ranks(config: "RunConfig", wanted: int | None) -> int:
         except UserError as error:
             raise UserError(f"--ranks {wanted}: {error}") from None
         return wanted
-    return most_ranks(config.batch, torch.cuda.device_count() if device_type == "cuda" else len(usable_cores()))
+    return most_ranks(config.batch, count_devices(device_type))
+
+
+def count_devices(device_type: str) -> int:
+    """The GPUs of this machine, or the cores that this process may run on."""
+    import torch
+
+    from megabatch.ranks.machine import usable_cores
+
+    return torch.cuda.device_count() if device_type == "cuda" else len(usable_cores())

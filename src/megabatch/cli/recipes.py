@@ -13,8 +13,8 @@ def recipes() -> None:
     console = Console(highlight=False)
     configs = [load_config(name) for name in recipe_names()]
     for config in sorted(configs, key=lambda each: (each.model.name, each.data.source, each.batch.global_batch)):
-        batch, epochs = config.batch.global_batch, config.train.epochs
-        what = f"{config.model.name}, batch {batch:,}, {config.optim.name}, {epochs:g} epochs"
+        batch, length = config.batch.global_batch, config.train.length
+        what = f"{config.model.name}, batch {batch:,}, {config.optim.name}, {length}"
         console.print(f"[bold]{config.name}[/bold]  {what}")
         lines = [config.about, *(f"{kind}: {', '.join(keys)}" for kind, keys in settings_by_provenance(config).items())]
         console.print(Padding("\n".join(lines), (0, 0, 0, 4)))

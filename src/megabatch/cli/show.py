@@ -1,15 +1,19 @@
 """megabatch show: what a recipe resolves to, before anything runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megabatch.cli.overrides import Arguments, Ranks, split_arguments
-from megabatch.cli.ranks import choose_ranks
+from megabatch.cli.overrides import Arguments, Ranks, split_arguments_or_run
+from megabatch.cli.ranks import choose_ranks, count_devices
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from megabatch.config.schema import RunConfig
+    from megabatch.preflight.commands import Devices
+    from megabatch.preflight.preview import Preview
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 
@@ -18,32 +22,55 @@ def show(
     given: Arguments = None,
     ranks: Ranks = None,
     toml: Annotated[bool, typer.Option("--toml", help="Print the recipe alone, as a file to start from.")] = False,
+    parameters: Annotated[bool, typer.Option("--parameters", help="List every parameter of the model.")] = False,
 ) -> None:
-    """Show what a recipe resolves to: settings, batch arithmetic, learning rates, parameter groups, memory."""
+    """Show what a recipe resolves to: how to start it, its settings, batch, learning rates, parameter groups, memory.
+
+    [bold]megabatch show[/bold] resnet50-imagenet-4k --ranks 8
+
+    It needs neither the images nor the ranks.
+    """
     from megabatch.config.loading import load_config
 
-    config = load_config(*split_arguments(given))
+    recipe, overrides = split_arguments_or_run(given)
+    config = load_config(recipe, overrides, needs_source=toml)
     if toml:
         print(config.to_toml(), end="")
         return
-    print_preview(config, choose_ranks(config, ranks))
+    num_ranks = choose_ranks(config, ranks)
+    print_preview(config, num_ranks, [recipe, *overrides], needs_images=False, lists_parameters=parameters)
 
 
-def print_preview(config: "RunConfig", num_ranks: int) -> None:
+def print_preview(
+    config: "RunConfig",
+    num_ranks: int,
+    arguments: Sequence[str],  # of the `megabatch train` that would run it
+    needs_images: bool = True,
+    lists_parameters: bool = False,
+) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.syntax import Syntax
     from rich.table import Table
 
+    from megabatch.preflight.commands import Devices
+    from megabatch.preflight.device import warn_of_device
     from megabatch.preflight.preview import preview
+    from megabatch.ranks.world import choose_device
 
-    seen = preview(config, num_ranks)
+    seen = preview(config, num_ranks, needs_images)
+    device_type = choose_device(config.run.device)
+    is_telling = device_type == "cuda" or config.run.device == "cpu"
+    here = Devices(device_type, count_devices(device_type), is_telling)
     plan, memory = seen.plan, seen.memory
     console = Console(highlight=False, soft_wrap=True)
 
     def title(text: str) -> None:
         console.print(f"\n[bold]{text}[/bold]")
 
+    title("start")
+    for name, text in answer(config, seen, arguments, here).items():
+        console.print(f"{name:<9} {escape(text)}")
     title("recipe")
     console.print(Syntax(config.to_toml().strip(), "toml", background_color="default"))
     title("batch")
@@ -51,20 +78,18 @@ def print_preview(config: "RunConfig", num_ranks: int) -> None:
         f"global {plan.global_batch:,} = micro {plan.microbatch:,} x accumulation {plan.accumulation:,} "
         f"x ranks {plan.num_ranks:,}"
     )
-    console.print(
-        f"{plan.num_steps:,} steps = floor({config.train.epochs:g} epochs x {plan.num_samples:,} samples "
-        f"/ {plan.global_batch:,}); {1 / plan.epochs_after(1):.1f} steps an epoch"
-    )
+    console.print(describe_steps(config, seen))
     title("learning rate")
-    console.print(draw_curve(seen.learning_rate, config.optim.learning_rate, plan.num_steps), end="")
-    title("parameters")
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("parameter", "shape", "group", "decay", "trust ratio"):
-        table.add_column(column, no_wrap=True)
-    for row in seen.parameters:
-        shape = "x".join(map(str, row.shape)) or "1"
-        table.add_row(row.name, shape, row.group, f"{row.weight_decay:g}", "yes" if row.trust_ratio else "no")
-    console.print(table)
+    if seen.has_images:
+        console.print(draw_curve(seen.learning_rate, config.optim.learning_rate, plan.num_steps), end="")
+    elif config.train.steps is None:
+        ends = ("epoch 0", f"epoch {config.train.epochs:g}")
+        console.print(draw_curve(seen.learning_rate, config.optim.learning_rate, plan.num_steps, ends), end="")
+    else:
+        console.print(f"peak {config.optim.learning_rate:g}; how long its warm-up is depends on the number of images")
+    if lists_parameters:
+        title("parameters")
+        print_parameters(console, seen)
     title("parameter groups")
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("group")
@@ -90,15 +115,89 @@ def print_preview(config: "RunConfig", num_ranks: int) -> None:
     title("preflight")
     for line in seen.findings.references:
         console.print(f"reference  {escape(line)}")
-    for line in seen.findings.warnings:
+    if not seen.has_images:
+        console.print("reference  not compared before the images are there")
+    for line in [*seen.findings.warnings, *warn_of_device(config.precision, here.kind_for(num_ranks))]:
         console.print(f"warning    {escape(line)}")
+
+
+def answer(config: "RunConfig", seen: "Preview", arguments: Sequence[str], here: "Devices") -> dict[str, str]:
+    """What whoever has the machines wants to know first."""
+    from megabatch.preflight.commands import start_commands
+    from megabatch.preflight.preview import ASSUMED_CLASSES
+
+    plan, memory = seen.plan, seen.memory
+    if not seen.has_images:
+        kept = [argument for argument in arguments if not argument.startswith("data.source=")]
+        arguments = [*kept, "data.source=FOLDER"]
+    first, *others = start_commands(arguments, plan.num_ranks, here)
+    a_rank = "a rank" if here.kind_for(plan.num_ranks) == "cpu" else "a GPU"
+    beside = "activations not included" if memory.activations is None else "beside the data set and torch itself"
+    lines = {"command": first} | ({"or": others[0]} if others else {})
+    lines["batch"] = (
+        f"{plan.microbatch * plan.accumulation:,} images a step on {a_rank}: "
+        f"{plan.accumulation:,} of {plan.microbatch:,}, accumulated"
+        if plan.accumulation > 1
+        else f"{plan.microbatch:,} images a step on {a_rank}, without accumulation"
+    )
+    lines["memory"] = f"{memory.total / 1e6:,.0f} MB on {a_rank}, {beside}"
+    if seen.has_images:
+        images = plan.num_steps * plan.global_batch
+        lines["an epoch"] = f"{plan.num_samples:,} images, {1 / plan.epochs_after(1):,.1f} steps"
+        lines["time"] = (
+            f"{plan.num_steps:,} steps, {images:,} images; how long that takes is not known before it was run "
+            "(megabatch doctor measures images/s)"
+        )
+    else:
+        source = f"data.source={config.data.source!r} is not there" if config.data.source else "data.source is not set"
+        lines["missing"] = (
+            f"{source}: give data.source=FOLDER, with a folder of images for each class; "
+            f"until then {ASSUMED_CLASSES} classes are assumed, and steps are not known"
+        )
+        lines["time"] = "not known before it was run"
+    return lines
+
+
+def describe_steps(config: "RunConfig", seen: "Preview") -> str:
+    from megabatch.config.resolve import describe_epochs
+
+    plan = seen.plan
+    if not seen.has_images:
+        return f"{config.train.length}; steps an epoch = images / {plan.global_batch:,}"
+    per_epoch = f"{1 / plan.epochs_after(1):.1f} steps an epoch"
+    if config.train.steps is not None:
+        epochs = describe_epochs(config, plan.num_samples)
+        return f"{plan.num_steps:,} steps (train.steps) = {epochs} of {plan.num_samples:,} samples; {per_epoch}"
+    return (
+        f"{plan.num_steps:,} steps = floor({config.train.length} x {plan.num_samples:,} samples "
+        f"/ {plan.global_batch:,}); {per_epoch}"
+    )
+
+
+def print_parameters(console: "Console", seen: "Preview") -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("parameter", "shape", "group", "decay", "trust ratio"):
+        table.add_column(column, no_wrap=True)
+    for row in seen.parameters:
+        shape = "x".join(map(str, row.shape)) or "1"
+        table.add_row(row.name, shape, row.group, f"{row.weight_decay:g}", "yes" if row.trust_ratio else "no")
+    console.print(table)
 
 
 def megabytes(count: int) -> str:
     return f"{count / 1e6:10,.2f} MB"
 
 
-def draw_curve(value: Callable[[int], float], peak: float, num_steps: int, width: int = 64, height: int = 6) -> str:
+def draw_curve(
+    value: Callable[[int], float],
+    peak: float,
+    num_steps: int,
+    ends: tuple[str, str] | None = None,  # what the axis says below its first and last step
+    width: int = 64,
+    height: int = 6,
+) -> str:
     """The values at evenly spaced steps, as rows of blocks with the axis on the left."""
     columns = min(width, num_steps)
     steps = [round(column * (num_steps - 1) / max(1, columns - 1)) for column in range(columns)]
@@ -109,8 +208,8 @@ def draw_curve(value: Callable[[int], float], peak: float, num_steps: int, width
         levels = [min(8, max(0, round(8 * (height * value / highest - row)))) for value in values]
         label = f"{highest * (row + 1) / height:>9.4g}" if row in (0, height - 1) else " " * 9
         rows.append(f"{label} │{''.join(BLOCKS[level] for level in levels).rstrip()}")
-    last = f"step {num_steps:,}"
+    begin, last = ends or ("step 1", f"step {num_steps:,}")
     rows.append(f"{'':>9} └{'─' * columns}")
-    rows.append(f"{'':>9}  step 1{last:>{max(len(last) + 1, columns - 6)}}")
+    rows.append(f"{'':>9}  {begin}{last:>{max(len(last) + 1, columns - len(begin))}}")
     rows.append(f"{'':>9}  first {values[0]:.4g}, peak {highest:.4g}, last {values[-1]:.4g}")
     return "\n".join(rows) + "\n"

@@ -1,5 +1,6 @@
 """megabatch train: validates the recipe, starts ranks, or joins them if it was started as one."""
 
+from collections.abc import Container, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +10,8 @@ import typer
 from megabatch.cli.overrides import DEFAULT_RECIPE, Arguments, Ranks, split_arguments
 from megabatch.cli.ranks import be_a_rank, choose_ranks, start_ranks
 from megabatch.errors import UserError
+from megabatch.runs.files import CONFIG
+from megabatch.runs.reader import is_run, read_recipe_and_batch
 
 
 def train(
@@ -38,6 +41,7 @@ def train(
     """
     from megabatch.cli.show import print_preview
     from megabatch.config.loading import load_config, print_to_stderr, silent
+    from megabatch.config.recipes import recipe_names
     from megabatch.config.schema import RunConfig
     from megabatch.data.sources import infer_shape
     from megabatch.preflight.compare import require_known
@@ -47,7 +51,7 @@ def train(
     from megabatch.train.run import run
 
     def resolve() -> RunConfig:
-        recipe, overrides = split_arguments(given, default=recipe_of(resume))
+        recipe, overrides = choose_recipe(given, resume, recipe_names())
         if info and ranks not in (None, info.num_ranks):
             raise UserError(f"--ranks {ranks}, but this is one of {info.num_ranks} ranks already; leave --ranks out")
         config = load_config(recipe, overrides, report=silent if info and info.rank else print_to_stderr)
@@ -60,7 +64,8 @@ def train(
         be_a_rank(info, lambda store: run(resolve(), info, resume, store, retune))
     config = resolve()
     if dry_run:
-        print_preview(config, info.num_ranks if info else choose_ranks(config, ranks))
+        arguments = [*(given or [DEFAULT_RECIPE]), *(["--resume", resume] if resume != "auto" else [])]
+        print_preview(config, info.num_ranks if info else choose_ranks(config, ranks), arguments)
     else:
         num_ranks = choose_ranks(config, ranks)
         # What ranks would refuse is said at once; and a folder is indexed before they all want it.
@@ -75,8 +80,22 @@ def ignore(damage: str) -> None:
     """Rank 0 will report it."""
 
 
-def recipe_of(resume: str) -> str:
-    """The recipe of a run to resume, if `resume` is the path of one."""
+def choose_recipe(given: Sequence[str] | None, resume: str, names: Container[str]) -> tuple[str, list[str]]:
+    """The recipe to load, and its overrides: that of the run to resume, unless another one is given.
+
+    A recipe among our `names` is what the run began with, if that is what the run is called: what its first command
+    said besides, such as data.source, need not be said again.  One in a file counts as it stands there.
+    """
+    folder = run_of(resume)
+    if folder is None:
+        return split_arguments(given)
+    recipe, overrides = split_arguments(given, default=str(folder / CONFIG))
+    if recipe in names and recipe == read_recipe_and_batch(folder)[0]:
+        recipe = str(folder / CONFIG)
+    return recipe, overrides
+
+
+def run_of(resume: str) -> Path | None:
+    """The folder of the run to resume, if `resume` is its path or that of one of its checkpoints."""
     folders = [Path(resume), *Path(resume).resolve().parents[:2]] if resume not in ("auto", "never") else []
-    recipes = [folder / "config.toml" for folder in folders]
-    return next((str(recipe) for recipe in recipes if recipe.is_file()), DEFAULT_RECIPE)
+    return next((folder for folder in folders if is_run(folder)), None)

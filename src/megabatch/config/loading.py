@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from megabatch.config.length import EPOCHS, STEPS, dotted_keys, settle_length
 from megabatch.config.messages import example, explain, show_value, suggest
 from megabatch.config.provenance import settle_provenance
 from megabatch.config.recipes import read_recipe
@@ -37,14 +38,21 @@ def silent(line: str) -> None:
 
 
 def load_config(
-    recipe: str, overrides: Sequence[str] = (), *, report: Callable[[str], None] = print_to_stderr
+    recipe: str,
+    overrides: Sequence[str] = (),
+    *,
+    report: Callable[[str], None] = print_to_stderr,
+    needs_source: bool = True,
 ) -> RunConfig:
     """The recipe (a name or a TOML file) with `section.key=value` overrides, or UserError.
 
-    `report` is called once, with one line, if the recipe or the overrides use old names of settings.
+    `report` is called with one line if the recipe or the overrides use old names of settings, and with one if the
+    overrides shorten the run so much that its warm-up has to be shortened too.  Without `needs_source` a recipe that
+    gives no data.source is complete, with "" in its place.
     """
     default_name = re.sub(r"[^\w.-]+", "-", Path(recipe).stem)
     settings, renamed = with_current_names({"name": default_name} | read_recipe(recipe))
+    recipe_epochs = dict(flatten(settings)).get(EPOCHS)
     given = [parse_override(text) for text in overrides]
     check_names(given)
     for override in given:
@@ -53,8 +61,12 @@ def load_config(
     if renamed:
         report(describe_renamed(renamed))
     check_keys(settings)
+    if not needs_source and isinstance(settings.setdefault("data", {}), dict):
+        settings["data"].setdefault("source", "")
+    overridden = [key for override in given for key in dotted_keys(override.key, override.value)]
+    changed = settle_length(settings, overridden, recipe_epochs, report)
     check_complete(settings)
-    settle_provenance(settings, [override.key for override in given])
+    settle_provenance(settings, [*(override.key for override in given), *changed])
     try:
         return msgspec.convert(settings, RunConfig)
     except msgspec.ValidationError as error:
@@ -123,6 +135,7 @@ def check_complete(settings: Settings) -> None:
     """What has no default is set, and every number is finite."""
     given = dict(flatten(settings))
     missing = [key for key, member in FIELDS.items() if member.required and key not in given]
+    missing += [EPOCHS] * (EPOCHS not in given and STEPS not in given)
     if missing:
         raise UserError(f"{', '.join(missing)} must be set; {example(missing[0])}")
     for key, value in given.items():

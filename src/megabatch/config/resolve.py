@@ -6,8 +6,10 @@ from typing import Any
 import msgspec
 from torch import nn
 
+from megabatch.config.length import shorten_warmup
 from megabatch.config.schema import RunConfig
 from megabatch.data.shapes import DataShape
+from megabatch.errors import UserError
 from megabatch.models.catalog import build_model
 from megabatch.optim.schedules import schedule
 from megabatch.planning.batch import StepPlan, plan_steps
@@ -31,12 +33,46 @@ def decisive_settings(config: RunConfig) -> dict[str, Any]:
     return {key: value for key, value in flattened.items() if not {key, key.partition(".")[0]} & set(IRRELEVANT)}
 
 
+def in_epochs(config: RunConfig, num_samples: int) -> RunConfig:
+    """The same run with its length in epochs: where it is given in steps, they are so many, and its warm-up fits."""
+    steps, recipe_epochs, warmup = config.train.steps, config.train.epochs, config.schedule.warmup_epochs
+    if steps is None:
+        return config
+    epochs = steps * config.batch.global_batch / num_samples
+    if warmup >= epochs and recipe_epochs is None:
+        raise UserError(
+            f"train.steps={steps} makes {epochs:.3g} epochs of {num_samples} samples, no longer than "
+            f"schedule.warmup_epochs={warmup:g}; for example also schedule.warmup_epochs={epochs / 4:.3g}"
+        )
+    if warmup >= epochs and recipe_epochs is not None:
+        warmup = shorten_warmup(warmup, recipe_epochs, epochs)
+    replace = msgspec.structs.replace
+    return replace(
+        config,
+        train=replace(config.train, epochs=epochs, steps=None),
+        schedule=replace(config.schedule, warmup_epochs=warmup),
+    )
+
+
+def describe_epochs(config: RunConfig, num_samples: int) -> str:
+    """12 epochs; of a run that was given in steps also what became of its warm-up."""
+    resolved = in_epochs(config, num_samples)
+    warmup, given = resolved.schedule.warmup_epochs, config.schedule.warmup_epochs
+    shortened = f" (of them warm-up {warmup:.3g}, shortened in proportion)" if warmup != given else ""
+    return f"{resolved.train.epochs:g} epochs{shortened}"
+
+
 def plan_run(config: RunConfig, shape: DataShape, num_ranks: int) -> StepPlan:
-    return plan_steps(config.batch, num_ranks, shape.num_train, config.train.epochs, config.train.evaluate_every)
+    epochs = in_epochs(config, shape.num_train).train.epochs
+    assert epochs is not None
+    return plan_steps(
+        config.batch, num_ranks, shape.num_train, epochs, config.train.evaluate_every, num_steps=config.train.steps
+    )
 
 
 def plan_learning_rate(config: RunConfig, plan: StepPlan) -> Callable[[int], float]:
-    warmup_steps = round(config.schedule.warmup_epochs * plan.num_samples / plan.global_batch)
+    warmup_epochs = in_epochs(config, plan.num_samples).schedule.warmup_epochs
+    warmup_steps = round(warmup_epochs * plan.num_samples / plan.global_batch)
     return schedule(config.schedule, config.optim.learning_rate, warmup_steps, plan.num_steps)
 
 

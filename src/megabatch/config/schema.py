@@ -20,9 +20,19 @@ Settings = dict[str, Any]
 
 
 class TrainSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    epochs: Annotated[float, Meta(gt=0)]
+    epochs: Annotated[float, Meta(gt=0)] | None = None
+    steps: Annotated[int, Meta(ge=1)] | None = None  # decide, where they are given: see `config.length`
     target_top1: Annotated[float, Meta(gt=0, le=1)] | None = None  # the accuracy whose time is reported
     evaluate_every: Annotated[int, Meta(ge=0)] = 1  # epochs, and after the last; 0: after the last alone
+
+    def __post_init__(self) -> None:
+        if self.epochs is None and self.steps is None:
+            raise UserError("neither train.epochs nor train.steps is set; for example train.epochs=12")
+
+    @property
+    def length(self) -> str:
+        """As it was given."""
+        return f"{self.epochs:g} epochs" if self.steps is None else f"{self.steps:,} steps"
 
 
 class CheckpointSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,7 +69,7 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, o
     provenance: dict[str, str] = field(default_factory=dict)  # of values that no source gives: what they rest on
 
     def __post_init__(self) -> None:
-        if self.schedule.warmup_epochs >= self.train.epochs:
+        if self.train.epochs is not None and self.schedule.warmup_epochs >= self.train.epochs:
             raise UserError(
                 f"train.epochs={self.train.epochs:g} is no longer than schedule.warmup_epochs="
                 f"{self.schedule.warmup_epochs:g}; for example also schedule.warmup_epochs={self.train.epochs / 4:g}"

@@ -27,6 +27,10 @@ FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # where Debian's pack
 FASHION_CLASSES = ("T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Boot")
 
 
+class NoSource(UserError):
+    """There are no images where the recipe says that they are."""
+
+
 def load_data_set(settings: DataSettings, threads: int = 1) -> DataSet:
     """`threads` is how many a rank decodes with, where images have to be decoded."""
     source = find_source(settings)
@@ -61,7 +65,9 @@ def load_other_images(settings: DataSettings, names: Sequence[str], num_channels
 def find_source(settings: DataSettings) -> DataSet | EncodedDataset:
     if settings.source in NAMED_SOURCES:
         return NAMED_SOURCES[settings.source](settings)
-    if not settings.source or not is_plain(settings.source):
+    if not settings.source:
+        raise NoSource("data.source is not set; give data.source=FOLDER, with a folder of images for each class")
+    if not is_plain(settings.source):
         raise UserError(f"data.source={one_line(settings.source)!r} is no path of plain text; give another")
     path = Path(settings.source)
     try:
@@ -74,7 +80,7 @@ def find_source(settings: DataSettings) -> DataSet | EncodedDataset:
     except OSError as error:
         raise UserError(f"data.source={settings.source!r} cannot be read ({error.strerror}); give another") from error
     if not path.exists() and not get_close_matches(settings.source, NAMED_SOURCES):
-        raise UserError(
+        raise NoSource(
             f"data.source={settings.source!r} does not exist; give a folder with a folder of images for each class, or "
             f"a .tar or .npz file, or one of {', '.join(NAMED_SOURCES)}"
         )
@@ -167,7 +173,7 @@ def embedded(settings: DataSettings) -> DataSet:
 
 def full_fashion_mnist(settings: DataSettings) -> DataSet:
     if not FASHION_MNIST.is_dir():
-        raise UserError(
+        raise NoSource(
             f"data.source='fashion-mnist' is read from {FASHION_MNIST}, which does not exist; "
             "remedy: apt-get install dataset-fashion-mnist, or give the folder of its four IDX files"
         )
@@ -177,7 +183,7 @@ def full_fashion_mnist(settings: DataSettings) -> DataSet:
 
 def imagenet(settings: DataSettings) -> EncodedDataset:
     if not Path("imagenet").is_dir():
-        raise UserError(
+        raise NoSource(
             "data.source='imagenet' is the folder imagenet where the command is run, and there is none; give "
             "data.source=FOLDER, in which train/ and val/ hold a folder for each class, or a pack of it"
         )

@@ -70,11 +70,17 @@ class StepPlan(Struct, frozen=True, kw_only=True):
 
 
 def plan_steps(
-    batch: BatchSettings, num_ranks: int, num_samples: int, epochs: float, evaluate_every: int = 1
+    batch: BatchSettings,
+    num_ranks: int,
+    num_samples: int,
+    epochs: float,
+    evaluate_every: int = 1,
+    num_steps: int | None = None,  # instead of what the epochs make
 ) -> StepPlan:
     check_ranks(batch, num_ranks)
-    # The margin keeps 0.29 epochs of 100 samples at 29 steps of one, not 28: 0.29 has no exact binary form.
-    num_steps = math.floor(epochs * num_samples / batch.global_batch + 1e-9)
+    if num_steps is None:
+        # The margin keeps 0.29 epochs of 100 samples at 29 steps of one, not 28: 0.29 has no exact binary form.
+        num_steps = math.floor(epochs * num_samples / batch.global_batch + 1e-9)
     if num_steps == 0:
         enough = math.ceil(1000 * batch.global_batch / num_samples) / 1000
         raise UserError(

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
+from megabatch.config.resolve import in_epochs
 from megabatch.config.schema import RunConfig
 from megabatch.data.sources import FROM_PYTHON
 from megabatch.errors import UserError
@@ -70,6 +71,7 @@ class Expected(NamedTuple):
 
 def preflight(config: RunConfig, num_samples: int) -> Findings:
     """The reference results nearest to the recipe, and a line for each of its values that lies outside them."""
+    config = in_epochs(config, num_samples)
     results = family_of(config, num_samples)
     if not results:
         return Findings([f"none: nothing is known of {describe_family(config)}"], [])
@@ -165,10 +167,13 @@ def warn(config: RunConfig, quantity: Quantity, results: Sequence[ReferenceResul
     trust = f" with optim.trust_coefficient={coefficient:g}" if scale != 1.0 else ""
     values = ", ".join(f"{quantity.reference(result):g} at {result.batch:,}" for result in expected.results)
     sources = " and ".join(dict.fromkeys(result.source for result in expected.results))
+    remedy = f"for example {quantity.setting}={expected.good / scale:.3g}"
+    epochs = config.train.epochs
+    if quantity is WARMUP and epochs is not None and expected.good >= epochs:
+        remedy = f"train.epochs={epochs:.3g} have no room for it: train for longer"
     return (
         f"{quantity.setting}={value:g}{trust} at batch {batch:,}: known to converge is {expected.low / scale:.3g} to "
-        f"{expected.high / scale:.3g} ({values}: {sources}); "
-        f"for example {quantity.setting}={expected.good / scale:.3g}"
+        f"{expected.high / scale:.3g} ({values}: {sources}); {remedy}"
     )
 
 

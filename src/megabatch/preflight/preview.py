@@ -13,7 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from megabatch.config.resolve import make_model, plan_learning_rate, plan_run
 from megabatch.config.schema import RunConfig
-from megabatch.data.sources import infer_shape
+from megabatch.data.shapes import DataShape
+from megabatch.data.sources import NoSource, infer_shape
 from megabatch.models.catalog import model_errors
 from megabatch.models.loss import summed_loss
 from megabatch.optim.groups import parameter_groups
@@ -21,6 +22,9 @@ from megabatch.planning.batch import StepPlan
 from megabatch.precision.master_weights import gradients_of
 from megabatch.precision.place import place_model
 from megabatch.preflight.compare import Findings, preflight
+
+ASSUMED_CLASSES = 10  # of images that are not there
+ASSUMED_STEPS = 1000  # an epoch of them, by which learning rates can be drawn over epochs
 
 
 class Memory(Struct, frozen=True, kw_only=True):
@@ -49,6 +53,7 @@ class ParameterRow(Struct, frozen=True, kw_only=True):
 
 
 class Preview(Struct, frozen=True, kw_only=True):
+    has_images: bool  # else their number and classes are assumed, and so are steps and the size of the last layer
     plan: StepPlan
     learning_rate: Callable[[int], float]
     findings: Findings
@@ -57,8 +62,14 @@ class Preview(Struct, frozen=True, kw_only=True):
     memory: Memory
 
 
-def preview(config: RunConfig, num_ranks: int) -> Preview:
-    shape = infer_shape(config.data)
+def preview(config: RunConfig, num_ranks: int, needs_images: bool = True) -> Preview:
+    """Without `needs_images`, also for a source that is not there yet."""
+    try:
+        shape, has_images = infer_shape(config.data), True
+    except NoSource:
+        if needs_images:
+            raise
+        shape, has_images = assumed_shape(config.batch.global_batch), False
     plan = plan_run(config, shape, num_ranks)
     model = make_model(config, shape)
     master_weights = place_model(model, config.precision, torch.device("cpu"), config.model.wants_channels_last)
@@ -76,13 +87,20 @@ def preview(config: RunConfig, num_ranks: int) -> Preview:
         activations=activation_bytes(config, model, image_shape),
     )
     return Preview(
+        has_images=has_images,
         plan=plan,
         learning_rate=plan_learning_rate(config, plan),
-        findings=preflight(config, shape.num_train),
+        findings=preflight(config, shape.num_train) if has_images else Findings([], []),
         groups=groups,
         parameters=list_parameters(model, groups, has_trust_ratio=config.optim.name != "sgd"),
         memory=memory,
     )
+
+
+def assumed_shape(global_batch: int) -> DataShape:
+    """Of photos of which nothing is known yet."""
+    samples = ASSUMED_STEPS * global_batch
+    return DataShape(num_train=samples, num_test=samples, num_classes=ASSUMED_CLASSES, num_channels=3)
 
 
 def list_parameters(model: nn.Module, groups: Iterable[dict[str, Any]], has_trust_ratio: bool) -> list[ParameterRow]:

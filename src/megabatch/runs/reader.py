@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,9 @@ class Listing(Struct, frozen=True):
     path: Path
     status: Status | Literal["running", "killed"]
     summary: Summary | None  # None while it runs, and after a kill
+    recipe: str | None = None  # None where config.toml cannot be read
+    batch: int | None = None
+    written_s: float | None = None  # when it was last heard of, in seconds since 1970
 
 
 def list_runs(folder: Path) -> list[Listing]:
@@ -34,10 +38,32 @@ def list_runs(folder: Path) -> list[Listing]:
 
 
 def listing_of(path: Path) -> Listing:
+    recipe, batch = read_recipe_and_batch(path)
     if is_running(path):
-        return Listing(path, "running", None)
+        return Listing(path, "running", None, recipe, batch, last_written_s(path))
     summary = read_summary(path)
-    return Listing(path, summary.status if summary else "killed", summary)
+    return Listing(path, summary.status if summary else "killed", summary, recipe, batch, last_written_s(path))
+
+
+def read_recipe_and_batch(path: Path) -> tuple[str | None, int | None]:
+    """The name of a run's recipe and its global batch, from its config.toml; None for what that does not say."""
+    try:
+        settings = tomllib.loads((path / files.CONFIG).read_text())
+    except (OSError, ValueError):  # of which TOMLDecodeError is one
+        return None, None
+    name, section = settings.get("name"), settings.get("batch")
+    batch = section.get("global") if isinstance(section, dict) else None
+    return name if isinstance(name, str) else None, batch if isinstance(batch, int) else None
+
+
+def last_written_s(path: Path) -> float | None:
+    """When a run ended, or while it runs its newest row: what a copy of the folder keeps too."""
+    for name in (files.SUMMARY, files.METRICS, files.CONFIG):
+        try:
+            return (path / name).stat().st_mtime
+        except OSError:
+            continue
+    return None
 
 
 def is_run(path: Path) -> bool:

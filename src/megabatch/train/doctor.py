@@ -8,6 +8,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -19,7 +20,9 @@ from megabatch.data.decode import Unreadable, read_size
 from megabatch.data.encoded import EncodedImages
 from megabatch.data.images import ImageSet
 from megabatch.data.reader import PREFETCHED, Batch, Batches
+from megabatch.data.shards import holds_shards
 from megabatch.ranks.discover import RankInfo
+from megabatch.ranks.machine import fair_threads, host_identity, usable_cores
 from megabatch.ranks.store import RankStore
 from megabatch.ranks.world import World
 from megabatch.runs.records import Record, StepRecord
@@ -48,6 +51,8 @@ class Diagnosis(Struct, frozen=True, kw_only=True):
     source: str
     image_size: int
     shorter_side: float | None  # of encoded images, the median
+    cores: int = 0  # of a rank: its share of the host's
+    in_tars: bool = False  # the source is a pack, or tars already
 
 
 def diagnose(config: RunConfig, info: RankInfo, store: RankStore, seconds: float) -> Diagnosis:
@@ -64,6 +69,8 @@ def diagnose(config: RunConfig, info: RankInfo, store: RankStore, seconds: float
             source=config.data.source,
             image_size=config.data.image_size,
             shorter_side=median_side(images),
+            cores=fair_threads(info.rank, training.world.all_gather((host_identity(), usable_cores()))),
+            in_tars=isinstance(images, EncodedImages) and holds_shards(Path(config.data.source)),
         )
 
 
@@ -165,16 +172,22 @@ def advise(found: Diagnosis) -> str:
 
 
 def remedy(found: Diagnosis) -> str:
-    """By the stage that takes longest."""
+    """By the stage that takes longest; never what is done already."""
     stage = max(found.spent.__struct_fields__, key=lambda name: getattr(found.spent, name))
     most = f"{stage} takes {getattr(found.spent, stage):.0%} of it"
     wanted = round(found.image_size * 8 / 7)  # 256 for 224
     if stage in ("read", "decode") and found.shorter_side and found.shorter_side > MUCH_LARGER * wanted:
         return f"{most}: megabatch pack {shlex.quote(found.source)} OUT --shorter-side {wanted}, then data.source=OUT"
+    if stage == "read" and found.shorter_side and not found.in_tars:
+        pack = f"megabatch pack {shlex.quote(found.source)} OUT, then data.source=OUT"
+        return f"{most}: {pack}, or bring it to a faster disk"
     if stage == "read":
-        return f"{most}: megabatch pack {shlex.quote(found.source)} OUT, or bring it to a faster disk"
+        return f"{most}: bring {found.source} to a faster disk"
     if stage == "copy":
-        return f"{most}: fewer ranks on a host, or a smaller data.image_size"
+        return f"{most}: {'fewer ranks on a host, or ' * (found.num_ranks > 1)}a smaller data.image_size"
+    if 0 < found.decode_threads < found.cores:
+        return f"{most}: run.decode_threads={found.cores}, as many as a rank has cores, or a smaller data.image_size"
     if found.decode_threads:
-        return f"{most}: more cores (run.decode_threads={found.decode_threads} a rank), or a smaller data.image_size"
+        threads = f"{found.decode_threads} thread{'s' * (found.decode_threads > 1)}"
+        return f"{most}: more cores, on which each rank has {threads} for it now, or a smaller data.image_size"
     return f"{most}: fewer augmentations, or images that are read faster"

@@ -14,10 +14,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megabatch import __version__
 from megabatch.comm.plans import PlansInUse
+from megabatch.config.resolve import describe_epochs
 from megabatch.config.schema import RunConfig
 from megabatch.data.sources import FROM_PYTHON
 from megabatch.precision.loss_scale import show_scale
 from megabatch.preflight.compare import preflight
+from megabatch.preflight.device import warn_of_device
 from megabatch.runs.files import TIMELINE, WEIGHTS
 from megabatch.runs.records import EvaluationRecord, Record, StepRecord, Summary
 from megabatch.runs.time_breakdown import TimeBreakdown
@@ -54,7 +56,7 @@ class Screen:
         findings = preflight(config, self.plan.num_samples)
         for line in findings.references:
             self.say("reference", line)
-        for line in findings.warnings:
+        for line in [*findings.warnings, *warn_of_device(config.precision, training.world.device.type)]:
             self.say("warning", line)
         self.say("folder", str(folder))
 
@@ -203,7 +205,7 @@ def header(config: RunConfig, training: Training) -> dict[str, str]:
         "precision": describe_precision(config, training),
         "data": describe_data(config, training),
         "batch": f"{plan.global_batch} = {plan.microbatch} micro x {plan.accumulation} accumulated x {ranks}",
-        "steps": f"{plan.num_steps} in {config.train.epochs:g} epochs, "
+        "steps": f"{plan.num_steps} in {describe_epochs(config, plan.num_samples)}, "
         f"{config.optim.name} at {config.optim.learning_rate:g}",
         "groups": ", ".join(groups),
         "allreduce": describe_plans(training.gradients.plans, len(training.gradients.layouts.seen)),

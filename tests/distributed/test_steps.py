@@ -1,0 +1,43 @@
+"""A run that was given in steps, and what it says."""
+
+import contextlib
+import io
+from pathlib import Path
+
+from megabatch.data.sources import load_data_set
+from megabatch.ranks.world import World
+from megabatch.runs.records import Summary
+from megabatch.train.prepare import ready_to_train
+from megabatch.train.run import train_and_record
+from tests.support.rank_pool import RankPool
+from tests.support.small_runs import small_run
+
+
+def record(world: World, folder: str, *overrides: str) -> tuple[Summary, str]:
+    """The summary, and what the screen has said."""
+    config = small_run(*overrides, f"run.dir={folder}")
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        summary = train_and_record(config, "auto", ready_to_train(config, load_data_set(config.data), world))
+    return summary, said.getvalue()
+
+
+def test_a_run_ends_after_its_steps_with_the_weights_of_the_same_run_in_epochs(ranks: RankPool, tmp_path: Path) -> None:
+    """In fp16, of which a CPU warns."""
+    precision = "precision.name=fp16"
+    summary, said = ranks.run(record, str(tmp_path / "steps"), "train.steps=3", precision, num_ranks=1)[0]
+    assert (summary.status, summary.steps) == ("finished", 3) and summary.top1 is not None
+    assert "steps     3 in 0.48 epochs (of them warm-up 0.04, shortened in proportion)" in said
+    assert said.count("warning   precision.name=fp16 computes in fp16") == 1
+    assert "time" in said and "3 of 3 steps" in said
+    by_epochs = ["train.epochs=0.48", "schedule.warmup_epochs=0.04", "precision.name=fp16"]
+    ranks.run(record, str(tmp_path / "epochs"), *by_epochs, num_ranks=1)
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("steps", "epochs")]
+    assert weights[0] == weights[1]
+    assert (tmp_path / "steps/config.toml").read_text().count("steps = 3\n") == 1
+
+
+def test_a_run_in_epochs_leaves_the_config_that_it_always_left(ranks: RankPool, tmp_path: Path) -> None:
+    _, said = ranks.run(record, str(tmp_path), "train.epochs=0.48", "schedule.warmup_epochs=0", num_ranks=1)[0]
+    config = (tmp_path / "config.toml").read_text()
+    assert "[train]\nepochs = 0.48\ntarget_top1 = 0.88\nevaluate_every = 1\n" in config
+    assert "steps     3 in 0.48 epochs, sgd" in said and "fp16" not in said
