@@ -12,9 +12,10 @@ from megabatch.data.batches import TrainingImages
 from megabatch.data.images import DataSet
 from megabatch.data.normalise import Normalise, measure_pixels
 from megabatch.errors import UserError
-from megabatch.models.loss import summed_loss
+from megabatch.models.loss import SummedLoss
+from megabatch.models.loss import summed_loss as recipe_loss
 from megabatch.optim.groups import parameter_groups
-from megabatch.optim.optimizers import OPTIMIZERS
+from megabatch.optim.optimizers import OPTIMIZERS, MakeOptimizer, own_optimizer
 from megabatch.precision.loss_scale import choose_loss_scale
 from megabatch.precision.place import place_model
 from megabatch.ranks.world import World
@@ -33,6 +34,8 @@ def assemble(
     world: World,
     network: nn.Module | None = None,  # one's own instead of the recipe's: rank 0's weights count
     stop_requested: Callable[[], bool] = never,
+    summed_loss: SummedLoss | None = None,  # instead of the recipe's
+    make_optimizer: MakeOptimizer | None = None,  # instead of the recipe's
 ) -> Parts:
     plan = plan_run(config, data.shape, world.num_ranks)
     formats = config.precision.formats
@@ -49,7 +52,8 @@ def assemble(
         master_weights.load_state_dict(world.broadcast_tensors(master_weights.state_dict()))
     is_rounded_to_fp16 = formats.has_small_range or config.comm.dtype == "fp16"
     loss_scale = choose_loss_scale(config.precision, is_rounded_to_fp16, plan.global_batch)
-    groups = parameter_groups(model, config.optim.weight_decay, config.optim.decay_all)
+    groups = master_weights.param_groups(parameter_groups(model, config.optim.weight_decay, config.optim.decay_all))
+    make_optimizer = partial(own_optimizer, make_optimizer) if make_optimizer else OPTIMIZERS[config.optim.name]
     normalise = Normalise(measure_pixels(data.train), world.device, formats.model, config.model.wants_channels_last)
     return Parts(
         world=world,
@@ -61,11 +65,11 @@ def assemble(
         normalise=normalise,
         network=model,
         update_dtype=formats.update,
-        summed_loss=partial(summed_loss, config.loss),
+        summed_loss=summed_loss or partial(recipe_loss, config.loss),
         statistics=RunningStatistics(model, plan.accumulation, may_skip=loss_scale.is_on),
         master_weights=master_weights,
         loss_scale=loss_scale,
-        optimizer=OPTIMIZERS[config.optim.name](master_weights.param_groups(groups), config.optim),
+        optimizer=make_optimizer(groups, config.optim),
         learning_rate=plan_learning_rate(config, plan),
         clip_norm=config.optim.clip_norm,
         evaluate=partial(evaluate, model, data.test, normalise, len(data.class_names), config.batch.microbatch, world),

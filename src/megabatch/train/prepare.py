@@ -12,6 +12,8 @@ from torch import nn
 from megabatch.config.schema import RunConfig
 from megabatch.data.images import DataSet
 from megabatch.data.sources import load_data_set
+from megabatch.models.loss import SummedLoss
+from megabatch.optim.optimizers import MakeOptimizer
 from megabatch.planning.tuning import Tuning
 from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.machine import fair_threads, host_identity, usable_cores
@@ -38,6 +40,8 @@ def prepare(
     network: nn.Module | None = None,  # instead of the recipe's
     stop_requested: Callable[[], bool] = never,
     resume: str | None = None,  # gradients are all-reduced as in the run that this resumes, if in any
+    summed_loss: SummedLoss | None = None,  # instead of the recipe's
+    make_optimizer: MakeOptimizer | None = None,  # instead of the recipe's
 ) -> Iterator[Prepared]:
     device = choose_device(config.run.device)
     with (
@@ -47,7 +51,10 @@ def prepare(
         config = share_cores(config, world)
         data = load_data_set(config.data, config.run.decode_threads or 1) if data is None else data
         stored = find_tuning(config, resume, world) if resume else None
-        yield Prepared(config, ready_to_train(config, data, world, network, stop_requested, stored))
+        training = ready_to_train(
+            config, data, world, network, stop_requested, stored, summed_loss=summed_loss, make_optimizer=make_optimizer
+        )
+        yield Prepared(config, training)
 
 
 def ready_to_train(
@@ -57,8 +64,12 @@ def ready_to_train(
     network: nn.Module | None = None,
     stop_requested: Callable[[], bool] = never,
     stored: Tuning | None = None,
+    *,
+    summed_loss: SummedLoss | None = None,
+    make_optimizer: MakeOptimizer | None = None,
 ) -> Training:
-    return warm_up(assemble(config, data, world, network, stop_requested), config.model, config.comm, stored)
+    parts = assemble(config, data, world, network, stop_requested, summed_loss, make_optimizer)
+    return warm_up(parts, config.model, config.comm, stored)
 
 
 def share_cores(config: RunConfig, world: World) -> RunConfig:

@@ -16,6 +16,7 @@ from msgspec import Struct
 from megabatch.config.loading import load_config, silent
 from megabatch.config.messages import show_value
 from megabatch.config.schema import RunConfig
+from megabatch.data.settings import AUTO_HELD_OUT, CENTER_CROP
 from megabatch.disk import WRITING
 from megabatch.errors import UserError
 from megabatch.planning.tuning import Tuning
@@ -26,6 +27,8 @@ from megabatch.train.checkpoint import DESCRIPTION, newest_good, read_tuning
 
 # What does not change what is computed: sections, and settings.
 IRRELEVANT = ("name", "about", "provenance", "run", "checkpoint", "comm.timeout_s", "comm.timeline")
+# What "auto" was in recipes before there was one.  Where it comes to something else, the images' fingerprint differs.
+BEFORE_AUTO = {"data.center_crop": CENTER_CROP, "data.validation": AUTO_HELD_OUT}
 Newest = Callable[[Path], Path | None]
 
 
@@ -136,7 +139,7 @@ def flat(config: RunConfig) -> dict[str, Any]:
             for key, member in value.items():
                 add(member, f"{name}.{key}" if name else key)
         else:
-            flattened[name] = value
+            flattened[name] = BEFORE_AUTO[name] if value == "auto" and name in BEFORE_AUTO else value
 
     add(msgspec.to_builtins(config), "")
     return {key: value for key, value in flattened.items() if not {key, key.partition(".")[0]} & set(IRRELEVANT)}
