@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from megabatch.data.encoded import EncodedImages
 from megabatch.data.images import ArrayImages, DataSet
@@ -263,3 +264,60 @@ def test_a_fingerprint_tells_sets_apart_whose_samples_have_other_numbers(tmp_pat
     seen.add(load_with(folder, validation=0.2, also=[str(make_folder(tmp_path / "also", 2))]).fingerprint())
     assert len(seen) == 6
     assert load("synthetic", train=20).fingerprint() != load("synthetic", train=21).fingerprint()
+
+
+def test_auto_tests_on_the_source_s_own_images_and_holds_out_a_tenth_where_it_has_none(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "photos/train", 12)
+    assert load_with(folder, validation="auto").fingerprint() == load_with(folder, validation=0.1).fingerprint()
+    assert load_with(folder, validation="auto").tested_on.startswith("10% of each class, held out")
+    make_folder(tmp_path / "photos/test", 2)
+    data = load_with(tmp_path / "photos", validation="auto")
+    assert (len(data.train), len(data.test)) == (36, 6) and data.tested_on == "its own test/"
+    assert data.fingerprint() == load_with(tmp_path / "photos").fingerprint()
+    make_folder(tmp_path / "photos/val", 3)
+    data = load_with(tmp_path / "photos", validation="auto")
+    assert len(data.test) == 9 and data.tested_on == "its own val/"
+    given = load_with(tmp_path / "photos", validation=0.25)  # the user's wins
+    assert (len(given.train), len(given.test), given.tested_on) == (27, 9, "")
+    assert infer_shape(DataSettings(source="imagenet", image_size=28, validation="auto")).num_test == 50_000
+
+
+def crops(folder: Path, image_size: int, **settings: Any) -> list[float]:
+    data = load_data_set(DataSettings(source=str(folder), image_size=image_size, validation=0.25, **settings))
+    return [part.center_crop for part in (data.train, data.test)]  # type: ignore[attr-defined]
+
+
+def test_small_images_are_seen_whole_and_larger_ones_as_ever(tmp_path: Path) -> None:
+    folder = tmp_path / "cifar"
+    for name in ("cat", "dog"):
+        (folder / name).mkdir(parents=True)
+        for number in range(6):
+            photo(number, 32, 32).save(folder / name / f"{number}.png")
+    assert crops(folder, 32) == crops(folder, 29) == [1.0, 1.0]
+    assert crops(folder, 28) == [0.875, 0.875]  # 28 of 32: the middle is as large as what training sees
+    assert crops(folder, 32, center_crop=0.875) == [0.875, 0.875] and crops(folder, 8, center_crop=1.0) == [1.0, 1.0]
+    data = load_data_set(DataSettings(source=str(folder), image_size=32, validation=0.25))
+    at, where = 0, Path(data.test.files.where(0))  # type: ignore[attr-defined]
+    with Image.open(where) as image:
+        assert np.array_equal(data.test.read(np.array([at]))[0].permute(1, 2, 0).numpy(), np.asarray(image))
+
+
+@pytest.mark.parametrize("image_size", [28, 64, 100, 224, 299])
+def test_images_packed_for_their_middle_are_still_cropped_to_it(image_size: int, tmp_path: Path) -> None:
+    side = round(image_size * 8 / 7)  # what `doctor` advises for --shorter-side
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for number in range(2):
+            Image.new("RGB", (side + 20 * number, side)).save(tmp_path / name / f"{number}.png")
+    assert crops(tmp_path, image_size) == [0.875, 0.875]
+
+
+def test_the_default_crop_of_large_images_leaves_their_fingerprint(tmp_path: Path) -> None:
+    """So that runs which were begun before there was an `auto` can be resumed; small images are other images now."""
+    folder = make_folder(tmp_path / "photos", 4)
+    for image_size, is_same in ((28, True), (60, False)):
+        ours, before = (
+            load_data_set(DataSettings(source=str(folder), image_size=image_size, validation=0.25, **more))
+            for more in ({}, {"center_crop": 0.875})
+        )
+        assert (ours.fingerprint() == before.fingerprint()) is is_same

@@ -1,6 +1,7 @@
 """A run that was stopped at any step goes on to the bit; what is on disk is whole or reported."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,18 @@ import torch
 from megabatch.config.schema import CheckpointSettings
 from megabatch.data.sources import load_data_set
 from megabatch.errors import UserError
+from megabatch.optim.optimizers import MakeOptimizer, OptimSettings
 from megabatch.ranks.world import World
 from megabatch.runs.totals import RunTotals
 from megabatch.train.checkpoint import (
     Checkpoints,
     newest_good,
+    number_to_tensor,
     read_description,
     read_state,
     restore_training_state,
     separate,
+    tensor_to_number,
     training_state,
 )
 from megabatch.train.loop import train
@@ -32,7 +36,34 @@ from tests.support.small_runs import small_run
 SHORT = ("precision.name=fp32", "batch.global=24", "train.epochs=2")  # 16 steps of six microbatches
 
 
-def train_with_stops(world: World, stops: list[int], folder: str) -> tuple[list[float], dict[str, Any]]:
+class Counting(torch.optim.SGD):
+    """Keeps Python numbers for each weight, and its step depends on them."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["seen"] = state.get("seen", 0) + 1
+                state["average"] = 0.9 * state.get("average", 0.1) + 0.1 * float(parameter.grad.norm())
+                state["is_odd"], state["nothing"] = state["seen"] % 2 == 1, None
+                parameter.data.mul_(1 - 1e-3 * state["average"] / state["seen"] - 1e-3 * state["is_odd"])
+        super().step()
+
+
+def adamw(groups: list[dict[str, Any]], settings: OptimSettings) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, amsgrad=True)
+
+
+def counting(groups: list[dict[str, Any]], settings: OptimSettings) -> torch.optim.Optimizer:
+    return Counting(groups, lr=settings.learning_rate, momentum=0.9)
+
+
+OWN: dict[str, MakeOptimizer] = {"adamw": adamw, "counting": counting}
+
+
+def train_with_stops(
+    world: World, stops: list[int], folder: str, optimizer: str = ""
+) -> tuple[list[float], dict[str, Any]]:
     """Trains a short run, throwing everything away but the checkpoint at each of `stops`."""
     config = small_run(*SHORT)
     data = load_data_set(config.data)
@@ -40,7 +71,7 @@ def train_with_stops(world: World, stops: list[int], folder: str) -> tuple[list[
     losses: list[float] = []
     totals = RunTotals(global_batch=24, target_top1=None)
     for stop in [*stops, 16]:
-        training = ready_to_train(config, data, world)
+        training = ready_to_train(config, data, world, make_optimizer=OWN.get(optimizer))
         if totals.steps:
             state = read_state(checkpoints.folder / "last") if world.rank == 0 else {}
             restore_training_state(training, world.broadcast_tensors(state))
@@ -73,6 +104,29 @@ def test_resume_at_any_step_is_bitwise_the_uninterrupted_run(ranks: RankPool, nu
             assert state.keys() == expected_state.keys() and any("momentum" in name for name in state)
             for name in state:
                 assert np.array_equal(state[name], expected_state[name]), name
+
+
+@pytest.mark.parametrize(("optimizer", "kept"), [("adamw", ".step"), ("counting", "optimizer_number.")])
+def test_a_run_with_any_torch_optimizer_resumes_to_the_bit(
+    ranks: RankPool, optimizer: str, kept: str, tmp_path: Path
+) -> None:
+    whole = ranks.run(train_with_stops, [], str(tmp_path / "whole"), optimizer, num_ranks=2)
+    pieces = ranks.run(train_with_stops, [1, 6], str(tmp_path / "pieces"), optimizer, num_ranks=2)
+    for (losses, state), (expected_losses, expected_state) in zip(pieces, whole, strict=True):
+        assert losses == expected_losses and len(losses) == 16
+        assert state.keys() == expected_state.keys() and any(kept in name for name in state)
+        for name in state:
+            assert state[name].dtype == expected_state[name].dtype, name
+            assert np.array_equal(state[name], expected_state[name]), name
+
+
+def test_numbers_of_an_optimizer_come_back_as_what_they_were() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    for value in (7, -3, 0.1, math.inf, True, False, None):
+        found = tensor_to_number(number_to_tensor(value, "key", optimizer))
+        assert found == value and type(found) is type(value)
+    with pytest.raises(UserError, match=r"^SGD keeps 'key' of a parameter as a list; a checkpoint holds tensors and"):
+        number_to_tensor([1], "key", optimizer)
 
 
 def share(world: World) -> tuple[str, dict[str, Any]]:

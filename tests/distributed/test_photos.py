@@ -41,7 +41,11 @@ def train_on_photos(world: World, folder: str, threads: int) -> dict[str, Any]:
     config = photo_run(folder)
     records = list(train(ready_to_train(config, load_data_set(config.data, threads), world)))
     steps = [record for record in records if isinstance(record, StepRecord)]
+    totals = RunTotals(global_batch=32, target_top1=None)
+    for record in records:
+        totals.add(record, wall_s=1.0)
     return {
+        "skipped_images": totals.summary("finished").skipped_images,
         "losses": [record.loss for record in steps],
         "skipped": [record.skipped_images for record in steps],
         "evaluations": [record for record in records if isinstance(record, EvaluationRecord)],
@@ -60,6 +64,7 @@ def test_a_run_from_files_is_the_same_on_any_ranks_and_threads(ranks: RankPool, 
     complaints = [line for lines in alone["skipped"] for line in lines]
     assert set(complaints) == {f"{folder}/train/bag/003.jpg cannot be read: it is no image that Pillow knows"}
     assert len(complaints) == 3  # once an epoch
+    assert alone["skipped_images"] == 1  # but counted once
     assert alone["evaluations"][0].unreadable == [
         f"{folder}/val/coat/002.jpg cannot be read: it is no image that Pillow knows"
     ]

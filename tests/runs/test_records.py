@@ -38,7 +38,7 @@ def test_the_summary_adds_the_records_up() -> None:
     assert summary.images_per_s == pytest.approx(100 / 1.5)
     assert summary.data_wait_share == pytest.approx(0.2 / 1.5)
     assert summary.data_wait is not None and summary.data_wait.decode == pytest.approx(0.12 / 1.5)
-    assert summary.skipped_images == 3
+    assert summary.skipped_images == 2  # each once, though it was met more often
     assert summary.comm_wait_share == pytest.approx(0.4 / 1.5)
     assert summary.straggler == Straggler(rank=5, delay_s=0.2, share=pytest.approx(0.4 / 1.5))
     assert summary.time_to_target_s == 4  # the first that reached it, not the last

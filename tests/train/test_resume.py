@@ -56,6 +56,13 @@ def test_what_does_not_change_the_numbers_does_not_make_another_run() -> None:
     assert start(*others).folder == Path("runs/fashion-001")
 
 
+def test_a_run_from_before_there_was_an_auto_goes_on() -> None:
+    make_run("runs/fashion-001", config_of("data.center_crop=0.875", "data.validation=0.1"))
+    assert start("data.validation=auto").folder == Path("runs/fashion-001")
+    assert start("data.validation=auto", "data.center_crop=1.0").folder == Path("runs/fashion-002")
+    assert start().folder == Path("runs/fashion-002")
+
+
 def test_a_finished_run_is_left_alone() -> None:
     make_run("runs/fashion-001", config_of(), "finished")
     assert start().folder == Path("runs/fashion-002")

@@ -33,6 +33,10 @@ def pack(
     on_error: Annotated[
         str, typer.Option(metavar="raise|skip", help="What to do with images that cannot be read.")
     ] = "raise",
+    imagenet: Annotated[
+        bool,
+        typer.Option("--imagenet", help="SOURCE is ImageNet as it is downloaded: tars, or a flat val/, and devkit."),
+    ] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Then read all of it again and compare checksums.")] = False,
 ) -> None:
     """Pack images into shards. After a kill, the same command resumes."""
@@ -50,14 +54,18 @@ def pack(
             source,
             PackSettings(shorter_side=shorter_side, quality=quality, shard_mb=shard_mb, on_error=on_error),  # type: ignore[arg-type]
             console,
+            imagenet,
         )
     if verify:
         verify_pack(out or source, console)
-    say(console, "train", f"megabatch train photos {shlex.quote(f'data.source={out or source}')}")
+    recipe = "resnet50-imagenet-256" if imagenet else "photos"
+    say(console, "train", f"megabatch train {recipe} {shlex.quote(f'data.source={out or source}')}")
 
 
-def pack_to(out: Path, source: Path, settings: "PackSettings", console: "Console") -> None:
+def pack_to(out: Path, source: Path, settings: "PackSettings", console: "Console", imagenet: bool) -> None:
+    from megabatch.data.imagenet import read_imagenet
     from megabatch.data.pack import Progress, pack
+    from megabatch.data.sources import read_encoded
 
     bar = Bar(console)
 
@@ -66,7 +74,7 @@ def pack_to(out: Path, source: Path, settings: "PackSettings", console: "Console
 
     try:
         with bar:
-            packed = pack(source, out, settings, show)
+            packed = pack(source, out, settings, show, read_imagenet if imagenet else read_encoded)
     except KeyboardInterrupt:
         raise UserError(f"{out} is not finished; the same command resumes after its last whole shard") from None
     shards = f"{packed.num_shards:,} shard" + "s" * (packed.num_shards > 1)

@@ -8,6 +8,7 @@ from torch import nn
 
 from megabatch.config.length import shorten_warmup
 from megabatch.config.schema import RunConfig
+from megabatch.data.settings import AUTO_HELD_OUT, CENTER_CROP
 from megabatch.data.shapes import DataShape
 from megabatch.errors import UserError
 from megabatch.models.catalog import build_model
@@ -16,6 +17,8 @@ from megabatch.planning.batch import StepPlan, plan_steps
 
 # What does not change what is computed: sections, and settings.
 IRRELEVANT = ("name", "about", "provenance", "run", "checkpoint", "comm.timeout_s", "comm.timeline")
+# What "auto" was in recipes before there was one.  Where it comes to something else, the images' fingerprint differs.
+BEFORE_AUTO = {"data.center_crop": CENTER_CROP, "data.validation": AUTO_HELD_OUT}
 
 
 def decisive_settings(config: RunConfig) -> dict[str, Any]:
@@ -27,7 +30,7 @@ def decisive_settings(config: RunConfig) -> dict[str, Any]:
             for key, member in value.items():
                 add(member, f"{name}.{key}" if name else key)
         else:
-            flattened[name] = value
+            flattened[name] = BEFORE_AUTO[name] if value == "auto" and name in BEFORE_AUTO else value
 
     add(msgspec.to_builtins(config), "")
     return {key: value for key, value in flattened.items() if not {key, key.partition(".")[0]} & set(IRRELEVANT)}

@@ -10,24 +10,30 @@ from megabatch.data.crops import central_box
 from megabatch.data.decode import Box, Unreadable, decode_crop, resize
 from megabatch.data.files import EncodedFiles
 from megabatch.data.order import Samples
-from megabatch.data.settings import DataSettings
+from megabatch.data.settings import CENTER_CROP, DataSettings
 from megabatch.errors import UserError
 from megabatch.runs.time_breakdown import TimeBreakdown
 
 
 class EncodedImages:
-    """An `ImageSet` of files.  `threads` is how many may decode at once."""
+    """An `ImageSet` of files.  `threads` is how many may decode at once.
 
-    def __init__(self, files: EncodedFiles, settings: DataSettings, threads: int = 1) -> None:
-        self.files, self.settings, self.threads = files, settings, threads
+    `center_crop` is what evaluation sees of the shorter side: by default all of it where images are small.
+    """
+
+    def __init__(self, files: EncodedFiles, settings: DataSettings, threads: int = 1, are_small: bool = False) -> None:
+        self.files, self.settings, self.threads, self.are_small = files, settings, threads, are_small
         self.labels = torch.from_numpy(files.labels)
-        self.central_box = partial(central_box, share=settings.center_crop)
+        by_default = 1.0 if are_small else CENTER_CROP
+        self.center_crop = by_default if settings.center_crop == "auto" else settings.center_crop
+        self.central_box = partial(central_box, share=self.center_crop)
 
     def __len__(self) -> int:
         return len(self.files)
 
     def fingerprint(self) -> str:
-        return self.files.fingerprint()
+        """Of the files; and of how they are seen, where that was not always the default."""
+        return self.files.fingerprint() + " whole" * self.are_small
 
     def read(self, samples: Samples) -> torch.Tensor:
         """As evaluation sees them."""

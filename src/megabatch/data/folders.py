@@ -17,6 +17,8 @@ from megabatch.errors import UserError
 
 TRAIN_FOLDER = "train"
 TEST_FOLDERS = ("val", "validation", "test")  # the first that is there: ImageNet's test/ has no labels
+FLAT_IMAGENET = "ILSVRC2012_val_"
+IMAGENET = "ImageNet as it is downloaded is sorted by megabatch pack --imagenet DIR OUT"
 LAYOUT = "CLASS/IMAGE, or train/CLASS/IMAGE and val/CLASS/IMAGE"
 
 
@@ -143,7 +145,7 @@ def list_classes(folder: Path, walk: Walk) -> dict[str, list[str]]:
     if not names:
         raise UserError(
             f"{folder} holds {len(files):,} files ({min(files)}) but no class folders; "
-            f"put each image into the folder of its class: {LAYOUT}"
+            + (IMAGENET if FLAT_IMAGENET in min(files) else f"put each image into the folder of its class: {LAYOUT}")
         )
     for name in names:
         if not is_plain(name):

@@ -32,6 +32,7 @@ class DataSet(Struct, frozen=True):
     test: ImageSet
     class_names: tuple[str, ...]
     num_channels: int
+    tested_on: str = ""  # where the test images come from, if the recipe leaves that to the source
 
     def fingerprint(self) -> str:
         """Of how many images there are, of which classes, in which order and, of files, under which names."""

@@ -84,13 +84,17 @@ class Packed(Struct, frozen=True, kw_only=True):
 
 
 def pack(
-    source: Path, out: Path, settings: PackSettings, show: Callable[[Progress], None] = lambda progress: None
+    source: Path,
+    out: Path,
+    settings: PackSettings,
+    show: Callable[[Progress], None] = lambda progress: None,
+    read: Callable[[Path], EncodedDataset] = read_encoded,
 ) -> Packed:
-    """`show` is called after every image."""
+    """`show` is called after every image; `read` says what the source holds."""
     begin_s = time.monotonic()
     if out.resolve().is_relative_to(source.resolve()):
         raise UserError(f"{out} lies inside of {source}, which is to be packed; give a place outside of it")
-    dataset = read_encoded(source)
+    dataset = read(source)
     identity = identify(dataset, settings)
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,10 @@ from msgspec import Meta, Struct, field
 from megabatch.planning.batch import Count
 
 MAX_PIXELS = 89_478_485  # as Pillow has it: a quarter of a GiB in memory
+CENTER_CROP = 0.875  # 224 of 256
+AUTO_HELD_OUT = 0.1
 Share = Annotated[float, Meta(gt=0, le=1)]
+Auto = Literal["auto"]
 
 
 class SyntheticSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -25,12 +28,20 @@ class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     image_size: Annotated[int, Meta(ge=8, le=8192)]
     crop_area: Share | None = None  # a random crop takes this share of the image, or more
     crop_ratio: Annotated[float, Meta(ge=1)] = 4 / 3  # the widest random crop, and its inverse the highest
-    center_crop: Share = 0.875  # of the shorter side, where images are not cropped at random
+    # Of the shorter side, where images are not cropped at random; auto: 0.875, or 1 if they are small already.
+    center_crop: Share | Auto = "auto"
     crop_padding: Annotated[int, Meta(ge=0)] = 0
     flip: bool = False
-    validation: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # of the training images, to test on; 0 takes the source's own
+    # Of the training images, to test on; 0 takes the source's own; auto: a tenth where the source has none.
+    validation: Annotated[float, Meta(ge=0, lt=1)] | Auto = 0.0
     validation_seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 1
     on_error: Literal["raise", "skip"] = "raise"  # where an image cannot be read
     skip_limit: Share = 0.01  # of the images of an epoch, that may be skipped
     max_pixels: Count = MAX_PIXELS  # of an encoded image
     synthetic: SyntheticSettings = field(default_factory=SyntheticSettings)
+
+    def held_out(self, has_tests: bool) -> float:
+        """The share of the training images that is tested on, of a source with or without test images of its own."""
+        if self.validation == "auto":
+            return 0.0 if has_tests else AUTO_HELD_OUT
+        return self.validation

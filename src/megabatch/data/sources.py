@@ -11,14 +11,15 @@ from numpy.typing import NDArray
 
 from megabatch.data.array_sources import from_arrays, is_idx_folder, read_idx_folder, read_npz
 from megabatch.data.encoded import EncodedImages
-from megabatch.data.files import EncodedDataset, Subset, concatenate, with_classes
-from megabatch.data.folders import read_folder
+from megabatch.data.files import EncodedDataset, EncodedFiles, Subset, concatenate, with_classes
+from megabatch.data.folders import FolderFiles, read_folder
 from megabatch.data.images import DataSet, ImageSet, ImageSubset, SyntheticImages
 from megabatch.data.names import is_plain, one_line
 from megabatch.data.philox import VALIDATION, draw
-from megabatch.data.settings import DataSettings, SyntheticSettings
+from megabatch.data.settings import CENTER_CROP, DataSettings, SyntheticSettings
 from megabatch.data.shapes import FASHION_MNIST_10K, FULL_FASHION_MNIST, IMAGENET, DataShape
 from megabatch.data.shards import holds_shards, read_shards
+from megabatch.data.stored_size import median_side
 from megabatch.errors import UserError, nearest
 
 FROM_PYTHON = "python:"  # begins the source of a run whose images were handed to `megabatch.fit`
@@ -41,7 +42,8 @@ def load_data_set(settings: DataSettings, threads: int = 1) -> DataSet:
             f"data.also={settings.also}: only folders and tars can be joined, and data.source={settings.source!r} is "
             "neither; leave it out"
         )
-    return hold_out(settings, source) if settings.validation else source
+    share = settings.held_out(has_tests=True)
+    return hold_out(settings, share, source) if share else source
 
 
 def load_other_images(settings: DataSettings, names: Sequence[str], num_channels: int, threads: int) -> ImageSet:
@@ -105,8 +107,9 @@ def from_encoded(settings: DataSettings, dataset: EncodedDataset, threads: int) 
             raise UserError(f"data.also={settings.also}: {also} is neither a folder nor a .tar file; leave it out")
         dataset = concatenate(dataset, read_encoded(path))
     train, test = dataset.train, dataset.test
-    if settings.validation:
-        kept, held_out = split(settings, train.labels, dataset.class_names, dataset.place)
+    share = settings.held_out(has_tests=test is not None)
+    if share:
+        kept, held_out = split(settings, share, train.labels, dataset.class_names, dataset.place)
         train, test = Subset(train, kept), Subset(train, held_out)
     if test is None:
         raise UserError(
@@ -114,8 +117,25 @@ def from_encoded(settings: DataSettings, dataset: EncodedDataset, threads: int) 
             "take some of the training images with data.validation=0.1"
         )
     require_all_classes(dataset.class_names, train.labels, test.labels, dataset.place)
-    train_images, test_images = (EncodedImages(files, settings, threads) for files in (train, test))
-    return DataSet(train_images, test_images, dataset.class_names, num_channels=3)
+    are_small = settings.center_crop == "auto" and seem_small(dataset.train, settings)
+    train_images, test_images = (EncodedImages(files, settings, threads, are_small) for files in (train, test))
+    tested_on = describe_tests(test, share) if settings.validation == "auto" else ""
+    return DataSet(train_images, test_images, dataset.class_names, num_channels=3, tested_on=tested_on)
+
+
+def describe_tests(test: EncodedFiles, share: float) -> str:
+    if share:
+        return f"{share:.0%} of each class, held out (there is no val/ or test/)"
+    return f"its own {test.folder.name}/" if isinstance(test, FolderFiles) else "its own test images"
+
+
+def seem_small(files: EncodedFiles, settings: DataSettings) -> bool:
+    """Whether the middle of most images has fewer pixels than training sees: it would be enlarged, the edge lost.
+
+    Of the set as a whole: all its images are seen in the same way.
+    """
+    side = median_side(files, settings.max_pixels)
+    return side is not None and round(CENTER_CROP * side) < settings.image_size
 
 
 def require_all_classes(
@@ -132,15 +152,15 @@ def require_all_classes(
             )
 
 
-def hold_out(settings: DataSettings, data: DataSet) -> DataSet:
-    kept, held_out = split(settings, data.train.labels.numpy(), data.class_names, settings.source)
+def hold_out(settings: DataSettings, share: float, data: DataSet) -> DataSet:
+    kept, held_out = split(settings, share, data.train.labels.numpy(), data.class_names, settings.source)
     return DataSet(
         ImageSubset(data.train, kept), ImageSubset(data.train, held_out), data.class_names, data.num_channels
     )
 
 
 def split(
-    settings: DataSettings, labels: NDArray[np.int64], class_names: tuple[str, ...], place: str
+    settings: DataSettings, share: float, labels: NDArray[np.int64], class_names: tuple[str, ...], place: str
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The samples to train on and those to test on: of each class the same share, at least one, chosen by the seed."""
     high, low, *_ = draw(settings.validation_seed, VALIDATION, np.arange(len(labels)), 0)
@@ -149,11 +169,10 @@ def split(
     if 1 in counts:
         name = class_names[int(np.flatnonzero(counts == 1)[0])]
         raise UserError(
-            f"data.validation={settings.validation:g}: class {name!r} of {place} has 1 training image; "
-            "it must have two at least"
+            f"data.validation={share:g}: class {name!r} of {place} has 1 training image; it must have two at least"
         )
     # A class without images, as where numbers of classes have gaps, has none to hold out.
-    wanted = np.where(counts, np.clip(np.round(settings.validation * counts), 1, counts - 1), 0).astype(np.int64)
+    wanted = np.where(counts, np.clip(np.round(share * counts), 1, counts - 1), 0).astype(np.int64)
     places = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)  # within the class
     held_out = places < np.repeat(wanted, counts)
     return np.sort(by_class[~held_out]), np.sort(by_class[held_out])
@@ -161,7 +180,7 @@ def split(
 
 def infer_shape(settings: DataSettings) -> DataShape:
     """What `load_data_set` will find.  Sets with a name need not be there for it."""
-    if settings.source in NAMED_SHAPES and not settings.validation and not settings.also:
+    if settings.source in NAMED_SHAPES and not settings.held_out(has_tests=True) and not settings.also:
         return NAMED_SHAPES[settings.source](settings.synthetic)
     return load_data_set(settings).shape
 

@@ -1,6 +1,6 @@
 """Optimizers by name."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
 import torch
@@ -68,7 +68,27 @@ def lars_in_fp16(groups: Iterable[dict[str, Any]], settings: OptimSettings) -> t
     )
 
 
-OPTIMIZERS = {"sgd": sgd, "lars": lars, "lars_in_fp16": lars_in_fp16}
+MakeOptimizer = Callable[[list[dict[str, Any]], OptimSettings], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, MakeOptimizer] = {"sgd": sgd, "lars": lars, "lars_in_fp16": lars_in_fp16}
+
+
+def own_optimizer(make: MakeOptimizer, groups: list[dict[str, Any]], settings: OptimSettings) -> torch.optim.Optimizer:
+    """A user's, of all parameters in groups that still say what they are called: checkpoints know them by that."""
+    given = named_groups(groups)
+    optimizer = make(groups, settings)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(f"optimizer returned a {type(optimizer).__name__}; expected a torch.optim.Optimizer")
+    if named_groups(optimizer.param_groups) != given:
+        raise UserError(
+            f"optimizer returned a {type(optimizer).__name__} of other parameter groups than it was given; "
+            "pass them on as they are, as in AdamW(groups, lr=settings.learning_rate)"
+        )
+    return optimizer
+
+
+def named_groups(groups: Iterable[dict[str, Any]]) -> list[tuple[Any, list[int]]]:
+    """What tells groups from others: the names, and which parameters they are of."""
+    return [(group.get("param_names"), [id(parameter) for parameter in group["params"]]) for group in groups]
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

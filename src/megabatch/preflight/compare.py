@@ -108,7 +108,7 @@ def family_of(config: RunConfig, num_samples: int) -> list[ReferenceResult]:
 
 def all_samples(config: RunConfig, num_samples: int) -> float:
     """Those that are trained on, and those held out."""
-    return num_samples / (1.0 - config.data.validation)
+    return num_samples / (1.0 - config.data.held_out(has_tests=True))
 
 
 def optimizer_of(config: RunConfig) -> str:

@@ -66,7 +66,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     images_per_s: float | None  # over all training steps, evaluations left out
     data_wait_share: float | None  # of the time of training steps
     data_wait: TimeBreakdown | None  # the same, by what was being done to the images
-    skipped_images: int  # that could not be read, in all epochs, and for which others stood in
+    skipped_images: int  # that could not be read, each counted once, and for which others stood in
     comm_wait_share: float | None
     straggler: Straggler | None  # the rank that delayed the others most, since the last resumption; None on one rank
     resident_mb: float | None  # memory of rank 0's process at the last evaluation

@@ -18,8 +18,8 @@ class RunTotals(Struct, kw_only=True):
     wall_s: float = 0.0
     training_s: float = 0.0
     data_wait: TimeBreakdown = field(default_factory=TimeBreakdown)
-    skipped_images: int = 0
-    epoch_skipped: int = 0  # of them, since the epoch began
+    unreadable: set[str] = field(default_factory=set)  # training images, each once: every epoch finds them again
+    epoch_skipped: int = 0  # since the epoch began
     comm_wait_s: float = 0.0
     straggler: Straggler | None = None
     evaluation: EvaluationRecord | None = None
@@ -41,7 +41,7 @@ class RunTotals(Struct, kw_only=True):
         self.loss_scale = record.loss_scale
         self.training_s += self.global_batch / record.images_per_s
         self.data_wait.add(record.data_wait)
-        self.skipped_images += len(record.skipped_images)
+        self.unreadable.update(record.skipped_images)
         if int(record.epoch) > int(self.epoch):
             self.epoch_skipped = 0
         self.epoch = record.epoch
@@ -78,7 +78,7 @@ class RunTotals(Struct, kw_only=True):
             images_per_s=self.steps * self.global_batch / self.training_s if self.steps else None,
             data_wait_share=waited.total if waited else None,
             data_wait=waited,
-            skipped_images=self.skipped_images,
+            skipped_images=len(self.unreadable),
             comm_wait_share=self.comm_wait_s / self.training_s if self.steps else None,
             straggler=self.straggler,
             resident_mb=last.resident_mb if last else None,

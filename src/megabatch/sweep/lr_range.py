@@ -54,7 +54,7 @@ def plan_search(
         raise UserError(f"{given[0]}: each trial has a folder of its own; give --folder for all of them")
     config = load_config(recipe, overrides)
     grid = plan_grid(low, high, config.optim.learning_rate, num_coarse, num_trials)
-    held_out = () if config.data.validation else (f"data.validation={HELD_OUT!r}",)
+    held_out = () if config.data.held_out(has_tests=True) else (f"data.validation={HELD_OUT!r}",)
     config = load_config(recipe, [*overrides, *held_out], report=silent)
     shape = infer_shape(config.data)
     plan_run(config, shape, num_ranks=1)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -12,9 +13,9 @@ from megabatch.data.batches import TrainingImages
 from megabatch.data.images import DataSet
 from megabatch.data.normalise import Normalise, PixelStatistics, measure_pixels
 from megabatch.errors import UserError
-from megabatch.models.loss import summed_loss
+from megabatch.models.loss import SummedLoss, summed_loss
 from megabatch.optim.groups import parameter_groups
-from megabatch.optim.optimizers import OPTIMIZERS
+from megabatch.optim.optimizers import OPTIMIZERS, MakeOptimizer, own_optimizer
 from megabatch.precision.loss_scale import choose_loss_scale
 from megabatch.precision.place import place_model
 from megabatch.ranks.world import World
@@ -22,6 +23,17 @@ from megabatch.train.batch_norm import RunningStatistics
 from megabatch.train.card import make_card
 from megabatch.train.evaluate import evaluate
 from megabatch.train.loop import Parts
+
+
+class Own(NamedTuple):
+    """What a caller brings in place of the recipe's."""
+
+    network: nn.Module | None = None  # rank 0's weights count
+    loss: SummedLoss | None = None
+    optimizer: MakeOptimizer | None = None
+
+
+NOTHING = Own()
 
 
 def never() -> bool:
@@ -32,7 +44,7 @@ def assemble(
     config: RunConfig,
     data: DataSet,
     world: World,
-    network: nn.Module | None = None,  # one's own instead of the recipe's: rank 0's weights count
+    own: Own = NOTHING,
     stop_requested: Callable[[], bool] = never,
     pixels: PixelStatistics | None = None,  # as measured when the run began; None: it begins
 ) -> Parts:
@@ -40,17 +52,18 @@ def assemble(
     formats = config.precision.formats
     torch.backends.cudnn.benchmark = not config.run.deterministic  # which nothing on a CPU looks at
     torch.backends.cudnn.deterministic = config.run.deterministic
-    model = make_model(config, data.shape) if network is None else network
+    model = make_model(config, data.shape) if own.network is None else own.network
     master_weights = place_model(model, config.precision, world.device, config.model.wants_channels_last)
     if not master_weights.weights:
         raise UserError(f"model.name={config.model.name!r} has nothing to train; set requires_grad of some parameters")
     # Ours are the same everywhere, as they follow from the seed; DDP would broadcast rounded ones.
-    if network is not None:
+    if own.network is not None:
         require_same_network(master_weights.state_dict(), world)
         master_weights.load_state_dict(world.broadcast_tensors(master_weights.state_dict()))
     is_rounded_to_fp16 = formats.has_small_range or config.comm.dtype == "fp16"
     loss_scale = choose_loss_scale(config.precision, is_rounded_to_fp16, plan.global_batch)
-    groups = parameter_groups(model, config.optim.weight_decay, config.optim.decay_all)
+    groups = master_weights.param_groups(parameter_groups(model, config.optim.weight_decay, config.optim.decay_all))
+    make_optimizer = partial(own_optimizer, own.optimizer) if own.optimizer else OPTIMIZERS[config.optim.name]
     pixels = pixels or measure_pixels(data.train)
     normalise = Normalise(pixels, world.device, formats.model, config.model.wants_channels_last)
     return Parts(
@@ -64,11 +77,11 @@ def assemble(
         normalise=normalise,
         network=model,
         update_dtype=formats.update,
-        summed_loss=partial(summed_loss, config.loss),
+        summed_loss=own.loss or partial(summed_loss, config.loss),
         statistics=RunningStatistics(model, plan.accumulation, may_skip=loss_scale.is_on),
         master_weights=master_weights,
         loss_scale=loss_scale,
-        optimizer=OPTIMIZERS[config.optim.name](master_weights.param_groups(groups), config.optim),
+        optimizer=make_optimizer(groups, config.optim),
         learning_rate=plan_learning_rate(config, plan),
         clip_norm=config.optim.clip_norm,
         evaluate=partial(evaluate, model, data.test, normalise, len(data.class_names), config.batch.microbatch, world),

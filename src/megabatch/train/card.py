@@ -25,8 +25,7 @@ def make_card(config: RunConfig, data: DataSet, pixels: PixelStatistics) -> Mode
         classes=list(data.class_names),
         num_channels=data.num_channels,
         image_size=config.data.image_size,
-        # Arrays are evaluated as they are.
-        center_crop=config.data.center_crop if isinstance(data.train, EncodedImages) else 1.0,
+        center_crop=data.train.center_crop if isinstance(data.train, EncodedImages) else 1.0,  # arrays: as they are
         mean=list(pixels.mean),
         deviation=list(pixels.deviation),
         precision=config.precision.name,

@@ -36,6 +36,7 @@ FORMAT = 2  # of a checkpoint; another one is refused
 STATE, DESCRIPTION = "state.safetensors", "state.json"
 LAST, BEST = "last", "best"  # links
 MODEL, OPTIMIZER, LOSS_SCALE = "model.", "optimizer.", "loss_scale"
+NUMBER = "optimizer_number."  # what an optimizer keeps as a Python number, or as None
 AUTO_SHARE = 0.01  # of a run's time may be spent on saving, where the recipe does not say how often
 
 
@@ -83,7 +84,10 @@ def training_state(training: Training) -> dict[str, torch.Tensor]:
     state[LOSS_SCALE] = training.loss_scale.state()
     for name, parameter in named_parameters(training.optimizer):
         for key, value in training.optimizer.state[parameter].items():
-            state[f"{OPTIMIZER}{name}.{key}"] = value
+            if isinstance(value, torch.Tensor):
+                state[f"{OPTIMIZER}{name}.{key}"] = value
+            else:
+                state[f"{NUMBER}{name}.{key}"] = number_to_tensor(value, key, training.optimizer)
     return state
 
 
@@ -98,11 +102,41 @@ def restore_training_state(training: Training, state: dict[str, torch.Tensor]) -
     training.loss_scale.restore(state[LOSS_SCALE])
     parameters = dict(named_parameters(training.optimizer))
     for name, tensor in state.items():
-        if name.startswith(OPTIMIZER):
-            parameter_name, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
+        if name.startswith((OPTIMIZER, NUMBER)):
+            parameter_name, _, key = name.partition(".")[2].rpartition(".")
             parameter = parameters[parameter_name]
-            # In the parameter's memory order (channels_last), which fused kernels rely on.
-            training.optimizer.state[parameter][key] = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
+            of_parameter = training.optimizer.state[parameter]
+            of_parameter[key] = tensor_to_number(tensor) if name.startswith(NUMBER) else placed(tensor, parameter)
+    defaults = training.optimizer.defaults
+    if not defaults.get("fused") and not defaults.get("capturable"):
+        for of_parameter in training.optimizer.state.values():
+            if isinstance(of_parameter.get("step"), torch.Tensor):
+                of_parameter["step"] = of_parameter[
+                    "step"
+                ].cpu()  # where torch's optimizers count, beside weights on CUDA
+
+
+def placed(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """In the parameter's memory order (channels_last), which fused kernels rely on; other shapes stay as they are."""
+    if tensor.shape != parameter.shape:
+        return tensor.clone()
+    return torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
+
+
+def number_to_tensor(value: Any, key: str, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    if value is None:
+        return torch.empty(0)
+    if isinstance(value, bool | int | float):
+        return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+    raise UserError(
+        f"{type(optimizer).__name__} keeps {key!r} of a parameter as a {type(value).__name__}; "
+        "a checkpoint holds tensors and numbers, so keep it as one of them"
+    )
+
+
+def tensor_to_number(tensor: torch.Tensor) -> bool | int | float | None:
+    """The inverse of `number_to_tensor`."""
+    return tensor.item() if tensor.numel() else None
 
 
 def named_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -148,7 +182,7 @@ class Checkpoints:
         """But for a state with inf or NaN, from which there is no way on: the last good one stays."""
         started_s = time.monotonic()
         state = training_state(training)
-        if not all(tensor.isfinite().all() for tensor in state.values()):
+        if not all(tensor.isfinite().all() for name, tensor in state.items() if not name.startswith(NUMBER)):
             return
         name = f"step-{totals.steps:08d}"
         self.folder.mkdir(parents=True, exist_ok=True)

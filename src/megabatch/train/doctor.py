@@ -11,16 +11,14 @@ from contextlib import closing
 from pathlib import Path
 
 import msgspec
-import numpy as np
 from msgspec import Struct
 
 from megabatch.config.schema import RunConfig
 from megabatch.data.batches import Stream
-from megabatch.data.decode import Unreadable, read_size
 from megabatch.data.encoded import EncodedImages
-from megabatch.data.images import ImageSet
 from megabatch.data.reader import PREFETCHED, Batch, Batches
 from megabatch.data.shards import holds_shards
+from megabatch.data.stored_size import median_side
 from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.machine import fair_threads, host_identity, usable_cores
 from megabatch.ranks.store import RankStore
@@ -35,7 +33,6 @@ ROUNDS = 3
 MOST_WAIT = 0.05  # of the time, that a run may wait for images without being limited by them
 IN_EACH_OTHERS_WAY = 0.85  # of the speed of the slower one: below, input and compute share the same cores
 MUCH_LARGER = 1.25  # than what is needed: worth packing
-LOOKED_AT = 50  # images, for their size
 ENDLESS = 10**9
 SHORT_S = 0.5
 
@@ -68,7 +65,9 @@ def diagnose(config: RunConfig, info: RankInfo, store: RankStore, seconds: float
             decode_threads=config.run.decode_threads or 1 if isinstance(images, EncodedImages) else 0,
             source=config.data.source,
             image_size=config.data.image_size,
-            shorter_side=median_side(images),
+            shorter_side=median_side(images.files, config.data.max_pixels)
+            if isinstance(images, EncodedImages)
+            else None,
             cores=fair_threads(info.rank, training.world.all_gather((host_identity(), usable_cores()))),
             in_tars=isinstance(images, EncodedImages) and holds_shards(Path(config.data.source)),
         )
@@ -136,19 +135,6 @@ def time_steps(step: Callable[[], TimeBreakdown], count: int, waited: TimeBreakd
         waited.add(step())
     world.all_gather(None)
     return time.perf_counter() - begun_s
-
-
-def median_side(images: ImageSet) -> float | None:
-    """Of the shorter sides of images as they are stored."""
-    if not isinstance(images, EncodedImages):
-        return None
-    sides = []
-    for sample in np.linspace(0, len(images) - 1, LOOKED_AT, dtype=np.int64).tolist():
-        try:
-            sides.append(min(read_size(images.files.content(sample), images.settings.max_pixels)[:2]))
-        except (OSError, Unreadable):
-            continue
-    return float(np.median(sides)) if sides else None
 
 
 def advise(found: Diagnosis) -> str:

@@ -3,25 +3,38 @@
 import copy
 import hashlib
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from megabatch.config.loading import load_config, print_to_stderr, silent
 from megabatch.data.encoded import EncodedImages
-from megabatch.data.images import ArrayImages, DataSet, ImageSet
+from megabatch.data.from_python import as_image_set
+from megabatch.data.images import DataSet, ImageSet
 from megabatch.data.sources import FROM_PYTHON
 from megabatch.errors import UserError
+from megabatch.models.loss import SummedLoss, own_loss
+from megabatch.optim.optimizers import MakeOptimizer
 from megabatch.preflight.compare import require_known
 from megabatch.ranks.signals import StopRequest
 from megabatch.ranks.world import current_rank
-from megabatch.runs.records import Summary
+from megabatch.runs.records import EvaluationRecord, Record, StepRecord, Summary
+from megabatch.train.assemble import Own
 from megabatch.train.prepare import prepare
 from megabatch.train.run import train_and_record
 
-Images = ImageSet | tuple[torch.Tensor, torch.Tensor]
+Images = (
+    ImageSet
+    | tuple[torch.Tensor | NDArray[Any], torch.Tensor | NDArray[Any] | Sequence[int]]
+    | Dataset[Any]
+    | DataLoader[Any]
+)
 
 
 def fit(
@@ -34,35 +47,54 @@ def fit(
     resume: str = "auto",
     strict: bool = False,
     retune: bool = False,
+    *,
+    loss: SummedLoss | None = None,
+    optimizer: MakeOptimizer | None = None,
+    on_step: Callable[[StepRecord], None] | None = None,
+    on_evaluation: Callable[[EvaluationRecord], None] | None = None,
 ) -> Summary:
     """Trains `model` (images [B, C, H, W] to logits) as `recipe` says, and returns the run's summary.
 
-    `train` and `test` are pairs of uint8 images [N, C, H, W] and integer labels from 0, or `ImageSet`s of your own.
+    `train` and `test` are each one of
+      - a pair of uint8 images ([N, C, H, W], [N, H, W, C] with 1 or 3 channels, or [N, H, W]) and integer labels from
+        0, as tensors or numpy arrays;
+      - a torch Dataset of (PIL image or uint8 array, label) that has `__getitem__` and `__len__`, or a DataLoader of
+        one, of which the dataset alone is used;
+      - an `ImageSet` of your own.
+
+    `loss(logits, labels)` returns the SUM over the samples, a tensor of one number, which is divided by the global
+    batch (of torch's, reduction="sum"); logits are fp32 or wider.  By default it is the recipe's cross-entropy.
+    `optimizer(groups, settings)` returns a torch.optim.Optimizer of parameter groups such as torch's take, and of the
+    recipe's `optim` section; its learning rate is set before every step, as the schedule says.  `on_step(record)` and
+    `on_evaluation(record)` are called on rank 0, after the record was written; what they raise ends the run.
+
     The recipe's model and data sections do not count, but for crops and flips.  Under torchrun, srun or mpiexec
     call it on every rank, with the same arguments; the model's weights are taken from rank 0.  `strict` refuses what
     is not known to converge, of which there is otherwise a warning; `retune` chooses again how a resumed run
     all-reduces its gradients.
     """
-    train_images, test_images = as_image_set(train, "train"), as_image_set(test, "test")
+    report = silent if current_rank().rank else print_to_stderr
+    train_images, test_images = as_image_set(train, "train", report), as_image_set(test, "test", report)
     num_classes = 1 + int(max(train_images.labels.max(), test_images.labels.max()))
     names = tuple(class_names or map(str, range(num_classes)))
     if len(names) < num_classes:
         raise UserError(f"there is a label {num_classes - 1} but only {len(names)} class_names; name them all")
-    if isinstance(train_images, EncodedImages):
-        channels, size = 3, train_images.settings.image_size
-    else:
-        _, channels, _, size = train_images.read(torch.zeros(1, dtype=torch.int64).numpy()).shape
+    channels, size = channels_and_size(train_images)
+    if channels_and_size(test_images)[0] != channels:
+        raise UserError(
+            f"train has {channels} channels and test has {channels_and_size(test_images)[0]}; they must be alike"
+        )
     network = type(model)
     config = load_config(
         recipe,
         [
             f"model.name={network.__module__}:{network.__qualname__}",
             "model.options={}",
-            f"data.source={FROM_PYTHON}{digest(model, train_images, test_images)}",
+            f"data.source={FROM_PYTHON}{digest(model, [train_images, test_images], [loss, optimizer])}",
             f"data.image_size={size}",
             *overrides,
         ],
-        report=silent if current_rank().rank else print_to_stderr,
+        report=report,
     )
     if strict:
         require_known(config, len(train_images))
@@ -73,17 +105,38 @@ def fit(
             config,
             current_rank(),
             data=data,
-            network=copy_of(model),  # what becomes of it (its device, 16 bits, autocast) is not the caller's concern
+            # A copy: what becomes of it (its device, 16 bits, autocast) is not the caller's concern.
+            own=Own(copy_of(model), own_loss(loss) if loss else None, optimizer),
             stop_requested=stop.received,
             resume=resume,
             retune=retune,
         ) as ready,
     ):
-        summary = train_and_record(ready.config, resume, ready.training)
+        observe = partial(call_back, on_step, on_evaluation)
+        summary = train_and_record(ready.config, resume, ready.training, observe=observe)
         model.load_state_dict(ready.training.master_weights.state_dict())
     if summary.status == "stopped":  # the checkpoint is written; now the signal does what it would have done
         raise KeyboardInterrupt if stop.number == signal.SIGINT else SystemExit(stop.exit_code())
     return summary
+
+
+def call_back(
+    on_step: Callable[[StepRecord], None] | None,
+    on_evaluation: Callable[[EvaluationRecord], None] | None,
+    record: Record,
+) -> None:
+    if isinstance(record, StepRecord):
+        if on_step:
+            on_step(record)
+    elif on_evaluation:
+        on_evaluation(record)
+
+
+def channels_and_size(images: ImageSet) -> tuple[int, int]:
+    if isinstance(images, EncodedImages):
+        return 3, images.settings.image_size
+    _, channels, _, size = images.read(np.zeros(1, np.int64)).shape
+    return channels, size
 
 
 def copy_of(model: nn.Module) -> nn.Module:
@@ -95,8 +148,8 @@ def copy_of(model: nn.Module) -> nn.Module:
         ) from error
 
 
-def digest(model: nn.Module, *sets: ImageSet) -> str:
-    """Tells this network and these images from others, so that nobody else's run is resumed."""
+def digest(model: nn.Module, sets: Sequence[ImageSet], functions: Sequence[object]) -> str:
+    """Tells this network, these images and functions from others, so that nobody else's run is resumed."""
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     content = hashlib.sha256(str(shapes).encode())
     for images in sets:
@@ -104,17 +157,11 @@ def digest(model: nn.Module, *sets: ImageSet) -> str:
         if isinstance(images, EncodedImages):
             content.update(images.fingerprint().encode())
         else:
-            content.update(images.read(np.arange(min(16, len(images)))).numpy().tobytes())
+            first, again = (images.read(np.arange(min(16, len(images)))) for _ in range(2))
+            if torch.equal(first, again):  # a Dataset may change its images at random: then they tell nothing
+                content.update(first.numpy().tobytes())
+    for function in functions:
+        if function is not None:
+            named = function if hasattr(function, "__qualname__") else type(function)
+            content.update(f"{named.__module__}:{named.__qualname__}".encode())
     return content.hexdigest()[:16]
-
-
-def as_image_set(images: Images, name: str) -> ImageSet:
-    if not isinstance(images, tuple):
-        return images
-    pixels, labels = images
-    if pixels.dtype != torch.uint8 or pixels.ndim != 4 or not len(pixels) or labels.shape != (len(pixels),):
-        raise UserError(
-            f"{name}: images are {pixels.dtype} {list(pixels.shape)}, labels {list(labels.shape)}; "
-            "expected uint8 [N, C, H, W] and [N]"
-        )
-    return ArrayImages(pixels, labels.long())

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import msgspec
 import torch
 from msgspec import Struct
-from torch import nn
 
 from megabatch.config.schema import RunConfig
 from megabatch.data.images import DataSet
@@ -19,7 +18,7 @@ from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.machine import fair_threads, host_identity, usable_cores
 from megabatch.ranks.store import RankStore
 from megabatch.ranks.world import World, choose_device, connect
-from megabatch.train.assemble import assemble, never
+from megabatch.train.assemble import NOTHING, Own, assemble, never
 from megabatch.train.loop import Training
 from megabatch.train.resume import stored_pixels, stored_tuning
 from megabatch.train.warm_up import warm_up
@@ -37,7 +36,7 @@ def prepare(
     store: RankStore | None = None,  # None: the ranks find each other by themselves
     *,
     data: DataSet | None = None,  # instead of the recipe's
-    network: nn.Module | None = None,  # instead of the recipe's
+    own: Own = NOTHING,
     stop_requested: Callable[[], bool] = never,
     resume: str | None = None,  # what a run has chosen and measured is taken from the one that this resumes, if any
     retune: bool = False,  # but for how gradients are all-reduced
@@ -51,19 +50,19 @@ def prepare(
         data = load_data_set(config.data, config.run.decode_threads or 1) if data is None else data
         stored = find_stored(config, resume, world) if resume else Stored()
         tuning = None if retune else stored.tuning
-        yield Prepared(config, ready_to_train(config, data, world, network, stop_requested, tuning, stored.pixels))
+        yield Prepared(config, ready_to_train(config, data, world, own, stop_requested, tuning, stored.pixels))
 
 
 def ready_to_train(
     config: RunConfig,
     data: DataSet,
     world: World,
-    network: nn.Module | None = None,
+    own: Own = NOTHING,
     stop_requested: Callable[[], bool] = never,
     stored: Tuning | None = None,
     pixels: PixelStatistics | None = None,
 ) -> Training:
-    return warm_up(assemble(config, data, world, network, stop_requested, pixels), config.model, config.comm, stored)
+    return warm_up(assemble(config, data, world, own, stop_requested, pixels), config.model, config.comm, stored)
 
 
 def share_cores(config: RunConfig, world: World) -> RunConfig:

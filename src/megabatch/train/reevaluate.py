@@ -59,5 +59,7 @@ def own_images(config: RunConfig, folder: Path, card: ModelCard) -> ImageSet:
 
 
 def other_images(config: RunConfig, source: str, card: ModelCard, threads: int) -> ImageSet:
-    settings = msgspec.structs.replace(config.data, source=source, also=[], validation=0.0)
+    settings = msgspec.structs.replace(
+        config.data, source=source, also=[], validation=0.0, image_size=card.image_size, center_crop=card.center_crop
+    )
     return load_other_images(settings, card.classes, card.num_channels, threads)

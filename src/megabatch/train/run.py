@@ -60,6 +60,7 @@ def train_and_record(
     resume: str,
     training: Training,
     announce: Callable[[str], None] | None = None,  # hears the run's folder
+    observe: Callable[[Record], None] | None = None,  # sees every record on rank 0, after it was written
 ) -> Summary:
     """Trains from where the run stands.  All ranks return the same status; rank 0's summary has the times."""
     with ExitStack() as stack:
@@ -77,6 +78,8 @@ def train_and_record(
                 totals.add(record, wall_s=time.perf_counter() - started_s)
                 if recorder:
                     recorder.see(record)
+                    if observe:
+                        observe(record)
                 check_skipped(record, totals, training.plan, config.data.skip_limit)
             status: Status = "finished" if totals.steps == training.plan.num_steps else "stopped"
             if recorder:

@@ -236,5 +236,5 @@ def describe_data(config: RunConfig, training: Training) -> str:
     data, size = training.data, config.data.image_size
     return (
         f"{config.data.source}: {len(data.train):,} + {len(data.test):,} images of {size}x{size}x{data.num_channels}, "
-        f"{len(data.class_names)} classes"
+        f"{len(data.class_names)} classes" + (f"; tested on {data.tested_on}" if data.tested_on else "")
     )
