@@ -244,11 +244,11 @@ def test_what_cannot_be_split_or_joined_is_said(tmp_path: Path) -> None:
 def test_other_images_are_numbered_by_the_names_of_the_run(tmp_path: Path) -> None:
     trained_on = load_with(make_folder(tmp_path / "trained", 4, ("ankle", "bag", "coat")), validation=0.25)
     other = make_folder(tmp_path / "other", 2, ("bag", "coat"))
-    images = load_other_images(DataSettings(source=str(other), image_size=28), trained_on, threads=1)
+    images = load_other_images(DataSettings(source=str(other), image_size=28), trained_on.class_names, 3, threads=1)
     assert images.labels.tolist() == [1, 1, 2, 2]
     make_folder(other, 2, ("dress",))
     with pytest.raises(UserError, match="images of class 'dress', on which the run was not trained"):
-        load_other_images(DataSettings(source=str(other), image_size=28), trained_on, threads=1)
+        load_other_images(DataSettings(source=str(other), image_size=28), trained_on.class_names, 3, threads=1)
 
 
 def test_a_fingerprint_tells_sets_apart_whose_samples_have_other_numbers(tmp_path: Path) -> None:

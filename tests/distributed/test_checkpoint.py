@@ -16,6 +16,7 @@ from megabatch.errors import UserError
 from megabatch.optim.optimizers import MakeOptimizer, OptimSettings
 from megabatch.ranks.world import World
 from megabatch.runs.totals import RunTotals
+from megabatch.train.assemble import Own
 from megabatch.train.checkpoint import (
     Checkpoints,
     newest_good,
@@ -71,7 +72,7 @@ def train_with_stops(
     losses: list[float] = []
     totals = RunTotals(global_batch=24, target_top1=None)
     for stop in [*stops, 16]:
-        training = ready_to_train(config, data, world, make_optimizer=OWN.get(optimizer))
+        training = ready_to_train(config, data, world, Own(optimizer=OWN.get(optimizer)))
         if totals.steps:
             state = read_state(checkpoints.folder / "last") if world.rank == 0 else {}
             restore_training_state(training, world.broadcast_tensors(state))
