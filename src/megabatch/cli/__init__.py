@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from megabatch import __version__
-from megabatch.cli import bench, doctor, evaluate, lr_range, pack, plan, recipes, runs, show, study, train
+from megabatch.cli import bench, doctor, evaluate, export, lr_range, pack, plan, recipes, runs, show, study, train
 from megabatch.errors import UserError
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app.command()(show.show)
 app.command()(plan.plan)
 app.command()(recipes.recipes)
 app.command(name="eval")(evaluate.evaluate)
+app.command()(export.export)
 app.command()(doctor.doctor)
 app.command(name="lr-range")(lr_range.lr_range)
 app.command()(runs.runs)

@@ -75,7 +75,8 @@ def fit(
             data=data,
             network=copy_of(model),  # what becomes of it (its device, 16 bits, autocast) is not the caller's concern
             stop_requested=stop.received,
-            resume=None if retune else resume,
+            resume=resume,
+            retune=retune,
         ) as ready,
     ):
         summary = train_and_record(ready.config, resume, ready.training)

@@ -19,7 +19,7 @@ from megabatch.ranks.store import RankStore
 from megabatch.ranks.world import World, choose_device, connect
 from megabatch.train.assemble import assemble, never
 from megabatch.train.loop import Training
-from megabatch.train.resume import stored_tuning
+from megabatch.train.resume import has_checkpoint, stored_tuning
 from megabatch.train.warm_up import warm_up
 
 
@@ -38,6 +38,7 @@ def prepare(
     network: nn.Module | None = None,  # instead of the recipe's
     stop_requested: Callable[[], bool] = never,
     resume: str | None = None,  # gradients are all-reduced as in the run that this resumes, if in any
+    retune: bool = False,  # but not then
 ) -> Iterator[Prepared]:
     device = choose_device(config.run.device)
     with (
@@ -46,8 +47,9 @@ def prepare(
     ):
         config = share_cores(config, world)
         data = load_data_set(config.data, config.run.decode_threads or 1) if data is None else data
-        stored = find_tuning(config, resume, world) if resume else None
-        yield Prepared(config, ready_to_train(config, data, world, network, stop_requested, stored))
+        stored = find_tuning(config, resume, world) if resume and not retune else None
+        starting = without_weights(config) if resume and is_resumed(config, resume, world) else config
+        yield Prepared(config, ready_to_train(starting, data, world, network, stop_requested, stored))
 
 
 def ready_to_train(
@@ -73,3 +75,16 @@ def find_tuning(config: RunConfig, resume: str, world: World) -> Tuning | None:
     """How the run that is resumed has all-reduced its gradients, on all ranks; None if it begins."""
     tuning = stored_tuning(config, resume) if world.rank == 0 else None
     return msgspec.json.decode(world.broadcast_text(msgspec.json.encode(tuning).decode()), type=Tuning | None)
+
+
+def is_resumed(config: RunConfig, resume: str, world: World) -> bool:
+    """Whether weights come from a checkpoint and not from the recipe's file; the same on all ranks."""
+    if not config.model.weights:
+        return False  # nobody asks
+    resumed = world.rank == 0 and has_checkpoint(config, resume)
+    return world.broadcast_text("yes" if resumed else "no") == "yes"
+
+
+def without_weights(config: RunConfig) -> RunConfig:
+    """The weights of a run that resumes come from its checkpoint: the file need not be there any more."""
+    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, weights=None))

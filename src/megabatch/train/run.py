@@ -46,8 +46,10 @@ def run(config: RunConfig, info: RankInfo, resume: str, store: RankStore, retune
         raise UserError(mistake)  # which a restart does not fix
     if folder:
         resume, retune = str(folder), False  # whatever restarted ranks began with, they resume that
-    tuned_as_in = None if retune else resume
-    with StopRequest() as stop, prepare(config, info, store, stop_requested=stop.received, resume=tuned_as_in) as ready:
+    with (
+        StopRequest() as stop,
+        prepare(config, info, store, stop_requested=stop.received, resume=resume, retune=retune) as ready,
+    ):
         summary = train_and_record(ready.config, resume, ready.training, partial(store.set, RUN_FOLDER))
     return 0 if summary.status == "finished" else stop.exit_code()
 
@@ -131,6 +133,8 @@ def begin(config: RunConfig, resume: str, training: Training, stack: ExitStack) 
     beginning = msgspec.json.decode(shared, type=Beginning)
     if beginning.problem:
         raise UserError(beginning.problem)
+    if config.model.weights and not training.initial_weights and not beginning.totals.steps:
+        raise UserError("the run that was to be resumed is in use by now; start again")  # it has read no weights
     if beginning.totals.steps:
         restore_training_state(training, world.broadcast_tensors(state))
     if folder is None or start is None:
