@@ -135,11 +135,13 @@ def test_show_warns_of_fp16_on_the_cpu_that_would_run_it(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("source", ["photos", "", "imagenet"])
 def test_show_needs_no_images_and_says_how_to_give_them(source: str, tmp_path: Path) -> None:
-    words = [f"data.source={source}", "data.validation=0.1"] * (source != "photos")  # of imagenet, to hold some out
+    words = [f"data.source={source}"] * (source != "photos")
+    words += ["data.validation=0.1"] * (source == "imagenet")  # which with images held out has to be there
     text = output("show", "photos", *words, "--ranks", "2")
     missing = [line for line in text.splitlines() if line.startswith("missing")]
     assert len(missing) == 1 and "give data.source=FOLDER" in missing[0]
-    assert "command   megabatch train photos data.source=FOLDER --ranks 2" in text
+    held_out = "data.validation=0.1 " * (source == "imagenet")
+    assert f"command   megabatch train photos {held_out}data.source=FOLDER --ranks 2" in text
     assert "global 64 = micro 32 x accumulation 1 x ranks 2" in text
     assert "█" in text and "epoch 30" in text and "step 1" not in text
     assert "normalisation" in text and "MB  of one microbatch" in text

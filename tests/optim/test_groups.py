@@ -2,7 +2,8 @@ import torch
 from torch import nn
 
 from megabatch.models.small import small_resnet
-from megabatch.optim.groups import parameter_groups
+from megabatch.optim.groups import parameter_groups, split_head
+from megabatch.optim.optimizers import set_learning_rate
 
 
 class Block(nn.Module):
@@ -71,3 +72,22 @@ def test_every_trained_parameter_is_in_exactly_one_group() -> None:
     assert {id(parameter) for parameter in grouped} == {id(parameter) for parameter in model.parameters()}
     assert len(grouped) == len(list(model.parameters()))
     torch.optim.SGD(parameter_groups(model, 0.1), lr=0.1)  # torch itself refuses doubles
+
+
+def test_a_head_apart_has_groups_of_its_own_and_its_share_of_every_learning_rate() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    groups = split_head(parameter_groups(model, 0.1), ["2.weight", "2.bias"], factor=5.0)
+    assert {group["name"]: (group["param_names"], group["weight_decay"]) for group in groups} == {
+        "weights": (["0.weight"], 0.1),
+        "biases": (["0.bias"], 0.0),
+        "normalisation": (["1.weight", "1.bias"], 0.0),
+        "head weights": (["2.weight"], 0.1),
+        "head biases": (["2.bias"], 0.0),
+    }
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    for learning_rate in (0.5, 0.0, 2.0):
+        set_learning_rate(optimizer, learning_rate)
+        rates = {group["name"]: group["lr"] for group in optimizer.param_groups}
+        assert {name: rate / 5 if name.startswith("head") else rate for name, rate in rates.items()} == dict.fromkeys(
+            rates, learning_rate
+        )

@@ -42,8 +42,8 @@ def test_frozen_and_stateless_layers_are_left_alone() -> None:
     for turn in range(2):
         statistics.begin_microbatch(turn)
         stateless(frozen(torch.randn(4, 3)))
-    statistics.end_step(torch.cat(statistics.tensors))
-    assert len(statistics.tensors) == 2
+    assert not statistics.tensors  # no mean over ranks, which could round them
+    statistics.end_step(torch.empty(0))
     assert frozen.num_batches_tracked == 0
     assert torch.equal(frozen.running_mean, torch.zeros(3))  # type: ignore[arg-type]
 
@@ -55,7 +55,7 @@ def test_a_frozen_layer_with_a_plain_average_is_left_alone() -> None:
         for turn in range(2):
             statistics.begin_microbatch(turn)
             norm(torch.randn(4, 3))
-        statistics.end_step(torch.cat(statistics.tensors))
+        statistics.end_step(torch.empty(0))
     assert norm.num_batches_tracked == 0 and norm.momentum is None
 
 

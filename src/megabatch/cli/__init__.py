@@ -6,7 +6,21 @@ from typing import Annotated
 import typer
 
 from megabatch import __version__
-from megabatch.cli import bench, doctor, evaluate, lr_range, pack, plan, predict, recipes, runs, show, study, train
+from megabatch.cli import (
+    bench,
+    doctor,
+    evaluate,
+    export,
+    lr_range,
+    pack,
+    plan,
+    predict,
+    recipes,
+    runs,
+    show,
+    study,
+    train,
+)
 from megabatch.errors import UserError
 
 app = typer.Typer(
@@ -22,6 +36,7 @@ app.command()(plan.plan)
 app.command()(recipes.recipes)
 app.command(name="eval")(evaluate.evaluate)
 app.command()(predict.predict)
+app.command()(export.export)
 app.command()(doctor.doctor)
 app.command(name="lr-range")(lr_range.lr_range)
 app.command()(runs.runs)

@@ -12,6 +12,8 @@ from megabatch.data.settings import AUTO_HELD_OUT, CENTER_CROP
 from megabatch.data.shapes import DataShape
 from megabatch.errors import UserError
 from megabatch.models.catalog import build_model
+from megabatch.models.layers import freeze, head_of, head_parameters
+from megabatch.optim.groups import parameter_groups, split_head
 from megabatch.optim.schedules import schedule
 from megabatch.planning.batch import StepPlan, plan_steps
 
@@ -80,4 +82,20 @@ def plan_learning_rate(config: RunConfig, plan: StepPlan) -> Callable[[int], flo
 
 
 def make_model(config: RunConfig, shape: DataShape) -> nn.Module:
-    return build_model(config.model, config.seed, shape.num_classes, shape.num_channels, config.data.image_size)
+    model = build_model(config.model, config.seed, shape.num_classes, shape.num_channels, config.data.image_size)
+    return freeze(model, config.model.freeze or [])
+
+
+def plan_groups(config: RunConfig, model: nn.Module) -> list[dict[str, Any]]:
+    """The groups of the model's parameters; those of the head apart if they have a learning rate of their own."""
+    optim = config.optim
+    groups = parameter_groups(model, optim.weight_decay, optim.decay_all)
+    if optim.head_learning_rate is None:
+        return groups
+    head = head_parameters(model)
+    if not any(name in head for group in groups for name in group["param_names"]):
+        raise UserError(
+            f"optim.head_learning_rate={optim.head_learning_rate:g}: the last layer, {head_of(model)}, is frozen; "
+            "leave one of the two out"
+        )
+    return split_head(groups, head, optim.head_learning_rate / optim.learning_rate)

@@ -32,6 +32,8 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 class ModelSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
     options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the factory
+    weights: str | None = None  # what it starts from: a file, or the folder of a run; by default the seed decides
+    freeze: list[str] | None = None  # modules that are not trained
     channels_last: bool | None = None  # the memory order of images; by default true for the models of MODELS
 
     def __post_init__(self) -> None:

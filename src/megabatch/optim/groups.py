@@ -5,11 +5,13 @@ points (Jia et al. 2018: 55.8 % with, 57.1 % without).  The rule asks for the mo
 BatchNorm of a shortcut (`downsample.1.weight`) is recognised too.
 """
 
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+LR_FACTOR = "lr_factor"  # of a group, to the learning rate of the run; 1 where there is none
 NORMALISATION = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 
@@ -41,3 +43,20 @@ def parameter_groups(model: nn.Module, weight_decay: float, decay_all: bool = Fa
         for kind, members in names.items()
         if members
     ]
+
+
+def split_head(groups: list[dict[str, Any]], head: Collection[str], factor: float) -> list[dict[str, Any]]:
+    """The groups with the parameters named in `head` in groups of their own, whose learning rate is `factor` times
+    that of the others at every step: see `set_learning_rate`.
+    """
+    others = [members_of(group, lambda name: name not in head) for group in groups]
+    own = [
+        members_of(group, lambda name: name in head) | {"name": f"head {group['name']}", LR_FACTOR: factor}
+        for group in groups
+    ]
+    return [group for group in others + own if group["params"]]
+
+
+def members_of(group: dict[str, Any], belongs: Callable[[str], bool]) -> dict[str, Any]:
+    members = [pair for pair in zip(group["param_names"], group["params"], strict=True) if belongs(pair[0])]
+    return group | {"param_names": [name for name, _ in members], "params": [parameter for _, parameter in members]}

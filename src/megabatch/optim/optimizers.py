@@ -7,6 +7,7 @@ import torch
 from msgspec import Meta, Struct
 
 from megabatch.errors import UserError, require_one_of
+from megabatch.optim.groups import LR_FACTOR
 from megabatch.optim.lars import LARS, TRUST_COEFFICIENT, VARIANTS
 from megabatch.optim.lars_in_fp16 import LarsInFp16
 
@@ -14,6 +15,7 @@ from megabatch.optim.lars_in_fp16 import LarsInFp16
 class OptimSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str = "sgd"
     learning_rate: Annotated[float, Meta(gt=0)]  # the peak; `schedule` shapes it
+    head_learning_rate: Annotated[float, Meta(gt=0)] | None = None  # of the last layer; by default as of the others
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     nesterov: bool | None = None  # of sgd, by default where there is momentum; lars has no such form
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
@@ -93,7 +95,7 @@ def named_groups(groups: Iterable[dict[str, Any]]) -> list[tuple[Any, list[int]]
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = learning_rate * group.get(LR_FACTOR, 1.0)
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, clip_norm: float) -> None:

@@ -1,5 +1,9 @@
 """Makes a model compute in the number formats of a precision."""
 
+import copy
+from functools import partial
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
@@ -19,8 +23,8 @@ def cast_model(model: nn.Module, precision: Precision, device: torch.device) -> 
         if not isinstance(module, KEPT_IN_FP32):
             cast_own_tensors(module, precision.model)
         elif not isinstance(module, _BatchNorm):  # a BatchNorm takes 16-bit images itself, and keeps fp32 inside
-            module.register_forward_pre_hook(lambda _, images: tuple(image.to(precision.update) for image in images))
-            module.register_forward_hook(lambda _, images, result: result.to(narrow))
+            module.register_forward_pre_hook(partial(cast_images, precision.update))
+            module.register_forward_hook(partial(cast_result, narrow))
     if precision.autocast:
         model.forward = torch.autocast(device.type, precision.autocast)(model.forward)
 
@@ -30,3 +34,23 @@ def cast_own_tensors(module: nn.Module, dtype: torch.dtype) -> None:
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
+
+
+def cast_images(dtype: torch.dtype, module: nn.Module, images: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(image.to(dtype) for image in images)
+
+
+def cast_result(dtype: torch.dtype, module: nn.Module, images: Any, result: torch.Tensor) -> torch.Tensor:
+    return result.to(dtype)
+
+
+def copy_in_fp32(model: nn.Module) -> nn.Module:
+    """A copy that computes in fp32 whatever `cast_model` has made of the model; weights that it rounded stay so."""
+    plain = copy.deepcopy(model)
+    vars(plain).pop("forward", None)  # under autocast, and that of the model: a copy does not get its own
+    for module in plain.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in list(hooks.items()):
+                if isinstance(hook, partial) and hook.func in (cast_images, cast_result):
+                    del hooks[key]
+    return plain.float()

@@ -11,13 +11,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from megabatch.config.resolve import make_model, plan_learning_rate, plan_run
+from megabatch.config.resolve import make_model, plan_groups, plan_learning_rate, plan_run
 from megabatch.config.schema import RunConfig
 from megabatch.data.shapes import DataShape
 from megabatch.data.sources import NoSource, infer_shape
 from megabatch.models.catalog import model_errors
 from megabatch.models.loss import summed_loss
-from megabatch.optim.groups import parameter_groups
 from megabatch.planning.batch import StepPlan
 from megabatch.precision.master_weights import gradients_of
 from megabatch.precision.place import place_model
@@ -73,7 +72,7 @@ def preview(config: RunConfig, num_ranks: int, needs_images: bool = True) -> Pre
     plan = plan_run(config, shape, num_ranks)
     model = make_model(config, shape)
     master_weights = place_model(model, config.precision, torch.device("cpu"), config.model.wants_channels_last)
-    groups = parameter_groups(model, config.optim.weight_decay, config.optim.decay_all)
+    groups = plan_groups(config, model)
     trained = list(master_weights.parameters.values())
     image_shape = (shape.num_channels, config.data.image_size, config.data.image_size)
     memory = Memory(

@@ -7,14 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from megabatch.config.resolve import make_model, plan_learning_rate, plan_run
+from megabatch.config.resolve import make_model, plan_groups, plan_learning_rate, plan_run
 from megabatch.config.schema import RunConfig
 from megabatch.data.batches import TrainingImages
 from megabatch.data.images import DataSet
 from megabatch.data.normalise import Normalise, PixelStatistics, measure_pixels
 from megabatch.errors import UserError
+from megabatch.models.layers import freeze
 from megabatch.models.loss import SummedLoss, summed_loss
-from megabatch.optim.groups import parameter_groups
 from megabatch.optim.optimizers import OPTIMIZERS, MakeOptimizer, own_optimizer
 from megabatch.precision.loss_scale import choose_loss_scale
 from megabatch.precision.place import place_model
@@ -22,6 +22,7 @@ from megabatch.ranks.world import World
 from megabatch.train.batch_norm import RunningStatistics
 from megabatch.train.card import make_card
 from megabatch.train.evaluate import evaluate
+from megabatch.train.initial_weights import load_initial_weights
 from megabatch.train.loop import Parts
 
 
@@ -52,7 +53,11 @@ def assemble(
     formats = config.precision.formats
     torch.backends.cudnn.benchmark = not config.run.deterministic  # which nothing on a CPU looks at
     torch.backends.cudnn.deterministic = config.run.deterministic
-    model = make_model(config, data.shape) if own.network is None else own.network
+    model = make_model(config, data.shape) if own.network is None else freeze(own.network, config.model.freeze or [])
+    initial_weights: tuple[str, ...] = ()
+    if config.model.weights:
+        model.to(formats.update)  # fp64 would be rounded
+        initial_weights = load_initial_weights(model, config.model.weights, world)
     master_weights = place_model(model, config.precision, world.device, config.model.wants_channels_last)
     if not master_weights.weights:
         raise UserError(f"model.name={config.model.name!r} has nothing to train; set requires_grad of some parameters")
@@ -62,7 +67,7 @@ def assemble(
         master_weights.load_state_dict(world.broadcast_tensors(master_weights.state_dict()))
     is_rounded_to_fp16 = formats.has_small_range or config.comm.dtype == "fp16"
     loss_scale = choose_loss_scale(config.precision, is_rounded_to_fp16, plan.global_batch)
-    groups = master_weights.param_groups(parameter_groups(model, config.optim.weight_decay, config.optim.decay_all))
+    groups = master_weights.param_groups(plan_groups(config, model))
     make_optimizer = partial(own_optimizer, own.optimizer) if own.optimizer else OPTIMIZERS[config.optim.name]
     pixels = pixels or measure_pixels(data.train)
     normalise = Normalise(pixels, world.device, formats.model, config.model.wants_channels_last)
@@ -86,6 +91,7 @@ def assemble(
         clip_norm=config.optim.clip_norm,
         evaluate=partial(evaluate, model, data.test, normalise, len(data.class_names), config.batch.microbatch, world),
         stop_requested=stop_requested,
+        initial_weights=initial_weights,
     )
 
 

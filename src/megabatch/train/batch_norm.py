@@ -28,6 +28,8 @@ class RunningStatistics:
         self.tensors: list[torch.Tensor] = []
         self.names: list[str] = []
         for name, module in model.named_modules():
+            if not module.training:  # frozen: even the mean over ranks of equal statistics would round them
+                continue
             if isinstance(module, _NormBase) and module.running_mean is not None and module.running_var is not None:
                 self.modules.append(module)
                 self.names.append(name)

@@ -25,6 +25,7 @@ def evaluate(
     # One place per batch, filled by the rank that takes it: summed in one order, whatever the number of ranks.
     losses = torch.zeros(-(-len(images) // batch_size), dtype=torch.float64, device=world.device)
     was_training = model.training
+    frozen = [module for module in model.modules() if not module.training]
     model.eval()
     unreadable = list[str]()
     for number, batch in evaluation_batches(images, batch_size, world.rank, world.num_ranks, world.device):
@@ -38,6 +39,8 @@ def evaluate(
         marks = torch.stack([right[:, 0], right.any(1), torch.ones_like(labels, dtype=torch.bool)])
         counts.index_add_(1, labels, marks.long())
     model.train(was_training)
+    for module in frozen:
+        module.training = False
 
     world.all_reduce(counts)
     world.all_reduce(losses)

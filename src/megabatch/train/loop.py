@@ -53,6 +53,7 @@ class Parts:
     clip_norm: float
     evaluate: Callable[[], Evaluation]
     stop_requested: Callable[[], bool]
+    initial_weights: tuple[str, ...] = ()  # what to say of the weights that the run starts from, if it was given some
 
 
 @dataclass(frozen=True, kw_only=True)

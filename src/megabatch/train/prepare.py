@@ -20,7 +20,7 @@ from megabatch.ranks.store import RankStore
 from megabatch.ranks.world import World, choose_device, connect
 from megabatch.train.assemble import NOTHING, Own, assemble, never
 from megabatch.train.loop import Training
-from megabatch.train.resume import stored_pixels, stored_tuning
+from megabatch.train.resume import has_checkpoint, stored_pixels, stored_tuning
 from megabatch.train.warm_up import warm_up
 
 
@@ -50,7 +50,8 @@ def prepare(
         data = load_data_set(config.data, config.run.decode_threads or 1) if data is None else data
         stored = find_stored(config, resume, world) if resume else Stored()
         tuning = None if retune else stored.tuning
-        yield Prepared(config, ready_to_train(config, data, world, own, stop_requested, tuning, stored.pixels))
+        starting = without_weights(config) if stored.has_checkpoint else config
+        yield Prepared(config, ready_to_train(starting, data, world, own, stop_requested, tuning, stored.pixels))
 
 
 def ready_to_train(
@@ -78,11 +79,17 @@ class Stored(Struct, frozen=True):
 
     tuning: Tuning | None = None
     pixels: PixelStatistics | None = None
+    has_checkpoint: bool = False
 
 
 def find_stored(config: RunConfig, resume: str, world: World) -> Stored:
     """Rank 0 reads it, and all ranks get it."""
     stored = Stored()
     if world.rank == 0:
-        stored = Stored(stored_tuning(config, resume), stored_pixels(config, resume))
+        stored = Stored(stored_tuning(config, resume), stored_pixels(config, resume), has_checkpoint(config, resume))
     return msgspec.json.decode(world.broadcast_text(msgspec.json.encode(stored).decode()), type=Stored)
+
+
+def without_weights(config: RunConfig) -> RunConfig:
+    """The weights of a run that resumes come from its checkpoint: the file need not be there any more."""
+    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, weights=None))

@@ -65,6 +65,14 @@ def stored_pixels(config: RunConfig, resume: str) -> PixelStatistics | None:
     return None
 
 
+def has_checkpoint(config: RunConfig, resume: str) -> bool:
+    """Whether the run would begin from a checkpoint: its weights are there, and nowhere else."""
+    try:
+        return choose_start(config, resume, newest=newest_of).checkpoint is not None
+    except UserError:  # `begin` will say what is wrong with the run
+        return True
+
+
 def newest_of(folder: Path) -> Path | None:
     """The newest checkpoint, whole or not: hashing takes time, and what is wanted here lies beside it."""
     return max((folder / CHECKPOINTS).glob("step-*"), default=None)

@@ -137,6 +137,8 @@ def begin(config: RunConfig, resume: str, training: Training, stack: ExitStack) 
     beginning = msgspec.json.decode(shared, type=Beginning)
     if beginning.problem:
         raise UserError(beginning.problem)
+    if config.model.weights and not training.initial_weights and not beginning.totals.steps:
+        raise UserError("the run that was to be resumed is in use by now; start again")  # it has read no weights
     if beginning.totals.steps:
         restore_training_state(training, world.broadcast_tensors(state))
     if folder is None or start is None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import harmonic_mean
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from rich.console import Console
@@ -17,6 +17,7 @@ from megabatch.comm.plans import PlansInUse
 from megabatch.config.resolve import describe_epochs
 from megabatch.config.schema import RunConfig
 from megabatch.data.sources import FROM_PYTHON
+from megabatch.optim.groups import LR_FACTOR
 from megabatch.precision.loss_scale import show_scale
 from megabatch.preflight.compare import preflight
 from megabatch.preflight.device import warn_of_device
@@ -53,6 +54,8 @@ class Screen:
         self.task = self.bar.add_task("", total=self.plan.num_steps, epoch=0.0, text="", visible=False)
         for name, text in header(config, training).items():
             self.say(name, text)
+        for line in training.initial_weights:
+            self.say("weights", line)
         findings = preflight(config, self.plan.num_samples)
         for line in findings.references:
             self.say("reference", line)
@@ -194,7 +197,7 @@ def header(config: RunConfig, training: Training) -> dict[str, str]:
     ranks = f"{plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}"
     threads = f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
     groups = [
-        f"{len(group['params'])} {group['name']} (decay {group['weight_decay']:g})"
+        f"{len(group['params'])} {group['name']} (decay {group['weight_decay']:g}{describe_own_rate(config, group)})"
         for group in training.optimizer.param_groups
     ]
     device = training.world.device
@@ -210,6 +213,10 @@ def header(config: RunConfig, training: Training) -> dict[str, str]:
         "groups": ", ".join(groups),
         "allreduce": describe_plans(training.gradients.plans, len(training.gradients.layouts.seen)),
     }
+
+
+def describe_own_rate(config: RunConfig, group: dict[str, Any]) -> str:
+    return f", learning rate {config.optim.head_learning_rate:g}" if LR_FACTOR in group else ""
 
 
 def describe_plans(in_use: PlansInUse, num_seen: int) -> str:

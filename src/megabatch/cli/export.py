@@ -1,0 +1,61 @@
+"""megabatch export: a run's model for others: torch.export, ONNX, torchvision."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megabatch.errors import UserError
+
+
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    torch: Annotated[
+        Path | None, typer.Option("--torch", metavar="OUT", help="A torch.export program, such as model.pt2.")
+    ] = None,
+    onnx: Annotated[
+        Path | None, typer.Option("--onnx", metavar="OUT", help="ONNX; needs pip install 'megabatch[export]'.")
+    ] = None,
+    torchvision: Annotated[
+        Path | None, typer.Option("--torchvision", metavar="OUT", help="A state dict under torchvision's names.")
+    ] = None,
+    preprocessing: Annotated[
+        bool, typer.Option("--preprocessing", help="Normalisation inside: it takes uint8 images [N, C, S, S].")
+    ] = False,
+    checkpoint: Annotated[
+        str | None, typer.Option(metavar="last|best", help="A checkpoint's weights instead of the final ones.")
+    ] = None,
+) -> None:
+    """Export a run's model: --torch, --onnx or --torchvision, or several of them."""
+    if not (torch or onnx or torchvision):
+        raise UserError(f"megabatch export {run} needs --torch OUT, --onnx OUT or --torchvision OUT")
+    for out in (torch, onnx, torchvision):
+        if out and not out.parent.is_dir():
+            raise UserError(f"{out} cannot be written: there is no folder {out.parent}; make it, or give another")
+    from rich.console import Console
+    from rich.markup import escape
+
+    from megabatch.train.classifier import load
+    from megabatch.train.export import CHECKED_IMAGES, Exported, export_onnx, export_torch, export_torchvision
+
+    classifier = load(run, checkpoint=checkpoint)
+    exported = Exported(
+        network=classifier.network,
+        mean=list(classifier.card.mean),
+        deviation=list(classifier.card.deviation),
+        classes=list(classifier.classes),
+        image_size=classifier.image_size,
+        num_channels=classifier.num_channels,
+        preprocessing_inside=preprocessing,
+    )
+    size = f"{exported.num_channels}, {exported.image_size}, {exported.image_size}"
+    takes = f"uint8 [N, {size}]" if preprocessing else f"float32 [N, {size}], normalised"
+    console = Console(highlight=False, soft_wrap=True)
+    for name, out, write in (("torch", torch, export_torch), ("onnx", onnx, export_onnx)):
+        if out:
+            difference = write(exported, out)
+            line = f"{out}: takes {takes}; checked on {CHECKED_IMAGES} images of noise, scores to {difference:.0e}"
+            console.print(f"[bold]{name:<11}[/bold] {escape(line)}")
+    if torchvision:
+        line = f"{torchvision}: {export_torchvision(exported, torchvision)}"
+        console.print(f"[bold]torchvision[/bold] {escape(line)}")

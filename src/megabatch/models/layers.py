@@ -1,0 +1,39 @@
+"""Layers of a network by their names: its head, and those that are frozen."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from megabatch.errors import UserError, nearest
+
+
+def head_of(model: nn.Module) -> str:
+    """The last module, in the order in which they were registered, that has parameters of its own."""
+    owners: list[str] = [
+        name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))
+    ]
+    if not owners:
+        raise UserError(f"{type(model).__name__} has no parameters; a network needs some")
+    return owners[-1]
+
+
+def head_parameters(model: nn.Module) -> list[str]:
+    """The names of the head's parameters: of a ResNet, fc.weight and fc.bias."""
+    head = head_of(model)
+    own = model.get_submodule(head).named_parameters(recurse=False)
+    return [f"{head}.{name}" if head else name for name, _ in own]
+
+
+def freeze(model: nn.Module, names: Sequence[str]) -> nn.Module:
+    """Modules that stay as they are: no parameter of theirs is trained, and they compute as in evaluation, so that
+    BatchNorm's statistics are used and not moved.  Changes the model in place.
+    """
+    modules = {name: module for name, module in model.named_modules() if name}
+    for name in names:
+        if name not in modules:
+            remedy = f"nearest: {nearest(name, modules)}" if modules else "it has none"
+            raise UserError(f"model.freeze={list(names)}: the model has no module {name!r}; {remedy}")
+        modules[name].requires_grad_(False).eval()
+    if names and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(f"model.freeze={list(names)} leaves nothing to train; leave {names[-1]!r} out")
+    return model

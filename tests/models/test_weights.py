@@ -1,0 +1,138 @@
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from megabatch.errors import UserError
+from megabatch.models.catalog import MODELS
+from megabatch.models.resnet import resnet18
+from megabatch.models.weights import match, read_weights
+from megabatch.runs.files import WEIGHTS
+from megabatch.train.checkpoint import MODEL, STATE
+
+
+def small(num_classes: int = 5, in_channels: int = 1) -> nn.Module:
+    return MODELS["small_cnn"](num_classes, in_channels, width=4)
+
+
+def same(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("wrap", [None, "state_dict", "model", "model_state"])
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
+def test_a_pickle_gives_its_state_dict_however_it_is_wrapped(tmp_path: Path, wrap: str | None, prefix: str) -> None:
+    model = small()
+    state: dict[str, Any] = {prefix + name: tensor for name, tensor in model.state_dict().items()}
+    torch.save({wrap: state, "epoch": 3} if wrap else state, tmp_path / "a.pth")
+    report = match(small(), read_weights(tmp_path / "a.pth"))
+    assert same(report.tensors, model.state_dict())
+    assert report.lines("a.pth") == ["from a.pth: 14 of 14 tensors"]
+
+
+def test_files_runs_and_checkpoints_give_the_same_weights(tmp_path: Path) -> None:
+    state = small().state_dict()
+    run, checkpoint = tmp_path / "run", tmp_path / "run/checkpoints/step-00000007"
+    checkpoint.mkdir(parents=True)
+    save_file(state, run / WEIGHTS)
+    save_file(
+        {f"{MODEL}{name}": tensor for name, tensor in state.items()} | {"scale": torch.ones(3)}, checkpoint / STATE
+    )
+    torch.save(state, tmp_path / "a.pt")
+    for path in (run, run / WEIGHTS, checkpoint, tmp_path / "a.pt"):
+        assert same(read_weights(path), state), path
+
+
+def test_a_module_that_is_called_module_keeps_its_name() -> None:
+    model = nn.Sequential()
+    model.add_module("module", nn.Linear(2, 3))
+    assert match(model, model.state_dict()).num_fitting == 2
+
+
+def test_a_head_of_another_size_stays_as_it_was_initialised_weight_and_bias() -> None:
+    with torch.device("meta"):
+        report = match(resnet18(num_classes=10), resnet18(num_classes=1000).state_dict())
+    assert {"fc.weight", "fc.bias"}.isdisjoint(report.tensors) and len(report.tensors) == 120
+    assert report.lines("resnet18.pth") == [
+        "from resnet18.pth: 60 of 62 tensors",
+        "new head: fc.weight is [1000, 512] there and [10, 512] here, fc.bias is [1000] there and [10] here",
+    ]
+    with torch.device("meta"):  # the bias alone would fit
+        narrow = match(
+            nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)),
+            nn.Sequential(nn.Linear(3, 4), nn.Linear(5, 2)).state_dict(),
+        )
+    assert list(narrow.tensors) == ["0.weight", "0.bias"]
+
+
+def test_what_does_not_match_is_listed_and_shortened() -> None:
+    weights = small(in_channels=3).state_dict()
+    for name in ("2.1.running_mean", "2.1.num_batches_tracked"):
+        del weights[name]
+    weights |= {f"extra.{number}": torch.ones(1) for number in range(7)}
+    assert match(small(), weights).lines("a.pth") == [
+        "from a.pth: 13 of 14 tensors",
+        "not in it, so as initialised: 2.1.running_mean",
+        "of other shapes, so as initialised: 0.0.weight is [4, 3, 3, 3] there and [4, 1, 3, 3] here",
+        "in it, but not in the model: extra.0, extra.1, extra.2 and 4 more",
+    ]
+
+
+def test_weights_take_the_dtype_of_the_model() -> None:
+    weights = {name: tensor.to(torch.bfloat16) for name, tensor in small().state_dict().items()}
+    assert {t.dtype for t in match(small(), weights).tensors.values()} == {torch.float32, torch.int64}
+
+
+def test_weights_of_another_model_are_one_line() -> None:
+    message = r"none of its 122 tensors \(conv1.weight, .* and 119 more\) fits the model"
+    with torch.device("meta"), pytest.raises(UserError, match=message):
+        match(small(), resnet18(num_classes=10).state_dict())
+
+
+class Harmful:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_nothing_in_a_pickle_is_executed(tmp_path: Path) -> None:
+    torch.save(small().state_dict() | {"args": Harmful(tmp_path / "made")}, tmp_path / "a.pth")
+    with pytest.raises(
+        UserError, match=r"a.pth holds more than tensors \((posix|os)\.mkdir\), and .* run code"
+    ) as error:
+        read_weights(tmp_path / "a.pth")
+    assert not (tmp_path / "made").exists() and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.safetensors", b"garbage", r"a.safetensors cannot be read as safetensors \(.*\)"),
+        ("a.pth", b"garbage", r"a.pth holds what is no state dict \(.*\)"),
+        ("a.pth", b"PK\x03\x04garbage", r"a.pth cannot be read \(.*\)"),
+        ("a.pth", b"", r"a.pth cannot be read \(.*\)"),
+        ("a.h5", b"garbage", r"a.h5 is not one of .safetensors, .pth, .pt"),
+        ("run/config.toml", b"", r"run has no model.safetensors"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=message) as error:
+        read_weights(path if path.suffix != ".toml" else path.parent)
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_not_there_or_holds_nothing_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none.pth does not exist; give"):
+        read_weights(tmp_path / "none.pth")
+    torch.save([torch.ones(3)], tmp_path / "list.pth")
+    with pytest.raises(UserError, match=r"list.pth holds no tensors by name"):
+        read_weights(tmp_path / "list.pth")
