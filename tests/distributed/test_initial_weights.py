@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
+import megabatch
 from megabatch.config.resolve import make_model, plan_groups
 from megabatch.data.sources import load_data_set
 from megabatch.errors import UserError
@@ -125,3 +127,28 @@ def test_a_head_that_is_frozen_has_no_learning_rate() -> None:
     model = make_model(config, load_data_set(config.data).shape)
     with pytest.raises(UserError, match=r"optim.head_learning_rate=0.2: the last layer, 8, is frozen; leave one"):
         plan_groups(config, model)
+
+
+def fit_own(world: World, weights: str, folder: str) -> dict[str, Any]:
+    torch.manual_seed(world.rank)  # other networks: rank 0's head counts
+    network = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+    labels = torch.arange(64) % 4
+    images = (labels[:, None, None, None] * 60).expand(64, 1, 8, 8).to(torch.uint8)
+    overrides = [f"model.weights={weights}", 'model.freeze=["1", "2"]', f"run.dir={folder}", "batch.global=16"]
+    megabatch.fit(
+        network,
+        (images, labels),
+        (images, labels),
+        overrides=[*overrides, "batch.micro=8", "train.epochs=1", "schedule.warmup_epochs=0"],
+    )
+    assert all(parameter.requires_grad for parameter in network.parameters())  # the caller's own is not frozen
+    return {name: tensor.numpy() for name, tensor in network.state_dict().items()}
+
+
+def test_a_network_from_python_starts_from_weights_too(ranks: RankPool, tmp_path: Path) -> None:
+    loaded = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 9)).state_dict()
+    torch.save(loaded, tmp_path / "own.pth")
+    states = ranks.run(fit_own, str(tmp_path / "own.pth"), str(tmp_path / "run"), num_ranks=2)
+    assert not differing([{"state": state} for state in states])
+    for name in ("1.weight", "1.bias", "2.weight", "2.running_mean", "2.running_var"):
+        assert np.array_equal(states[0][name], loaded[name]), name

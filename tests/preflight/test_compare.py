@@ -133,7 +133,9 @@ def test_below_the_known_batches_lars_may_go_slower_and_warm_up_less() -> None:
     assert not findings("resnet50-imagenet-4k", *words).warnings
 
 
-@pytest.mark.parametrize("words", [["model.name=small_cnn"], ["optim.name=lars", "optim.variant=larc"]])
+@pytest.mark.parametrize(
+    "words", [["model.name=small_cnn"], ["optim.name=lars", "optim.variant=larc"], ["model.weights=a.pth"]]
+)
 def test_of_an_unknown_family_one_line_says_so(words: list[str]) -> None:
     found = findings("fashion", *words)
     assert not found.warnings and len(found.references) == 1

@@ -157,6 +157,13 @@ def test_torchvision_loads_our_resnets_and_gives_the_same_scores(
         torch.testing.assert_close(theirs(images), ours(images))
 
 
+def test_torchvisions_own_models_are_exported_as_they_are(torchvision: ModuleType, tmp_path: Path) -> None:
+    model = torchvision.models.mobilenet_v3_small(num_classes=5)
+    assert export_torchvision(made(model), tmp_path / "model.pth").startswith("model.load_state_dict(")
+    again = torchvision.models.mobilenet_v3_small(num_classes=5)
+    again.load_state_dict(torch.load(tmp_path / "model.pth", weights_only=True))
+
+
 def test_what_torchvision_does_not_have_is_one_line(tmp_path: Path) -> None:
     with torch.device("meta"):
         networks = [MODELS[name](5, 3) for name in ("alexnet", "small_resnet")]

@@ -97,7 +97,9 @@ def require_known(config: RunConfig, num_samples: int) -> None:
 
 
 def family_of(config: RunConfig, num_samples: int) -> list[ReferenceResult]:
-    """The reference results of the same model, data and optimizer, by batch."""
+    """The reference results of the same model, data and optimizer, by batch; all of them began at random."""
+    if config.model.weights:
+        return []
     family = (config.model.name, optimizer_of(config))
     same = [result for result in REFERENCE_RESULTS if (result.model, result.optimizer) == family]
     results = [result for result in same if result.data == config.data.source]
@@ -118,7 +120,8 @@ def optimizer_of(config: RunConfig) -> str:
 
 def describe_family(config: RunConfig) -> str:
     data = "images from Python" if config.data.source.startswith(FROM_PYTHON) else config.data.source
-    return f"{config.model.name} on {data} with {optimizer_of(config)}"
+    start = f" from {config.model.weights}" if config.model.weights else ""
+    return f"{config.model.name}{start} on {data} with {optimizer_of(config)}"
 
 
 def around(results: Sequence[ReferenceResult], batch: int) -> list[ReferenceResult]:

@@ -137,7 +137,7 @@ def export_torchvision(exported: Exported, out: Path) -> str:
     """Writes a state dict under torchvision's names (.safetensors, or else a pickle); returns how to load it there."""
     if exported.preprocessing_inside:
         raise UserError("a state dict holds no preprocessing; leave --preprocessing out, or export --torch or --onnx")
-    name = torchvision_name(exported.network)
+    made_there = torchvision_call(exported.network, len(exported.classes))
     state = {
         key: tensor.detach().cpu().contiguous() for key, tensor in copy_in_fp32(exported.network).state_dict().items()
     }
@@ -150,18 +150,18 @@ def export_torchvision(exported: Exported, out: Path) -> str:
             torch.save(state, new)
     load = f"safetensors.torch.load_file({out.name!r})" if as_safetensors else f"torch.load({out.name!r})"
     grey = "" if exported.num_channels == 3 else f", after its conv1 was made for {exported.num_channels} channels"
-    return f"torchvision.models.{name}(num_classes={len(exported.classes)}).load_state_dict({load}){grey}"
+    return f"{made_there}.load_state_dict({load}){grey}"
 
 
-def torchvision_name(network: nn.Module) -> str:
-    """What the network is called there; UserError if torchvision does not have it."""
+def torchvision_call(network: nn.Module, num_classes: int) -> str:
+    """How the network is made there; UserError if torchvision does not have it."""
     if isinstance(network, ResNet):
         stages = [getattr(network, f"layer{number}") for number in (1, 2, 3, 4)]
         built_of = (type(stages[0][0]), tuple(len(stage) for stage in stages))
-        return next(name for name, factory in RESNETS.items() if factory.args == built_of)
-    kind = type(network)
-    if kind.__module__.startswith("torchvision.models."):
-        return kind.__name__
+        name = next(name for name, factory in RESNETS.items() if factory.args == built_of)
+        return f"torchvision.models.{name}(num_classes={num_classes})"
+    if type(network).__module__.startswith("torchvision.models."):
+        return "model"  # whoever named it in the recipe knows how it is made
     raise UserError(
         "torchvision has no such network under its names: ours are "
         f"{', '.join(RESNETS)} (its AlexNet has other layers than ours); export --torch or --onnx"
