@@ -11,7 +11,7 @@ from megabatch.data.sources import load_data_set
 from megabatch.planning.tuning import Tuning
 from megabatch.ranks.world import World
 from megabatch.train.loop import train
-from megabatch.train.prepare import find_tuning, ready_to_train
+from megabatch.train.prepare import find_stored, ready_to_train
 from megabatch.train.run import train_and_record
 from tests.support.hosts import on_hosts
 from tests.support.rank_pool import RankPool
@@ -86,7 +86,7 @@ def run_twice(world: World, folder: str, changes: bool) -> dict[str, Any]:
         if changes and world.rank == 0:  # as if it had been chosen otherwise
             for path in [Path(folder, "plan.json"), *Path(folder, "checkpoints").glob("step-*/state.json")]:
                 path.write_text(path.read_text().replace('"reason":"', '"reason":"of old: '))
-        stored = find_tuning(config, "auto", world)
+        stored = find_stored(config, "auto", world).tuning
         again = ready_to_train(config, data, world, stored=stored)
         train_and_record(config, "auto", again)
     assert first is not None and again.gradients.plans.tuning is not None
