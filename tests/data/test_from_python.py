@@ -116,6 +116,13 @@ def test_of_a_data_loader_one_line_says_what_is_not_used() -> None:
     assert said == ["test: of the DataLoader its dataset is read; its batching, shuffling and workers are not used"]
 
 
+def test_a_large_dataset_that_lists_no_labels_is_said_to_be_read_for_them() -> None:
+    said: list[str] = []
+    many = Items([COLOURED[0]] * 10_000, [1] * 10_000)
+    assert len(as_image_set(many, "train", said.append)) == 10_000
+    assert said == ["train: all 10,000 items of Items are read for their labels; `targets` would list them"]
+
+
 class Endless(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter([])

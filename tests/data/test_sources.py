@@ -321,3 +321,5 @@ def test_the_default_crop_of_large_images_leaves_their_fingerprint(tmp_path: Pat
             for more in ({}, {"center_crop": 0.875})
         )
         assert (ours.fingerprint() == before.fingerprint()) is is_same
+        seen, seen_before = (part.read(np.arange(3)) for part in (ours.test, before.test))
+        assert torch.equal(seen, seen_before) is is_same

@@ -16,6 +16,7 @@ from megabatch.train.doctor import measure
 from megabatch.train.loop import train
 from megabatch.train.prepare import ready_to_train
 from megabatch.train.run import check_skipped
+from megabatch.train.screen import describe_data
 from tests.support.photos import make_folder
 from tests.support.rank_pool import RankPool
 from tests.support.small_runs import SMALL_RUN
@@ -68,6 +69,21 @@ def test_a_run_from_files_is_the_same_on_any_ranks_and_threads(ranks: RankPool, 
     assert alone["evaluations"][0].unreadable == [
         f"{folder}/val/coat/002.jpg cannot be read: it is no image that Pillow knows"
     ]
+
+
+def describe_photos(world: World, folder: str, *overrides: str) -> str:
+    small = ["model.name=small_cnn", "model.options.width=2", "data.image_size=12", "batch.global=8", "batch.micro=4"]
+    config = load_config("photos", [f"data.source={folder}", "data.on_error=skip", *small, *overrides])
+    return describe_data(config, ready_to_train(config, load_data_set(config.data), world))
+
+
+def test_the_photos_recipe_tests_on_the_folder_s_own_images_and_says_so(ranks: RankPool, folder: Path) -> None:
+    found = ranks.run(describe_photos, str(folder), num_ranks=1)[0]
+    assert found == f"{folder}: 48 + 15 images of 12x12x3, 3 classes; tested on its own val/"
+    found = ranks.run(describe_photos, str(folder / "train"), num_ranks=1)[0]
+    assert found.endswith("42 + 6 images of 12x12x3, 3 classes; tested on 10% of each class, held out")
+    found = ranks.run(describe_photos, str(folder), "data.validation=0.25", num_ranks=1)[0]
+    assert found.endswith("36 + 12 images of 12x12x3, 3 classes")
 
 
 def skip_too_much(world: World, folder: str, limit: float) -> str:

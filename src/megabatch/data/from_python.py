@@ -22,6 +22,7 @@ WANTED = (
 )
 COLOURS = (1, 3)  # channels, of which the last dimension may be
 COMPARED = 8  # labels, with those of the items themselves
+MANY = 10_000  # items, for which it takes a while to read all of them
 WHOLE_ORDERS = (SequentialSampler, RandomSampler, DistributedSampler)  # every sample, in some order
 NO_DATASETS = (str, bytes, list, tuple, dict, set, np.ndarray, torch.Tensor)
 # A Dataset is written to be used by one thread, and those of training and test images may be parts of one.
@@ -43,7 +44,7 @@ def as_image_set(given: Any, name: str, report: Callable[[str], None]) -> ImageS
         kind = type(given).__name__
         lacking = ", which has no __getitem__ and __len__" if hasattr(given, "__iter__") and not is_sequence else ""
         raise UserError(f"{name} is of type {kind}{lacking}; {WANTED}")
-    return DatasetImages(given, name)
+    return DatasetImages(given, name, report)
 
 
 def require_whole_order(loader: Any, name: str) -> None:
@@ -106,7 +107,7 @@ def to_labels(labels: Any, name: str) -> torch.Tensor:
 class DatasetImages:
     """A map-style Dataset of (image, label).  All images are of the size and the channels of the first."""
 
-    def __init__(self, dataset: Any, name: str) -> None:
+    def __init__(self, dataset: Any, name: str, report: Callable[[str], None]) -> None:
         self.dataset, self.name, self.length = dataset, name, len(dataset)
         if not self.length:
             raise UserError(f"{name}: {type(dataset).__name__} is empty; it must have an item at least")
@@ -114,6 +115,11 @@ class DatasetImages:
         self.shape = self.item(0)[0].shape
         found = listed_labels(dataset)
         if found is None or not self.agrees(found):
+            if self.length >= MANY:
+                kind = type(dataset).__name__
+                report(
+                    f"{name}: all {self.length:,} items of {kind} are read for their labels; `targets` would list them"
+                )
             found = [self.item(number)[1] for number in range(self.length)]
         self.labels = to_labels(found, name)
 

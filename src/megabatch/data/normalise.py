@@ -8,6 +8,7 @@ import torch
 from msgspec import Struct
 
 from megabatch.data.encoded import EncodedImages
+from megabatch.data.from_python import DatasetImages
 from megabatch.data.images import ImageSet
 from megabatch.data.order import Samples
 from megabatch.data.reader import Reader, Request
@@ -48,7 +49,7 @@ class Normalise:
 
 def measure_pixels(images: ImageSet) -> PixelStatistics:
     """Reads up to 50,000 images, or up to 1,000 that have to be decoded: evenly spread, as a set may be sorted."""
-    most = DECODED_SAMPLES if isinstance(images, EncodedImages) else MEASURED_SAMPLES
+    most = DECODED_SAMPLES if isinstance(images, EncodedImages | DatasetImages) else MEASURED_SAMPLES
     measured = np.arange(0, len(images), -(-len(images) // most))
     chunks = np.split(measured, range(CHUNK, len(measured), CHUNK))
     totals = torch.zeros(2, 1, dtype=torch.float64)

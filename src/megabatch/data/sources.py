@@ -125,7 +125,7 @@ def from_encoded(settings: DataSettings, dataset: EncodedDataset, threads: int) 
 
 def describe_tests(test: EncodedFiles, share: float) -> str:
     if share:
-        return f"{share:.0%} of each class, held out (there is no val/ or test/)"
+        return f"{share:.0%} of each class, held out"
     return f"its own {test.folder.name}/" if isinstance(test, FolderFiles) else "its own test images"
 
 
