@@ -47,5 +47,5 @@ def test_every_command_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monk
             line = line.partition("  #")[0].replace("RUN", "runs/photos-001").replace("FOLDER", "my_photos")
             if not line.startswith("megabatch train"):  # which was done above
                 ran.append(run_line(line.replace("step-00000390", "last")))
-    assert len(ran) == 9
+    assert len(ran) == 11
     assert Path("predictions.csv").read_text().startswith("image,rank,class,probability\n")

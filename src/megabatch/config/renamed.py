@@ -8,6 +8,7 @@ RENAMED = {
     "comm.wire": "comm.dtype",
     "comm.fusion_mb": "comm.bucket_mb",
     "optim.trust": "optim.trust_coefficient",
+    "optim.head_rate": "optim.head_learning_rate",
     "marks": PROVENANCE,
 }
 
