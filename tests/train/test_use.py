@@ -187,3 +187,18 @@ def test_a_model_of_arrays_sees_files_as_it_saw_arrays(tmp_path: Path) -> None:
         pictures.append(Image.open(content))
     assert torch.equal(classifier.prepare(pictures), pixels)
     assert summary.top1 is not None and len(labels) >= 200
+
+
+def test_a_run_that_starts_from_another_takes_its_normalisation_and_its_weights(
+    run: Path, photos: Path, tmp_path: Path
+) -> None:
+    start = f"model.weights={run}"
+    other = train_photos(tmp_path / "other", f"data.source={photos / '..' / 'all'}", start, "train.epochs=1", "seed=7")
+    before, after = (json.loads((folder / "model.json").read_text()) for folder in (run, other))
+    assert (after["mean"], after["deviation"]) == (before["mean"], before["deviation"])
+    assert "weights" not in after["model"] and str(run) not in (other / "model.json").read_text()
+    shutil.rmtree(photos.parent / "half", ignore_errors=True)
+    make_folder(photos.parent / "half", per_class=5)
+    checkpoint = f"model.weights={run / 'checkpoints/best'}"
+    half = train_photos(tmp_path / "half", f"data.source={photos.parent / 'half'}", checkpoint, "train.epochs=1")
+    assert json.loads((half / "model.json").read_text())["mean"] == before["mean"]

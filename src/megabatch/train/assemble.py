@@ -22,7 +22,7 @@ from megabatch.ranks.world import World
 from megabatch.train.batch_norm import RunningStatistics
 from megabatch.train.card import make_card
 from megabatch.train.evaluate import evaluate
-from megabatch.train.initial_weights import load_initial_weights
+from megabatch.train.initial_weights import InitialWeights, load_initial_weights
 from megabatch.train.loop import Parts
 
 
@@ -54,7 +54,7 @@ def assemble(
     torch.backends.cudnn.benchmark = not config.run.deterministic  # which nothing on a CPU looks at
     torch.backends.cudnn.deterministic = config.run.deterministic
     model = make_model(config, data.shape) if own.network is None else freeze(own.network, config.model.freeze or [])
-    initial_weights: tuple[str, ...] = ()
+    initial_weights = InitialWeights()
     if config.model.weights:
         model.to(formats.update)  # fp64 would be rounded
         initial_weights = load_initial_weights(model, config.model.weights, world)
@@ -69,6 +69,8 @@ def assemble(
     loss_scale = choose_loss_scale(config.precision, is_rounded_to_fp16, plan.global_batch)
     groups = master_weights.param_groups(plan_groups(config, model))
     make_optimizer = partial(own_optimizer, own.optimizer) if own.optimizer else OPTIMIZERS[config.optim.name]
+    if initial_weights.pixels and len(initial_weights.pixels.mean) == data.num_channels:
+        pixels = pixels or initial_weights.pixels
     pixels = pixels or measure_pixels(data.train)
     normalise = Normalise(pixels, world.device, formats.model, config.model.wants_channels_last)
     return Parts(
@@ -91,7 +93,7 @@ def assemble(
         clip_norm=config.optim.clip_norm,
         evaluate=partial(evaluate, model, data.test, normalise, len(data.class_names), config.batch.microbatch, world),
         stop_requested=stop_requested,
-        initial_weights=initial_weights,
+        initial_weights=tuple(initial_weights.lines),
     )
 
 
