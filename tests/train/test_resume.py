@@ -1,16 +1,18 @@
+import json
 from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from megabatch.cli.train import choose_recipe
 from megabatch.config.loading import load_config
 from megabatch.config.schema import RunConfig
 from megabatch.errors import UserError
 from megabatch.runs.folder import RunFolder
 from megabatch.runs.records import Status
 from megabatch.runs.totals import RunTotals
-from megabatch.train.resume import Start, choose_start, newest_whole
+from megabatch.train.resume import Start, choose_start, newest_whole, why_other
 
 
 @pytest.fixture(autouse=True)
@@ -125,3 +127,17 @@ def test_a_run_that_was_killed_before_its_recipe_was_written_begins_again() -> N
     (Path("run") / "notes.txt").touch()
     with pytest.raises(UserError, match="is not an empty folder"):
         start("run.dir=run")
+
+
+def test_a_relative_source_is_the_same_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").mkdir()
+    make_run("run", config_of("data.source=mine"), "stopped")
+    Path("run/env.json").write_text(json.dumps({"directory": str(tmp_path)}))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    recipe, overrides = choose_recipe(["train.target_top1=0.9"], "../run", ())
+    assert overrides == [f"data.source={tmp_path / 'mine'}", "train.target_top1=0.9"]
+    config = load_config(recipe, overrides[:1])
+    assert why_other(Path("../run"), config) is None
+    (tmp_path / "other").mkdir()
+    assert "data.source='mine'" in str(why_other(Path("../run"), load_config(recipe, ["data.source=../other"])))

@@ -1,5 +1,6 @@
 """megabatch train: validates the recipe, starts ranks, or joins them if it was started as one."""
 
+import tomllib
 from collections.abc import Container, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from megabatch.cli.overrides import DEFAULT_RECIPE, Arguments, Ranks, split_argu
 from megabatch.cli.ranks import be_a_rank, choose_ranks, start_ranks
 from megabatch.errors import UserError
 from megabatch.runs.files import CONFIG
-from megabatch.runs.reader import is_run, read_recipe_and_batch
+from megabatch.runs.reader import is_run, read_recipe_and_batch, started_in
 
 
 def train(
@@ -92,7 +93,16 @@ def choose_recipe(given: Sequence[str] | None, resume: str, names: Container[str
     recipe, overrides = split_arguments(given, default=str(folder / CONFIG))
     if recipe in names and recipe == read_recipe_and_batch(folder)[0]:
         recipe = str(folder / CONFIG)
+    if recipe == str(folder / CONFIG):
+        overrides = [*found_source(folder), *overrides]
     return recipe, overrides
+
+
+def found_source(folder: Path) -> list[str]:
+    """data.source, where it is relative to the folder in which the run was started, and not to this one."""
+    source = tomllib.loads((folder / CONFIG).read_text()).get("data", {}).get("source", "")
+    before = started_in(folder) / str(source)
+    return [f"data.source={before}"] if source and not Path(source).exists() and before.exists() else []
 
 
 def run_of(resume: str) -> Path | None:

@@ -138,6 +138,14 @@ def read_environment(path: Path) -> dict[str, object]:
     return msgspec.json.decode((path / files.ENVIRONMENT).read_bytes(), type=dict[str, object])
 
 
+def started_in(path: Path) -> Path:
+    """The folder in which the run was started: what its relative paths are relative to."""
+    try:
+        return Path(str(read_environment(path).get("directory", ".")))
+    except (OSError, msgspec.MsgspecError):
+        return Path()
+
+
 def read_plan(path: Path) -> Tuning:
     """How a run all-reduces its gradients, from its folder or from the file itself."""
     path = path / files.PLAN if path.is_dir() else path

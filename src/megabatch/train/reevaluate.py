@@ -14,7 +14,7 @@ from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.world import choose_device, connect
 from megabatch.runs.files import CONFIG
 from megabatch.runs.model_card import ModelCard
-from megabatch.runs.reader import is_run, read_environment
+from megabatch.runs.reader import is_run, started_in
 from megabatch.runs.records import Evaluation
 from megabatch.train.classifier import make_classifier
 from megabatch.train.evaluate import evaluate
@@ -45,7 +45,7 @@ def evaluate_run(folder: Path, source: str | None, checkpoint: str | None = None
 def own_images(config: RunConfig, folder: Path, card: ModelCard) -> ImageSet:
     """Wherever the command is run: a relative source is looked for here, and where the run was started."""
     settings = config.data
-    began_in = Path(str(read_environment(folder).get("directory", ".")))
+    began_in = started_in(folder)
     is_path = settings.source not in NAMED_SOURCES and not Path(settings.source).is_absolute()
     if is_path and not Path(settings.source).exists() and (began_in / settings.source).exists():
         also = [str(began_in / path) for path in settings.also]

@@ -22,7 +22,7 @@ from megabatch.errors import UserError
 from megabatch.planning.tuning import Tuning
 from megabatch.runs.files import CHECKPOINTS, CONFIG, LOCK, PLAN
 from megabatch.runs.numbering import next_folder, numbered_runs
-from megabatch.runs.reader import is_run, is_running, read_plan, read_summary
+from megabatch.runs.reader import is_run, is_running, read_plan, read_summary, started_in
 from megabatch.train.card import pixels_of, read_card
 from megabatch.train.checkpoint import DESCRIPTION, newest_good, read_tuning
 
@@ -138,9 +138,15 @@ def why_other(folder: Path, config: RunConfig) -> str | None:
         return f"holds a run whose recipe cannot be read ({error})"
     ours, theirs = decisive_settings(config), decisive_settings(earlier)
     for key in sorted(ours | theirs):
-        if ours.get(key) != theirs.get(key):
+        if ours.get(key) != theirs.get(key) and not (key == "data.source" and is_same_folder(config, earlier, folder)):
             return f"holds a run with {key}={show_value(theirs.get(key))}, not {show_value(ours.get(key))}"
     return None
+
+
+def is_same_folder(config: RunConfig, earlier: RunConfig, folder: Path) -> bool:
+    """Whether the images lie in the same place, under a path that is relative to another folder."""
+    before = started_in(folder) / earlier.data.source
+    return before.exists() and Path(config.data.source).resolve() == before.resolve()
 
 
 def new_folder(config: RunConfig) -> Path:
