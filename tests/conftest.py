@@ -1,9 +1,11 @@
 from collections.abc import Iterator
+from types import ModuleType
 
 import hypothesis
 import pytest
 import torch
 
+from benchmarks.torchvision_on_cpu import import_torchvision
 from tests.support.rank_pool import RankPool
 
 hypothesis.settings.register_profile("untimed", deadline=None)  # no test asserts a wall-clock time
@@ -38,3 +40,11 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="session")
+def torchvision() -> ModuleType:
+    module = import_torchvision()
+    if module is None:
+        pytest.skip("torchvision is not installed")
+    return module

@@ -4,19 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.torchvision_on_cpu import import_torchvision
 from megabatch.errors import UserError
 from megabatch.models.catalog import MODELS, ModelSettings, build_model
 from megabatch.models.layers import freeze, head_of, head_parameters
 from megabatch.models.resnet import resnet18
-
-
-@pytest.fixture(scope="module")
-def torchvision() -> ModuleType:
-    module = import_torchvision()
-    if module is None:
-        pytest.skip("torchvision is not installed")
-    return module
 
 
 def build(name: str, **options: object) -> nn.Module:

@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.torchvision_on_cpu import import_torchvision
 from megabatch.models.resnet import RESNETS, Basic, Bottleneck, resnet18, resnet50
 from megabatch.optim.groups import parameter_groups
 
@@ -16,14 +15,6 @@ PUBLISHED_PARAMETERS = {
     "resnet101": 44_549_160,
     "resnet152": 60_192_808,
 }
-
-
-@pytest.fixture(scope="module")
-def torchvision() -> ModuleType:
-    module = import_torchvision()
-    if module is None:
-        pytest.skip("torchvision is not installed")
-    return module
 
 
 def in_use(model: nn.Module) -> nn.Module:

@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.torchvision_on_cpu import import_torchvision
 from megabatch.data.normalise import Normalise, PixelStatistics
 from megabatch.errors import UserError
 from megabatch.models.catalog import MODELS
@@ -131,14 +130,6 @@ def test_a_program_that_answers_otherwise_is_not_written(tmp_path: Path, monkeyp
     with pytest.raises(UserError, match="answers other than the network does"):
         export_torch(made(network), tmp_path / "model.pt2")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.fixture(scope="module")
-def torchvision() -> ModuleType:
-    module = import_torchvision()
-    if module is None:
-        pytest.skip("torchvision is not installed")
-    return module
 
 
 @pytest.mark.parametrize("suffix", ["pth", "safetensors"])

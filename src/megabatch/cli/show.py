@@ -51,7 +51,6 @@ def print_preview(
     from rich.console import Console
     from rich.markup import escape
     from rich.syntax import Syntax
-    from rich.table import Table
 
     from megabatch.preflight.commands import Devices
     from megabatch.preflight.device import warn_of_device
@@ -62,7 +61,7 @@ def print_preview(
     device_type = choose_device(config.run.device)
     is_telling = device_type == "cuda" or config.run.device == "cpu"
     here = Devices(device_type, count_devices(device_type), is_telling)
-    plan, memory = seen.plan, seen.memory
+    plan = seen.plan
     console = Console(highlight=False, soft_wrap=True)
 
     def title(text: str) -> None:
@@ -91,27 +90,9 @@ def print_preview(
         title("parameters")
         print_parameters(console, seen)
     title("parameter groups")
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("group")
-    for column in ("decay", "tensors", "parameters"):
-        table.add_column(column, justify="right")
-    for group in seen.groups:
-        count = sum(parameter.numel() for parameter in group["params"])
-        table.add_row(group["name"], f"{group['weight_decay']:g}", f"{len(group['params']):,}", f"{count:,}")
-    console.print(table)
+    print_groups(console, seen)
     title("memory of a rank")
-    console.print(f"weights      {megabytes(memory.weights)}")
-    if memory.master_weights:
-        console.print(f"fp32 weights {megabytes(memory.master_weights)}  master weights, which the optimizer updates")
-    console.print(f"gradients    {megabytes(memory.gradients)}  ({memory.gradients:,} bytes to all-reduce a step)")
-    if memory.unscaled:
-        console.print(f"unscaled     {megabytes(memory.unscaled)}  gradients in fp32")
-    console.print(f"optimizer    {megabytes(memory.optimizer)}")
-    if memory.activations is None:
-        console.print("activations     unknown: the model does not run without real images")
-    else:
-        console.print(f"activations  {megabytes(memory.activations)}  of one microbatch")
-    console.print(f"expected     {megabytes(memory.total)}  beside the data set and torch itself")
+    print_memory(console, seen)
     title("preflight")
     for line in seen.findings.references:
         console.print(f"reference  {escape(line)}")
@@ -172,6 +153,35 @@ def describe_steps(config: "RunConfig", seen: "Preview") -> str:
         f"{plan.num_steps:,} steps = floor({config.train.length} x {plan.num_samples:,} samples "
         f"/ {plan.global_batch:,}); {per_epoch}"
     )
+
+
+def print_groups(console: "Console", seen: "Preview") -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("group")
+    for column in ("decay", "tensors", "parameters"):
+        table.add_column(column, justify="right")
+    for group in seen.groups:
+        count = sum(parameter.numel() for parameter in group["params"])
+        table.add_row(group["name"], f"{group['weight_decay']:g}", f"{len(group['params']):,}", f"{count:,}")
+    console.print(table)
+
+
+def print_memory(console: "Console", seen: "Preview") -> None:
+    memory = seen.memory
+    console.print(f"weights      {megabytes(memory.weights)}")
+    if memory.master_weights:
+        console.print(f"fp32 weights {megabytes(memory.master_weights)}  master weights, which the optimizer updates")
+    console.print(f"gradients    {megabytes(memory.gradients)}  ({memory.gradients:,} bytes to all-reduce a step)")
+    if memory.unscaled:
+        console.print(f"unscaled     {megabytes(memory.unscaled)}  gradients in fp32")
+    console.print(f"optimizer    {megabytes(memory.optimizer)}")
+    if memory.activations is None:
+        console.print("activations     unknown: the model does not run without real images")
+    else:
+        console.print(f"activations  {megabytes(memory.activations)}  of one microbatch")
+    console.print(f"expected     {megabytes(memory.total)}  beside the data set and torch itself")
 
 
 def print_parameters(console: "Console", seen: "Preview") -> None:
