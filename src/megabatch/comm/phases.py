@@ -24,6 +24,7 @@ class PhaseRunner:
         for phase, transfer in phases:
             if self.failure.has_failed:
                 return
+            assert phase.engine is None, f"{phase}: priced by the simulator, and not run yet"
             waited_s = self.waited_s
             try:
                 self.timeline.enter_phase(work, phase, transfer)

@@ -8,7 +8,7 @@ close, prices are not enough: `open_questions` says what to measure, the caller 
 The dtype that travels is part of every plan and never chosen here: it would make results depend on noise.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -28,6 +28,7 @@ IN_NODE_MB = 25.0  # where nothing crosses a network: an all-reduce needs the co
 MEASURED_ELEMENTS = 16 * MIB  # a larger bucket is measured at this size: its parts follow each other like these
 STREAM = 8  # small ones in a row: ranks do not begin one at quite the same time
 
+PriceOf = Callable[[Plan, int, int], Costs]  # a plan for so many elements of so many bytes
 Call = tuple[int, int]  # a bucket, and the place of one of its candidates
 
 
@@ -68,12 +69,37 @@ def choose(
 
     Where plans come close, `confirm` then decides by measurement.
     """
-    names, gradients, ready_s = backward
     shape = topology.shape
+
+    def price_of(plan: Plan, num_elements: int, element_bytes: int) -> Costs:
+        return price(plan, shape, links, num_elements, element_bytes)
+
+    if bucket_mb is None and topology.num_nodes == 1:
+        bucket_mb = IN_NODE_MB
+    buckets, caps_mb = choose_buckets(backward, plans, price_of, bucket_mb=bucket_mb, forced=forced)
+    return Tuning(
+        topology=topology,
+        links=links,
+        backward_s=max(backward.ready_s, default=0.0),
+        buckets=buckets,
+        caps_mb=caps_mb,
+    )
+
+
+def choose_buckets(
+    backward: RecordedBackward,
+    plans: Sequence[Plan],
+    price_of: PriceOf,
+    *,
+    bucket_mb: float | None,
+    forced: str = "",
+) -> tuple[list[Bucket], list[float]]:
+    """The same, for whatever has prices: a cluster need not exist, nor its ranks be named."""
+    names, gradients, ready_s = backward
 
     def prices(num_bytes: int, dtype: GradientDtype) -> list[Costs]:
         size = ELEMENT_BYTES[dtype]
-        return [price(plan, shape, links, num_bytes // size, size) for plan in plans]
+        return [price_of(plan, num_bytes // size, size) for plan in plans]
 
     def bucket_of(indices: Sequence[int], option: int | None) -> Bucket:
         num_bytes, dtype = sum(gradients[index].num_bytes for index in indices), gradients[indices[0]].dtype
@@ -88,8 +114,6 @@ def choose(
         )
         return decide(bucket, forced, option)
 
-    if bucket_mb is None and topology.num_nodes == 1:
-        bucket_mb = IN_NODE_MB
     cut: list[tuple[list[int], int | None]]  # gradients of each bucket, and its plan if that is chosen with them
     if bucket_mb is None:
         cut = [(merged.gradients, merged.option) for merged in merge(gradients, ready_s, prices)]
@@ -99,13 +123,7 @@ def choose(
     if caps_mb is None:  # of several dtypes, which have no common list: then as DDP cuts them
         largest = max(sum(gradients[index].num_bytes for index in indices) for indices, _ in cut)
         cut, caps_mb = [(indices, None) for indices in ddp_buckets(gradients, [largest])], [largest / MIB]
-    return Tuning(
-        topology=topology,
-        links=links,
-        backward_s=max(ready_s, default=0.0),
-        buckets=[bucket_of(indices, option) for indices, option in cut],
-        caps_mb=caps_mb,
-    )
+    return [bucket_of(indices, option) for indices, option in cut], caps_mb
 
 
 def decide(bucket: Bucket, reason: str, option: int | None = None) -> Bucket:

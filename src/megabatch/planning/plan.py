@@ -26,6 +26,7 @@ from megabatch.planning.topology import Axis, SizeCounts, Topology
 
 Op = Literal["all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather"]
 CommDtype = Literal["fp32", "bf16", "fp16"]
+EngineSum = Literal["ring", "tree", "in_network"]  # engine.py
 Slice = tuple[int, int]  # elements [begin, end)
 
 BLOCK = 16  # elements: a cache line of fp32
@@ -34,6 +35,12 @@ PLACES: dict[Axis, str] = {
     "node": "in the node",
     "leaders": "among leaders",
     "inter_node": "between nodes",
+}
+
+ENGINE_SUMS: dict[EngineSum, str] = {
+    "ring": " by the engine's ring",
+    "tree": " by the engine's tree",
+    "in_network": " by the network's switches",
 }
 
 
@@ -54,9 +61,11 @@ class Phase(Struct, frozen=True):
     op: Op
     axis: Axis
     dtype: CommDtype
+    engine: EngineSum | None = None  # the engine's own sum, which rounds to the dtype at every hop
 
     def __str__(self) -> str:
-        return f"{self.op} {PLACES[self.axis]}" + ("" if self.dtype == "fp32" else f" in {self.dtype}")
+        dtype = "" if self.dtype == "fp32" else f" in {self.dtype}"
+        return f"{self.op} {PLACES[self.axis]}{dtype}{ENGINE_SUMS[self.engine] if self.engine else ''}"
 
 
 class Plan(Struct, frozen=True):
@@ -184,10 +193,11 @@ def error_bound(plan: Plan, num_ranks: int, magnitude: float, roundoff: float = 
     the dtype that travels, once per contribution and once for the result.  About 2w m, whatever p is, while a 16-bit
     ring that rounds at every hop has about p w m.  t matters for fp16 alone: contributions below 3e-8 vanish, so fp16
     wants a loss scale.  The bound holds while m is finite in that dtype (65,504 for fp16); beyond it every rank gets
-    inf or nan.
+    inf or nan.  The engine's own sum rounds to the dtype that travels after each of its p-1 additions, and each
+    contribution once: about p w m.
     """
-    rounded = [COMM_DTYPES[phase.dtype] for phase in plan.phases]
+    rounded = [(COMM_DTYPES[phase.dtype], num_ranks if phase.engine else 2) for phase in plan.phases]
     # Logarithms, since 1 + 2**-53 is 1 in float64.
-    growth = num_ranks * math.log1p(roundoff) + sum(2 * math.log1p(format.roundoff) for format in rounded)
-    underflow = (num_ranks + 1) * sum(format.underflow for format in rounded)
+    growth = num_ranks * math.log1p(roundoff) + sum(count * math.log1p(format.roundoff) for format, count in rounded)
+    underflow = (num_ranks + 1) * sum(format.underflow for format, _ in rounded)
     return math.expm1(growth) * magnitude + math.exp(growth) * underflow
