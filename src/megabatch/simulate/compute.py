@@ -1,0 +1,79 @@
+"""What a rank computes in a step: by a device's curve and the FLOPs of a workload, or as a profile has recorded it."""
+
+from megabatch.errors import UserError
+from megabatch.planning.backward import GradientDtype
+from megabatch.simulate.cluster import Cluster
+from megabatch.simulate.device import Curve, FittedCurve, fit_curve
+from megabatch.simulate.step import Compute
+from megabatch.simulate.workload import Workload, load_workload, timed_backward
+
+GRADIENTS: dict[str, GradientDtype] = {"fp32": "fp32", "fp64": "fp64", "fp16": "fp16", "bf16": "bf16", "amp": "fp32"}
+CURVES = {"amp": "fp16"}  # autocast computes in 16 bits
+OPTIMIZER_BYTES = {"fp16": 16, "bf16": 16}  # weights, gradients, fp32 copies of both, momentum; of a parameter
+OPTIMIZER_BYTES_FP32 = 12
+
+
+def default_precision(cluster: Cluster) -> str:
+    """16 bits, where the cluster has a curve for them."""
+    curves = cluster.device.curves
+    return next((name for name in ("fp16", "bf16") if name in curves), next(iter(curves)))
+
+
+def find_curve(cluster: Cluster, precision: str, model: str) -> Curve:
+    """That of the model, or of ResNet-50, or of whatever was measured."""
+    curves = cluster.device.curves.get(CURVES.get(precision, precision))
+    if not curves:
+        known = ", ".join(cluster.device.curves)
+        raise UserError(
+            f"precision.name={precision!r}: {cluster.name} has no throughput of {cluster.device.name} in it, "
+            f"only in {known}; nearest: precision.name={default_precision(cluster)}"
+        )
+    by_model = {curve.model: curve for curve in curves}
+    return by_model.get(model.removesuffix("_bn")) or by_model.get("resnet50") or curves[0]
+
+
+def fit_device(cluster: Cluster, precision: str, workload: Workload) -> FittedCurve:
+    """Seconds of one microbatch, forward and backward, as a function of its images."""
+    curve = find_curve(cluster, precision, workload.model)
+    fitted = fit_curve(curve, cluster.device.variant)
+    measured = load_workload(curve.model)
+    flops, flops_measured = (w.forward_flops + w.backward_flops for w in (workload, measured))
+    # Every layer has its launches, every FLOP its time.
+    fixed_s = fitted.fixed_s * len(workload.layers) / len(measured.layers)
+    return FittedCurve(fixed_s, fitted.per_image_s * flops / flops_measured, fitted.spread)
+
+
+def compute_by_curve(
+    workload: Workload, cluster: Cluster, precision: str, microbatch: float, accumulation: int = 1
+) -> Compute:
+    fitted = fit_device(cluster, precision, workload)
+    seconds = fitted.seconds(microbatch)
+    backward_share = workload.backward_flops / (workload.forward_flops + workload.backward_flops)
+    backward_s = backward_share * seconds
+    fixed_s = backward_share * fitted.fixed_s
+    return Compute(
+        forward_s=seconds - backward_s,
+        backward=timed_backward(workload, backward_s, fixed_s, GRADIENTS[precision]),
+        backward_s=backward_s,
+        accumulation=accumulation,
+        spread=fitted.spread,
+    )
+
+
+def memory_bytes(workload: Workload, precision: str, microbatch: float) -> float:
+    """Of one rank, beside the data set and the framework."""
+    num_bytes = 2 if precision in ("fp16", "bf16", "amp") else 8 if precision == "fp64" else 4
+    a_parameter = OPTIMIZER_BYTES.get(precision, OPTIMIZER_BYTES_FP32 * (2 if precision == "fp64" else 1))
+    return workload.num_parameters * a_parameter + microbatch * workload.activation_bytes(num_bytes)
+
+
+def require_memory(workload: Workload, cluster: Cluster, precision: str, microbatch: int) -> None:
+    needed, available = memory_bytes(workload, precision, microbatch), cluster.device.memory_gb * 1e9
+    if needed > available:
+        fixed = memory_bytes(workload, precision, 0)
+        fitting = int(max(0.0, available - fixed) / (needed - fixed) * microbatch)
+        remedy = f"nearest: {fitting} images in a microbatch" if fitting else "no batch fits"
+        raise UserError(
+            f"{microbatch} images of {workload.model} in {precision} need {needed / 1e9:,.1f} GB, and "
+            f"{cluster.device.name} has {cluster.device.memory_gb:g}; {remedy}"
+        )

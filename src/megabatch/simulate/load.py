@@ -1,0 +1,139 @@
+"""Reads cluster files: presets by name, one's own by path, with `section.key=value` overrides.
+
+A file may start from another (`base = "dgx-a100"`), and then says only what differs.  A device may be that of a file in
+devices/ (`device.like = "a100-mxnet"`), so that clusters share its points.
+"""
+
+import math
+import tomllib
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megabatch.errors import UserError, nearest
+from megabatch.simulate.cluster import Cluster
+
+FOLDER = resources.files("megabatch.simulate")
+MAX_BASES = 8
+ABSURD = 1e12  # no number in a cluster file is as large
+
+Tables = dict[str, Any]
+
+
+def preset_names() -> list[str]:
+    return sorted(entry.name.removesuffix(".toml") for entry in (FOLDER / "clusters").iterdir())
+
+
+def is_preset(name: str) -> bool:
+    return name in preset_names()
+
+
+def load_cluster(name: str, overrides: Sequence[str] = ()) -> Cluster:
+    """A preset's name or a TOML file."""
+    tables = with_device(read_cluster(name))
+    for override in overrides:
+        apply(tables, override, name)
+    tables.setdefault("name", Path(name).stem)
+    try:
+        cluster = msgspec.convert(tables, Cluster)
+    except msgspec.ValidationError as error:
+        raise error.__cause__ if isinstance(error.__cause__, UserError) else UserError(f"{name}: {error}") from None
+    return cluster
+
+
+def read_cluster(name: str, depth: int = 0) -> Tables:
+    if is_preset(name):
+        tables = parse((FOLDER / "clusters" / f"{name}.toml").read_text(), name)
+    elif Path(name).suffix == ".toml":
+        try:
+            tables = parse(Path(name).read_text(), name)
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--cluster {name}: cannot be read ({error})") from None
+    else:
+        known = preset_names()
+        raise UserError(
+            f"--cluster {name!r} is none of {', '.join(known)}, nor a .toml file; nearest: --cluster {nearest(name, known)}"
+        )
+    base = tables.pop("base", None)
+    if base is None:
+        return tables
+    if depth == MAX_BASES:
+        raise UserError(f"{name}: base={base!r} leads to more than {MAX_BASES} files; is it a circle?")
+    return merged(read_cluster(str(base), depth + 1), tables)
+
+
+def parse(text: str, name: str) -> Tables:
+    try:
+        tables = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise UserError(f"{name} is not TOML: {error}") from None
+    for key, value in numbers(tables):
+        require_sane(key, value)
+    return tables
+
+
+def numbers(tables: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
+    if isinstance(tables, dict):
+        for name, value in tables.items():
+            yield from numbers(value, f"{prefix}.{name}" if prefix else name)
+    elif isinstance(tables, list):
+        for value in tables:
+            yield from numbers(value, prefix)
+    elif isinstance(tables, int | float) and not isinstance(tables, bool):
+        yield prefix, tables
+
+
+def require_sane(key: str, value: float) -> None:
+    if not math.isfinite(value) or abs(value) > ABSURD:
+        raise UserError(f"{key}={value:g} is not a number that a cluster can have; give a finite one")
+
+
+def merged(below: Tables, above: Tables) -> Tables:
+    """Tables are merged, everything else is replaced."""
+    result = dict(below)
+    for name, value in above.items():
+        both = isinstance(value, dict) and isinstance(result.get(name), dict)
+        result[name] = merged(result[name], value) if both else value
+    return result
+
+
+def with_device(tables: Tables) -> Tables:
+    device = tables.get("device")
+    like = device.pop("like", None) if isinstance(device, dict) else None
+    if like is None:
+        return tables
+    known = [entry.name.removesuffix(".toml") for entry in (FOLDER / "devices").iterdir()]
+    if like not in known:
+        raise UserError(f"device.like={like!r} is none of {', '.join(sorted(known))}")
+    shared = parse((FOLDER / "devices" / f"{like}.toml").read_text(), like)
+    return merged(shared, tables)
+
+
+def apply(tables: Tables, override: str, name: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals:
+        raise UserError(f"{override!r} is not an override; expected section.key=value, such as network.gbps=400")
+    known = list(keys_of(Cluster))
+    if key not in known:
+        raise UserError(f"{key}={text}: a cluster has no {key}; nearest: {nearest(key, known)}")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except (tomllib.TOMLDecodeError, RecursionError):
+        value = text
+    for _, number in numbers(value):
+        require_sane(key, number)
+    section, _, last = key.rpartition(".")
+    tables.setdefault(section, {})[last] = value
+    tables.setdefault("sources", {})[key] = "given with the command"
+
+
+def keys_of(section: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
+    """Dotted names of everything that can be overridden."""
+    for member in msgspec.structs.fields(section):
+        if isinstance(member.type, type) and issubclass(member.type, msgspec.Struct):
+            yield from keys_of(member.type, f"{prefix}{member.encode_name}.")
+        else:
+            yield prefix + member.encode_name

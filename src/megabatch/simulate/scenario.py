@@ -1,0 +1,182 @@
+"""A training that might be run, and what the simulator says of it.
+
+An interval comes with every prediction.  Each input that is not known well (the device's speed, bandwidths, latencies,
+jitter) is taken once at its low and once at its high end, while the others stay.  They are independent, so the squares
+of what a step thereby gains or loses add up.  Buckets and plans stay as they were chosen.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from megabatch.planning.tuning import Bucket
+from megabatch.simulate.cluster import Cluster
+from megabatch.simulate.compute import compute_by_curve
+from megabatch.simulate.step import Compute, Exchange, Step, run_step, simulate_step
+from megabatch.simulate.training import RunLength, Training, train_for
+from megabatch.simulate.workload import Workload
+
+DEVIATIONS = 1.64  # of a device's spread: nine machines in ten
+
+
+class Scenario(Struct, frozen=True, kw_only=True):
+    workload: Workload
+    cluster: Cluster
+    num_ranks: int
+    batch_per_rank: int
+    accumulation: int = 1  # microbatches, in which a rank takes its batch
+    precision: str
+    exchange: Exchange = Exchange()
+    length: RunLength | None = None
+
+    @property
+    def global_batch(self) -> int:
+        return self.num_ranks * self.batch_per_rank
+
+    @property
+    def microbatch(self) -> float:
+        return self.batch_per_rank / self.accumulation
+
+    @property
+    def compute(self) -> Compute:
+        return compute_by_curve(self.workload, self.cluster, self.precision, self.microbatch, self.accumulation)
+
+
+class Simulated(Struct, frozen=True, kw_only=True):
+    scenario: Scenario
+    step: Step
+    low_step_s: float
+    high_step_s: float
+    training: Training | None
+
+    @property
+    def images_per_s(self) -> float:
+        return self.scenario.global_batch / self.step.total_s
+
+    @property
+    def low_images_per_s(self) -> float:
+        return self.scenario.global_batch / self.high_step_s
+
+    @property
+    def high_images_per_s(self) -> float:
+        return self.scenario.global_batch / self.low_step_s
+
+    @property
+    def efficiency(self) -> float:
+        """Of as many ranks that would wait for nobody."""
+        return self.step.computing_s / self.step.total_s
+
+    @property
+    def minutes(self) -> float | None:
+        return self.training.total_s / 60 if self.training else None
+
+    @property
+    def plan(self) -> str:
+        """As 'torus/fp16 (3 buckets, 51.1 MB)'."""
+        return describe_plan(self.step.buckets)
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "ranks": self.scenario.num_ranks,
+            "batch_per_rank": self.scenario.batch_per_rank,
+            "batch": self.scenario.global_batch,
+            "step_s": self.step.total_s,
+            "low_step_s": self.low_step_s,
+            "high_step_s": self.high_step_s,
+            "images_per_s": self.images_per_s,
+            "low_images_per_s": self.low_images_per_s,
+            "high_images_per_s": self.high_images_per_s,
+            "efficiency": self.efficiency,
+            "forward_s": self.step.forward_s,
+            "backward_s": self.step.backward_s,
+            "update_s": self.step.update_s,
+            "exposed_s": self.step.exposed_s,
+            "jitter_s": self.step.jitter_s,
+            "all_reduce_s": self.step.all_reduce_s,
+            "minutes": self.minutes,
+            "usd": self.training.usd if self.training else None,
+            "plan": self.plan,
+        }
+
+
+def simulate(scenario: Scenario) -> Simulated:
+    compute, cluster = scenario.compute, scenario.cluster
+    step = simulate_step(compute, cluster, scenario.num_ranks, scenario.exchange)
+    low_s, high_s = interval(compute, cluster, scenario, step)
+    training = None
+    if scenario.length:
+        num_batches = math.ceil(scenario.length.test_images / scenario.global_batch)
+        evaluation_s = num_batches * step.forward_s
+        training = train_for(scenario.length, step.total_s, evaluation_s, scenario.num_ranks, cluster)
+    return Simulated(scenario=scenario, step=step, low_step_s=low_s, high_step_s=high_s, training=training)
+
+
+def interval(compute: Compute, cluster: Cluster, scenario: Scenario, step: Step) -> tuple[float, float]:
+    """The shortest and the longest step that are to be expected."""
+    shape = cluster.shape(scenario.num_ranks)
+    given = cluster.uncertainty
+    device = math.hypot(DEVIATIONS * compute.spread, given.device)
+
+    def total_s(of_compute: Compute, of_cluster: Cluster) -> float:
+        return run_step(of_compute, of_cluster, shape, scenario.exchange, step.buckets).total_s
+
+    ends = [(total_s(slower(compute, 1 / (1 + device)), cluster), total_s(slower(compute, 1 + device), cluster))]
+    for change, factor in (
+        (with_bandwidth, given.bandwidth),
+        (with_latency, 1 / given.latency),
+        (with_jitter, 1 / given.jitter),
+    ):
+        ends.append((total_s(compute, change(cluster, factor)), total_s(compute, change(cluster, 1 / factor))))
+    sooner_s = math.hypot(*(max(0.0, step.total_s - low_s) for low_s, _ in ends))
+    later_s = math.hypot(*(max(0.0, high_s - step.total_s) for _, high_s in ends))
+    return max(step.total_s - sooner_s, step.total_s / 2), step.total_s + later_s
+
+
+def slower(compute: Compute, factor: float) -> Compute:
+    backward = compute.backward
+    return compute._replace(
+        forward_s=factor * compute.forward_s,
+        backward_s=factor * compute.backward_s,
+        update_s=factor * compute.update_s,
+        backward=backward._replace(ready_s=[factor * ready_s for ready_s in backward.ready_s]),
+    )
+
+
+def with_bandwidth(cluster: Cluster, factor: float) -> Cluster:
+    node, network = cluster.node, cluster.network
+    return replace(
+        cluster,
+        node=replace(node, gb_per_s=factor * node.gb_per_s),
+        network=replace(network, gbps=factor * network.gbps),
+    )
+
+
+def with_latency(cluster: Cluster, factor: float) -> Cluster:
+    node, network, engine = cluster.node, cluster.network, cluster.engine
+    return replace(
+        cluster,
+        node=replace(node, alpha_us=factor * node.alpha_us),
+        network=replace(network, alpha_us=factor * network.alpha_us, switch_alpha_us=factor * network.switch_alpha_us),
+        engine=replace(engine, base_us=factor * engine.base_us, coordinate_us=factor * engine.coordinate_us),
+    )
+
+
+def with_jitter(cluster: Cluster, factor: float) -> Cluster:
+    jitter = cluster.jitter
+    return replace(
+        cluster,
+        jitter=replace(jitter, noise=factor * jitter.noise, stalls_per_step=factor * jitter.stalls_per_step),
+    )
+
+
+def describe_plan(buckets: Sequence[Bucket]) -> str:
+    if not buckets:
+        return "nothing to all-reduce"
+    names = "+".join(dict.fromkeys(bucket.plan.name for bucket in buckets))
+    megabytes = sum(bucket.num_bytes for bucket in buckets) / 1e6
+    return f"{names}, {len(buckets)} bucket{'s' * (len(buckets) > 1)}, {megabytes:.1f} MB"

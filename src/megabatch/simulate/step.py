@@ -1,0 +1,160 @@
+"""One step of training as events, in seconds.
+
+    forward and backward of every microbatch, the last backward yielding gradients layer by layer
+    buckets of gradients through node and network, in order, as in pipeline.py
+    what of that is not hidden under backward is exposed; then the update, which the device's t0 holds
+    and all of it once more for the slowest rank (jitter.py)
+
+`overlap` says how gradients are cut:
+    none    one bucket, after backward: nothing is hidden
+    layer   a bucket for each gradient, as soon as it is ready
+    fused   the buckets that end communication soonest (merging.py), or all of the size that is given
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from msgspec import Struct
+
+from megabatch.errors import UserError
+from megabatch.planning.algorithms import ALGORITHMS
+from megabatch.planning.backward import RecordedBackward
+from megabatch.planning.choosing import choose_buckets, price
+from megabatch.planning.engine import engine_plans, price_engine
+from megabatch.planning.pipeline import Costs, exposed_s, pass_through
+from megabatch.planning.plan import CommDtype, Plan
+from megabatch.planning.topology import ClusterShape
+from megabatch.planning.tuning import Bucket
+from megabatch.simulate.cluster import Cluster
+from megabatch.simulate.jitter import jitter_s
+
+Overlap = Literal["auto", "none", "layer", "fused"]
+OVERLAPS: tuple[Overlap, ...] = ("auto", "none", "layer", "fused")
+ENGINE_ALGORITHMS = ("ring", "tree", "in_network")
+WHOLE_MB, NOTHING_MB = 1e9, 0.0  # thresholds: everything in one bucket, every gradient alone
+
+
+class Compute(NamedTuple):
+    """What one rank computes in a step."""
+
+    forward_s: float  # of one microbatch
+    backward: RecordedBackward  # of one microbatch
+    backward_s: float
+    accumulation: int = 1  # microbatches
+    update_s: float = 0.0  # where it is not part of the others
+    spread: float = 0.0  # relative: how well these are known
+
+    @property
+    def total_s(self) -> float:
+        return self.accumulation * (self.forward_s + self.backward_s) + self.update_s
+
+
+class Exchange(NamedTuple):
+    """How gradients are all-reduced."""
+
+    dtype: CommDtype = "fp32"
+    algorithm: str = "auto"
+    overlap: Overlap = "auto"
+    bucket_mb: float | None = None
+
+
+class Step(Struct, frozen=True, kw_only=True):
+    """Where the seconds of a step go."""
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+    exposed_s: float  # all-reduces that are not hidden under backward
+    jitter_s: float  # waiting for the slowest rank
+    all_reduce_s: float  # of all buckets, hidden or not
+    buckets: list[Bucket]
+
+    @property
+    def computing_s(self) -> float:
+        return self.forward_s + self.backward_s + self.update_s
+
+    @property
+    def total_s(self) -> float:
+        return self.computing_s + self.exposed_s + self.jitter_s
+
+
+def simulate_step(compute: Compute, cluster: Cluster, num_ranks: int, exchange: Exchange) -> Step:
+    """With the buckets and plans that end it soonest."""
+    shape = cluster.shape(num_ranks)
+    return run_step(compute, cluster, shape, exchange, choose_exchange(compute, cluster, shape, exchange))
+
+
+def choose_exchange(compute: Compute, cluster: Cluster, shape: ClusterShape, exchange: Exchange) -> list[Bucket]:
+    if shape.num_ranks == 1:
+        return []
+    backward = compute.backward
+    bucket_mb = exchange.bucket_mb
+    match exchange.overlap:
+        case "none":
+            backward = backward._replace(ready_s=[compute.backward_s] * len(backward.ready_s))
+            bucket_mb = WHOLE_MB
+        case "layer":
+            bucket_mb = NOTHING_MB
+    plans = candidates(cluster, shape, exchange)
+    forced = "" if exchange.algorithm == "auto" else f"--algorithm {exchange.algorithm}"
+    prices = Prices(cluster, shape, exchange.dtype)
+    return choose_buckets(backward, plans, prices.of, bucket_mb=bucket_mb, forced=forced)[0]
+
+
+def candidates(cluster: Cluster, shape: ClusterShape, exchange: Exchange) -> list[Plan]:
+    """Ours, and the engine's own.  flat is whatever has all ranks in one group."""
+    algorithm, dtype = exchange.algorithm, exchange.dtype
+    # The engine's ring is what our flat plan calls where nothing is rounded.
+    names = [name for name in ALGORITHMS if algorithm in ("auto", name) and (name, dtype) != ("flat", "fp32")]
+    ours = [plan for name in names if (plan := ALGORITHMS[name](shape, dtype)) and plan.phases]
+    sums = [kind for kind in cluster.engine_sums if algorithm in ("auto", "flat", kind)]
+    plans = [*engine_plans(shape, dtype, sums), *ours]
+    if not plans:
+        raise UserError(
+            f"--algorithm {algorithm} does not apply to {shape.num_ranks} ranks of {cluster.name}: "
+            f"{'its nodes are unequal' if algorithm == 'torus' else 'its engine has no such all-reduce'}; "
+            "nearest: --algorithm auto"
+        )
+    return list({plan.phases: plan for plan in plans}.values())  # on one node, ours are the same
+
+
+class Prices:
+    """Of plans on a cluster of some shape."""
+
+    def __init__(self, cluster: Cluster, shape: ClusterShape, dtype: CommDtype) -> None:
+        self.shape, self.engine, self.links = shape, cluster.collectives, cluster.links(shape, dtype)
+
+    def of(self, plan: Plan, num_elements: int, element_bytes: int) -> Costs:
+        if any(phase.engine for phase in plan.phases):
+            return price_engine(plan, self.shape, self.engine, num_elements, element_bytes)
+        costs = price(plan, self.shape, self.links, num_elements, element_bytes)
+        base_s, network = self.engine.base_s, plan.network  # of each phase's collective
+        if not costs.crosses:
+            return costs._replace(before_s=costs.before_s + base_s * len(plan.phases))
+        return Costs(
+            costs.before_s + base_s * network.start,
+            costs.crossing_s + base_s * (network.stop - network.start),
+            costs.after_s + base_s * (len(plan.phases) - network.stop),
+            crosses=True,
+        )
+
+
+def run_step(
+    compute: Compute, cluster: Cluster, shape: ClusterShape, exchange: Exchange, buckets: Sequence[Bucket]
+) -> Step:
+    """With buckets and plans that were chosen, perhaps for links that are not quite these."""
+    prices = Prices(cluster, shape, exchange.dtype)
+    costs = [prices.of(bucket.plan, bucket.num_elements, bucket.element_bytes) for bucket in buckets]
+    ready = {name: ready_s for name, ready_s in zip(compute.backward.names, compute.backward.ready_s, strict=True)}
+    is_hidden = exchange.overlap != "none"
+    ready_s = [max(ready[name] for name in b.gradients) if is_hidden else compute.backward_s for b in buckets]
+    passages = pass_through(ready_s, costs)
+    return Step(
+        forward_s=compute.accumulation * compute.forward_s,
+        backward_s=compute.accumulation * compute.backward_s,
+        update_s=compute.update_s,
+        exposed_s=exposed_s(passages, compute.backward_s) if passages else 0.0,
+        jitter_s=jitter_s(cluster.jitter, shape.num_ranks, compute.total_s),
+        all_reduce_s=sum(sum(cost[:3]) for cost in costs),
+        buckets=list(buckets),
+    )
