@@ -1,0 +1,120 @@
+"""What a network computes for one image and which gradients it makes, layer by layer, without a device or a run.
+
+F_l, B_l: FLOPs of layer l forward and backward, a multiply-add being two.  Products alone are counted (convolutions,
+linear layers), as is usual.  Backward has one for each factor that needs a gradient: B_l = 2 F_l, or F_l in the first
+layer, whose input needs none.
+
+A backward pass of T seconds, t0 of which it takes whatever the batch (launches), comes past layer l of L after
+    ready_l = sum over k from the last layer to l of  t0 / L + (T - t0) B_k / sum(B).
+What is elementwise (BatchNorm, ReLU) takes memory's time and not arithmetic's; here it goes with the products around it.
+
+`preflight/count.py` counts a network; those that the simulator is held against are stored, at 224 pixels and with 1,000
+classes (`tools/count_workloads.py`).
+"""
+
+from importlib import resources
+
+import msgspec
+from msgspec import Struct
+
+from megabatch.errors import UserError, nearest
+from megabatch.planning.backward import ELEMENT_BYTES, Gradient, GradientDtype, RecordedBackward
+
+FOLDER = resources.files("megabatch.simulate") / "workloads"
+STORED = ("resnet50", "alexnet", "alexnet_bn")
+
+
+class Layer(Struct, frozen=True, kw_only=True):
+    """A module that has parameters, or in which something is multiplied."""
+
+    name: str
+    forward_flops: float  # of one image
+    backward_flops: float
+    parameters: dict[str, int]  # elements of each that is trained, by its name in the network, as registered
+    scales_with_area: bool  # its FLOPs, if images are larger
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Backward does not come past what is frozen, up to the first layer that is trained."""
+        return bool(self.backward_flops or self.parameters)
+
+
+class Workload(Struct, frozen=True, kw_only=True):
+    model: str
+    image_size: int
+    num_classes: int
+    layers: list[Layer]  # in the order of forward
+    activation_elements: int  # numbers of one image that are kept for backward
+    index_bytes: int  # kept beside them, whatever the precision: where a max-pool's maxima are, labels
+    buffer_elements: int  # BatchNorm's statistics: averaged over ranks every step
+    takes_any_size: bool  # the same parameters for images of another size
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(sum(layer.parameters.values()) for layer in self.layers)
+
+    @property
+    def forward_flops(self) -> float:
+        return sum(layer.forward_flops for layer in self.layers)
+
+    @property
+    def backward_flops(self) -> float:
+        return sum(layer.backward_flops for layer in self.layers)
+
+    def activation_bytes(self, element_bytes: int) -> int:
+        """Of one image."""
+        return element_bytes * self.activation_elements + self.index_bytes
+
+
+def load_workload(model: str) -> Workload:
+    if model not in STORED:
+        raise UserError(
+            f"the workload of model {model!r} is not stored ({', '.join(STORED)} are); nearest: {nearest(model, STORED)}"
+        )
+    return msgspec.json.decode((FOLDER / f"{model}.json").read_bytes(), type=Workload)
+
+
+def scaled(workload: Workload, image_size: int) -> Workload:
+    """For square images of another size: what convolutions compute and what is kept grow with the area.
+
+    Exact where every layer divides its input evenly, as ResNets do for multiples of 32 pixels.
+    """
+    if not workload.takes_any_size and image_size != workload.image_size:
+        raise UserError(
+            f"image_size={image_size}: {workload.model} was counted for {workload.image_size} pixels, and has other "
+            f"parameters, or does not run, at other sizes; nearest: image_size={workload.image_size}"
+        )
+    area = (image_size / workload.image_size) ** 2
+    return msgspec.structs.replace(
+        workload,
+        image_size=image_size,
+        layers=[scaled_layer(layer, area) if layer.scales_with_area else layer for layer in workload.layers],
+        activation_elements=round(area * workload.activation_elements),
+        index_bytes=round(area * workload.index_bytes),
+    )
+
+
+def scaled_layer(layer: Layer, area: float) -> Layer:
+    return msgspec.structs.replace(
+        layer, forward_flops=area * layer.forward_flops, backward_flops=area * layer.backward_flops
+    )
+
+
+def timed_backward(
+    workload: Workload, backward_s: float, fixed_s: float = 0.0, dtype: GradientDtype = "fp32"
+) -> RecordedBackward:
+    """A backward pass of so many seconds, `fixed_s` of them shared evenly by the layers, and the others by FLOPs."""
+    assert 0 <= fixed_s <= backward_s, f"{fixed_s} s of {backward_s} s"
+    layers = [layer for layer in reversed(workload.layers) if layer.is_in_backward]
+    each_s, per_flop_s = fixed_s / len(layers), (backward_s - fixed_s) / workload.backward_flops
+    names: list[str] = []
+    gradients: list[Gradient] = []
+    ready_s: list[float] = []
+    past_s = 0.0
+    for layer in layers:
+        past_s += each_s + per_flop_s * layer.backward_flops
+        for name, num_elements in reversed(layer.parameters.items()):
+            names.append(name)
+            gradients.append(Gradient(num_elements * ELEMENT_BYTES[dtype], dtype))
+            ready_s.append(past_s)
+    return RecordedBackward(names, gradients, ready_s)
