@@ -18,6 +18,7 @@ from megabatch.cli import (
     recipes,
     runs,
     show,
+    simulate,
     study,
     train,
 )
@@ -33,6 +34,7 @@ app = typer.Typer(
 app.command()(train.train)
 app.command()(show.show)
 app.command()(plan.plan)
+app.command()(simulate.simulate)
 app.command()(recipes.recipes)
 app.command(name="eval")(evaluate.evaluate)
 app.command()(predict.predict)

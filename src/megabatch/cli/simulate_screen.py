@@ -1,0 +1,333 @@
+"""What `megabatch simulate` prints: tables, where a step goes, and what would change it."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megabatch.cli.plan import reasons
+from megabatch.planning.tuning import Bucket
+from megabatch.simulate.cluster import Cluster
+from megabatch.simulate.compute import GRADIENTS
+from megabatch.simulate.job import Job
+from megabatch.simulate.scenario import Simulated
+from megabatch.simulate.step import Step
+from megabatch.simulate.training import Training
+from megabatch.simulate.whatif import Search, Variant, changes, losses
+
+BAR = 64  # characters
+WIDE = 100  # columns, from which a table has room
+MOST_BUCKETS = 8  # that are listed one by one
+MATTERS = 0.05  # interruptions that are expected
+
+
+def print_report(
+    job: Job, cluster: Cluster, results: Sequence[Simulated], remarks: Sequence[str], search: Search | None, within: str
+) -> None:
+    console = begin(job, cluster, remarks)
+    if search:
+        console.print(f"[bold]{escape(answer(search, within))}[/bold]\n")
+    console.print(main_table(console, results))
+    largest = max(results, key=lambda result: result.scenario.num_ranks)
+    print_plan(console, largest)
+    print_step(console, largest)
+    print_changes(console, largest)
+    if largest.training:
+        print_faults(console, largest.training)
+    print_assumed(console, cluster)
+
+
+def begin(job: Job, cluster: Cluster, remarks: Sequence[str]) -> Console:
+    """What is simulated, and what to know of it."""
+    console = Console(highlight=False)
+    workload, device = job.workload, cluster.device
+    model = f"{workload.model} at {workload.image_size} pixels in {job.precision}"
+    name = f"{job.name}: " if job.name != workload.model else ""
+    console.print(f"\n{escape(name + model)} on {escape(cluster.name)} ({escape(device.name)}, {escape(device.stack)})")
+    for remark in remarks:
+        console.print(f"note: {escape(remark)}")
+    console.print()
+    return console
+
+
+def print_assumed(console: Console, cluster: Cluster) -> None:
+    """What no source gives."""
+    assumed = [key for key, source in cluster.sources.items() if source.startswith("assumed")]
+    if assumed:
+        console.print(f"\nassumed, since no source gives them: {escape(', '.join(assumed))}")
+
+
+def new_table(console: Console) -> Table:
+    gap = 2 if console.width >= WIDE else 1
+    return Table(box=None, pad_edge=False, header_style="bold", padding=(0, gap, 0, 0))
+
+
+def in_lines(heading: str) -> str:
+    """Narrow, as the numbers below it."""
+    return heading.replace(" ", "\n").replace("-", "-\n").replace("/fp", "\n/fp").replace("/bf", "\n/bf")
+
+
+def main_table(console: Console, results: Sequence[Simulated]) -> Table:
+    table = new_table(console)
+    has_end, has_price = (any(map(each, results)) for each in (training_of, usd_of))
+    columns = ["ranks", "batch", "step ms", "images/s", "interval", "effi-ciency", "exposed ms"]
+    columns += ["minutes", "rank-hours"] * has_end + ["USD"] * has_price
+    for column in columns:
+        table.add_column(in_lines(column), justify="right", vertical="bottom", no_wrap=True)
+    for result in results:
+        step, num_ranks = result.step, result.scenario.num_ranks
+        row = [
+            f"{num_ranks:,}",
+            f"{result.scenario.global_batch:,}",
+            milliseconds(step.total_s),
+            f"{result.images_per_s:,.0f}",
+            interval(result),
+            percent(result.efficiency),
+            milliseconds(step.exposed_s),
+        ]
+        if has_end:
+            row += [figures(result.minutes), figures(result.rank_hours)]
+        if has_price:
+            row.append(figures(usd_of(result)))
+        table.add_row(*row)
+    return table
+
+
+def print_plan(console: Console, result: Simulated) -> None:
+    buckets = result.step.buckets
+    console.print(f"\n[bold]all-reduce at {result.scenario.num_ranks:,} ranks[/bold] {escape(result.plan)}")
+    if not buckets:
+        return
+    travelling = GRADIENTS[result.scenario.precision]
+    if result.scenario.exchange.dtype == "fp32" and travelling != "fp32":
+        console.print(f"fp32 in the name of a plan says that gradients travel as they are: in {travelling}")
+    if len(buckets) > MOST_BUCKETS:
+        for plan in dict.fromkeys(bucket.plan for bucket in buckets):
+            sizes = [bucket.num_bytes for bucket in buckets if bucket.plan == plan]
+            plural = "s" * (len(sizes) > 1)
+            console.print(f"{len(sizes)} bucket{plural}, {sum(sizes) / 1e6:,.1f} MB: {escape(str(plan))}")
+        return
+    console.print(buckets_table(console, buckets))
+    for reason, indices in reasons(buckets).items():
+        console.print(f"bucket{'s' * (len(indices) > 1)} {', '.join(map(str, indices))}: {escape(reason)}")
+
+
+def buckets_table(console: Console, buckets: Sequence[Bucket]) -> Table:
+    """With the price of every plan, that of the chosen one bold."""
+    table = new_table(console)
+    names = [candidate.plan.name for candidate in buckets[0].candidates]
+    for column in ("bucket", "tensors", "MB", "ready ms", *(f"{name} ms" for name in names)):
+        table.add_column(in_lines(column), justify="right", vertical="bottom", no_wrap=True)
+    table.add_column("last tensor", vertical="bottom", overflow="fold")
+    for index, bucket in enumerate(buckets):
+        prices = [milliseconds(candidate.predicted_s) for candidate in bucket.candidates]
+        prices[bucket.chosen] = f"[bold]{prices[bucket.chosen]}[/bold]"
+        table.add_row(
+            str(index),
+            str(len(bucket.gradients)),
+            f"{bucket.num_bytes / 1e6:,.2f}",
+            milliseconds(bucket.ready_s),
+            *prices,
+            escape(bucket.gradients[-1]),
+        )
+    return table
+
+
+def print_step(console: Console, result: Simulated) -> None:
+    step, lost = result.step, losses(result)
+    console.print(f"\n[bold]where a step of {milliseconds(step.total_s)} ms goes[/bold]")
+    console.print(bar(step))
+    hidden_s = max(0.0, step.all_reduce_s - step.exposed_s)
+    details = {
+        "exposed all-reduce": f"{milliseconds(hidden_s)} ms more are hidden under backward",
+        "jitter": "waiting for the slowest rank",
+    }
+    for mark, name, seconds in parts_of(step):
+        if seconds:
+            line = f"{mark} {name:<18} {milliseconds(seconds):>8} ms {100 * seconds / step.total_s:>5.1f} %"
+            console.print(f"{line}  {details.get(name, '')}".rstrip())
+    if lost.computing < 1:
+        console.print(
+            f"efficiency {100 * lost.computing:.1f} %: {100 * lost.latency:.1f} % go to latencies, "
+            f"{100 * lost.carrying:.1f} % to bytes on their way, {100 * lost.jitter:.1f} % to jitter"
+        )
+
+
+def parts_of(step: Step) -> list[tuple[str, str, float]]:
+    return [
+        ("█", "forward", step.forward_s),
+        ("▓", "backward", step.backward_s),
+        ("▒", "update", step.update_s),
+        ("░", "exposed all-reduce", step.exposed_s),
+        ("·", "jitter", step.jitter_s),
+    ]
+
+
+def bar(step: Step) -> str:
+    """As long as BAR; each part begins where those before it end."""
+    marks, past_s = "", 0.0
+    for mark, _, seconds in parts_of(step):
+        past_s += seconds
+        marks += mark * (round(BAR * past_s / step.total_s) - len(marks))
+    return marks
+
+
+def print_changes(console: Console, result: Simulated) -> None:
+    console.print(f"\n[bold]what one change would buy at {result.scenario.num_ranks:,} ranks[/bold]")
+    found = changes(result)
+    for change in found:
+        console.print(f"{change.gained:>+12,.0f} images/s {100 * change.share:>+6.1f} %  {escape(change.label)}")
+    if not found:
+        console.print("none of those that were tried gains half a percent")
+
+
+def print_faults(console: Console, training: Training) -> None:
+    if training.num_interruptions > MATTERS and training.checkpoint_minutes is not None:
+        console.print(
+            f"\n[bold]interruptions[/bold] {figures(training.num_interruptions)} expected; a checkpoint every "
+            f"{duration(training.checkpoint_minutes)} costs least (Young 1974, Daly 2006); "
+            f"checkpoints, repeated steps and restarts then take {duration(training.faults_s / 60)} of "
+            f"{duration(training.total_s / 60)}"
+        )
+
+
+def print_variants(
+    job: Job, cluster: Cluster, variants: Sequence[Variant], ranks: Sequence[int], remarks: Sequence[str]
+) -> None:
+    """Of each rank count, every variant; of algorithms, the best is marked."""
+    console = begin(job, cluster, remarks)
+    heading = next(iter(variants[0].varied))
+    marks_best = heading == "algorithm"
+    table = variants_table(
+        console, heading, ("step ms", "images/s", "interval", "effi-ciency", "exposed ms", "buck-ets")
+    )
+    table.add_column("plan, * best" if marks_best else "plan", vertical="bottom")
+    for num_ranks in dict.fromkeys(ranks):
+        found = [(variant, result) for variant in variants for result in variant.results_at(num_ranks)]
+        best = max((result for _, result in found), key=lambda result: result.images_per_s)
+        for variant, result in found:
+            table.add_row(
+                f"{num_ranks:,}" if result is found[0][1] else "",
+                shown(variant.varied[heading]),
+                milliseconds(result.step.total_s),
+                f"{result.images_per_s:,.0f}",
+                interval(result),
+                percent(result.efficiency),
+                milliseconds(result.step.exposed_s),
+                str(len(result.step.buckets)),
+                algorithms(result) + " *" * (result is best and marks_best),
+            )
+    console.print(table)
+    print_assumed(console, cluster)
+
+
+def print_ladder(
+    job: Job, cluster: Cluster, variants: Sequence[Variant], ranks: Sequence[int], remarks: Sequence[str]
+) -> None:
+    """Each line beside the one before, and beside the first."""
+    console = begin(job, cluster, remarks)
+    table = variants_table(
+        console, "improvement", ("step ms", "images/s", "effi-ciency", "x before", "x first", "buck-ets")
+    )
+    table.add_column("plan", vertical="bottom")
+    for num_ranks in dict.fromkeys(ranks):
+        found = [(variant, result) for variant in variants for result in variant.results_at(num_ranks)]
+        first = before = found[0][1]
+        for variant, result in found:
+            table.add_row(
+                f"{num_ranks:,}" if result is first else "",
+                escape(variant.label),
+                milliseconds(result.step.total_s),
+                f"{result.images_per_s:,.0f}",
+                percent(result.efficiency),
+                f"{result.images_per_s / before.images_per_s:.2f}",
+                f"{result.images_per_s / first.images_per_s:.2f}",
+                str(len(result.step.buckets)),
+                algorithms(result),
+            )
+            before = result
+    console.print(table)
+    print_assumed(console, cluster)
+
+
+def variants_table(console: Console, heading: str, columns: Sequence[str]) -> Table:
+    table = new_table(console)
+    table.add_column("ranks", justify="right", vertical="bottom")
+    table.add_column(heading.replace(".", ".\n"), vertical="bottom", no_wrap=True)
+    for column in columns:
+        table.add_column(in_lines(column), justify="right", vertical="bottom", no_wrap=True)
+    return table
+
+
+def algorithms(result: Simulated) -> str:
+    return "+".join(dict.fromkeys(bucket.plan.name.partition("/")[0] for bucket in result.step.buckets)) or "-"
+
+
+def shown(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else escape(str(value))
+
+
+def answer(search: Search, within: str) -> str:
+    if search.found:
+        return (
+            f"{nodes(search.found)} finish in {duration(search.found.minutes or 0.0)}: the fewest whole nodes that "
+            f"share the batch evenly and are done within {within}"
+        )
+    lost = losses(search.fastest)
+    waits = {
+        "latencies of the all-reduce": lost.latency,
+        "bytes of the all-reduce on their way": lost.carrying,
+        "jitter": lost.jitter,
+    }
+    limit = max(waits, key=lambda name: waits[name])
+    why = f"{limit} ({percent(waits[limit])} of a step), which more ranks make longer"
+    if search.fastest.scenario.num_ranks == search.most_ranks:
+        why = f"computing ({percent(lost.computing)} of a step), and no more ranks were tried"
+    return (
+        f"no cluster of this kind is done within {within}; the fastest that was tried, {nodes(search.fastest)}, takes "
+        f"{duration(search.fastest.minutes or 0.0)}, limited by {why}"
+    )
+
+
+def nodes(result: Simulated) -> str:
+    shape = result.scenario.cluster.shape(result.scenario.num_ranks)
+    count = shape.num_nodes
+    return f"{shape.num_ranks:,} ranks ({count:,} node{'s' * (count > 1)} of {shape.largest_node})"
+
+
+def training_of(result: Simulated) -> Training | None:
+    return result.training
+
+
+def usd_of(result: Simulated) -> float | None:
+    return result.training.usd if result.training else None
+
+
+def interval(result: Simulated) -> str:
+    """Of images/s, as -6 +5 %."""
+    low, high = (100 * (rate / result.images_per_s - 1) for rate in (result.low_images_per_s, result.high_images_per_s))
+    return f"{low:.0f} {high:+.0f} %"
+
+
+def milliseconds(seconds: float) -> str:
+    return figures(1e3 * seconds)
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def figures(value: float | None) -> str:
+    """About three of them: 0.042, 0.42, 7.31, 48.2, 1,204."""
+    if value is None:
+        return "-"
+    digits = next((digits for digits, bound in enumerate((100, 10, 1, 0.1)) if abs(value) >= bound), 3)
+    return f"{value:,.{digits}f}" if value else "0"
+
+
+def duration(minutes: float) -> str:
+    """In the unit that one would say."""
+    if minutes < 2:
+        return f"{figures(60 * minutes)} s"
+    return f"{figures(minutes)} minutes" if minutes < 120 else f"{figures(minutes / 60)} hours"
