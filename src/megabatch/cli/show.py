@@ -147,7 +147,7 @@ def answer(
 
 def expected_time(config: "RunConfig", num_ranks: int, cluster: str) -> str:
     """As `megabatch simulate` predicts it."""
-    from megabatch.cli.simulate_screen import duration, figures
+    from megabatch.cli.simulate_numbers import duration, figures
     from megabatch.preflight.job import job_of_recipe
     from megabatch.simulate.load import load_cluster
     from megabatch.simulate.scenario import simulate
@@ -161,8 +161,8 @@ def expected_time(config: "RunConfig", num_ranks: int, cluster: str) -> str:
     cost += f", {figures(result.training.usd)} USD" if result.training.usd is not None else ""
     assumed = "" if has_images else ", with as many images as ImageNet has"
     return (
-        f"about {duration(result.minutes)} ({duration(low)} to {duration(high)}) on {num_ranks:,} {there.device.name} of "
-        f"{there.name}, {cost}{assumed} (megabatch simulate says more)"
+        f"about {duration(result.minutes)} ({duration(low)} to {duration(high)}) on {num_ranks:,} {there.device.name} "
+        f"of {there.name}, {cost}{assumed} (megabatch simulate says more)"
     )
 
 

@@ -92,9 +92,9 @@ def simulate(
         raise UserError(f"--cluster is not given; one of {', '.join(preset_names())}, or a .toml file; {EXAMPLE}")
     if ranks is None and within is None:
         raise UserError(f"--ranks is not given; {EXAMPLE}")
-    counts = parse_ranks(ranks) if ranks else []
-    limit_s = parse_within(within) if within else None
-    swept = parse_sweep(sweep) if sweep else None
+    counts = parse_ranks(ranks) if ranks is not None else []
+    limit_s = parse_within(within) if within is not None else None
+    swept = parse_sweep(sweep) if sweep is not None else None
     there = load_cluster(cluster, of_cluster)
     job, recipe_batch, remarks = ask(subject, of_job, there, batch_per_rank, wire, algorithm, overlap)
 
@@ -140,7 +140,7 @@ def split_subject(given: Sequence[str] | None) -> tuple[str, list[str]]:
 
 
 def require_one_question(**asked: object) -> None:
-    given = [f"--{name}" for name, value in asked.items() if value]
+    given = [f"--{name}" for name, value in asked.items() if value not in (None, False)]
     if len(given) > 1:
         raise UserError(f"{' and '.join(given)} are different questions; ask one at a time")
 

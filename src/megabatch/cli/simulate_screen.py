@@ -7,6 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megabatch.cli.plan import reasons
+from megabatch.cli.simulate_numbers import algorithms, duration, figures, interval, milliseconds, nodes, percent
 from megabatch.planning.tuning import Bucket
 from megabatch.simulate.cluster import Cluster
 from megabatch.simulate.compute import GRADIENTS
@@ -117,7 +118,7 @@ def buckets_table(console: Console, buckets: Sequence[Bucket]) -> Table:
     """With the price of every plan, that of the chosen one bold."""
     table = new_table(console)
     names = [candidate.plan.name for candidate in buckets[0].candidates]
-    for column in ("bucket", "tensors", "MB", "ready ms", *(f"{name} ms" for name in names)):
+    for column in ("", "tensors", "MB", "ready ms", *(f"{name} ms" for name in names)):
         table.add_column(in_lines(column), justify="right", vertical="bottom", no_wrap=True)
     table.add_column("last tensor", vertical="bottom", overflow="fold")
     for index, bucket in enumerate(buckets):
@@ -140,7 +141,7 @@ def print_step(console: Console, result: Simulated) -> None:
     console.print(bar(step))
     hidden_s = max(0.0, step.all_reduce_s - step.exposed_s)
     details = {
-        "exposed all-reduce": f"{milliseconds(hidden_s)} ms more are hidden under backward",
+        "exposed all-reduce": f"{milliseconds(hidden_s)} ms more hidden under backward",
         "jitter": "waiting for the slowest rank",
     }
     for mark, name, seconds in parts_of(step):
@@ -149,8 +150,8 @@ def print_step(console: Console, result: Simulated) -> None:
             console.print(f"{line}  {details.get(name, '')}".rstrip())
     if lost.computing < 1:
         console.print(
-            f"efficiency {100 * lost.computing:.1f} %: {100 * lost.latency:.1f} % go to latencies, "
-            f"{100 * lost.carrying:.1f} % to bytes on their way, {100 * lost.jitter:.1f} % to jitter"
+            f"efficiency {percent(lost.computing)}: latencies take {percent(lost.latency)}, "
+            f"bytes on their way {percent(lost.carrying)}, jitter {percent(lost.jitter)}"
         )
 
 
@@ -260,10 +261,6 @@ def variants_table(console: Console, heading: str, columns: Sequence[str]) -> Ta
     return table
 
 
-def algorithms(result: Simulated) -> str:
-    return "+".join(dict.fromkeys(bucket.plan.name.partition("/")[0] for bucket in result.step.buckets)) or "-"
-
-
 def shown(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else escape(str(value))
 
@@ -290,44 +287,9 @@ def answer(search: Search, within: str) -> str:
     )
 
 
-def nodes(result: Simulated) -> str:
-    shape = result.scenario.cluster.shape(result.scenario.num_ranks)
-    count = shape.num_nodes
-    return f"{shape.num_ranks:,} ranks ({count:,} node{'s' * (count > 1)} of {shape.largest_node})"
-
-
 def training_of(result: Simulated) -> Training | None:
     return result.training
 
 
 def usd_of(result: Simulated) -> float | None:
     return result.training.usd if result.training else None
-
-
-def interval(result: Simulated) -> str:
-    """Of images/s, as -6 +5 %."""
-    low, high = (100 * (rate / result.images_per_s - 1) for rate in (result.low_images_per_s, result.high_images_per_s))
-    return f"{low:.0f} {high:+.0f} %"
-
-
-def milliseconds(seconds: float) -> str:
-    return figures(1e3 * seconds)
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
-
-def figures(value: float | None) -> str:
-    """About three of them: 0.042, 0.42, 7.31, 48.2, 1,204."""
-    if value is None:
-        return "-"
-    digits = next((digits for digits, bound in enumerate((100, 10, 1, 0.1)) if abs(value) >= bound), 3)
-    return f"{value:,.{digits}f}" if value else "0"
-
-
-def duration(minutes: float) -> str:
-    """In the unit that one would say."""
-    if minutes < 2:
-        return f"{figures(60 * minutes)} s"
-    return f"{figures(minutes)} minutes" if minutes < 120 else f"{figures(minutes / 60)} hours"

@@ -31,7 +31,7 @@ def parse_ranks(text: str) -> list[int]:
     """`8,64,512` as they stand; `8..2048` is 8, 16, 32, up to 2048."""
     ranks = [count for part in text.split(",") for count in parse_range(part.strip(), text)]
     if len(ranks) > MOST_VALUES:
-        raise UserError(f"--ranks {text} has {len(ranks):,} values, and a table at most {MOST_VALUES}; give fewer")
+        raise UserError(f"--ranks has {len(ranks):,} values, and a table at most {MOST_VALUES}; give fewer")
     return ranks
 
 
@@ -89,6 +89,14 @@ def is_number(text: str) -> bool:
     return math.isfinite(value) and abs(value) <= ABSURD
 
 
+def parse_number(text: str) -> int | float | str:
+    """What is no number stays text, for msgspec to refuse."""
+    if not is_number(text):
+        return text
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
 def numeric_keys(described: inspect.Type, prefix: str = "") -> Iterator[str]:
     """Dotted names of a cluster's numbers."""
     assert isinstance(described, inspect.StructType)
@@ -109,7 +117,7 @@ def is_of_cluster(key: str) -> bool:
     """Also where its section is misspelt or left out: load_cluster then says which one is nearest."""
     section, dot, _ = key.partition(".")
     if not dot:
-        return key in {known.rpartition(".")[2] for known in numeric_keys(inspect.type_info(Cluster))}
+        return key in SECTIONS | {known.rpartition(".")[2] for known in keys_of(Cluster)}
     return bool(get_close_matches(section, SECTIONS, n=1, cutoff=MISSPELT))
 
 
@@ -136,7 +144,7 @@ def parse_model_settings(overrides: Sequence[str]) -> ModelSettings:
                 f"{override}: of a model without a recipe one can give {', '.join(EXAMPLES)}; "
                 f"nearest: {nearest(key, EXAMPLES)}, or a recipe instead of the model"
             )
-        values[key] = text if key == "precision.name" else float(text) if is_number(text) else text
+        values[key] = text if key == "precision.name" else parse_number(text)
         try:
             msgspec.convert({key: values[key]}, ModelSettings)
         except msgspec.ValidationError as error:
