@@ -57,7 +57,9 @@ def fit_curve(curve: Curve, variant: str = "") -> FittedCurve:
     known = list(dict.fromkeys(point.variant for point in curve.points))
     if variant not in known:
         if variant and "" not in known:
-            raise UserError(f"device.variant={variant!r} is none of {', '.join(known)}; nearest: {nearest(variant, known)}")
+            raise UserError(
+                f"device.variant={variant!r} is none of {', '.join(known)}; nearest: {nearest(variant, known)}"
+            )
         variant = known[0] if not variant else ""
     shape = curve.fixed_images
     if shape is None:

@@ -130,11 +130,12 @@ class Prices:
 
     def __init__(self, cluster: Cluster, shape: ClusterShape, dtype: CommDtype) -> None:
         self.shape, self.engine, self.links = shape, cluster.collectives, cluster.links(shape, dtype)
+        self.in_parts = cluster.engine.in_parts
 
     def of(self, plan: Plan, num_elements: int, element_bytes: int) -> Costs:
         if any(phase.engine for phase in plan.phases):
             return price_engine(plan, self.shape, self.engine, num_elements, element_bytes)
-        costs = price(plan, self.shape, self.links, num_elements, element_bytes)
+        costs = price(plan, self.shape, self.links, num_elements, element_bytes, self.in_parts)
         base_s, network = self.engine.base_s, plan.network  # of each phase's collective
         if not costs.crosses:
             return costs._replace(before_s=costs.before_s + base_s * len(plan.phases))
