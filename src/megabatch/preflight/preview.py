@@ -21,6 +21,7 @@ from megabatch.planning.batch import StepPlan
 from megabatch.precision.master_weights import gradients_of
 from megabatch.precision.place import place_model
 from megabatch.preflight.compare import Findings, preflight
+from megabatch.preflight.count import kept_for_backward
 
 ASSUMED_CLASSES = 10  # of images that are not there
 ASSUMED_STEPS = 1000  # an epoch of them, by which learning rates can be drawn over epochs
@@ -132,24 +133,15 @@ def activation_bytes(config: RunConfig, model: nn.Module, image_shape: tuple[int
     tensors: dict[str, torch.Tensor] = {
         name: without_content.from_tensor(tensor) for name, tensor in model.state_dict(keep_vars=True).items()
     }
-    owned = {tensor.untyped_storage()._cdata for tensor in tensors.values()}
-    kept: dict[int, torch.UntypedStorage] = {}  # by storage: a tensor kept twice takes its bytes once
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in owned:
-            kept[storage._cdata] = storage
-        return tensor
-
     try:
         with (
             without_content,
             model_errors(config.model, (config.batch.microbatch, *image_shape)),
-            torch.autograd.graph.saved_tensors_hooks(keep, keep),
+            kept_for_backward(tensors.values()) as kept,
         ):
             images = torch.empty(config.batch.microbatch, *image_shape, dtype=config.precision.formats.model)
             labels = torch.empty(config.batch.microbatch, dtype=torch.int64)
             summed_loss(config.loss, functional_call(model, tensors, (images,)), labels)
     except (RuntimeError, NotImplementedError):  # a forward that looks at values
         return None
-    return sum(storage.nbytes() for storage in kept.values())
+    return sum(one.num_bytes for one in kept.values())

@@ -1,0 +1,194 @@
+"""What a network computes and keeps, counted on tensors without content: nothing is computed, and no memory taken.
+
+Forward FLOPs are torch's own count (`torch.utils.flop_counter`), by the module in which they occur.  Backward FLOPs are
+theirs once for each factor that needs a gradient.  (torch counts the weight gradient of a convolution in g groups g
+times over, and cannot tell in which module a backward pass is where branches meet.)
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.flop_counter import FlopCounterMode
+
+from megabatch.errors import UserError
+from megabatch.models.catalog import ModelSettings, build_model, model_errors
+from megabatch.models.layers import freeze
+from megabatch.models.loss import LossSettings, summed_loss
+from megabatch.simulate.workload import Layer, Workload
+
+IMAGES = 2  # counted together: a BatchNorm refuses to normalise one
+CLEARLY_MORE = 2.0  # times the FLOPs, at four times the area
+
+
+class Kept(NamedTuple):
+    tensor: torch.Tensor  # holds the storage, so that no other has its address
+    num_bytes: int  # of the storage
+
+
+class Work(NamedTuple):
+    """Of some images, forward."""
+
+    flops: dict[str, int]  # by module, its children's not included; in the order in which modules are called
+    input_needs_gradient: set[str]  # modules
+    kept: list[Kept]
+
+
+def count_workload(settings: ModelSettings, image_size: int, num_classes: int, num_channels: int = 3) -> Workload:
+    """UserError if the network does not run on tensors without content."""
+    with without_content(settings):
+        model = make(settings, image_size, num_classes, num_channels)
+        work = run(settings, model, IMAGES, (num_channels, image_size, image_size))
+        more_images = run(settings, model, 2 * IMAGES, (num_channels, image_size, image_size))
+    larger = count_larger(settings, model, image_size, num_classes, num_channels)
+    # What is kept for a batch, such as its mean in a BatchNorm, is no image's.
+    of_image = {
+        is_number: (kept_bytes(more_images.kept, is_number) - kept_bytes(work.kept, is_number)) // IMAGES
+        for is_number in (True, False)
+    }
+    return Workload(
+        model=settings.name,
+        image_size=image_size,
+        num_classes=num_classes,
+        layers=list_layers(model, work, larger),
+        activation_elements=of_image[True] // torch.float32.itemsize,
+        index_bytes=of_image[False],
+        buffer_elements=sum(tensor.numel() for tensor in moving_statistics(model)),
+        takes_any_size=larger is not None,
+    )
+
+
+@contextmanager
+def without_content(settings: ModelSettings) -> Iterator[None]:
+    try:
+        with FakeTensorMode():
+            yield
+    except (RuntimeError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            f"model.name={settings.name!r} cannot be counted without computing ({reason}); "
+            "measure it instead: megabatch profile RECIPE"
+        ) from error
+
+
+def make(settings: ModelSettings, image_size: int, num_classes: int, num_channels: int) -> nn.Module:
+    model = build_model(settings, 1, num_classes, num_channels, image_size)
+    return freeze(model, settings.freeze or [])
+
+
+def count_larger(
+    settings: ModelSettings, model: nn.Module, image_size: int, num_classes: int, num_channels: int
+) -> Work | None:
+    """With images of twice the height and width; None if that takes other parameters, or is refused."""
+    try:
+        with without_content(settings):
+            other = make(settings, 2 * image_size, num_classes, num_channels)
+            if shapes(other) != shapes(model):
+                return None
+            return run(settings, other, IMAGES, (num_channels, 2 * image_size, 2 * image_size))
+    except (UserError, ValueError):
+        return None
+
+
+def shapes(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def run(settings: ModelSettings, model: nn.Module, num_images: int, image_shape: tuple[int, ...]) -> Work:
+    called: dict[str, int] = {}
+    input_needs_gradient = set()
+
+    def note_call(name: str, inputs: tuple[object, ...]) -> None:
+        called[name] = 0
+        if any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs):
+            input_needs_gradient.add(name)
+
+    handles = [
+        module.register_forward_pre_hook(lambda _, inputs, name=name: note_call(name, inputs))
+        for name, module in model.named_modules()
+    ]
+    images, labels = torch.empty(num_images, *image_shape), torch.empty(num_images, dtype=torch.int64)
+    try:
+        with (
+            model_errors(settings, images.shape),
+            kept_for_backward([*model.parameters(), *model.buffers()]) as kept,
+            FlopCounterMode(display=False) as counter,
+        ):
+            summed_loss(LossSettings(), model(images), labels)
+    finally:
+        for handle in handles:
+            handle.remove()
+    counts = counter.get_flop_counts()
+
+    def flops_inside(name: str) -> int:
+        path = f"{type(model).__name__}.{name}" if name else type(model).__name__
+        return sum(counts[path].values()) if path in counts else 0
+
+    for name in called:
+        prefix = f"{name}." if name else ""
+        children = [child for child, _ in model.get_submodule(name).named_children()]
+        called[name] = flops_inside(name) - sum(flops_inside(prefix + child) for child in children)
+    return Work(called, input_needs_gradient, list(kept.values()))
+
+
+@contextmanager
+def kept_for_backward(owned: Iterable[torch.Tensor]) -> Iterator[dict[int, Kept]]:
+    """What autograd keeps in the block beside the tensors of the network.
+
+    By storage: a tensor that is kept twice takes its bytes once.
+    """
+    known = {tensor.untyped_storage()._cdata for tensor in owned}
+    kept: dict[int, Kept] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            kept[storage._cdata] = Kept(tensor, storage.nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, keep):
+        yield kept
+
+
+def kept_bytes(kept: Iterable[Kept], is_number: bool) -> int:
+    return sum(one.num_bytes for one in kept if one.tensor.is_floating_point() == is_number)
+
+
+def list_layers(model: nn.Module, work: Work, larger: Work | None) -> list[Layer]:
+    """Those with parameters or FLOPs.  What a module has that is never called is its parent's."""
+    trained: dict[str, dict[str, int]] = {name: {} for name in work.flops}
+    has_parameters = set()
+    for name, parameter in model.named_parameters():
+        owner = name.rpartition(".")[0]
+        while owner not in trained:
+            owner = owner.rpartition(".")[0]
+        has_parameters.add(owner)
+        if parameter.requires_grad:
+            trained[owner][name] = parameter.numel()
+    layers = []
+    for name, flops in work.flops.items():
+        if not flops and name not in has_parameters:
+            continue
+        by_weight = bool(trained[name]) if name in has_parameters else name in work.input_needs_gradient
+        num_factors = by_weight + (name in work.input_needs_gradient)
+        layers.append(
+            Layer(
+                name=name,
+                forward_flops=flops / IMAGES,
+                backward_flops=num_factors * flops / IMAGES,
+                parameters=trained[name],
+                scales_with_area=larger is not None and larger.flops[name] > CLEARLY_MORE * flops,
+            )
+        )
+    return layers
+
+
+def moving_statistics(model: nn.Module) -> list[torch.Tensor]:
+    """Of the normalisation layers that are trained."""
+    modules = [module for module in model.modules() if isinstance(module, _NormBase) and module.training]
+    buffers = [buffer for module in modules for buffer in (module.running_mean, module.running_var)]
+    return [buffer for buffer in buffers if buffer is not None]
