@@ -72,7 +72,8 @@ class OneSize(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         images = self.norm(images)
-        return self.head((images @ images).flatten(1))
+        logits: torch.Tensor = self.head((images @ images).flatten(1))
+        return logits
 
 
 class Peeks(nn.Module):
@@ -82,7 +83,8 @@ class Peeks(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         mean = images.mean((2, 3))
-        return self.head(mean if mean.max().item() > 0 else -mean)
+        logits: torch.Tensor = self.head(mean if mean.max().item() > 0 else -mean)
+        return logits
 
 
 def test_a_users_own_network_is_counted_and_one_for_a_single_size_is_marked() -> None:
@@ -96,5 +98,5 @@ def test_a_users_own_network_is_counted_and_one_for_a_single_size_is_marked() ->
 
 
 def test_a_network_that_looks_at_values_is_to_be_measured() -> None:
-    with pytest.raises(UserError, match="cannot be counted without computing .*megabatch profile"):
+    with pytest.raises(UserError, match=r"cannot be counted without computing .*megabatch profile"):
         count_workload(ModelSettings(name=f"{__name__}:Peeks"), 16, 10)

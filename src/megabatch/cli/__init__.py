@@ -15,6 +15,7 @@ from megabatch.cli import (
     pack,
     plan,
     predict,
+    profile,
     recipes,
     runs,
     show,
@@ -34,6 +35,7 @@ app = typer.Typer(
 app.command()(train.train)
 app.command()(show.show)
 app.command()(plan.plan)
+app.command()(profile.profile)
 app.command()(simulate.simulate)
 app.command()(recipes.recipes)
 app.command(name="eval")(evaluate.evaluate)

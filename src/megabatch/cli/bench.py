@@ -104,6 +104,37 @@ def planning(
 
 
 @app.command()
+def merging(
+    json: Json = None,
+    presets: Annotated[list[str] | None, typer.Option("--cluster", help="A preset; repeat for several.")] = None,
+) -> None:
+    """What a plan for each bucket gains over one plan and one threshold, simulated on the presets."""
+    bench = load_bench("merging")
+    require_folder_of(json)
+    bench.run(json, presets)
+
+
+@app.command()
+def simulator(
+    json: Json = None,
+    parts: Annotated[
+        list[str] | None, typer.Option("--part", help="here, published or paper; repeat for several. Default: all.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw predicted against measured to this SVG file.")] = None,
+    docs: Annotated[Path | None, typer.Option(help="Write the tables into this page.")] = None,
+    rounds: Annotated[int, typer.Option(min=3, help="Turns of each arm on this machine; the median counts.")] = 5,
+) -> None:
+    """What the simulator predicts beside what was measured: on this machine, on published clusters, in the paper."""
+    bench = load_bench("simulator")
+    for file in (json, plot):
+        require_folder_of(file)
+    for part in parts or ():
+        require_one_of("--part", part, bench.PARTS)
+    with speaking_for_ranks():
+        bench.run(parts or bench.PARTS, rounds, json, plot, docs)
+
+
+@app.command()
 def optimizer(
     json: Json = None,
     rounds: Annotated[int, typer.Option(min=3, help="Steps of each arm; the median counts.")] = 31,

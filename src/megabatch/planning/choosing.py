@@ -42,11 +42,16 @@ class Question(NamedTuple):
 
 
 def price(
-    plan: Plan, shape: ClusterShape, links: Mapping[Axis, Link], num_elements: int, element_bytes: int = 4
+    plan: Plan,
+    shape: ClusterShape,
+    links: Mapping[Axis, Link],
+    num_elements: int,
+    element_bytes: int = 4,
+    in_parts: bool = True,  # False: on streams of GPUs, which take a bucket as a whole
 ) -> Costs:
     """Of a bucket alone.  Its parts follow each other through node and network, so what a part does in the node is
     hidden under the crossing of another, but for the first and the last."""
-    parts = num_parts(plan, num_elements * element_bytes)
+    parts = num_parts(plan, num_elements * element_bytes) if in_parts else 1
     times_s = phase_seconds(plan, shape, -(-num_elements // parts), links, element_bytes)
     network = plan.network
     before_s, crossing_s, after_s = map(sum, (times_s[: network.start], times_s[network], times_s[network.stop :]))

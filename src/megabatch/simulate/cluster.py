@@ -68,6 +68,7 @@ class EngineSettings(Section, kw_only=True):
     base_us: NotNegative  # of one collective
     coordinate_us: NotNegative = 0.0  # for every rank and collective, where a coordinator asks all (Horovod)
     sums: tuple[EngineSum, ...] = ("ring",)
+    in_parts: bool = False  # our plans cut buckets and let their parts follow each other: on CPUs
 
 
 class Jitter(Section, kw_only=True):

@@ -16,7 +16,7 @@ from typing import Annotated, NamedTuple
 
 from msgspec import Meta, Struct
 
-from megabatch.errors import UserError
+from megabatch.errors import UserError, nearest
 
 SHAPES = [images / 4 for images in range(0, 4 * 120)]  # r, in images, that are tried
 LEAST_SPREAD = 0.02  # relative: nobody's machine is known better
@@ -53,11 +53,14 @@ class FittedCurve(NamedTuple):
 
 
 def fit_curve(curve: Curve, variant: str = "") -> FittedCurve:
-    """Of one variant; "" is the first point's."""
-    variant = variant or curve.points[0].variant
+    """Of one variant; "" is the first point's.  Points without a variant are of all."""
     known = list(dict.fromkeys(point.variant for point in curve.points))
     if variant not in known:
-        raise UserError(f"device.variant={variant!r} is none of {', '.join(map(repr, known))}")
+        if variant and "" not in known:
+            raise UserError(
+                f"device.variant={variant!r} is none of {', '.join(known)}; nearest: {nearest(variant, known)}"
+            )
+        variant = known[0] if not variant else ""
     shape = curve.fixed_images
     if shape is None:
         if len({point.batch for point in curve.points}) == 1:

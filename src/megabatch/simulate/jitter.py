@@ -13,4 +13,5 @@ from megabatch.simulate.cluster import Jitter
 
 def jitter_s(jitter: Jitter, num_ranks: int, computing_s: float) -> float:
     noise_s = computing_s * jitter.noise * math.sqrt(2 * math.log(num_ranks))
-    return noise_s + jitter.stall_ms / 1e3 * math.log1p(num_ranks * jitter.stalls_per_step)
+    others = num_ranks - 1  # for one's own stalls nobody waits
+    return noise_s + jitter.stall_ms / 1e3 * math.log1p(others * jitter.stalls_per_step)

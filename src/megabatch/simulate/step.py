@@ -95,21 +95,28 @@ def choose_exchange(compute: Compute, cluster: Cluster, shape: ClusterShape, exc
             bucket_mb = WHOLE_MB
         case "layer":
             bucket_mb = NOTHING_MB
-    plans = candidates(cluster, shape, exchange)
     forced = "" if exchange.algorithm == "auto" else f"--algorithm {exchange.algorithm}"
     prices = Prices(cluster, shape, exchange.dtype)
-    return choose_buckets(backward, plans, prices.of, bucket_mb=bucket_mb, forced=forced)[0]
+    choices = [
+        choose_buckets(backward, plans, prices.of, bucket_mb=bucket_mb, forced=forced)[0]
+        for plans in candidates(cluster, shape, exchange)
+    ]
+    return min(choices, key=lambda buckets: run_step(compute, cluster, shape, exchange, buckets).exposed_s)
 
 
-def candidates(cluster: Cluster, shape: ClusterShape, exchange: Exchange) -> list[Plan]:
-    """Ours, and the engine's own.  flat is whatever has all ranks in one group."""
+def candidates(cluster: Cluster, shape: ClusterShape, exchange: Exchange) -> list[list[Plan]]:
+    """The engine's own, and ours; flat is whatever has all ranks in one group.
+
+    A step takes its plans from one of the two: the engine's have the links of node and network to themselves, while
+    ours leave one to another bucket.
+    """
     algorithm, dtype = exchange.algorithm, exchange.dtype
     # The engine's ring is what our flat plan calls where nothing is rounded.
     names = [name for name in ALGORITHMS if algorithm in ("auto", name) and (name, dtype) != ("flat", "fp32")]
     ours = [plan for name in names if (plan := ALGORITHMS[name](shape, dtype)) and plan.phases]
     sums = [kind for kind in cluster.engine_sums if algorithm in ("auto", "flat", kind)]
-    plans = [*engine_plans(shape, dtype, sums), *ours]
-    if not plans:
+    groups = [plans for plans in (engine_plans(shape, dtype, sums), ours) if plans]
+    if not groups:
         reason = "its engine has no such all-reduce"
         if algorithm == "torus":
             reason = "its nodes are unequal"
@@ -119,7 +126,7 @@ def candidates(cluster: Cluster, shape: ClusterShape, exchange: Exchange) -> lis
             f"--algorithm {algorithm} does not apply to {shape.num_ranks} ranks of {cluster.name}: {reason}; "
             "nearest: --algorithm auto"
         )
-    return list({plan.phases: plan for plan in plans}.values())  # on one node, ours are the same
+    return [list({plan.phases: plan for plan in plans}.values()) for plans in groups]  # on one node, ours are one
 
 
 class Prices:
@@ -127,11 +134,12 @@ class Prices:
 
     def __init__(self, cluster: Cluster, shape: ClusterShape, dtype: CommDtype) -> None:
         self.shape, self.engine, self.links = shape, cluster.collectives, cluster.links(shape, dtype)
+        self.in_parts = cluster.engine.in_parts
 
     def of(self, plan: Plan, num_elements: int, element_bytes: int) -> Costs:
         if any(phase.engine for phase in plan.phases):
             return price_engine(plan, self.shape, self.engine, num_elements, element_bytes)
-        costs = price(plan, self.shape, self.links, num_elements, element_bytes)
+        costs = price(plan, self.shape, self.links, num_elements, element_bytes, self.in_parts)
         base_s, network = self.engine.base_s, plan.network  # of each phase's collective
         if not costs.crosses:
             return costs._replace(before_s=costs.before_s + base_s * len(plan.phases))

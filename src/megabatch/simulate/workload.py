@@ -6,7 +6,7 @@ layer, whose input needs none.
 
 A backward pass of T seconds, t0 of which it takes whatever the batch (launches), comes past layer l of L after
     ready_l = sum over k from the last layer to l of  t0 / L + (T - t0) B_k / sum(B).
-What is elementwise (BatchNorm, ReLU) takes memory's time and not arithmetic's; here it goes with the products around it.
+What is elementwise (BatchNorm, ReLU) is limited by memory and not by arithmetic; here it goes with the products.
 
 `preflight/count.py` counts a network; those that the simulator is held against are stored, at 224 pixels and with 1,000
 classes (`tools/count_workloads.py`).
@@ -69,7 +69,7 @@ class Workload(Struct, frozen=True, kw_only=True):
 def load_workload(model: str) -> Workload:
     if model not in STORED:
         raise UserError(
-            f"the workload of model {model!r} is not stored ({', '.join(STORED)} are); nearest: {nearest(model, STORED)}"
+            f"the workload of {model!r} is not stored ({', '.join(STORED)}); nearest: {nearest(model, STORED)}"
         )
     return msgspec.json.decode((FOLDER / f"{model}.json").read_bytes(), type=Workload)
 

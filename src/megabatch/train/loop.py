@@ -139,16 +139,23 @@ def update(run: Training, totals: StepTotals, step: int) -> bool:
     """Updates the master weights and copies them to the model; True if gradients overflowed, and nothing changed."""
     check_loss(run, totals.loss, step)
     set_learning_rate(run.optimizer, run.learning_rate(step))
-    overflowed = run.master_weights.load_gradients(run.loss_scale)  # as fp32, unscaled
+    overflowed = apply_gradients(run)
     if overflowed:
         check_scale(run, step)
         run.statistics.undo_step()
     else:
+        run.statistics.end_step(totals.statistics)
+    run.loss_scale.update(overflowed)
+    return overflowed
+
+
+def apply_gradients(run: Parts) -> bool:
+    """The optimizer's part of an update; True if gradients overflowed, and nothing changed."""
+    overflowed = run.master_weights.load_gradients(run.loss_scale)  # as fp32, unscaled
+    if not overflowed:
         clip_gradients(run.optimizer, run.clip_norm)
         run.optimizer.step()
         run.master_weights.copy_to_model()
-        run.statistics.end_step(totals.statistics)
-    run.loss_scale.update(overflowed)
     return overflowed
 
 

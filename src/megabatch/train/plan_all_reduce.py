@@ -2,21 +2,19 @@
 
 from megabatch.comm.tune import measure
 from megabatch.config.schema import RunConfig
-from megabatch.data.settings import DataSettings, SyntheticSettings
-from megabatch.data.sources import infer_shape, load_data_set
+from megabatch.data.sources import infer_shape
 from megabatch.planning.choosing import all_questions
 from megabatch.planning.tuning import Tuning
 from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.store import RankStore
+from megabatch.train.noise import noise_like
 from megabatch.train.prepare import prepare
 
 
 def plan_all_reduce(config: RunConfig, info: RankInfo, store: RankStore) -> Tuning:
     """On each rank; every candidate is measured, not only the close ones."""
-    shape = infer_shape(config.data)
-    noise = SyntheticSettings(train=shape.num_train, test=1, classes=shape.num_classes, channels=shape.num_channels)
-    images = DataSettings(source="synthetic", image_size=config.data.image_size, synthetic=noise)
-    with prepare(config, info, store, data=load_data_set(images)) as ready:
+    noise = noise_like(infer_shape(config.data), config.data.image_size)
+    with prepare(config, info, store, data=noise) as ready:
         gradients = ready.training.gradients
         tuning = gradients.plans.tuning
         assert tuning is not None

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -48,18 +48,33 @@ class WarmUpPass:
     labels: torch.Tensor
     parts: Parts
 
-    def run(self, model: nn.Module) -> Any:
-        """Forward and backward; returns when backward began.  Gradients stay, BatchNorm's statistics do not."""
+    def run(self, model: nn.Module) -> "Moments":
+        """Forward and backward.  Gradients stay, BatchNorm's statistics do not."""
+        device = self.parts.world.device
         buffers = [buffer.clone() for buffer in model.buffers()]
+        began = now(device)
+        loss = self.forward(model)
+        backward_began = now(device)
+        loss.backward()
+        ended = now(device)
+        for buffer, before in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+        return Moments(began, backward_began, ended)
+
+    def forward(self, model: nn.Module) -> torch.Tensor:
+        """The loss."""
         with model_errors(self.settings, self.images.shape):
             logits = model(self.parts.normalise(self.images))
         check_logits(self.settings, logits, (len(self.labels), len(self.parts.data.class_names)))
-        loss = self.parts.summed_loss(logits, self.labels.to(logits.device))
-        began = now(loss.device)
-        loss.backward()
-        for buffer, before in zip(model.buffers(), buffers, strict=True):
-            buffer.copy_(before)
-        return began
+        return self.parts.summed_loss(logits, self.labels.to(logits.device))
+
+
+class Moments(NamedTuple):
+    """Of a warm-up pass; `seconds_between` two of them."""
+
+    began: Any
+    backward_began: Any
+    ended: Any
 
 
 def record_backward(warm_up_pass: WarmUpPass, world: World) -> RecordedBackward:
@@ -68,7 +83,7 @@ def record_backward(warm_up_pass: WarmUpPass, world: World) -> RecordedBackward:
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for _ in range(1 if world.num_ranks == 1 else 2):  # what is not recorded has warmed up
         with recording(parameters) as moments:
-            began = warm_up_pass.run(model)
+            began = warm_up_pass.run(model).backward_began
     unused = [name for name in parameters if name not in moments]
     if unused:
         raise UserError(

@@ -1,0 +1,64 @@
+"""The profile command as a user meets it."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megabatch.cli import app
+from megabatch.errors import UserError
+from megabatch.simulate.profile import read_profile
+
+
+@pytest.fixture(autouse=True)
+def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+def profile(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megabatch", "profile", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+def test_a_profile_is_shown_and_written_where_it_says() -> None:
+    result = profile("smoke", "--seconds", "0", "--ranks", "1", "run.threads=1")
+    assert result.returncode == 0, result.stderr
+    assert "slowest layers" in result.stdout
+    assert "written to profile-smoke.json" in result.stdout
+    assert "--profile profile-smoke.json" in result.stdout
+    assert read_profile(Path("profile-smoke.json")).threads == 1
+
+
+def test_the_rank_that_is_timed_has_the_threads_of_one_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        "megabatch.cli.profile.start_ranks",
+        lambda arguments, num_ranks, files: started.append(
+            (num_ranks, tomllib.loads(files["recipe.toml"])["run"]["threads"])
+        ),
+    )
+    monkeypatch.setattr("megabatch.ranks.machine.usable_cores", lambda: frozenset(range(8)))
+    for words in (["--ranks", "1"], ["--ranks", "2"], ["--ranks", "4"], ["--ranks", "2", "run.threads=3"]):
+        assert CliRunner().invoke(app, ["profile", "smoke", *words], catch_exceptions=False).exit_code == 0
+    assert started == [(1, 8), (1, 4), (1, 2), (1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["nowhere"], "recipe 'nowhere' is neither"),
+        (["smoke", "batch.mikro=4"], r"there is no setting batch.mikro; nearest: batch.micro"),
+        (["smoke", "batch.micro=1"], r"batch.micro=1: .*nearest: batch.micro=4"),
+        (["smoke", "--json", "nowhere/p.json"], r"the folder .*nowhere does not exist"),
+        (["smoke", "--json", "."], "is a folder; give a file in it"),
+        (["smoke", "--ranks", "0"], "at least one rank"),
+        (["smoke", "data.source=python:0123"], "is of a run from Python"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_started(words: list[str], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        CliRunner().invoke(app, ["profile", *words], catch_exceptions=False)

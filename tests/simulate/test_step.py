@@ -1,0 +1,92 @@
+"""One step: what is hidden, what is exposed, and who waits."""
+
+import math
+from itertools import pairwise
+
+import pytest
+from msgspec.structs import replace
+
+from megabatch.errors import UserError
+from megabatch.simulate.cluster import Jitter
+from megabatch.simulate.compute import compute_by_curve
+from megabatch.simulate.jitter import jitter_s
+from megabatch.simulate.load import load_cluster, preset_names
+from megabatch.simulate.step import Compute, Exchange, simulate_step
+from megabatch.simulate.workload import load_workload
+
+RESNET = load_workload("resnet50")
+
+
+def compute(cluster_name: str, batch: int = 64, precision: str = "fp16") -> Compute:
+    return compute_by_curve(RESNET, load_cluster(cluster_name), precision, batch)
+
+
+def test_one_rank_waits_for_nobody() -> None:
+    step = simulate_step(compute("dgx-a100"), load_cluster("dgx-a100"), 1, Exchange())
+    assert step.buckets == [] and step.exposed_s == 0 and step.jitter_s == 0
+    assert step.total_s == pytest.approx(compute("dgx-a100").total_s)
+
+
+@pytest.mark.parametrize("name", ["dgx-a100", "hkbu-10gbe", "p40-roce100"])
+@pytest.mark.parametrize("ranks", [16, 128, 1024])
+def test_fused_buckets_expose_least(name: str, ranks: int) -> None:
+    cluster = load_cluster(name)
+    precision = next(iter(cluster.device.curves))
+    of_overlap = {
+        overlap: simulate_step(compute(name, precision=precision), cluster, ranks, Exchange(overlap=overlap))  # type: ignore[arg-type]
+        for overlap in ("none", "layer", "fused", "auto")
+    }
+    least_s = min(step.total_s for step in of_overlap.values())
+    assert of_overlap["fused"].total_s <= least_s * 1.002  # fewest buckets within a thousandth of the end
+    assert of_overlap["auto"] == of_overlap["fused"]
+    assert len(of_overlap["none"].buckets) == 1 and len(of_overlap["layer"].buckets) == 161
+
+
+def test_without_overlap_all_of_the_all_reduce_is_exposed() -> None:
+    cluster = load_cluster("dgx-a100")
+    step = simulate_step(compute("dgx-a100"), cluster, 64, Exchange(overlap="none"))
+    assert step.exposed_s == pytest.approx(step.all_reduce_s)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_chosen_algorithm_is_no_better_than_the_best(name: str) -> None:
+    cluster = load_cluster(name)
+    precision = next(iter(cluster.device.curves))
+    best = simulate_step(compute(name, precision=precision), cluster, 64, Exchange())
+    for algorithm in ("flat", "hierarchical", "torus", "ring"):
+        forced = simulate_step(compute(name, precision=precision), cluster, 64, Exchange(algorithm=algorithm))
+        assert best.total_s <= forced.total_s * 1.002
+        assert {bucket.plan.name.split("/")[0] for bucket in forced.buckets} <= {algorithm, "ring", "tree", "in_network"}
+
+
+def test_a_faster_network_never_makes_a_step_longer() -> None:
+    slow = load_cluster("hkbu-10gbe")
+    times_s = [
+        simulate_step(compute("hkbu-10gbe", precision="fp32"), cluster, 32, Exchange()).total_s
+        for gbps in (1, 10, 40, 400)
+        for cluster in [replace(slow, network=replace(slow.network, gbps=gbps))]
+    ]
+    assert all(later <= 1.002 * earlier for earlier, later in pairwise(times_s))
+
+
+def test_accumulation_hides_under_the_last_backward_alone() -> None:
+    cluster = load_cluster("hkbu-10gbe")
+    once, four = compute("hkbu-10gbe", precision="fp32"), compute("hkbu-10gbe", precision="fp32")._replace(accumulation=4)
+    steps = [simulate_step(one, cluster, 32, Exchange()) for one in (once, four)]
+    assert steps[0].exposed_s == pytest.approx(steps[1].exposed_s)
+    assert steps[1].forward_s == pytest.approx(4 * steps[0].forward_s)
+
+
+def test_torus_wants_equal_nodes() -> None:
+    with pytest.raises(UserError, match="unequal"):
+        simulate_step(compute("dgx-a100"), load_cluster("dgx-a100"), 20, Exchange(algorithm="torus"))
+    assert simulate_step(compute("dgx-a100"), load_cluster("dgx-a100"), 20, Exchange()).buckets
+
+
+def test_stalls_grow_with_ranks_and_noise_hardly_does() -> None:
+    noise, stalls = Jitter(noise=0.003), Jitter(stalls_per_step=1e-4, stall_ms=7)
+    assert jitter_s(noise, 1, 0.1) == 0
+    assert jitter_s(noise, 4096, 0.1) / jitter_s(noise, 64, 0.1) == pytest.approx(math.sqrt(2))
+    # While they are rare, as many stalls as ranks times probability, each of its mean length.
+    assert jitter_s(stalls, 8, 0.1) == pytest.approx(7e-4 * 7e-3, rel=1e-3)
+    assert jitter_s(stalls, 2048, 0.1) > 100 * jitter_s(stalls, 8, 0.1)
