@@ -76,7 +76,8 @@ def simulate(
     A model alone (resnet50) runs in the cluster's 16 bits; train.epochs=90 then gives it an end on ImageNet.
     """
     from megabatch.cli.simulate_output import draw, encode, require_output, write
-    from megabatch.cli.simulate_screen import print_ladder, print_report, print_variants
+    from megabatch.cli.simulate_screen import print_report
+    from megabatch.cli.simulate_variants import print_ladder, print_variants
     from megabatch.simulate import whatif
     from megabatch.simulate.job import notes, require_batch
     from megabatch.simulate.load import load_cluster, preset_names

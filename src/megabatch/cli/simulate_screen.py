@@ -1,4 +1,4 @@
-"""What `megabatch simulate` prints: tables, where a step goes, and what would change it."""
+"""What `megabatch simulate` prints: a table, the plan and why, where a step goes, and what would change it."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megabatch.cli.plan import reasons
-from megabatch.cli.simulate_numbers import algorithms, duration, figures, interval, milliseconds, nodes, percent
+from megabatch.cli.simulate_numbers import duration, figures, interval, milliseconds, nodes, percent
 from megabatch.planning.tuning import Bucket
 from megabatch.simulate.cluster import Cluster
 from megabatch.simulate.compute import GRADIENTS
@@ -15,7 +15,7 @@ from megabatch.simulate.job import Job
 from megabatch.simulate.scenario import Simulated
 from megabatch.simulate.step import Step
 from megabatch.simulate.training import Training
-from megabatch.simulate.whatif import Search, Variant, changes, losses
+from megabatch.simulate.whatif import Search, changes, exposed_by_algorithm, losses
 
 BAR = 64  # characters
 WIDE = 100  # columns, from which a table has room
@@ -97,12 +97,19 @@ def main_table(console: Console, results: Sequence[Simulated]) -> Table:
 
 def print_plan(console: Console, result: Simulated) -> None:
     buckets = result.step.buckets
-    console.print(f"\n[bold]all-reduce at {result.scenario.num_ranks:,} ranks[/bold] {escape(result.plan)}")
+    scenario = result.scenario
+    console.print(f"\n[bold]all-reduce at {scenario.num_ranks:,} ranks[/bold] {escape(result.plan)}")
     if not buckets:
         return
-    travelling = GRADIENTS[result.scenario.precision]
-    if result.scenario.exchange.dtype == "fp32" and travelling != "fp32":
+    travelling = GRADIENTS[scenario.precision]
+    if scenario.exchange.dtype == "fp32" and travelling != "fp32":
         console.print(f"fp32 in the name of a plan says that gradients travel as they are: in {travelling}")
+    if scenario.exchange.algorithm == "auto":
+        others = [f"{name} {milliseconds(exposed_s)}" for name, exposed_s in exposed_by_algorithm(scenario).items()]
+        console.print(
+            f"{milliseconds(result.step.exposed_s)} ms are exposed; with one algorithm for all buckets: "
+            f"{', '.join(others)}"
+        )
     if len(buckets) > MOST_BUCKETS:
         for plan in dict.fromkeys(bucket.plan for bucket in buckets):
             sizes = [bucket.num_bytes for bucket in buckets if bucket.plan == plan]
@@ -141,7 +148,7 @@ def print_step(console: Console, result: Simulated) -> None:
     console.print(bar(step))
     hidden_s = max(0.0, step.all_reduce_s - step.exposed_s)
     details = {
-        "exposed all-reduce": f"{milliseconds(hidden_s)} ms more hidden under backward",
+        "exposed all-reduce": f"{milliseconds(hidden_s)} ms more hidden under backward" if hidden_s else "",
         "jitter": "waiting for the slowest rank",
     }
     for mark, name, seconds in parts_of(step):
@@ -191,78 +198,6 @@ def print_faults(console: Console, training: Training) -> None:
             f"checkpoints, repeated steps and restarts then take {duration(training.faults_s / 60)} of "
             f"{duration(training.total_s / 60)}"
         )
-
-
-def print_variants(
-    job: Job, cluster: Cluster, variants: Sequence[Variant], ranks: Sequence[int], remarks: Sequence[str]
-) -> None:
-    """Of each rank count, every variant; of algorithms, the best is marked."""
-    console = begin(job, cluster, remarks)
-    heading = next(iter(variants[0].varied))
-    marks_best = heading == "algorithm"
-    table = variants_table(
-        console, heading, ("step ms", "images/s", "interval", "effi-ciency", "exposed ms", "buck-ets")
-    )
-    table.add_column("plan, * best" if marks_best else "plan", vertical="bottom")
-    for num_ranks in dict.fromkeys(ranks):
-        found = [(variant, result) for variant in variants for result in variant.results_at(num_ranks)]
-        best = max((result for _, result in found), key=lambda result: result.images_per_s)
-        for variant, result in found:
-            table.add_row(
-                f"{num_ranks:,}" if result is found[0][1] else "",
-                shown(variant.varied[heading]),
-                milliseconds(result.step.total_s),
-                f"{result.images_per_s:,.0f}",
-                interval(result),
-                percent(result.efficiency),
-                milliseconds(result.step.exposed_s),
-                str(len(result.step.buckets)),
-                algorithms(result) + " *" * (result is best and marks_best),
-            )
-    console.print(table)
-    print_assumed(console, cluster)
-
-
-def print_ladder(
-    job: Job, cluster: Cluster, variants: Sequence[Variant], ranks: Sequence[int], remarks: Sequence[str]
-) -> None:
-    """Each line beside the one before, and beside the first."""
-    console = begin(job, cluster, remarks)
-    table = variants_table(
-        console, "improvement", ("step ms", "images/s", "effi-ciency", "x before", "x first", "buck-ets")
-    )
-    table.add_column("plan", vertical="bottom")
-    for num_ranks in dict.fromkeys(ranks):
-        found = [(variant, result) for variant in variants for result in variant.results_at(num_ranks)]
-        first = before = found[0][1]
-        for variant, result in found:
-            table.add_row(
-                f"{num_ranks:,}" if result is first else "",
-                escape(variant.label),
-                milliseconds(result.step.total_s),
-                f"{result.images_per_s:,.0f}",
-                percent(result.efficiency),
-                f"{result.images_per_s / before.images_per_s:.2f}",
-                f"{result.images_per_s / first.images_per_s:.2f}",
-                str(len(result.step.buckets)),
-                algorithms(result),
-            )
-            before = result
-    console.print(table)
-    print_assumed(console, cluster)
-
-
-def variants_table(console: Console, heading: str, columns: Sequence[str]) -> Table:
-    table = new_table(console)
-    table.add_column("ranks", justify="right", vertical="bottom")
-    table.add_column(heading.replace(".", ".\n"), vertical="bottom", no_wrap=True)
-    for column in columns:
-        table.add_column(in_lines(column), justify="right", vertical="bottom", no_wrap=True)
-    return table
-
-
-def shown(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else escape(str(value))
 
 
 def answer(search: Search, within: str) -> str:

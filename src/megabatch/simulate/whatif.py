@@ -87,6 +87,17 @@ def applies(exchange: Exchange, cluster: Cluster, num_ranks: int) -> bool:
         return False
 
 
+def exposed_by_algorithm(scenario: Scenario) -> dict[str, float]:
+    """Seconds of a step that would be exposed if all buckets had one algorithm; the least first."""
+    exposed_s = {}
+    for algorithm in (*ENGINE_ALGORITHMS, *ALGORITHMS):
+        exchange = scenario.exchange._replace(algorithm=algorithm)
+        if algorithm != "flat" and applies(exchange, scenario.cluster, scenario.num_ranks):
+            step = simulate_step(scenario.compute, scenario.cluster, scenario.num_ranks, exchange)
+            exposed_s[algorithm] = step.exposed_s
+    return dict(sorted(exposed_s.items(), key=lambda found: found[1]))
+
+
 def ladder(job: Job, cluster: Cluster, ranks: Sequence[int]) -> list[Variant]:
     wide, narrow = ladder_precisions(cluster)
     rungs = [
