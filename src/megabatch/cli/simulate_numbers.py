@@ -28,7 +28,7 @@ def percent(share: float) -> str:
 
 
 def figures(value: float | None) -> str:
-    """About three of them: 0.042, 0.42, 7.31, 48.2, 1,204."""
+    """About three of them: 0.042, 0.421, 7.31, 48.2, 1,204."""
     if value is None:
         return "-"
     digits = next((digits for digits, bound in enumerate((100, 10, 1, 0.1)) if abs(value) >= bound), 3)

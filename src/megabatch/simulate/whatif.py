@@ -60,7 +60,8 @@ class Losses(NamedTuple):
 
 
 def run_all(job: Job, cluster: Cluster, ranks: Sequence[int]) -> list[Simulated]:
-    return [simulate(job.scenario(cluster, num_ranks)) for num_ranks in ranks]
+    scenarios = [job.scenario(cluster, num_ranks) for num_ranks in ranks]  # what is wrong with any is said at once
+    return [simulate(scenario) for scenario in scenarios]
 
 
 def compare(job: Job, cluster: Cluster, ranks: Sequence[int]) -> list[Variant]:
