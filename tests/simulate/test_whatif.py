@@ -104,7 +104,7 @@ def test_twice_the_batch_is_accumulated_where_the_device_has_no_room(has_room: b
     (doubled,) = (
         scenario
         for label, scenario in changed_scenarios(job("p40-roce100", 64).scenario(cluster, 8))
-        if label == "twice the batch: 128 images a rank"
+        if label == "twice the batch: 128 images a rank, 1,024 in all"
     )
     assert (doubled.batch_per_rank, doubled.accumulation) == (128, 1 if has_room else 2)
 
