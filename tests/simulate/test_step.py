@@ -56,7 +56,12 @@ def test_a_chosen_algorithm_is_no_better_than_the_best(name: str) -> None:
     for algorithm in ("flat", "hierarchical", "torus", "ring"):
         forced = simulate_step(compute(name, precision=precision), cluster, 64, Exchange(algorithm=algorithm))
         assert best.total_s <= forced.total_s * 1.002
-        assert {bucket.plan.name.split("/")[0] for bucket in forced.buckets} <= {algorithm, "ring", "tree", "in_network"}
+        assert {bucket.plan.name.split("/")[0] for bucket in forced.buckets} <= {
+            algorithm,
+            "ring",
+            "tree",
+            "in_network",
+        }
 
 
 def test_a_faster_network_never_makes_a_step_longer() -> None:
@@ -71,7 +76,10 @@ def test_a_faster_network_never_makes_a_step_longer() -> None:
 
 def test_accumulation_hides_under_the_last_backward_alone() -> None:
     cluster = load_cluster("hkbu-10gbe")
-    once, four = compute("hkbu-10gbe", precision="fp32"), compute("hkbu-10gbe", precision="fp32")._replace(accumulation=4)
+    once, four = (
+        compute("hkbu-10gbe", precision="fp32"),
+        compute("hkbu-10gbe", precision="fp32")._replace(accumulation=4),
+    )
     steps = [simulate_step(one, cluster, 32, Exchange()) for one in (once, four)]
     assert steps[0].exposed_s == pytest.approx(steps[1].exposed_s)
     assert steps[1].forward_s == pytest.approx(4 * steps[0].forward_s)

@@ -14,7 +14,8 @@ from msgspec.structs import replace
 
 from megabatch.planning.tuning import Bucket
 from megabatch.simulate.cluster import Cluster
-from megabatch.simulate.compute import compute_by_curve
+from megabatch.simulate.compute import compute_by_curve, compute_by_profile
+from megabatch.simulate.profile import Profile
 from megabatch.simulate.step import Compute, Exchange, Step, run_step, simulate_step
 from megabatch.simulate.training import RunLength, Training, train_for
 from megabatch.simulate.workload import Workload
@@ -31,6 +32,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
     precision: str
     exchange: Exchange = Exchange()
     length: RunLength | None = None
+    profile: Profile | None = None  # what a rank was recorded to take, instead of the cluster's curve
 
     @property
     def global_batch(self) -> int:
@@ -42,6 +44,8 @@ class Scenario(Struct, frozen=True, kw_only=True):
 
     @property
     def compute(self) -> Compute:
+        if self.profile:
+            return compute_by_profile(self.profile, self.microbatch, self.accumulation)
         return compute_by_curve(self.workload, self.cluster, self.precision, self.microbatch, self.accumulation)
 
 

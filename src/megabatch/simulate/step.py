@@ -153,7 +153,7 @@ def run_step(
     """With buckets and plans that were chosen, perhaps for links that are not quite these."""
     prices = Prices(cluster, shape, exchange.dtype)
     costs = [prices.of(bucket.plan, bucket.num_elements, bucket.element_bytes) for bucket in buckets]
-    ready = {name: ready_s for name, ready_s in zip(compute.backward.names, compute.backward.ready_s, strict=True)}
+    ready = dict(zip(compute.backward.names, compute.backward.ready_s, strict=True))
     is_hidden = exchange.overlap != "none"
     ready_s = [max(ready[name] for name in b.gradients) if is_hidden else compute.backward_s for b in buckets]
     passages = pass_through(ready_s, costs)
