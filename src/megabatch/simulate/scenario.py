@@ -49,6 +49,13 @@ class Scenario(Struct, frozen=True, kw_only=True):
         return compute_by_curve(self.workload, self.cluster, self.precision, self.microbatch, self.accumulation)
 
 
+    @property
+    def all_reduce(self) -> Exchange:
+        """With the dtype that really travels: 16-bit gradients have no other."""
+        dtype = self.compute.backward.gradients[0].dtype
+        return self.exchange._replace(dtype=dtype) if dtype in ("fp16", "bf16") else self.exchange
+
+
 class Simulated(Struct, frozen=True, kw_only=True):
     scenario: Scenario
     step: Step
@@ -110,7 +117,7 @@ class Simulated(Struct, frozen=True, kw_only=True):
 
 def simulate(scenario: Scenario) -> Simulated:
     compute, cluster = scenario.compute, scenario.cluster
-    step = simulate_step(compute, cluster, scenario.num_ranks, scenario.exchange)
+    step = simulate_step(compute, cluster, scenario.num_ranks, scenario.all_reduce)
     low_s, high_s = interval(compute, cluster, scenario, step)
     training = None
     if scenario.length:
@@ -122,12 +129,12 @@ def simulate(scenario: Scenario) -> Simulated:
 
 def interval(compute: Compute, cluster: Cluster, scenario: Scenario, step: Step) -> tuple[float, float]:
     """The shortest and the longest step that are to be expected."""
-    shape = cluster.shape(scenario.num_ranks)
+    shape, exchange = cluster.shape(scenario.num_ranks), scenario.all_reduce
     given = cluster.uncertainty
     device = math.hypot(DEVIATIONS * compute.spread, given.device)
 
     def total_s(of_compute: Compute, of_cluster: Cluster) -> float:
-        return run_step(of_compute, of_cluster, shape, scenario.exchange, step.buckets).total_s
+        return run_step(of_compute, of_cluster, shape, exchange, step.buckets).total_s
 
     ends = [(total_s(slower(compute, 1 / (1 + device)), cluster), total_s(slower(compute, 1 + device), cluster))]
     for change, factor in (
