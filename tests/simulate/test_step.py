@@ -85,6 +85,14 @@ def test_accumulation_hides_under_the_last_backward_alone() -> None:
     assert steps[1].forward_s == pytest.approx(4 * steps[0].forward_s)
 
 
+def test_a_step_waits_for_images_that_a_node_cannot_read_so_fast() -> None:
+    cluster = load_cluster("dgx-a100", ["input.images_per_s=8000"])
+    step = simulate_step(compute("dgx-a100"), cluster, 64, Exchange())
+    assert step.total_s == pytest.approx(8 * 64 / 8000) and step.input_s > 0
+    fast = simulate_step(compute("dgx-a100"), load_cluster("dgx-a100", ["input.images_per_s=80000"]), 64, Exchange())
+    assert fast.input_s == 0
+
+
 def test_torus_wants_equal_nodes() -> None:
     with pytest.raises(UserError, match="unequal"):
         simulate_step(compute("dgx-a100"), load_cluster("dgx-a100"), 20, Exchange(algorithm="torus"))

@@ -71,6 +71,10 @@ class EngineSettings(Section, frozen=True, kw_only=True):
     in_parts: bool = False  # our plans cut buckets and let their parts follow each other: on CPUs
 
 
+class Input(Section, frozen=True, kw_only=True):
+    images_per_s: NotNegative = 0.0  # that a node reads and decodes while it trains; 0: never waited for
+
+
 class Jitter(Section, frozen=True, kw_only=True):
     """Small noise of every rank, and rare stalls of a rank, for which all wait."""
 
@@ -105,6 +109,7 @@ class Cluster(Section, frozen=True, kw_only=True):
     node: Node
     network: Network
     engine: EngineSettings
+    input: Input = field(default_factory=Input)
     jitter: Jitter = field(default_factory=Jitter)
     faults: Faults = field(default_factory=Faults)
     price: Price = field(default_factory=Price)

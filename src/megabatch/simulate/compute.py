@@ -56,6 +56,7 @@ def compute_by_curve(
         forward_s=seconds - backward_s,
         backward=timed_backward(workload, backward_s, fixed_s, GRADIENTS[precision]),
         backward_s=backward_s,
+        num_images=accumulation * microbatch,
         accumulation=accumulation,
         spread=fitted.spread,
     )
@@ -66,6 +67,7 @@ def compute_by_profile(profile: Profile, microbatch: float, accumulation: int = 
         forward_s=profile.forward_s(microbatch),
         backward=profile.backward(microbatch),
         backward_s=profile.backward_s(microbatch),
+        num_images=accumulation * microbatch,
         accumulation=accumulation,
         update_s=profile.update_s,
     )

@@ -108,6 +108,7 @@ class Simulated(Struct, frozen=True, kw_only=True):
             "update_s": self.step.update_s,
             "exposed_s": self.step.exposed_s,
             "jitter_s": self.step.jitter_s,
+            "input_s": self.step.input_s,
             "all_reduce_s": self.step.all_reduce_s,
             "minutes": self.minutes,
             "usd": self.training.usd if self.training else None,
