@@ -19,6 +19,7 @@ from megabatch.cli import (
     recipes,
     runs,
     show,
+    simulate,
     study,
     train,
 )
@@ -35,6 +36,7 @@ app.command()(train.train)
 app.command()(show.show)
 app.command()(plan.plan)
 app.command()(profile.profile)
+app.command()(simulate.simulate)
 app.command()(recipes.recipes)
 app.command(name="eval")(evaluate.evaluate)
 app.command()(predict.predict)

@@ -170,9 +170,9 @@ def input_pipelines(
     bench.run(source, sets or bench.SETS, image_size, batch, images, rounds, workers, json)
 
 
-def require_folder_of(json: Path | None) -> None:
-    if json and not json.absolute().parent.is_dir():
-        raise UserError(f"--json {json}: the folder {json.absolute().parent} does not exist; make it first")
+def require_folder_of(path: Path | None, option: str = "--json") -> None:
+    if path and not path.absolute().parent.is_dir():
+        raise UserError(f"{option} {path}: the folder {path.absolute().parent} does not exist; make it first")
 
 
 def load_bench(name: str) -> Any:

@@ -20,6 +20,15 @@ Ranks = Annotated[
     int | None,
     typer.Option(help="Ranks to run on. Default: one per GPU, or per core, as far as they divide the microbatches."),
 ]
+ClusterOption = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="NAME|FILE",
+        help="Say what time to expect on this cluster: one of megabatch simulate's.",
+        show_default=False,
+    ),
+]
 
 
 def split_arguments(arguments: Sequence[str] | None, default: str = DEFAULT_RECIPE) -> tuple[str, list[str]]:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megabatch.cli.overrides import Arguments, Ranks, split_arguments_or_run
+from megabatch.cli.overrides import Arguments, ClusterOption, Ranks, split_arguments_or_run
 from megabatch.cli.ranks import choose_ranks, count_devices
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ def show(
     ranks: Ranks = None,
     toml: Annotated[bool, typer.Option("--toml", help="Print the recipe alone, as a file to start from.")] = False,
     parameters: Annotated[bool, typer.Option("--parameters", help="List every parameter of the model.")] = False,
+    cluster: ClusterOption = None,
 ) -> None:
     """Show what a recipe resolves to: how to start it, its settings, batch, learning rates, parameter groups, memory.
 
@@ -38,7 +39,8 @@ def show(
         print(config.to_toml(), end="")
         return
     num_ranks = choose_ranks(config, ranks)
-    print_preview(config, num_ranks, [recipe, *overrides], needs_images=False, lists_parameters=parameters)
+    time = expected_time(config, num_ranks, cluster) if cluster else ""
+    print_preview(config, num_ranks, [recipe, *overrides], needs_images=False, lists_parameters=parameters, time=time)
 
 
 def print_preview(
@@ -47,6 +49,7 @@ def print_preview(
     arguments: Sequence[str],  # of the `megabatch train` that would run it
     needs_images: bool = True,
     lists_parameters: bool = False,
+    time: str = "",  # that is expected on some cluster
 ) -> None:
     from rich.console import Console
     from rich.markup import escape
@@ -68,7 +71,7 @@ def print_preview(
         console.print(f"\n[bold]{text}[/bold]")
 
     title("start")
-    for name, text in answer(config, seen, arguments, here).items():
+    for name, text in answer(config, seen, arguments, here, time).items():
         console.print(f"{name:<9} {escape(text)}")
     title("recipe")
     console.print(Syntax(config.to_toml().strip(), "toml", background_color="default"))
@@ -102,7 +105,9 @@ def print_preview(
         console.print(f"warning    {escape(line)}")
 
 
-def answer(config: "RunConfig", seen: "Preview", arguments: Sequence[str], here: "Devices") -> dict[str, str]:
+def answer(
+    config: "RunConfig", seen: "Preview", arguments: Sequence[str], here: "Devices", time: str = ""
+) -> dict[str, str]:
     """What whoever has the machines wants to know first."""
     from megabatch.preflight.commands import start_commands
     from megabatch.preflight.preview import ASSUMED_CLASSES
@@ -125,18 +130,40 @@ def answer(config: "RunConfig", seen: "Preview", arguments: Sequence[str], here:
     if seen.has_images:
         images = plan.num_steps * plan.global_batch
         lines["an epoch"] = f"{plan.num_samples:,} images, {1 / plan.epochs_after(1):,.1f} steps"
-        lines["time"] = (
-            f"{plan.num_steps:,} steps, {images:,} images; how long that takes is not known before it was run "
-            "(megabatch doctor measures images/s)"
+        unknown = (
+            "how long that takes is not known before it was run (megabatch doctor measures images/s; "
+            "--cluster says what to expect)"
         )
+        lines["time"] = f"{plan.num_steps:,} steps, {images:,} images; {time or unknown}"
     else:
         source = f"data.source={config.data.source!r} is not there" if config.data.source else "data.source is not set"
         lines["missing"] = (
             f"{source}: give data.source=FOLDER, with a folder of images for each class; "
             f"until then {ASSUMED_CLASSES} classes are assumed, and steps are not known"
         )
-        lines["time"] = "not known before it was run"
+        lines["time"] = time or "not known before it was run"
     return lines
+
+
+def expected_time(config: "RunConfig", num_ranks: int, cluster: str) -> str:
+    """As `megabatch simulate` predicts it."""
+    from megabatch.cli.simulate_numbers import duration, figures
+    from megabatch.preflight.job import job_of_recipe
+    from megabatch.simulate.load import load_cluster
+    from megabatch.simulate.scenario import simulate
+
+    job, has_images = job_of_recipe(config)
+    there = load_cluster(cluster)
+    result = simulate(job.scenario(there, num_ranks))
+    assert result.training and result.minutes is not None and result.rank_hours is not None
+    low, high = (result.minutes * step_s / result.step.total_s for step_s in (result.low_step_s, result.high_step_s))
+    cost = f"{figures(result.rank_hours)} rank-hours"
+    cost += f", {figures(result.training.usd)} USD" if result.training.usd is not None else ""
+    assumed = "" if has_images else ", with as many images as ImageNet has"
+    return (
+        f"about {duration(result.minutes)} ({duration(low)} to {duration(high)}) on {num_ranks:,} {there.device.name} "
+        f"of {there.name}, {cost}{assumed} (megabatch simulate says more)"
+    )
 
 
 def describe_steps(config: "RunConfig", seen: "Preview") -> str:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from megabatch.cli.overrides import DEFAULT_RECIPE, Arguments, Ranks, split_arguments
+from megabatch.cli.overrides import DEFAULT_RECIPE, Arguments, ClusterOption, Ranks, split_arguments
 from megabatch.cli.ranks import be_a_rank, choose_ranks, start_ranks
 from megabatch.errors import UserError
 from megabatch.runs.files import CONFIG
@@ -33,6 +33,7 @@ def train(
     strict: Annotated[
         bool, typer.Option("--strict", help="Refuse a recipe that lies outside what is known to converge.")
     ] = False,
+    cluster: ClusterOption = None,
 ) -> None:
     """Train a recipe to its end.
 
@@ -40,7 +41,7 @@ def train(
 
     Under torchrun, srun or mpiexec it joins the ranks that they have started.
     """
-    from megabatch.cli.show import print_preview
+    from megabatch.cli.show import expected_time, print_preview
     from megabatch.config.loading import load_config, print_to_stderr, silent
     from megabatch.config.recipes import recipe_names
     from megabatch.config.schema import RunConfig
@@ -60,13 +61,17 @@ def train(
             require_known(config, infer_shape(config.data).num_train)
         return config
 
+    if cluster and not dry_run:
+        raise UserError(f"--cluster {cluster} says what time to expect, and trains nothing; add --dry-run")
     info = discover()
     if info and not dry_run:
         be_a_rank(info, lambda store: run(resolve(), info, resume, store, retune))
     config = resolve()
     if dry_run:
         arguments = [*(given or [DEFAULT_RECIPE]), *(["--resume", resume] if resume != "auto" else [])]
-        print_preview(config, info.num_ranks if info else choose_ranks(config, ranks), arguments)
+        num_ranks = info.num_ranks if info else choose_ranks(config, ranks)
+        time = expected_time(config, num_ranks, cluster) if cluster else ""
+        print_preview(config, num_ranks, arguments, time=time)
     else:
         num_ranks = choose_ranks(config, ranks)
         # What ranks would refuse is said at once; and a folder is indexed before they all want it.

@@ -5,6 +5,7 @@ file in devices/ (`device.like = "a100-mxnet"`), so that clusters share its poin
 plan` has measured; `this` is the last one of this machine.
 """
 
+import copy
 import math
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -39,14 +40,39 @@ def is_preset(name: str) -> bool:
 def load_cluster(name: str, overrides: Sequence[str] = ()) -> Cluster:
     """A preset's name or a TOML file."""
     tables = with_device(read_cluster(name))
+    before = copy.deepcopy(tables)
     for override in overrides:
         apply(tables, override, name)
     tables.setdefault("name", Path(name).stem)
     try:
         cluster = msgspec.convert(tables, Cluster)
     except msgspec.ValidationError as error:
-        raise error.__cause__ if isinstance(error.__cause__, UserError) else UserError(f"{name}: {error}") from None
+        cause = error.__cause__
+        raise cause if isinstance(cause, UserError) else UserError(explain(error, name, tables, before)) from None
     return cluster
+
+
+def explain(error: msgspec.ValidationError, name: str, tables: Tables, before: Tables) -> str:
+    """The key with its value, the rule, and what the file itself has."""
+    rule, _, path = str(error).partition(" - at `$.")
+    key = path.rstrip("`")
+    rule = f"{rule[:1].lower()}{rule[1:]}".replace("`", "")
+    value, own = (value_at(each, key) for each in (tables, before))
+    if value is None or isinstance(value, dict | list):
+        return f"{name}: {rule}{f' in {key}' if key else ''}; the presets show how such a file looks"
+    remedy = (
+        f"{name} itself has {key}={own}"
+        if isinstance(own, int | float | str) and own != value
+        else f"change it in {name}"
+    )
+    return f"{key}={value}: {rule}; {remedy}"
+
+
+def value_at(tables: Tables, key: str) -> Any:
+    value: Any = tables
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
 
 
 def read_cluster(name: str, depth: int = 0) -> Tables:
@@ -80,7 +106,7 @@ def read_own(path: Path) -> Tables:
             return describe_measured(msgspec.json.decode(path.read_bytes(), type=Tuning))
         return parse(path.read_text(), str(path))
     except OSError as error:
-        raise UserError(f"--cluster {path} cannot be read: {error.strerror}") from None
+        raise UserError(f"--cluster {path}: cannot be read ({error.strerror}); give another file") from None
     except (UnicodeDecodeError, msgspec.DecodeError, AssertionError) as error:
         raise UserError(
             f"--cluster {path} is no plan ({error}); write one: megabatch plan RECIPE --json FILE"

@@ -85,6 +85,10 @@ class Simulated(Struct, frozen=True, kw_only=True):
         return self.training.total_s / 60 if self.training else None
 
     @property
+    def rank_hours(self) -> float | None:
+        return self.scenario.num_ranks * self.minutes / 60 if self.minutes is not None else None
+
+    @property
     def plan(self) -> str:
         """As 'torus/fp16 (3 buckets, 51.1 MB)'."""
         return describe_plan(self.step.buckets)
@@ -111,6 +115,7 @@ class Simulated(Struct, frozen=True, kw_only=True):
             "input_s": self.step.input_s,
             "all_reduce_s": self.step.all_reduce_s,
             "minutes": self.minutes,
+            "rank_hours": self.rank_hours,
             "usd": self.training.usd if self.training else None,
             "plan": self.plan,
         }

@@ -120,9 +120,13 @@ def candidates(cluster: Cluster, shape: ClusterShape, exchange: Exchange) -> lis
     sums = [kind for kind in cluster.engine_sums if algorithm in ("auto", "flat", kind)]
     groups = [plans for plans in (engine_plans(shape, dtype, sums), ours) if plans]
     if not groups:
+        reason = "its engine has no such all-reduce"
+        if algorithm == "torus":
+            reason = "its nodes are unequal"
+        elif algorithm in cluster.engine_sums:
+            reason = "they are all in one node"
         raise UserError(
-            f"--algorithm {algorithm} does not apply to {shape.num_ranks} ranks of {cluster.name}: "
-            f"{'its nodes are unequal' if algorithm == 'torus' else 'its engine has no such all-reduce'}; "
+            f"--algorithm {algorithm} does not apply to {shape.num_ranks} ranks of {cluster.name}: {reason}; "
             "nearest: --algorithm auto"
         )
     return [list({plan.phases: plan for plan in plans}.values()) for plans in groups]  # on one node, ours are one

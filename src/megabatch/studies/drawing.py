@@ -43,13 +43,11 @@ LABEL_INCHES = 0.165  # from one line of text to the next
 
 
 def require_matplotlib() -> None:
-    """To be called before a study begins: its figures come last, hours later."""
+    """To be called before what takes long begins: figures come last, of a study hours later."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise UserError(
-            "matplotlib is not installed, and the figures of a study need it; pip install 'megabatch[studies]'"
-        ) from None
+        raise UserError("matplotlib is not installed, and figures need it; pip install 'megabatch[studies]'") from None
 
 
 def to_svg(draw: Callable[["Figure"], None]) -> str:

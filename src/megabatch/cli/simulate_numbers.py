@@ -1,0 +1,42 @@
+"""Numbers of a simulation as they are printed."""
+
+from megabatch.simulate.scenario import Simulated
+
+
+def nodes(result: Simulated) -> str:
+    shape = result.scenario.cluster.shape(result.scenario.num_ranks)
+    count = shape.num_nodes
+    return f"{shape.num_ranks:,} ranks ({count:,} node{'s' * (count > 1)} of {shape.largest_node})"
+
+
+def algorithms(result: Simulated) -> str:
+    return "+".join(dict.fromkeys(bucket.plan.name.partition("/")[0] for bucket in result.step.buckets)) or "-"
+
+
+def interval(result: Simulated) -> str:
+    """Of images/s, as -6 +5 %."""
+    low, high = (100 * (rate / result.images_per_s - 1) for rate in (result.low_images_per_s, result.high_images_per_s))
+    return f"{low:.0f} {high:+.0f} %"
+
+
+def milliseconds(seconds: float) -> str:
+    return figures(1e3 * seconds)
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def figures(value: float | None) -> str:
+    """About three of them: 0.042, 0.42, 7.31, 48.2, 1,204."""
+    if value is None:
+        return "-"
+    digits = next((digits for digits, bound in enumerate((100, 10, 1, 0.1)) if abs(value) >= bound), 3)
+    return f"{value:,.{digits}f}" if value else "0"
+
+
+def duration(minutes: float) -> str:
+    """In the unit that one would say."""
+    if minutes < 2:
+        return f"{figures(60 * minutes)} s"
+    return f"{figures(minutes)} minutes" if minutes < 120 else f"{figures(minutes / 60)} hours"

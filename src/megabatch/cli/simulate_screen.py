@@ -1,0 +1,230 @@
+"""What `megabatch simulate` prints: a table, the plan and why, where a step goes, and what would change it."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megabatch.cli.plan import reasons
+from megabatch.cli.simulate_numbers import duration, figures, interval, milliseconds, nodes, percent
+from megabatch.planning.tuning import Bucket
+from megabatch.simulate.cluster import Cluster
+from megabatch.simulate.compute import GRADIENTS
+from megabatch.simulate.job import Job
+from megabatch.simulate.scenario import Simulated
+from megabatch.simulate.step import Step
+from megabatch.simulate.training import Training
+from megabatch.simulate.whatif import Search, changes, exposed_by_algorithm, losses
+
+BAR = 64  # characters
+WIDE = 100  # columns, from which a table has room
+MOST_BUCKETS = 8  # that are listed one by one
+MATTERS = 0.05  # interruptions that are expected
+
+
+def print_report(
+    job: Job, cluster: Cluster, results: Sequence[Simulated], remarks: Sequence[str], search: Search | None, within: str
+) -> None:
+    console = begin(job, cluster, remarks)
+    if search:
+        console.print(f"[bold]{escape(answer(search, within))}[/bold]\n")
+    console.print(main_table(console, results))
+    largest = max(results, key=lambda result: result.scenario.num_ranks)
+    print_plan(console, largest)
+    print_step(console, largest)
+    print_changes(console, largest)
+    if largest.training:
+        print_faults(console, largest.training)
+    print_assumed(console, cluster)
+
+
+def begin(job: Job, cluster: Cluster, remarks: Sequence[str]) -> Console:
+    """What is simulated, and what to know of it."""
+    console = Console(highlight=False)
+    workload, device = job.workload, cluster.device
+    model = f"{workload.model} at {workload.image_size} pixels in {job.precision}"
+    name = f"{job.name}: " if job.name != workload.model else ""
+    console.print(f"\n{escape(name + model)} on {escape(cluster.name)} ({escape(device.name)}, {escape(device.stack)})")
+    for remark in remarks:
+        console.print(f"note: {escape(remark)}")
+    console.print()
+    return console
+
+
+def print_assumed(console: Console, cluster: Cluster) -> None:
+    """What no source gives."""
+    assumed = [key for key, source in cluster.sources.items() if source.startswith("assumed")]
+    if assumed:
+        console.print(f"\nassumed, since no source gives them: {escape(', '.join(assumed))}")
+
+
+def new_table(console: Console) -> Table:
+    gap = 2 if console.width >= WIDE else 1
+    return Table(box=None, pad_edge=False, header_style="bold", padding=(0, gap, 0, 0))
+
+
+def in_lines(heading: str) -> str:
+    """Narrow, as the numbers below it."""
+    return heading.replace(" ", "\n").replace("-", "-\n").replace("/fp", "\n/fp").replace("/bf", "\n/bf")
+
+
+def main_table(console: Console, results: Sequence[Simulated]) -> Table:
+    table = new_table(console)
+    has_end, has_price = (any(map(each, results)) for each in (training_of, usd_of))
+    columns = ["ranks", "batch", "step ms", "images/s", "interval", "effi-ciency", "exposed ms"]
+    columns += ["minutes", "rank-hours"] * has_end + ["USD"] * has_price
+    for column in columns:
+        table.add_column(in_lines(column), justify="right", vertical="bottom", no_wrap=True)
+    for result in results:
+        step, num_ranks = result.step, result.scenario.num_ranks
+        row = [
+            f"{num_ranks:,}",
+            f"{result.scenario.global_batch:,}",
+            milliseconds(step.total_s),
+            f"{result.images_per_s:,.0f}",
+            interval(result),
+            percent(result.efficiency),
+            milliseconds(step.exposed_s),
+        ]
+        if has_end:
+            row += [figures(result.minutes), figures(result.rank_hours)]
+        if has_price:
+            row.append(figures(usd_of(result)))
+        table.add_row(*row)
+    return table
+
+
+def print_plan(console: Console, result: Simulated) -> None:
+    buckets = result.step.buckets
+    scenario = result.scenario
+    console.print(f"\n[bold]all-reduce at {scenario.num_ranks:,} ranks[/bold] {escape(result.plan)}")
+    if not buckets:
+        return
+    travelling = GRADIENTS[scenario.precision]
+    if scenario.exchange.dtype == "fp32" and travelling != "fp32":
+        console.print(f"fp32 in the name of a plan says that gradients travel as they are: in {travelling}")
+    if scenario.exchange.algorithm == "auto":
+        others = [f"{name} {milliseconds(exposed_s)}" for name, exposed_s in exposed_by_algorithm(scenario).items()]
+        console.print(
+            f"{milliseconds(result.step.exposed_s)} ms are exposed; with one algorithm for all buckets: "
+            f"{', '.join(others)}"
+        )
+    if len(buckets) > MOST_BUCKETS:
+        for plan in dict.fromkeys(bucket.plan for bucket in buckets):
+            sizes = [bucket.num_bytes for bucket in buckets if bucket.plan == plan]
+            plural = "s" * (len(sizes) > 1)
+            console.print(f"{len(sizes)} bucket{plural}, {sum(sizes) / 1e6:,.1f} MB: {escape(str(plan))}")
+        return
+    console.print(buckets_table(console, buckets))
+    for reason, indices in reasons(buckets).items():
+        console.print(f"bucket{'s' * (len(indices) > 1)} {', '.join(map(str, indices))}: {escape(reason)}")
+
+
+def buckets_table(console: Console, buckets: Sequence[Bucket]) -> Table:
+    """With the price of every plan, that of the chosen one bold."""
+    table = new_table(console)
+    names = [candidate.plan.name for candidate in buckets[0].candidates]
+    for column in ("", "tensors", "MB", "ready ms", *(f"{name} ms" for name in names)):
+        table.add_column(in_lines(column), justify="right", vertical="bottom", no_wrap=True)
+    table.add_column("last tensor", vertical="bottom", overflow="fold")
+    for index, bucket in enumerate(buckets):
+        prices = [milliseconds(candidate.predicted_s) for candidate in bucket.candidates]
+        prices[bucket.chosen] = f"[bold]{prices[bucket.chosen]}[/bold]"
+        table.add_row(
+            str(index),
+            str(len(bucket.gradients)),
+            f"{bucket.num_bytes / 1e6:,.2f}",
+            milliseconds(bucket.ready_s),
+            *prices,
+            escape(bucket.gradients[-1]),
+        )
+    return table
+
+
+def print_step(console: Console, result: Simulated) -> None:
+    step, lost = result.step, losses(result)
+    console.print(f"\n[bold]where a step of {milliseconds(step.total_s)} ms goes[/bold]")
+    console.print(bar(step))
+    hidden_s = max(0.0, step.all_reduce_s - step.exposed_s)
+    details = {
+        "exposed all-reduce": f"{milliseconds(hidden_s)} ms more hidden under backward" if hidden_s else "",
+        "jitter": "waiting for the slowest rank",
+    }
+    for mark, name, seconds in parts_of(step):
+        if seconds:
+            line = f"{mark} {name:<18} {milliseconds(seconds):>8} ms {100 * seconds / step.total_s:>5.1f} %"
+            console.print(f"{line}  {details.get(name, '')}".rstrip())
+    if lost.computing < 1:
+        console.print(
+            f"efficiency {percent(lost.computing)}: latencies take {percent(lost.latency)}, "
+            f"bytes on their way {percent(lost.carrying)}, jitter {percent(lost.jitter)}"
+        )
+
+
+def parts_of(step: Step) -> list[tuple[str, str, float]]:
+    return [
+        ("█", "forward", step.forward_s),
+        ("▓", "backward", step.backward_s),
+        ("▒", "update", step.update_s),
+        ("░", "exposed all-reduce", step.exposed_s),
+        ("·", "jitter", step.jitter_s),
+    ]
+
+
+def bar(step: Step) -> str:
+    """As long as BAR; each part begins where those before it end."""
+    marks, past_s = "", 0.0
+    for mark, _, seconds in parts_of(step):
+        past_s += seconds
+        marks += mark * (round(BAR * past_s / step.total_s) - len(marks))
+    return marks
+
+
+def print_changes(console: Console, result: Simulated) -> None:
+    console.print(f"\n[bold]what one change would buy at {result.scenario.num_ranks:,} ranks[/bold]")
+    found = changes(result)
+    for change in found:
+        console.print(f"{change.gained:>+12,.0f} images/s {100 * change.share:>+6.1f} %  {escape(change.label)}")
+    if not found:
+        console.print("none of those that were tried gains half a percent")
+
+
+def print_faults(console: Console, training: Training) -> None:
+    if training.num_interruptions > MATTERS and training.checkpoint_minutes is not None:
+        console.print(
+            f"\n[bold]interruptions[/bold] {figures(training.num_interruptions)} expected; a checkpoint every "
+            f"{duration(training.checkpoint_minutes)} costs least (Young 1974, Daly 2006); "
+            f"checkpoints, repeated steps and restarts then take {duration(training.faults_s / 60)} of "
+            f"{duration(training.total_s / 60)}"
+        )
+
+
+def answer(search: Search, within: str) -> str:
+    if search.found:
+        return (
+            f"{nodes(search.found)} finish in {duration(search.found.minutes or 0.0)}: the fewest whole nodes that "
+            f"share the batch evenly and are done within {within}"
+        )
+    lost = losses(search.fastest)
+    waits = {
+        "latencies of the all-reduce": lost.latency,
+        "bytes of the all-reduce on their way": lost.carrying,
+        "jitter": lost.jitter,
+    }
+    limit = max(waits, key=lambda name: waits[name])
+    why = f"{limit} ({percent(waits[limit])} of a step), which more ranks make longer"
+    if search.fastest.scenario.num_ranks == search.most_ranks:
+        why = f"computing ({percent(lost.computing)} of a step), and no more ranks were tried"
+    return (
+        f"no cluster of this kind is done within {within}; the fastest that was tried, {nodes(search.fastest)}, takes "
+        f"{duration(search.fastest.minutes or 0.0)}, limited by {why}"
+    )
+
+
+def training_of(result: Simulated) -> Training | None:
+    return result.training
+
+
+def usd_of(result: Simulated) -> float | None:
+    return result.training.usd if result.training else None

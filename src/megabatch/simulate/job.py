@@ -1,0 +1,203 @@
+"""What is to be trained, on however many ranks: how they share a batch, in which microbatches, and for how many steps.
+
+A recipe gives the global batch G, of which every one of R ranks has G/R images, in microbatches of m: G/R must be a
+whole number, and a multiple of m.  Where a rank has fewer than m, it takes them at once.  A model alone gives the
+images of a rank, and nothing has to divide.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from megabatch.errors import UserError, require_one_of
+from megabatch.planning.batch import BatchSettings, StepPlan, plan_steps
+from megabatch.simulate.cluster import Cluster
+from megabatch.simulate.compute import GRADIENTS, default_precision, find_curve, require_memory
+from megabatch.simulate.request import ModelSettings
+from megabatch.simulate.scenario import Scenario
+from megabatch.simulate.step import Exchange
+from megabatch.simulate.training import RunLength
+from megabatch.simulate.workload import Workload, scaled
+
+LARGEST_BATCH = 10**7  # images of a rank
+
+
+class Share(NamedTuple):
+    """Of one rank in a step."""
+
+    num_images: int
+    accumulation: int  # microbatches
+
+
+class Job(Struct, frozen=True, kw_only=True):
+    name: str  # of the recipe, or of the model
+    workload: Workload
+    precision: str
+    exchange: Exchange = Exchange()
+    global_batch: int | None = None  # None: every rank has batch_per_rank
+    batch_per_rank: int = 0
+    microbatch: int | None = None  # at most; None: whatever a rank has
+    num_train: int  # images of an epoch
+    num_test: int
+    epochs: float | None = None
+    num_steps: int | None = None  # instead of epochs
+    evaluate_every: int = 1  # epochs; 0: after the last step alone
+
+    @property
+    def has_length(self) -> bool:
+        return self.epochs is not None or self.num_steps is not None
+
+    def share(self, num_ranks: int) -> Share:
+        if self.global_batch is None:
+            return share_images(self.batch_per_rank, self.microbatch)
+        return share_batch(self.global_batch, self.microbatch or self.global_batch, num_ranks)
+
+    def can_share(self, num_ranks: int) -> bool:
+        return self.global_batch is None or divides(self.global_batch, self.microbatch or self.global_batch, num_ranks)
+
+    def scenario(self, cluster: Cluster, num_ranks: int) -> Scenario:
+        """UserError if the ranks cannot share the batch, or a microbatch does not fit into the device."""
+        num_images, accumulation = self.share(num_ranks)
+        require_memory(self.workload, cluster, self.precision, num_images // accumulation)
+        return Scenario(
+            workload=self.workload,
+            cluster=cluster,
+            num_ranks=num_ranks,
+            batch_per_rank=num_images,
+            accumulation=accumulation,
+            precision=self.precision,
+            exchange=self.exchange,
+            length=self.length(num_ranks) if self.has_length else None,
+        )
+
+    def length(self, num_ranks: int) -> RunLength:
+        num_images, accumulation = self.share(num_ranks)
+        plan = plan_steps(
+            BatchSettings(global_batch=num_images * num_ranks, microbatch=num_images // accumulation),
+            num_ranks,
+            self.num_train,
+            self.epochs or 0.0,
+            self.evaluate_every,
+            self.num_steps,
+        )
+        return RunLength(num_steps=plan.num_steps, num_evaluations=count_evaluations(plan), test_images=self.num_test)
+
+
+def job_of_model(
+    workload: Workload,
+    cluster: Cluster,
+    settings: ModelSettings,
+    exchange: Exchange,
+    batch_per_rank: int | None,
+    num_train: int,
+    num_test: int,
+) -> Job:
+    """In the cluster's 16-bit stack, and at the batch of its first point, unless it is said otherwise."""
+    precision = settings.precision or default_precision(cluster)
+    require_one_of("precision.name", precision, GRADIENTS)
+    if settings.image_size is not None:
+        workload = scaled(workload, settings.image_size)
+    return Job(
+        name=workload.model,
+        workload=workload,
+        precision=precision,
+        exchange=exchange,
+        batch_per_rank=batch_per_rank or measured_batch(cluster, precision, workload.model),
+        microbatch=settings.microbatch,
+        num_train=num_train,
+        num_test=num_test,
+        epochs=settings.epochs,
+    )
+
+
+def measured_batch(cluster: Cluster, precision: str, model: str) -> int:
+    points = find_curve(cluster, precision, model).points
+    variant = cluster.device.variant or points[0].variant
+    return round(next((point.batch for point in points if point.variant == variant), points[0].batch))
+
+
+def require_batch(batch_per_rank: int | None) -> None:
+    if batch_per_rank is not None and not 1 <= batch_per_rank <= LARGEST_BATCH:
+        raise UserError(
+            f"--batch-per-rank {batch_per_rank} is not from 1 to {LARGEST_BATCH:,}; "
+            f"nearest: --batch-per-rank {1 if batch_per_rank < 1 else LARGEST_BATCH}"
+        )
+
+
+def with_batch_per_rank(job: Job, batch_per_rank: int) -> Job:
+    """The global batch then grows with the ranks."""
+    return replace(job, global_batch=None, batch_per_rank=batch_per_rank)
+
+
+def share_images(num_images: int, microbatch: int | None) -> Share:
+    if microbatch is None or num_images <= microbatch:
+        return Share(num_images, 1)
+    if num_images % microbatch:
+        below = num_images // microbatch * microbatch
+        closest = min((below, below + microbatch), key=lambda size: abs(size - num_images))
+        raise UserError(
+            f"--batch-per-rank {num_images} is not a whole number of microbatches of {microbatch} (batch.micro); "
+            f"nearest: --batch-per-rank {closest}"
+        )
+    return Share(num_images, num_images // microbatch)
+
+
+def divides(global_batch: int, microbatch: int, num_ranks: int) -> bool:
+    num_images, rest = divmod(global_batch, num_ranks)
+    return not rest and (num_images <= microbatch or not num_images % microbatch)
+
+
+def share_batch(global_batch: int, microbatch: int, num_ranks: int) -> Share:
+    if divides(global_batch, microbatch, num_ranks):
+        num_images = global_batch // num_ranks
+        return Share(num_images, max(1, num_images // microbatch))
+    below = next(
+        count for count in range(min(num_ranks, global_batch), 0, -1) if divides(global_batch, microbatch, count)
+    )
+    above = next((n for n in range(num_ranks + 1, global_batch + 1) if divides(global_batch, microbatch, n)), None)
+    rule = (
+        f"gives {num_ranks:,} ranks {global_batch / num_ranks:,.2f} images each, and they must all have the same number"
+        if global_batch % num_ranks
+        else f"gives {num_ranks:,} ranks {global_batch // num_ranks:,} images each, no whole number of microbatches of "
+        f"{microbatch} (batch.micro)"
+    )
+    raise UserError(
+        f"batch.global={global_batch} {rule}; "
+        f"nearest: --ranks {below}{f' or {above}' if above else ''}, or --batch-per-rank B"
+    )
+
+
+def count_evaluations(plan: StepPlan) -> int:
+    """Steps after which the run evaluates: those that cross the end of so many epochs, and the last."""
+    if not plan.evaluate_every:
+        return 1
+    span = plan.evaluate_every * plan.num_samples
+    before, after = (steps * plan.global_batch // span for steps in (plan.num_steps - 1, plan.num_steps))
+    return min(plan.num_steps, after) + (after == before)
+
+
+def notes(job: Job, ranks: Iterable[int], recipe_batch: int | None) -> list[str]:
+    """What a reader of the table should know; `recipe_batch` is that of a recipe."""
+    found = []
+    if recipe_batch is not None and job.global_batch is None:
+        found.append(
+            f"--batch-per-rank {job.batch_per_rank}: the global batch is that times ranks, and not the recipe's "
+            f"{recipe_batch:,}; steps follow, learning rates do not"
+        )
+    shares = {num_ranks: job.share(num_ranks).num_images for num_ranks in ranks}
+    short = {num_ranks: size for num_ranks, size in shares.items() if size < (job.microbatch or 0)}
+    if short:
+        sizes = list(dict.fromkeys(short.values()))
+        found.append(
+            f"at {join(list(short))} ranks a rank has {join(sizes)} images, fewer than batch.micro={job.microbatch}: "
+            f"it takes them at once, and BatchNorm sees {join(sizes)}; the run itself wants "
+            f"batch.micro={join(sizes, ' or ')}"
+        )
+    return found
+
+
+def join(values: Sequence[int], last: str = " and ") -> str:
+    shown = [f"{value:,}" for value in values]
+    return last.join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)

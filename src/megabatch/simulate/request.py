@@ -1,0 +1,153 @@
+"""What `megabatch simulate` is asked for, from the text of its options: ranks, a time, a sweep, overrides."""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec import Meta, Struct, field, inspect
+
+from megabatch.errors import UserError, nearest
+from megabatch.simulate.cluster import Cluster
+from megabatch.simulate.load import ABSURD, keys_of
+
+MOST_RANKS = 1_000_000
+MOST_VALUES = 64  # of --ranks, or of a sweep: a table that can still be read
+SECONDS = {"s": 1, "min": 60, "h": 3600}
+LONGEST_S = 10 * 365.25 * 86_400
+MISSPELT = 0.75  # likeness from which a section is taken for one of a cluster's
+
+SECTIONS = {key.partition(".")[0] for key in keys_of(Cluster) if "." in key}
+
+
+class Sweep(NamedTuple):
+    key: str  # of a cluster
+    values: list[str]  # numbers, as they were given
+
+
+def parse_ranks(text: str) -> list[int]:
+    """`8,64,512` as they stand; `8..2048` is 8, 16, 32, up to 2048."""
+    ranks = [count for part in text.split(",") for count in parse_range(part.strip(), text)]
+    if len(ranks) > MOST_VALUES:
+        raise UserError(f"--ranks has {len(ranks):,} values, and a table at most {MOST_VALUES}; give fewer")
+    return ranks
+
+
+def parse_range(part: str, text: str) -> list[int]:
+    first, dots, last = part.partition("..")
+    low, high = parse_count(first, text), parse_count(last if dots else first, text)
+    if low > high:
+        raise UserError(f"--ranks {text}: {low} is more than {high}; nearest: --ranks {high}..{low}")
+    return [low << doublings for doublings in range((high // low).bit_length())]
+
+
+def parse_count(part: str, text: str) -> int:
+    if not re.fullmatch(r"\s*[+-]?[0-9_]{1,12}\s*", part):
+        raise UserError(f"--ranks {text}: {part!r} is no whole number; for example --ranks 8,64,512 or --ranks 8..2048")
+    count = int(part)
+    if not 1 <= count <= MOST_RANKS:
+        closest = 1 if count < 1 else MOST_RANKS
+        raise UserError(f"--ranks {text}: {count} is not from 1 to {MOST_RANKS:,}; nearest: --ranks {closest}")
+    return count
+
+
+def parse_within(text: str) -> float:
+    """Seconds of `10min`, `600s` or `1.5h`."""
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(s|min|h)\s*", text)
+    if not found:
+        raise UserError(f"--within {text} is no time; give a number and s, min or h, for example --within 10min")
+    seconds = float(found[1]) * SECONDS[found[2]]
+    if not 0 < seconds <= LONGEST_S:
+        raise UserError(f"--within {text} is not above 0 and at most ten years; for example --within 10min")
+    return seconds
+
+
+def parse_sweep(text: str) -> Sweep:
+    """`network.gbps=10,25,100`."""
+    key, equals, listed = text.partition("=")
+    values = [value.strip() for value in listed.split(",")]
+    known = list(numeric_keys(inspect.type_info(Cluster)))
+    if not equals or not listed.strip():
+        raise UserError(f"--sweep {text} has no values; for example --sweep network.gbps=10,25,100,400")
+    if key not in known:
+        raise UserError(f"--sweep {text}: {key} is no number of a cluster; nearest: --sweep {nearest(key, known)}=...")
+    for value in values:
+        if not is_number(value):
+            raise UserError(f"--sweep {text}: {value!r} is no number that a cluster can have; give a finite one")
+    if len(values) > MOST_VALUES:
+        raise UserError(f"--sweep {key} has {len(values)} values, and a table at most {MOST_VALUES}; give fewer")
+    return Sweep(key, values)
+
+
+def is_number(text: str) -> bool:
+    try:
+        value = float(text)
+    except ValueError:
+        return False
+    return math.isfinite(value) and abs(value) <= ABSURD
+
+
+def parse_number(text: str) -> int | float | str:
+    """What is no number stays text, for msgspec to refuse."""
+    if not is_number(text):
+        return text
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
+def numeric_keys(described: inspect.Type, prefix: str = "") -> Iterator[str]:
+    """Dotted names of a cluster's numbers."""
+    assert isinstance(described, inspect.StructType)
+    for member in described.fields:
+        if isinstance(member.type, inspect.StructType):
+            yield from numeric_keys(member.type, f"{prefix}{member.encode_name}.")
+        elif isinstance(member.type, inspect.IntType | inspect.FloatType):
+            yield prefix + member.encode_name
+
+
+def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Those of the cluster, and those of what is trained on it."""
+    of_cluster = [override for override in overrides if is_of_cluster(override.partition("=")[0])]
+    return of_cluster, [override for override in overrides if override not in of_cluster]
+
+
+def is_of_cluster(key: str) -> bool:
+    """Also where its section is misspelt or left out: load_cluster then says which one is nearest."""
+    section, dot, _ = key.partition(".")
+    if not dot:
+        return key in SECTIONS | {known.rpartition(".")[2] for known in keys_of(Cluster)}
+    return bool(get_close_matches(section, SECTIONS, n=1, cutoff=MISSPELT))
+
+
+class ModelSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What can be said of a model without a recipe."""
+
+    precision: str | None = field(default=None, name="precision.name")
+    image_size: Annotated[int, Meta(ge=8, le=8192)] | None = field(default=None, name="data.image_size")
+    microbatch: Annotated[int, Meta(ge=1, le=10**6)] | None = field(default=None, name="batch.micro")
+    epochs: Annotated[float, Meta(gt=0, le=10**6)] | None = field(default=None, name="train.epochs")
+
+
+EXAMPLES = {"precision.name": "fp32", "data.image_size": "224", "batch.micro": "64", "train.epochs": "90"}
+
+
+def parse_model_settings(overrides: Sequence[str]) -> ModelSettings:
+    values: dict[str, object] = {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals:
+            raise UserError(f"{override!r} is not an override; expected section.key=value, such as network.gbps=400")
+        if key not in EXAMPLES:
+            raise UserError(
+                f"{override}: of a model without a recipe one can give {', '.join(EXAMPLES)}; "
+                f"nearest: {nearest(key, EXAMPLES)}, or a recipe instead of the model"
+            )
+        values[key] = text if key == "precision.name" else parse_number(text)
+        try:
+            msgspec.convert({key: values[key]}, ModelSettings)
+        except msgspec.ValidationError as error:
+            rule = str(error).partition(" - at")[0].replace("`", "").replace(" | null", "")
+            raise UserError(f"{override}: {rule[0].lower()}{rule[1:]}; for example {key}={EXAMPLES[key]}") from None
+    return msgspec.convert(values, ModelSettings)

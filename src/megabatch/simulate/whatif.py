@@ -1,0 +1,237 @@
+"""Questions about a job on a cluster: which algorithm, which improvement, which change, how many ranks.
+
+The ladder is that of Jia et al. 2018, each line with what the lines before it have:
+    per-tensor ring   a ring for every gradient as soon as it is ready, in fp32
+    + fusion          gradients travel together, in the buckets that end communication soonest
+    + hierarchical    reduced in the node, all-reduced among leaders, broadcast in the node
+    + hybrid          every bucket by whichever plan is best for all of them
+    + 16 bits         gradients of 16 bits, which halves what travels
+Compute is the same in all of them: autocast (amp) has gradients in fp32 and computes in 16 bits.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from megabatch.errors import UserError
+from megabatch.planning.algorithms import ALGORITHMS
+from megabatch.simulate.cluster import Cluster
+from megabatch.simulate.compute import CURVES, GRADIENTS, memory_bytes
+from megabatch.simulate.job import Job
+from megabatch.simulate.scenario import Scenario, Simulated, simulate, with_jitter, with_latency
+from megabatch.simulate.step import ENGINE_ALGORITHMS, Exchange, candidates, run_step, simulate_step
+
+LARGEST_SEARCH = 16_384  # ranks
+WORTH = 0.005  # of the images/s: smaller gains are not worth a line
+AUTO = "auto"
+
+
+class Variant(NamedTuple):
+    """The same job in another way, at some or all of the rank counts."""
+
+    label: str
+    varied: dict[str, Any]  # what distinguishes it, for JSON
+    results: list[Simulated]
+
+    def results_at(self, num_ranks: int) -> list[Simulated]:
+        return [result for result in self.results if result.scenario.num_ranks == num_ranks]
+
+
+class Change(NamedTuple):
+    label: str
+    gained: float  # images/s
+    share: float  # of those without it
+
+
+class Search(NamedTuple):
+    found: Simulated | None  # the smallest that finishes in time
+    fastest: Simulated  # of all that were tried
+    most_ranks: int  # that were tried
+
+
+class Losses(NamedTuple):
+    """Shares of a step's time in which nothing is computed; with `computing` they add up to 1."""
+
+    computing: float
+    latency: float  # exposed all-reduces: what would not be there without latencies
+    carrying: float  # exposed all-reduces: the rest, which bandwidth decides
+    jitter: float
+
+
+def run_all(job: Job, cluster: Cluster, ranks: Sequence[int]) -> list[Simulated]:
+    return [simulate(job.scenario(cluster, num_ranks)) for num_ranks in ranks]
+
+
+def compare(job: Job, cluster: Cluster, ranks: Sequence[int]) -> list[Variant]:
+    """Every algorithm, at the rank counts to which it applies; last the choice for each bucket.
+
+    Where nothing is rounded, flat is the engine's own all-reduce, whose algorithms are there one by one.
+    """
+    ours = [name for name in ALGORITHMS if (name, job.exchange.dtype) != ("flat", "fp32")]
+    variants = []
+    for algorithm in (*ENGINE_ALGORITHMS, *ours, AUTO):
+        trial = replace(job, exchange=job.exchange._replace(algorithm=algorithm))
+        applying = [num_ranks for num_ranks in ranks if applies(trial.exchange, cluster, num_ranks)]
+        if applying:
+            variants.append(Variant(algorithm, {"algorithm": algorithm}, run_all(trial, cluster, applying)))
+    return variants
+
+
+def applies(exchange: Exchange, cluster: Cluster, num_ranks: int) -> bool:
+    if num_ranks == 1:
+        return exchange.algorithm == AUTO
+    try:
+        return bool(candidates(cluster, cluster.shape(num_ranks), exchange))
+    except UserError:
+        return False
+
+
+def exposed_by_algorithm(scenario: Scenario) -> dict[str, float]:
+    """Seconds of a step that would be exposed if all buckets had one algorithm; the least first."""
+    exposed_s = {}
+    for algorithm in (*ENGINE_ALGORITHMS, *ALGORITHMS):
+        exchange = scenario.exchange._replace(algorithm=algorithm)
+        if algorithm != "flat" and applies(exchange, scenario.cluster, scenario.num_ranks):
+            step = simulate_step(scenario.compute, scenario.cluster, scenario.num_ranks, exchange)
+            exposed_s[algorithm] = step.exposed_s
+    return dict(sorted(exposed_s.items(), key=lambda found: found[1]))
+
+
+def ladder(job: Job, cluster: Cluster, ranks: Sequence[int]) -> list[Variant]:
+    wide, narrow = ladder_precisions(cluster)
+    rungs = [
+        ("per-tensor ring", wide, Exchange(algorithm="ring", overlap="layer")),
+        ("+ fusion", wide, Exchange(algorithm="ring", overlap="fused")),
+        ("+ hierarchical", wide, Exchange(algorithm="hierarchical", overlap="fused")),
+        ("+ hybrid", wide, Exchange(algorithm=AUTO, overlap="fused")),
+        ("+ 16 bits", narrow, Exchange(algorithm=AUTO, overlap="fused", dtype="fp16")),
+    ]
+    variants = []
+    for label, precision, exchange in rungs:
+        varied = {"improvement": label, "precision": precision, "wire": exchange.dtype, "overlap": exchange.overlap}
+        results = run_all(replace(job, precision=precision, exchange=exchange), cluster, ranks)
+        variants.append(Variant(label, varied | {"algorithm": exchange.algorithm}, results))
+    return variants
+
+
+def ladder_precisions(cluster: Cluster) -> tuple[str, str]:
+    """With gradients in fp32, and in 16 bits where the cluster has a curve for them."""
+    curves = cluster.device.curves
+    if CURVES["amp"] in curves:
+        return "amp", CURVES["amp"]
+    precision = "fp32" if "fp32" in curves else next(iter(curves))
+    return precision, precision
+
+
+def changes(simulated: Simulated) -> list[Change]:
+    """What each of them alone would gain, if it is worth a line; the largest first."""
+    before = simulated.images_per_s
+    gains = [
+        Change(label, after - before, after / before - 1)
+        for label, scenario in changed_scenarios(simulated.scenario)
+        for after in [images_per_s(scenario)]
+    ]
+    return sorted((change for change in gains if change.share > WORTH), key=lambda change: -change.share)
+
+
+def images_per_s(scenario: Scenario) -> float:
+    step = simulate_step(scenario.compute, scenario.cluster, scenario.num_ranks, scenario.exchange)
+    return scenario.global_batch / step.total_s
+
+
+def changed_scenarios(scenario: Scenario) -> list[tuple[str, Scenario]]:
+    cluster, exchange = scenario.cluster, scenario.exchange
+    doubled = replace(scenario, batch_per_rank=2 * scenario.batch_per_rank)
+    if scenario.accumulation > 1 or not fits(doubled):
+        doubled = replace(doubled, accumulation=2 * scenario.accumulation)
+    faster = with_gbps(cluster, 2 * cluster.network.gbps)
+    result = [
+        (f"twice the network: network.gbps={faster.network.gbps:g}", replace(scenario, cluster=faster)),
+        ("half of all latencies", replace(scenario, cluster=with_latency(cluster, 0.5))),
+        ("no jitter: no rank is slower than another", replace(scenario, cluster=with_jitter(cluster, 0.0))),
+        (f"twice the batch: {doubled.batch_per_rank:,} images a rank", doubled),
+    ]
+    if exchange.overlap in ("none", "layer"):
+        result.append(("all-reduces fused, under backward", with_exchange(scenario, overlap=AUTO)))
+    if exchange.dtype == "fp32" and GRADIENTS[scenario.precision] in ("fp32", "fp64"):
+        result.append(("16 bits between nodes: --wire fp16", with_exchange(scenario, dtype="fp16")))
+    return result
+
+
+def with_gbps(cluster: Cluster, gbps: float) -> Cluster:
+    return replace(cluster, network=replace(cluster.network, gbps=gbps))
+
+
+def with_exchange(scenario: Scenario, **changed: str) -> Scenario:
+    return replace(scenario, exchange=scenario.exchange._replace(**changed))  # type: ignore[arg-type]
+
+
+def fits(scenario: Scenario) -> bool:
+    needed = memory_bytes(scenario.workload, scenario.precision, scenario.microbatch)
+    return needed <= scenario.cluster.device.memory_gb * 1e9
+
+
+def losses(simulated: Simulated) -> Losses:
+    """Where the efficiency goes."""
+    scenario, step = simulated.scenario, simulated.step
+    total_s = step.total_s
+    instant = with_latency(scenario.cluster, 0.0)
+    shape = instant.shape(scenario.num_ranks)
+    carrying_s = run_step(scenario.compute, instant, shape, scenario.exchange, step.buckets).exposed_s
+    return Losses(
+        computing=step.computing_s / total_s,
+        latency=(step.exposed_s - carrying_s) / total_s,
+        carrying=carrying_s / total_s,
+        jitter=step.jitter_s / total_s,
+    )
+
+
+def smallest_within(job: Job, cluster: Cluster, seconds: float) -> Search:
+    """The fewest whole nodes whose ranks share the batch evenly and finish in time.
+
+    Doubles until one does, then bisects: between the two, more ranks are taken to be faster.
+    """
+    size = cluster.node.ranks
+    counts = [count for count in range(size, max(size, LARGEST_SEARCH) + 1, size) if job.can_share(count)]
+    if not counts:
+        raise UserError(
+            f"--within: no number of whole nodes of {size} ranks shares batch.global={job.global_batch} evenly; "
+            "for example --batch-per-rank 64"
+        )
+    tried: dict[int, Simulated] = {}
+
+    def is_in_time(place: int) -> bool:
+        tried[place] = simulate(job.scenario(cluster, counts[place]))
+        minutes = tried[place].minutes
+        assert minutes is not None, "a job without a length has no end"
+        return 60 * minutes <= seconds
+
+    places = doubling_places(counts)
+    reached = next((index for index, place in enumerate(places) if is_in_time(place)), None)
+    found = None
+    if reached is not None:
+        before = places[reached - 1] if reached else -1
+        found = tried[first_true(is_in_time, before, places[reached])]
+    fastest = min(tried.values(), key=lambda each: each.minutes or 0.0)
+    return Search(found, fastest, counts[max(tried)])
+
+
+def doubling_places(counts: Sequence[int]) -> list[int]:
+    """Places of the first count, of those at least twice the one before, and of the last."""
+    places = [0]
+    for place, count in enumerate(counts):
+        if count >= 2 * counts[places[-1]]:
+            places.append(place)
+    return places if places[-1] == len(counts) - 1 else [*places, len(counts) - 1]
+
+
+def first_true(holds: Callable[[int], bool], before: int, at: int) -> int:
+    """The first place after `before` where it holds, as it does `at`; where it holds, it holds for all that follow."""
+    while at - before > 1:
+        middle = (before + at) // 2
+        if holds(middle):
+            at = middle
+        else:
+            before = middle
+    return at
