@@ -1,4 +1,4 @@
-"""megabatch bench merging: what a plan for each bucket and cuts by dynamic programming gain over one plan and one threshold.
+"""megabatch bench merging: what buckets of merging.py, each with its plan, gain over one plan and one threshold.
 
 On every preset, from 8 to 2,048 ranks in several nodes, for gradients of ResNet-50 and AlexNet-BN: the simulated step
 with `merging.merge`, against the best of all single plans with the best of a dozen thresholds (found by trying all, so
@@ -29,9 +29,7 @@ def run(json_file: Path | None, presets: Iterable[str] | None = None) -> list[Ro
     print_lines([line(row) for row in rows])
     gains = sorted(row["gain"] for row in rows)
     above = sum(gain > 0.02 for gain in gains)
-    print(
-        f"\nover the best single plan and threshold: {above} of {len(gains)} gain more than 2 %, at most {gains[-1]:.1%}"
-    )
+    print(f"\nover the best single plan and threshold: {above} of {len(gains)} gain over 2 %, at most {gains[-1]:.1%}")
     write(rows, json_file)
     return rows
 

@@ -4,8 +4,8 @@ A row of the file is a run somebody has published: its source, ranks, batch and 
 overrides, overlap, precision); and its role.  `calibrates`: a device's curve or a constant was fitted to it.
 `predicted`: nothing was.  `left out`: with the reason.  Scores are of predicted rows alone.
 
-Sources: mlp-vX is mlcommons/training_results_vX, whose raw logs give images/s (the median over evaluation blocks without
-the first, five runs); ddl is HKBU-HPML/ddl-benchmarks @30de09bc.
+Sources: mlp-vX is mlcommons/training_results_vX, whose raw logs give images/s (the median over evaluation blocks but
+the first, of five runs); ddl is HKBU-HPML/ddl-benchmarks @30de09bc.
 
 Two rows differ in one thing alone if all else in them is the same: in ranks; in the network card; in how communication
 is overlapped.  Their ratio then tells whether that one thing is modelled, whatever the device's speed.

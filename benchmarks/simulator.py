@@ -7,6 +7,7 @@ paper       what Jia et al. 2018 report of 1,024 and 2,048 P40 (paper.py)
 The last two are arithmetic: the same figures on every machine.  `--docs` writes their tables into docs/scaling.md.
 """
 
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -73,10 +74,10 @@ def published_tables(rows: list[Published], calibrated: list[Prediction], scores
 def score_lines(scores: Scores) -> list[Line]:
     def ratios(name: str, pairs: Sequence[Pair], bar: float) -> Line:
         errors = sorted(pair.error for pair in pairs)
-        within = sum(error <= bar for error in errors)
+        within = f"{sum(error <= bar for error in errors)} of {len(errors)} within the bar"
         return {
             "what": f"{name}: error of the ratio of two rows",
-            "found": f"median {errors[len(errors) // 2]:.1%}, worst {errors[-1]:.1%}; {within} of {len(errors)} within the bar",
+            "found": f"median {statistics.median(errors):.1%}, worst {errors[-1]:.1%}; {within}",
             "bar": f"{bar:.0%}",
         }
 
@@ -126,7 +127,7 @@ def node_lines(predictions: Sequence[Prediction]) -> list[Line]:
             "rows": str(len(group)),
             "GPUs in a node": spread([int(prediction.row.ranks) for prediction in group]),
             "batch": spread([int(prediction.row.batch_per_rank) for prediction in group]),
-            "median error": f"{sorted(p.error for p in group)[len(group) // 2]:.1%}",
+            "median error": f"{statistics.median(p.error for p in group):.1%}",
             "worst": f"{max(p.error for p in group):.1%}",
         }
         for reason, group in groups.items()

@@ -7,6 +7,7 @@ before, also after a kill.  A lock is `flock` on a file: the kernel releases it 
 import fcntl
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -108,3 +109,12 @@ def is_locked(path: Path) -> bool:
         except BlockingIOError:
             return True
     return False
+
+
+def cache_folder() -> Path:
+    """Where what can be found or measured again is kept: $XDG_CACHE_HOME/megabatch, or ~/.cache/megabatch."""
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except RuntimeError:  # a user without a home, as in some containers
+        base = Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"
+    return base / "megabatch"

@@ -7,7 +7,7 @@ import pytest
 
 from megabatch.data import folders
 from megabatch.data.folders import FolderFiles, read_folder
-from megabatch.data.index_cache import cache_folder
+from megabatch.disk import cache_folder
 from megabatch.errors import UserError
 from tests.support.pictures import write_files
 

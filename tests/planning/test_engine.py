@@ -66,7 +66,10 @@ def test_sixteen_bits_halve_the_bytes() -> None:
     shape = ClusterShape.regular(2, 8)
     free = Engine(base_s=0, hop_in_node_s=0, hop_between_s=0, node_bytes_per_s=1e9, network_bytes_per_s=1e9)
     exact, rounded = (engine_plans(shape, dtype, ("ring",))[0] for dtype in ("fp32", "fp16"))
-    assert price_engine(exact, shape, free, 1000, 4).crossing_s == 2 * price_engine(rounded, shape, free, 1000, 4).crossing_s
+    assert (
+        price_engine(exact, shape, free, 1000, 4).crossing_s
+        == 2 * price_engine(rounded, shape, free, 1000, 4).crossing_s
+    )
 
 
 def test_the_engines_sum_of_sixteen_bits_may_err_by_every_hop() -> None:

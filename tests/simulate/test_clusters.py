@@ -75,7 +75,12 @@ def test_a_wrong_file_gives_one_line(tmp_path: Path) -> None:
     broken.write_text("[network\n")
     circle.write_text(f'base = "{circle}"\n')
     empty.write_text("")
-    for path, message in ((broken, "is not TOML"), (circle, "circle"), (empty, "device"), (tmp_path / "none.toml", "read")):
+    for path, message in (
+        (broken, "is not TOML"),
+        (circle, "circle"),
+        (empty, "device"),
+        (tmp_path / "none.toml", "read"),
+    ):
         with pytest.raises(UserError, match=message):
             load_cluster(str(path))
     with pytest.raises(UserError, match="nearest: --cluster dgx-a100"):

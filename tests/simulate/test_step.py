@@ -56,7 +56,12 @@ def test_a_chosen_algorithm_is_no_better_than_the_best(name: str) -> None:
     for algorithm in ("flat", "hierarchical", "torus", "ring"):
         forced = simulate_step(compute(name, precision=precision), cluster, 64, Exchange(algorithm=algorithm))
         assert best.total_s <= forced.total_s * 1.002
-        assert {bucket.plan.name.split("/")[0] for bucket in forced.buckets} <= {algorithm, "ring", "tree", "in_network"}
+        assert {bucket.plan.name.split("/")[0] for bucket in forced.buckets} <= {
+            algorithm,
+            "ring",
+            "tree",
+            "in_network",
+        }
 
 
 def test_a_faster_network_never_makes_a_step_longer() -> None:
@@ -71,10 +76,21 @@ def test_a_faster_network_never_makes_a_step_longer() -> None:
 
 def test_accumulation_hides_under_the_last_backward_alone() -> None:
     cluster = load_cluster("hkbu-10gbe")
-    once, four = compute("hkbu-10gbe", precision="fp32"), compute("hkbu-10gbe", precision="fp32")._replace(accumulation=4)
+    once, four = (
+        compute("hkbu-10gbe", precision="fp32"),
+        compute("hkbu-10gbe", precision="fp32")._replace(accumulation=4),
+    )
     steps = [simulate_step(one, cluster, 32, Exchange()) for one in (once, four)]
     assert steps[0].exposed_s == pytest.approx(steps[1].exposed_s)
     assert steps[1].forward_s == pytest.approx(4 * steps[0].forward_s)
+
+
+def test_a_step_waits_for_images_that_a_node_cannot_read_so_fast() -> None:
+    cluster = load_cluster("dgx-a100", ["input.images_per_s=8000"])
+    step = simulate_step(compute("dgx-a100"), cluster, 64, Exchange())
+    assert step.total_s == pytest.approx(8 * 64 / 8000) and step.input_s > 0
+    fast = simulate_step(compute("dgx-a100"), load_cluster("dgx-a100", ["input.images_per_s=80000"]), 64, Exchange())
+    assert fast.input_s == 0
 
 
 def test_torus_wants_equal_nodes() -> None:

@@ -23,6 +23,7 @@ def plan(
 
     It trains nothing, and needs no images of a named data set; those of a folder it counts.
     Given the folder of a run, it shows what that run has chosen.
+    What it has measured is the cluster [bold]this[/bold] of [bold]megabatch simulate[/bold].
     Under torchrun, srun or mpiexec it joins the ranks that they have started.
     """
     from megabatch.config.loading import load_config, print_to_stderr, silent
@@ -48,6 +49,7 @@ def plan(
         tuning = plan_all_reduce(config, info, store)
         if info.rank == 0:
             report(tuning, json)
+            keep_for_simulate(tuning)
         return 0
 
     be_a_rank(info, work)
@@ -59,6 +61,20 @@ def report(tuning: "Tuning", json: Path | None) -> None:
     print_plan(tuning)
     if json:
         json.write_bytes(msgspec.json.format(msgspec.json.encode(tuning), indent=2) + b"\n")
+
+
+def keep_for_simulate(tuning: "Tuning") -> None:
+    """As the cluster `this`."""
+    from contextlib import suppress
+
+    import msgspec
+
+    from megabatch.disk import cache_folder, write_file
+    from megabatch.simulate.load import THIS
+
+    with suppress(OSError):  # a user without a home can give the file of --json instead
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        write_file(cache_folder() / THIS, msgspec.json.encode(tuning))
 
 
 def print_plan(tuning: "Tuning") -> None:

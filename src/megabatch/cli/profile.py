@@ -65,8 +65,8 @@ def profile(
 
     def work(store: "RankStore") -> int:
         found = record_profile(config, info, store, seconds, print_to_stderr)
-        print_profile(found)
         write(found, file)
+        print_profile(found)
         print(f"\nwritten to {file}; what many such ranks would do: megabatch simulate RECIPE --profile {file}")
         return 0
 

@@ -8,7 +8,6 @@ Nothing depends on the cache: where it cannot be read or written, the index is m
 import contextlib
 import hashlib
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,7 @@ TICK_NS = 20_000_000  # of a file system's clock, at most
 def cached_index(kind: str, place: Path, build: Callable[[], Arrays], is_current: Callable[[Arrays], bool]) -> Arrays:
     """The index of `place`, from the cache if it is there and current."""
     digest = hashlib.sha256(os.fsencode(f"{FORMAT} {kind} {place.resolve()}")).hexdigest()[:32]
-    path = cache_folder() / f"{kind}-{digest}.npz"
+    path = disk.cache_folder() / f"{kind}-{digest}.npz"
     found = read_current(path, is_current)
     if found is not None:
         return found
@@ -37,14 +36,6 @@ def cached_index(kind: str, place: Path, build: Callable[[], Arrays], is_current
             with contextlib.suppress(OSError):
                 write_arrays(path, found)
     return found
-
-
-def cache_folder() -> Path:
-    try:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    except RuntimeError:  # a user without a home, as in some containers
-        base = Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"
-    return base / "megabatch"
 
 
 def read_current(path: Path, is_current: Callable[[Arrays], bool]) -> Arrays | None:

@@ -5,12 +5,12 @@ Legend: p ranks, H nodes of k ranks, S bytes as they travel.  Seconds:
     ring         base + 2(p-H) a + 2(H-1) A + 2(p-1)/p S/B        B = min(in the node, between nodes): one pipeline
     tree         base + 2(k-1) a + 2 log2(H) A + 2 S/B            every rank passes all bytes up and down
     in_network   base + 2(k-1) a + 2 A' + max(2(k-1)/k S/node, S/network)
-a is the latency of a hop in the node, A between nodes, A' through the switch tree (up or down).  These are the formulas
-of NCCL's own tuning model (src/graph/tuning.cc); the last one is a reduce-scatter and an all-gather in the node, between
+a is the latency of a hop in the node, A between nodes, A' through the switches, up or down.  These are the formulas of
+NCCL's own tuning model (src/graph/tuning.cc); the last one is a reduce-scatter and an all-gather in the node, between
 which each slice crosses the network once up and once down, at the same time (SHARP).
 
-Every hop adds in the dtype that travels, so 16 bits are rounded up to p-1 times on their way: plan.error_bound.  Our own
-plans round twice.
+Every hop adds in the dtype that travels, so 16 bits are rounded up to p-1 times on their way (plan.error_bound); our
+own plans round twice.
 """
 
 import math

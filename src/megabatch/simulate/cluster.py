@@ -29,7 +29,7 @@ class Section(Struct, frozen=True, forbid_unknown_fields=True):
     """Of a cluster file."""
 
 
-class Device(Section, kw_only=True):
+class Device(Section, frozen=True, kw_only=True):
     name: str
     stack: str  # the software, without which a device has no speed
     memory_gb: Positive
@@ -38,13 +38,13 @@ class Device(Section, kw_only=True):
     variant: str = ""  # of the points; "": the first
 
 
-class Node(Section, kw_only=True):
+class Node(Section, frozen=True, kw_only=True):
     ranks: Annotated[int, Meta(ge=1, le=1024)]
     gb_per_s: Positive  # bus bandwidth of an all-reduce in the node
     alpha_us: NotNegative  # latency of a hop
 
 
-class Network(Section, kw_only=True):
+class Network(Section, frozen=True, kw_only=True):
     nics: Annotated[int, Meta(ge=1, le=64)]
     gbps: Positive  # of each
     efficiency: Annotated[float, Meta(gt=0, le=1)]  # of the nominal rate, for all-reduces of tens of megabytes
@@ -63,7 +63,7 @@ class Network(Section, kw_only=True):
         return self.efficiency * self.gbps * 1e9 / 8
 
 
-class EngineSettings(Section, kw_only=True):
+class EngineSettings(Section, frozen=True, kw_only=True):
     name: str
     base_us: NotNegative  # of one collective
     coordinate_us: NotNegative = 0.0  # for every rank and collective, where a coordinator asks all (Horovod)
@@ -71,7 +71,11 @@ class EngineSettings(Section, kw_only=True):
     in_parts: bool = False  # our plans cut buckets and let their parts follow each other: on CPUs
 
 
-class Jitter(Section, kw_only=True):
+class Input(Section, frozen=True, kw_only=True):
+    images_per_s: NotNegative = 0.0  # that a node reads and decodes while it trains; 0: never waited for
+
+
+class Jitter(Section, frozen=True, kw_only=True):
     """Small noise of every rank, and rare stalls of a rank, for which all wait."""
 
     noise: NotNegative = 0.0  # relative, of a rank's step
@@ -79,17 +83,17 @@ class Jitter(Section, kw_only=True):
     stall_ms: NotNegative = 0.0  # on average
 
 
-class Faults(Section, kw_only=True):
+class Faults(Section, frozen=True, kw_only=True):
     interruptions_per_rank_hour: NotNegative = 0.0
     restart_minutes: NotNegative = 0.0
     checkpoint_s: NotNegative = 0.0  # that a step waits for one
 
 
-class Price(Section, kw_only=True):
+class Price(Section, frozen=True, kw_only=True):
     usd_per_rank_hour: NotNegative = 0.0  # 0: not known
 
 
-class Uncertainty(Section, kw_only=True):
+class Uncertainty(Section, frozen=True, kw_only=True):
     """Of what is not measured on the cluster itself; the device's own comes from the spread of its points."""
 
     device: NotNegative = 0.0  # relative, besides
@@ -98,13 +102,14 @@ class Uncertainty(Section, kw_only=True):
     jitter: Factor = 1.0
 
 
-class Cluster(Section, kw_only=True):
+class Cluster(Section, frozen=True, kw_only=True):
     name: str = ""
     about: str = ""
     device: Device
     node: Node
     network: Network
     engine: EngineSettings
+    input: Input = field(default_factory=Input)
     jitter: Jitter = field(default_factory=Jitter)
     faults: Faults = field(default_factory=Faults)
     price: Price = field(default_factory=Price)

@@ -4,6 +4,7 @@ from megabatch.errors import UserError
 from megabatch.planning.backward import GradientDtype
 from megabatch.simulate.cluster import Cluster
 from megabatch.simulate.device import Curve, FittedCurve, fit_curve
+from megabatch.simulate.profile import Profile
 from megabatch.simulate.step import Compute
 from megabatch.simulate.workload import Workload, load_workload, timed_backward
 
@@ -55,8 +56,20 @@ def compute_by_curve(
         forward_s=seconds - backward_s,
         backward=timed_backward(workload, backward_s, fixed_s, GRADIENTS[precision]),
         backward_s=backward_s,
+        num_images=accumulation * microbatch,
         accumulation=accumulation,
         spread=fitted.spread,
+    )
+
+
+def compute_by_profile(profile: Profile, microbatch: float, accumulation: int = 1) -> Compute:
+    return Compute(
+        forward_s=profile.forward_s(microbatch),
+        backward=profile.backward(microbatch),
+        backward_s=profile.backward_s(microbatch),
+        num_images=accumulation * microbatch,
+        accumulation=accumulation,
+        update_s=profile.update_s,
     )
 
 

@@ -1,8 +1,8 @@
 """How long a device computes on a microbatch of b images: t(b) = t0 + c b, fitted to published throughputs.
 
-t0 is what a step costs whatever the batch (launches, the update), so small batches are slow.  Published points come from
-machines of different speed (40 or 80 GB, 250 or 500 W, another release), each with one or two batch sizes.  They share
-the shape of the curve, r = t0/c, and differ by a factor: log t = log s_v + log(r + b), with s_v for each variant v.
+t0 is what a step costs whatever the batch (launches, the update), so small batches are slow.  Published points come
+from machines of different speed (40 or 80 GB, 250 or 500 W, another release), each with one or two batch sizes.  They
+share the shape of the curve, r = t0/c, and differ by a factor: log t = log s_v + log(r + b), s_v for each variant v.
 r is the one with the least squares, s_v the mean of its points.  The batch sizes of all points thereby speak for all
 variants, and a slow machine is not taken for a small batch.
 
@@ -65,7 +65,7 @@ def fit_curve(curve: Curve, variant: str = "") -> FittedCurve:
     if shape is None:
         if len({point.batch for point in curve.points}) == 1:
             raise UserError(
-                f"all points of the curve of {curve.model} are of {curve.points[0].batch:g} images, which does not tell "
+                f"all points of the curve of {curve.model} are of {curve.points[0].batch:g} images, which does not say "
                 "what a step costs at other batches; give a point at another batch, or fixed_images = t0/c of a device "
                 "alike"
             )

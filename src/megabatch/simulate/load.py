@@ -1,7 +1,8 @@
 """Reads cluster files: presets by name, one's own by path, with `section.key=value` overrides.
 
-A file may start from another (`base = "dgx-a100"`), and then says only what differs.  A device may be that of a file in
-devices/ (`device.like = "a100-mxnet"`), so that clusters share its points.
+A TOML file may start from another (`base = "dgx-a100"`), and then says only what differs.  A device may be that of a
+file in devices/ (`device.like = "a100-mxnet"`), so that clusters share its points.  A JSON file is what `megabatch
+plan` has measured; `this` is the last one of this machine.
 """
 
 import copy
@@ -14,10 +15,14 @@ from typing import Any
 
 import msgspec
 
+from megabatch.disk import cache_folder
 from megabatch.errors import UserError, nearest
+from megabatch.planning.tuning import Tuning
 from megabatch.simulate.cluster import Cluster
+from megabatch.simulate.measured import describe_measured
 
 FOLDER = resources.files("megabatch.simulate")
+THIS = "this.json"  # what `megabatch plan` has measured last
 MAX_BASES = 8
 ABSURD = 1e12  # no number in a cluster file is as large
 
@@ -73,17 +78,18 @@ def value_at(tables: Tables, key: str) -> Any:
 def read_cluster(name: str, depth: int = 0) -> Tables:
     if is_preset(name):
         tables = parse((FOLDER / "clusters" / f"{name}.toml").read_text(), name)
-    elif Path(name).suffix == ".toml":
-        try:
-            tables = parse(Path(name).read_text(), name)
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(
-                f"--cluster {name}: cannot be read ({getattr(error, 'strerror', None) or error}); give another file"
-            ) from None
+    elif name == "this":
+        path = cache_folder() / THIS
+        if not path.is_file():
+            raise UserError("--cluster this: nothing was measured here yet; first: megabatch plan RECIPE")
+        tables = read_own(path)
+    elif Path(name).suffix in (".toml", ".json"):
+        tables = read_own(Path(name))
     else:
         known = preset_names()
         raise UserError(
-            f"--cluster {name!r} is none of {', '.join(known)}, nor a .toml file; nearest: --cluster {nearest(name, known)}"
+            f"--cluster {name!r} is none of {', '.join(known)}, nor a .toml file, nor a .json of megabatch plan; "
+            f"nearest: --cluster {nearest(name, known)}"
         )
     base = tables.pop("base", None)
     if base is None:
@@ -91,6 +97,20 @@ def read_cluster(name: str, depth: int = 0) -> Tables:
     if depth == MAX_BASES:
         raise UserError(f"{name}: base={base!r} leads to more than {MAX_BASES} files; is it a circle?")
     return merged(read_cluster(str(base), depth + 1), tables)
+
+
+def read_own(path: Path) -> Tables:
+    """A cluster file, or what `megabatch plan --json` has written."""
+    try:
+        if path.suffix == ".json":
+            return describe_measured(msgspec.json.decode(path.read_bytes(), type=Tuning))
+        return parse(path.read_text(), str(path))
+    except OSError as error:
+        raise UserError(f"--cluster {path}: cannot be read ({error.strerror}); give another file") from None
+    except (UnicodeDecodeError, msgspec.DecodeError, AssertionError) as error:
+        raise UserError(
+            f"--cluster {path} is no plan ({error}); write one: megabatch plan RECIPE --json FILE"
+        ) from None
 
 
 def parse(text: str, name: str) -> Tables:

@@ -14,7 +14,8 @@ from msgspec.structs import replace
 
 from megabatch.planning.tuning import Bucket
 from megabatch.simulate.cluster import Cluster
-from megabatch.simulate.compute import compute_by_curve
+from megabatch.simulate.compute import compute_by_curve, compute_by_profile
+from megabatch.simulate.profile import Profile
 from megabatch.simulate.step import Compute, Exchange, Step, run_step, simulate_step
 from megabatch.simulate.training import RunLength, Training, train_for
 from megabatch.simulate.workload import Workload
@@ -31,6 +32,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
     precision: str
     exchange: Exchange = Exchange()
     length: RunLength | None = None
+    profile: Profile | None = None  # what a rank was recorded to take, instead of the cluster's curve
 
     @property
     def global_batch(self) -> int:
@@ -42,7 +44,16 @@ class Scenario(Struct, frozen=True, kw_only=True):
 
     @property
     def compute(self) -> Compute:
+        if self.profile:
+            return compute_by_profile(self.profile, self.microbatch, self.accumulation)
         return compute_by_curve(self.workload, self.cluster, self.precision, self.microbatch, self.accumulation)
+
+
+    @property
+    def all_reduce(self) -> Exchange:
+        """With the dtype that really travels: 16-bit gradients have no other."""
+        dtype = self.compute.backward.gradients[0].dtype
+        return self.exchange._replace(dtype=dtype) if dtype in ("fp16", "bf16") else self.exchange
 
 
 class Simulated(Struct, frozen=True, kw_only=True):
@@ -101,6 +112,7 @@ class Simulated(Struct, frozen=True, kw_only=True):
             "update_s": self.step.update_s,
             "exposed_s": self.step.exposed_s,
             "jitter_s": self.step.jitter_s,
+            "input_s": self.step.input_s,
             "all_reduce_s": self.step.all_reduce_s,
             "minutes": self.minutes,
             "rank_hours": self.rank_hours,
@@ -111,7 +123,7 @@ class Simulated(Struct, frozen=True, kw_only=True):
 
 def simulate(scenario: Scenario) -> Simulated:
     compute, cluster = scenario.compute, scenario.cluster
-    step = simulate_step(compute, cluster, scenario.num_ranks, scenario.exchange)
+    step = simulate_step(compute, cluster, scenario.num_ranks, scenario.all_reduce)
     low_s, high_s = interval(compute, cluster, scenario, step)
     training = None
     if scenario.length:
@@ -123,12 +135,12 @@ def simulate(scenario: Scenario) -> Simulated:
 
 def interval(compute: Compute, cluster: Cluster, scenario: Scenario, step: Step) -> tuple[float, float]:
     """The shortest and the longest step that are to be expected."""
-    shape = cluster.shape(scenario.num_ranks)
+    shape, exchange = cluster.shape(scenario.num_ranks), scenario.all_reduce
     given = cluster.uncertainty
     device = math.hypot(DEVIATIONS * compute.spread, given.device)
 
     def total_s(of_compute: Compute, of_cluster: Cluster) -> float:
-        return run_step(of_compute, of_cluster, shape, scenario.exchange, step.buckets).total_s
+        return run_step(of_compute, of_cluster, shape, exchange, step.buckets).total_s
 
     ends = [(total_s(slower(compute, 1 / (1 + device)), cluster), total_s(slower(compute, 1 + device), cluster))]
     for change, factor in (

@@ -3,7 +3,7 @@
     forward and backward of every microbatch, the last backward yielding gradients layer by layer
     buckets of gradients through node and network, in order, as in pipeline.py
     what of that is not hidden under backward is exposed; then the update, which the device's t0 holds
-    and all of it once more for the slowest rank (jitter.py)
+    all of it once more for the slowest rank (jitter.py), and for images, where a node reads them too slowly
 
 `overlap` says how gradients are cut:
     none    one bucket, after backward: nothing is hidden
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from megabatch.errors import UserError
 from megabatch.planning.algorithms import ALGORITHMS
@@ -40,6 +41,7 @@ class Compute(NamedTuple):
     forward_s: float  # of one microbatch
     backward: RecordedBackward  # of one microbatch
     backward_s: float
+    num_images: float = 0.0  # in all
     accumulation: int = 1  # microbatches
     update_s: float = 0.0  # where it is not part of the others
     spread: float = 0.0  # relative: how well these are known
@@ -66,6 +68,7 @@ class Step(Struct, frozen=True, kw_only=True):
     update_s: float
     exposed_s: float  # all-reduces that are not hidden under backward
     jitter_s: float  # waiting for the slowest rank
+    input_s: float  # waiting for images
     all_reduce_s: float  # of all buckets, hidden or not
     buckets: list[Bucket]
 
@@ -75,7 +78,7 @@ class Step(Struct, frozen=True, kw_only=True):
 
     @property
     def total_s(self) -> float:
-        return self.computing_s + self.exposed_s + self.jitter_s
+        return self.computing_s + self.exposed_s + self.jitter_s + self.input_s
 
 
 def simulate_step(compute: Compute, cluster: Cluster, num_ranks: int, exchange: Exchange) -> Step:
@@ -157,16 +160,21 @@ def run_step(
     """With buckets and plans that were chosen, perhaps for links that are not quite these."""
     prices = Prices(cluster, shape, exchange.dtype)
     costs = [prices.of(bucket.plan, bucket.num_elements, bucket.element_bytes) for bucket in buckets]
-    ready = {name: ready_s for name, ready_s in zip(compute.backward.names, compute.backward.ready_s, strict=True)}
+    ready = dict(zip(compute.backward.names, compute.backward.ready_s, strict=True))
     is_hidden = exchange.overlap != "none"
     ready_s = [max(ready[name] for name in b.gradients) if is_hidden else compute.backward_s for b in buckets]
     passages = pass_through(ready_s, costs)
-    return Step(
+    step = Step(
         forward_s=compute.accumulation * compute.forward_s,
         backward_s=compute.accumulation * compute.backward_s,
         update_s=compute.update_s,
         exposed_s=exposed_s(passages, compute.backward_s) if passages else 0.0,
         jitter_s=jitter_s(cluster.jitter, shape.num_ranks, compute.total_s),
+        input_s=0.0,
         all_reduce_s=sum(sum(cost[:3]) for cost in costs),
         buckets=list(buckets),
     )
+    # The next step's images are read during this one.
+    rate = cluster.input.images_per_s
+    reading_s = shape.largest_node * compute.num_images / rate if rate else 0.0
+    return replace(step, input_s=max(0.0, reading_s - step.total_s))

@@ -1,7 +1,7 @@
 """From a step to the end of training: evaluations, checkpoints, interruptions and money.
 
 Legend: T hours of steps and evaluations, M hours between interruptions of the whole job, C hours that a checkpoint
-holds it up, R hours for a restart.  Checkpoints every sqrt(2 C M) cost least (Young 1974, Daly 2006); the job then takes
+holds it up, R hours for a restart.  Checkpoints every sqrt(2 C M) cost least (Young 1974, Daly 2006); the job takes
 T (1 + C/tau + tau/(2M) + R/M): checkpoints, steps that are lost with an interruption, restarts.
 """
 
