@@ -131,7 +131,7 @@ def test_compare_has_a_row_for_each_algorithm_and_marks_one_as_best() -> None:
     words = ["alexnet", *ON_PAPER, "--ranks", "8,64", "--compare"]
     found = rows(*words)
     assert [(row["ranks"], row["algorithm"]) for row in found] == [
-        (ranks, name) for ranks in (8, 64) for name in ("ring", "hierarchical", "torus", "auto")
+        (ranks, name) for ranks in (8, 64) for name in ("ring", "flat", "hierarchical", "torus", "auto")
     ]
     assert output(*words).count(" *") == 3  # the heading, and one of each rank count
 
@@ -243,6 +243,7 @@ def test_a_bar_has_the_same_length_whatever_a_step_is_made_of() -> None:
             update_s=update_s,
             exposed_s=exposed_s,
             jitter_s=jitter_s,
+            input_s=0.0,
             all_reduce_s=0.0,
             buckets=[],
         )

@@ -7,6 +7,7 @@ from megabatch.errors import UserError
 from megabatch.simulate.compute import memory_bytes
 from megabatch.simulate.job import Job, job_of_model
 from megabatch.simulate.load import load_cluster
+from megabatch.simulate.profile import Profile, ProfiledGradient, ProfilePoint
 from megabatch.simulate.request import ModelSettings
 from megabatch.simulate.scenario import simulate
 from megabatch.simulate.step import Exchange
@@ -39,6 +40,7 @@ def test_every_algorithm_that_applies_is_compared_and_the_choice_comes_last() ->
         "ring": [8, 12, 64],
         "tree": [12, 64],
         "in_network": [12, 64],
+        "flat": [8, 12, 64],
         "hierarchical": [8, 12, 64],
         "torus": [8, 64],
         "auto": [1, 8, 12, 64],
@@ -48,14 +50,62 @@ def test_every_algorithm_that_applies_is_compared_and_the_choice_comes_last() ->
         assert auto <= min(alone) * 1.002
 
 
+def test_where_nothing_is_rounded_flat_is_what_the_engine_has_anyhow() -> None:
+    fp32 = replace(job("p40-roce100", 64), precision="fp32")
+    assert [variant.label for variant in compare(fp32, load_cluster("p40-roce100"), [64])] == [
+        "ring", "hierarchical", "torus", "auto",
+    ]  # fmt: skip
+
+
 def test_what_one_algorithm_exposes_is_what_it_exposes_alone() -> None:
     scenario = job("p40-roce100", 64).scenario(load_cluster("p40-roce100"), 64)
     found = exposed_by_algorithm(scenario)
     assert list(found.values()) == sorted(found.values())
-    assert set(found) == {"ring", "hierarchical", "torus"}
+    assert set(found) == {"ring", "flat", "hierarchical", "torus"}
     for algorithm, exposed_s in found.items():
         alone = replace(scenario, exchange=Exchange(algorithm=algorithm))
         assert simulate(alone).step.exposed_s == exposed_s
+
+
+def test_a_profile_is_simulated_as_it_was_recorded() -> None:
+    recorded = Profile(
+        model="alexnet",
+        image_size=224,
+        num_classes=1000,
+        precision="fp32",
+        device="cpu",
+        threads=2,
+        gradients=[ProfiledGradient(name="fc.weight", num_elements=10**6, dtype="fp32")],
+        points=[
+            ProfilePoint(microbatch=b, forward_s=b / 10, backward_s=b / 5, forward_by_layer_s={}, ready_s=[b / 8])
+            for b in (8, 16)
+        ],
+        update_s=0.5,
+    )
+    cluster = load_cluster("cpu-1gbe")
+    profiled = job_of_model(ALEXNET, cluster, ModelSettings(), AUTO, None, 1000, 100, recorded)
+    assert profiled.precision == "fp32" and profiled.batch_per_rank == 16
+    simulated = simulate(profiled.scenario(cluster, 4))
+    assert (simulated.step.forward_s, simulated.step.backward_s, simulated.step.update_s) == (1.6, 3.2, 0.5)
+    assert sum(losses(simulated)) == pytest.approx(1) and ladder(profiled, cluster, [4])
+    with pytest.raises(UserError, match=r"recorded with precision\.name=fp32, and this has precision\.name=fp16"):
+        job_of_model(ALEXNET, cluster, ModelSettings(precision="fp16"), AUTO, 16, 1000, 100, recorded)
+    with pytest.raises(UserError, match=r"recorded with data\.image_size=224"):
+        job_of_model(ALEXNET, cluster, ModelSettings(image_size=192), AUTO, 16, 1000, 100, recorded)
+    linked = replace(cluster, device=replace(cluster.device, curves={}))
+    assert simulate(profiled.scenario(linked, 4)).step == simulated.step
+    with pytest.raises(UserError, match="give it: --profile FILE"):
+        job_of_model(ALEXNET, linked, ModelSettings(), AUTO, None, 1000, 100)
+
+
+def test_a_node_that_reads_too_slowly_decides_the_step_and_what_would_help() -> None:
+    cluster = load_cluster("p40-roce100", ["input.images_per_s=2000"])
+    simulated = simulate(job("p40-roce100", 64).scenario(cluster, 16))
+    assert simulated.images_per_s == pytest.approx(4000)
+    lost = losses(simulated)
+    assert lost.images > 0.5 and sum(lost) == pytest.approx(1)
+    assert changes(simulated)[0].label == "images read twice as fast: input.images_per_s=4000"
+    assert changes(simulated)[0].share == pytest.approx(1, rel=0.01)
 
 
 def test_the_ladder_ends_with_half_the_bytes_and_never_computes_faster() -> None:

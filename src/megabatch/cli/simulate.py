@@ -12,6 +12,7 @@ from megabatch.errors import UserError, nearest, require_one_of
 if TYPE_CHECKING:
     from megabatch.simulate.cluster import Cluster
     from megabatch.simulate.job import Job
+    from megabatch.simulate.profile import Profile
     from megabatch.simulate.whatif import Search, Variant
     from megabatch.simulate.workload import Workload
 
@@ -63,6 +64,10 @@ def simulate(
     within: Annotated[
         str | None, typer.Option(metavar="TIME", help="The smallest cluster that finishes in 10min, 600s or 2h.")
     ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="What megabatch profile recorded, instead of the cluster's own devices."),
+    ] = None,
     json: Annotated[Path | None, typer.Option("--json", help="Write all rows to this file.")] = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw images/s against ranks.")
@@ -81,6 +86,7 @@ def simulate(
     from megabatch.simulate import whatif
     from megabatch.simulate.job import notes, require_batch
     from megabatch.simulate.load import load_cluster, preset_names
+    from megabatch.simulate.profile import read_profile
     from megabatch.simulate.request import parse_ranks, parse_sweep, parse_within, split_overrides
 
     subject, overrides = split_subject(given)
@@ -90,14 +96,15 @@ def simulate(
     require_output(json, plot)
     of_cluster, of_job = split_overrides(overrides)
     if cluster is None:
-        raise UserError(f"--cluster is not given; one of {', '.join(preset_names())}, or a .toml file; {EXAMPLE}")
+        raise UserError(f"--cluster is not given; one of {', '.join(preset_names())}, this, or a .toml file; {EXAMPLE}")
     if ranks is None and within is None:
         raise UserError(f"--ranks is not given; {EXAMPLE}")
     counts = parse_ranks(ranks) if ranks is not None else []
     limit_s = parse_within(within) if within is not None else None
     swept = parse_sweep(sweep) if sweep is not None else None
     there = load_cluster(cluster, of_cluster)
-    job, recipe_batch, remarks = ask(subject, of_job, there, batch_per_rank, wire, algorithm, overlap)
+    recorded = read_profile(profile) if profile else None
+    job, recipe_batch, remarks = ask(subject, of_job, there, recorded, batch_per_rank, wire, algorithm, overlap)
 
     variants: list[Variant] = []
     search: Search | None = None
@@ -109,7 +116,7 @@ def simulate(
     if compare:
         variants = whatif.compare(job, there, counts)
     elif ladder:
-        wide, narrow = whatif.ladder_precisions(there)
+        wide, narrow = whatif.ladder_precisions(job, there)
         remarks.append(f"--ladder computes in {wide}, with gradients in fp32, and in the last line in {narrow}")
         variants = whatif.ladder(job, there, counts)
     elif swept:
@@ -168,6 +175,7 @@ def ask(
     subject: str,
     overrides: Sequence[str],
     cluster: "Cluster",
+    profile: "Profile | None",
     batch_per_rank: int | None,
     wire: str | None,
     algorithm: str | None,
@@ -177,7 +185,7 @@ def ask(
     from msgspec.structs import replace
 
     from megabatch.data.shapes import IMAGENET
-    from megabatch.simulate.job import job_of_model, with_batch_per_rank
+    from megabatch.simulate.job import job_of_model, with_batch_per_rank, with_profile
     from megabatch.simulate.request import parse_model_settings
     from megabatch.simulate.step import Exchange
     from megabatch.simulate.workload import STORED, load_workload
@@ -189,12 +197,13 @@ def ask(
         recipe_batch = job.global_batch
         if batch_per_rank is not None:
             job = with_batch_per_rank(job, batch_per_rank)
+        if profile:
+            job = with_profile(job, profile)
         return Asked(replace(job, exchange=job.exchange._replace(**changed)), recipe_batch, remarks)
     settings = parse_model_settings(overrides)
     workload = load_workload(subject) if subject in STORED else count_model(subject)
-    job = job_of_model(
-        workload, cluster, settings, Exchange(**changed), batch_per_rank, IMAGENET.num_train, IMAGENET.num_test
-    )
+    images = IMAGENET.num_train, IMAGENET.num_test
+    job = job_of_model(workload, cluster, settings, Exchange(**changed), batch_per_rank, *images, profile)
     return Asked(job, None, [])
 
 

@@ -51,13 +51,14 @@ def encode(
     for num_ranks in ranks:
         for variant in variants:
             rows += [variant.varied | result.row for result in variant.results_at(num_ranks)]
+    everything = [*results, *(result for variant in variants for result in variant.results)]
     content: dict[str, Any] = {
         "command": shlex.join(["megabatch", *sys.argv[1:]]),
         "cluster": cluster.name,
         "model": job.workload.model,
         "precision": job.precision,
         "overlap": job.exchange.overlap,
-        "wire": job.exchange.dtype,
+        "wire": everything[0].scenario.all_reduce.dtype,
         "algorithm": job.exchange.algorithm,
         "rows": rows,
     }

@@ -9,7 +9,6 @@ from rich.table import Table
 from megabatch.cli.simulate_numbers import duration, figures, interval, milliseconds, nodes, percent, ranks_of
 from megabatch.planning.tuning import Bucket
 from megabatch.simulate.cluster import Cluster
-from megabatch.simulate.compute import GRADIENTS
 from megabatch.simulate.job import Job
 from megabatch.simulate.scenario import Simulated
 from megabatch.simulate.step import Step
@@ -41,10 +40,13 @@ def print_report(
 def begin(job: Job, cluster: Cluster, remarks: Sequence[str]) -> Console:
     """What is simulated, and what to know of it."""
     console = Console(highlight=False)
-    workload, device = job.workload, cluster.device
+    workload, device, profile = job.workload, cluster.device, job.profile
     model = f"{workload.model} at {workload.image_size} pixels in {job.precision}"
     name = f"{job.name}: " if job.name != workload.model else ""
-    console.print(f"\n{escape(name + model)} on {escape(cluster.name)} ({escape(device.name)}, {escape(device.stack)})")
+    computing = f"{device.name}, {device.stack}"
+    if profile:
+        computing = f"as recorded on {profile.device}, {profile.threads} thread{'s' * (profile.threads > 1)} a rank"
+    console.print(f"\n{escape(f'{name}{model} on {cluster.name} ({computing})')}")
     for remark in remarks:
         console.print(f"note: {escape(remark)}")
     console.print()
@@ -100,9 +102,6 @@ def print_plan(console: Console, result: Simulated) -> None:
     console.print(f"\n[bold]all-reduce at {ranks_of(result)}[/bold] {escape(result.plan)}")
     if not buckets:
         return
-    travelling = GRADIENTS[scenario.precision]
-    if scenario.exchange.dtype == "fp32" and travelling != "fp32":
-        console.print(f"fp32 in the name of a plan says that gradients travel as they are: in {travelling}")
     if scenario.exchange.algorithm == "auto":
         others = [f"{name} {milliseconds(exposed_s)}" for name, exposed_s in exposed_by_algorithm(scenario).items()]
         console.print(
@@ -158,6 +157,7 @@ def print_step(console: Console, result: Simulated) -> None:
     details = {
         "exposed all-reduce": f"of {milliseconds(step.all_reduce_s)} ms that the buckets take",
         "jitter": "waiting for the slowest rank",
+        "input": "waiting for images, of which a node reads too few",
     }
     for mark, name, seconds in parts_of(step):
         if seconds:
@@ -167,6 +167,7 @@ def print_step(console: Console, result: Simulated) -> None:
         console.print(
             f"efficiency {percent(lost.computing)}: latencies {percent(lost.latency)}, "
             f"bytes on their way {percent(lost.carrying)}, jitter {percent(lost.jitter)}"
+            + (f", input {percent(lost.images)}" if lost.images else "")
         )
 
 
@@ -177,6 +178,7 @@ def parts_of(step: Step) -> list[tuple[str, str, float]]:
         ("▒", "update", step.update_s),
         ("░", "exposed all-reduce", step.exposed_s),
         ("·", "jitter", step.jitter_s),
+        ("-", "input", step.input_s),
     ]
 
 
@@ -221,6 +223,7 @@ def answer(search: Search, within: str) -> str:
         "latencies of the all-reduce": lost.latency,
         "bytes of the all-reduce on their way": lost.carrying,
         "jitter": lost.jitter,
+        "images, of which nodes read too few": lost.images,
     }
     limit = max(waits, key=lambda name: waits[name])
     why = f"{limit} ({percent(waits[limit])} of a step), which more ranks make longer"

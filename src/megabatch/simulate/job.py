@@ -15,6 +15,7 @@ from megabatch.errors import UserError, require_one_of
 from megabatch.planning.batch import BatchSettings, StepPlan, plan_steps
 from megabatch.simulate.cluster import Cluster
 from megabatch.simulate.compute import GRADIENTS, default_precision, find_curve, require_memory
+from megabatch.simulate.profile import Profile
 from megabatch.simulate.request import ModelSettings
 from megabatch.simulate.scenario import Scenario
 from megabatch.simulate.step import Exchange
@@ -36,6 +37,7 @@ class Job(Struct, frozen=True, kw_only=True):
     workload: Workload
     precision: str
     exchange: Exchange = Exchange()
+    profile: Profile | None = None  # what a rank was recorded to take, instead of the cluster's curve
     global_batch: int | None = None  # None: every rank has batch_per_rank
     batch_per_rank: int = 0
     microbatch: int | None = None  # at most; None: whatever a rank has
@@ -59,6 +61,7 @@ class Job(Struct, frozen=True, kw_only=True):
 
     def scenario(self, cluster: Cluster, num_ranks: int) -> Scenario:
         """UserError if the ranks cannot share the batch, or a microbatch does not fit into the device."""
+        require_device(cluster, self.profile)
         num_images, accumulation = self.share(num_ranks)
         require_memory(self.workload, cluster, self.precision, num_images // accumulation)
         return Scenario(
@@ -69,6 +72,7 @@ class Job(Struct, frozen=True, kw_only=True):
             accumulation=accumulation,
             precision=self.precision,
             exchange=self.exchange,
+            profile=self.profile,
             length=self.length(num_ranks) if self.has_length else None,
         )
 
@@ -93,23 +97,57 @@ def job_of_model(
     batch_per_rank: int | None,
     num_train: int,
     num_test: int,
+    profile: Profile | None = None,
 ) -> Job:
-    """In the cluster's 16-bit stack, and at the batch of its first point, unless it is said otherwise."""
-    precision = settings.precision or default_precision(cluster)
+    """In the cluster's 16-bit stack, and at the batch of its first point, unless it is said otherwise.
+
+    With a profile, in its precision, and at its largest batch.
+    """
+    require_device(cluster, profile)
+    precision = settings.precision or (profile.precision if profile else default_precision(cluster))
     require_one_of("precision.name", precision, GRADIENTS)
     if settings.image_size is not None:
         workload = scaled(workload, settings.image_size)
-    return Job(
+    if batch_per_rank is None:
+        recorded = max(profile.microbatches) if profile else None
+        batch_per_rank = recorded or measured_batch(cluster, precision, workload.model)
+    job = Job(
         name=workload.model,
         workload=workload,
         precision=precision,
         exchange=exchange,
-        batch_per_rank=batch_per_rank or measured_batch(cluster, precision, workload.model),
+        batch_per_rank=batch_per_rank,
         microbatch=settings.microbatch,
         num_train=num_train,
         num_test=num_test,
         epochs=settings.epochs,
     )
+    return with_profile(job, profile) if profile else job
+
+
+def require_device(cluster: Cluster, profile: Profile | None) -> None:
+    """What `megabatch plan` has measured is links alone."""
+    if not cluster.device.curves and not profile:
+        raise UserError(
+            f"--cluster {cluster.name} does not say how fast its devices are; record that (megabatch profile RECIPE "
+            "--json FILE), and give it: --profile FILE"
+        )
+
+
+def with_profile(job: Job, profile: Profile) -> Job:
+    """UserError if it was recorded of something else."""
+    recorded = {
+        "model.name": (profile.model, job.workload.model),
+        "data.image_size": (profile.image_size, job.workload.image_size),
+        "precision.name": (profile.precision, job.precision),
+    }
+    for key, (found, wanted) in recorded.items():
+        if found != wanted:
+            raise UserError(
+                f"--profile was recorded with {key}={found}, and this has {key}={wanted}; give {key}={found}, "
+                "or record it again: megabatch profile RECIPE --json FILE"
+            )
+    return replace(job, profile=profile)
 
 
 def measured_batch(cluster: Cluster, precision: str, model: str) -> int:

@@ -17,10 +17,10 @@ from msgspec.structs import replace
 from megabatch.errors import UserError
 from megabatch.planning.algorithms import ALGORITHMS
 from megabatch.simulate.cluster import Cluster
-from megabatch.simulate.compute import CURVES, GRADIENTS, memory_bytes
+from megabatch.simulate.compute import CURVES, memory_bytes
 from megabatch.simulate.job import Job
 from megabatch.simulate.scenario import Scenario, Simulated, simulate, with_jitter, with_latency
-from megabatch.simulate.step import ENGINE_ALGORITHMS, Exchange, candidates, run_step, simulate_step
+from megabatch.simulate.step import ENGINE_ALGORITHMS, Exchange, Step, candidates, run_step, simulate_step
 
 LARGEST_SEARCH = 16_384  # ranks
 WORTH = 0.005  # of the images/s: smaller gains are not worth a line
@@ -57,6 +57,7 @@ class Losses(NamedTuple):
     latency: float  # exposed all-reduces: what would not be there without latencies
     carrying: float  # exposed all-reduces: the rest, which bandwidth decides
     jitter: float
+    images: float  # waiting for them to be read
 
 
 def run_all(job: Job, cluster: Cluster, ranks: Sequence[int]) -> list[Simulated]:
@@ -69,21 +70,21 @@ def compare(job: Job, cluster: Cluster, ranks: Sequence[int]) -> list[Variant]:
 
     Where nothing is rounded, flat is the engine's own all-reduce, whose algorithms are there one by one.
     """
-    ours = [name for name in ALGORITHMS if (name, job.exchange.dtype) != ("flat", "fp32")]
     variants = []
-    for algorithm in (*ENGINE_ALGORITHMS, *ours, AUTO):
+    for algorithm in (*ENGINE_ALGORITHMS, *ALGORITHMS, AUTO):
         trial = replace(job, exchange=job.exchange._replace(algorithm=algorithm))
-        applying = [num_ranks for num_ranks in ranks if applies(trial.exchange, cluster, num_ranks)]
+        applying = [num_ranks for num_ranks in ranks if applies(trial.scenario(cluster, num_ranks))]
         if applying:
             variants.append(Variant(algorithm, {"algorithm": algorithm}, run_all(trial, cluster, applying)))
     return variants
 
 
-def applies(exchange: Exchange, cluster: Cluster, num_ranks: int) -> bool:
-    if num_ranks == 1:
+def applies(scenario: Scenario) -> bool:
+    exchange = scenario.all_reduce
+    if scenario.num_ranks == 1 or (exchange.algorithm, exchange.dtype) == ("flat", "fp32"):
         return exchange.algorithm == AUTO
     try:
-        return bool(candidates(cluster, cluster.shape(num_ranks), exchange))
+        return bool(candidates(scenario.cluster, scenario.cluster.shape(scenario.num_ranks), exchange))
     except UserError:
         return False
 
@@ -92,15 +93,14 @@ def exposed_by_algorithm(scenario: Scenario) -> dict[str, float]:
     """Seconds of a step that would be exposed if all buckets had one algorithm; the least first."""
     exposed_s = {}
     for algorithm in (*ENGINE_ALGORITHMS, *ALGORITHMS):
-        exchange = scenario.exchange._replace(algorithm=algorithm)
-        if algorithm != "flat" and applies(exchange, scenario.cluster, scenario.num_ranks):
-            step = simulate_step(scenario.compute, scenario.cluster, scenario.num_ranks, exchange)
-            exposed_s[algorithm] = step.exposed_s
+        forced = with_exchange(scenario, algorithm=algorithm)
+        if applies(forced):
+            exposed_s[algorithm] = step_of(forced).exposed_s
     return dict(sorted(exposed_s.items(), key=lambda found: found[1]))
 
 
 def ladder(job: Job, cluster: Cluster, ranks: Sequence[int]) -> list[Variant]:
-    wide, narrow = ladder_precisions(cluster)
+    wide, narrow = ladder_precisions(job, cluster)
     rungs = [
         ("per-tensor ring", wide, Exchange(algorithm="ring", overlap="layer")),
         ("+ fusion", wide, Exchange(algorithm="ring", overlap="fused")),
@@ -116,9 +116,11 @@ def ladder(job: Job, cluster: Cluster, ranks: Sequence[int]) -> list[Variant]:
     return variants
 
 
-def ladder_precisions(cluster: Cluster) -> tuple[str, str]:
+def ladder_precisions(job: Job, cluster: Cluster) -> tuple[str, str]:
     """With gradients in fp32, and in 16 bits where the cluster has a curve for them."""
     curves = cluster.device.curves
+    if job.profile:
+        return job.profile.precision, job.profile.precision
     if CURVES["amp"] in curves:
         return "amp", CURVES["amp"]
     precision = "fp32" if "fp32" in curves else next(iter(curves))
@@ -137,8 +139,12 @@ def changes(simulated: Simulated) -> list[Change]:
 
 
 def images_per_s(scenario: Scenario) -> float:
-    step = simulate_step(scenario.compute, scenario.cluster, scenario.num_ranks, scenario.exchange)
-    return scenario.global_batch / step.total_s
+    return scenario.global_batch / step_of(scenario).total_s
+
+
+def step_of(scenario: Scenario) -> Step:
+    """Without an interval."""
+    return simulate_step(scenario.compute, scenario.cluster, scenario.num_ranks, scenario.all_reduce)
 
 
 def changed_scenarios(scenario: Scenario) -> list[tuple[str, Scenario]]:
@@ -155,7 +161,11 @@ def changed_scenarios(scenario: Scenario) -> list[tuple[str, Scenario]]:
     ]
     if exchange.overlap in ("none", "layer"):
         result.append(("all-reduces fused, under backward", with_exchange(scenario, overlap=AUTO)))
-    if exchange.dtype == "fp32" and GRADIENTS[scenario.precision] in ("fp32", "fp64"):
+    if cluster.input.images_per_s:
+        read = replace(cluster.input, images_per_s=2 * cluster.input.images_per_s)
+        label = f"images read twice as fast: input.images_per_s={read.images_per_s:g}"
+        result.append((label, replace(scenario, cluster=replace(cluster, input=read))))
+    if scenario.all_reduce.dtype == "fp32":
         result.append(("16 bits between nodes: --wire fp16", with_exchange(scenario, dtype="fp16")))
     return result
 
@@ -179,12 +189,13 @@ def losses(simulated: Simulated) -> Losses:
     total_s = step.total_s
     instant = with_latency(scenario.cluster, 0.0)
     shape = instant.shape(scenario.num_ranks)
-    carrying_s = run_step(scenario.compute, instant, shape, scenario.exchange, step.buckets).exposed_s
+    carrying_s = run_step(scenario.compute, instant, shape, scenario.all_reduce, step.buckets).exposed_s
     return Losses(
         computing=step.computing_s / total_s,
         latency=(step.exposed_s - carrying_s) / total_s,
         carrying=carrying_s / total_s,
         jitter=step.jitter_s / total_s,
+        images=step.input_s / total_s,
     )
 
 
