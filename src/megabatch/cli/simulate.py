@@ -84,6 +84,7 @@ def simulate(
     from megabatch.cli.simulate_screen import print_report
     from megabatch.cli.simulate_variants import print_ladder, print_variants
     from megabatch.simulate import whatif
+    from megabatch.simulate.compute import GRADIENTS
     from megabatch.simulate.job import notes, require_batch
     from megabatch.simulate.load import load_cluster, preset_names
     from megabatch.simulate.profile import read_profile
@@ -117,7 +118,8 @@ def simulate(
         variants = whatif.compare(job, there, counts)
     elif ladder:
         wide, narrow = whatif.ladder_precisions(job, there)
-        remarks.append(f"--ladder computes in {wide}, with gradients in fp32, and in the last line in {narrow}")
+        last = f"they are {GRADIENTS[narrow]}" if narrow != wide else "16 bits travel"
+        remarks.append(f"--ladder computes in {wide}, with gradients in {GRADIENTS[wide]}; in its last line {last}")
         variants = whatif.ladder(job, there, counts)
     elif swept:
         clusters = [load_cluster(cluster, [*of_cluster, f"{swept.key}={value}"]) for value in swept.values]
