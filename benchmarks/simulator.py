@@ -3,8 +3,9 @@
 here        hosts of this machine, in shapes that nothing was fitted to (simulated_hosts.py); needs root and iproute2
 published   every published ResNet-50 that can be simulated, to 4,320 GPUs (published.py)
 paper       what Jia et al. 2018 report of 1,024 and 2,048 P40 (paper.py)
+guide       what to expect of clusters from 8 to 16,384 GPUs, and the paper's improvements one by one (guide.py)
 
-The last two are arithmetic: the same figures on every machine.  `--docs` writes their tables into docs/scaling.md.
+All but the first are arithmetic: the same figures on every machine.  `--docs` writes their tables into docs/scaling.md.
 """
 
 import statistics
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.guide import guide_tables
 from benchmarks.paper import claims
 from benchmarks.published import Pair, Prediction, Published, Scores, predict_all, read_rows, score
 from benchmarks.report import print_lines, write
@@ -21,9 +23,10 @@ from megabatch.studies.drawing import GREY, color_of, mark_log_ticks, to_svg
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PARTS = ("here", "published", "paper")
+PARTS = ("here", "published", "paper", "guide")
 ERROR, RATIO_OF_RANKS, RATIO_OF_CARDS, WIDE_ERROR = 0.08, 0.03, 0.06, 0.20  # the bars that docs/scaling.md names
 BAND = 0.10  # of the figure
+ONLY_IN_DOCS = {"simulated as", "interval"}  # columns that a terminal has no room for
 
 Line = dict[str, str]
 
@@ -42,13 +45,15 @@ def run(
             plot_file.write_text(to_svg(lambda figure: draw(figure, calibrated, scores.predictions)))
     if "paper" in parts:
         tables |= paper_tables()
+    if "guide" in parts:
+        tables |= guide_tables()
     if "here" in parts:
         measured = run_here(rounds)
         tables |= here_tables(measured)
         rows += measured
     for title, lines in tables.items():
         print(f"\n{title}")
-        print_lines(lines)
+        print_lines([{name: text for name, text in line.items() if name not in ONLY_IN_DOCS} for line in lines])
     if docs_file:
         write_tables(docs_file, tables)
     write(rows, json_file)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.guide import guide_tables
 from benchmarks.merging import gains
 from benchmarks.published import Pair, Prediction, Published, predict, predict_all, read_rows, score
 from benchmarks.simulator import paper_tables, published_tables, with_table
@@ -77,10 +78,10 @@ def test_scores_are_of_what_differs_in_one_thing_alone() -> None:
 
 
 def test_the_page_has_the_tables_that_the_bench_prints() -> None:
-    """megabatch bench simulator --part published --part paper --docs docs/scaling.md writes them."""
+    """megabatch bench simulator --part published --part paper --part guide --docs docs/scaling.md writes them."""
     calibrated, scores = predict_all("calibrates", ROWS), score(predict_all("predicted", ROWS))
     text = page = PAGE.read_text()
-    for title, lines in {**published_tables(ROWS, calibrated, scores), **paper_tables()}.items():
+    for title, lines in {**published_tables(ROWS, calibrated, scores), **paper_tables(), **guide_tables()}.items():
         text = with_table(text, title, lines)
     assert text == page
 
