@@ -1,6 +1,5 @@
 """megabatch plan: how a run all-reduces its gradients, and why."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -114,7 +113,7 @@ def print_plan(tuning: "Tuning") -> None:
         )
     console.print(table)
     console.print("\n[bold]why[/bold]")
-    for reason, indices in reasons(tuning.buckets).items():
+    for reason, indices in reasons(tuning).items():
         console.print(f"bucket{'s' * (len(indices) > 1)} {', '.join(map(str, indices))}: {reason}")
     console.print("\n[bold]a step[/bold]")
     num_bytes = sum(bucket.num_bytes for bucket in tuning.buckets)
@@ -128,10 +127,10 @@ def print_plan(tuning: "Tuning") -> None:
     console.print(f"exposed     {1e3 * tuning.exposed_s:,.1f} ms: a step waits so long for all-reduces after backward")
 
 
-def reasons(buckets: "Sequence[Bucket]") -> "dict[str, list[int]]":
+def reasons(tuning: "Tuning") -> "dict[str, list[int]]":
     """The buckets for which each holds."""
     found: dict[str, list[int]] = {}
-    for index, bucket in enumerate(buckets):
+    for index, bucket in enumerate(tuning.buckets):
         found.setdefault(f"{bucket.plan}; {bucket.reason}", []).append(index)
     return found
 

@@ -3,10 +3,14 @@
 from megabatch.simulate.scenario import Simulated
 
 
+def ranks_of(result: Simulated) -> str:
+    return f"{result.scenario.num_ranks:,} rank{'s' * (result.scenario.num_ranks > 1)}"
+
+
 def nodes(result: Simulated) -> str:
     shape = result.scenario.cluster.shape(result.scenario.num_ranks)
     count = shape.num_nodes
-    return f"{shape.num_ranks:,} ranks ({count:,} node{'s' * (count > 1)} of {shape.largest_node})"
+    return f"{ranks_of(result)} ({count:,} node{'s' * (count > 1)} of {shape.largest_node})"
 
 
 def algorithms(result: Simulated) -> str:
@@ -28,7 +32,7 @@ def percent(share: float) -> str:
 
 
 def figures(value: float | None) -> str:
-    """About three of them: 0.042, 0.42, 7.31, 48.2, 1,204."""
+    """About three of them: 0.042, 0.421, 7.31, 48.2, 1,204."""
     if value is None:
         return "-"
     digits = next((digits for digits, bound in enumerate((100, 10, 1, 0.1)) if abs(value) >= bound), 3)

@@ -6,8 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megabatch.cli.plan import reasons
-from megabatch.cli.simulate_numbers import duration, figures, interval, milliseconds, nodes, percent
+from megabatch.cli.simulate_numbers import duration, figures, interval, milliseconds, nodes, percent, ranks_of
 from megabatch.planning.tuning import Bucket
 from megabatch.simulate.cluster import Cluster
 from megabatch.simulate.compute import GRADIENTS
@@ -82,7 +81,7 @@ def main_table(console: Console, results: Sequence[Simulated]) -> Table:
             f"{num_ranks:,}",
             f"{result.scenario.global_batch:,}",
             milliseconds(step.total_s),
-            f"{result.images_per_s:,.0f}",
+            figures(result.images_per_s),
             interval(result),
             percent(result.efficiency),
             milliseconds(step.exposed_s),
@@ -98,7 +97,7 @@ def main_table(console: Console, results: Sequence[Simulated]) -> Table:
 def print_plan(console: Console, result: Simulated) -> None:
     buckets = result.step.buckets
     scenario = result.scenario
-    console.print(f"\n[bold]all-reduce at {scenario.num_ranks:,} ranks[/bold] {escape(result.plan)}")
+    console.print(f"\n[bold]all-reduce at {ranks_of(result)}[/bold] {escape(result.plan)}")
     if not buckets:
         return
     travelling = GRADIENTS[scenario.precision]
@@ -117,8 +116,18 @@ def print_plan(console: Console, result: Simulated) -> None:
             console.print(f"{len(sizes)} bucket{plural}, {sum(sizes) / 1e6:,.1f} MB: {escape(str(plan))}")
         return
     console.print(buckets_table(console, buckets))
+    for plan in dict.fromkeys(bucket.plan for bucket in buckets):
+        console.print(escape(str(plan)))
     for reason, indices in reasons(buckets).items():
         console.print(f"bucket{'s' * (len(indices) > 1)} {', '.join(map(str, indices))}: {escape(reason)}")
+
+
+def reasons(buckets: Sequence[Bucket]) -> dict[str, list[int]]:
+    """The buckets for which each holds."""
+    found: dict[str, list[int]] = {}
+    for index, bucket in enumerate(buckets):
+        found.setdefault(f"{bucket.plan.name}, {bucket.reason}", []).append(index)
+    return found
 
 
 def buckets_table(console: Console, buckets: Sequence[Bucket]) -> Table:
@@ -146,9 +155,8 @@ def print_step(console: Console, result: Simulated) -> None:
     step, lost = result.step, losses(result)
     console.print(f"\n[bold]where a step of {milliseconds(step.total_s)} ms goes[/bold]")
     console.print(bar(step))
-    hidden_s = max(0.0, step.all_reduce_s - step.exposed_s)
     details = {
-        "exposed all-reduce": f"{milliseconds(hidden_s)} ms more hidden under backward" if hidden_s else "",
+        "exposed all-reduce": f"of {milliseconds(step.all_reduce_s)} ms that the buckets take",
         "jitter": "waiting for the slowest rank",
     }
     for mark, name, seconds in parts_of(step):
@@ -157,7 +165,7 @@ def print_step(console: Console, result: Simulated) -> None:
             console.print(f"{line}  {details.get(name, '')}".rstrip())
     if lost.computing < 1:
         console.print(
-            f"efficiency {percent(lost.computing)}: latencies take {percent(lost.latency)}, "
+            f"efficiency {percent(lost.computing)}: latencies {percent(lost.latency)}, "
             f"bytes on their way {percent(lost.carrying)}, jitter {percent(lost.jitter)}"
         )
 
@@ -182,10 +190,12 @@ def bar(step: Step) -> str:
 
 
 def print_changes(console: Console, result: Simulated) -> None:
-    console.print(f"\n[bold]what one change would buy at {result.scenario.num_ranks:,} ranks[/bold]")
+    console.print(f"\n[bold]what one change would buy at {ranks_of(result)}[/bold]")
     found = changes(result)
     for change in found:
-        console.print(f"{change.gained:>+12,.0f} images/s {100 * change.share:>+6.1f} %  {escape(change.label)}")
+        console.print(
+            f"{'+' + figures(change.gained):>11} images/s {100 * change.share:>+6.1f} %  {escape(change.label)}"
+        )
     if not found:
         console.print("none of those that were tried gains half a percent")
 

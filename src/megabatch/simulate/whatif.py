@@ -60,7 +60,8 @@ class Losses(NamedTuple):
 
 
 def run_all(job: Job, cluster: Cluster, ranks: Sequence[int]) -> list[Simulated]:
-    return [simulate(job.scenario(cluster, num_ranks)) for num_ranks in ranks]
+    scenarios = [job.scenario(cluster, num_ranks) for num_ranks in ranks]  # what is wrong with any is said at once
+    return [simulate(scenario) for scenario in scenarios]
 
 
 def compare(job: Job, cluster: Cluster, ranks: Sequence[int]) -> list[Variant]:
@@ -150,7 +151,7 @@ def changed_scenarios(scenario: Scenario) -> list[tuple[str, Scenario]]:
         (f"twice the network: network.gbps={faster.network.gbps:g}", replace(scenario, cluster=faster)),
         ("half of all latencies", replace(scenario, cluster=with_latency(cluster, 0.5))),
         ("no jitter: no rank is slower than another", replace(scenario, cluster=with_jitter(cluster, 0.0))),
-        (f"twice the batch: {doubled.batch_per_rank:,} images a rank", doubled),
+        (f"twice the batch: {doubled.batch_per_rank:,} images a rank, {doubled.global_batch:,} in all", doubled),
     ]
     if exchange.overlap in ("none", "layer"):
         result.append(("all-reduces fused, under backward", with_exchange(scenario, overlap=AUTO)))

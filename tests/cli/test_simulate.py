@@ -1,0 +1,271 @@
+"""megabatch simulate as a user meets it."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from megabatch.cli import app
+from megabatch.cli.simulate_numbers import duration, figures
+from megabatch.cli.simulate_screen import BAR, bar
+from megabatch.errors import UserError
+from megabatch.simulate.load import load_cluster
+from megabatch.simulate.scenario import Scenario, simulate
+from megabatch.simulate.step import Exchange, Step
+from megabatch.simulate.workload import load_workload
+
+ON_PAPER = ["--cluster", "p40-roce100"]
+ROW = {
+    "ranks", "batch_per_rank", "step_s", "images_per_s", "low_images_per_s", "high_images_per_s",
+    "efficiency", "exposed_s", "minutes", "plan",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+def output(*words: str) -> str:
+    result = CliRunner().invoke(app, ["simulate", *words], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.output
+
+
+def rows(*words: str) -> list[dict[str, Any]]:
+    output(*words, "--json", "rows.json")
+    found: list[dict[str, Any]] = msgspec.json.decode(Path("rows.json").read_bytes())["rows"]
+    return found
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(UserError) as refused:
+        CliRunner().invoke(app, ["simulate", *words], catch_exceptions=False)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_a_stored_model_is_simulated_without_torch() -> None:
+    words = ["simulate", "alexnet", *ON_PAPER, "--ranks", "8,64", "--json", "rows.json"]
+    code = (
+        "import sys; from megabatch.cli import app\n"
+        f"try: app({words!r}, prog_name='megabatch')\n"
+        "finally: assert 'torch' not in sys.modules"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+
+
+def test_rows_are_in_the_order_of_ranks_and_as_the_simulator_has_them() -> None:
+    found = rows("alexnet", *ON_PAPER, "--ranks", "64,8,12", "--batch-per-rank", "100", "--overlap", "none")
+    assert [row["ranks"] for row in found] == [64, 8, 12]
+    assert all(set(row) >= ROW for row in found)
+    for row in found:
+        scenario = Scenario(
+            workload=load_workload("alexnet"),
+            cluster=load_cluster("p40-roce100"),
+            num_ranks=row["ranks"],
+            batch_per_rank=100,
+            precision="fp16",
+            exchange=Exchange(overlap="none"),
+        )
+        assert row == msgspec.json.decode(msgspec.json.encode(simulate(scenario).row))
+        assert row["low_images_per_s"] < row["images_per_s"] < row["high_images_per_s"]
+        assert row["minutes"] is None and row["rank_hours"] is None
+
+
+def test_the_file_says_what_was_asked() -> None:
+    output("alexnet", *ON_PAPER, "--ranks", "8", "--wire", "fp16", "precision.name=amp", "--json", "rows.json")
+    content = msgspec.json.decode(Path("rows.json").read_bytes())
+    asked = {name: content[name] for name in ("cluster", "model", "precision", "overlap", "wire", "algorithm")}
+    assert asked == {
+        "cluster": "p40-roce100", "model": "alexnet", "precision": "amp", "overlap": "auto", "wire": "fp16",
+        "algorithm": "auto",
+    }  # fmt: skip
+    assert content["command"].startswith("megabatch ")
+
+
+def test_a_recipe_has_an_end_and_what_the_run_would_not_do_is_said() -> None:
+    words = ["alexnet-bn-imagenet-64k", *ON_PAPER, "--ranks", "128..2048"]
+    found = rows(*words)
+    assert [row["batch_per_rank"] for row in found] == [512, 256, 128, 64, 32]
+    minutes = [row["minutes"] for row in found]
+    assert minutes[:4] == sorted(minutes[:4], reverse=True)
+    assert found[0]["rank_hours"] == pytest.approx(128 * minutes[0] / 60)
+    text = " ".join(output(*words).split())
+    assert "note: at" in text and "the run itself wants batch.micro=" in text
+    for part in ("all-reduce at 2,048 ranks", "where a step of", "what one change would buy at 2,048 ranks"):
+        assert part in text
+
+
+def test_settings_of_recipe_and_cluster_may_be_given_together() -> None:
+    (row,) = rows("alexnet-bn-imagenet-64k", *ON_PAPER, "--ranks", "64", "train.steps=100", "price.usd_per_rank_hour=2")
+    assert row["usd"] == pytest.approx(2 * row["rank_hours"])
+    assert row["minutes"] > 100 * row["step_s"] / 60  # and evaluations
+    faster = rows("alexnet", *ON_PAPER, "--ranks", "64", "--overlap", "none", "network.gbps=400")
+    slower = rows("alexnet", *ON_PAPER, "--ranks", "64", "--overlap", "none", "network.gbps=10")
+    assert faster[0]["exposed_s"] < slower[0]["exposed_s"]
+
+
+def test_a_file_of_ones_own_works_like_a_preset() -> None:
+    Path("mine.toml").write_text('base = "p40-roce100"\n[node]\nranks = 4\n')
+    (mine,) = rows("alexnet", "--cluster", "mine.toml", "--ranks", "64")
+    (preset,) = rows("alexnet", *ON_PAPER, "--ranks", "64", "node.ranks=4")
+    assert mine == preset
+
+
+def test_a_model_that_is_not_stored_is_counted() -> None:
+    (small,), (large,) = (
+        rows(name, *ON_PAPER, "--ranks", "8", "--batch-per-rank", "64") for name in ("resnet18", "resnet50")
+    )
+    assert small["step_s"] < large["step_s"]
+
+
+def test_compare_has_a_row_for_each_algorithm_and_marks_one_as_best() -> None:
+    words = ["alexnet", *ON_PAPER, "--ranks", "8,64", "--compare"]
+    found = rows(*words)
+    assert [(row["ranks"], row["algorithm"]) for row in found] == [
+        (ranks, name) for ranks in (8, 64) for name in ("ring", "hierarchical", "torus", "auto")
+    ]
+    assert output(*words).count(" *") == 3  # the heading, and one of each rank count
+
+
+def test_a_sweep_has_a_row_for_each_value() -> None:
+    found = rows("alexnet", *ON_PAPER, "--ranks", "64,8", "--sweep", "network.gbps=10,100")
+    assert [(row["ranks"], row["network.gbps"]) for row in found] == [(64, 10), (64, 100), (8, 10), (8, 100)]
+    (alone,) = rows("alexnet", *ON_PAPER, "--ranks", "64", "network.gbps=10")
+    assert found[0] == {"network.gbps": 10.0} | alone
+
+
+def test_the_ladder_is_a_table_of_factors() -> None:
+    words = ["alexnet", *ON_PAPER, "--ranks", "512", "--ladder"]
+    found = rows(*words)
+    assert [row["improvement"] for row in found] == [
+        "per-tensor ring", "+ fusion", "+ hierarchical", "+ hybrid", "+ 16 bits",
+    ]  # fmt: skip
+    lines = [line for line in output(*words).splitlines() if re.search(r"ring  |\+ ", line)]
+    factors = [[float(figure) for figure in re.findall(r" (\d+\.\d\d) ", line)[-2:]] for line in lines]
+    first = found[0]["images_per_s"]
+    assert [factor for _, factor in factors] == pytest.approx([row["images_per_s"] / first for row in found], abs=0.01)
+
+
+def test_within_answers_with_the_smallest_cluster() -> None:
+    words = ["alexnet-bn-imagenet-64k", *ON_PAPER, "--within", "20min"]
+    (row,) = rows(*words)
+    content = msgspec.json.decode(Path("rows.json").read_bytes())
+    assert row == content["within"]["smallest"] and row["minutes"] <= 20 and row["ranks"] % 8 == 0
+    fewer = rows("alexnet-bn-imagenet-64k", *ON_PAPER, "--ranks", str(row["ranks"] // 2))
+    assert fewer[0]["minutes"] > 20
+    text = " ".join(output("alexnet-bn-imagenet-64k", *ON_PAPER, "--within", "1s").split())
+    assert "no cluster of this kind is done within 1s" in text and "limited by" in text
+
+
+def test_a_figure_has_a_line_for_each_variant() -> None:
+    pytest.importorskip("matplotlib")
+    output("alexnet", *ON_PAPER, "--ranks", "8..64", "--plot", "one.svg")
+    output("alexnet", *ON_PAPER, "--ranks", "8..64", "--ladder", "--plot", "ladder.svg")
+    one, steps = Path("one.svg").read_text(), Path("ladder.svg").read_text()
+    assert all(
+        word in one for word in ("images/s", "efficiency, %", "interval", "no rank waits", "alexnet on p40-roce100")
+    )
+    assert all(word in steps for word in ("per-tensor ring", "+ 16 bits", "no rank waits")) and "interval" not in steps
+
+
+@pytest.mark.parametrize("columns", [80, 100, 120])
+@pytest.mark.parametrize("question", [[], ["--compare"], ["--ladder"], ["--sweep", "network.gbps=10,100"]])
+def test_tables_fit_the_screen(columns: int, question: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    given = ["--cluster", "dgx-a100", "--ranks", "8,4096", "train.epochs=90"]
+    text = output("alexnet", *given, *question)
+    assert max(map(len, text.splitlines())) <= columns and "…" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "no recipe and no model is given; for example: "),
+        (["network.gbps=4"], "no recipe and no model is given"),
+        (["alexnet"], "--cluster is not given; one of "),
+        (["alexnet", *ON_PAPER], "--ranks is not given; "),
+        (["alexnet", "--cluster", "p40", "--ranks", "8"], "nearest: --cluster p40-roce100"),
+        (["alexnet", "--cluster", "none.toml", "--ranks", "8"], "cannot be read"),
+        (["alexne", *ON_PAPER, "--ranks", "8"], "nearest: alexnet"),
+        (["resnet50-imagenet-65k", *ON_PAPER, "--ranks", "8"], "nearest: resnet50-imagenet-"),
+        (["none.toml", *ON_PAPER, "--ranks", "8"], "neither one of `megabatch recipes` nor a readable TOML file"),
+        (["alexnet", *ON_PAPER, "--ranks", "0"], "nearest: --ranks 1"),
+        (["alexnet", *ON_PAPER, "--ranks", ""], "for example --ranks 8,64,512"),
+        (["alexnet", *ON_PAPER, "--ranks", "8", "netwrok.gbps=4"], "nearest: network.gbps"),
+        (["alexnet", *ON_PAPER, "--ranks", "8", "network.gbps=-4"], "p40-roce100 itself has network.gbps=100"),
+        (["alexnet", *ON_PAPER, "--ranks", "8", "network.gbps=1e99"], "is not a number that a cluster can have"),
+        (["alexnet", *ON_PAPER, "--ranks", "8", "optim.learning_rate=4"], "or a recipe instead of the model"),
+        (["alexnet", *ON_PAPER, "--ranks", "8", "precision.name=bf16"], "nearest: precision.name=fp16"),
+        (["alexnet", *ON_PAPER, "--ranks", "8", "--batch-per-rank", "0"], "nearest: --batch-per-rank 1"),
+        (["resnet50", *ON_PAPER, "--ranks", "8", "--batch-per-rank", "9999"], "P40 has 24; nearest: "),
+        (["resnet50-imagenet-64k", *ON_PAPER, "--ranks", "96"], "nearest: --ranks 64 or 128"),
+        (["resnet50-imagenet-256", *ON_PAPER, "--ranks", "8..512"], "nearest: --ranks 256"),
+        (["resnet50-imagenet-64k", *ON_PAPER, "--ranks", "8", "trian.epochs=4"], "nearest: train.epochs"),
+        (["resnet50-imagenet-64k", *ON_PAPER, "--ranks", "8", "batch.micro=8192"], "images in a microbatch"),
+        (["alexnet", *ON_PAPER, "--ranks", "8", "--json", "no/rows.json"], "does not exist; make it first"),
+        (["alexnet", *ON_PAPER, "--ranks", "8", "--json", "."], "cannot be written"),
+        (["alexnet", *ON_PAPER, "--ranks", "8", "--plot", "figure.png"], "nearest: --plot figure.svg"),
+        (["alexnet", *ON_PAPER, "--ranks", "8", "--plot", "no/figure.svg"], "does not exist; make it first"),
+        (["alexnet", *ON_PAPER, "--ranks", "8", "--sweep", "network.kind=tcp"], "is no number of a cluster"),
+        (["alexnet", *ON_PAPER, "--ranks", "8", "--sweep", "network.gbps=1,-1"], "expected float > 0.0"),
+        (["alexnet", *ON_PAPER, "--within", "10min"], "for example train.epochs=90"),
+        (["alexnet", *ON_PAPER, "--within", "soon", "train.epochs=90"], "for example --within 10min"),
+        (["alexnet", *ON_PAPER, "--ranks", "8", "--wire", "fp8"], "nearest: --wire=fp"),
+        (["alexnet", *ON_PAPER, "--ranks", "8", "--overlap", "some"], "is not one of auto, none, layer, fused"),
+        (["alexnet", *ON_PAPER, "--ranks", "8", "--algorithm", "rign"], "nearest: --algorithm=ring"),
+        (["alexnet", *ON_PAPER, "--ranks", "12", "--algorithm", "torus"], "its nodes are unequal"),
+        (["alexnet", *ON_PAPER, "--ranks", "64", "--algorithm", "tree"], "its engine has no such all-reduce"),
+        (["alexnet", "--cluster", "dgx-a100", "--ranks", "8", "--algorithm", "tree"], "they are all in one node"),
+        (["alexnet", *ON_PAPER, "--ranks", "8", "--compare", "--ladder"], "ask one at a time"),
+        (["alexnet", *ON_PAPER, "--ranks", "8", "--compare", "--algorithm", "ring"], "leave one of them out"),
+        (["alexnet", *ON_PAPER, "--ranks", "8", "--ladder", "--overlap", "none"], "leave it out"),
+    ],
+)
+def test_what_is_wrong_is_said_on_one_line_with_its_remedy(words: list[str], said: str) -> None:
+    assert said in refusal(*words)
+
+
+def test_a_bar_has_the_same_length_whatever_a_step_is_made_of() -> None:
+    for parts in ([1.0, 2.0, 0.0, 0.5, 0.1], [1.0, 0.0, 0.0, 0.0, 0.0], [1e-6, 1.0, 1e-6, 9.0, 1e-6]):
+        forward_s, backward_s, update_s, exposed_s, jitter_s = parts
+        step = Step(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            update_s=update_s,
+            exposed_s=exposed_s,
+            jitter_s=jitter_s,
+            all_reduce_s=0.0,
+            buckets=[],
+        )
+        drawn = bar(step)
+        assert len(drawn) == BAR
+        assert abs(drawn.count("░") / BAR - exposed_s / sum(parts)) <= 1 / BAR
+
+
+def test_numbers_have_about_three_figures() -> None:
+    found = [figures(value) for value in (None, 0.0, 0.0421, 0.421, 7.314, 48.21, 1204.4)]
+    assert found == ["-", "0", "0.042", "0.421", "7.31", "48.2", "1,204"]
+    assert [duration(minutes) for minutes in (0.5, 10, 600)] == ["30.0 s", "10.0 minutes", "10.0 hours"]
+
+
+@pytest.mark.parametrize("command", [["show"], ["train", "--dry-run"]])
+def test_show_and_dry_run_say_what_time_to_expect_on_a_cluster(command: list[str]) -> None:
+    (row,) = rows("alexnet-bn-imagenet-16k", *ON_PAPER, "--ranks", "32")
+    words = [*command, "alexnet-bn-imagenet-16k", *ON_PAPER, "--ranks", "32"]
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
+    (line,) = (line for line in result.output.splitlines() if line.startswith("time "))
+    assert f"about {duration(row['minutes'])} (" in line and "on 32 P40 of p40-roce100" in line
+
+
+def test_train_takes_a_cluster_only_to_say_what_would_be() -> None:
+    with pytest.raises(UserError, match=r"--cluster p40-roce100 .*add --dry-run"):
+        CliRunner().invoke(app, ["train", "smoke", *ON_PAPER], catch_exceptions=False)

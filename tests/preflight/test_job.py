@@ -1,0 +1,61 @@
+"""A recipe as the simulator takes it, beside what training makes of it."""
+
+from pathlib import Path
+
+import pytest
+
+from megabatch.config.loading import load_config
+from megabatch.config.resolve import make_model, plan_run
+from megabatch.data.sources import infer_shape
+from megabatch.preflight.job import job_of_recipe
+from megabatch.simulate.load import load_cluster
+
+
+@pytest.fixture(autouse=True)
+def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [
+        ("fashion", []),
+        ("fashion", ["train.steps=17", "train.evaluate_every=0"]),
+        ("resnet50-imagenet-64k", []),
+        ("smoke", ["train.epochs=0.3"]),
+    ],
+)
+def test_a_job_has_the_steps_evaluations_and_parameters_of_the_run(recipe: str, overrides: list[str]) -> None:
+    config = load_config(recipe, overrides)
+    shape = infer_shape(config.data)
+    plan = plan_run(config, shape, num_ranks=1)
+    job, has_images = job_of_recipe(config)
+    length = job.length(1)
+    assert has_images and job.share(1) == (plan.global_batch, plan.accumulation)
+    assert length.num_steps == plan.num_steps and length.test_images == shape.num_test
+    assert length.num_evaluations == sum(plan.should_evaluate_after(step + 1) for step in range(plan.num_steps))
+    model = make_model(config, shape)
+    assert job.workload.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_how_gradients_travel_is_what_the_recipe_says() -> None:
+    job, _ = job_of_recipe(load_config("fashion", ["comm.dtype=bf16", "comm.algorithm=torus", "comm.bucket_mb=3"]))
+    assert job.exchange == ("bf16", "torus", "auto", 3.0)
+    job, _ = job_of_recipe(load_config("fashion"))
+    assert job.exchange == ("fp32", "auto", "auto", None)
+
+
+def test_without_images_as_many_as_imagenet_has_are_assumed() -> None:
+    config = load_config("photos", ["data.source=nowhere", "data.image_size=32", "model.name=tiny_cnn"])
+    job, has_images = job_of_recipe(config)
+    assert not has_images and (job.num_train, job.num_test) == (1_281_167, 50_000)
+    assert job.scenario(load_cluster("p40-roce100"), 2).length is not None
+
+
+def test_a_stored_workload_serves_only_the_very_network() -> None:
+    stored, _ = job_of_recipe(load_config("resnet50-imagenet-256"))
+    other, _ = job_of_recipe(load_config("resnet50-imagenet-256", ["data.image_size=160"]))
+    assert stored.workload.image_size == 224 and other.workload.image_size == 160
+    assert other.workload.forward_flops < 0.6 * stored.workload.forward_flops
+    frozen, _ = job_of_recipe(load_config("resnet50-imagenet-256", ["model.freeze=['layer1']"]))
+    assert frozen.workload.num_parameters < stored.workload.num_parameters
