@@ -19,13 +19,20 @@ Line = dict[str, str]
 def guide_tables() -> dict[str, list[Line]]:
     return {
         "expect": [expect_line(name, ranks) for ranks in RANKS for name in CLUSTERS],
-        "ladder": [line for name in LADDER_CLUSTERS for model in ("resnet50", "alexnet_bn") for line in climb(name, model)],
+        "ladder": [
+            line for name in LADDER_CLUSTERS for model in ("resnet50", "alexnet_bn") for line in climb(name, model)
+        ],
     }
 
 
 def job(model: str, precision: str) -> Job:
     return Job(
-        name=model, workload=load_workload(model), precision=precision, batch_per_rank=BATCH, num_train=IMAGES, num_test=0
+        name=model,
+        workload=load_workload(model),
+        precision=precision,
+        batch_per_rank=BATCH,
+        num_train=IMAGES,
+        num_test=0,
     )
 
 

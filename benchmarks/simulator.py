@@ -3,8 +3,9 @@
 here        hosts of this machine, in shapes that nothing was fitted to (simulated_hosts.py); needs root and iproute2
 published   every published ResNet-50 that can be simulated, to 4,320 GPUs (published.py)
 paper       what Jia et al. 2018 report of 1,024 and 2,048 P40 (paper.py)
+guide       what to expect of clusters from 8 to 16,384 GPUs, and the paper's improvements one by one (guide.py)
 
-The last two are arithmetic: the same figures on every machine.  `--docs` writes their tables into docs/scaling.md.
+All but the first are arithmetic: the same figures on every machine.  `--docs` writes their tables into docs/scaling.md.
 """
 
 import statistics
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.guide import guide_tables
 from benchmarks.paper import claims
 from benchmarks.published import Pair, Prediction, Published, Scores, predict_all, read_rows, score
 from benchmarks.report import print_lines, write
@@ -21,9 +23,11 @@ from megabatch.studies.drawing import GREY, color_of, mark_log_ticks, to_svg
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PARTS = ("here", "published", "paper")
+PARTS = ("here", "published", "paper", "guide")
 ERROR, RATIO_OF_RANKS, RATIO_OF_CARDS, WIDE_ERROR = 0.08, 0.03, 0.06, 0.20  # the bars that docs/scaling.md names
 BAND = 0.10  # of the figure
+SHADE: dict[str, Any] = {"color": "#000000", "alpha": 0.08, "lw": 0}
+ONLY_IN_DOCS = {"simulated as", "interval"}  # columns that a terminal has no room for
 
 Line = dict[str, str]
 
@@ -42,13 +46,15 @@ def run(
             plot_file.write_text(to_svg(lambda figure: draw(figure, calibrated, scores.predictions)))
     if "paper" in parts:
         tables |= paper_tables()
+    if "guide" in parts:
+        tables |= guide_tables()
     if "here" in parts:
         measured = run_here(rounds)
         tables |= here_tables(measured)
         rows += measured
     for title, lines in tables.items():
         print(f"\n{title}")
-        print_lines(lines)
+        print_lines([{name: text for name, text in line.items() if name not in ONLY_IN_DOCS} for line in lines])
     if docs_file:
         write_tables(docs_file, tables)
     write(rows, json_file)
@@ -198,38 +204,28 @@ def as_json(prediction: Prediction) -> dict[str, Any]:
 
 
 def draw(figure: "Figure", calibrated: Sequence[Prediction], predicted: Sequence[Prediction]) -> None:
-    figure.set_size_inches(6.4, 5.6)
-    axes = figure.subplots()
+    """Simulated against measured, and below it the error against the number of GPUs."""
+    figure.set_size_inches(6.4, 7.4)
+    above, below = figure.subplots(2, 1, height_ratios=[2.4, 1])
+    groups = {"fitted": (calibrated, GREY, 3.0), "predicted": (predicted, color_of(1), 5.0)}
     low, high = 500.0, 1e7
-    axes.fill_between(
-        [low, high],
-        [low * (1 - BAND), high * (1 - BAND)],
-        [low * (1 + BAND), high * (1 + BAND)],
-        color="#000000",
-        alpha=0.08,
-        lw=0,
+    above.fill_between(
+        [low, high], [low * (1 - BAND), high * (1 - BAND)], [low * (1 + BAND), high * (1 + BAND)], **SHADE
     )
-    axes.plot([low, high], [low, high], color=GREY, lw=0.8)
-    for place, (name, predictions) in enumerate({"fitted": calibrated, "predicted": predicted}.items()):
+    above.plot([low, high], [low, high], color=GREY, lw=0.8)
+    below.axhspan(-100 * BAND, 100 * BAND, **SHADE)
+    for name, (predictions, color, size) in groups.items():
+        dots: dict[str, Any] = {"color": color, "ms": size, "mec": "white", "mew": 0.5}
         measured = [prediction.measured for prediction in predictions]
-        found = [prediction.simulated.images_per_s for prediction in predictions]
-        color = GREY if name == "fitted" else color_of(place)
-        axes.plot(
-            measured,
-            found,
-            "o",
-            ms=5 if name == "predicted" else 3,
-            color=color,
-            mec="white",
-            mew=0.5,
-            label=f"{name}, {len(predictions)} rows",
-        )
-    axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
-    axes.set(
-        xlabel="measured images/s",
-        ylabel="simulated images/s",
-        title="ResNet-50, published runs on 4 to 4,320 GPUs; the band is 10 %",
-    )
-    for axis in (axes.xaxis, axes.yaxis):
+        simulated = [prediction.simulated.images_per_s for prediction in predictions]
+        above.plot(measured, simulated, "o", label=f"{name}, {len(predictions)} rows", **dots)
+        errors = [100 * (prediction.ratio - 1) for prediction in predictions]
+        below.plot([int(prediction.row.ranks) for prediction in predictions], errors, "o", **dots)
+    above.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
+    above.set(xlabel="measured images/s", ylabel="simulated images/s")
+    above.set_title(f"ResNet-50, published runs on up to 4,320 GPUs; the band is {BAND:.0%}")
+    below.set(xscale="log", xlabel="GPUs", ylabel="error, %", xlim=(0.8, 8000))
+    mark_log_ticks(below.xaxis, 1, 8000)
+    for axis in (above.xaxis, above.yaxis):
         mark_log_ticks(axis, low, high)
-    axes.legend(frameon=False)
+    above.legend(frameon=False)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.guide import guide_tables
 from benchmarks.merging import gains
 from benchmarks.published import Pair, Prediction, Published, predict, predict_all, read_rows, score
 from benchmarks.simulator import paper_tables, published_tables, with_table
@@ -77,10 +78,13 @@ def test_scores_are_of_what_differs_in_one_thing_alone() -> None:
 
 
 def test_the_page_has_the_tables_that_the_bench_prints() -> None:
-    """megabatch bench simulator --part published --part paper --docs docs/scaling.md writes them."""
-    calibrated, scores = predict_all("calibrates", ROWS), score(predict_all("predicted", ROWS))
+    """megabatch bench simulator --part published --part paper --part guide --docs docs/scaling.md writes them."""
+    several = [row for row in ROWS if row.role == "calibrates" and int(row.nodes) > 1]
+    calibrated, scores = predict_all("calibrates", several), score(predict_all("predicted", ROWS))
+    tables = {**published_tables(ROWS, calibrated, scores), **paper_tables(), **guide_tables()}
+    del tables["calibrated, one node"]  # a hundred rows, which say how well curves fit
     text = page = PAGE.read_text()
-    for title, lines in {**published_tables(ROWS, calibrated, scores), **paper_tables()}.items():
+    for title, lines in tables.items():
         text = with_table(text, title, lines)
     assert text == page
 

@@ -118,7 +118,8 @@ def merging(
 def simulator(
     json: Json = None,
     parts: Annotated[
-        list[str] | None, typer.Option("--part", help="here, published or paper; repeat for several. Default: all.")
+        list[str] | None,
+        typer.Option("--part", help="here, published, paper or guide; repeat for several. Default: all."),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw predicted against measured to this SVG file.")] = None,
     docs: Annotated[Path | None, typer.Option(help="Write the tables into this page.")] = None,

@@ -48,7 +48,6 @@ class Scenario(Struct, frozen=True, kw_only=True):
             return compute_by_profile(self.profile, self.microbatch, self.accumulation)
         return compute_by_curve(self.workload, self.cluster, self.precision, self.microbatch, self.accumulation)
 
-
     @property
     def all_reduce(self) -> Exchange:
         """With the dtype that really travels: 16-bit gradients have no other."""
