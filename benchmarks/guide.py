@@ -1,4 +1,4 @@
-"""What to expect of a cluster, from 8 to 16,384 ranks, and what the paper's improvements give: tables for docs/scaling.md."""
+"""What to expect of a cluster, from 8 to 16,384 ranks, and of the paper's improvements: tables for docs/scaling.md."""
 
 from megabatch.simulate.compute import default_precision
 from megabatch.simulate.job import Job

@@ -41,10 +41,10 @@ def train_for(length: RunLength, step_s: float, evaluation_s: float, num_ranks: 
     rate = faults.interruptions_per_rank_hour * num_ranks / 3600  # of the job, a second
     if rate:
         interval_s = math.sqrt(2 * faults.checkpoint_s / rate)
-        lost_s = interval_s / 2 if interval_s else 0.0
-        overhead = rate * (lost_s + 60 * faults.restart_minutes)
-        overhead += faults.checkpoint_s / interval_s if interval_s else 0.0
-        faults_s, num_interruptions = working_s * overhead, working_s * rate
+        lost_s = min(interval_s, working_s) / 2  # a run that is shorter writes none, and loses half of itself
+        writing_s = faults.checkpoint_s * math.floor(working_s / interval_s) if interval_s else 0.0
+        faults_s = writing_s + working_s * rate * (lost_s + 60 * faults.restart_minutes)
+        num_interruptions = working_s * rate
     hours = (working_s + faults_s) / 3600
     price = cluster.price.usd_per_rank_hour
     return Training(
