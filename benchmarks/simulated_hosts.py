@@ -2,8 +2,8 @@
 
 Hosts are network namespaces (hosts.py) that share the machine's cores.  In one invocation:
     fit       all-reduces of ResNet-50's gradients on two hosts of one rank and of two, at 1 and 2.5 Gb/s and without a
-              limit, and barriers on one host, give what the cores cost (simulate/fit_cores.py); one rank with a core to
-              itself records a profile
+              limit, barriers on one host, and an exchange over plain TCP between two (exchange_stream.py), give what
+              cores and wire cost (simulate/fit_cores.py); one rank with a core to itself records a profile
     predict   through planning (choose, price, merge, pass_through), for the shapes of ALL_REDUCES and TRAININGS
     measure   those all-reduces, by the plans and buckets that were predicted, and those trainings (simulated_ranks.py)
 `error` is predicted / measured - 1.  The order of two algorithms counts where their measured times differ by more than
@@ -35,6 +35,7 @@ from megabatch.planning.buckets import MIB
 from megabatch.planning.candidates import candidate_plans
 from megabatch.planning.choosing import choose
 from megabatch.planning.cost import Link
+from megabatch.planning.pipeline import PART_BYTES
 from megabatch.planning.plan import CommDtype, axes_of
 from megabatch.planning.topology import Axis, ClusterShape, Topology
 from megabatch.planning.tuning import Tuning
@@ -53,6 +54,7 @@ BASE: list[tuple[Ranks, float]] = [
     ((2, 2), NO_LIMIT_GBPS),
 ]
 EXCHANGE, BY_TENSOR = "flat/fp32 in stages", "flat/fp32 by tensor"
+EXCHANGE_GBPS, EXCHANGE_ATTEMPTS = 1.0, 5
 PROFILE_S = 5.0
 DIFFERS = 1.1  # two algorithms have an order, if measured times differ by more
 
@@ -123,7 +125,8 @@ def run_here(rounds: int, json_file: Path | None) -> list[Row]:
     require_tools()
     num_cores = len(os.sched_getaffinity(0))
     barrier_s = measure((num_cores,), NO_LIMIT_GBPS, Barriers())[0].memory_step_s
-    costs = fit_base([measure_base(ranks, gbps, rounds) for ranks, gbps in BASE], barrier_s, num_cores)
+    base = [measure_base(ranks, gbps, rounds) for ranks, gbps in BASE]
+    costs = fit_base(base, measure_exchange_share(), barrier_s, num_cores)
     print_lines([{name: f"{value:.3g}" for name, value in asdict(costs).items()}])
     profile = measure((1,), NO_LIMIT_GBPS, Recording(PROFILE_S))[0].profile
     assert profile
@@ -180,7 +183,15 @@ def dtype_between_hosts(tuning: Tuning) -> CommDtype:
     return next(phase.dtype for phase in tuning.buckets[0].plan.phases if phase.axis != "node")
 
 
-def fit_base(base: Sequence[BaseTimes], barrier_s: float, num_cores: int) -> CoreCosts:
+def measure_exchange_share() -> float:
+    """Of what a plain TCP stream gets, between two hosts."""
+    with hosts(2, EXCHANGE_GBPS) as cluster:
+        stream_gbps = cluster.stream_gbps()
+        exchange_gbps = statistics.median(cluster.exchange_gbps(PART_BYTES) for _ in range(EXCHANGE_ATTEMPTS))
+    return min(1.0, exchange_gbps / stream_gbps)
+
+
+def fit_base(base: Sequence[BaseTimes], exchange_share: float, barrier_s: float, num_cores: int) -> CoreCosts:
     *limited, unlimited = base
     return fit_costs(
         Unlimited(
@@ -193,6 +204,7 @@ def fit_base(base: Sequence[BaseTimes], barrier_s: float, num_cores: int) -> Cor
         [timed for times in limited for timed in times.timed.values()],
         num_cores,
         wire_share=statistics.median(times.stream_share for times in limited),
+        exchange_share=exchange_share,
         memory_step_s=barrier_s,
     )
 
@@ -285,7 +297,7 @@ def is_comparison(one: Row, other: Row) -> bool:
 
 
 def is_ordered(one: Row, other: Row) -> bool:
-    return (one.predicted_s < other.predicted_s) == (one.measured_s < other.measured_s)
+    return (one.predicted_s - other.predicted_s) * (one.measured_s - other.measured_s) > 0
 
 
 def line(row: Row) -> dict[str, str]:

@@ -41,7 +41,7 @@ class CoreCosts(Struct, frozen=True, kw_only=True):
     step_s: float  # latency of a message between ranks that have a core each
     memory_step_s: float  # of a barrier in shared memory
     wire_share: float  # of the nominal rate, that TCP carries: the rest is headers
-    exchange_share: float = 1.0  # of that, what is left where more than two hosts exchange in stages
+    exchange_share: float  # of that, what one rank of a host gets through it in stages, that wait for each other
     unhidden: float  # of the lesser of wire and cores, where messages follow each other
     leaders_unhidden: float  # where those of a host go through one rank, for which the others wait
     exchange_unhidden: float  # where the stages of an exchange wait for each other
@@ -117,8 +117,9 @@ def network_link(
 ) -> Link:
     num_members = cores.members(axis)
     staged = in_stages(axis, shape, dtype)
-    share = costs.wire_share * (costs.exchange_share if staged and shape.num_nodes > 2 else 1.0)
-    wire_s = wire_bytes(axis, shape, dtype) * 8 / (gbps * 1e9 * share)
+    wire_s = wire_bytes(axis, shape, dtype) * 8 / (gbps * 1e9 * costs.wire_share)
+    if staged:  # the gaps that one rank leaves on the wire, others of its host fill
+        wire_s *= 1 + (1 / costs.exchange_share - 1) / (1 if axis == "leaders" else shape.largest_node)
     core_s = num_members * core_s_per_byte(axis, shape, dtype, costs)
     cores_s = cores.seconds(core_s, num_members)
     if axis != "all":  # parts of a bucket are added up in the hosts meanwhile
