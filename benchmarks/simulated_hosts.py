@@ -3,7 +3,8 @@
 Hosts are network namespaces (hosts.py) that share the machine's cores.  In one invocation:
     fit       all-reduces of ResNet-50's gradients on two hosts of one rank and of two, at 1 and 2.5 Gb/s and without a
               limit, barriers on one host, and an exchange over plain TCP between two (exchange_stream.py), give what
-              cores and wire cost (simulate/fit_cores.py); one rank with a core to itself records a profile
+              cores and wire cost (simulate/fit_cores.py).  Of a training, one host: the profile and the steps of a rank
+              with a core to itself, and steps with a rank on every core; and steps on two hosts at 1 Gb/s
     predict   through planning (choose, price, merge, pass_through), for the shapes of ALL_REDUCES and TRAININGS
     measure   those all-reduces, by the plans and buckets that were predicted, and those trainings (simulated_ranks.py)
 `error` is predicted / measured - 1.  The order of two algorithms counts where their measured times differ by more than
@@ -20,7 +21,7 @@ from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from benchmarks.cluster import applying, ready_at_once
 from benchmarks.gradient_sets import gradient_sizes
@@ -30,7 +31,7 @@ from benchmarks.report import print_lines, write
 from benchmarks.setups import Ranks
 from benchmarks.simulated_ranks import MICROBATCH, AllReduces, ArmTask, Barriers, Measured, Recording, Steps, Task
 from megabatch.planning.algorithms import ALGORITHMS
-from megabatch.planning.backward import ELEMENT_BYTES, Gradient
+from megabatch.planning.backward import ELEMENT_BYTES, Gradient, RecordedBackward
 from megabatch.planning.buckets import MIB
 from megabatch.planning.candidates import candidate_plans
 from megabatch.planning.choosing import choose
@@ -39,9 +40,8 @@ from megabatch.planning.pipeline import PART_BYTES
 from megabatch.planning.plan import CommDtype, axes_of
 from megabatch.planning.topology import Axis, ClusterShape, Topology
 from megabatch.planning.tuning import Tuning
-from megabatch.simulate.cores import CoreCosts, Cores, cpu_links, step_time
+from megabatch.simulate.cores import CoreCosts, Cores, StepTime, core_seconds, cpu_links, step_time
 from megabatch.simulate.fit_cores import TimedAllReduce, Unlimited, fit_costs
-from megabatch.simulate.profile import Profile
 
 BOTH: tuple[CommDtype, ...] = ("fp32", "bf16")
 NO_LIMIT_GBPS = 100.0  # far more than the cores push through TCP
@@ -82,6 +82,7 @@ ALL_REDUCES = [
     Case((1, 1, 1, 1), 0.5, "resnet18", ("bf16",)),
 ]
 TRAINED = "alexnet_bn"
+BASE_STEPS = [Case((1, 1), 1.0, TRAINED, ("bf16",)), Case((2, 2), 1.0, TRAINED, ("bf16",))]
 TRAININGS = [
     Case((1, 1, 1), 1.0, TRAINED, ("bf16",)),
     Case((2, 1), 1.0, TRAINED, ("bf16",)),
@@ -120,6 +121,14 @@ class BaseTimes(NamedTuple):
     stream_share: float  # of the nominal rate, by one plain TCP stream; 1 where there is no limit
 
 
+class Training(NamedTuple):
+    """What one host of TRAINED has shown."""
+
+    backward: RecordedBackward  # of a rank with a core to itself
+    other_s: float  # the rest of its step
+    crowding: float  # by how much a rank computes longer when all cores compute: they share the machine's memory
+
+
 def run_here(rounds: int, json_file: Path | None) -> list[Row]:
     """Fits, predicts, measures, prints; the rows of what nothing was fitted to."""
     require_tools()
@@ -128,14 +137,14 @@ def run_here(rounds: int, json_file: Path | None) -> list[Row]:
     base = [measure_base(ranks, gbps, rounds) for ranks, gbps in BASE]
     costs = fit_base(base, measure_exchange_share(), barrier_s, num_cores)
     print_lines([{name: f"{value:.3g}" for name, value in asdict(costs).items()}])
-    profile = measure((1,), NO_LIMIT_GBPS, Recording(PROFILE_S))[0].profile
-    assert profile
+    training = measure_training(rounds, costs, num_cores)
+    costs = fit_steps([measure_step(case, "bf16", training, costs, num_cores, rounds) for case in BASE_STEPS], costs)
     rows: list[Row] = []
     for case in ALL_REDUCES:
         rows += all_reduce_rows(case, costs, num_cores, rounds)
         write([asdict(row) | {"error": row.error} for row in rows], json_file)
     for case in TRAININGS:
-        rows += [step_row(case, dtype, profile, costs, num_cores, rounds) for dtype in case.dtypes]
+        rows += [step_row(case, dtype, training, costs, num_cores, rounds) for dtype in case.dtypes]
         write([asdict(row) | {"error": row.error} for row in rows], json_file)
     print_lines([line(row) for row in rows])
     print_lines([score_line(name, score(of_kind)) for name, of_kind in by_kind(rows).items()])
@@ -248,16 +257,56 @@ def all_reduce_rows(case: Case, costs: CoreCosts, num_cores: int, rounds: int) -
     ]
 
 
-def step_row(case: Case, dtype: CommDtype, profile: Profile, costs: CoreCosts, num_cores: int, rounds: int) -> Row:
+def measure_training(rounds: int, costs: CoreCosts, num_cores: int) -> Training:
+    profile = measure((1,), NO_LIMIT_GBPS, Recording(PROFILE_S))[0].profile
+    assert profile
+    alone_s, beside_s = (
+        measure((num_ranks,), NO_LIMIT_GBPS, Steps("fp32", rounds))[0].taken_s["fp32"] for num_ranks in (1, num_cores)
+    )
+    backward = profile.backward(MICROBATCH)
+    # In one host all-reduces are work of the cores, which nothing hides.
+    shape = ClusterShape.regular(1, num_cores)
+    plan = ALGORITHMS["torus"](shape, "fp32")
+    assert plan
+    num_elements = sum(gradient.num_bytes for gradient in backward.gradients) // ELEMENT_BYTES["fp32"]
+    reducing_s = core_seconds(plan, shape, num_elements, costs, Cores({num_cores: 1}, num_cores)) / num_cores
+    return Training(
+        backward,
+        max(profile.forward_s(MICROBATCH) + profile.update_s, alone_s - max(backward.ready_s)),
+        max(1.0, (beside_s - reducing_s) / alone_s),
+    )
+
+
+class MeasuredStep(NamedTuple):
+    predicted: StepTime
+    taken_s: float
+
+
+def measure_step(
+    case: Case, dtype: CommDtype, training: Training, costs: CoreCosts, num_cores: int, rounds: int
+) -> MeasuredStep:
     topology = topology_of(case.ranks)
     shape = topology.shape
     cores = bound_cores(shape, num_cores)
     links = cpu_links(shape, dtype, costs, case.gbps, cores.num_cores, hosts_on_machine=True)
     plans = candidate_plans("auto", dtype, shape, in_memory=True, is_cuda=False)
-    other_s = profile.forward_s(MICROBATCH) + profile.update_s
-    predicted = step_time(profile.backward(MICROBATCH), other_s, plans, topology, links, costs, cores)
+    backward, other_s, most_crowding = training
+    # Of the time, cores beside the busiest one compute for as much as they have ranks.
+    crowding = 1 + (most_crowding - 1) * (cores.num_cores - 1) / max(1, num_cores - 1)
+    predicted = step_time(backward, other_s, plans, topology, links, costs, cores, crowding)
     measured, _ = measure(case.ranks, case.gbps, Steps(dtype, rounds))
-    return make_row("step", case, dtype, "auto", predicted.seconds, measured.taken_s[dtype])
+    return MeasuredStep(predicted, measured.taken_s[dtype])
+
+
+def fit_steps(steps: Sequence[MeasuredStep], costs: CoreCosts) -> CoreCosts:
+    """With the part of the lesser of wire and cores that these steps have not hidden."""
+    parts = [(taken_s - max(step)) / min(step) for step, taken_s in steps]
+    return replace(costs, step_unhidden=min(1.0, max(0.0, statistics.fmean(parts))))
+
+
+def step_row(case: Case, dtype: CommDtype, training: Training, costs: CoreCosts, num_cores: int, rounds: int) -> Row:
+    predicted, taken_s = measure_step(case, dtype, training, costs, num_cores, rounds)
+    return make_row("step", case, dtype, "auto", predicted.seconds(costs.step_unhidden), taken_s)
 
 
 def bound_cores(shape: ClusterShape, num_cores: int) -> Cores:

@@ -7,11 +7,14 @@ from benchmarks.simulated_hosts import (
     ALL_REDUCES,
     BASE,
     BASE_MODEL,
+    BASE_STEPS,
     TRAININGS,
+    MeasuredStep,
     Row,
     bound_cores,
     by_kind,
     distinct,
+    fit_steps,
     fused_to,
     line,
     score,
@@ -19,6 +22,7 @@ from benchmarks.simulated_hosts import (
     topology_of,
 )
 from megabatch.planning.topology import ClusterShape
+from megabatch.simulate.cores import CoreCosts, StepTime
 
 ROW = Row(
     kind="all-reduce",
@@ -78,7 +82,7 @@ def test_all_rows_are_scored_and_each_kind_by_itself() -> None:
 
 
 def test_nothing_is_fitted_to_what_is_predicted() -> None:
-    base = {(ranks, gbps) for ranks, gbps in BASE}
+    base = {*BASE, *((case.ranks, case.gbps) for case in BASE_STEPS)}
     assert all(len(ranks) == 2 for ranks, _ in base)
     cases = [*ALL_REDUCES, *TRAININGS]
     assert not base & {(case.ranks, case.gbps) for case in cases}
@@ -86,6 +90,29 @@ def test_nothing_is_fitted_to_what_is_predicted() -> None:
     assert {0.5, 5.0} <= {case.gbps for case in cases}
     assert {case.model for case in cases} > {BASE_MODEL}
     assert any(len(set(case.ranks)) > 1 for case in cases)
+
+
+def test_what_steps_have_not_hidden_is_a_part_of_the_lesser_of_wire_and_cores() -> None:
+    costs = made_up_costs()
+    steps = [MeasuredStep(StepTime(2.0, 1.0), 2.2), MeasuredStep(StepTime(1.0, 3.0), 3.4)]
+    assert fit_steps(steps, costs).step_unhidden == pytest.approx(0.3)
+    assert fit_steps([MeasuredStep(StepTime(2.0, 1.0), 1.5)], costs).step_unhidden == 0.0
+
+
+def made_up_costs() -> CoreCosts:
+    return CoreCosts(
+        ring_s_per_byte=1e-9,
+        exchange_s_per_byte=1e-9,
+        exchange_16_s_per_byte=1e-9,
+        memory_s_per_byte=1e-9,
+        step_s=1e-4,
+        memory_step_s=1e-5,
+        wire_share=1.0,
+        exchange_share=1.0,
+        unhidden=0.0,
+        leaders_unhidden=0.0,
+        exchange_unhidden=0.0,
+    )
 
 
 def test_ranks_of_a_host_are_consecutive_in_the_order_of_hosts() -> None:

@@ -174,6 +174,7 @@ def test_a_step_takes_no_less_than_its_cores_and_no_less_than_its_wire() -> None
     # Two ranks a core: twice (0.1 s + 0.2 s), and the all-reduces of 64 MiB.
     work_s = core_seconds(plan, shape, 16 << 20, COSTS, cores)
     assert [step.cores_s for step in by_rate] == pytest.approx([0.6 + work_s / 2] * 3)
-    assert by_rate[-1].seconds == pytest.approx(0.6 + work_s / 2)
-    assert by_rate[0].seconds > 8 * 2 * (16 << 20) / 1e8  # 16 bits of each at 0.1 Gb/s: half of them twice
-    assert all(later.seconds <= earlier.seconds for earlier, later in pairwise(by_rate))
+    assert by_rate[-1].seconds(0.0) == pytest.approx(0.6 + work_s / 2)
+    assert by_rate[0].seconds(0.0) > 8 * 2 * (16 << 20) / 1e8  # 16 bits of each at 0.1 Gb/s: half of them twice
+    assert by_rate[1].seconds(1.0) == by_rate[1].wire_s + by_rate[1].cores_s
+    assert all(later.seconds(0.2) <= earlier.seconds(0.2) for earlier, later in pairwise(by_rate))

@@ -45,6 +45,7 @@ class CoreCosts(Struct, frozen=True, kw_only=True):
     unhidden: float  # of the lesser of wire and cores, where messages follow each other
     leaders_unhidden: float  # where those of a host go through one rank, for which the others wait
     exchange_unhidden: float  # where the stages of an exchange wait for each other
+    step_unhidden: float = 0.0  # of the lesser of wire and cores in a step of training
 
 
 class Cores(NamedTuple):
@@ -200,23 +201,23 @@ class StepTime(NamedTuple):
     wire_s: float  # forward and update, and the all-reduces underneath backward and behind it
     cores_s: float  # all that the cores do
 
-    @property
-    def seconds(self) -> float:
-        """The wire and the cores work at once, but neither is faster than its own work."""
-        return max(self.wire_s, self.cores_s)
+    def seconds(self, unhidden: float) -> float:
+        """Wire and cores work at once, but for this part of the lesser: neither is faster than its own work."""
+        return max(self.wire_s, self.cores_s) + unhidden * min(self.wire_s, self.cores_s)
 
 
 def step_time(
     backward: RecordedBackward,  # of a rank that has a core to itself
-    other_s: float,  # forward and update of such a rank
+    other_s: float,  # of such a rank, the rest of a step: forward, update, input
     plans: Sequence[Plan],
     topology: Topology,
     links: dict[Axis, Link],
     costs: CoreCosts,
     cores: Cores,
+    crowding: float = 1.0,  # by how much ranks compute longer where others compute on the cores beside them
 ) -> StepTime:
     """Ranks that share a core compute in turns, so every time of a rank is as many times as long."""
-    shape, turns = topology.shape, max(1.0, cores.num_ranks / cores.num_cores)
+    shape, turns = topology.shape, crowding * max(1.0, cores.num_ranks / cores.num_cores)
     slowed = backward._replace(ready_s=[turns * ready_s for ready_s in backward.ready_s])
     tuning = choose(slowed, plans, topology, links, bucket_mb=None)
     comm_core_s = sum(core_seconds(bucket.plan, shape, bucket.num_elements, costs, cores) for bucket in tuning.buckets)
