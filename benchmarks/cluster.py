@@ -22,8 +22,9 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,12 @@ from megabatch.comm.settings import CommSettings
 from megabatch.comm.timeline import NoTimeline
 from megabatch.comm.tune import tune
 from megabatch.planning.algorithms import ALGORITHMS
-from megabatch.planning.backward import RecordedBackward
+from megabatch.planning.backward import Gradient, RecordedBackward
 from megabatch.planning.buckets import MIB, ddp_buckets
 from megabatch.planning.candidates import candidate_plans
 from megabatch.planning.plan import CommDtype
 from megabatch.planning.topology import ClusterShape
+from megabatch.planning.tuning import Tuning
 from megabatch.ranks.discover import RankInfo, discover
 from megabatch.ranks.machine import usable_cores
 from megabatch.ranks.store import RankStore
@@ -150,15 +152,11 @@ def bind_to_core(local_rank: int) -> None:
 
 
 class Ours:
-    """Our all-reduce of a whole set, as the tuner has it.  All ranks make it, call it and close it together."""
+    """Our all-reduce of a whole set, by a choice of its own.  All ranks make it, call it and close it together."""
 
-    def __init__(self, gradients: GradientSet, groups: Groups, settings: CommSettings) -> None:
+    def __init__(self, gradients: GradientSet, groups: Groups, choose: Callable[[Reducer], Tuning]) -> None:
         self.reducer = Reducer(groups, FirstError(), NoTimeline())
-        described = gradients.described
-        backward = RecordedBackward([str(index) for index in range(len(described))], described, [0.0] * len(described))
-        shape = groups.topology.shape
-        plans = candidate_plans(settings.algorithm, settings.dtype, shape, in_memory=True, is_cuda=False)
-        self.tuning = tune(self.reducer, plans, backward, settings)
+        self.tuning = choose(self.reducer)
         self.buckets = [
             (gradients.bucket([int(name) for name in bucket.gradients]), bucket.plan) for bucket in self.tuning.buckets
         ]
@@ -178,6 +176,16 @@ class Ours:
     def close(self) -> None:
         dist.barrier()
         self.reducer.close()
+
+
+def as_a_run_tunes(gradients: GradientSet, settings: CommSettings, reducer: Reducer) -> Tuning:
+    shape = reducer.groups.topology.shape
+    plans = candidate_plans(settings.algorithm, settings.dtype, shape, in_memory=True, is_cuda=False)
+    return tune(reducer, plans, ready_at_once(gradients.described), settings)
+
+
+def ready_at_once(gradients: Sequence[Gradient]) -> RecordedBackward:
+    return RecordedBackward([str(index) for index in range(len(gradients))], gradients, [0.0] * len(gradients))
 
 
 def ddp_gloo(gradients: GradientSet, num_ranks: int) -> Arm:
@@ -210,7 +218,7 @@ def measure(model: str, task: Task, world: World, info: RankInfo) -> list[Row]:
         groups.open(AXES)
 
         def ours(settings: CommSettings) -> Ours:
-            made = Ours(gradients, groups, settings)
+            made = Ours(gradients, groups, partial(as_a_run_tunes, gradients, settings))
             stack.callback(made.close)
             return made
 

@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -32,6 +33,7 @@ NAME = re.compile(r"mb(\d+)-(\d+)-(?:h\d|switch)")
 BURST_S, MIN_BURST_BYTES = 1e-3, 128 << 10  # a segment of 64 KiB that TCP hands down must fit, or headers multiply
 QUEUE_S = 8e-3  # what does not get out so soon is dropped
 STREAM_PORT, STREAM_S, STREAM_TOLERANCE, STREAM_ATTEMPTS = 5555, 0.5, 0.12, 5
+EXCHANGE_SCRIPT, EXCHANGE_S = Path(__file__).with_name("exchange_stream.py"), 1.0
 KILL_TIMEOUT_S = 10.0
 
 RECEIVE = f"""
@@ -82,6 +84,20 @@ class Cluster(NamedTuple):
             f"between hosts of {self.gbps:g} Gb/s a plain TCP stream gets {', '.join(f'{rate:.2f}' for rate in found)} "
             f"Gb/s; it must be within {STREAM_TOLERANCE:.0%}: leave the machine to the bench, or give a lower --gbps"
         )
+
+    def exchange_gbps(self, part_bytes: int) -> float:
+        """What a host receives when all exchange parts of this size in stages, as Gloo does, over plain TCP."""
+        addresses = [host.address for host in self.hosts]
+        words = [str(part_bytes // len(self.hosts)), str(EXCHANGE_S), *addresses]
+        command = [sys.executable, "-I", str(EXCHANGE_SCRIPT)]
+        started = [
+            host.start([*command, str(place), *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            for place, host in enumerate(self.hosts)
+        ]
+        answers = [process.communicate()[0] for process in started]
+        if not all(answers):
+            raise UserError(f"hosts of {self.gbps:g} Gb/s do not exchange over TCP; leave the machine to the bench")
+        return statistics.fmean(map(float, answers))
 
 
 def measure_stream(sender: Host, receiver: Host) -> float:

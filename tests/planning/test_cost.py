@@ -227,3 +227,10 @@ def test_no_noise_makes_a_link_negative(small_s: float, gather_s: float, sum_s: 
     assert link.alpha_s > 0 and link.beta_s_per_byte >= 0 and link.gamma_s_per_byte >= 0
     phase = Phase("all_reduce", "inter_node", "fp32")
     assert group_seconds(phase, num_members, 1 << 20, link, 4) >= min(sum_s, small_s) * (1 - 1e-9)
+
+
+def test_in_memory_a_reduce_is_a_reduce_scatter_and_a_broadcast_an_all_gather() -> None:
+    in_memory = Link(1e-6, 1e-10, 5e-11, in_memory=True)
+    for whole, half in (("reduce", "reduce_scatter"), ("broadcast", "all_gather")):
+        taken_s = [group_seconds(Phase(op, "node", "fp32"), 4, 1 << 20, in_memory, 4) for op in (whole, half)]  # type: ignore[arg-type]
+        assert taken_s[0] == taken_s[1] > 0

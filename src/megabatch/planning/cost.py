@@ -34,6 +34,7 @@ class Link(Struct, frozen=True):
     alpha_s: float  # latency of one step
     beta_s_per_byte: float  # sending or receiving, in the dtype that travels
     gamma_s_per_byte: float  # adding up, in the tensor's dtype: sums are no smaller where 16 bits travel
+    in_memory: bool = False  # members write each other's memory, so nothing is gathered at the first or sent out by it
 
 
 OPS: dict[Op, tuple[Half, ...]] = {
@@ -87,6 +88,8 @@ def check_held(axis: Axis, scattered: tuple[Axis, ...], shape: ClusterShape) -> 
 def group_seconds(phase: Phase, num_members: int, num_elements: int, link: Link, element_bytes: int) -> float:
     total_s, width = 0.0, travelling_bytes(phase, element_bytes)
     for half in OPS[phase.op]:
+        if link.in_memory and half in ("gather", "scatter"):
+            continue
         num_busiest = elements_of_busiest(half, num_elements, num_members)
         total_s += (num_members - 1) * link.alpha_s
         total_s += num_busiest * width * link.beta_s_per_byte

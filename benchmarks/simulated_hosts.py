@@ -1,0 +1,372 @@
+"""megabatch bench simulator --here: the simulator against this machine, on clusters that nothing was fitted to.
+
+Hosts are network namespaces (hosts.py) that share the machine's cores.  In one invocation:
+    fit       all-reduces of ResNet-50's gradients on two hosts of one rank and of two, at 1 and 2.5 Gb/s and without a
+              limit, barriers on one host, and an exchange over plain TCP between two (exchange_stream.py), give what
+              cores and wire cost (simulate/fit_cores.py).  Of a training, one host: the profile and the steps of a rank
+              with a core to itself, and steps with a rank on every core; and steps on two hosts at 1 Gb/s
+    predict   through planning (choose, price, merge, pass_through), for the shapes of ALL_REDUCES and TRAININGS
+    measure   those all-reduces, by the plans and buckets that were predicted, and those trainings (simulated_ranks.py)
+`error` is predicted / measured - 1.  The order of two algorithms counts where their measured times differ by more than
+10 %: on the same hosts, for the same model and dtype, the faster one must be predicted to be the faster.
+"""
+
+import itertools
+import math
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import asdict, replace
+
+from benchmarks.cluster import applying, ready_at_once
+from benchmarks.gradient_sets import gradient_sizes
+from benchmarks.host_ranks import run_ranks
+from benchmarks.hosts import hosts, require_tools
+from benchmarks.report import print_lines, write
+from benchmarks.setups import Ranks
+from benchmarks.simulated_ranks import MICROBATCH, AllReduces, ArmTask, Barriers, Measured, Recording, Steps, Task
+from megabatch.planning.algorithms import ALGORITHMS
+from megabatch.planning.backward import ELEMENT_BYTES, Gradient, RecordedBackward
+from megabatch.planning.buckets import MIB
+from megabatch.planning.candidates import candidate_plans
+from megabatch.planning.choosing import choose
+from megabatch.planning.cost import Link
+from megabatch.planning.pipeline import PART_BYTES
+from megabatch.planning.plan import CommDtype, axes_of
+from megabatch.planning.topology import Axis, ClusterShape, Topology
+from megabatch.planning.tuning import Tuning
+from megabatch.simulate.cores import CoreCosts, Cores, StepTime, core_seconds, cpu_links, step_time
+from megabatch.simulate.fit_cores import TimedAllReduce, Unlimited, fit_costs
+
+BOTH: tuple[CommDtype, ...] = ("fp32", "bf16")
+NO_LIMIT_GBPS = 100.0  # far more than the cores push through TCP
+BASE_MODEL = "resnet50"
+BASE: list[tuple[Ranks, float]] = [
+    ((1, 1), 1.0),
+    ((1, 1), 2.5),
+    ((2, 2), 1.0),
+    ((2, 2), 2.5),
+    ((2, 2), NO_LIMIT_GBPS),
+]
+EXCHANGE, BY_TENSOR = "flat/fp32 in stages", "flat/fp32 by tensor"
+EXCHANGE_GBPS, EXCHANGE_ATTEMPTS = 1.0, 5
+PROFILE_S = 5.0
+DIFFERS = 1.1  # two algorithms have an order, if measured times differ by more
+
+
+class Case(NamedTuple):
+    """Hosts that nothing is fitted to, and what they all-reduce."""
+
+    ranks: Ranks
+    gbps: float
+    model: str
+    dtypes: tuple[CommDtype, ...]
+
+
+ALL_REDUCES = [
+    Case((1, 1, 1), 1.0, "alexnet", ("bf16",)),
+    Case((2, 2, 2), 2.5, "resnet50", BOTH),
+    Case((1, 1, 1, 1), 2.5, "resnet50", BOTH),
+    Case((2, 2, 2, 2), 1.0, "resnet18", BOTH),
+    Case((2, 1), 1.0, "alexnet", BOTH),
+    Case((3, 1, 2), 2.5, "resnet50", BOTH),
+    Case((2, 2), 0.5, "resnet50", BOTH),
+    Case((2, 2), 5.0, "alexnet", BOTH),
+    Case((4, 4), 2.5, "resnet50", BOTH),
+    Case((2, 1, 1), 5.0, "resnet18", BOTH),
+    Case((1, 1, 1, 1), 0.5, "resnet18", ("bf16",)),
+]
+TRAINED = "alexnet_bn"
+BASE_STEPS = [Case((1, 1), 1.0, TRAINED, ("bf16",)), Case((2, 2), 1.0, TRAINED, ("bf16",))]
+TRAININGS = [
+    Case((1, 1, 1), 1.0, TRAINED, ("bf16",)),
+    Case((2, 1), 1.0, TRAINED, ("bf16",)),
+    Case((2, 2), 5.0, TRAINED, ("bf16",)),
+    Case((1, 1, 1, 1), 2.5, TRAINED, ("bf16",)),
+    Case((2, 2), 0.5, TRAINED, ("bf16",)),
+]
+
+
+class Row(Struct, frozen=True, kw_only=True):
+    kind: str  # all-reduce, or step (of training)
+    ranks: str  # of each host
+    gbps: float
+    model: str
+    wire: CommDtype
+    algorithm: str
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
+
+
+class Score(NamedTuple):
+    median_error: float  # of sizes of errors
+    worst_error: float
+    num_ordered: int  # pairs of algorithms in the right order
+    num_pairs: int
+
+
+class BaseTimes(NamedTuple):
+    """What was measured on one of BASE."""
+
+    timed: dict[str, TimedAllReduce]  # by arm, such as torus/fp32
+    stream_share: float  # of the nominal rate, by one plain TCP stream; 1 where there is no limit
+
+
+class Training(NamedTuple):
+    """What one host of TRAINED has shown."""
+
+    backward: RecordedBackward  # of a rank with a core to itself
+    other_s: float  # the rest of its step
+    crowding: float  # by how much a rank computes longer when all cores compute: they share the machine's memory
+
+
+def run_here(rounds: int, json_file: Path | None) -> list[Row]:
+    """Fits, predicts, measures, prints; the rows of what nothing was fitted to."""
+    require_tools()
+    num_cores = len(os.sched_getaffinity(0))
+    barrier_s = measure((num_cores,), NO_LIMIT_GBPS, Barriers())[0].memory_step_s
+    base = [measure_base(ranks, gbps, rounds) for ranks, gbps in BASE]
+    costs = fit_base(base, measure_exchange_share(), barrier_s, num_cores)
+    print_lines([{name: f"{value:.3g}" for name, value in asdict(costs).items()}])
+    training = measure_training(rounds, costs, num_cores)
+    costs = fit_steps([measure_step(case, "bf16", training, costs, num_cores, rounds) for case in BASE_STEPS], costs)
+    rows: list[Row] = []
+    for case in ALL_REDUCES:
+        rows += all_reduce_rows(case, costs, num_cores, rounds)
+        write([asdict(row) | {"error": row.error} for row in rows], json_file)
+    for case in TRAININGS:
+        rows += [step_row(case, dtype, training, costs, num_cores, rounds) for dtype in case.dtypes]
+        write([asdict(row) | {"error": row.error} for row in rows], json_file)
+    print_lines([line(row) for row in rows])
+    print_lines([score_line(name, score(of_kind)) for name, of_kind in by_kind(rows).items()])
+    return rows
+
+
+def measure(ranks: Ranks, gbps: float, task: Task) -> tuple[Measured, float]:
+    """By ranks on hosts that are made for it; and the share of the rate that a plain TCP stream gets."""
+    with hosts(len(ranks), gbps) as cluster:
+        share = cluster.stream_gbps() / gbps if gbps < NO_LIMIT_GBPS else 1.0
+        answer = run_ranks(cluster, ranks, "benchmarks.simulated_ranks", msgspec.json.encode(task))
+    return msgspec.json.decode(answer, type=Measured), share
+
+
+def measure_base(ranks: Ranks, gbps: float, rounds: int) -> BaseTimes:
+    """Every all-reduce of all gradients in one bucket."""
+    sizes, topology, is_limited = gradient_sizes(BASE_MODEL), topology_of(ranks), gbps < NO_LIMIT_GBPS
+    whole = sum(gradient.num_bytes for gradient in described(sizes)) / MIB
+    arms = [
+        ArmTask(f"{name}/{dtype}", fused_to(whole, sizes, name, dtype, topology))
+        for dtype in BOTH
+        for name in distinct(topology.shape, dtype)
+    ]
+    if not is_limited:
+        arms += [
+            ArmTask(EXCHANGE, fused_to(whole, sizes, "flat", "fp32", topology), in_stages=True),
+            ArmTask(BY_TENSOR, fused_to(0.0, sizes, "flat", "fp32", topology)),
+        ]
+    measured, share = measure(ranks, gbps, AllReduces(sizes, arms, rounds))
+    timed = {
+        arm.name: TimedAllReduce(
+            plan=arm.tuning.buckets[0].plan,
+            dtype=dtype_between_hosts(arm.tuning),
+            shape=topology.shape,
+            num_elements=[bucket.num_elements for bucket in arm.tuning.buckets],
+            gbps=gbps if is_limited else math.inf,
+            taken_s=measured.taken_s[arm.name],
+        )
+        for arm in arms
+    }
+    return BaseTimes(timed, share)
+
+
+def dtype_between_hosts(tuning: Tuning) -> CommDtype:
+    return next(phase.dtype for phase in tuning.buckets[0].plan.phases if phase.axis != "node")
+
+
+def measure_exchange_share() -> float:
+    """Of what a plain TCP stream gets, between two hosts."""
+    with hosts(2, EXCHANGE_GBPS) as cluster:
+        stream_gbps = cluster.stream_gbps()
+        exchange_gbps = statistics.median(cluster.exchange_gbps(PART_BYTES) for _ in range(EXCHANGE_ATTEMPTS))
+    return min(1.0, exchange_gbps / stream_gbps)
+
+
+def fit_base(base: Sequence[BaseTimes], exchange_share: float, barrier_s: float, num_cores: int) -> CoreCosts:
+    *limited, unlimited = base
+    return fit_costs(
+        Unlimited(
+            ring=unlimited.timed["flat/fp32"],
+            small=unlimited.timed[BY_TENSOR],
+            exchange_s=unlimited.timed[EXCHANGE].taken_s,
+            exchange_16=unlimited.timed["flat/bf16"],
+            memory=unlimited.timed["torus/fp32"],
+        ),
+        [timed for times in limited for timed in times.timed.values()],
+        num_cores,
+        wire_share=statistics.median(times.stream_share for times in limited),
+        exchange_share=exchange_share,
+        memory_step_s=barrier_s,
+    )
+
+
+def distinct(shape: ClusterShape, dtype: CommDtype) -> list[str]:
+    """Algorithms that apply; with one rank per host, leaders are all ranks, and torus is the same exchange."""
+    return [name for name in applying(shape, dtype) if name != "hierarchical" or shape.largest_node > 1]
+
+
+def topology_of(ranks: Ranks) -> Topology:
+    ends = list(itertools.accumulate(ranks))
+    return Topology(tuple(tuple(range(end - size, end)) for size, end in zip(ranks, ends, strict=True)))
+
+
+def described(sizes: Sequence[int]) -> list[Gradient]:
+    return [Gradient(size * ELEMENT_BYTES["fp32"], "fp32") for size in sizes]
+
+
+def fused_to(bucket_mb: float, sizes: Sequence[int], name: str, dtype: CommDtype, topology: Topology) -> Tuning:
+    plan = ALGORITHMS[name](topology.shape, dtype)
+    assert plan
+    unknown: dict[Axis, Link] = {axis: Link(0.0, 0.0, 0.0) for axis in axes_of([plan])}
+    return choose(ready_at_once(described(sizes)), [plan], topology, unknown, bucket_mb=bucket_mb)
+
+
+def all_reduce_rows(case: Case, costs: CoreCosts, num_cores: int, rounds: int) -> list[Row]:
+    sizes, topology = gradient_sizes(case.model), topology_of(case.ranks)
+    predicted: dict[tuple[str, CommDtype], Tuning] = {}
+    for dtype in case.dtypes:
+        links = cpu_links(topology.shape, dtype, costs, case.gbps, num_cores, hosts_on_machine=True)
+        for name in distinct(topology.shape, dtype):
+            plan = ALGORITHMS[name](topology.shape, dtype)
+            assert plan
+            backward = ready_at_once(described(sizes))
+            predicted[name, dtype] = choose(backward, [plan], topology, links, bucket_mb=None)
+    arms = [ArmTask("/".join(key), tuning) for key, tuning in predicted.items()]
+    measured, _ = measure(case.ranks, case.gbps, AllReduces(sizes, arms, rounds))
+    return [
+        make_row("all-reduce", case, dtype, name, tuning.predicted_s, measured.taken_s[f"{name}/{dtype}"])
+        for (name, dtype), tuning in predicted.items()
+    ]
+
+
+def measure_training(rounds: int, costs: CoreCosts, num_cores: int) -> Training:
+    profile = measure((1,), NO_LIMIT_GBPS, Recording(PROFILE_S))[0].profile
+    assert profile
+    alone_s, beside_s = (
+        measure((num_ranks,), NO_LIMIT_GBPS, Steps("fp32", rounds))[0].taken_s["fp32"] for num_ranks in (1, num_cores)
+    )
+    backward = profile.backward(MICROBATCH)
+    # In one host all-reduces are work of the cores, which nothing hides.
+    shape = ClusterShape.regular(1, num_cores)
+    plan = ALGORITHMS["torus"](shape, "fp32")
+    assert plan
+    num_elements = sum(gradient.num_bytes for gradient in backward.gradients) // ELEMENT_BYTES["fp32"]
+    reducing_s = core_seconds(plan, shape, num_elements, costs, Cores({num_cores: 1}, num_cores)) / num_cores
+    return Training(
+        backward,
+        max(profile.forward_s(MICROBATCH) + profile.update_s, alone_s - max(backward.ready_s)),
+        max(1.0, (beside_s - reducing_s) / alone_s),
+    )
+
+
+class MeasuredStep(NamedTuple):
+    predicted: StepTime
+    taken_s: float
+
+
+def measure_step(
+    case: Case, dtype: CommDtype, training: Training, costs: CoreCosts, num_cores: int, rounds: int
+) -> MeasuredStep:
+    topology = topology_of(case.ranks)
+    shape = topology.shape
+    cores = bound_cores(shape, num_cores)
+    links = cpu_links(shape, dtype, costs, case.gbps, cores.num_cores, hosts_on_machine=True)
+    plans = candidate_plans("auto", dtype, shape, in_memory=True, is_cuda=False)
+    backward, other_s, most_crowding = training
+    # Of the time, cores beside the busiest one compute for as much as they have ranks.
+    crowding = 1 + (most_crowding - 1) * (cores.num_cores - 1) / max(1, num_cores - 1)
+    predicted = step_time(backward, other_s, plans, topology, links, costs, cores, crowding)
+    measured, _ = measure(case.ranks, case.gbps, Steps(dtype, rounds))
+    return MeasuredStep(predicted, measured.taken_s[dtype])
+
+
+def fit_steps(steps: Sequence[MeasuredStep], costs: CoreCosts) -> CoreCosts:
+    """With the part of the lesser of wire and cores that these steps have not hidden."""
+    parts = [(taken_s - max(step)) / min(step) for step, taken_s in steps]
+    return replace(costs, step_unhidden=min(1.0, max(0.0, statistics.fmean(parts))))
+
+
+def step_row(case: Case, dtype: CommDtype, training: Training, costs: CoreCosts, num_cores: int, rounds: int) -> Row:
+    predicted, taken_s = measure_step(case, dtype, training, costs, num_cores, rounds)
+    return make_row("step", case, dtype, "auto", predicted.seconds(costs.step_unhidden), taken_s)
+
+
+def bound_cores(shape: ClusterShape, num_cores: int) -> Cores:
+    """The i-th ranks of all hosts are bound to the i-th core, in turn: all wait for the one with most of them."""
+    most = sum(math.ceil(size / num_cores) * count for size, count in shape.node_sizes)
+    return Cores(dict(shape.node_sizes), shape.num_ranks / most)
+
+
+def make_row(kind: str, case: Case, dtype: CommDtype, algorithm: str, predicted_s: float, measured_s: float) -> Row:
+    return Row(
+        kind=kind,
+        ranks="+".join(map(str, case.ranks)),
+        gbps=case.gbps,
+        model=case.model,
+        wire=dtype,
+        algorithm=algorithm,
+        predicted_s=predicted_s,
+        measured_s=measured_s,
+    )
+
+
+def by_kind(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    kinds = list(dict.fromkeys(row.kind for row in rows))
+    return {kind: [row for row in rows if row.kind == kind] for kind in kinds} | {"all": list(rows)}
+
+
+def score(rows: Sequence[Row]) -> Score:
+    errors = [abs(row.error) for row in rows]
+    pairs = [pair for pair in itertools.combinations(rows, 2) if is_comparison(*pair)]
+    return Score(statistics.median(errors), max(errors), sum(is_ordered(*pair) for pair in pairs), len(pairs))
+
+
+def is_comparison(one: Row, other: Row) -> bool:
+    """Two algorithms for the same task, of which one took clearly longer."""
+    same = all(getattr(one, name) == getattr(other, name) for name in ("kind", "ranks", "gbps", "model", "wire"))
+    return same and max(one.measured_s, other.measured_s) > DIFFERS * min(one.measured_s, other.measured_s)
+
+
+def is_ordered(one: Row, other: Row) -> bool:
+    return (one.predicted_s - other.predicted_s) * (one.measured_s - other.measured_s) > 0
+
+
+def line(row: Row) -> dict[str, str]:
+    return {
+        "": row.kind,
+        "ranks": row.ranks,
+        "Gb/s": f"{row.gbps:g}",
+        "model": row.model,
+        "wire": row.wire,
+        "algorithm": row.algorithm,
+        "predicted s": f"{row.predicted_s:.3f}",
+        "measured s": f"{row.measured_s:.3f}",
+        "error": f"{row.error:+.1%}",
+    }
+
+
+def score_line(name: str, found: Score) -> dict[str, str]:
+    return {
+        "": name,
+        "median error": f"{found.median_error:.1%}",
+        "worst": f"{found.worst_error:.1%}",
+        "pairs in order": f"{found.num_ordered} of {found.num_pairs}",
+    }

@@ -1,0 +1,180 @@
+import math
+from itertools import pairwise
+
+import pytest
+from msgspec.structs import replace
+
+from megabatch.planning.algorithms import ALGORITHMS
+from megabatch.planning.backward import Gradient, RecordedBackward
+from megabatch.planning.choosing import price
+from megabatch.planning.cost import bytes_crossing
+from megabatch.planning.plan import CommDtype
+from megabatch.planning.topology import ClusterShape, from_hosts
+from megabatch.simulate.cores import CoreCosts, Cores, consecutive, core_seconds, cores_of, cpu_links, step_time
+from megabatch.simulate.fit_cores import TimedAllReduce, Unlimited, fit_costs
+
+COSTS = CoreCosts(
+    ring_s_per_byte=0.8e-9,
+    exchange_s_per_byte=1.2e-9,
+    exchange_16_s_per_byte=1.7e-9,
+    memory_s_per_byte=0.4e-9,
+    step_s=3e-4,
+    memory_step_s=2e-5,
+    wire_share=0.95,
+    exchange_share=0.8,
+    unhidden=0.1,
+    leaders_unhidden=0.15,
+    exchange_unhidden=0.3,
+)
+FREE = replace(
+    COSTS,
+    ring_s_per_byte=0.0,
+    exchange_s_per_byte=0.0,
+    exchange_16_s_per_byte=0.0,
+    memory_s_per_byte=0.0,
+    memory_step_s=0.0,
+    wire_share=1.0,
+    exchange_share=1.0,
+)
+LARGE = 1 << 24  # elements, many whole parts
+DTYPES: tuple[CommDtype, ...] = ("fp32", "bf16")
+SHAPES = [
+    ClusterShape(sizes)
+    for sizes in [((1, 2),), ((2, 2),), ((4, 2),), ((1, 3),), ((2, 4),), ((1, 1), (2, 1)), ((1, 1), (2, 1), (3, 1))]
+]
+
+
+def seconds(
+    name: str,
+    dtype: CommDtype,
+    shape: ClusterShape,
+    costs: CoreCosts = COSTS,
+    gbps: float = 2.5,
+    num_cores: float = 2,
+    hosts_on_machine: bool = True,
+    num_elements: int = LARGE,
+) -> float:
+    plan = ALGORITHMS[name](shape, dtype)
+    assert plan
+    links = cpu_links(shape, dtype, costs, gbps, num_cores, hosts_on_machine)
+    return sum(price(plan, shape, links, num_elements)[:3])
+
+
+def applying() -> list[tuple[str, CommDtype, ClusterShape]]:
+    return [
+        (name, dtype, shape)
+        for name, algorithm in ALGORITHMS.items()
+        for dtype in DTYPES
+        for shape in SHAPES
+        if algorithm(shape, dtype)
+    ]
+
+
+@pytest.mark.parametrize(("name", "dtype", "shape"), applying())
+def test_a_faster_wire_and_more_cores_never_take_longer(name: str, dtype: CommDtype, shape: ClusterShape) -> None:
+    by_rate = [seconds(name, dtype, shape, gbps=gbps) for gbps in (0.5, 1.0, 2.5, 5.0, 100.0, math.inf)]
+    by_cores = [seconds(name, dtype, shape, num_cores=num_cores) for num_cores in (1, 1.5, 2, 4, 64)]
+    for times_s in (by_rate, by_cores):
+        assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(times_s))
+        assert times_s[0] > times_s[-1] > 0
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gbps", [0.5, 5.0, math.inf])
+def test_ranks_beyond_the_cores_never_make_it_faster(name: str, dtype: CommDtype, gbps: float) -> None:
+    times_s = [seconds(name, dtype, ClusterShape.regular(2, k), gbps=gbps, num_cores=2) for k in (2, 4, 6, 8)]
+    # A hundredth: more ranks carry smaller slices of the parts that fill and empty the pipeline.
+    assert all(later >= 0.99 * earlier for earlier, later in pairwise(times_s))
+
+
+@pytest.mark.parametrize(("name", "dtype", "shape"), applying())
+def test_hosts_with_cores_of_their_own_are_never_slower_than_on_one_machine(
+    name: str, dtype: CommDtype, shape: ClusterShape
+) -> None:
+    apart_s = seconds(name, dtype, shape, hosts_on_machine=False)
+    assert apart_s <= seconds(name, dtype, shape) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(("name", "dtype", "shape"), applying())
+def test_with_free_cores_an_all_reduce_takes_what_the_busiest_hosts_bytes_take_on_the_wire(
+    name: str, dtype: CommDtype, shape: ClusterShape
+) -> None:
+    plan = ALGORITHMS[name](shape, dtype)
+    assert plan
+    num_bytes = max(bytes_crossing(plan, consecutive(shape), LARGE))
+    assert seconds(name, dtype, shape, FREE, gbps=1.0) == pytest.approx(8e-9 * num_bytes, rel=1e-3)
+
+
+@pytest.mark.parametrize(("name", "dtype", "shape"), applying())
+def test_without_a_wire_an_all_reduce_takes_what_all_ranks_do_by_the_cores(
+    name: str, dtype: CommDtype, shape: ClusterShape
+) -> None:
+    plan = ALGORITHMS[name](shape, dtype)
+    assert plan
+    cores = cores_of(shape, 2, hosts_on_machine=True)
+    work_s = core_seconds(plan, shape, LARGE, COSTS, cores)
+    # The first and the last of 16 parts are alone in the node.
+    assert work_s / 2 <= seconds(name, dtype, shape, gbps=math.inf) * (1 + 1e-9)
+    assert seconds(name, dtype, shape, gbps=math.inf) <= 1.1 * work_s / 2
+
+
+def test_the_wire_of_a_ring_is_that_of_its_neighbours_whatever_the_ranks_of_a_host() -> None:
+    two, four = (seconds("flat", "fp32", ClusterShape.regular(2, k), FREE, gbps=1.0) for k in (2, 4))
+    assert two == pytest.approx(8 * 2 * 4 * LARGE * 3 / 4 / 1e9, rel=1e-3)
+    assert four == pytest.approx(8 * 2 * 4 * LARGE * 7 / 8 / 1e9, rel=1e-3)
+
+
+def timed(
+    name: str, dtype: CommDtype, shape: ClusterShape, gbps: float, num_elements: list[int] | None = None
+) -> TimedAllReduce:
+    """What COSTS say."""
+    plan = ALGORITHMS[name](shape, dtype)
+    assert plan
+    one = TimedAllReduce(
+        plan=plan, dtype=dtype, shape=shape, num_elements=num_elements or [LARGE], gbps=gbps, taken_s=0.0
+    )
+    return replace(one, taken_s=one.predicted_s(COSTS, 2))
+
+
+def test_a_fit_finds_the_costs_from_which_its_times_were_made() -> None:
+    pair, four = ClusterShape.regular(2, 1), ClusterShape.regular(2, 2)
+    ring = timed("flat", "fp32", four, math.inf)
+    in_stages = replace(COSTS, ring_s_per_byte=COSTS.exchange_s_per_byte)
+    unlimited = Unlimited(
+        ring=ring,
+        small=timed("flat", "fp32", four, math.inf, [1000] * 100),
+        exchange_s=ring.predicted_s(in_stages, 2),
+        exchange_16=timed("flat", "bf16", four, math.inf),
+        memory=timed("torus", "fp32", four, math.inf),
+    )
+    limited = [
+        timed(name, dtype, shape, gbps)
+        for gbps in (1.0, 2.5)
+        for dtype in DTYPES
+        for name, shape in (("flat", pair), ("torus", four), ("hierarchical", four), ("flat", four))
+    ]
+    found = fit_costs(unlimited, limited, 2, wire_share=0.95, exchange_share=0.8, memory_step_s=2e-5)
+    for field in COSTS.__struct_fields__:
+        assert getattr(found, field) == pytest.approx(getattr(COSTS, field), rel=0.02), field
+
+
+def test_a_step_takes_no_less_than_its_cores_and_no_less_than_its_wire() -> None:
+    topology = from_hosts(["a", "a", "b", "b"])
+    shape = topology.shape
+    plan = ALGORITHMS["torus"](shape, "bf16")
+    assert plan
+    gradients = [Gradient(4 << 22, "fp32")] * 4
+    backward = RecordedBackward(["d", "c", "b", "a"], gradients, [0.05, 0.1, 0.15, 0.2])
+    cores = Cores({2: 2}, 2)
+    by_rate = []
+    for gbps in (0.1, 1.0, math.inf):
+        links = cpu_links(shape, "bf16", COSTS, gbps, 2, hosts_on_machine=True)
+        by_rate.append(step_time(backward, 0.1, [plan], topology, links, COSTS, cores))
+    # Two ranks a core: twice (0.1 s + 0.2 s), and the all-reduces of 64 MiB.
+    work_s = core_seconds(plan, shape, 16 << 20, COSTS, cores)
+    assert [step.cores_s for step in by_rate] == pytest.approx([0.6 + work_s / 2] * 3)
+    assert by_rate[-1].seconds(0.0) == pytest.approx(0.6 + work_s / 2)
+    assert by_rate[0].seconds(0.0) > 8 * 2 * (16 << 20) / 1e8  # 16 bits of each at 0.1 Gb/s: half of them twice
+    assert by_rate[1].seconds(1.0) == by_rate[1].wire_s + by_rate[1].cores_s
+    assert all(later.seconds(0.2) <= earlier.seconds(0.2) for earlier, later in pairwise(by_rate))
