@@ -1,4 +1,4 @@
-"""megabatch bench simulator --here: the simulator against this machine, on clusters that nothing was fitted to.
+"""megabatch bench simulator --part here: the simulator against this machine, on clusters that nothing was fitted to.
 
 Hosts are network namespaces (hosts.py) that share the machine's cores.  In one invocation:
     fit       all-reduces of ResNet-50's gradients on two hosts of one rank and of two, at 1 and 2.5 Gb/s and without a
@@ -17,7 +17,7 @@ import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -130,7 +130,7 @@ class Training(NamedTuple):
 
 
 def run_here(rounds: int, json_file: Path | None) -> list[Row]:
-    """Fits, predicts, measures, prints; the rows of what nothing was fitted to."""
+    """Fits, predicts, measures; the rows of what nothing was fitted to."""
     require_tools()
     num_cores = len(os.sched_getaffinity(0))
     barrier_s = measure((num_cores,), NO_LIMIT_GBPS, Barriers())[0].memory_step_s
@@ -142,13 +142,22 @@ def run_here(rounds: int, json_file: Path | None) -> list[Row]:
     rows: list[Row] = []
     for case in ALL_REDUCES:
         rows += all_reduce_rows(case, costs, num_cores, rounds)
-        write([asdict(row) | {"error": row.error} for row in rows], json_file)
+        write([as_json(row) for row in rows], json_file)  # a later one may fail, minutes on
     for case in TRAININGS:
         rows += [step_row(case, dtype, training, costs, num_cores, rounds) for dtype in case.dtypes]
-        write([asdict(row) | {"error": row.error} for row in rows], json_file)
-    print_lines([line(row) for row in rows])
-    print_lines([score_line(name, score(of_kind)) for name, of_kind in by_kind(rows).items()])
+        write([as_json(row) for row in rows], json_file)
     return rows
+
+
+def as_json(row: Row) -> dict[str, Any]:
+    return asdict(row) | {"error": row.error}
+
+
+def here_tables(rows: Sequence[Row]) -> dict[str, list[dict[str, str]]]:
+    return {
+        "this machine": [line(row) for row in rows],
+        "scores on this machine": [score_line(name, score(of_kind)) for name, of_kind in by_kind(rows).items()],
+    }
 
 
 def measure(ranks: Ranks, gbps: float, task: Task) -> tuple[Measured, float]:
@@ -351,7 +360,7 @@ def is_ordered(one: Row, other: Row) -> bool:
 
 def line(row: Row) -> dict[str, str]:
     return {
-        "": row.kind,
+        "what": row.kind,
         "ranks": row.ranks,
         "Gb/s": f"{row.gbps:g}",
         "model": row.model,
@@ -365,7 +374,7 @@ def line(row: Row) -> dict[str, str]:
 
 def score_line(name: str, found: Score) -> dict[str, str]:
     return {
-        "": name,
+        "of": name,
         "median error": f"{found.median_error:.1%}",
         "worst": f"{found.worst_error:.1%}",
         "pairs in order": f"{found.num_ordered} of {found.num_pairs}",

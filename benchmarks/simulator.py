@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import simulated_hosts
 from benchmarks.guide import guide_tables
 from benchmarks.paper import claims
 from benchmarks.published import Pair, Prediction, Published, Scores, predict_all, read_rows, score
 from benchmarks.report import print_lines, write
+from benchmarks.simulated_hosts import here_tables, run_here
 from megabatch.studies.drawing import GREY, color_of, mark_log_ticks, to_svg
 
 if TYPE_CHECKING:
@@ -49,9 +51,9 @@ def run(
     if "guide" in parts:
         tables |= guide_tables()
     if "here" in parts:
-        measured = run_here(rounds)
+        measured = run_here(rounds, json_file)
         tables |= here_tables(measured)
-        rows += measured
+        rows += [simulated_hosts.as_json(row) for row in measured]
     for title, lines in tables.items():
         print(f"\n{title}")
         print_lines([{name: text for name, text in line.items() if name not in ONLY_IN_DOCS} for line in lines])
