@@ -68,7 +68,7 @@ def connect_to(address: str, port: int) -> socket.socket:
     raise TimeoutError(f"{address}:{port} does not listen")
 
 
-class Exchange:
+class AllReduceSettings:
     def __init__(self, host: int, addresses: list[str], num_bytes: int) -> None:
         self.scatters = connect(host, addresses, SCATTER_PORT, num_bytes)
         self.before = connect(host, addresses, GATHER_PORT, num_bytes)[(host - 1) % len(addresses)]
@@ -107,7 +107,7 @@ class Exchange:
 
 
 def main(host: int, num_bytes: int, seconds: float, addresses: list[str]) -> None:
-    exchange = Exchange(host, addresses, num_bytes)
+    exchange = AllReduceSettings(host, addresses, num_bytes)
     exchange.turns_in(WARM_UP_S)
     received = 2 * (len(addresses) - 1) * num_bytes * exchange.turns_in(seconds)
     print(8e-9 * received, flush=True)

@@ -13,7 +13,7 @@ from benchmarks.report import print_lines, write
 from megabatch.simulate.cluster import Cluster
 from megabatch.simulate.compute import compute_by_curve, default_precision
 from megabatch.simulate.load import load_cluster, preset_names
-from megabatch.simulate.step import Compute, Exchange, candidates, simulate_step
+from megabatch.simulate.step import AllReduceSettings, Compute, candidates, simulate_step
 from megabatch.simulate.workload import load_workload
 
 RANKS = [8 << doubling for doubling in range(9)]
@@ -45,11 +45,13 @@ def compare(cluster: Cluster) -> list[Row]:
 
 
 def gains(compute: Compute, cluster: Cluster, ranks: int) -> Row:
-    merged = simulate_step(compute, cluster, ranks, Exchange())
-    groups = candidates(cluster, cluster.shape(ranks), Exchange())
+    merged = simulate_step(compute, cluster, ranks, AllReduceSettings())
+    groups = candidates(cluster, cluster.shape(ranks), AllReduceSettings())
     names = list(dict.fromkeys(plan.name.split("/")[0] for group in groups for plan in group))
     singles = {
-        (name, threshold): simulate_step(compute, cluster, ranks, Exchange(algorithm=name, bucket_mb=threshold))
+        (name, threshold): simulate_step(
+            compute, cluster, ranks, AllReduceSettings(algorithm=name, bucket_mb=threshold)
+        )
         for name in names
         for threshold in THRESHOLDS_MB
     }

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 from megabatch.simulate.load import load_cluster
 from megabatch.simulate.scenario import Scenario, Simulated, simulate
-from megabatch.simulate.step import Exchange
+from megabatch.simulate.step import AllReduceSettings
 from megabatch.simulate.workload import load_workload
 
 CLUSTER, IMAGES = "p40-roce100", 1_281_167
 RESNET_EPOCHS, ALEXNET_EPOCHS = 90, 95
-NCCL = {"a ring for each tensor": Exchange(algorithm="ring", overlap="layer")}
-NCCL["rings over 64 MB"] = Exchange(algorithm="ring", overlap="fused", bucket_mb=64)
+NCCL = {"a ring for each tensor": AllReduceSettings(algorithm="ring", overlap="layer")}
+NCCL["rings over 64 MB"] = AllReduceSettings(algorithm="ring", overlap="fused", bucket_mb=64)
 
 
 class Claim(NamedTuple):
@@ -33,13 +33,13 @@ def claims() -> list[Claim]:
         time_of("AlexNet-BN, 64K, 95 epochs, 1,024 GPUs", 4.0, alexnet, ALEXNET_EPOCHS),
         efficiency_of("1,024 GPUs, 64 images each", "~99 %", 0.99, resnet[1024]),
         efficiency_of("2,048 GPUs, 32 images each", "97 % or 87.9 %", 0.97, resnet[2048]),
-        *(speedup("ResNet-50", 11.0, resnet[1024], name, exchange) for name, exchange in NCCL.items()),
-        *(speedup("AlexNet-BN", 3.0, alexnet, name, exchange) for name, exchange in NCCL.items()),
+        *(speedup("ResNet-50", 11.0, resnet[1024], name, all_reduce) for name, all_reduce in NCCL.items()),
+        *(speedup("AlexNet-BN", 3.0, alexnet, name, all_reduce) for name, all_reduce in NCCL.items()),
     ]
 
 
 def run(
-    model: str, ranks: int, batch_per_rank: int, precision: str = "fp16", exchange: Exchange | None = None
+    model: str, ranks: int, batch_per_rank: int, precision: str = "fp16", all_reduce: AllReduceSettings | None = None
 ) -> Simulated:
     return simulate(
         Scenario(
@@ -48,7 +48,7 @@ def run(
             num_ranks=ranks,
             batch_per_rank=batch_per_rank,
             precision=precision,
-            exchange=exchange or Exchange(),
+            all_reduce=all_reduce or AllReduceSettings(),
         )
     )
 
@@ -80,10 +80,10 @@ def efficiency_of(what: str, reported: str, wanted: float, simulated: Simulated)
     )
 
 
-def speedup(name: str, reported: float, ours: Simulated, how: str, exchange: Exchange) -> Claim:
+def speedup(name: str, reported: float, ours: Simulated, how: str, all_reduce: AllReduceSettings) -> Claim:
     scenario = ours.scenario
     # The baseline's gradients are fp32, and it computes in 16 bits too.
-    theirs = run(scenario.workload.model, scenario.num_ranks, scenario.batch_per_rank, "amp", exchange)
+    theirs = run(scenario.workload.model, scenario.num_ranks, scenario.batch_per_rank, "amp", all_reduce)
     return Claim(
         f"speed-up over NCCL at 1,024 GPUs: {name}, {how}",
         f"up to {reported:g}x",

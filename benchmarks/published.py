@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from megabatch.simulate.load import load_cluster
 from megabatch.simulate.scenario import Scenario, Simulated, simulate
-from megabatch.simulate.step import Exchange, Overlap
+from megabatch.simulate.step import AllReduceSettings, Overlap
 from megabatch.simulate.workload import load_workload
 
 FILE = Path(__file__).with_name("published.csv")
@@ -141,7 +141,7 @@ def predict(row: Published) -> Prediction:
         num_ranks=int(row.ranks),
         batch_per_rank=int(row.batch_per_rank),
         precision=row.precision,
-        exchange=Exchange(algorithm=row.algorithm, overlap=row.overlap),  # type: ignore[arg-type]
+        all_reduce=AllReduceSettings(algorithm=row.algorithm, overlap=row.overlap),  # type: ignore[arg-type]
     )
     return Prediction(row, simulate(scenario))
 

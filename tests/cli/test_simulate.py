@@ -16,7 +16,7 @@ from megabatch.cli.simulate_screen import BAR, bar
 from megabatch.errors import UserError
 from megabatch.simulate.load import load_cluster
 from megabatch.simulate.scenario import Scenario, simulate
-from megabatch.simulate.step import Exchange, Step
+from megabatch.simulate.step import AllReduceSettings, Step
 from megabatch.simulate.workload import load_workload
 
 ON_PAPER = ["--cluster", "p40-roce100"]
@@ -73,7 +73,7 @@ def test_rows_are_in_the_order_of_ranks_and_as_the_simulator_has_them() -> None:
             num_ranks=row["ranks"],
             batch_per_rank=100,
             precision="fp16",
-            exchange=Exchange(overlap="none"),
+            all_reduce=AllReduceSettings(overlap="none"),
         )
         assert row == msgspec.json.decode(msgspec.json.encode(simulate(scenario).row))
         assert row["low_images_per_s"] < row["images_per_s"] < row["high_images_per_s"]

@@ -40,9 +40,9 @@ def test_a_job_has_the_steps_evaluations_and_parameters_of_the_run(recipe: str, 
 
 def test_how_gradients_travel_is_what_the_recipe_says() -> None:
     job, _ = job_of_recipe(load_config("fashion", ["comm.dtype=bf16", "comm.algorithm=torus", "comm.bucket_mb=3"]))
-    assert job.exchange == ("bf16", "torus", "auto", 3.0)
+    assert job.all_reduce == ("bf16", "torus", "auto", 3.0)
     job, _ = job_of_recipe(load_config("fashion"))
-    assert job.exchange == ("fp32", "auto", "auto", None)
+    assert job.all_reduce == ("fp32", "auto", "auto", None)
 
 
 def test_without_images_as_many_as_imagenet_has_are_assumed() -> None:

@@ -17,7 +17,7 @@ from megabatch.simulate.job import (
 )
 from megabatch.simulate.load import load_cluster
 from megabatch.simulate.request import ModelSettings
-from megabatch.simulate.step import Exchange
+from megabatch.simulate.step import AllReduceSettings
 from megabatch.simulate.workload import load_workload
 
 RESNET = load_workload("resnet50")
@@ -91,17 +91,17 @@ def test_the_global_batch_decides_the_steps() -> None:
 
 
 def test_a_model_alone_runs_in_16_bits_at_the_batch_that_was_measured() -> None:
-    job = job_of_model(RESNET, PAPER, ModelSettings(), Exchange(), None, 1000, 100)
+    job = job_of_model(RESNET, PAPER, ModelSettings(), AllReduceSettings(), None, 1000, 100)
     assert (job.precision, job.batch_per_rank, job.has_length) == ("fp16", 64, False)
     fp32 = ModelSettings(precision="fp32", image_size=192, epochs=90)
-    job = job_of_model(RESNET, PAPER, fp32, Exchange(), 7, 1000, 100)
+    job = job_of_model(RESNET, PAPER, fp32, AllReduceSettings(), 7, 1000, 100)
     assert (job.precision, job.batch_per_rank, job.workload.image_size, job.epochs) == ("fp32", 7, 192, 90)
     assert job.scenario(PAPER, 100).global_batch == 700  # nothing has to divide
     with pytest.raises(UserError, match=r"precision\.name='fp8' is not one of"):
-        job_of_model(RESNET, PAPER, ModelSettings(precision="fp8"), Exchange(), 7, 1000, 100)
+        job_of_model(RESNET, PAPER, ModelSettings(precision="fp8"), AllReduceSettings(), 7, 1000, 100)
 
 
 def test_a_microbatch_that_does_not_fit_the_device_is_refused() -> None:
-    job = job_of_model(RESNET, PAPER, ModelSettings(), Exchange(), 10_000, 1000, 100)
+    job = job_of_model(RESNET, PAPER, ModelSettings(), AllReduceSettings(), 10_000, 1000, 100)
     with pytest.raises(UserError, match="P40 has 24; nearest: "):
         job.scenario(PAPER, 8)

@@ -17,7 +17,7 @@ from megabatch.simulate.compute import (
 from megabatch.simulate.load import load_cluster, preset_names
 from megabatch.simulate.profile import Profile, ProfiledGradient, ProfilePoint
 from megabatch.simulate.scenario import Scenario, Simulated, simulate
-from megabatch.simulate.step import Exchange
+from megabatch.simulate.step import AllReduceSettings
 from megabatch.simulate.training import RunLength, train_for
 from megabatch.simulate.workload import load_workload
 
@@ -48,7 +48,7 @@ def test_a_prediction_lies_in_its_interval(name: str, ranks: int) -> None:
 def test_what_is_known_better_has_a_smaller_interval() -> None:
     cluster = load_cluster("hkbu-10gbe")
     surer = replace(cluster, uncertainty=Uncertainty(bandwidth=1.01, latency=1.01, jitter=1.01))
-    vague, sure = (run(one, 32, exchange=Exchange(overlap="none")) for one in (cluster, surer))
+    vague, sure = (run(one, 32, all_reduce=AllReduceSettings(overlap="none")) for one in (cluster, surer))
     assert vague.low_step_s < sure.low_step_s < sure.step.total_s < sure.high_step_s < vague.high_step_s
 
 
@@ -56,11 +56,11 @@ def test_the_ends_of_an_interval_are_steps_of_slower_and_faster_clusters() -> No
     """With one uncertain input, the interval is exactly what the step takes at that input's ends."""
     cluster = load_cluster("hkbu-10gbe")
     only_bandwidth = replace(cluster, uncertainty=Uncertainty(bandwidth=1.5))
-    found = run(only_bandwidth, 32, exchange=Exchange(overlap="none"))
+    found = run(only_bandwidth, 32, all_reduce=AllReduceSettings(overlap="none"))
     slow = replace(
         cluster, network=replace(cluster.network, gbps=10 / 1.5), node=replace(cluster.node, gb_per_s=6.5 / 1.5)
     )
-    slower_s = run(slow, 32, exchange=Exchange(overlap="none")).step.total_s
+    slower_s = run(slow, 32, all_reduce=AllReduceSettings(overlap="none")).step.total_s
     by_device_s = found.high_step_s - found.step.total_s
     assert by_device_s == pytest.approx(
         math.hypot(slower_s - found.step.total_s, 1.64 * 0.02 * found.step.computing_s * (1 + 0.01)), rel=0.01

@@ -11,7 +11,7 @@ from megabatch.simulate.cluster import Jitter
 from megabatch.simulate.compute import compute_by_curve
 from megabatch.simulate.jitter import jitter_s
 from megabatch.simulate.load import load_cluster, preset_names
-from megabatch.simulate.step import Compute, Exchange, simulate_step
+from megabatch.simulate.step import AllReduceSettings, Compute, simulate_step
 from megabatch.simulate.workload import load_workload
 
 RESNET = load_workload("resnet50")
@@ -22,7 +22,7 @@ def compute(cluster_name: str, batch: int = 64, precision: str = "fp16") -> Comp
 
 
 def test_one_rank_waits_for_nobody() -> None:
-    step = simulate_step(compute("dgx-a100"), load_cluster("dgx-a100"), 1, Exchange())
+    step = simulate_step(compute("dgx-a100"), load_cluster("dgx-a100"), 1, AllReduceSettings())
     assert step.buckets == [] and step.exposed_s == 0 and step.jitter_s == 0
     assert step.total_s == pytest.approx(compute("dgx-a100").total_s)
 
@@ -33,7 +33,7 @@ def test_fused_buckets_expose_least(name: str, ranks: int) -> None:
     cluster = load_cluster(name)
     precision = next(iter(cluster.device.curves))
     of_overlap = {
-        overlap: simulate_step(compute(name, precision=precision), cluster, ranks, Exchange(overlap=overlap))  # type: ignore[arg-type]
+        overlap: simulate_step(compute(name, precision=precision), cluster, ranks, AllReduceSettings(overlap=overlap))  # type: ignore[arg-type]
         for overlap in ("none", "layer", "fused", "auto")
     }
     least_s = min(step.total_s for step in of_overlap.values())
@@ -44,7 +44,7 @@ def test_fused_buckets_expose_least(name: str, ranks: int) -> None:
 
 def test_without_overlap_all_of_the_all_reduce_is_exposed() -> None:
     cluster = load_cluster("dgx-a100")
-    step = simulate_step(compute("dgx-a100"), cluster, 64, Exchange(overlap="none"))
+    step = simulate_step(compute("dgx-a100"), cluster, 64, AllReduceSettings(overlap="none"))
     assert step.exposed_s == pytest.approx(step.all_reduce_s)
 
 
@@ -52,9 +52,9 @@ def test_without_overlap_all_of_the_all_reduce_is_exposed() -> None:
 def test_a_chosen_algorithm_is_no_better_than_the_best(name: str) -> None:
     cluster = load_cluster(name)
     precision = next(iter(cluster.device.curves))
-    best = simulate_step(compute(name, precision=precision), cluster, 64, Exchange())
+    best = simulate_step(compute(name, precision=precision), cluster, 64, AllReduceSettings())
     for algorithm in ("flat", "hierarchical", "torus", "ring"):
-        forced = simulate_step(compute(name, precision=precision), cluster, 64, Exchange(algorithm=algorithm))
+        forced = simulate_step(compute(name, precision=precision), cluster, 64, AllReduceSettings(algorithm=algorithm))
         assert best.total_s <= forced.total_s * 1.002
         assert {bucket.plan.name.split("/")[0] for bucket in forced.buckets} <= {
             algorithm,
@@ -67,7 +67,7 @@ def test_a_chosen_algorithm_is_no_better_than_the_best(name: str) -> None:
 def test_a_faster_network_never_makes_a_step_longer() -> None:
     slow = load_cluster("hkbu-10gbe")
     times_s = [
-        simulate_step(compute("hkbu-10gbe", precision="fp32"), cluster, 32, Exchange()).total_s
+        simulate_step(compute("hkbu-10gbe", precision="fp32"), cluster, 32, AllReduceSettings()).total_s
         for gbps in (1, 10, 40, 400)
         for cluster in [replace(slow, network=replace(slow.network, gbps=gbps))]
     ]
@@ -80,23 +80,25 @@ def test_accumulation_hides_under_the_last_backward_alone() -> None:
         compute("hkbu-10gbe", precision="fp32"),
         compute("hkbu-10gbe", precision="fp32")._replace(accumulation=4),
     )
-    steps = [simulate_step(one, cluster, 32, Exchange()) for one in (once, four)]
+    steps = [simulate_step(one, cluster, 32, AllReduceSettings()) for one in (once, four)]
     assert steps[0].exposed_s == pytest.approx(steps[1].exposed_s)
     assert steps[1].forward_s == pytest.approx(4 * steps[0].forward_s)
 
 
 def test_a_step_waits_for_images_that_a_node_cannot_read_so_fast() -> None:
     cluster = load_cluster("dgx-a100", ["input.images_per_s=8000"])
-    step = simulate_step(compute("dgx-a100"), cluster, 64, Exchange())
+    step = simulate_step(compute("dgx-a100"), cluster, 64, AllReduceSettings())
     assert step.total_s == pytest.approx(8 * 64 / 8000) and step.input_s > 0
-    fast = simulate_step(compute("dgx-a100"), load_cluster("dgx-a100", ["input.images_per_s=80000"]), 64, Exchange())
+    fast = simulate_step(
+        compute("dgx-a100"), load_cluster("dgx-a100", ["input.images_per_s=80000"]), 64, AllReduceSettings()
+    )
     assert fast.input_s == 0
 
 
 def test_torus_wants_equal_nodes() -> None:
     with pytest.raises(UserError, match="unequal"):
-        simulate_step(compute("dgx-a100"), load_cluster("dgx-a100"), 20, Exchange(algorithm="torus"))
-    assert simulate_step(compute("dgx-a100"), load_cluster("dgx-a100"), 20, Exchange()).buckets
+        simulate_step(compute("dgx-a100"), load_cluster("dgx-a100"), 20, AllReduceSettings(algorithm="torus"))
+    assert simulate_step(compute("dgx-a100"), load_cluster("dgx-a100"), 20, AllReduceSettings()).buckets
 
 
 def test_stalls_grow_with_ranks_and_noise_hardly_does() -> None:

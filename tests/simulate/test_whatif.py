@@ -10,7 +10,7 @@ from megabatch.simulate.load import load_cluster
 from megabatch.simulate.profile import Profile, ProfiledGradient, ProfilePoint
 from megabatch.simulate.request import ModelSettings
 from megabatch.simulate.scenario import simulate
-from megabatch.simulate.step import Exchange
+from megabatch.simulate.step import AllReduceSettings
 from megabatch.simulate.whatif import (
     changed_scenarios,
     changes,
@@ -23,13 +23,15 @@ from megabatch.simulate.whatif import (
 )
 from megabatch.simulate.workload import load_workload
 
-AUTO = Exchange()
+AUTO = AllReduceSettings()
 ALEXNET = load_workload("alexnet")  # of few gradients, so choosing is quick
 
 
-def job(cluster: str, batch: int | None = None, epochs: float | None = None, exchange: Exchange = AUTO) -> Job:
+def job(
+    cluster: str, batch: int | None = None, epochs: float | None = None, all_reduce: AllReduceSettings = AUTO
+) -> Job:
     settings = ModelSettings(epochs=epochs)
-    return job_of_model(ALEXNET, load_cluster(cluster), settings, exchange, batch, 1_281_167, 50_000)
+    return job_of_model(ALEXNET, load_cluster(cluster), settings, all_reduce, batch, 1_281_167, 50_000)
 
 
 def test_every_algorithm_that_applies_is_compared_and_the_choice_comes_last() -> None:
@@ -63,7 +65,7 @@ def test_what_one_algorithm_exposes_is_what_it_exposes_alone() -> None:
     assert list(found.values()) == sorted(found.values())
     assert set(found) == {"ring", "flat", "hierarchical", "torus"}
     for algorithm, exposed_s in found.items():
-        alone = replace(scenario, exchange=Exchange(algorithm=algorithm))
+        alone = replace(scenario, all_reduce=AllReduceSettings(algorithm=algorithm))
         assert simulate(alone).step.exposed_s == exposed_s
 
 
@@ -142,8 +144,8 @@ def test_what_a_change_buys_is_what_the_changed_cluster_does() -> None:
 
 
 def test_overlap_is_a_change_where_there_is_none() -> None:
-    exchange = Exchange(overlap="none")
-    without = simulate(job("hkbu-10gbe", 64, exchange=exchange).scenario(load_cluster("hkbu-10gbe"), 16))
+    all_reduce = AllReduceSettings(overlap="none")
+    without = simulate(job("hkbu-10gbe", 64, all_reduce=all_reduce).scenario(load_cluster("hkbu-10gbe"), 16))
     assert any("fused" in change.label for change in changes(without))
 
 

@@ -189,7 +189,7 @@ def ask(
     from megabatch.data.shapes import IMAGENET
     from megabatch.simulate.job import job_of_model, with_batch_per_rank, with_profile
     from megabatch.simulate.request import parse_model_settings
-    from megabatch.simulate.step import Exchange
+    from megabatch.simulate.step import AllReduceSettings
     from megabatch.simulate.workload import STORED, load_workload
 
     changed: dict[str, Any] = {"dtype": wire, "algorithm": algorithm, "overlap": overlap}
@@ -201,11 +201,11 @@ def ask(
             job = with_batch_per_rank(job, batch_per_rank)
         if profile:
             job = with_profile(job, profile)
-        return Asked(replace(job, exchange=job.exchange._replace(**changed)), recipe_batch, remarks)
+        return Asked(replace(job, all_reduce=job.all_reduce._replace(**changed)), recipe_batch, remarks)
     settings = parse_model_settings(overrides)
     workload = load_workload(subject) if subject in STORED else count_model(subject)
     images = IMAGENET.num_train, IMAGENET.num_test
-    job = job_of_model(workload, cluster, settings, Exchange(**changed), batch_per_rank, *images, profile)
+    job = job_of_model(workload, cluster, settings, AllReduceSettings(**changed), batch_per_rank, *images, profile)
     return Asked(job, None, [])
 
 

@@ -57,9 +57,9 @@ def encode(
         "cluster": cluster.name,
         "model": job.workload.model,
         "precision": job.precision,
-        "overlap": job.exchange.overlap,
-        "wire": everything[0].scenario.all_reduce.dtype,
-        "algorithm": job.exchange.algorithm,
+        "overlap": job.all_reduce.overlap,
+        "wire": everything[0].scenario.in_use.dtype,
+        "algorithm": job.all_reduce.algorithm,
         "rows": rows,
     }
     if search:

@@ -102,7 +102,7 @@ def print_plan(console: Console, result: Simulated) -> None:
     console.print(f"\n[bold]all-reduce at {ranks_of(result)}[/bold] {escape(result.plan)}")
     if not buckets:
         return
-    if scenario.exchange.algorithm == "auto":
+    if scenario.all_reduce.algorithm == "auto":
         others = [f"{name} {milliseconds(exposed_s)}" for name, exposed_s in exposed_by_algorithm(scenario).items()]
         console.print(
             f"{milliseconds(result.step.exposed_s)} ms are exposed; with one algorithm for all buckets: "

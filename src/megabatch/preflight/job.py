@@ -7,7 +7,7 @@ from megabatch.data.shapes import IMAGENET, DataShape
 from megabatch.data.sources import NoSource, infer_shape
 from megabatch.preflight.count import count_workload
 from megabatch.simulate.job import Job
-from megabatch.simulate.step import Exchange
+from megabatch.simulate.step import AllReduceSettings
 from megabatch.simulate.workload import STORED, Workload, load_workload
 
 
@@ -27,7 +27,7 @@ def job_of_recipe(config: RunConfig) -> RecipeJob:
         name=config.name,
         workload=workload_of(config, shape),
         precision=config.precision.name,
-        exchange=Exchange(
+        all_reduce=AllReduceSettings(
             dtype=comm.dtype,
             algorithm=comm.algorithm,
             bucket_mb=None if comm.bucket_mb == "auto" else comm.bucket_mb,

@@ -18,7 +18,7 @@ from megabatch.simulate.compute import GRADIENTS, default_precision, find_curve,
 from megabatch.simulate.profile import Profile
 from megabatch.simulate.request import ModelSettings
 from megabatch.simulate.scenario import Scenario
-from megabatch.simulate.step import Exchange
+from megabatch.simulate.step import AllReduceSettings
 from megabatch.simulate.training import RunLength
 from megabatch.simulate.workload import Workload, scaled
 
@@ -36,7 +36,7 @@ class Job(Struct, frozen=True, kw_only=True):
     name: str  # of the recipe, or of the model
     workload: Workload
     precision: str
-    exchange: Exchange = Exchange()
+    all_reduce: AllReduceSettings = AllReduceSettings()
     profile: Profile | None = None  # what a rank was recorded to take, instead of the cluster's curve
     global_batch: int | None = None  # None: every rank has batch_per_rank
     batch_per_rank: int = 0
@@ -71,7 +71,7 @@ class Job(Struct, frozen=True, kw_only=True):
             batch_per_rank=num_images,
             accumulation=accumulation,
             precision=self.precision,
-            exchange=self.exchange,
+            all_reduce=self.all_reduce,
             profile=self.profile,
             length=self.length(num_ranks) if self.has_length else None,
         )
@@ -93,7 +93,7 @@ def job_of_model(
     workload: Workload,
     cluster: Cluster,
     settings: ModelSettings,
-    exchange: Exchange,
+    all_reduce: AllReduceSettings,
     batch_per_rank: int | None,
     num_train: int,
     num_test: int,
@@ -115,7 +115,7 @@ def job_of_model(
         name=workload.model,
         workload=workload,
         precision=precision,
-        exchange=exchange,
+        all_reduce=all_reduce,
         batch_per_rank=batch_per_rank,
         microbatch=settings.microbatch,
         num_train=num_train,

@@ -16,7 +16,7 @@ from megabatch.planning.tuning import Bucket
 from megabatch.simulate.cluster import Cluster
 from megabatch.simulate.compute import compute_by_curve, compute_by_profile
 from megabatch.simulate.profile import Profile
-from megabatch.simulate.step import Compute, Exchange, Step, run_step, simulate_step
+from megabatch.simulate.step import AllReduceSettings, Compute, Step, in_use, run_step, simulate_step
 from megabatch.simulate.training import RunLength, Training, train_for
 from megabatch.simulate.workload import Workload
 
@@ -30,7 +30,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
     batch_per_rank: int
     accumulation: int = 1  # microbatches, in which a rank takes its batch
     precision: str
-    exchange: Exchange = Exchange()
+    all_reduce: AllReduceSettings = AllReduceSettings()
     length: RunLength | None = None
     profile: Profile | None = None  # what a rank was recorded to take, instead of the cluster's curve
 
@@ -49,10 +49,9 @@ class Scenario(Struct, frozen=True, kw_only=True):
         return compute_by_curve(self.workload, self.cluster, self.precision, self.microbatch, self.accumulation)
 
     @property
-    def all_reduce(self) -> Exchange:
-        """With the dtype that really travels: 16-bit gradients have no other."""
-        dtype = self.compute.backward.gradients[0].dtype
-        return self.exchange._replace(dtype=dtype) if dtype in ("fp16", "bf16") else self.exchange
+    def in_use(self) -> AllReduceSettings:
+        """With the dtype that really travels."""
+        return in_use(self.all_reduce, self.compute)
 
 
 class Simulated(Struct, frozen=True, kw_only=True):
@@ -122,7 +121,7 @@ class Simulated(Struct, frozen=True, kw_only=True):
 
 def simulate(scenario: Scenario) -> Simulated:
     compute, cluster = scenario.compute, scenario.cluster
-    step = simulate_step(compute, cluster, scenario.num_ranks, scenario.all_reduce)
+    step = simulate_step(compute, cluster, scenario.num_ranks, scenario.in_use)
     low_s, high_s = interval(compute, cluster, scenario, step)
     training = None
     if scenario.length:
@@ -134,12 +133,12 @@ def simulate(scenario: Scenario) -> Simulated:
 
 def interval(compute: Compute, cluster: Cluster, scenario: Scenario, step: Step) -> tuple[float, float]:
     """The shortest and the longest step that are to be expected."""
-    shape, exchange = cluster.shape(scenario.num_ranks), scenario.all_reduce
+    shape, all_reduce = cluster.shape(scenario.num_ranks), scenario.in_use
     given = cluster.uncertainty
     device = math.hypot(DEVIATIONS * compute.spread, given.device)
 
     def total_s(of_compute: Compute, of_cluster: Cluster) -> float:
-        return run_step(of_compute, of_cluster, shape, exchange, step.buckets).total_s
+        return run_step(of_compute, of_cluster, shape, all_reduce, step.buckets).total_s
 
     ends = [(total_s(slower(compute, 1 / (1 + device)), cluster), total_s(slower(compute, 1 + device), cluster))]
     for change, factor in (

@@ -51,7 +51,7 @@ class Compute(NamedTuple):
         return self.accumulation * (self.forward_s + self.backward_s) + self.update_s
 
 
-class Exchange(NamedTuple):
+class AllReduceSettings(NamedTuple):
     """How gradients are all-reduced."""
 
     dtype: CommDtype = "fp32"
@@ -81,39 +81,46 @@ class Step(Struct, frozen=True, kw_only=True):
         return self.computing_s + self.exposed_s + self.jitter_s + self.input_s
 
 
-def simulate_step(compute: Compute, cluster: Cluster, num_ranks: int, exchange: Exchange) -> Step:
-    """With the buckets and plans that end it soonest."""
+def simulate_step(compute: Compute, cluster: Cluster, num_ranks: int, all_reduce: AllReduceSettings) -> Step:
+    """With buckets and plans whose communication ends within a thousandth of the soonest: the fewest such."""
     shape = cluster.shape(num_ranks)
-    return run_step(compute, cluster, shape, exchange, choose_exchange(compute, cluster, shape, exchange))
+    return run_step(compute, cluster, shape, all_reduce, choose_cut(compute, cluster, shape, all_reduce))
 
 
-def choose_exchange(compute: Compute, cluster: Cluster, shape: ClusterShape, exchange: Exchange) -> list[Bucket]:
+def in_use(all_reduce: AllReduceSettings, compute: Compute) -> AllReduceSettings:
+    """With the dtype that really travels: 16-bit gradients have no other."""
+    dtype = compute.backward.gradients[0].dtype
+    return all_reduce._replace(dtype=dtype) if dtype in ("fp16", "bf16") else all_reduce
+
+
+def choose_cut(compute: Compute, cluster: Cluster, shape: ClusterShape, all_reduce: AllReduceSettings) -> list[Bucket]:
     if shape.num_ranks == 1:
         return []
+    all_reduce = in_use(all_reduce, compute)
     backward = compute.backward
-    bucket_mb = exchange.bucket_mb
-    match exchange.overlap:
+    bucket_mb = all_reduce.bucket_mb
+    match all_reduce.overlap:
         case "none":
             backward = backward._replace(ready_s=[compute.backward_s] * len(backward.ready_s))
             bucket_mb = WHOLE_MB
         case "layer":
             bucket_mb = NOTHING_MB
-    forced = "" if exchange.algorithm == "auto" else f"--algorithm {exchange.algorithm}"
-    prices = Prices(cluster, shape, exchange.dtype)
+    forced = "" if all_reduce.algorithm == "auto" else f"--algorithm {all_reduce.algorithm}"
+    prices = Prices(cluster, shape, all_reduce.dtype)
     choices = [
         choose_buckets(backward, plans, prices.of, bucket_mb=bucket_mb, forced=forced)[0]
-        for plans in candidates(cluster, shape, exchange)
+        for plans in candidates(cluster, shape, all_reduce)
     ]
-    return min(choices, key=lambda buckets: run_step(compute, cluster, shape, exchange, buckets).exposed_s)
+    return min(choices, key=lambda buckets: run_step(compute, cluster, shape, all_reduce, buckets).exposed_s)
 
 
-def candidates(cluster: Cluster, shape: ClusterShape, exchange: Exchange) -> list[list[Plan]]:
+def candidates(cluster: Cluster, shape: ClusterShape, all_reduce: AllReduceSettings) -> list[list[Plan]]:
     """The engine's own, and ours; flat is whatever has all ranks in one group.
 
     A step takes its plans from one of the two: the engine's have the links of node and network to themselves, while
     ours leave one to another bucket.
     """
-    algorithm, dtype = exchange.algorithm, exchange.dtype
+    algorithm, dtype = all_reduce.algorithm, all_reduce.dtype
     # The engine's ring is what our flat plan calls where nothing is rounded.
     names = [name for name in ALGORITHMS if algorithm in ("auto", name) and (name, dtype) != ("flat", "fp32")]
     ours = [plan for name in names if (plan := ALGORITHMS[name](shape, dtype)) and plan.phases]
@@ -155,13 +162,14 @@ class Prices:
 
 
 def run_step(
-    compute: Compute, cluster: Cluster, shape: ClusterShape, exchange: Exchange, buckets: Sequence[Bucket]
+    compute: Compute, cluster: Cluster, shape: ClusterShape, all_reduce: AllReduceSettings, buckets: Sequence[Bucket]
 ) -> Step:
     """With buckets and plans that were chosen, perhaps for links that are not quite these."""
-    prices = Prices(cluster, shape, exchange.dtype)
+    all_reduce = in_use(all_reduce, compute)
+    prices = Prices(cluster, shape, all_reduce.dtype)
     costs = [prices.of(bucket.plan, bucket.num_elements, bucket.element_bytes) for bucket in buckets]
     ready = dict(zip(compute.backward.names, compute.backward.ready_s, strict=True))
-    is_hidden = exchange.overlap != "none"
+    is_hidden = all_reduce.overlap != "none"
     ready_s = [max(ready[name] for name in b.gradients) if is_hidden else compute.backward_s for b in buckets]
     passages = pass_through(ready_s, costs)
     step = Step(

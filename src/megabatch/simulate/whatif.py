@@ -20,7 +20,7 @@ from megabatch.simulate.cluster import Cluster
 from megabatch.simulate.compute import CURVES, memory_bytes
 from megabatch.simulate.job import Job
 from megabatch.simulate.scenario import Scenario, Simulated, simulate, with_jitter, with_latency
-from megabatch.simulate.step import ENGINE_ALGORITHMS, Exchange, Step, candidates, run_step, simulate_step
+from megabatch.simulate.step import ENGINE_ALGORITHMS, AllReduceSettings, Step, candidates, run_step, simulate_step
 
 LARGEST_SEARCH = 16_384  # ranks
 WORTH = 0.005  # of the images/s: smaller gains are not worth a line
@@ -72,7 +72,7 @@ def compare(job: Job, cluster: Cluster, ranks: Sequence[int]) -> list[Variant]:
     """
     variants = []
     for algorithm in (*ENGINE_ALGORITHMS, *ALGORITHMS, AUTO):
-        trial = replace(job, exchange=job.exchange._replace(algorithm=algorithm))
+        trial = replace(job, all_reduce=job.all_reduce._replace(algorithm=algorithm))
         applying = [num_ranks for num_ranks in ranks if applies(trial.scenario(cluster, num_ranks))]
         if applying:
             variants.append(Variant(algorithm, {"algorithm": algorithm}, run_all(trial, cluster, applying)))
@@ -80,11 +80,11 @@ def compare(job: Job, cluster: Cluster, ranks: Sequence[int]) -> list[Variant]:
 
 
 def applies(scenario: Scenario) -> bool:
-    exchange = scenario.all_reduce
-    if scenario.num_ranks == 1 or (exchange.algorithm, exchange.dtype) == ("flat", "fp32"):
-        return exchange.algorithm == AUTO
+    all_reduce = scenario.in_use
+    if scenario.num_ranks == 1 or (all_reduce.algorithm, all_reduce.dtype) == ("flat", "fp32"):
+        return all_reduce.algorithm == AUTO
     try:
-        return bool(candidates(scenario.cluster, scenario.cluster.shape(scenario.num_ranks), exchange))
+        return bool(candidates(scenario.cluster, scenario.cluster.shape(scenario.num_ranks), all_reduce))
     except UserError:
         return False
 
@@ -93,7 +93,7 @@ def exposed_by_algorithm(scenario: Scenario) -> dict[str, float]:
     """Seconds of a step that would be exposed if all buckets had one algorithm; the least first."""
     exposed_s = {}
     for algorithm in (*ENGINE_ALGORITHMS, *ALGORITHMS):
-        forced = with_exchange(scenario, algorithm=algorithm)
+        forced = with_settings(scenario, algorithm=algorithm)
         if applies(forced):
             exposed_s[algorithm] = step_of(forced).exposed_s
     return dict(sorted(exposed_s.items(), key=lambda found: found[1]))
@@ -102,17 +102,17 @@ def exposed_by_algorithm(scenario: Scenario) -> dict[str, float]:
 def ladder(job: Job, cluster: Cluster, ranks: Sequence[int]) -> list[Variant]:
     wide, narrow = ladder_precisions(job, cluster)
     rungs = [
-        ("per-tensor ring", wide, Exchange(algorithm="ring", overlap="layer")),
-        ("+ fusion", wide, Exchange(algorithm="ring", overlap="fused")),
-        ("+ hierarchical", wide, Exchange(algorithm="hierarchical", overlap="fused")),
-        ("+ hybrid", wide, Exchange(algorithm=AUTO, overlap="fused")),
-        ("+ 16 bits", narrow, Exchange(algorithm=AUTO, overlap="fused", dtype="fp16")),
+        ("per-tensor ring", wide, AllReduceSettings(algorithm="ring", overlap="layer")),
+        ("+ fusion", wide, AllReduceSettings(algorithm="ring", overlap="fused")),
+        ("+ hierarchical", wide, AllReduceSettings(algorithm="hierarchical", overlap="fused")),
+        ("+ hybrid", wide, AllReduceSettings(algorithm=AUTO, overlap="fused")),
+        ("+ 16 bits", narrow, AllReduceSettings(algorithm=AUTO, overlap="fused", dtype="fp16")),
     ]
     variants = []
-    for label, precision, exchange in rungs:
-        varied = {"improvement": label, "precision": precision, "wire": exchange.dtype, "overlap": exchange.overlap}
-        results = run_all(replace(job, precision=precision, exchange=exchange), cluster, ranks)
-        variants.append(Variant(label, varied | {"algorithm": exchange.algorithm}, results))
+    for label, precision, all_reduce in rungs:
+        varied = {"improvement": label, "precision": precision, "wire": all_reduce.dtype, "overlap": all_reduce.overlap}
+        results = run_all(replace(job, precision=precision, all_reduce=all_reduce), cluster, ranks)
+        variants.append(Variant(label, varied | {"algorithm": all_reduce.algorithm}, results))
     return variants
 
 
@@ -144,11 +144,11 @@ def images_per_s(scenario: Scenario) -> float:
 
 def step_of(scenario: Scenario) -> Step:
     """Without an interval."""
-    return simulate_step(scenario.compute, scenario.cluster, scenario.num_ranks, scenario.all_reduce)
+    return simulate_step(scenario.compute, scenario.cluster, scenario.num_ranks, scenario.in_use)
 
 
 def changed_scenarios(scenario: Scenario) -> list[tuple[str, Scenario]]:
-    cluster, exchange = scenario.cluster, scenario.exchange
+    cluster, all_reduce = scenario.cluster, scenario.all_reduce
     doubled = replace(scenario, batch_per_rank=2 * scenario.batch_per_rank)
     if scenario.accumulation > 1 or not fits(doubled):
         doubled = replace(doubled, accumulation=2 * scenario.accumulation)
@@ -159,14 +159,14 @@ def changed_scenarios(scenario: Scenario) -> list[tuple[str, Scenario]]:
         ("no jitter: no rank is slower than another", replace(scenario, cluster=with_jitter(cluster, 0.0))),
         (f"twice the batch: {doubled.batch_per_rank:,} images a rank, {doubled.global_batch:,} in all", doubled),
     ]
-    if exchange.overlap in ("none", "layer"):
-        result.append(("all-reduces fused, under backward", with_exchange(scenario, overlap=AUTO)))
+    if all_reduce.overlap in ("none", "layer"):
+        result.append(("all-reduces fused, under backward", with_settings(scenario, overlap=AUTO)))
     if cluster.input.images_per_s:
         read = replace(cluster.input, images_per_s=2 * cluster.input.images_per_s)
         label = f"images read twice as fast: input.images_per_s={read.images_per_s:g}"
         result.append((label, replace(scenario, cluster=replace(cluster, input=read))))
-    if scenario.all_reduce.dtype == "fp32":
-        result.append(("16 bits between nodes: --wire fp16", with_exchange(scenario, dtype="fp16")))
+    if scenario.in_use.dtype == "fp32":
+        result.append(("16 bits between nodes: --wire fp16", with_settings(scenario, dtype="fp16")))
     return result
 
 
@@ -174,8 +174,8 @@ def with_gbps(cluster: Cluster, gbps: float) -> Cluster:
     return replace(cluster, network=replace(cluster.network, gbps=gbps))
 
 
-def with_exchange(scenario: Scenario, **changed: str) -> Scenario:
-    return replace(scenario, exchange=scenario.exchange._replace(**changed))  # type: ignore[arg-type]
+def with_settings(scenario: Scenario, **changed: str) -> Scenario:
+    return replace(scenario, all_reduce=scenario.all_reduce._replace(**changed))  # type: ignore[arg-type]
 
 
 def fits(scenario: Scenario) -> bool:
@@ -189,7 +189,7 @@ def losses(simulated: Simulated) -> Losses:
     total_s = step.total_s
     instant = with_latency(scenario.cluster, 0.0)
     shape = instant.shape(scenario.num_ranks)
-    carrying_s = run_step(scenario.compute, instant, shape, scenario.all_reduce, step.buckets).exposed_s
+    carrying_s = run_step(scenario.compute, instant, shape, scenario.in_use, step.buckets).exposed_s
     return Losses(
         computing=step.computing_s / total_s,
         latency=(step.exposed_s - carrying_s) / total_s,
