@@ -8,7 +8,9 @@ from megabatch.errors import UserError
 from megabatch.planning.algorithms import ALGORITHMS
 from megabatch.planning.cost import seconds
 from megabatch.planning.topology import ClusterShape
+from megabatch.simulate.compute import fit_device
 from megabatch.simulate.load import load_cluster, numbers, preset_names, read_cluster, with_device
+from megabatch.simulate.workload import load_workload
 
 NEEDED = {
     "p40-roce100", "dgx1-v100", "dgx2h-v100", "dgx-a100", "dgx-h100", "r750xa-a100", "xe8545-a100",
@@ -27,6 +29,7 @@ def test_every_number_of_a_preset_has_a_source(name: str) -> None:
     for key, _ in numbers({section: values for section, values in tables.items() if section != "sources"}):
         in_curve = key.startswith("device.curves.")
         assert ".".join(key.split(".")[:3]) in sources if in_curve else key in sources, f"{name}: {key} has no source"
+        assert not str(sources.get(key)).startswith("set in"), f"{name}: {key} has no source of its own"
     for curves in load_cluster(name).device.curves.values():
         assert all(point.source for curve in curves for point in curve.points)
 
@@ -37,6 +40,41 @@ def test_a_file_of_ones_own_says_only_what_differs(tmp_path: Path) -> None:
     mine, theirs = load_cluster(str(own)), load_cluster("dgx-a100")
     assert mine.network.gbps == 400 and mine.network.nics == theirs.network.nics
     assert mine.name == "mine" and mine.device == theirs.device
+
+
+def test_what_a_file_sets_has_its_own_source_or_is_said_to_be_set_there(tmp_path: Path) -> None:
+    own = tmp_path / "mine.toml"
+    own.write_text(
+        'base = "dgx-a100"\n[network]\ngbps = 400\n[faults]\nrestart_minutes = 2\n[device]\nmemory_gb = 40\n'
+        '[sources]\n"network.gbps" = "data sheet"\n'
+    )
+    mine, theirs = load_cluster(str(own)), load_cluster("dgx-a100")
+    changed = {
+        "network.gbps": "data sheet",
+        "faults.restart_minutes": f"set in {own}",
+        "device.memory_gb": f"set in {own}",
+    }
+    assert theirs.sources["faults.restart_minutes"] == "assumed"
+    assert mine.sources == theirs.sources | changed
+    alone = tmp_path / "alone.toml"
+    alone.write_text(f'base = "{own}"\n[device]\nlike = "v100-mxnet"\nmemory_gb = 16\nvariant = ""\n')
+    assert load_cluster(str(alone)).sources["device.memory_gb"] == f"set in {alone}"
+
+
+def test_a_base_lies_beside_the_file_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "clusters"
+    (folder / "below").mkdir(parents=True)
+    (folder / "mine.toml").write_text('base = "below/middle.toml"\n[network]\nnics = 3\n')
+    (folder / "below" / "middle.toml").write_text('base = "base.toml"\n[network]\ngbps = 25\n')
+    (folder / "below" / "base.toml").write_text('base = "dgx-a100"\n[node]\nranks = 5\n')
+    for place, name in (
+        (tmp_path, "clusters/mine.toml"),
+        (folder, "mine.toml"),
+        (Path("/"), str(folder / "mine.toml")),
+    ):
+        monkeypatch.chdir(place)
+        cluster = load_cluster(name)
+        assert (cluster.network.nics, cluster.network.gbps, cluster.node.ranks) == (3, 25, 5)
 
 
 def test_an_override_replaces_a_number_and_its_source() -> None:
@@ -54,20 +92,42 @@ def test_an_override_replaces_a_number_and_its_source() -> None:
         ("network.gbps=nan", "finite"),
         ("network.gbps=1e300", "finite"),
         ("network.gbps=fast", "network.gbps"),
+        (f"network.gbps=1{400 * '0'}", "network.gbps=1e400 is not a number that a cluster can have"),
+        (f"network.gbps=-1{400 * '0'}", "network.gbps=-1e400 is not a number"),
+        (f"network.gbps=1{5000 * '0'}", r"network.gbps=1000+\.\.\.: expected float"),
+        (f"network.gbps=0x{5000 * 'f'}", "network.gbps=1e6021 is not a number"),
+        ("name=foo", "overrides of a cluster are section.key=value; nearest: device.name"),
+        ("about=foo", "overrides of a cluster are section.key=value; for example network.gbps=400"),
+        ("sources=3", "overrides of a cluster are section.key=value; for example network.gbps=400"),
+        ("gbps=3", "nearest: network.gbps"),
         ("node.ranks=0", "node.ranks"),
         ("node.ranks=1.5", "node.ranks"),
         ("network.kind=carrier", "network.kind"),
         ("gbps", "is not an override"),
-        ("device.variant=nothing", None),
     ],
 )
-def test_a_wrong_value_gives_one_line(override: str, message: str | None) -> None:
-    if message is None:  # found when the curve is fitted
-        load_cluster("dgx-a100", [override])
-        return
+def test_a_wrong_value_gives_one_line(override: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as raised:
         load_cluster("dgx-a100", [override])
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 200
+
+
+def test_a_variant_that_a_device_does_not_have_is_refused_with_the_nearest() -> None:
+    cluster = load_cluster("dgx-a100", ["device.variant=A100-SXM-80"])
+    with pytest.raises(
+        UserError, match=r"device\.variant='A100-SXM-80' is none of .*; nearest: A100-SXM-80GB"
+    ) as raised:
+        fit_device(cluster, "fp16", load_workload("resnet50"))
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("override", [[], ["network.gbps=4"]])
+@pytest.mark.parametrize("key", ["network", "sources", "device"])
+def test_a_number_in_place_of_a_table_gives_one_line(tmp_path: Path, key: str, override: list[str]) -> None:
+    own = tmp_path / "mine.toml"
+    own.write_text(f'base = "dgx-a100"\n{key} = 3\n')
+    with pytest.raises(UserError, match=f"^{key}=3: expected object, got int; change it in .*mine.toml$"):
+        load_cluster(str(own), override)
 
 
 def test_a_wrong_file_gives_one_line(tmp_path: Path) -> None:
@@ -75,10 +135,15 @@ def test_a_wrong_file_gives_one_line(tmp_path: Path) -> None:
     broken.write_text("[network\n")
     circle.write_text(f'base = "{circle}"\n')
     empty.write_text("")
+    latin, long = tmp_path / "latin.toml", tmp_path / "long.toml"
+    latin.write_bytes('about = "Köln"\n'.encode("latin-1"))
+    long.write_text(f"[network]\ngbps = 1{5000 * '0'}\n")
     for path, message in (
         (broken, "is not TOML"),
         (circle, "circle"),
         (empty, "device"),
+        (latin, r"is not text in UTF-8 \(.* at byte 10\); save it so"),
+        (long, "is not TOML: Exceeds the limit"),
         (tmp_path / "none.toml", "read"),
     ):
         with pytest.raises(UserError, match=message):

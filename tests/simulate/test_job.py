@@ -3,9 +3,12 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from megabatch.errors import UserError
 from megabatch.planning.batch import StepPlan
+from megabatch.planning.plan import CommDtype
+from megabatch.simulate.compute import CURVES, GRADIENTS
 from megabatch.simulate.job import (
     Job,
     count_evaluations,
@@ -78,7 +81,24 @@ def test_what_the_run_itself_would_not_do_is_said() -> None:
     assert note.startswith("at 1,024 and 2,048 ranks a rank has 64 and 32 images, fewer than batch.micro=128")
     assert note.endswith("the run itself wants batch.micro=64 or 32")
     (note,) = notes(with_batch_per_rank(RECIPE, 256), [8], 65536)
-    assert "--batch-per-rank 256" in note and "65,536" in note
+    assert "--batch-per-rank 256" in note and "65,536; steps follow, learning rates do not" in note
+    of_steps = replace(RECIPE, epochs=None, num_steps=100)
+    (note,) = notes(with_batch_per_rank(of_steps, 256), [8], 65536)
+    assert note.endswith("neither steps (train.steps=100) nor learning rates follow")
+
+
+@pytest.mark.parametrize("precision", GRADIENTS)
+@pytest.mark.parametrize("wire", [None, "fp32", "bf16", "fp16"])
+def test_what_does_not_travel_as_asked_is_said(precision: str, wire: CommDtype | None) -> None:
+    cluster = load_cluster("p40-roce100")
+    job = replace(RECIPE, precision=precision, all_reduce=AllReduceSettings(dtype=wire or "fp32"))
+    if CURVES.get(precision, precision) not in cluster.device.curves:
+        curves = {precision: next(iter(cluster.device.curves.values()))}
+        cluster = replace(cluster, device=replace(cluster.device, curves=curves))
+    travelling = job.scenario(cluster, 512).in_use.dtype
+    found = notes(job, [512], 65536, wire)
+    assert bool(found) == (wire is not None and travelling != wire)
+    assert all(f"--wire {wire} changes nothing" in note and f"gradients are {travelling}" in note for note in found)
 
 
 def test_the_global_batch_decides_the_steps() -> None:

@@ -23,6 +23,10 @@ def test_ranks_stand_in_the_order_in_which_they_are_given() -> None:
     assert parse_ranks("1..1") == [1]
 
 
+def test_a_rank_count_is_simulated_once() -> None:
+    assert parse_ranks("8,8,16,4..16") == [8, 16, 4]
+
+
 @given(st.integers(1, MOST_RANKS), st.integers(1, MOST_RANKS))
 def test_a_range_is_doublings_up_to_its_end(one: int, other: int) -> None:
     low, high = sorted((one, other))
@@ -33,7 +37,7 @@ def test_a_range_is_doublings_up_to_its_end(one: int, other: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "x", "8,", "8..", "..8", "8.5", "0", "-8", "64..8", "1000001", "9" * 40, "8...16"]
+    "text", ["", "x", "8,", "8..", "..8", "8.5", "0", "-8", "64..8", "1000001", "9" * 40, "8...16", "_", "8__0", "8_0"]
 )
 def test_ranks_that_are_none_are_refused_on_one_line(text: str) -> None:
     with pytest.raises(UserError, match=r"^--ranks") as refused:
@@ -43,7 +47,7 @@ def test_ranks_that_are_none_are_refused_on_one_line(text: str) -> None:
 
 def test_more_ranks_than_a_table_holds_are_refused() -> None:
     with pytest.raises(UserError, match="65 values"):
-        parse_ranks(",".join(["8"] * 65))
+        parse_ranks(",".join(map(str, range(1, 66))))
 
 
 def test_a_time_has_a_unit() -> None:
@@ -54,7 +58,8 @@ def test_a_time_has_a_unit() -> None:
 
 
 def test_a_sweep_is_over_a_number_of_the_cluster() -> None:
-    assert parse_sweep("network.gbps=10, 25,1e2") == Sweep("network.gbps", ["10", "25", "1e2"])
+    assert parse_sweep("network.gbps=10, 25,1e2,0.5") == Sweep("network.gbps", [10, 25, 100, 0.5])
+    assert parse_sweep("network.nics=1,2e0") == Sweep("network.nics", [1, 2])
     for text, remedy in {
         "network.gbps": "for example",
         "network.gbps=": "for example",
@@ -64,6 +69,8 @@ def test_a_sweep_is_over_a_number_of_the_cluster() -> None:
         "network.gbps=1,x": "give a finite one",
         "network.gbps=1,inf": "give a finite one",
         "network.gbps=1e300": "give a finite one",
+        f"network.gbps=1{400 * '0'}": "give a finite one",
+        "network.gbps=1,true": "give a finite one",
     }.items():
         with pytest.raises(UserError, match=remedy):
             parse_sweep(text)

@@ -29,6 +29,15 @@ ClusterOption = Annotated[
         show_default=False,
     ),
 ]
+ProfileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--profile",
+        metavar="FILE",
+        help="What megabatch profile recorded, instead of the cluster's own devices.",
+        show_default=False,
+    ),
+]
 
 
 def split_arguments(arguments: Sequence[str] | None, default: str = DEFAULT_RECIPE) -> tuple[str, list[str]]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from megabatch.cli.overrides import ProfileOption
 from megabatch.errors import UserError, nearest, require_one_of
 
 if TYPE_CHECKING:
@@ -64,10 +65,7 @@ def simulate(
     within: Annotated[
         str | None, typer.Option(metavar="TIME", help="The smallest cluster that finishes in 10min, 600s or 2h.")
     ] = None,
-    profile: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="What megabatch profile recorded, instead of the cluster's own devices."),
-    ] = None,
+    profile: ProfileOption = None,
     json: Annotated[Path | None, typer.Option("--json", help="Write all rows to this file.")] = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw images/s against ranks.")
@@ -128,10 +126,10 @@ def simulate(
             for value, each in zip(swept.values, clusters, strict=True)
         ]
     results = [] if variants else whatif.run_all(job, there, counts)
-    remarks += notes(job, counts, recipe_batch)
+    remarks += notes(job, counts, recipe_batch, wire)
 
     if json:
-        write(json, "--json", encode(job, there, results, variants, search))
+        write(json, "--json", encode(job, there, counts, results, variants, search))
     if plot:
         write(plot, "--plot", draw(job, there, results, variants))
     if ladder:

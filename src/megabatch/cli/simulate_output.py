@@ -43,11 +43,15 @@ def write(path: Path, option: str, text: str) -> None:
 
 
 def encode(
-    job: Job, cluster: Cluster, results: Sequence[Simulated], variants: Sequence[Variant], search: Search | None
+    job: Job,
+    cluster: Cluster,
+    ranks: Sequence[int],
+    results: Sequence[Simulated],
+    variants: Sequence[Variant],
+    search: Search | None,
 ) -> str:
     """Rows in the order of --ranks; of each rank count, every variant that there is."""
     rows = [result.row for result in results]
-    ranks = dict.fromkeys(result.scenario.num_ranks for variant in variants for result in variant.results)
     for num_ranks in ranks:
         for variant in variants:
             rows += [variant.varied | result.row for result in variant.results_at(num_ranks)]

@@ -24,7 +24,7 @@ def print_variants(
     middle = ["minutes", "USD"] if job.has_length else ["interval", "buck-ets"]
     table = variants_table(console, heading, ["step ms", "images/s", "effi-ciency", "exposed ms", *middle])
     table.add_column("plan, * best" if marks_best else "plan", vertical="bottom")
-    for num_ranks in dict.fromkeys(ranks):
+    for num_ranks in ranks:
         found = [(variant, result) for variant in variants for result in variant.results_at(num_ranks)]
         best = max((result for _, result in found), key=lambda result: result.images_per_s)
         for variant, result in found:
@@ -53,7 +53,7 @@ def print_ladder(
         console, "improvement", ("step ms", "images/s", "effi-ciency", "x before", "x first", "buck-ets")
     )
     table.add_column("plan", vertical="bottom")
-    for num_ranks in dict.fromkeys(ranks):
+    for num_ranks in ranks:
         found = [(variant, result) for variant in variants for result in variant.results_at(num_ranks)]
         first = before = found[0][1]
         for variant, result in found:

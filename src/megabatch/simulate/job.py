@@ -216,13 +216,23 @@ def count_evaluations(plan: StepPlan) -> int:
     return min(plan.num_steps, after) + (after == before)
 
 
-def notes(job: Job, ranks: Iterable[int], recipe_batch: int | None) -> list[str]:
-    """What a reader of the table should know; `recipe_batch` is that of a recipe."""
+def notes(job: Job, ranks: Iterable[int], recipe_batch: int | None, wire: str | None = None) -> list[str]:
+    """What a reader of the table should know; `recipe_batch` is that of a recipe, `wire` what was asked to travel."""
     found = []
     if recipe_batch is not None and job.global_batch is None:
+        follows = (
+            "steps follow, learning rates do not"
+            if job.num_steps is None
+            else f"neither steps (train.steps={job.num_steps}) nor learning rates follow"
+        )
         found.append(
             f"--batch-per-rank {job.batch_per_rank}: the global batch is that times ranks, and not the recipe's "
-            f"{recipe_batch:,}; steps follow, learning rates do not"
+            f"{recipe_batch:,}; {follows}"
+        )
+    dtype = GRADIENTS[job.precision]
+    if wire not in (None, dtype) and dtype in ("fp16", "bf16"):
+        found.append(
+            f"--wire {wire} changes nothing: with precision.name={job.precision} gradients are {dtype}, and travel so"
         )
     shares = {num_ranks: job.share(num_ranks).num_images for num_ranks in ranks}
     short = {num_ranks: size for num_ranks, size in shares.items() if size < (job.microbatch or 0)}

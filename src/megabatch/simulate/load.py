@@ -1,8 +1,8 @@
 """Reads cluster files: presets by name, one's own by path, with `section.key=value` overrides.
 
-A TOML file may start from another (`base = "dgx-a100"`), and then says only what differs.  A device may be that of a
-file in devices/ (`device.like = "a100-mxnet"`), so that clusters share its points.  A JSON file is what `megabatch
-plan` has measured; `this` is the last one of this machine.
+A TOML file may start from another (`base = "dgx-a100"`, or a file beside it), and then says only what differs.  A
+device may be that of a file in devices/ (`device.like = "a100-mxnet"`), so that clusters share its points.  A JSON file
+is what `megabatch plan` has measured; `this` is the last one of this machine.
 """
 
 import copy
@@ -23,8 +23,10 @@ from megabatch.simulate.measured import describe_measured
 
 FOLDER = resources.files("megabatch.simulate")
 THIS = "this.json"  # what `megabatch plan` has measured last
+SUFFIXES = (".toml", ".json")
 MAX_BASES = 8
 ABSURD = 1e12  # no number in a cluster file is as large
+LONGEST_SHOWN = 60  # characters of what is refused
 
 Tables = dict[str, Any]
 
@@ -39,7 +41,7 @@ def is_preset(name: str) -> bool:
 
 def load_cluster(name: str, overrides: Sequence[str] = ()) -> Cluster:
     """A preset's name or a TOML file."""
-    tables = with_device(read_cluster(name))
+    tables = with_device(read_cluster(name), name)
     before = copy.deepcopy(tables)
     for override in overrides:
         apply(tables, override, name)
@@ -65,7 +67,7 @@ def explain(error: msgspec.ValidationError, name: str, tables: Tables, before: T
         if isinstance(own, int | float | str) and own != value
         else f"change it in {name}"
     )
-    return f"{key}={value}: {rule}; {remedy}"
+    return f"{key}={abbreviated(str(value))}: {rule}; {remedy}"
 
 
 def value_at(tables: Tables, key: str) -> Any:
@@ -77,13 +79,13 @@ def value_at(tables: Tables, key: str) -> Any:
 
 def read_cluster(name: str, depth: int = 0) -> Tables:
     if is_preset(name):
-        tables = parse((FOLDER / "clusters" / f"{name}.toml").read_text(), name)
+        tables = parse((FOLDER / "clusters" / f"{name}.toml").read_text("utf-8"), name)
     elif name == "this":
         path = cache_folder() / THIS
         if not path.is_file():
             raise UserError("--cluster this: nothing was measured here yet; first: megabatch plan RECIPE")
         tables = read_own(path)
-    elif Path(name).suffix in (".toml", ".json"):
+    elif Path(name).suffix in SUFFIXES:
         tables = read_own(Path(name))
     else:
         known = preset_names()
@@ -96,7 +98,13 @@ def read_cluster(name: str, depth: int = 0) -> Tables:
         return tables
     if depth == MAX_BASES:
         raise UserError(f"{name}: base={base!r} leads to more than {MAX_BASES} files; is it a circle?")
-    return merged(read_cluster(str(base), depth + 1), tables)
+    return merged(read_cluster(beside(name, str(base)), depth + 1), tables, name)
+
+
+def beside(name: str, base: str) -> str:
+    """A file's base is relative to the file; a preset's is a preset."""
+    is_file = Path(base).suffix in SUFFIXES and not is_preset(base)
+    return str(Path(name).parent / base) if is_file else base
 
 
 def read_own(path: Path) -> Tables:
@@ -104,10 +112,14 @@ def read_own(path: Path) -> Tables:
     try:
         if path.suffix == ".json":
             return describe_measured(msgspec.json.decode(path.read_bytes(), type=Tuning))
-        return parse(path.read_text(), str(path))
+        return parse(path.read_bytes().decode("utf-8"), str(path))
     except OSError as error:
         raise UserError(f"--cluster {path}: cannot be read ({error.strerror}); give another file") from None
-    except (UnicodeDecodeError, msgspec.DecodeError, AssertionError) as error:
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"--cluster {path} is not text in UTF-8 ({error.reason} at byte {error.start}); save it so, or give another"
+        ) from None
+    except (msgspec.DecodeError, AssertionError) as error:
         raise UserError(
             f"--cluster {path} is no plan ({error}); write one: megabatch plan RECIPE --json FILE"
         ) from None
@@ -116,7 +128,7 @@ def read_own(path: Path) -> Tables:
 def parse(text: str, name: str) -> Tables:
     try:
         tables = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also integers of thousands of digits
         raise UserError(f"{name} is not TOML: {error}") from None
     for key, value in numbers(tables):
         require_sane(key, value)
@@ -135,20 +147,40 @@ def numbers(tables: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
 
 
 def require_sane(key: str, value: float) -> None:
-    if not math.isfinite(value) or abs(value) > ABSURD:
-        raise UserError(f"{key}={value:g} is not a number that a cluster can have; give a finite one")
+    if not abs(value) <= ABSURD:  # nor is nan
+        # An integer of TOML may be too large for a float, and for Python to print.
+        shown = f"{value:g}" if isinstance(value, float) else f"{'-' * (value < 0)}1e{math.log10(abs(value)):.0f}"
+        raise UserError(f"{key}={shown} is not a number that a cluster can have; give a finite one, at most {ABSURD:g}")
 
 
-def merged(below: Tables, above: Tables) -> Tables:
-    """Tables are merged, everything else is replaced."""
-    result = dict(below)
-    for name, value in above.items():
-        both = isinstance(value, dict) and isinstance(result.get(name), dict)
-        result[name] = merged(result[name], value) if both else value
+def merged(below: Tables, above: Tables, name: str) -> Tables:
+    """Tables are merged, everything else is replaced, and its source with it: where `above` gives none, by its name."""
+    result = merged_tables(below, above)
+    sources, given = result.get("sources"), above.get("sources", {})
+    if isinstance(sources, dict) and isinstance(given, dict):
+        replaced = set(leaves(above)) & sources.keys()
+        result["sources"] = sources | dict.fromkeys(replaced, f"set in {name}") | given
     return result
 
 
-def with_device(tables: Tables) -> Tables:
+def merged_tables(below: Tables, above: Tables) -> Tables:
+    result = dict(below)
+    for name, value in above.items():
+        both = isinstance(value, dict) and isinstance(result.get(name), dict)
+        result[name] = merged_tables(result[name], value) if both else value
+    return result
+
+
+def leaves(tables: Tables, prefix: str = "") -> Iterator[str]:
+    """Dotted keys of all that is no table."""
+    for name, value in tables.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def with_device(tables: Tables, name: str = "the cluster's file") -> Tables:
     device = tables.get("device")
     like = device.pop("like", None) if isinstance(device, dict) else None
     if like is None:
@@ -156,26 +188,41 @@ def with_device(tables: Tables) -> Tables:
     known = [entry.name.removesuffix(".toml") for entry in (FOLDER / "devices").iterdir()]
     if like not in known:
         raise UserError(f"device.like={like!r} is none of {', '.join(sorted(known))}")
-    shared = parse((FOLDER / "devices" / f"{like}.toml").read_text(), like)
-    return merged(shared, tables)
+    shared = parse((FOLDER / "devices" / f"{like}.toml").read_text("utf-8"), like)
+    return merged(shared, tables, name)
 
 
 def apply(tables: Tables, override: str, name: str) -> None:
     key, equals, text = override.partition("=")
     if not equals:
         raise UserError(f"{override!r} is not an override; expected section.key=value, such as network.gbps=400")
-    known = list(keys_of(Cluster))
+    known = [known for known in keys_of(Cluster) if "." in known]
     if key not in known:
-        raise UserError(f"{key}={text}: a cluster has no {key}; nearest: {nearest(key, known)}")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, RecursionError):
-        value = text
+        rule = f"a cluster has no {key}" if "." in key else "overrides of a cluster are section.key=value"
+        meant = [name for name in known if name.endswith(f".{key}")] if "." not in key else [nearest(key, known)]
+        remedy = f"nearest: {meant[0]}" if meant else "for example network.gbps=400"
+        raise UserError(f"{abbreviated(override)}: {rule}; {remedy}")
+    value = parse_value(text)
     for _, number in numbers(value):
         require_sane(key, number)
     section, _, last = key.rpartition(".")
-    tables.setdefault(section, {})[last] = value
-    tables.setdefault("sources", {})[key] = "given with the command"
+    for table, entry, content in ((section, last, value), ("sources", key, "given with the command")):
+        # What the file has instead of a table is refused with the whole.
+        if isinstance(tables.setdefault(table, {}), dict):
+            tables[table][entry] = content
+
+
+def parse_value(text: str) -> Any:
+    """As TOML has it, or text; 2e0 is as good an integer as 2."""
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
+        return text
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def abbreviated(text: str) -> str:
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
 def keys_of(section: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:

@@ -1,6 +1,5 @@
 """What `megabatch simulate` is asked for, from the text of its options: ranks, a time, a sweep, overrides."""
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
@@ -11,7 +10,7 @@ from msgspec import Meta, Struct, field, inspect
 
 from megabatch.errors import UserError, nearest
 from megabatch.simulate.cluster import Cluster
-from megabatch.simulate.load import ABSURD, keys_of
+from megabatch.simulate.load import ABSURD, keys_of, parse_value
 
 MOST_RANKS = 1_000_000
 MOST_VALUES = 64  # of --ranks, or of a sweep: a table that can still be read
@@ -24,12 +23,12 @@ SECTIONS = {key.partition(".")[0] for key in keys_of(Cluster) if "." in key}
 
 class Sweep(NamedTuple):
     key: str  # of a cluster
-    values: list[str]  # numbers, as they were given
+    values: list[int | float]
 
 
 def parse_ranks(text: str) -> list[int]:
-    """`8,64,512` as they stand; `8..2048` is 8, 16, 32, up to 2048."""
-    ranks = [count for part in text.split(",") for count in parse_range(part.strip(), text)]
+    """`8,64,512` as they stand, each once; `8..2048` is 8, 16, 32, up to 2048."""
+    ranks = list(dict.fromkeys(count for part in text.split(",") for count in parse_range(part.strip(), text)))
     if len(ranks) > MOST_VALUES:
         raise UserError(f"--ranks has {len(ranks):,} values, and a table at most {MOST_VALUES}; give fewer")
     return ranks
@@ -44,7 +43,7 @@ def parse_range(part: str, text: str) -> list[int]:
 
 
 def parse_count(part: str, text: str) -> int:
-    if not re.fullmatch(r"\s*[+-]?[0-9_]{1,12}\s*", part):
+    if not re.fullmatch(r"\s*[+-]?[0-9]{1,12}\s*", part):
         raise UserError(f"--ranks {text}: {part!r} is no whole number; for example --ranks 8,64,512 or --ranks 8..2048")
     count = int(part)
     if not 1 <= count <= MOST_RANKS:
@@ -67,34 +66,27 @@ def parse_within(text: str) -> float:
 def parse_sweep(text: str) -> Sweep:
     """`network.gbps=10,25,100`."""
     key, equals, listed = text.partition("=")
-    values = [value.strip() for value in listed.split(",")]
     known = list(numeric_keys(inspect.type_info(Cluster)))
     if not equals or not listed.strip():
         raise UserError(f"--sweep {text} has no values; for example --sweep network.gbps=10,25,100,400")
     if key not in known:
         raise UserError(f"--sweep {text}: {key} is no number of a cluster; nearest: --sweep {nearest(key, known)}=...")
-    for value in values:
-        if not is_number(value):
-            raise UserError(f"--sweep {text}: {value!r} is no number that a cluster can have; give a finite one")
+    values: list[int | float] = []
+    for part in map(str.strip, listed.split(",")):
+        value = parse_number(part)
+        if isinstance(value, str):
+            raise UserError(f"--sweep {key}: {part!r} is no number that a cluster can have; give a finite one")
+        values.append(value)
     if len(values) > MOST_VALUES:
         raise UserError(f"--sweep {key} has {len(values)} values, and a table at most {MOST_VALUES}; give fewer")
     return Sweep(key, values)
 
 
-def is_number(text: str) -> bool:
-    try:
-        value = float(text)
-    except ValueError:
-        return False
-    return math.isfinite(value) and abs(value) <= ABSURD
-
-
 def parse_number(text: str) -> int | float | str:
-    """What is no number stays text, for msgspec to refuse."""
-    if not is_number(text):
-        return text
-    value = float(text)
-    return int(value) if value.is_integer() else value
+    """What is no number that a cluster can have stays text."""
+    value = parse_value(text)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= ABSURD
+    return value if is_number else text
 
 
 def numeric_keys(described: inspect.Type, prefix: str = "") -> Iterator[str]:
