@@ -10,9 +10,10 @@ from megabatch.simulate.load import load_cluster
 from megabatch.simulate.profile import Profile, ProfiledGradient, ProfilePoint
 from megabatch.simulate.request import ModelSettings
 from megabatch.simulate.scenario import simulate
-from megabatch.simulate.step import AllReduceSettings
+from megabatch.simulate.step import AllReduceSettings, Overlap
 from megabatch.simulate.whatif import (
     changed_scenarios,
+    changed_step,
     changes,
     compare,
     exposed_by_algorithm,
@@ -143,6 +144,16 @@ def test_what_a_change_buys_is_what_the_changed_cluster_does() -> None:
     assert not any("fused" in label for label in found)  # as they are already
 
 
+@pytest.mark.parametrize("overlap", ["auto", "none"])
+def test_a_change_that_does_not_touch_all_reduces_leaves_them_as_they_were_chosen(overlap: Overlap) -> None:
+    cluster = load_cluster("p40-roce100", ["input.images_per_s=2000"])
+    before = simulate(job("p40-roce100", 64, all_reduce=AllReduceSettings(overlap=overlap)).scenario(cluster, 64))
+    changed = dict(changed_scenarios(before.scenario))
+    assert len(changed) == 5 + (overlap == "none")
+    for label, scenario in changed.items():
+        assert changed_step(before, scenario) == simulate(scenario).step, label
+
+
 def test_overlap_is_a_change_where_there_is_none() -> None:
     all_reduce = AllReduceSettings(overlap="none")
     without = simulate(job("hkbu-10gbe", 64, all_reduce=all_reduce).scenario(load_cluster("hkbu-10gbe"), 16))
@@ -175,19 +186,40 @@ def test_without_latencies_none_are_lost() -> None:
     assert lost.latency == 0 and lost.carrying > 0
 
 
-@pytest.mark.parametrize("minutes", [2, 5, 40, 300])
-def test_the_smallest_cluster_within_a_time_is_the_first_of_all(minutes: float) -> None:
+def test_the_smallest_cluster_within_a_time_is_the_first_of_all() -> None:
     cluster, trained = load_cluster("p40-roce100"), job("p40-roce100", 512, epochs=90)
-    search = smallest_within(trained, cluster, 60 * minutes)
-    counts = [8 * nodes for nodes in range(1, 80)]
-    expected = next(
-        (result.scenario.num_ranks for result in run_all(trained, cluster, counts) if (result.minutes or 0) <= minutes),
-        None,
-    )
-    if expected:
-        assert search.found and search.found.scenario.num_ranks == expected
-    elif search.found:
-        assert search.found.scenario.num_ranks > counts[-1] and (search.found.minutes or 0) <= minutes
+    minutes = {result.scenario.num_ranks: result.minutes for result in run_all(trained, cluster, range(8, 520, 8))}
+    for expected in (8, 16, 24, 136, 248, 512):
+        limit = minutes[expected]
+        assert limit and expected == next(count for count, taken in minutes.items() if taken and taken <= limit)
+        found = smallest_within(trained, cluster, 60 * limit * 1.0001).found
+        assert found and found.scenario.num_ranks == expected
+
+
+def test_a_cluster_into_which_the_batch_does_not_fit_is_no_end_of_the_search() -> None:
+    trained = replace(job("p40-roce100", epochs=90), global_batch=2**16)  # at once, however many a rank has
+    fitting = memory_bytes(ALEXNET, "fp16", 2**16 / 64)
+    cluster = load_cluster("p40-roce100", [f"device.memory_gb={fitting / 1e9 + 1e-6}"])
+    with pytest.raises(UserError, match="images in a microbatch"):
+        trained.scenario(cluster, 32)
+    search = smallest_within(trained, cluster, 3600 * 24)
+    assert search.found and search.found.scenario.num_ranks == 64
+    narrow = replace(cluster, device=replace(cluster.device, memory_gb=0.1))
+    with pytest.raises(UserError, match="no batch fits"):
+        smallest_within(trained, narrow, 600)
+
+
+def test_the_search_ends_where_a_batch_is_all_of_the_training() -> None:
+    short = job("p40-roce100", 512, epochs=1)
+    with pytest.raises(UserError, match="less than one step"):
+        short.scenario(load_cluster("p40-roce100"), 16_384)
+    search = smallest_within(short, load_cluster("p40-roce100"), 1e-3)
+    assert search.found is None and search.most_ranks == 1_281_167 // 512 // 8 * 8
+
+
+def test_the_ladder_begins_with_the_ring_of_an_engine_that_has_one() -> None:
+    with pytest.raises(UserError, match=r"begins with the engine's ring, .*engine\.sums is tree.*give engine\.sums="):
+        ladder(job("dgx-a100"), load_cluster("dgx-a100", ['engine.sums=["tree"]']), [64])
 
 
 def test_the_smallest_cluster_shares_the_batch_evenly() -> None:

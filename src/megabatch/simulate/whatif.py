@@ -20,7 +20,15 @@ from megabatch.simulate.cluster import Cluster
 from megabatch.simulate.compute import CURVES, memory_bytes
 from megabatch.simulate.job import Job
 from megabatch.simulate.scenario import Scenario, Simulated, simulate, with_jitter, with_latency
-from megabatch.simulate.step import ENGINE_ALGORITHMS, AllReduceSettings, Step, candidates, run_step, simulate_step
+from megabatch.simulate.step import (
+    ENGINE_ALGORITHMS,
+    AllReduceSettings,
+    Step,
+    candidates,
+    in_use,
+    run_step,
+    simulate_step,
+)
 
 LARGEST_SEARCH = 16_384  # ranks
 WORTH = 0.005  # of the images/s: smaller gains are not worth a line
@@ -73,18 +81,19 @@ def compare(job: Job, cluster: Cluster, ranks: Sequence[int]) -> list[Variant]:
     variants = []
     for algorithm in (*ENGINE_ALGORITHMS, *ALGORITHMS, AUTO):
         trial = replace(job, all_reduce=job.all_reduce._replace(algorithm=algorithm))
-        applying = [num_ranks for num_ranks in ranks if applies(trial.scenario(cluster, num_ranks))]
+        scenarios = [trial.scenario(cluster, num_ranks) for num_ranks in ranks]
+        applying = [each.num_ranks for each in scenarios if applies(each.in_use, cluster, each.num_ranks)]
         if applying:
             variants.append(Variant(algorithm, {"algorithm": algorithm}, run_all(trial, cluster, applying)))
     return variants
 
 
-def applies(scenario: Scenario) -> bool:
-    all_reduce = scenario.in_use
-    if scenario.num_ranks == 1 or (all_reduce.algorithm, all_reduce.dtype) == ("flat", "fp32"):
+def applies(all_reduce: AllReduceSettings, cluster: Cluster, num_ranks: int) -> bool:
+    """Of settings with the dtype that really travels."""
+    if num_ranks == 1 or (all_reduce.algorithm, all_reduce.dtype) == ("flat", "fp32"):
         return all_reduce.algorithm == AUTO
     try:
-        return bool(candidates(scenario.cluster, scenario.cluster.shape(scenario.num_ranks), all_reduce))
+        return bool(candidates(cluster, cluster.shape(num_ranks), all_reduce))
     except UserError:
         return False
 
@@ -92,14 +101,20 @@ def applies(scenario: Scenario) -> bool:
 def exposed_by_algorithm(scenario: Scenario) -> dict[str, float]:
     """Seconds of a step that would be exposed if all buckets had one algorithm; the least first."""
     exposed_s = {}
+    compute, cluster, num_ranks = scenario.compute, scenario.cluster, scenario.num_ranks
     for algorithm in (*ENGINE_ALGORITHMS, *ALGORITHMS):
-        forced = with_settings(scenario, algorithm=algorithm)
-        if applies(forced):
-            exposed_s[algorithm] = step_of(forced).exposed_s
+        forced = in_use(scenario.all_reduce._replace(algorithm=algorithm), compute)
+        if applies(forced, cluster, num_ranks):
+            exposed_s[algorithm] = simulate_step(compute, cluster, num_ranks, forced).exposed_s
     return dict(sorted(exposed_s.items(), key=lambda found: found[1]))
 
 
 def ladder(job: Job, cluster: Cluster, ranks: Sequence[int]) -> list[Variant]:
+    if "ring" not in cluster.engine.sums:
+        raise UserError(
+            f"--ladder begins with the engine's ring, and that of {cluster.name} has none "
+            f"(engine.sums is {', '.join(cluster.engine.sums) or 'empty'}); give engine.sums=['ring']"
+        )
     wide, narrow = ladder_precisions(job, cluster)
     rungs = [
         ("per-tensor ring", wide, AllReduceSettings(algorithm="ring", overlap="layer")),
@@ -133,18 +148,18 @@ def changes(simulated: Simulated) -> list[Change]:
     gains = [
         Change(label, after - before, after / before - 1)
         for label, scenario in changed_scenarios(simulated.scenario)
-        for after in [images_per_s(scenario)]
+        for after in [scenario.global_batch / changed_step(simulated, scenario).total_s]
     ]
     return sorted((change for change in gains if change.share > WORTH), key=lambda change: -change.share)
 
 
-def images_per_s(scenario: Scenario) -> float:
-    return scenario.global_batch / step_of(scenario).total_s
-
-
-def step_of(scenario: Scenario) -> Step:
-    """Without an interval."""
-    return simulate_step(scenario.compute, scenario.cluster, scenario.num_ranks, scenario.in_use)
+def changed_step(simulated: Simulated, changed: Scenario) -> Step:
+    """Without an interval; buckets and plans are chosen again only where the change touches what decides them."""
+    before, step = simulated.scenario, simulated.step
+    compute, cluster, num_ranks = changed.compute, changed.cluster, changed.num_ranks
+    if changed == replace(before, cluster=replace(before.cluster, jitter=cluster.jitter, input=cluster.input)):
+        return run_step(compute, cluster, cluster.shape(num_ranks), changed.all_reduce, step.buckets)
+    return simulate_step(compute, cluster, num_ranks, changed.all_reduce)
 
 
 def changed_scenarios(scenario: Scenario) -> list[tuple[str, Scenario]]:
@@ -205,12 +220,13 @@ def smallest_within(job: Job, cluster: Cluster, seconds: float) -> Search:
     Doubles until one does, then bisects: between the two, more ranks are taken to be faster.
     """
     size = cluster.node.ranks
-    counts = [count for count in range(size, max(size, LARGEST_SEARCH) + 1, size) if job.can_share(count)]
-    if not counts:
+    sharing = [count for count in range(size, max(size, LARGEST_SEARCH) + 1, size) if job.can_share(count)]
+    if not sharing:
         raise UserError(
             f"--within: no number of whole nodes of {size} ranks shares batch.global={job.global_batch} evenly; "
             "for example --batch-per-rank 64"
         )
+    counts = [count for count in sharing if can_run(job, cluster, count)] or sharing[-1:]  # which then says why not
     tried: dict[int, Simulated] = {}
 
     def is_in_time(place: int) -> bool:
@@ -227,6 +243,15 @@ def smallest_within(job: Job, cluster: Cluster, seconds: float) -> Search:
         found = tried[first_true(is_in_time, before, places[reached])]
     fastest = min(tried.values(), key=lambda each: each.minutes or 0.0)
     return Search(found, fastest, counts[max(tried)])
+
+
+def can_run(job: Job, cluster: Cluster, num_ranks: int) -> bool:
+    """False where a microbatch of few ranks is too large for the device, or the batch of many for a single step."""
+    try:
+        job.scenario(cluster, num_ranks)
+    except UserError:
+        return False
+    return True
 
 
 def doubling_places(counts: Sequence[int]) -> list[int]:
