@@ -29,7 +29,11 @@ def test_a_profile_is_shown_and_written_where_it_says() -> None:
     assert result.returncode == 0, result.stderr
     assert "slowest layers" in result.stdout
     assert "written to profile-smoke.json" in result.stdout
-    assert "--profile profile-smoke.json" in result.stdout
+    *_, plan, simulate = result.stdout.splitlines()
+    assert plan == "megabatch plan smoke run.threads=1"
+    words = simulate.removeprefix("megabatch ").replace("--cluster this", "--cluster cpu-1gbe").split()
+    assert "--profile profile-smoke.json" in simulate and "cpu-1gbe" in words
+    assert "small_cnn" in CliRunner().invoke(app, words, catch_exceptions=False).output
     assert read_profile(Path("profile-smoke.json")).threads == 1
 
 

@@ -15,6 +15,7 @@ from megabatch.cli.simulate_numbers import duration, figures
 from megabatch.cli.simulate_screen import BAR, bar
 from megabatch.errors import UserError
 from megabatch.simulate.load import load_cluster
+from megabatch.simulate.profile import Profile, ProfiledGradient, ProfilePoint
 from megabatch.simulate.scenario import Scenario, simulate
 from megabatch.simulate.step import AllReduceSettings, Step
 from megabatch.simulate.workload import load_workload
@@ -24,6 +25,21 @@ ROW = {
     "ranks", "batch_per_rank", "step_s", "images_per_s", "low_images_per_s", "high_images_per_s",
     "efficiency", "exposed_s", "minutes", "plan",
 }  # fmt: skip
+
+PROFILE = Profile(
+    model="small_cnn",
+    image_size=16,
+    num_classes=10,
+    precision="fp32",
+    device="cpu",
+    threads=1,
+    gradients=[ProfiledGradient(name="fc.weight", num_elements=10**5, dtype="fp32")],
+    points=[
+        ProfilePoint(microbatch=b, forward_s=b / 1e3, backward_s=b / 5e2, forward_by_layer_s={}, ready_s=[b / 6e2])
+        for b in (8, 16, 32)
+    ],
+    update_s=0.01,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -136,11 +152,41 @@ def test_compare_has_a_row_for_each_algorithm_and_marks_one_as_best() -> None:
     assert output(*words).count(" *") == 3  # the heading, and one of each rank count
 
 
+def test_rows_of_variants_are_in_the_order_of_ranks_also_where_few_apply() -> None:
+    found = rows("alexnet", *ON_PAPER, "--ranks", "1,12,8,8", "--compare")
+    assert list(dict.fromkeys(row["ranks"] for row in found)) == [1, 12, 8]
+    assert [row["ranks"] for row in found] == sorted((row["ranks"] for row in found), key=[1, 12, 8].index)
+    assert [row["algorithm"] for row in found if row["ranks"] == 1] == ["auto"]
+
+
 def test_a_sweep_has_a_row_for_each_value() -> None:
     found = rows("alexnet", *ON_PAPER, "--ranks", "64,8", "--sweep", "network.gbps=10,100")
     assert [(row["ranks"], row["network.gbps"]) for row in found] == [(64, 10), (64, 100), (8, 10), (8, 100)]
     (alone,) = rows("alexnet", *ON_PAPER, "--ranks", "64", "network.gbps=10")
     assert found[0] == {"network.gbps": 10.0} | alone
+    found = rows("alexnet", *ON_PAPER, "--ranks", "64", "--sweep", "network.nics=1,2e0")
+    assert [row["network.nics"] for row in found] == [1, 2]
+
+
+def test_the_screen_begins_with_what_is_simulated_on_what() -> None:
+    for cluster, overrides, said in (
+        ("dgx-a100", [], "nodes of 8 at 183 GB/s, 8 cards of 200 Gb/s (rdma), sums in switches"),
+        (
+            "dgx-a100",
+            ["network.in_network_reduction=false", "network.kind=tcp", "network.nics=1"],
+            "nodes of 8 at 183 GB/s, 1 card of 200 Gb/s (tcp), no sums in switches",
+        ),
+        ("dgx-a100", ["node.ranks=1"], "nodes of one rank, 8 cards of 200 Gb/s (rdma), sums in switches"),
+    ):
+        for question in ([], ["--compare"]):
+            text = output("alexnet", "--cluster", cluster, "--ranks", "16", *overrides, *question)
+            assert said in text.partition("ranks  ")[0].splitlines()
+
+
+def test_what_was_asked_to_travel_and_does_not_is_said() -> None:
+    given = ["alexnet", *ON_PAPER, "--ranks", "8", "--wire", "fp32"]
+    assert "note: --wire fp32 changes nothing" in output(*given)
+    assert "changes nothing" not in output(*given, "precision.name=amp")
 
 
 def test_the_ladder_is_a_table_of_factors() -> None:
@@ -212,7 +258,13 @@ def test_tables_fit_the_screen(columns: int, question: list[str], monkeypatch: p
         (["resnet50-imagenet-64k", *ON_PAPER, "--ranks", "8", "trian.epochs=4"], "nearest: train.epochs"),
         (["resnet50-imagenet-64k", *ON_PAPER, "--ranks", "8", "batch.micro=8192"], "images in a microbatch"),
         (["alexnet", *ON_PAPER, "--ranks", "8", "--json", "no/rows.json"], "does not exist; make it first"),
-        (["alexnet", *ON_PAPER, "--ranks", "8", "--json", "."], "cannot be written"),
+        (["alexnet", *ON_PAPER, "--ranks", "8", "--json", "."], "--json . is a folder; give a file in it"),
+        (["alexnet", *ON_PAPER, "--ranks", "_"], "for example --ranks 8,64,512"),
+        (["alexnet", *ON_PAPER, "--ranks", "8", f"network.gbps=1{400 * '0'}"], "give a finite one"),
+        (["alexnet", *ON_PAPER, "--ranks", "8", "sources=3"], "overrides of a cluster are section.key=value"),
+        (["alexnet", *ON_PAPER, "--ranks", "8", "name=foo"], "overrides of a cluster are section.key=value"),
+        (["alexnet", "--cluster", "dgx-a100", "--ranks", "8", "device.variant=nothing"], "device.variant='nothing' is"),
+        (["alexnet", *ON_PAPER, "--ranks", "8", "--ladder", "engine.sums=['tree']"], "give engine.sums=['ring']"),
         (["alexnet", *ON_PAPER, "--ranks", "8", "--plot", "figure.png"], "nearest: --plot figure.svg"),
         (["alexnet", *ON_PAPER, "--ranks", "8", "--plot", "no/figure.svg"], "does not exist; make it first"),
         (["alexnet", *ON_PAPER, "--ranks", "8", "--sweep", "network.kind=tcp"], "is no number of a cluster"),
@@ -267,6 +319,25 @@ def test_show_and_dry_run_say_what_time_to_expect_on_a_cluster(command: list[str
     assert f"about {duration(row['minutes'])} (" in line and "on 32 P40 of p40-roce100" in line
 
 
-def test_train_takes_a_cluster_only_to_say_what_would_be() -> None:
-    with pytest.raises(UserError, match=r"--cluster p40-roce100 .*add --dry-run"):
-        CliRunner().invoke(app, ["train", "smoke", *ON_PAPER], catch_exceptions=False)
+@pytest.mark.parametrize("command", [["show"], ["train", "--dry-run"]])
+def test_show_and_dry_run_take_a_profile_as_simulate_does(command: list[str]) -> None:
+    Path("profile.json").write_bytes(msgspec.json.encode(PROFILE))
+    given = ["smoke", "--cluster", "cpu-1gbe", "--ranks", "2", "--profile", "profile.json"]
+    (row,) = rows(*given)
+    result = CliRunner().invoke(app, [*command, *given], catch_exceptions=False)
+    (line,) = (line for line in result.output.splitlines() if line.startswith("time "))
+    assert f"about {duration(row['minutes'])} (" in line and "on 2 ranks as in profile.json of cpu-1gbe" in line
+    with pytest.raises(UserError, match=r"--profile profile\.json .*add --cluster"):
+        CliRunner().invoke(app, [*command, "smoke", "--profile", "profile.json"], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("option", [ON_PAPER, ["--profile", "profile.json"]])
+def test_train_takes_a_cluster_only_to_say_what_would_be(option: list[str]) -> None:
+    with pytest.raises(UserError, match=rf"{' '.join(option)} .*add --dry-run"):
+        CliRunner().invoke(app, ["train", "smoke", *option], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot", "--docs"])
+def test_a_bench_refuses_where_it_cannot_write_before_it_measures(option: str) -> None:
+    with pytest.raises(UserError, match=f"{option} no/file"):
+        CliRunner().invoke(app, ["bench", "simulator", option, "no/file"], catch_exceptions=False)

@@ -127,8 +127,10 @@ def simulator(
 ) -> None:
     """What the simulator predicts beside what was measured: on this machine, on published clusters, in the paper."""
     bench = load_bench("simulator")
-    for file in (json, plot):
-        require_folder_of(file)
+    require_folder_of(json)
+    require_folder_of(plot, "--plot")
+    if docs and not docs.is_file():
+        raise UserError(f"--docs {docs} is no page with places for the tables; for example --docs docs/scaling.md")
     for part in parts or ():
         require_one_of("--part", part, bench.PARTS)
     with speaking_for_ranks():
@@ -174,6 +176,8 @@ def input_pipelines(
 def require_folder_of(path: Path | None, option: str = "--json") -> None:
     if path and not path.absolute().parent.is_dir():
         raise UserError(f"{option} {path}: the folder {path.absolute().parent} does not exist; make it first")
+    if path and path.is_dir():
+        raise UserError(f"{option} {path} is a folder; give a file in it")
 
 
 def load_bench(name: str) -> Any:

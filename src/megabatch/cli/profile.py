@@ -1,5 +1,7 @@
 """megabatch profile: what one rank takes for forward, backward and update, recorded for the simulator."""
 
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,10 +13,12 @@ from megabatch.cli.ranks import be_a_rank, choose_ranks, start_ranks
 from megabatch.errors import UserError
 
 if TYPE_CHECKING:
+    from megabatch.config.schema import RunConfig
     from megabatch.ranks.store import RankStore
     from megabatch.simulate.profile import Line, Profile
 
 MOST_LAYERS = 12  # on the screen
+MANY_RANKS = 8  # for example
 
 
 def profile(
@@ -39,18 +43,17 @@ def profile(
     from megabatch.ranks.discover import discover
     from megabatch.ranks.machine import fair_threads, host_identity, usable_cores
     from megabatch.ranks.scratch import SCRATCH
+    from megabatch.ranks.signals import was_launched
     from megabatch.ranks.world import choose_device
     from megabatch.train.profile import choose_microbatches, record_profile
 
     info = discover()
     recipe, overrides = split_arguments_or_run(given)
-    require_folder_of(json)
     config = load_config(
         recipe, overrides, report=silent if info and info.rank else print_to_stderr, needs_source=False
     )
     file = json or Path(f"profile-{config.name}.json")
-    if file.is_dir():
-        raise UserError(f"--json {file} is a folder; give a file in it: --json {file / f'profile-{config.name}.json'}")
+    require_folder_of(file)
     if config.data.source.startswith(FROM_PYTHON):
         raise UserError(f"{recipe} is of a run from Python, where its model is; give another")
     choose_microbatches(config.batch.microbatch)
@@ -61,16 +64,30 @@ def profile(
         for warning in warn_of_device(config.precision, choose_device(config.run.device)):
             print_to_stderr(warning)
         start_ranks(arguments, 1, files={"recipe.toml": config.with_run(threads=threads).to_toml()})
+        print_next(file, [recipe, *overrides], config)
         return
 
     def work(store: "RankStore") -> int:
         found = record_profile(config, info, store, seconds, print_to_stderr)
         write(found, file)
         print_profile(found)
-        print(f"\nwritten to {file}; what many such ranks would do: megabatch simulate RECIPE --profile {file}")
+        if not was_launched():  # else whoever has launched it knows what the recipe was called
+            print_next(file, [recipe, *overrides], config)
         return 0
 
     be_a_rank(info, work)
+
+
+def print_next(file: Path, arguments: Sequence[str], config: "RunConfig") -> None:
+    """Commands that can be run as they stand."""
+    from megabatch.planning.batch import most_ranks
+
+    recipe, num_ranks = shlex.join(arguments), most_ranks(config.batch, MANY_RANKS)
+    print(
+        f"\nwritten to {file}; measure the links, and see what several such ranks would do:\n"
+        f"megabatch plan {recipe}\n"
+        f"megabatch simulate {recipe} --cluster this --profile {shlex.quote(str(file))} --ranks {num_ranks}"
+    )
 
 
 def write(found: "Profile", file: Path) -> None:

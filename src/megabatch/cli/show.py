@@ -1,12 +1,14 @@
 """megabatch show: what a recipe resolves to, before anything runs."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megabatch.cli.overrides import Arguments, ClusterOption, Ranks, split_arguments_or_run
+from megabatch.cli.overrides import Arguments, ClusterOption, ProfileOption, Ranks, split_arguments_or_run
 from megabatch.cli.ranks import choose_ranks, count_devices
+from megabatch.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,6 +26,7 @@ def show(
     toml: Annotated[bool, typer.Option("--toml", help="Print the recipe alone, as a file to start from.")] = False,
     parameters: Annotated[bool, typer.Option("--parameters", help="List every parameter of the model.")] = False,
     cluster: ClusterOption = None,
+    profile: ProfileOption = None,
 ) -> None:
     """Show what a recipe resolves to: how to start it, its settings, batch, learning rates, parameter groups, memory.
 
@@ -39,7 +42,7 @@ def show(
         print(config.to_toml(), end="")
         return
     num_ranks = choose_ranks(config, ranks)
-    time = expected_time(config, num_ranks, cluster) if cluster else ""
+    time = expected_time(config, num_ranks, cluster, profile)
     print_preview(config, num_ranks, [recipe, *overrides], needs_images=False, lists_parameters=parameters, time=time)
 
 
@@ -145,14 +148,24 @@ def answer(
     return lines
 
 
-def expected_time(config: "RunConfig", num_ranks: int, cluster: str) -> str:
-    """As `megabatch simulate` predicts it."""
+def expected_time(config: "RunConfig", num_ranks: int, cluster: str | None, profile: Path | None) -> str:
+    """As `megabatch simulate` predicts it; of no cluster, nothing."""
     from megabatch.cli.simulate_numbers import duration, figures
     from megabatch.preflight.job import job_of_recipe
+    from megabatch.simulate.job import with_profile
     from megabatch.simulate.load import load_cluster
+    from megabatch.simulate.profile import read_profile
     from megabatch.simulate.scenario import simulate
 
+    if cluster is None:
+        if profile:
+            raise UserError(
+                f"--profile {profile} says what a rank takes, and not what lies between them; add --cluster"
+            )
+        return ""
     job, has_images = job_of_recipe(config)
+    if profile:
+        job = with_profile(job, read_profile(profile))
     there = load_cluster(cluster)
     result = simulate(job.scenario(there, num_ranks))
     assert result.training and result.minutes is not None and result.rank_hours is not None
@@ -160,8 +173,9 @@ def expected_time(config: "RunConfig", num_ranks: int, cluster: str) -> str:
     cost = f"{figures(result.rank_hours)} rank-hours"
     cost += f", {figures(result.training.usd)} USD" if result.training.usd is not None else ""
     assumed = "" if has_images else ", with as many images as ImageNet has"
+    devices = f"ranks as in {profile}" if profile else there.device.name
     return (
-        f"about {duration(result.minutes)} ({duration(low)} to {duration(high)}) on {num_ranks:,} {there.device.name} "
+        f"about {duration(result.minutes)} ({duration(low)} to {duration(high)}) on {num_ranks:,} {devices} "
         f"of {there.name}, {cost}{assumed} (megabatch simulate says more)"
     )
 

@@ -1,5 +1,6 @@
 """Numbers of a simulation as they are printed."""
 
+from megabatch.simulate.cluster import Cluster
 from megabatch.simulate.scenario import Simulated
 
 
@@ -11,6 +12,14 @@ def nodes(result: Simulated) -> str:
     shape = result.scenario.cluster.shape(result.scenario.num_ranks)
     count = shape.num_nodes
     return f"{ranks_of(result)} ({count:,} node{'s' * (count > 1)} of {shape.largest_node})"
+
+
+def describe_links(cluster: Cluster) -> str:
+    """As 'nodes of 8 at 183 GB/s, 8 cards of 200 Gb/s (rdma), sums in switches'."""
+    node, network = cluster.node, cluster.network
+    inside = f"nodes of {node.ranks} at {figures(node.gb_per_s)} GB/s" if node.ranks > 1 else "nodes of one rank"
+    cards = f"{network.nics} card{'s' * (network.nics > 1)} of {figures(network.gbps)} Gb/s ({network.kind})"
+    return f"{inside}, {cards}, {'sums in switches' if network.in_network_reduction else 'no sums in switches'}"
 
 
 def algorithms(result: Simulated) -> str:

@@ -6,7 +6,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megabatch.cli.simulate_numbers import duration, figures, interval, milliseconds, nodes, percent, ranks_of
+from megabatch.cli.simulate_numbers import (
+    describe_links,
+    duration,
+    figures,
+    interval,
+    milliseconds,
+    nodes,
+    percent,
+    ranks_of,
+)
 from megabatch.planning.tuning import Bucket
 from megabatch.simulate.cluster import Cluster
 from megabatch.simulate.job import Job
@@ -47,6 +56,7 @@ def begin(job: Job, cluster: Cluster, remarks: Sequence[str]) -> Console:
     if profile:
         computing = f"as recorded on {profile.device}, {profile.threads} thread{'s' * (profile.threads > 1)} a rank"
     console.print(f"\n{escape(f'{name}{model} on {cluster.name} ({computing})')}")
+    console.print(escape(describe_links(cluster)))
     for remark in remarks:
         console.print(f"note: {escape(remark)}")
     console.print()

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from megabatch.cli.overrides import DEFAULT_RECIPE, Arguments, ClusterOption, Ranks, split_arguments
+from megabatch.cli.overrides import DEFAULT_RECIPE, Arguments, ClusterOption, ProfileOption, Ranks, split_arguments
 from megabatch.cli.ranks import be_a_rank, choose_ranks, start_ranks
 from megabatch.errors import UserError
 from megabatch.runs.files import CONFIG
@@ -34,6 +34,7 @@ def train(
         bool, typer.Option("--strict", help="Refuse a recipe that lies outside what is known to converge.")
     ] = False,
     cluster: ClusterOption = None,
+    profile: ProfileOption = None,
 ) -> None:
     """Train a recipe to its end.
 
@@ -61,8 +62,9 @@ def train(
             require_known(config, infer_shape(config.data).num_train)
         return config
 
-    if cluster and not dry_run:
-        raise UserError(f"--cluster {cluster} says what time to expect, and trains nothing; add --dry-run")
+    for option, value in (("--cluster", cluster), ("--profile", profile)):
+        if value and not dry_run:
+            raise UserError(f"{option} {value} says what time to expect, and trains nothing; add --dry-run")
     info = discover()
     if info and not dry_run:
         be_a_rank(info, lambda store: run(resolve(), info, resume, store, retune))
@@ -70,8 +72,7 @@ def train(
     if dry_run:
         arguments = [*(given or [DEFAULT_RECIPE]), *(["--resume", resume] if resume != "auto" else [])]
         num_ranks = info.num_ranks if info else choose_ranks(config, ranks)
-        time = expected_time(config, num_ranks, cluster) if cluster else ""
-        print_preview(config, num_ranks, arguments, time=time)
+        print_preview(config, num_ranks, arguments, time=expected_time(config, num_ranks, cluster, profile))
     else:
         num_ranks = choose_ranks(config, ranks)
         # What ranks would refuse is said at once; and a folder is indexed before they all want it.
