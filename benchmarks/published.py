@@ -56,8 +56,8 @@ class Published(Struct, frozen=True, kw_only=True):
 
     @property
     def setup(self) -> str:
-        """What was run; in MLPerf the round, since the name of a system says its nodes and cards."""
-        return self.source.split(" ")[0] if self.source.startswith("mlp-") else f"{self.source} {self.system}"
+        """What was run; in MLPerf round and submitter, since the name of a system says its nodes and cards."""
+        return self.source.split("/")[0] if self.source.startswith("mlp-") else f"{self.source} {self.system}"
 
 
 class Prediction(NamedTuple):

@@ -20,9 +20,10 @@ from megabatch.planning.plan import CommDtype, EngineSum
 from megabatch.planning.topology import Axis, ClusterShape
 from megabatch.simulate.device import Curve
 
-Positive = Annotated[float, Meta(gt=0)]
-NotNegative = Annotated[float, Meta(ge=0)]
-Factor = Annotated[float, Meta(ge=1)]
+Positive = Annotated[float, Meta(ge=1e-6, le=1e9)]
+NotNegative = Annotated[float, Meta(ge=0, le=1e9)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Factor = Annotated[float, Meta(ge=1, le=100)]
 
 
 class Section(Struct, frozen=True, forbid_unknown_fields=True):
@@ -46,8 +47,8 @@ class Node(Section, frozen=True, kw_only=True):
 
 class Network(Section, frozen=True, kw_only=True):
     nics: Annotated[int, Meta(ge=1, le=64)]
-    gbps: Positive  # of each
-    efficiency: Annotated[float, Meta(gt=0, le=1)]  # of the nominal rate, for all-reduces of tens of megabytes
+    gbps: Annotated[float, Meta(ge=1e-3, le=1e6)]  # of each
+    efficiency: Annotated[float, Meta(ge=0.01, le=1)]  # of the nominal rate, for all-reduces of tens of megabytes
     alpha_us: NotNegative
     kind: Literal["rdma", "tcp"]
     in_network_reduction: bool = False  # sums in the switches, as SHARP
@@ -78,13 +79,13 @@ class Input(Section, frozen=True, kw_only=True):
 class Jitter(Section, frozen=True, kw_only=True):
     """Small noise of every rank, and rare stalls of a rank, for which all wait."""
 
-    noise: NotNegative = 0.0  # relative, of a rank's step
-    stalls_per_step: NotNegative = 0.0  # of a rank
+    noise: Share = 0.0  # of a rank's step
+    stalls_per_step: Share = 0.0  # of a rank
     stall_ms: NotNegative = 0.0  # on average
 
 
 class Faults(Section, frozen=True, kw_only=True):
-    interruptions_per_rank_hour: NotNegative = 0.0
+    interruptions_per_rank_hour: Share = 0.0
     restart_minutes: NotNegative = 0.0
     checkpoint_s: NotNegative = 0.0  # that a step waits for one
 

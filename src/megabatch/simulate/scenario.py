@@ -20,8 +20,6 @@ from megabatch.simulate.step import AllReduceSettings, Compute, Step, in_use, ru
 from megabatch.simulate.training import RunLength, Training, train_for
 from megabatch.simulate.workload import Workload
 
-DEVIATIONS = 1.64  # of a device's spread: nine machines in ten
-
 
 class Scenario(Struct, frozen=True, kw_only=True):
     workload: Workload
@@ -125,8 +123,8 @@ def simulate(scenario: Scenario) -> Simulated:
     low_s, high_s = interval(compute, cluster, scenario, step)
     training = None
     if scenario.length:
-        num_batches = math.ceil(scenario.length.test_images / scenario.global_batch)
-        evaluation_s = num_batches * step.forward_s
+        a_rank = math.ceil(scenario.length.test_images / scenario.num_ranks)
+        evaluation_s = a_rank / scenario.batch_per_rank * step.forward_s
         training = train_for(scenario.length, step.total_s, evaluation_s, scenario.num_ranks, cluster)
     return Simulated(scenario=scenario, step=step, low_step_s=low_s, high_step_s=high_s, training=training)
 
@@ -135,7 +133,7 @@ def interval(compute: Compute, cluster: Cluster, scenario: Scenario, step: Step)
     """The shortest and the longest step that are to be expected."""
     shape, all_reduce = cluster.shape(scenario.num_ranks), scenario.in_use
     given = cluster.uncertainty
-    device = math.hypot(DEVIATIONS * compute.spread, given.device)
+    device = math.hypot(compute.uncertainty, given.device)
 
     def total_s(of_compute: Compute, of_cluster: Cluster) -> float:
         return run_step(of_compute, of_cluster, shape, all_reduce, step.buckets).total_s

@@ -44,7 +44,7 @@ class Compute(NamedTuple):
     num_images: float = 0.0  # in all
     accumulation: int = 1  # microbatches
     update_s: float = 0.0  # where it is not part of the others
-    spread: float = 0.0  # relative: how well these are known
+    uncertainty: float = 0.0  # relative: within it, nine in ten
 
     @property
     def total_s(self) -> float:
@@ -177,7 +177,7 @@ def run_step(
         backward_s=compute.accumulation * compute.backward_s,
         update_s=compute.update_s,
         exposed_s=exposed_s(passages, compute.backward_s) if passages else 0.0,
-        jitter_s=jitter_s(cluster.jitter, shape.num_ranks, compute.total_s),
+        jitter_s=jitter_s(cluster.jitter, shape, compute.total_s),
         input_s=0.0,
         all_reduce_s=sum(sum(cost[:3]) for cost in costs),
         buckets=list(buckets),
