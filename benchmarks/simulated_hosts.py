@@ -136,9 +136,9 @@ def run_here(rounds: int, json_file: Path | None) -> list[Row]:
     barrier_s = measure((num_cores,), NO_LIMIT_GBPS, Barriers())[0].memory_step_s
     base = [measure_base(ranks, gbps, rounds) for ranks, gbps in BASE]
     costs = fit_base(base, measure_exchange_share(), barrier_s, num_cores)
-    print_lines([{name: f"{value:.3g}" for name, value in asdict(costs).items()}])
     training = measure_training(rounds, costs, num_cores)
     costs = fit_steps([measure_step(case, "bf16", training, costs, num_cores, rounds) for case in BASE_STEPS], costs)
+    print_lines([{"cost": name, "fitted": f"{value:.3g}"} for name, value in asdict(costs).items()])
     rows: list[Row] = []
     for case in ALL_REDUCES:
         rows += all_reduce_rows(case, costs, num_cores, rounds)
