@@ -15,9 +15,9 @@ from benchmarks.simulated_hosts import (
     TRAININGS,
     MeasuredStep,
     Row,
-    bound_cores,
     by_kind,
     distinct,
+    even_cores,
     fit_steps,
     fused_to,
     line,
@@ -127,9 +127,9 @@ def test_ranks_of_a_host_are_consecutive_in_the_order_of_hosts() -> None:
 
 def test_ranks_bound_to_a_core_wait_for_the_core_with_most_of_them() -> None:
     one_each, unequal, two_each = (ClusterShape(sizes) for sizes in (((1, 3),), ((1, 1), (2, 1)), ((2, 2),)))
-    assert bound_cores(one_each, 2).num_cores == 1.0, "the first ranks of three hosts share the first core"
-    assert bound_cores(unequal, 2).num_cores == 1.5
-    assert bound_cores(two_each, 2).num_cores == 2.0
+    assert even_cores(one_each, 2) == 1.0, "the first ranks of three hosts share the first core"
+    assert even_cores(unequal, 2) == 1.5
+    assert even_cores(two_each, 2) == 2.0
 
 
 def test_gradients_are_fused_to_one_bucket_or_left_alone() -> None:

@@ -16,7 +16,7 @@ from megabatch.planning.tuning import Bucket
 from megabatch.simulate.cluster import Cluster
 from megabatch.simulate.compute import compute_by_curve, compute_by_profile
 from megabatch.simulate.profile import Profile
-from megabatch.simulate.step import AllReduceSettings, Compute, Step, in_use, run_step, simulate_step
+from megabatch.simulate.step import AllReduceSettings, Compute, Step, in_use, run_step, simulate_step, slower
 from megabatch.simulate.training import RunLength, Training, train_for
 from megabatch.simulate.workload import Workload
 
@@ -148,16 +148,6 @@ def interval(compute: Compute, cluster: Cluster, scenario: Scenario, step: Step)
     sooner_s = math.hypot(*(max(0.0, step.total_s - low_s) for low_s, _ in ends))
     later_s = math.hypot(*(max(0.0, high_s - step.total_s) for _, high_s in ends))
     return max(step.total_s - sooner_s, step.total_s / 2), step.total_s + later_s
-
-
-def slower(compute: Compute, factor: float) -> Compute:
-    backward = compute.backward
-    return compute._replace(
-        forward_s=factor * compute.forward_s,
-        backward_s=factor * compute.backward_s,
-        update_s=factor * compute.update_s,
-        backward=backward._replace(ready_s=[factor * ready_s for ready_s in backward.ready_s]),
-    )
 
 
 def with_bandwidth(cluster: Cluster, factor: float) -> Cluster:
