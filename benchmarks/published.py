@@ -55,9 +55,13 @@ class Published(Struct, frozen=True, kw_only=True):
     reason: str
 
     @property
+    def is_mlperf(self) -> bool:
+        return self.source.startswith("mlp-")
+
+    @property
     def setup(self) -> str:
-        """What was run; in MLPerf the round, since the name of a system says its nodes and cards."""
-        return self.source.split(" ")[0] if self.source.startswith("mlp-") else f"{self.source} {self.system}"
+        """What was run; in MLPerf round and submitter, since the name of a system says its nodes and cards."""
+        return self.source.split("/")[0] if self.is_mlperf else f"{self.source} {self.system}"
 
 
 class Prediction(NamedTuple):

@@ -33,15 +33,16 @@ from benchmarks.simulated_ranks import MICROBATCH, AllReduces, ArmTask, Barriers
 from megabatch.planning.algorithms import ALGORITHMS
 from megabatch.planning.backward import ELEMENT_BYTES, Gradient, RecordedBackward
 from megabatch.planning.buckets import MIB
-from megabatch.planning.candidates import candidate_plans
 from megabatch.planning.choosing import choose
 from megabatch.planning.cost import Link
 from megabatch.planning.pipeline import PART_BYTES
 from megabatch.planning.plan import CommDtype, axes_of
 from megabatch.planning.topology import Axis, ClusterShape, Topology
-from megabatch.planning.tuning import Tuning
-from megabatch.simulate.cores import CoreCosts, Cores, StepTime, core_seconds, cpu_links, step_time
+from megabatch.planning.tuning import Bucket, Tuning
+from megabatch.simulate.cluster import Cluster, Cpu, Device, EngineSettings, Network, Node
+from megabatch.simulate.cores import CoreCosts, Cores, StepTime, core_seconds
 from megabatch.simulate.fit_cores import TimedAllReduce, Unlimited, fit_costs
+from megabatch.simulate.step import AllReduceSettings, Compute, choose_cut, time_on_cores, wire_step
 
 BOTH: tuple[CommDtype, ...] = ("fp32", "bf16")
 NO_LIMIT_GBPS = 100.0  # far more than the cores push through TCP
@@ -136,9 +137,9 @@ def run_here(rounds: int, json_file: Path | None) -> list[Row]:
     barrier_s = measure((num_cores,), NO_LIMIT_GBPS, Barriers())[0].memory_step_s
     base = [measure_base(ranks, gbps, rounds) for ranks, gbps in BASE]
     costs = fit_base(base, measure_exchange_share(), barrier_s, num_cores)
-    print_lines([{name: f"{value:.3g}" for name, value in asdict(costs).items()}])
     training = measure_training(rounds, costs, num_cores)
     costs = fit_steps([measure_step(case, "bf16", training, costs, num_cores, rounds) for case in BASE_STEPS], costs)
+    print_lines([{"cost": name, "fitted": f"{value:.3g}"} for name, value in asdict(costs).items()])
     rows: list[Row] = []
     for case in ALL_REDUCES:
         rows += all_reduce_rows(case, costs, num_cores, rounds)
@@ -250,20 +251,34 @@ def fused_to(bucket_mb: float, sizes: Sequence[int], name: str, dtype: CommDtype
 
 def all_reduce_rows(case: Case, costs: CoreCosts, num_cores: int, rounds: int) -> list[Row]:
     sizes, topology = gradient_sizes(case.model), topology_of(case.ranks)
-    predicted: dict[tuple[str, CommDtype], Tuning] = {}
-    for dtype in case.dtypes:
-        links = cpu_links(topology.shape, dtype, costs, case.gbps, num_cores, hosts_on_machine=True)
-        for name in distinct(topology.shape, dtype):
-            plan = ALGORITHMS[name](topology.shape, dtype)
-            assert plan
-            backward = ready_at_once(described(sizes))
-            predicted[name, dtype] = choose(backward, [plan], topology, links, bucket_mb=None)
-    arms = [ArmTask("/".join(key), tuning) for key, tuning in predicted.items()]
+    cluster, shape = cluster_of(costs, case.gbps, num_cores), topology.shape
+    at_once = Compute(0.0, ready_at_once(described(sizes)), 0.0)
+    cuts: dict[tuple[str, CommDtype], list[Bucket]] = {
+        (name, dtype): choose_cut(at_once, cluster, shape, AllReduceSettings(dtype=dtype, algorithm=name))
+        for dtype in case.dtypes
+        for name in distinct(shape, dtype)
+    }
+    arms = [
+        ArmTask("/".join(key), Tuning(topology=topology, links={}, backward_s=0.0, buckets=buckets))
+        for key, buckets in cuts.items()
+    ]
     measured, _ = measure(case.ranks, case.gbps, AllReduces(sizes, arms, rounds))
     return [
-        make_row("all-reduce", case, dtype, name, tuning.predicted_s, measured.taken_s[f"{name}/{dtype}"])
-        for (name, dtype), tuning in predicted.items()
+        make_row("all-reduce", case, dtype, name, arm.tuning.predicted_s, measured.taken_s[arm.name])
+        for (name, dtype), arm in zip(cuts, arms, strict=True)
     ]
+
+
+def cluster_of(costs: CoreCosts, gbps: float, num_cores: float, crowding: float = 1.0) -> Cluster:
+    """The hosts of this machine, for the simulator."""
+    return Cluster(
+        name="hosts of this machine",
+        device=Device(name="cpu", stack="this", memory_gb=1, memory_gb_per_s=1, curves={}),
+        node=Node(ranks=1, gb_per_s=1, alpha_us=0),
+        network=Network(nics=1, gbps=gbps, efficiency=1, alpha_us=0, kind="tcp"),
+        engine=EngineSettings(name="gloo", base_us=0, sums=(), in_parts=True),
+        cpu=Cpu(cores=num_cores, hosts_on_machine=True, crowding=crowding, costs=costs),
+    )
 
 
 def measure_training(rounds: int, costs: CoreCosts, num_cores: int) -> Training:
@@ -294,17 +309,18 @@ class MeasuredStep(NamedTuple):
 def measure_step(
     case: Case, dtype: CommDtype, training: Training, costs: CoreCosts, num_cores: int, rounds: int
 ) -> MeasuredStep:
-    topology = topology_of(case.ranks)
-    shape = topology.shape
-    cores = bound_cores(shape, num_cores)
-    links = cpu_links(shape, dtype, costs, case.gbps, cores.num_cores, hosts_on_machine=True)
-    plans = candidate_plans("auto", dtype, shape, in_memory=True, is_cuda=False)
+    shape = topology_of(case.ranks).shape
+    evenly = even_cores(shape, num_cores)
     backward, other_s, most_crowding = training
     # Of the time, cores beside the busiest one compute for as much as they have ranks.
-    crowding = 1 + (most_crowding - 1) * (cores.num_cores - 1) / max(1, num_cores - 1)
-    predicted = step_time(backward, other_s, plans, topology, links, costs, cores, crowding)
+    crowding = 1 + (most_crowding - 1) * (evenly - 1) / max(1, num_cores - 1)
+    cluster = cluster_of(replace(costs, step_unhidden=0.0), case.gbps, evenly, crowding)
+    assert cluster.cpu
+    compute = Compute(other_s, backward, max(backward.ready_s))
+    settings = AllReduceSettings(dtype=dtype)
+    step = wire_step(compute, cluster, shape, settings, choose_cut(compute, cluster, shape, settings))
     measured, _ = measure(case.ranks, case.gbps, Steps(dtype, rounds))
-    return MeasuredStep(predicted, measured.taken_s[dtype])
+    return MeasuredStep(time_on_cores(step, cluster.cpu, shape), measured.taken_s[dtype])
 
 
 def fit_steps(steps: Sequence[MeasuredStep], costs: CoreCosts) -> CoreCosts:
@@ -318,10 +334,11 @@ def step_row(case: Case, dtype: CommDtype, training: Training, costs: CoreCosts,
     return make_row("step", case, dtype, "auto", predicted.seconds(costs.step_unhidden), taken_s)
 
 
-def bound_cores(shape: ClusterShape, num_cores: int) -> Cores:
-    """The i-th ranks of all hosts are bound to the i-th core, in turn: all wait for the one with most of them."""
+def even_cores(shape: ClusterShape, num_cores: int) -> float:
+    """The i-th ranks of all hosts are bound to the i-th core, in turn, and all wait for the one with most of them: as
+    many cores do as much, if ranks are shared out evenly."""
     most = sum(math.ceil(size / num_cores) * count for size, count in shape.node_sizes)
-    return Cores(dict(shape.node_sizes), shape.num_ranks / most)
+    return shape.num_ranks / most
 
 
 def make_row(kind: str, case: Case, dtype: CommDtype, algorithm: str, predicted_s: float, measured_s: float) -> Row:

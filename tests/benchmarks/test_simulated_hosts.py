@@ -1,8 +1,12 @@
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
+from benchmarks import simulated_hosts
+from benchmarks.setups import Ranks
 from benchmarks.simulated_hosts import (
     ALL_REDUCES,
     BASE,
@@ -11,9 +15,9 @@ from benchmarks.simulated_hosts import (
     TRAININGS,
     MeasuredStep,
     Row,
-    bound_cores,
     by_kind,
     distinct,
+    even_cores,
     fit_steps,
     fused_to,
     line,
@@ -21,8 +25,10 @@ from benchmarks.simulated_hosts import (
     score_line,
     topology_of,
 )
+from benchmarks.simulated_ranks import AllReduces, Measured, Steps, Task
 from megabatch.planning.topology import ClusterShape
 from megabatch.simulate.cores import CoreCosts, StepTime
+from megabatch.simulate.profile import Profile, ProfiledGradient, ProfilePoint
 
 ROW = Row(
     kind="all-reduce",
@@ -121,9 +127,9 @@ def test_ranks_of_a_host_are_consecutive_in_the_order_of_hosts() -> None:
 
 def test_ranks_bound_to_a_core_wait_for_the_core_with_most_of_them() -> None:
     one_each, unequal, two_each = (ClusterShape(sizes) for sizes in (((1, 3),), ((1, 1), (2, 1)), ((2, 2),)))
-    assert bound_cores(one_each, 2).num_cores == 1.0, "the first ranks of three hosts share the first core"
-    assert bound_cores(unequal, 2).num_cores == 1.5
-    assert bound_cores(two_each, 2).num_cores == 2.0
+    assert even_cores(one_each, 2) == 1.0, "the first ranks of three hosts share the first core"
+    assert even_cores(unequal, 2) == 1.5
+    assert even_cores(two_each, 2) == 2.0
 
 
 def test_gradients_are_fused_to_one_bucket_or_left_alone() -> None:
@@ -137,3 +143,39 @@ def test_with_one_rank_per_host_two_algorithms_are_one() -> None:
     assert distinct(ClusterShape.regular(3, 1), "bf16") == ["flat", "torus"]
     assert distinct(ClusterShape.regular(3, 2), "bf16") == ["flat", "hierarchical", "torus"]
     assert distinct(ClusterShape(((1, 1), (2, 1))), "bf16") == ["flat", "hierarchical"]
+
+
+def test_every_case_is_predicted_measured_and_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    point = ProfilePoint(microbatch=8, forward_s=0.1, backward_s=0.2, forward_by_layer_s={}, ready_s=[0.2])
+    gradient = ProfiledGradient(name="weight", num_elements=1 << 20, dtype="fp32")
+    profile = Profile(
+        model="alexnet_bn",
+        image_size=64,
+        num_classes=10,
+        precision="fp32",
+        device="made up",
+        threads=1,
+        gradients=[gradient],
+        points=[replace(point, microbatch=4), point],
+        update_s=0.1,
+    )
+
+    def made_up(ranks: Ranks, gbps: float, task: Task) -> tuple[Measured, float]:
+        match task:
+            case AllReduces():
+                return Measured({arm.name: 1.0 for arm in task.arms}), 0.95
+            case Steps():
+                return Measured({task.dtype: 1.0}), 0.95
+        return Measured(memory_step_s=1e-5, profile=profile), 1.0
+
+    monkeypatch.setattr(simulated_hosts, "measure", made_up)
+    monkeypatch.setattr(simulated_hosts, "require_tools", lambda: None)
+    monkeypatch.setattr(simulated_hosts, "measure_exchange_share", lambda: 0.8)
+    monkeypatch.setattr(simulated_hosts, "gradient_sizes", lambda model: [1 << 22, 1 << 20, 1 << 10])
+    found = simulated_hosts.run_here(1, tmp_path / "rows.json")
+    assert {(row.ranks, row.gbps) for row in found} == {
+        ("+".join(map(str, case.ranks)), case.gbps) for case in [*ALL_REDUCES, *TRAININGS]
+    }
+    assert all(row.predicted_s > 0 and row.measured_s == 1.0 for row in found)
+    written = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [row["predicted_s"] for row in written] == [row.predicted_s for row in found]

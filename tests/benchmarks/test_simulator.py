@@ -51,6 +51,21 @@ def test_a_preset_is_calibrated_on_one_run_of_several_nodes_at_most() -> None:
             assert predict(row).error < 0.03
 
 
+def test_what_a_point_has_waited_is_what_is_simulated_of_its_run() -> None:
+    points = [
+        point
+        for name in ("dgx-a100", "dgx-a100-2020", "dgx2h-v100")
+        for point in load_cluster(name).device.curves["fp16"][0].points
+        if point.waited_ms
+    ]
+    assert len(points) == 3
+    for point in points:
+        row = next(row for row in ROWS if point.source.startswith(f"calibrates: {row.source},"))
+        assert float(row.images_per_s) / int(row.ranks) == pytest.approx(point.images_per_s, rel=1e-4)
+        step = predict(row).simulated.step
+        assert point.waited_ms == pytest.approx(1e3 * (step.exposed_s + step.jitter_s), abs=0.02)
+
+
 def test_no_predicted_row_is_a_point_of_a_curve() -> None:
     fitted = {(row.source, row.ranks) for row in ROWS if row.role == "calibrates" and row.source.startswith("mlp-")}
     assert not fitted & {(row.source, row.ranks) for row in ROWS if row.role == "predicted"}

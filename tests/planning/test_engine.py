@@ -55,6 +55,19 @@ def test_more_bytes_never_cost_less(shape: ClusterShape, kind: str) -> None:
     assert all(first <= second for first, second in pairwise(times_s))
 
 
+def test_latencies_are_those_of_nccls_model() -> None:
+    """By hand, for 8 nodes of 8 with NVLink (3.4 us) and InfiniBand (14 us), base 8.4 us, a byte."""
+    shape = ClusterShape.regular(8, 8)
+    expected_us = {
+        "ring": 8.4 + (2 * 63 - 2 * 7) * 3.4 + 2 * 7 * 14,
+        "tree": 8.4 + 2 * (7 * 3.4 + 3 * 14),
+        "in_network": 8.4 + 2 * 7 * 3.4 + 30,
+    }
+    found_us = {kind: 1e6 * engine_seconds(kind, shape, ENGINE, 0) for kind in expected_us}  # type: ignore[arg-type]
+    assert found_us == pytest.approx(expected_us)
+    assert {kind: round(us) for kind, us in found_us.items()} == {"ring": 585, "tree": 140, "in_network": 86}
+
+
 def test_one_rank_needs_no_plan_and_one_node_only_a_ring() -> None:
     assert engine_plans(ClusterShape.regular(1, 1), "fp16", ("ring", "tree")) == []
     in_node = engine_plans(ClusterShape.regular(1, 8), "fp16", ("ring", "tree", "in_network"))

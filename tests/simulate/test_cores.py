@@ -9,9 +9,11 @@ from megabatch.planning.backward import Gradient, RecordedBackward
 from megabatch.planning.choosing import price
 from megabatch.planning.cost import bytes_crossing
 from megabatch.planning.plan import CommDtype
-from megabatch.planning.topology import ClusterShape, from_hosts
-from megabatch.simulate.cores import CoreCosts, Cores, consecutive, core_seconds, cores_of, cpu_links, step_time
+from megabatch.planning.topology import ClusterShape
+from megabatch.simulate.cluster import Cluster, Cpu, Device, EngineSettings, Network, Node
+from megabatch.simulate.cores import CoreCosts, Cores, consecutive, core_seconds, cores_of, cpu_links
 from megabatch.simulate.fit_cores import TimedAllReduce, Unlimited, fit_costs
+from megabatch.simulate.step import AllReduceSettings, Compute, choose_cut, run_step
 
 COSTS = CoreCosts(
     ring_s_per_byte=0.8e-9,
@@ -160,21 +162,33 @@ def test_a_fit_finds_the_costs_from_which_its_times_were_made() -> None:
 
 
 def test_a_step_takes_no_less_than_its_cores_and_no_less_than_its_wire() -> None:
-    topology = from_hosts(["a", "a", "b", "b"])
-    shape = topology.shape
+    shape = ClusterShape.regular(2, 2)
+    gradients = [Gradient(4 << 22, "fp32")] * 4
+    compute = Compute(0.1, RecordedBackward(["d", "c", "b", "a"], gradients, [0.05, 0.1, 0.15, 0.2]), 0.2)
+    settings = AllReduceSettings(dtype="bf16", algorithm="torus")
+    steps = []
+    for gbps, unhidden in ((0.1, 0.0), (1.0, 0.0), (1.0, 1.0), (1e6, 0.0)):
+        cluster = hosts_of_two(gbps, unhidden)
+        steps.append(run_step(compute, cluster, shape, settings, choose_cut(compute, cluster, shape, settings)))
+    # Two ranks a core: twice (0.1 s + 0.2 s), and the all-reduces of 64 MiB.
     plan = ALGORITHMS["torus"](shape, "bf16")
     assert plan
-    gradients = [Gradient(4 << 22, "fp32")] * 4
-    backward = RecordedBackward(["d", "c", "b", "a"], gradients, [0.05, 0.1, 0.15, 0.2])
-    cores = Cores({2: 2}, 2)
-    by_rate = []
-    for gbps in (0.1, 1.0, math.inf):
-        links = cpu_links(shape, "bf16", COSTS, gbps, 2, hosts_on_machine=True)
-        by_rate.append(step_time(backward, 0.1, [plan], topology, links, COSTS, cores))
-    # Two ranks a core: twice (0.1 s + 0.2 s), and the all-reduces of 64 MiB.
-    work_s = core_seconds(plan, shape, 16 << 20, COSTS, cores)
-    assert [step.cores_s for step in by_rate] == pytest.approx([0.6 + work_s / 2] * 3)
-    assert by_rate[-1].seconds(0.0) == pytest.approx(0.6 + work_s / 2)
-    assert by_rate[0].seconds(0.0) > 8 * 2 * (16 << 20) / 1e8  # 16 bits of each at 0.1 Gb/s: half of them twice
-    assert by_rate[1].seconds(1.0) == by_rate[1].wire_s + by_rate[1].cores_s
-    assert all(later.seconds(0.2) <= earlier.seconds(0.2) for earlier, later in pairwise(by_rate))
+    work_s = core_seconds(plan, shape, 16 << 20, COSTS, Cores({2: 2}, 2))
+    slow, usual, unhidden_, fast = steps
+    assert fast.computing_s == pytest.approx(0.6)
+    assert fast.total_s == pytest.approx(0.6 + work_s / 2)
+    assert slow.total_s > 8 * 2 * (16 << 20) / 1e8  # 16 bits of each at 0.1 Gb/s: half of them twice
+    assert slow.total_s > usual.total_s > fast.total_s * (1 - 1e-9)
+    assert unhidden_.total_s > usual.total_s
+
+
+def hosts_of_two(gbps: float, unhidden: float) -> Cluster:
+    """Ranks each, on a machine of two cores."""
+    costs = replace(COSTS, step_unhidden=unhidden)
+    return Cluster(
+        device=Device(name="", stack="", memory_gb=1, memory_gb_per_s=1, curves={}),
+        node=Node(ranks=2, gb_per_s=1, alpha_us=0),
+        network=Network(nics=1, gbps=gbps, efficiency=1, alpha_us=0, kind="tcp"),
+        engine=EngineSettings(name="gloo", base_us=0, sums=(), in_parts=True),
+        cpu=Cpu(cores=2, hosts_on_machine=True, costs=costs),
+    )

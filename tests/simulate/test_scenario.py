@@ -61,19 +61,26 @@ def test_the_ends_of_an_interval_are_steps_of_slower_and_faster_clusters() -> No
         cluster, network=replace(cluster.network, gbps=10 / 1.5), node=replace(cluster.node, gb_per_s=6.5 / 1.5)
     )
     slower_s = run(slow, 32, all_reduce=AllReduceSettings(overlap="none")).step.total_s
-    by_device_s = found.high_step_s - found.step.total_s
-    assert by_device_s == pytest.approx(
-        math.hypot(slower_s - found.step.total_s, 1.64 * 0.02 * found.step.computing_s * (1 + 0.01)), rel=0.01
-    )
+    device = found.scenario.compute.uncertainty
+    later_s = math.hypot(slower_s - found.step.total_s, device * found.step.computing_s)
+    assert found.high_step_s - found.step.total_s == pytest.approx(later_s, rel=1e-3)
+
+
+def test_batches_that_nobody_has_measured_have_wide_intervals() -> None:
+    """All H100 points are of 400 images and more: what 16 take is hardly known."""
+    cluster = load_cluster("dgx-h100")
+    results = [run(cluster, 8, batch) for batch in (16, 64, 400)]
+    widths = [found.high_images_per_s / found.low_images_per_s for found in results]
+    assert widths[0] > 2 > widths[1] > 1.3 > 1.2 > widths[2]
 
 
 def test_steps_and_evaluations_add_up() -> None:
     length = RunLength(num_steps=1000, num_evaluations=10, test_images=50_000)
     found = run(load_cluster("dgx-a100"), 64, length=length)
     assert found.training
-    batches = math.ceil(50_000 / (64 * 64))
     assert found.training.steps_s == pytest.approx(1000 * found.step.total_s)
-    assert found.training.evaluation_s == pytest.approx(10 * batches * found.step.forward_s)
+    # 782 images a rank, at the rate of forward passes.
+    assert found.training.evaluation_s == pytest.approx(10 * 782 / (64 / found.step.forward_s))
     assert found.minutes == pytest.approx(found.training.total_s / 60)
 
 

@@ -1,15 +1,17 @@
 """One step: what is hidden, what is exposed, and who waits."""
 
-import math
+import random
+import statistics
 from itertools import pairwise
 
 import pytest
 from msgspec.structs import replace
 
 from megabatch.errors import UserError
+from megabatch.planning.topology import ClusterShape
 from megabatch.simulate.cluster import Jitter
 from megabatch.simulate.compute import compute_by_curve
-from megabatch.simulate.jitter import jitter_s
+from megabatch.simulate.jitter import jitter_s, slowest_of
 from megabatch.simulate.load import load_cluster, preset_names
 from megabatch.simulate.step import AllReduceSettings, Compute, simulate_step
 from megabatch.simulate.workload import load_workload
@@ -103,8 +105,17 @@ def test_torus_wants_equal_nodes() -> None:
 
 def test_stalls_grow_with_ranks_and_noise_hardly_does() -> None:
     noise, stalls = Jitter(noise=0.003), Jitter(stalls_per_step=1e-4, stall_ms=7)
-    assert jitter_s(noise, 1, 0.1) == 0
-    assert jitter_s(noise, 4096, 0.1) / jitter_s(noise, 64, 0.1) == pytest.approx(math.sqrt(2))
+    nodes = {count: ClusterShape.regular(count, 8) for count in (1, 2, 8, 512)}
+    assert jitter_s(noise, nodes[1], 0.1) == jitter_s(stalls, nodes[1], 0.1) == 0  # within a node, the device's speed
+    assert jitter_s(noise, nodes[512], 0.1) < 3 * jitter_s(noise, nodes[8], 0.1)
     # While they are rare, as many stalls as ranks times probability, each of its mean length.
-    assert jitter_s(stalls, 8, 0.1) == pytest.approx(7e-4 * 7e-3, rel=1e-3)
-    assert jitter_s(stalls, 2048, 0.1) > 100 * jitter_s(stalls, 8, 0.1)
+    assert jitter_s(stalls, nodes[2], 0.1) == pytest.approx(8e-4 * 7e-3, rel=1e-3)
+    assert jitter_s(stalls, nodes[512], 0.1) > 30 * jitter_s(stalls, nodes[8], 0.1) / 2
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8, 64, 2048])
+def test_the_slowest_of_many_is_their_expected_maximum(num_ranks: int) -> None:
+    draw = random.Random(num_ranks)
+    rounds = 200_000 // num_ranks
+    drawn = statistics.fmean(max(draw.gauss(0, 1) for _ in range(num_ranks)) for _ in range(rounds))
+    assert slowest_of(num_ranks) == pytest.approx(drawn, abs=0.12)

@@ -4,9 +4,10 @@ published runs can be simulated; the runtime does not take them yet.
 Legend: p ranks, H nodes of k ranks, S bytes as they travel.  Seconds:
     ring         base + 2(p-H) a + 2(H-1) A + 2(p-1)/p S/B        B = min(in the node, between nodes): one pipeline
     tree         base + 2(k-1) a + 2 log2(H) A + 2 S/B            every rank passes all bytes up and down
-    in_network   base + 2(k-1) a + 2 A' + max(2(k-1)/k S/node, S/network)
-a is the latency of a hop in the node, A between nodes, A' through the switches, up or down.  These are the formulas of
-NCCL's own tuning model (src/graph/tuning.cc); the last one is a reduce-scatter and an all-gather in the node, between
+    in_network   base + 2(k-1) a + A' + max(2(k-1)/k S/node, S/network)
+a is the latency of a hop in the node, A between nodes, A' through the switches and back.  The latencies are those of
+NCCL's own tuning model (src/graph/tuning.cc), simplified: it has other hops for trees, and corrects trees by size.
+Bytes are counted as the algorithms move them; the last one is a reduce-scatter and an all-gather in the node, between
 which each slice crosses the network once up and once down, at the same time (SHARP).
 
 Every hop adds in the dtype that travels, so 16 bits are rounded up to p-1 times on their way (plan.error_bound); our
@@ -65,5 +66,5 @@ def engine_seconds(kind: EngineSum, shape: ClusterShape, engine: Engine, num_byt
             hops_s = 2 * (k - 1) * engine.hop_in_node_s + 2 * math.log2(H) * engine.hop_between_s
             return base_s + hops_s + 2 * num_bytes / slowest
         case "in_network":
-            hops_s = 2 * (k - 1) * engine.hop_in_node_s + 2 * engine.hop_switch_s
+            hops_s = 2 * (k - 1) * engine.hop_in_node_s + engine.hop_switch_s
             return base_s + hops_s + max(2 * (k - 1) / k * num_bytes / node, num_bytes / network)

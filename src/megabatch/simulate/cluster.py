@@ -8,6 +8,7 @@ What a cluster makes of `planning`'s links, with k ranks in a node and all of th
     inter_node   the node's cards, shared by its k ranks
     leaders      one card: a rank alone has no other
     all          as in the engine's ring; with 16 bits one half is a direct exchange, for which ranks share the cards
+On CPUs the cores come into it, and cores.py has the links.
 """
 
 from typing import Annotated, Literal
@@ -18,11 +19,13 @@ from megabatch.planning.cost import Link
 from megabatch.planning.engine import Engine
 from megabatch.planning.plan import CommDtype, EngineSum
 from megabatch.planning.topology import Axis, ClusterShape
+from megabatch.simulate.cores import CoreCosts, cpu_links
 from megabatch.simulate.device import Curve
 
-Positive = Annotated[float, Meta(gt=0)]
-NotNegative = Annotated[float, Meta(ge=0)]
-Factor = Annotated[float, Meta(ge=1)]
+Positive = Annotated[float, Meta(ge=1e-6, le=1e9)]
+NotNegative = Annotated[float, Meta(ge=0, le=1e9)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Factor = Annotated[float, Meta(ge=1, le=100)]
 
 
 class Section(Struct, frozen=True, forbid_unknown_fields=True):
@@ -46,8 +49,8 @@ class Node(Section, frozen=True, kw_only=True):
 
 class Network(Section, frozen=True, kw_only=True):
     nics: Annotated[int, Meta(ge=1, le=64)]
-    gbps: Positive  # of each
-    efficiency: Annotated[float, Meta(gt=0, le=1)]  # of the nominal rate, for all-reduces of tens of megabytes
+    gbps: Annotated[float, Meta(ge=1e-3, le=1e6)]  # of each
+    efficiency: Annotated[float, Meta(ge=0.01, le=1)]  # of the nominal rate, for all-reduces of tens of megabytes
     alpha_us: NotNegative
     kind: Literal["rdma", "tcp"]
     in_network_reduction: bool = False  # sums in the switches, as SHARP
@@ -75,16 +78,25 @@ class Input(Section, frozen=True, kw_only=True):
     images_per_s: NotNegative = 0.0  # that a node reads and decodes while it trains; 0: never waited for
 
 
+class Cpu(Section, frozen=True, kw_only=True):
+    """For ranks on CPUs, which send, receive and add up on the cores that compute (cores.py)."""
+
+    cores: Positive  # of a host, or of the machine that all hosts share
+    hosts_on_machine: bool = False
+    crowding: Factor = 1.0  # by how much ranks compute longer while others compute on the cores beside them
+    costs: CoreCosts
+
+
 class Jitter(Section, frozen=True, kw_only=True):
     """Small noise of every rank, and rare stalls of a rank, for which all wait."""
 
-    noise: NotNegative = 0.0  # relative, of a rank's step
-    stalls_per_step: NotNegative = 0.0  # of a rank
+    noise: Share = 0.0  # of a rank's step
+    stalls_per_step: Share = 0.0  # of a rank
     stall_ms: NotNegative = 0.0  # on average
 
 
 class Faults(Section, frozen=True, kw_only=True):
-    interruptions_per_rank_hour: NotNegative = 0.0
+    interruptions_per_rank_hour: Share = 0.0
     restart_minutes: NotNegative = 0.0
     checkpoint_s: NotNegative = 0.0  # that a step waits for one
 
@@ -113,6 +125,7 @@ class Cluster(Section, frozen=True, kw_only=True):
     jitter: Jitter = field(default_factory=Jitter)
     faults: Faults = field(default_factory=Faults)
     price: Price = field(default_factory=Price)
+    cpu: Cpu | None = None
     uncertainty: Uncertainty = field(default_factory=Uncertainty)
     sources: dict[str, str] = {}  # by key
 
@@ -141,6 +154,9 @@ class Cluster(Section, frozen=True, kw_only=True):
         return [*self.engine.sums, *(["in_network"] if has_switches else [])]  # type: ignore[list-item]
 
     def links(self, shape: ClusterShape, dtype: CommDtype) -> dict[Axis, Link]:
+        if self.cpu:
+            gbps = self.network.nics * self.network.gbps
+            return cpu_links(shape, dtype, self.cpu.costs, gbps, self.cpu.cores, self.cpu.hosts_on_machine)
         hop_s, hop_in_node_s = self.network.alpha_us / 1e6, self.node.alpha_us / 1e6
         node_beta, adding = 1e-9 / self.node.gb_per_s, 1e-9 / self.device.memory_gb_per_s
         p, H, k = shape.num_ranks, shape.num_nodes, shape.largest_node

@@ -1,9 +1,11 @@
 """What a rank computes in a step: by a device's curve and the FLOPs of a workload, or as a profile has recorded it."""
 
+import math
+
 from megabatch.errors import UserError
 from megabatch.planning.backward import GradientDtype
 from megabatch.simulate.cluster import Cluster
-from megabatch.simulate.device import Curve, FittedCurve, fit_curve
+from megabatch.simulate.device import DEVIATIONS, Curve, FittedCurve, fit_curve
 from megabatch.simulate.profile import Profile
 from megabatch.simulate.step import Compute
 from megabatch.simulate.workload import Workload, load_workload, timed_backward
@@ -40,25 +42,24 @@ def fit_device(cluster: Cluster, precision: str, workload: Workload) -> FittedCu
     measured = load_workload(curve.model)
     flops, flops_measured = (w.forward_flops + w.backward_flops for w in (workload, measured))
     # Every layer has its launches, every FLOP its time.
-    fixed_s = fitted.fixed_s * len(workload.layers) / len(measured.layers)
-    return FittedCurve(fixed_s, fitted.per_image_s * flops / flops_measured, fitted.spread)
+    return fitted.times(len(workload.layers) / len(measured.layers), flops / flops_measured)
 
 
 def compute_by_curve(
     workload: Workload, cluster: Cluster, precision: str, microbatch: float, accumulation: int = 1
 ) -> Compute:
     fitted = fit_device(cluster, precision, workload)
-    seconds = fitted.seconds(microbatch)
+    seconds = fitted.line.seconds(microbatch)
     backward_share = workload.backward_flops / (workload.forward_flops + workload.backward_flops)
     backward_s = backward_share * seconds
-    fixed_s = backward_share * fitted.fixed_s
+    fixed_s = backward_share * fitted.line.fixed_s
     return Compute(
         forward_s=seconds - backward_s,
         backward=timed_backward(workload, backward_s, fixed_s, GRADIENTS[precision]),
         backward_s=backward_s,
         num_images=accumulation * microbatch,
         accumulation=accumulation,
-        spread=fitted.spread,
+        uncertainty=math.hypot(DEVIATIONS * fitted.spread, fitted.doubt(microbatch)),
     )
 
 

@@ -16,13 +16,11 @@ bucket are in both at once.
 Hosts of a cluster have cores of their own; hosts that are namespaces of one machine (`hosts_on_machine`) share its.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from msgspec import Struct
 
-from megabatch.planning.backward import RecordedBackward
-from megabatch.planning.choosing import choose
 from megabatch.planning.cost import OPS, Link, bytes_crossing, elements_of_busiest
 from megabatch.planning.pipeline import PART_BYTES
 from megabatch.planning.plan import BLOCK, COMM_DTYPES, CommDtype, Phase, Plan
@@ -70,6 +68,11 @@ class Cores(NamedTuple):
     def members(self, axis: Axis) -> int:
         """Of all groups of the axis."""
         return self.num_hosts if axis == "leaders" else self.num_ranks
+
+    @property
+    def turns(self) -> float:
+        """Ranks that share a core compute in turns, so all that a rank does takes as many times as long."""
+        return max(1.0, self.num_ranks / self.num_cores)
 
     def seconds(self, core_s: float, num_at_once: int) -> float:
         """What work takes that so many ranks share evenly; a rank has one core at most."""
@@ -198,28 +201,9 @@ def core_seconds(plan: Plan, shape: ClusterShape, num_elements: int, costs: Core
 class StepTime(NamedTuple):
     """A step of training on cores that ranks share."""
 
-    wire_s: float  # forward and update, and the all-reduces underneath backward and behind it
+    wire_s: float  # computing, and the all-reduces underneath backward and behind it
     cores_s: float  # all that the cores do
 
     def seconds(self, unhidden: float) -> float:
         """Wire and cores work at once, but for this part of the lesser: neither is faster than its own work."""
         return max(self.wire_s, self.cores_s) + unhidden * min(self.wire_s, self.cores_s)
-
-
-def step_time(
-    backward: RecordedBackward,  # of a rank that has a core to itself
-    other_s: float,  # of such a rank, the rest of a step: forward, update, input
-    plans: Sequence[Plan],
-    topology: Topology,
-    links: dict[Axis, Link],
-    costs: CoreCosts,
-    cores: Cores,
-    crowding: float = 1.0,  # by how much ranks compute longer where others compute on the cores beside them
-) -> StepTime:
-    """Ranks that share a core compute in turns, so every time of a rank is as many times as long."""
-    shape, turns = topology.shape, crowding * max(1.0, cores.num_ranks / cores.num_cores)
-    slowed = backward._replace(ready_s=[turns * ready_s for ready_s in backward.ready_s])
-    tuning = choose(slowed, plans, topology, links, bucket_mb=None)
-    comm_core_s = sum(core_seconds(bucket.plan, shape, bucket.num_elements, costs, cores) for bucket in tuning.buckets)
-    compute_s = turns * (other_s + max(backward.ready_s))
-    return StepTime(turns * other_s + tuning.predicted_s, compute_s + comm_core_s / cores.num_cores)

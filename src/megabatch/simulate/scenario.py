@@ -16,11 +16,9 @@ from megabatch.planning.tuning import Bucket
 from megabatch.simulate.cluster import Cluster
 from megabatch.simulate.compute import compute_by_curve, compute_by_profile
 from megabatch.simulate.profile import Profile
-from megabatch.simulate.step import AllReduceSettings, Compute, Step, in_use, run_step, simulate_step
+from megabatch.simulate.step import AllReduceSettings, Compute, Step, in_use, run_step, simulate_step, slower
 from megabatch.simulate.training import RunLength, Training, train_for
 from megabatch.simulate.workload import Workload
-
-DEVIATIONS = 1.64  # of a device's spread: nine machines in ten
 
 
 class Scenario(Struct, frozen=True, kw_only=True):
@@ -125,8 +123,8 @@ def simulate(scenario: Scenario) -> Simulated:
     low_s, high_s = interval(compute, cluster, scenario, step)
     training = None
     if scenario.length:
-        num_batches = math.ceil(scenario.length.test_images / scenario.global_batch)
-        evaluation_s = num_batches * step.forward_s
+        a_rank = math.ceil(scenario.length.test_images / scenario.num_ranks)
+        evaluation_s = a_rank / scenario.batch_per_rank * step.forward_s
         training = train_for(scenario.length, step.total_s, evaluation_s, scenario.num_ranks, cluster)
     return Simulated(scenario=scenario, step=step, low_step_s=low_s, high_step_s=high_s, training=training)
 
@@ -135,7 +133,7 @@ def interval(compute: Compute, cluster: Cluster, scenario: Scenario, step: Step)
     """The shortest and the longest step that are to be expected."""
     shape, all_reduce = cluster.shape(scenario.num_ranks), scenario.in_use
     given = cluster.uncertainty
-    device = math.hypot(DEVIATIONS * compute.spread, given.device)
+    device = math.hypot(compute.uncertainty, given.device)
 
     def total_s(of_compute: Compute, of_cluster: Cluster) -> float:
         return run_step(of_compute, of_cluster, shape, all_reduce, step.buckets).total_s
@@ -150,16 +148,6 @@ def interval(compute: Compute, cluster: Cluster, scenario: Scenario, step: Step)
     sooner_s = math.hypot(*(max(0.0, step.total_s - low_s) for low_s, _ in ends))
     later_s = math.hypot(*(max(0.0, high_s - step.total_s) for _, high_s in ends))
     return max(step.total_s - sooner_s, step.total_s / 2), step.total_s + later_s
-
-
-def slower(compute: Compute, factor: float) -> Compute:
-    backward = compute.backward
-    return compute._replace(
-        forward_s=factor * compute.forward_s,
-        backward_s=factor * compute.backward_s,
-        update_s=factor * compute.update_s,
-        backward=backward._replace(ready_s=[factor * ready_s for ready_s in backward.ready_s]),
-    )
 
 
 def with_bandwidth(cluster: Cluster, factor: float) -> Cluster:

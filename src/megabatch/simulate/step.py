@@ -26,7 +26,8 @@ from megabatch.planning.pipeline import Costs, exposed_s, pass_through
 from megabatch.planning.plan import CommDtype, Plan
 from megabatch.planning.topology import ClusterShape
 from megabatch.planning.tuning import Bucket
-from megabatch.simulate.cluster import Cluster
+from megabatch.simulate.cluster import Cluster, Cpu
+from megabatch.simulate.cores import StepTime, core_seconds, cores_of
 from megabatch.simulate.jitter import jitter_s
 
 Overlap = Literal["auto", "none", "layer", "fused"]
@@ -44,7 +45,7 @@ class Compute(NamedTuple):
     num_images: float = 0.0  # in all
     accumulation: int = 1  # microbatches
     update_s: float = 0.0  # where it is not part of the others
-    spread: float = 0.0  # relative: how well these are known
+    uncertainty: float = 0.0  # relative: within it, nine in ten
 
     @property
     def total_s(self) -> float:
@@ -96,12 +97,12 @@ def in_use(all_reduce: AllReduceSettings, compute: Compute) -> AllReduceSettings
 def choose_cut(compute: Compute, cluster: Cluster, shape: ClusterShape, all_reduce: AllReduceSettings) -> list[Bucket]:
     if shape.num_ranks == 1:
         return []
-    all_reduce = in_use(all_reduce, compute)
-    backward = compute.backward
+    slowed, all_reduce = on_cores(compute, cluster, shape), in_use(all_reduce, compute)
+    backward = slowed.backward
     bucket_mb = all_reduce.bucket_mb
     match all_reduce.overlap:
         case "none":
-            backward = backward._replace(ready_s=[compute.backward_s] * len(backward.ready_s))
+            backward = backward._replace(ready_s=[slowed.backward_s] * len(backward.ready_s))
             bucket_mb = WHOLE_MB
         case "layer":
             bucket_mb = NOTHING_MB
@@ -122,7 +123,8 @@ def candidates(cluster: Cluster, shape: ClusterShape, all_reduce: AllReduceSetti
     """
     algorithm, dtype = all_reduce.algorithm, all_reduce.dtype
     # The engine's ring is what our flat plan calls where nothing is rounded.
-    names = [name for name in ALGORITHMS if algorithm in ("auto", name) and (name, dtype) != ("flat", "fp32")]
+    is_ring = dtype == "fp32" and "ring" in cluster.engine_sums
+    names = [name for name in ALGORITHMS if algorithm in ("auto", name) and not (name == "flat" and is_ring)]
     ours = [plan for name in names if (plan := ALGORITHMS[name](shape, dtype)) and plan.phases]
     sums = [kind for kind in cluster.engine_sums if algorithm in ("auto", "flat", kind)]
     groups = [plans for plans in (engine_plans(shape, dtype, sums), ours) if plans]
@@ -137,6 +139,31 @@ def candidates(cluster: Cluster, shape: ClusterShape, all_reduce: AllReduceSetti
             "nearest: --algorithm auto"
         )
     return [list({plan.phases: plan for plan in plans}.values()) for plans in groups]  # on one node, ours are one
+
+
+def on_cores(compute: Compute, cluster: Cluster, shape: ClusterShape) -> Compute:
+    """What a rank computes takes longer where it shares cores with others."""
+    if not cluster.cpu:
+        return compute
+    turns = cluster.cpu.crowding * cores_of(shape, cluster.cpu.cores, cluster.cpu.hosts_on_machine).turns
+    return slower(compute, turns)
+
+
+def slower(compute: Compute, factor: float) -> Compute:
+    backward = compute.backward
+    return compute._replace(
+        forward_s=factor * compute.forward_s,
+        backward_s=factor * compute.backward_s,
+        update_s=factor * compute.update_s,
+        backward=backward._replace(ready_s=[factor * ready_s for ready_s in backward.ready_s]),
+    )
+
+
+def time_on_cores(step: Step, cpu: Cpu, shape: ClusterShape) -> StepTime:
+    """Of a step whose all-reduces had cores of their own: with what they take of the cores that compute."""
+    cores = cores_of(shape, cpu.cores, cpu.hosts_on_machine)
+    reducing_s = sum(core_seconds(b.plan, shape, b.num_elements, cpu.costs, cores) for b in step.buckets)
+    return StepTime(step.computing_s + step.exposed_s, step.computing_s + reducing_s / cores.num_cores)
 
 
 class Prices:
@@ -162,27 +189,45 @@ class Prices:
 
 
 def run_step(
-    compute: Compute, cluster: Cluster, shape: ClusterShape, all_reduce: AllReduceSettings, buckets: Sequence[Bucket]
+    compute: Compute,
+    cluster: Cluster,
+    shape: ClusterShape,
+    all_reduce: AllReduceSettings,
+    buckets: Sequence[Bucket],
 ) -> Step:
     """With buckets and plans that were chosen, perhaps for links that are not quite these."""
-    all_reduce = in_use(all_reduce, compute)
+    step = wire_step(compute, cluster, shape, all_reduce, buckets)
+    if cluster.cpu:
+        taken_s = time_on_cores(step, cluster.cpu, shape).seconds(cluster.cpu.costs.step_unhidden)
+        step = replace(step, exposed_s=taken_s - step.computing_s)
+    # The next step's images are read during this one.
+    rate = cluster.input.images_per_s
+    reading_s = shape.largest_node * compute.num_images / rate if rate else 0.0
+    return replace(step, input_s=max(0.0, reading_s - step.total_s))
+
+
+def wire_step(
+    compute: Compute,
+    cluster: Cluster,
+    shape: ClusterShape,
+    all_reduce: AllReduceSettings,
+    buckets: Sequence[Bucket],
+) -> Step:
+    """As if all-reduces took nothing of what computes, and images were there."""
+    compute, all_reduce = on_cores(compute, cluster, shape), in_use(all_reduce, compute)
     prices = Prices(cluster, shape, all_reduce.dtype)
     costs = [prices.of(bucket.plan, bucket.num_elements, bucket.element_bytes) for bucket in buckets]
     ready = dict(zip(compute.backward.names, compute.backward.ready_s, strict=True))
     is_hidden = all_reduce.overlap != "none"
     ready_s = [max(ready[name] for name in b.gradients) if is_hidden else compute.backward_s for b in buckets]
     passages = pass_through(ready_s, costs)
-    step = Step(
+    return Step(
         forward_s=compute.accumulation * compute.forward_s,
         backward_s=compute.accumulation * compute.backward_s,
         update_s=compute.update_s,
         exposed_s=exposed_s(passages, compute.backward_s) if passages else 0.0,
-        jitter_s=jitter_s(cluster.jitter, shape.num_ranks, compute.total_s),
+        jitter_s=jitter_s(cluster.jitter, shape, compute.total_s),
         input_s=0.0,
         all_reduce_s=sum(sum(cost[:3]) for cost in costs),
         buckets=list(buckets),
     )
-    # The next step's images are read during this one.
-    rate = cluster.input.images_per_s
-    reading_s = shape.largest_node * compute.num_images / rate if rate else 0.0
-    return replace(step, input_s=max(0.0, reading_s - step.total_s))

@@ -1,8 +1,9 @@
 """From a step to the end of training: evaluations, checkpoints, interruptions and money.
 
 Legend: T hours of steps and evaluations, M hours between interruptions of the whole job, C hours that a checkpoint
-holds it up, R hours for a restart.  Checkpoints every sqrt(2 C M) cost least (Young 1974, Daly 2006); the job takes
-T (1 + C/tau + tau/(2M) + R/M): checkpoints, steps that are lost with an interruption, restarts.
+holds it up, R hours for a restart.  Checkpoints every tau = sqrt(2 C M) cost least (Young 1974, Daly 2006): the job
+takes T + C floor(T/tau) + T/M (tau/2 + R), for checkpoints, steps that are lost with an interruption, and restarts.
+One that is shorter than tau writes none, and loses half of itself.
 """
 
 import math
@@ -41,7 +42,7 @@ def train_for(length: RunLength, step_s: float, evaluation_s: float, num_ranks: 
     rate = faults.interruptions_per_rank_hour * num_ranks / 3600  # of the job, a second
     if rate:
         interval_s = math.sqrt(2 * faults.checkpoint_s / rate)
-        lost_s = min(interval_s, working_s) / 2  # a run that is shorter writes none, and loses half of itself
+        lost_s = min(interval_s, working_s) / 2
         writing_s = faults.checkpoint_s * math.floor(working_s / interval_s) if interval_s else 0.0
         faults_s = writing_s + working_s * rate * (lost_s + 60 * faults.restart_minutes)
         num_interruptions = working_s * rate
@@ -52,6 +53,6 @@ def train_for(length: RunLength, step_s: float, evaluation_s: float, num_ranks: 
         evaluation_s=length.num_evaluations * evaluation_s,
         faults_s=faults_s,
         num_interruptions=num_interruptions,
-        checkpoint_minutes=interval_s / 60 if math.isfinite(interval_s) else None,
+        checkpoint_minutes=interval_s / 60 if 0 < interval_s <= working_s else None,
         usd=price * num_ranks * hours if price else None,
     )
