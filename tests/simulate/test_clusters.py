@@ -2,13 +2,16 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from megabatch.errors import UserError
 from megabatch.planning.algorithms import ALGORITHMS
 from megabatch.planning.cost import seconds
 from megabatch.planning.topology import ClusterShape
+from megabatch.simulate.cluster import Cpu
 from megabatch.simulate.compute import fit_device
+from megabatch.simulate.cores import CoreCosts
 from megabatch.simulate.load import load_cluster, numbers, preset_names, read_cluster, with_device
 from megabatch.simulate.workload import load_workload
 
@@ -40,6 +43,15 @@ def test_a_file_of_ones_own_says_only_what_differs(tmp_path: Path) -> None:
     mine, theirs = load_cluster(str(own)), load_cluster("dgx-a100")
     assert mine.network.gbps == 400 and mine.network.nics == theirs.network.nics
     assert mine.name == "mine" and mine.device == theirs.device
+
+
+def test_sections_that_may_be_left_out_can_be_overridden_too() -> None:
+    on_cores = {member.name: 0.5 for member in msgspec.structs.fields(CoreCosts)}
+    given = ["cpu.cores=4", *(f"cpu.costs.{name}={value}" for name, value in on_cores.items())]
+    cluster = load_cluster("cpu-1gbe", given)
+    assert cluster.cpu == Cpu(cores=4, costs=CoreCosts(**on_cores))
+    with pytest.raises(UserError, match="missing required field costs in cpu"):
+        load_cluster("dgx-a100", ["cpu.cores=4"])
 
 
 def test_what_a_file_sets_has_its_own_source_or_is_said_to_be_set_there(tmp_path: Path) -> None:

@@ -18,6 +18,9 @@ def describe_links(cluster: Cluster) -> str:
     """As 'nodes of 8 at 183 GB/s, 8 cards of 200 Gb/s (rdma), sums in switches'."""
     node, network = cluster.node, cluster.network
     inside = f"nodes of {node.ranks} at {figures(node.gb_per_s)} GB/s" if node.ranks > 1 else "nodes of one rank"
+    if cluster.cpu:  # which then decide
+        shared = " that they share" if cluster.cpu.hosts_on_machine else ""
+        inside = f"nodes of {node.ranks} on {cluster.cpu.cores:g} cores{shared}"
     cards = f"{network.nics} card{'s' * (network.nics > 1)} of {figures(network.gbps)} Gb/s ({network.kind})"
     return f"{inside}, {cards}, {'sums in switches' if network.in_network_reduction else 'no sums in switches'}"
 

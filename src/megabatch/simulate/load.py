@@ -9,11 +9,13 @@ import copy
 import math
 import tomllib
 from collections.abc import Iterator, Sequence
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import inspect
 
 from megabatch.disk import cache_folder
 from megabatch.errors import UserError, nearest
@@ -196,7 +198,7 @@ def apply(tables: Tables, override: str, name: str) -> None:
     key, equals, text = override.partition("=")
     if not equals:
         raise UserError(f"{override!r} is not an override; expected section.key=value, such as network.gbps=400")
-    known = [known for known in keys_of(Cluster) if "." in known]
+    known = keys_of_cluster()
     if key not in known:
         rule = f"a cluster has no {key}" if "." in key else "overrides of a cluster are section.key=value"
         meant = [name for name in known if name.endswith(f".{key}")] if "." not in key else [nearest(key, known)]
@@ -205,11 +207,18 @@ def apply(tables: Tables, override: str, name: str) -> None:
     value = parse_value(text)
     for _, number in numbers(value):
         require_sane(key, number)
-    section, _, last = key.rpartition(".")
-    for table, entry, content in ((section, last, value), ("sources", key, "given with the command")):
-        # What the file has instead of a table is refused with the whole.
-        if isinstance(tables.setdefault(table, {}), dict):
-            tables[table][entry] = content
+    *sections, last = key.split(".")
+    put(tables, sections, last, value)
+    put(tables, ["sources"], key, "given with the command")
+
+
+def put(tables: Tables, sections: Sequence[str], key: str, value: Any) -> None:
+    """Unless the file has something else where a table should be, which is then refused with the whole."""
+    table: Any = tables
+    for section in sections:
+        table = table.setdefault(section, {}) if isinstance(table, dict) else None
+    if isinstance(table, dict):
+        table[key] = value
 
 
 def parse_value(text: str) -> Any:
@@ -225,10 +234,20 @@ def abbreviated(text: str) -> str:
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
-def keys_of(section: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
-    """Dotted names of everything that can be overridden."""
-    for member in msgspec.structs.fields(section):
-        if isinstance(member.type, type) and issubclass(member.type, msgspec.Struct):
-            yield from keys_of(member.type, f"{prefix}{member.encode_name}.")
+@cache
+def keys_of_cluster() -> dict[str, inspect.Type]:
+    """Dotted names of everything that can be overridden, with its type."""
+    return {key: kind for key, kind in typed_keys(inspect.type_info(Cluster)) if "." in key}
+
+
+def typed_keys(section: inspect.Type, prefix: str = "") -> Iterator[tuple[str, inspect.Type]]:
+    assert isinstance(section, inspect.StructType)
+    for member in section.fields:
+        # A section that may be left out is a union with None.
+        kinds = member.type.types if isinstance(member.type, inspect.UnionType) else (member.type,)
+        inner = next((kind for kind in kinds if isinstance(kind, inspect.StructType)), None)
+        name = prefix + member.encode_name
+        if inner:
+            yield from typed_keys(inner, f"{name}.")
         else:
-            yield prefix + member.encode_name
+            yield name, member.type

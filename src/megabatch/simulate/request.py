@@ -1,7 +1,7 @@
 """What `megabatch simulate` is asked for, from the text of its options: ranks, a time, a sweep, overrides."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Annotated, NamedTuple
 
@@ -10,7 +10,7 @@ from msgspec import Meta, Struct, field, inspect
 
 from megabatch.errors import UserError, nearest
 from megabatch.simulate.cluster import Cluster
-from megabatch.simulate.load import ABSURD, keys_of, parse_value
+from megabatch.simulate.load import ABSURD, keys_of_cluster, parse_value
 
 MOST_RANKS = 1_000_000
 MOST_VALUES = 64  # of --ranks, or of a sweep: a table that can still be read
@@ -18,7 +18,7 @@ SECONDS = {"s": 1, "min": 60, "h": 3600}
 LONGEST_S = 10 * 365.25 * 86_400
 MISSPELT = 0.75  # likeness from which a section is taken for one of a cluster's
 
-SECTIONS = {key.partition(".")[0] for key in keys_of(Cluster) if "." in key}
+SECTIONS = {key.partition(".")[0] for key in keys_of_cluster()}
 
 
 class Sweep(NamedTuple):
@@ -66,7 +66,7 @@ def parse_within(text: str) -> float:
 def parse_sweep(text: str) -> Sweep:
     """`network.gbps=10,25,100`."""
     key, equals, listed = text.partition("=")
-    known = list(numeric_keys(inspect.type_info(Cluster)))
+    known = [name for name, kind in keys_of_cluster().items() if isinstance(kind, inspect.IntType | inspect.FloatType)]
     if not equals or not listed.strip():
         raise UserError(f"--sweep {text} has no values; for example --sweep network.gbps=10,25,100,400")
     if key not in known:
@@ -89,16 +89,6 @@ def parse_number(text: str) -> int | float | str:
     return value if is_number else text
 
 
-def numeric_keys(described: inspect.Type, prefix: str = "") -> Iterator[str]:
-    """Dotted names of a cluster's numbers."""
-    assert isinstance(described, inspect.StructType)
-    for member in described.fields:
-        if isinstance(member.type, inspect.StructType):
-            yield from numeric_keys(member.type, f"{prefix}{member.encode_name}.")
-        elif isinstance(member.type, inspect.IntType | inspect.FloatType):
-            yield prefix + member.encode_name
-
-
 def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     """Those of the cluster, and those of what is trained on it."""
     of_cluster = [override for override in overrides if is_of_cluster(override.partition("=")[0])]
@@ -109,7 +99,8 @@ def is_of_cluster(key: str) -> bool:
     """Also where its section is misspelt or left out: load_cluster then says which one is nearest."""
     section, dot, _ = key.partition(".")
     if not dot:
-        return key in SECTIONS | {known.rpartition(".")[2] for known in keys_of(Cluster)}
+        top = {member.encode_name for member in msgspec.structs.fields(Cluster)}
+        return key in top | {known.rpartition(".")[2] for known in keys_of_cluster()}
     return bool(get_close_matches(section, SECTIONS, n=1, cutoff=MISSPELT))
 
 

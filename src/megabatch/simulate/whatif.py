@@ -90,7 +90,8 @@ def compare(job: Job, cluster: Cluster, ranks: Sequence[int]) -> list[Variant]:
 
 def applies(all_reduce: AllReduceSettings, cluster: Cluster, num_ranks: int) -> bool:
     """Of settings with the dtype that really travels."""
-    if num_ranks == 1 or (all_reduce.algorithm, all_reduce.dtype) == ("flat", "fp32"):
+    is_ring = (all_reduce.algorithm, all_reduce.dtype) == ("flat", "fp32") and "ring" in cluster.engine_sums
+    if num_ranks == 1 or is_ring:
         return all_reduce.algorithm == AUTO
     try:
         return bool(candidates(cluster, cluster.shape(num_ranks), all_reduce))
