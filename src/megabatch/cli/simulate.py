@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from megabatch.simulate.cluster import Cluster
     from megabatch.simulate.job import Job
     from megabatch.simulate.profile import Profile
-    from megabatch.simulate.whatif import Search, Variant
+    from megabatch.simulate.search import Search
+    from megabatch.simulate.whatif import Variant
     from megabatch.simulate.workload import Workload
 
 IMAGE_SIZE = 224  # of a model that has no recipe
@@ -87,6 +88,7 @@ def simulate(
     from megabatch.simulate.load import load_cluster, preset_names
     from megabatch.simulate.profile import read_profile
     from megabatch.simulate.request import parse_ranks, parse_sweep, parse_within, split_overrides
+    from megabatch.simulate.search import smallest_within
 
     subject, overrides = split_subject(given)
     require_one_question(compare=compare, sweep=sweep, ladder=ladder, within=within)
@@ -110,7 +112,7 @@ def simulate(
     if limit_s is not None:
         if not job.has_length:
             raise UserError(f"--within {within}: {job.name} alone has no end; for example train.epochs=90")
-        search = whatif.smallest_within(job, there, limit_s)
+        search = smallest_within(job, there, limit_s)
         counts = counts or [(search.found or search.fastest).scenario.num_ranks]
     if compare:
         variants = whatif.compare(job, there, counts)

@@ -14,7 +14,8 @@ from megabatch.errors import UserError
 from megabatch.simulate.cluster import Cluster
 from megabatch.simulate.job import Job
 from megabatch.simulate.scenario import Simulated
-from megabatch.simulate.whatif import Search, Variant
+from megabatch.simulate.search import Search
+from megabatch.simulate.whatif import Variant
 from megabatch.studies.drawing import GREY, color_of, dash_of, mark_log_ticks, require_matplotlib, to_svg
 
 if TYPE_CHECKING:

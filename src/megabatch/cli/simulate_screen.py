@@ -20,9 +20,10 @@ from megabatch.planning.tuning import Bucket
 from megabatch.simulate.cluster import Cluster
 from megabatch.simulate.job import Job
 from megabatch.simulate.scenario import Simulated
+from megabatch.simulate.search import Search
 from megabatch.simulate.step import Step
 from megabatch.simulate.training import Training
-from megabatch.simulate.whatif import Search, changes, exposed_by_algorithm, losses
+from megabatch.simulate.whatif import changes, exposed_by_algorithm, losses
 
 BAR = 64  # characters
 WIDE = 100  # columns, from which a table has room

@@ -1,4 +1,4 @@
-"""Questions about a job on a cluster: which algorithm, which improvement, which change, how many ranks.
+"""Questions about a job on a cluster: which algorithm, which improvement, which change.
 
 The ladder is that of Jia et al. 2018, each line with what the lines before it have:
     per-tensor ring   a ring for every gradient as soon as it is ready, in fp32
@@ -9,13 +9,14 @@ The ladder is that of Jia et al. 2018, each line with what the lines before it h
 Compute is the same in all of them: autocast (amp) has gradients in fp32 and computes in 16 bits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from megabatch.errors import UserError
 from megabatch.planning.algorithms import ALGORITHMS
+from megabatch.planning.backward import ELEMENT_BYTES
 from megabatch.simulate.cluster import Cluster
 from megabatch.simulate.compute import CURVES, memory_bytes
 from megabatch.simulate.job import Job
@@ -23,6 +24,7 @@ from megabatch.simulate.scenario import Scenario, Simulated, simulate, with_jitt
 from megabatch.simulate.step import (
     ENGINE_ALGORITHMS,
     AllReduceSettings,
+    Prices,
     Step,
     candidates,
     in_use,
@@ -30,7 +32,6 @@ from megabatch.simulate.step import (
     simulate_step,
 )
 
-LARGEST_SEARCH = 16_384  # ranks
 WORTH = 0.005  # of the images/s: smaller gains are not worth a line
 AUTO = "auto"
 
@@ -50,12 +51,6 @@ class Change(NamedTuple):
     label: str
     gained: float  # images/s
     share: float  # of those without it
-
-
-class Search(NamedTuple):
-    found: Simulated | None  # the smallest that finishes in time
-    fastest: Simulated  # of all that were tried
-    most_ranks: int  # that were tried
 
 
 class Losses(NamedTuple):
@@ -149,9 +144,35 @@ def changes(simulated: Simulated) -> list[Change]:
     gains = [
         Change(label, after - before, after / before - 1)
         for label, scenario in changed_scenarios(simulated.scenario)
+        if may_gain(simulated, scenario)
         for after in [scenario.global_batch / changed_step(simulated, scenario).total_s]
     ]
     return sorted((change for change in gains if change.share > WORTH), key=lambda change: -change.share)
+
+
+def may_gain(simulated: Simulated, changed: Scenario) -> bool:
+    """False where it is known without choosing buckets and plans again that less than is worth a line can be gained."""
+    before, step, cluster = simulated.scenario, simulated.step, changed.cluster
+    computes_alike = (changed.batch_per_rank, cluster.jitter) == (before.batch_per_rank, before.cluster.jitter)
+    # Of buckets in parts, a larger one may be done sooner.
+    if not computes_alike or cluster.engine.in_parts or cluster.cpu:
+        return True
+    least_s = step.computing_s + step.jitter_s + least_exposed_s(changed)
+    return step.total_s / least_s - 1 > WORTH
+
+
+def least_exposed_s(scenario: Scenario) -> float:
+    """The gradient that is ready last travels in some bucket, which takes no less than it would alone."""
+    if scenario.num_ranks == 1:
+        return 0.0
+    compute, cluster = scenario.compute, scenario.cluster
+    shape, all_reduce = cluster.shape(scenario.num_ranks), in_use(scenario.all_reduce, compute)
+    prices = Prices(cluster, shape, all_reduce.dtype)
+    ready_s, last = max(zip(compute.backward.ready_s, compute.backward.gradients, strict=True))
+    size = ELEMENT_BYTES[last.dtype]
+    plans = [plan for group in candidates(cluster, shape, all_reduce) for plan in group]
+    taken_s = min(sum(prices.of(plan, last.num_bytes // size, size)[:3]) for plan in plans)
+    return max(0.0, ready_s + taken_s - compute.backward_s)
 
 
 def changed_step(simulated: Simulated, changed: Scenario) -> Step:
@@ -213,63 +234,3 @@ def losses(simulated: Simulated) -> Losses:
         jitter=step.jitter_s / total_s,
         images=step.input_s / total_s,
     )
-
-
-def smallest_within(job: Job, cluster: Cluster, seconds: float) -> Search:
-    """The fewest whole nodes whose ranks share the batch evenly and finish in time.
-
-    Doubles until one does, then bisects: between the two, more ranks are taken to be faster.
-    """
-    size = cluster.node.ranks
-    sharing = [count for count in range(size, max(size, LARGEST_SEARCH) + 1, size) if job.can_share(count)]
-    if not sharing:
-        raise UserError(
-            f"--within: no number of whole nodes of {size} ranks shares batch.global={job.global_batch} evenly; "
-            "for example --batch-per-rank 64"
-        )
-    counts = [count for count in sharing if can_run(job, cluster, count)] or sharing[-1:]  # which then says why not
-    tried: dict[int, Simulated] = {}
-
-    def is_in_time(place: int) -> bool:
-        tried[place] = simulate(job.scenario(cluster, counts[place]))
-        minutes = tried[place].minutes
-        assert minutes is not None, "a job without a length has no end"
-        return 60 * minutes <= seconds
-
-    places = doubling_places(counts)
-    reached = next((index for index, place in enumerate(places) if is_in_time(place)), None)
-    found = None
-    if reached is not None:
-        before = places[reached - 1] if reached else -1
-        found = tried[first_true(is_in_time, before, places[reached])]
-    fastest = min(tried.values(), key=lambda each: each.minutes or 0.0)
-    return Search(found, fastest, counts[max(tried)])
-
-
-def can_run(job: Job, cluster: Cluster, num_ranks: int) -> bool:
-    """False where a microbatch of few ranks is too large for the device, or the batch of many for a single step."""
-    try:
-        job.scenario(cluster, num_ranks)
-    except UserError:
-        return False
-    return True
-
-
-def doubling_places(counts: Sequence[int]) -> list[int]:
-    """Places of the first count, of those at least twice the one before, and of the last."""
-    places = [0]
-    for place, count in enumerate(counts):
-        if count >= 2 * counts[places[-1]]:
-            places.append(place)
-    return places if places[-1] == len(counts) - 1 else [*places, len(counts) - 1]
-
-
-def first_true(holds: Callable[[int], bool], before: int, at: int) -> int:
-    """The first place after `before` where it holds, as it does `at`; where it holds, it holds for all that follow."""
-    while at - before > 1:
-        middle = (before + at) // 2
-        if holds(middle):
-            at = middle
-        else:
-            before = middle
-    return at

@@ -1,0 +1,71 @@
+"""The smallest cluster that is done in time, beside all that are smaller."""
+
+import pytest
+from msgspec.structs import replace
+
+from megabatch.errors import UserError
+from megabatch.simulate.compute import memory_bytes
+from megabatch.simulate.job import Job, job_of_model
+from megabatch.simulate.load import load_cluster
+from megabatch.simulate.request import ModelSettings
+from megabatch.simulate.search import smallest_within
+from megabatch.simulate.step import AllReduceSettings
+from megabatch.simulate.whatif import run_all
+from megabatch.simulate.workload import load_workload
+
+ALEXNET = load_workload("alexnet")  # of few gradients, so choosing is quick
+PAPER = load_cluster("p40-roce100")
+
+
+def job(batch: int | None = None, epochs: float = 90) -> Job:
+    settings = ModelSettings(epochs=epochs)
+    return job_of_model(ALEXNET, PAPER, settings, AllReduceSettings(), batch, 1_281_167, 50_000)
+
+
+def test_the_smallest_cluster_within_a_time_is_the_first_of_all() -> None:
+    cluster, trained = PAPER, job(512)
+    minutes = {result.scenario.num_ranks: result.minutes for result in run_all(trained, cluster, range(8, 520, 8))}
+    for expected in (8, 16, 24, 136, 248, 512):
+        limit = minutes[expected]
+        assert limit and expected == next(count for count, taken in minutes.items() if taken and taken <= limit)
+        found = smallest_within(trained, cluster, 60 * limit * 1.0001).found
+        assert found and found.scenario.num_ranks == expected
+
+
+def test_a_cluster_into_which_the_batch_does_not_fit_is_no_end_of_the_search() -> None:
+    trained = replace(job(), global_batch=2**16)  # at once, however many a rank has
+    fitting = memory_bytes(ALEXNET, "fp16", 2**16 / 64)
+    cluster = load_cluster("p40-roce100", [f"device.memory_gb={fitting / 1e9 + 1e-6}"])
+    with pytest.raises(UserError, match="images in a microbatch"):
+        trained.scenario(cluster, 32)
+    search = smallest_within(trained, cluster, 3600 * 24)
+    assert search.found and search.found.scenario.num_ranks == 64
+    narrow = replace(cluster, device=replace(cluster.device, memory_gb=0.1))
+    with pytest.raises(UserError, match="no batch fits"):
+        smallest_within(trained, narrow, 600)
+
+
+def test_the_search_ends_where_a_batch_is_all_of_the_training() -> None:
+    short = job(512, epochs=1)
+    with pytest.raises(UserError, match="less than one step"):
+        short.scenario(PAPER, 16_384)
+    search = smallest_within(short, PAPER, 1e-3)
+    assert search.found is None and search.most_ranks == 1_281_167 // 512 // 8 * 8
+
+
+def test_the_smallest_cluster_shares_the_batch_evenly() -> None:
+    trained = replace(job(), global_batch=3 * 2**13, microbatch=128)
+    search = smallest_within(trained, PAPER, 60 * 20)
+    assert search.found and (3 * 2**13) % search.found.scenario.num_ranks == 0
+
+
+def test_a_time_in_which_no_cluster_does_it_has_a_fastest() -> None:
+    search = smallest_within(job(), PAPER, 1)
+    assert search.found is None and search.fastest.minutes and search.fastest.minutes > 1 / 60
+    assert search.most_ranks == 16_384
+
+
+def test_a_batch_that_no_whole_node_shares_is_refused() -> None:
+    odd = replace(job(), global_batch=127, microbatch=127)
+    with pytest.raises(UserError, match=r"no number of whole nodes of 8 ranks shares batch\.global=127 evenly"):
+        smallest_within(odd, PAPER, 600)
