@@ -117,9 +117,7 @@ def require_tools() -> None:
     missing = [tool for tool in ("ip", "tc") if not shutil.which(tool)]
     if missing or os.geteuid() != 0:
         lacking = " and ".join([*(["root"] if os.geteuid() else []), *missing])
-        raise UserError(
-            f"bench cluster makes network namespaces, which needs {lacking}; run it as root, with iproute2 installed"
-        )
+        raise UserError(f"hosts are network namespaces, which needs {lacking}; run it as root, with iproute2 installed")
 
 
 @contextmanager

@@ -9,6 +9,7 @@ All but the first are arithmetic: the same figures on every machine.  `--docs` w
 """
 
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import simulated_hosts
 from benchmarks.guide import guide_tables
+from benchmarks.hosts import require_tools
 from benchmarks.paper import claims
 from benchmarks.published import Pair, Prediction, Published, Scores, predict_all, read_rows, score
 from benchmarks.report import print_lines, write
 from benchmarks.simulated_hosts import here_tables, run_here
+from megabatch.errors import UserError
 from megabatch.studies.drawing import GREY, color_of, mark_log_ticks, to_svg
 
 if TYPE_CHECKING:
@@ -37,29 +40,43 @@ Line = dict[str, str]
 def run(
     parts: Sequence[str], rounds: int, json_file: Path | None, plot_file: Path | None, docs_file: Path | None
 ) -> None:
-    tables: dict[str, list[Line]] = {}
+    if "here" in parts:
+        require_tools()
     rows: list[dict[str, Any]] = []
     if "published" in parts:
         published = read_rows()
         calibrated, scores = predict_all("calibrates", published), score(predict_all("predicted", published))
-        tables |= published_tables(published, calibrated, scores)
+        show(published_tables(published, calibrated, scores), docs_file)
         rows += [as_json(prediction) for prediction in (*calibrated, *scores.predictions)]
         if plot_file:
             plot_file.write_text(to_svg(lambda figure: draw(figure, calibrated, scores.predictions)))
     if "paper" in parts:
-        tables |= paper_tables()
+        show(paper_tables(), docs_file)
     if "guide" in parts:
-        tables |= guide_tables()
+        show(guide_tables(), docs_file)
     if "here" in parts:
         measured = run_here(rounds, json_file)
-        tables |= here_tables(measured)
+        show(here_tables(measured), docs_file)
         rows += [simulated_hosts.as_json(row) for row in measured]
+    write(rows, json_file)
+
+
+def show(tables: dict[str, list[Line]], docs_file: Path | None) -> None:
     for title, lines in tables.items():
         print(f"\n{title}")
         print_lines([{name: text for name, text in line.items() if name not in ONLY_IN_DOCS} for line in lines])
     if docs_file:
         write_tables(docs_file, tables)
-    write(rows, json_file)
+
+
+def default_parts() -> list[str]:
+    """All that this user can run: hosts of this machine need root."""
+    try:
+        require_tools()
+    except UserError as error:
+        print(f"megabatch: without --part here: {error}", file=sys.stderr)
+        return [part for part in PARTS if part != "here"]
+    return list(PARTS)
 
 
 def published_tables(rows: list[Published], calibrated: list[Prediction], scores: Scores) -> dict[str, list[Line]]:

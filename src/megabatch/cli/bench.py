@@ -134,7 +134,7 @@ def simulator(
     for part in parts or ():
         require_one_of("--part", part, bench.PARTS)
     with speaking_for_ranks():
-        bench.run(parts or bench.PARTS, rounds, json, plot, docs)
+        bench.run(parts or bench.default_parts(), rounds, json, plot, docs)
 
 
 @app.command()

@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from megabatch.comm.barrier import Header
 from megabatch.comm.dtypes import TORCH_DTYPES
@@ -51,7 +52,8 @@ def probe_axis(reducer: Reducer, axis: Axis, dtype: CommDtype) -> Link:
             sum_s=time_in_node(reducer, "reduce_scatter", large),
             num_halves=1,
         )
-        return fit_link(timing, num_members, large, comm_bytes=4)
+        link = fit_link(timing, num_members, large, comm_bytes=4)
+        return replace(link, in_memory=reducer.groups.memory is not None)
     timing = Timing(
         small_s=time_all_reduces(reducer, axis, dtype, SMALL),
         gather_s=time_gather(reducer, axis, dtype, large),
