@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from megabatch.planning.tuning import Bucket
-from megabatch.simulate.cluster import Cluster
+from megabatch.simulate.cluster import Cluster, Cpu
 from megabatch.simulate.compute import compute_by_curve, compute_by_profile
 from megabatch.simulate.profile import Profile
 from megabatch.simulate.step import AllReduceSettings, Compute, Step, in_use, run_step, simulate_step, slower
@@ -156,6 +156,7 @@ def with_bandwidth(cluster: Cluster, factor: float) -> Cluster:
         cluster,
         node=replace(node, gb_per_s=factor * node.gb_per_s),
         network=replace(network, gbps=factor * network.gbps),
+        cpu=with_core_costs(cluster.cpu, "_s_per_byte", 1 / factor),
     )
 
 
@@ -166,7 +167,16 @@ def with_latency(cluster: Cluster, factor: float) -> Cluster:
         node=replace(node, alpha_us=factor * node.alpha_us),
         network=replace(network, alpha_us=factor * network.alpha_us, switch_alpha_us=factor * network.switch_alpha_us),
         engine=replace(engine, base_us=factor * engine.base_us, coordinate_us=factor * engine.coordinate_us),
+        cpu=with_core_costs(cluster.cpu, "step_s", factor),
     )
+
+
+def with_core_costs(cpu: Cpu | None, ending: str, factor: float) -> Cpu | None:
+    """With those costs times the factor whose names end so."""
+    if cpu is None:
+        return None
+    changed = {name: factor * value for name, value in asdict(cpu.costs).items() if name.endswith(ending)}
+    return replace(cpu, costs=replace(cpu.costs, **changed))
 
 
 def with_jitter(cluster: Cluster, factor: float) -> Cluster:

@@ -125,6 +125,8 @@ def candidates(cluster: Cluster, shape: ClusterShape, all_reduce: AllReduceSetti
     # The engine's ring is what our flat plan calls where nothing is rounded.
     is_ring = dtype == "fp32" and "ring" in cluster.engine_sums
     names = [name for name in ALGORITHMS if algorithm in ("auto", name) and not (name == "flat" and is_ring)]
+    if cluster.cpu and shape.num_nodes == 1:  # ranks of a host exchange through its memory, whatever is asked for
+        names = ["torus"]
     ours = [plan for name in names if (plan := ALGORITHMS[name](shape, dtype)) and plan.phases]
     sums = [kind for kind in cluster.engine_sums if algorithm in ("auto", "flat", kind)]
     groups = [plans for plans in (engine_plans(shape, dtype, sums), ours) if plans]
@@ -197,7 +199,7 @@ def run_step(
 ) -> Step:
     """With buckets and plans that were chosen, perhaps for links that are not quite these."""
     step = wire_step(compute, cluster, shape, all_reduce, buckets)
-    if cluster.cpu:
+    if cluster.cpu and buckets:
         taken_s = time_on_cores(step, cluster.cpu, shape).seconds(cluster.cpu.costs.step_unhidden)
         step = replace(step, exposed_s=taken_s - step.computing_s)
     # The next step's images are read during this one.

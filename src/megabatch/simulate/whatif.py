@@ -106,15 +106,16 @@ def exposed_by_algorithm(scenario: Scenario) -> dict[str, float]:
 
 
 def ladder(job: Job, cluster: Cluster, ranks: Sequence[int]) -> list[Variant]:
-    if "ring" not in cluster.engine.sums:
+    if cluster.engine.sums and "ring" not in cluster.engine.sums:
         raise UserError(
             f"--ladder begins with the engine's ring, and that of {cluster.name} has none "
-            f"(engine.sums is {', '.join(cluster.engine.sums) or 'empty'}); give engine.sums=['ring']"
+            f"(engine.sums is {', '.join(cluster.engine.sums)}); give engine.sums=['ring']"
         )
+    ring = "ring" if cluster.engine.sums else "flat"  # on CPUs our flat plan is the backend's ring
     wide, narrow = ladder_precisions(job, cluster)
     rungs = [
-        ("per-tensor ring", wide, AllReduceSettings(algorithm="ring", overlap="layer")),
-        ("+ fusion", wide, AllReduceSettings(algorithm="ring", overlap="fused")),
+        ("per-tensor ring", wide, AllReduceSettings(algorithm=ring, overlap="layer")),
+        ("+ fusion", wide, AllReduceSettings(algorithm=ring, overlap="fused")),
         ("+ hierarchical", wide, AllReduceSettings(algorithm="hierarchical", overlap="fused")),
         ("+ hybrid", wide, AllReduceSettings(algorithm=AUTO, overlap="fused")),
         ("+ 16 bits", narrow, AllReduceSettings(algorithm=AUTO, overlap="fused", dtype="fp16")),
