@@ -1,5 +1,6 @@
 """What to expect of a cluster, from 8 to 16,384 ranks, and of the paper's improvements: tables for docs/scaling.md."""
 
+from megabatch.data.shapes import IMAGENET
 from megabatch.simulate.compute import default_precision
 from megabatch.simulate.job import Job
 from megabatch.simulate.load import load_cluster
@@ -11,7 +12,6 @@ CLUSTERS = ("dgx-h100", "dgx-a100", "dgx1-v100", "p40-roce100", "aws-p3-25gbe", 
 RANKS = (8, 64, 512, 2_048, 16_384)
 LADDER_CLUSTERS, LADDER_RANKS = ("p40-roce100", "hkbu-10gbe", "dgx-a100"), 1_024
 BATCH = 64
-IMAGES = 1_281_167
 
 Line = dict[str, str]
 
@@ -31,7 +31,7 @@ def job(model: str, precision: str) -> Job:
         workload=load_workload(model),
         precision=precision,
         batch_per_rank=BATCH,
-        num_train=IMAGES,
+        num_train=IMAGENET.num_train,
         num_test=0,
     )
 

@@ -7,12 +7,13 @@ says what would have to be true for the reported figure.
 
 from typing import NamedTuple
 
+from megabatch.data.shapes import IMAGENET
 from megabatch.simulate.load import load_cluster
 from megabatch.simulate.scenario import Scenario, Simulated, simulate
 from megabatch.simulate.step import AllReduceSettings
 from megabatch.simulate.workload import load_workload
 
-CLUSTER, IMAGES = "p40-roce100", 1_281_167
+CLUSTER = "p40-roce100"
 RESNET_EPOCHS, ALEXNET_EPOCHS = 90, 95
 NCCL = {"a ring for each tensor": AllReduceSettings(algorithm="ring", overlap="layer")}
 NCCL["rings over 64 MB"] = AllReduceSettings(algorithm="ring", overlap="fused", bucket_mb=64)
@@ -54,7 +55,7 @@ def run(
 
 
 def time_of(what: str, reported_minutes: float, simulated: Simulated, epochs: int) -> Claim:
-    images, ranks = epochs * IMAGES, simulated.scenario.num_ranks
+    images, ranks = epochs * IMAGENET.num_train, simulated.scenario.num_ranks
     low, high = (images / rate / 60 for rate in (simulated.high_images_per_s, simulated.low_images_per_s))
     reported_rate = images / (60 * reported_minutes) / ranks
     return Claim(

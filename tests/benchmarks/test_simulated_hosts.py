@@ -27,8 +27,8 @@ from benchmarks.simulated_hosts import (
 )
 from benchmarks.simulated_ranks import AllReduces, Measured, Steps, Task
 from megabatch.planning.topology import ClusterShape
-from megabatch.simulate.cores import CoreCosts, StepTime
-from megabatch.simulate.profile import Profile, ProfiledGradient, ProfilePoint
+from megabatch.simulate.cores import StepTime
+from tests.support.simulated import COSTS, made_up_profile
 
 ROW = Row(
     kind="all-reduce",
@@ -99,26 +99,9 @@ def test_nothing_is_fitted_to_what_is_predicted() -> None:
 
 
 def test_what_steps_have_not_hidden_is_a_part_of_the_lesser_of_wire_and_cores() -> None:
-    costs = made_up_costs()
     steps = [MeasuredStep(StepTime(2.0, 1.0), 2.2), MeasuredStep(StepTime(1.0, 3.0), 3.4)]
-    assert fit_steps(steps, costs).step_unhidden == pytest.approx(0.3)
-    assert fit_steps([MeasuredStep(StepTime(2.0, 1.0), 1.5)], costs).step_unhidden == 0.0
-
-
-def made_up_costs() -> CoreCosts:
-    return CoreCosts(
-        ring_s_per_byte=1e-9,
-        exchange_s_per_byte=1e-9,
-        exchange_16_s_per_byte=1e-9,
-        memory_s_per_byte=1e-9,
-        step_s=1e-4,
-        memory_step_s=1e-5,
-        wire_share=1.0,
-        exchange_share=1.0,
-        unhidden=0.0,
-        leaders_unhidden=0.0,
-        exchange_unhidden=0.0,
-    )
+    assert fit_steps(steps, COSTS).step_unhidden == pytest.approx(0.3)
+    assert fit_steps([MeasuredStep(StepTime(2.0, 1.0), 1.5)], COSTS).step_unhidden == 0.0
 
 
 def test_ranks_of_a_host_are_consecutive_in_the_order_of_hosts() -> None:
@@ -146,19 +129,7 @@ def test_with_one_rank_per_host_two_algorithms_are_one() -> None:
 
 
 def test_every_case_is_predicted_measured_and_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    point = ProfilePoint(microbatch=8, forward_s=0.1, backward_s=0.2, forward_by_layer_s={}, ready_s=[0.2])
-    gradient = ProfiledGradient(name="weight", num_elements=1 << 20, dtype="fp32")
-    profile = Profile(
-        model="alexnet_bn",
-        image_size=64,
-        num_classes=10,
-        precision="fp32",
-        device="made up",
-        threads=1,
-        gradients=[gradient],
-        points=[replace(point, microbatch=4), point],
-        update_s=0.1,
-    )
+    profile = made_up_profile("alexnet_bn", 64, 10, (4, 8), (0.0125, 0.025, 0.025), 1 << 20, 0.1)
 
     def made_up(ranks: Ranks, gbps: float, task: Task) -> tuple[Measured, float]:
         match task:

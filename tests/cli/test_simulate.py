@@ -16,10 +16,10 @@ from megabatch.cli.simulate_screen import BAR, bar
 from megabatch.errors import UserError
 from megabatch.simulate.cores import CoreCosts
 from megabatch.simulate.load import load_cluster
-from megabatch.simulate.profile import Profile, ProfiledGradient, ProfilePoint
 from megabatch.simulate.scenario import Scenario, simulate
 from megabatch.simulate.step import AllReduceSettings, Step
 from megabatch.simulate.workload import load_workload
+from tests.support.simulated import made_up_profile
 
 ON_PAPER = ["--cluster", "p40-roce100"]
 ROW = {
@@ -27,20 +27,7 @@ ROW = {
     "efficiency", "exposed_s", "minutes", "plan",
 }  # fmt: skip
 
-PROFILE = Profile(
-    model="small_cnn",
-    image_size=16,
-    num_classes=10,
-    precision="fp32",
-    device="cpu",
-    threads=1,
-    gradients=[ProfiledGradient(name="fc.weight", num_elements=10**5, dtype="fp32")],
-    points=[
-        ProfilePoint(microbatch=b, forward_s=b / 1e3, backward_s=b / 5e2, forward_by_layer_s={}, ready_s=[b / 6e2])
-        for b in (8, 16, 32)
-    ],
-    update_s=0.01,
-)
+PROFILE = made_up_profile("small_cnn", 16, 10, (8, 16, 32), (1 / 1e3, 1 / 5e2, 1 / 6e2), 10**5, 0.01)
 
 
 @pytest.fixture(autouse=True)

@@ -14,20 +14,8 @@ from megabatch.simulate.cluster import Cluster, Cpu, Device, EngineSettings, Net
 from megabatch.simulate.cores import CoreCosts, Cores, consecutive, core_seconds, cores_of, cpu_links
 from megabatch.simulate.fit_cores import TimedAllReduce, Unlimited, fit_costs
 from megabatch.simulate.step import AllReduceSettings, Compute, choose_cut, run_step
+from tests.support.simulated import COSTS
 
-COSTS = CoreCosts(
-    ring_s_per_byte=0.8e-9,
-    exchange_s_per_byte=1.2e-9,
-    exchange_16_s_per_byte=1.7e-9,
-    memory_s_per_byte=0.4e-9,
-    step_s=3e-4,
-    memory_step_s=2e-5,
-    wire_share=0.95,
-    exchange_share=0.8,
-    unhidden=0.1,
-    leaders_unhidden=0.15,
-    exchange_unhidden=0.3,
-)
 FREE = replace(
     COSTS,
     ring_s_per_byte=0.0,

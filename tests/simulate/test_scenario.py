@@ -15,11 +15,11 @@ from megabatch.simulate.compute import (
     require_memory,
 )
 from megabatch.simulate.load import load_cluster, preset_names
-from megabatch.simulate.profile import Profile, ProfiledGradient, ProfilePoint
 from megabatch.simulate.scenario import Scenario, Simulated, simulate
 from megabatch.simulate.step import AllReduceSettings
 from megabatch.simulate.training import RunLength, train_for
 from megabatch.simulate.workload import load_workload
+from tests.support.simulated import made_up_profile
 
 RESNET = load_workload("resnet50")
 
@@ -110,20 +110,7 @@ def test_a_cluster_costs_what_its_ranks_cost_an_hour() -> None:
 
 
 def test_a_profile_takes_the_place_of_a_curve() -> None:
-    profile = Profile(
-        model="small",
-        image_size=32,
-        num_classes=10,
-        precision="fp32",
-        device="cpu",
-        threads=1,
-        gradients=[ProfiledGradient(name="fc", num_elements=1000, dtype="fp32")],
-        points=[
-            ProfilePoint(microbatch=b, forward_s=b / 1e3, backward_s=b / 500, forward_by_layer_s={}, ready_s=[b / 1e3])
-            for b in (8, 16)
-        ],
-        update_s=0.5,
-    )
+    profile = made_up_profile("small", 32, 10, (8, 16), (1e-3, 2e-3, 1e-3), 1000, 0.5)
     compute = compute_by_profile(profile, 16, accumulation=2)
     assert compute.total_s == pytest.approx(2 * (0.016 + 0.032) + 0.5)
     assert compute.backward.ready_s == [0.016]

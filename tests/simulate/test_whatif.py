@@ -7,7 +7,6 @@ from megabatch.errors import UserError
 from megabatch.simulate.compute import memory_bytes
 from megabatch.simulate.job import Job, job_of_model
 from megabatch.simulate.load import load_cluster, preset_names
-from megabatch.simulate.profile import Profile, ProfiledGradient, ProfilePoint
 from megabatch.simulate.request import ModelSettings
 from megabatch.simulate.scenario import simulate
 from megabatch.simulate.step import AllReduceSettings, Overlap
@@ -24,6 +23,7 @@ from megabatch.simulate.whatif import (
     may_gain,
 )
 from megabatch.simulate.workload import load_workload
+from tests.support.simulated import made_up_profile
 
 AUTO = AllReduceSettings()
 ALEXNET = load_workload("alexnet")  # of few gradients, so choosing is quick
@@ -72,20 +72,7 @@ def test_what_one_algorithm_exposes_is_what_it_exposes_alone() -> None:
 
 
 def test_a_profile_is_simulated_as_it_was_recorded() -> None:
-    recorded = Profile(
-        model="alexnet",
-        image_size=224,
-        num_classes=1000,
-        precision="fp32",
-        device="cpu",
-        threads=2,
-        gradients=[ProfiledGradient(name="fc.weight", num_elements=10**6, dtype="fp32")],
-        points=[
-            ProfilePoint(microbatch=b, forward_s=b / 10, backward_s=b / 5, forward_by_layer_s={}, ready_s=[b / 8])
-            for b in (8, 16)
-        ],
-        update_s=0.5,
-    )
+    recorded = made_up_profile("alexnet", 224, 1000, (8, 16), (0.1, 0.2, 0.125), 10**6, 0.5)
     cluster = load_cluster("cpu-1gbe")
     profiled = job_of_model(ALEXNET, cluster, ModelSettings(), AUTO, None, 1000, 100, recorded)
     assert profiled.precision == "fp32" and profiled.batch_per_rank == 16

@@ -19,8 +19,9 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
+from megabatch.planning.cost import travelling_bytes
 from megabatch.planning.pipeline import Costs
-from megabatch.planning.plan import COMM_DTYPES, CommDtype, EngineSum, Phase, Plan
+from megabatch.planning.plan import CommDtype, EngineSum, Phase, Plan
 from megabatch.planning.topology import ClusterShape
 
 
@@ -48,8 +49,7 @@ def price_engine(plan: Plan, shape: ClusterShape, engine: Engine, num_elements: 
     """Of a bucket alone; node and network work at once, so nothing of another bucket runs beside it."""
     (phase,) = plan.phases
     assert phase.engine, plan
-    width = element_bytes if phase.dtype == "fp32" else COMM_DTYPES[phase.dtype].num_bytes
-    seconds = engine_seconds(phase.engine, shape, engine, num_elements * width)
+    seconds = engine_seconds(phase.engine, shape, engine, num_elements * travelling_bytes(phase, element_bytes))
     return Costs(seconds, 0.0, 0.0, crosses=False) if shape.num_nodes == 1 else Costs(0.0, seconds, 0.0, crosses=True)
 
 
