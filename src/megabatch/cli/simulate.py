@@ -1,6 +1,6 @@
 """megabatch simulate: how long a training takes on a cluster that one does not have yet."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -83,7 +83,6 @@ def simulate(
     from megabatch.cli.simulate_screen import print_report
     from megabatch.cli.simulate_variants import print_ladder, print_variants
     from megabatch.simulate import whatif
-    from megabatch.simulate.compute import GRADIENTS
     from megabatch.simulate.job import notes, require_batch
     from megabatch.simulate.load import load_cluster, preset_names
     from megabatch.simulate.profile import read_profile
@@ -107,26 +106,20 @@ def simulate(
     recorded = read_profile(profile) if profile else None
     job, recipe_batch, remarks = ask(subject, of_job, there, recorded, batch_per_rank, wire, algorithm, overlap)
 
-    variants: list[Variant] = []
     search: Search | None = None
     if limit_s is not None:
         if not job.has_length:
             raise UserError(f"--within {within}: {job.name} alone has no end; for example train.epochs=90")
         search = smallest_within(job, there, limit_s)
         counts = counts or [(search.found or search.fastest).scenario.num_ranks]
-    if compare:
-        variants = whatif.compare(job, there, counts)
-    elif ladder:
-        wide, narrow = whatif.ladder_precisions(job, there)
-        last = f"they are {GRADIENTS[narrow]}" if narrow != wide else "16 bits travel"
-        remarks.append(f"--ladder computes in {wide}, with gradients in {GRADIENTS[wide]}; in its last line {last}")
-        variants = whatif.ladder(job, there, counts)
-    elif swept:
-        clusters = [load_cluster(cluster, [*of_cluster, f"{swept.key}={value}"]) for value in swept.values]
-        variants = [
-            whatif.Variant(f"{swept.key}={value}", {swept.key: float(value)}, whatif.run_all(job, each, counts))
-            for value, each in zip(swept.values, clusters, strict=True)
-        ]
+    if ladder:
+        remarks.append(describe_ladder(job, there))
+    swept_clusters = {}
+    if swept:
+        swept_clusters = {
+            (swept.key, value): load_cluster(cluster, [*of_cluster, f"{swept.key}={value}"]) for value in swept.values
+        }
+    variants = vary(job, there, counts, compare, ladder, swept_clusters)
     results = [] if variants else whatif.run_all(job, there, counts)
     remarks += notes(job, counts, recipe_batch, wire)
 
@@ -140,6 +133,36 @@ def simulate(
         print_variants(job, there, variants, counts, remarks)
     else:
         print_report(job, there, results, remarks, search, within or "")
+
+
+def vary(
+    job: "Job",
+    cluster: "Cluster",
+    counts: Sequence[int],
+    compare: bool,
+    ladder: bool,
+    swept: "Mapping[tuple[str, float], Cluster]",  # by key and value
+) -> "list[Variant]":
+    """The same job in other ways, if that was asked."""
+    from megabatch.simulate import whatif
+
+    if compare:
+        return whatif.compare(job, cluster, counts)
+    if ladder:
+        return whatif.ladder(job, cluster, counts)
+    return [
+        whatif.Variant(f"{key}={value}", {key: float(value)}, whatif.run_all(job, each, counts))
+        for (key, value), each in swept.items()
+    ]
+
+
+def describe_ladder(job: "Job", cluster: "Cluster") -> str:
+    from megabatch.simulate.compute import GRADIENTS
+    from megabatch.simulate.whatif import ladder_precisions
+
+    wide, narrow = ladder_precisions(job, cluster)
+    last = f"they are {GRADIENTS[narrow]}" if narrow != wide else "16 bits travel"
+    return f"--ladder computes in {wide}, with gradients in {GRADIENTS[wide]}; in its last line {last}"
 
 
 def split_subject(given: Sequence[str] | None) -> tuple[str, list[str]]:
