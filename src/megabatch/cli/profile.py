@@ -15,7 +15,8 @@ from megabatch.errors import UserError
 if TYPE_CHECKING:
     from megabatch.config.schema import RunConfig
     from megabatch.ranks.store import RankStore
-    from megabatch.simulate.profile import Line, Profile
+    from megabatch.simulate.line import Line
+    from megabatch.simulate.profile import Profile
 
 MOST_LAYERS = 12  # on the screen
 MANY_RANKS = 8  # for example

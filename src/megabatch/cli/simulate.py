@@ -22,7 +22,7 @@ IMAGE_SIZE = 224  # of a model that has no recipe
 EXAMPLE = "for example: megabatch simulate resnet50-imagenet-64k --cluster p40-roce100 --ranks 8..2048"
 
 
-class Asked(NamedTuple):
+class RequestedJob(NamedTuple):
     """A job, and what is to be said beside its table."""
 
     job: "Job"
@@ -102,37 +102,37 @@ def simulate(
     counts = parse_ranks(ranks) if ranks is not None else []
     limit_s = parse_within(within) if within is not None else None
     swept = parse_sweep(sweep) if sweep is not None else None
-    there = load_cluster(cluster, of_cluster)
+    target = load_cluster(cluster, of_cluster)
     recorded = read_profile(profile) if profile else None
-    job, recipe_batch, remarks = ask(subject, of_job, there, recorded, batch_per_rank, wire, algorithm, overlap)
+    job, recipe_batch, remarks = make_job(subject, of_job, target, recorded, batch_per_rank, wire, algorithm, overlap)
 
     search: Search | None = None
     if limit_s is not None:
         if not job.has_length:
             raise UserError(f"--within {within}: {job.name} alone has no end; for example train.epochs=90")
-        search = smallest_within(job, there, limit_s)
+        search = smallest_within(job, target, limit_s)
         counts = counts or [(search.found or search.fastest).scenario.num_ranks]
     if ladder:
-        remarks.append(describe_ladder(job, there))
+        remarks.append(describe_ladder(job, target))
     swept_clusters = {}
     if swept:
         swept_clusters = {
             (swept.key, value): load_cluster(cluster, [*of_cluster, f"{swept.key}={value}"]) for value in swept.values
         }
-    variants = vary(job, there, counts, compare, ladder, swept_clusters)
-    results = [] if variants else whatif.run_all(job, there, counts)
+    variants = vary(job, target, counts, compare, ladder, swept_clusters)
+    results = [] if variants else whatif.run_all(job, target, counts)
     remarks += notes(job, counts, recipe_batch, wire)
 
     if json:
-        write(json, "--json", encode(job, there, counts, results, variants, search))
+        write(json, "--json", encode(job, target, counts, results, variants, search))
     if plot:
-        write(plot, "--plot", draw(job, there, results, variants))
+        write(plot, "--plot", draw(job, target, results, variants))
     if ladder:
-        print_ladder(job, there, variants, counts, remarks)
+        print_ladder(job, target, variants, counts, remarks)
     elif variants:
-        print_variants(job, there, variants, counts, remarks)
+        print_variants(job, target, variants, counts, remarks)
     else:
-        print_report(job, there, results, remarks, search, within or "")
+        print_report(job, target, results, remarks, search, within or "")
 
 
 def vary(
@@ -196,7 +196,7 @@ def require_choices(wire: str | None, algorithm: str | None, overlap: str, compa
             raise UserError(f"--ladder varies what travels and how, so {option} {value} has no place; leave it out")
 
 
-def ask(
+def make_job(
     subject: str,
     overrides: Sequence[str],
     cluster: "Cluster",
@@ -205,7 +205,7 @@ def ask(
     wire: str | None,
     algorithm: str | None,
     overlap: str,
-) -> Asked:
+) -> RequestedJob:
     """What is stored is simulated without torch, which takes seconds to import."""
     from msgspec.structs import replace
 
@@ -224,12 +224,12 @@ def ask(
             job = with_batch_per_rank(job, batch_per_rank)
         if profile:
             job = with_profile(job, profile)
-        return Asked(replace(job, all_reduce=job.all_reduce._replace(**changed)), recipe_batch, remarks)
+        return RequestedJob(replace(job, all_reduce=job.all_reduce._replace(**changed)), recipe_batch, remarks)
     settings = parse_model_settings(overrides)
     workload = load_workload(subject) if subject in STORED else count_model(subject)
     images = IMAGENET.num_train, IMAGENET.num_test
     job = job_of_model(workload, cluster, settings, AllReduceSettings(**changed), batch_per_rank, *images, profile)
-    return Asked(job, None, [])
+    return RequestedJob(job, None, [])
 
 
 def is_recipe(subject: str) -> bool:

@@ -20,10 +20,8 @@ from megabatch.planning.engine import Engine
 from megabatch.planning.plan import CommDtype, EngineSum
 from megabatch.planning.topology import Axis, ClusterShape
 from megabatch.simulate.cores import CoreCosts, cpu_links
-from megabatch.simulate.device import Curve
+from megabatch.simulate.device import Curve, NotNegative, Positive
 
-Positive = Annotated[float, Meta(ge=1e-6, le=1e9)]
-NotNegative = Annotated[float, Meta(ge=0, le=1e9)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Factor = Annotated[float, Meta(ge=1, le=100)]
 

@@ -21,14 +21,15 @@ from typing import Annotated, NamedTuple
 from msgspec import Meta, Struct
 
 from megabatch.errors import UserError, nearest
+from megabatch.simulate.line import Line
 
 SHAPES = [*(quarter / 4 for quarter in range(400)), *range(100, 1001, 4)]  # r, in images, that are tried
 LEAST_SPREAD = 0.02  # relative: nobody's machine is known better
 DEVIATIONS = 1.64  # nine in ten
 BORROWED = 1.5  # factor by which the r of another device may be wrong
 
-Positive = Annotated[float, Meta(gt=0)]
-NotNegative = Annotated[float, Meta(ge=0)]
+Positive = Annotated[float, Meta(ge=1e-6, le=1e9)]
+NotNegative = Annotated[float, Meta(ge=0, le=1e9)]
 
 
 class Point(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,17 +56,6 @@ class Curve(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise UserError(
                 f"the curve of {self.model} needs points {{batch, images_per_s}} whose step is longer than it waited"
             )
-
-
-class Line(NamedTuple):
-    fixed_s: float  # t0
-    per_image_s: float  # c
-
-    def seconds(self, num_images: float) -> float:
-        return self.fixed_s + self.per_image_s * num_images
-
-    def times(self, fixed: float, per_image: float) -> "Line":
-        return Line(fixed * self.fixed_s, per_image * self.per_image_s)
 
 
 class FittedCurve(NamedTuple):

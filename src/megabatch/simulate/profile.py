@@ -16,18 +16,11 @@ from msgspec import Meta, Struct
 
 from megabatch.errors import UserError
 from megabatch.planning.backward import ELEMENT_BYTES, Gradient, GradientDtype, RecordedBackward
+from megabatch.simulate.line import Line
 
 FORMAT = 1
 Count = Annotated[int, Meta(ge=1, le=10**12)]
 Seconds = Annotated[float, Meta(ge=0, le=86_400)]  # a day, for one pass
-
-
-class Line(NamedTuple):
-    fixed_s: float  # t0
-    per_image_s: float  # c
-
-    def seconds(self, num_images: float) -> float:
-        return self.fixed_s + self.per_image_s * num_images
 
 
 def fit_line(num_images: Sequence[float], seconds: Sequence[float]) -> Line:
