@@ -40,7 +40,7 @@ from megabatch.planning.plan import CommDtype, axes_of
 from megabatch.planning.topology import Axis, ClusterShape, Topology
 from megabatch.planning.tuning import Bucket, Tuning
 from megabatch.simulate.cluster import Cluster, Cpu, Device, EngineSettings, Network, Node
-from megabatch.simulate.cores import CoreCosts, Cores, StepTime, core_seconds
+from megabatch.simulate.cores import CoreCosts, Cores, StepTime, core_seconds, gaps_of_hosts
 from megabatch.simulate.fit_cores import TimedAllReduce, Unlimited, fit_costs
 from megabatch.simulate.step import AllReduceSettings, Compute, choose_cut, time_on_cores, wire_step
 
@@ -55,7 +55,7 @@ BASE: list[tuple[Ranks, float]] = [
     ((2, 2), NO_LIMIT_GBPS),
 ]
 EXCHANGE, BY_TENSOR = "flat/fp32 in stages", "flat/fp32 by tensor"
-EXCHANGE_GBPS, EXCHANGE_ATTEMPTS = 1.0, 5
+EXCHANGE_HOSTS, EXCHANGE_GBPS, EXCHANGE_ATTEMPTS = 4, 1.0, 5
 PROFILE_S = 5.0
 DIFFERS = 1.1  # two algorithms have an order, if measured times differ by more
 
@@ -136,7 +136,7 @@ def run_here(rounds: int, json_file: Path | None) -> list[Row]:
     num_cores = len(os.sched_getaffinity(0))
     barrier_s = measure((num_cores,), NO_LIMIT_GBPS, Barriers())[0].memory_step_s
     base = [measure_base(ranks, gbps, rounds) for ranks, gbps in BASE]
-    costs = fit_base(base, measure_exchange_share(), barrier_s, num_cores)
+    costs = fit_base(base, measure_exchange_gaps(), barrier_s, num_cores)
     training = measure_training(rounds, costs, num_cores)
     costs = fit_steps([measure_step(case, "bf16", training, costs, num_cores, rounds) for case in BASE_STEPS], costs)
     print_lines([{"cost": name, "fitted": f"{value:.3g}"} for name, value in asdict(costs).items()])
@@ -202,15 +202,15 @@ def dtype_between_hosts(tuning: Tuning) -> CommDtype:
     return next(phase.dtype for phase in tuning.buckets[0].plan.phases if phase.axis != "node")
 
 
-def measure_exchange_share() -> float:
-    """Of what a plain TCP stream gets, between two hosts."""
-    with hosts(2, EXCHANGE_GBPS) as cluster:
+def measure_exchange_gaps() -> float:
+    """What an exchange over plain TCP, without ranks, leaves idle of what a stream gets."""
+    with hosts(EXCHANGE_HOSTS, EXCHANGE_GBPS) as cluster:
         stream_gbps = cluster.stream_gbps()
         exchange_gbps = statistics.median(cluster.exchange_gbps(PART_BYTES) for _ in range(EXCHANGE_ATTEMPTS))
-    return min(1.0, exchange_gbps / stream_gbps)
+    return max(0.0, stream_gbps / exchange_gbps - 1) / gaps_of_hosts(EXCHANGE_HOSTS)
 
 
-def fit_base(base: Sequence[BaseTimes], exchange_share: float, barrier_s: float, num_cores: int) -> CoreCosts:
+def fit_base(base: Sequence[BaseTimes], exchange_gaps: float, barrier_s: float, num_cores: int) -> CoreCosts:
     *limited, unlimited = base
     return fit_costs(
         Unlimited(
@@ -223,7 +223,7 @@ def fit_base(base: Sequence[BaseTimes], exchange_share: float, barrier_s: float,
         [timed for times in limited for timed in times.timed.values()],
         num_cores,
         wire_share=statistics.median(times.stream_share for times in limited),
-        exchange_share=exchange_share,
+        exchange_gaps=exchange_gaps,
         memory_step_s=barrier_s,
     )
 

@@ -141,7 +141,7 @@ def test_every_case_is_predicted_measured_and_written(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(simulated_hosts, "measure", made_up)
     monkeypatch.setattr(simulated_hosts, "require_tools", lambda: None)
-    monkeypatch.setattr(simulated_hosts, "measure_exchange_share", lambda: 0.8)
+    monkeypatch.setattr(simulated_hosts, "measure_exchange_gaps", lambda: 0.5)
     monkeypatch.setattr(simulated_hosts, "gradient_sizes", lambda model: [1 << 22, 1 << 20, 1 << 10])
     found = simulated_hosts.run_here(1, tmp_path / "rows.json")
     assert {(row.ranks, row.gbps) for row in found} == {

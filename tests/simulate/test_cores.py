@@ -24,7 +24,7 @@ FREE = replace(
     memory_s_per_byte=0.0,
     memory_step_s=0.0,
     wire_share=1.0,
-    exchange_share=1.0,
+    exchange_gaps=0.0,
 )
 LARGE = 1 << 24  # elements, many whole parts
 DTYPES: tuple[CommDtype, ...] = ("fp32", "bf16")
@@ -144,7 +144,7 @@ def test_a_fit_finds_the_costs_from_which_its_times_were_made() -> None:
         for dtype in DTYPES
         for name, shape in (("flat", pair), ("torus", four), ("hierarchical", four), ("flat", four))
     ]
-    found = fit_costs(unlimited, limited, 2, wire_share=0.95, exchange_share=0.8, memory_step_s=2e-5)
+    found = fit_costs(unlimited, limited, 2, wire_share=0.95, exchange_gaps=0.5, memory_step_s=2e-5)
     for field in COSTS.__struct_fields__:
         assert getattr(found, field) == pytest.approx(getattr(COSTS, field), rel=0.02), field
 

@@ -39,7 +39,7 @@ class CoreCosts(Struct, frozen=True, kw_only=True):
     step_s: float  # latency of a message between ranks that have a core each
     memory_step_s: float  # of a barrier in shared memory
     wire_share: float  # of the nominal rate, that TCP carries: the rest is headers
-    exchange_share: float  # of that, what one rank of a host gets through it in stages, that wait for each other
+    exchange_gaps: float  # what stages that wait for each other leave idle of the wire; see exchange_idle
     unhidden: float  # of the lesser of wire and cores, where messages follow each other
     leaders_unhidden: float  # where those of a host go through one rank, for which the others wait
     exchange_unhidden: float  # where the stages of an exchange wait for each other
@@ -122,8 +122,8 @@ def network_link(
     num_members = cores.members(axis)
     staged = in_stages(axis, shape, dtype)
     wire_s = wire_bytes(axis, shape, dtype) * 8 / (gbps * 1e9 * costs.wire_share)
-    if staged:  # the gaps that one rank leaves on the wire, others of its host fill
-        wire_s *= 1 + (1 / costs.exchange_share - 1) / (1 if axis == "leaders" else shape.largest_node)
+    if staged:
+        wire_s *= 1 + exchange_idle(axis, shape, costs)
     core_s = num_members * core_s_per_byte(axis, shape, dtype, costs)
     cores_s = cores.seconds(core_s, num_members)
     if axis != "all":  # parts of a bucket are added up in the hosts meanwhile
@@ -150,6 +150,22 @@ def in_stages(axis: Axis, shape: ClusterShape, dtype: CommDtype) -> bool:
     """As comm/process_group.py: two members send each other everything, and fp32 over all ranks is the backend's."""
     is_backends = axis == "all" and dtype == "fp32"
     return shape.largest_group(axis) > 2 and not is_backends
+
+
+def exchange_idle(axis: Axis, shape: ClusterShape, costs: CoreCosts) -> float:
+    """How long the wire idles in an exchange, for each second of its bytes.
+
+    Stages wait for the slowest of their messages.  Plain TCP that exchanges like this, without ranks
+    (benchmarks/exchange_stream.py), idles for 0.14, 0.25, 0.33, 0.38 and 0.41 on 2, 3, 4, 6 and 8 hosts, at 0.5 to
+    2.5 Gb/s much the same: about 0.55 (1 - 1/H)^2.  What one rank leaves idle, others of its host fill.
+    """
+    num_at_once = 1 if axis == "leaders" else shape.largest_node
+    return costs.exchange_gaps * gaps_of_hosts(shape.num_nodes) / num_at_once
+
+
+def gaps_of_hosts(num_hosts: int) -> float:
+    """As a part of those of very many."""
+    return (1 - 1 / num_hosts) ** 2
 
 
 def wire_bytes(axis: Axis, shape: ClusterShape, dtype: CommDtype) -> float:

@@ -61,7 +61,7 @@ def fit_costs(
     num_cores: float,
     *,
     wire_share: float,
-    exchange_share: float,
+    exchange_gaps: float,
     memory_step_s: float,
 ) -> CoreCosts:
     costs = CoreCosts(
@@ -72,7 +72,7 @@ def fit_costs(
         step_s=0.0,
         memory_step_s=memory_step_s,
         wire_share=wire_share,
-        exchange_share=exchange_share,
+        exchange_gaps=exchange_gaps,
         unhidden=0.0,
         leaders_unhidden=0.0,
         exchange_unhidden=0.0,
