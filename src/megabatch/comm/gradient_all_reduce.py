@@ -27,7 +27,9 @@ from megabatch.comm.work import STEP_METRICS
 from megabatch.planning.backward import RecordedBackward
 from megabatch.planning.choosing import is_made_for
 from megabatch.planning.plan import Plan
+from megabatch.planning.topology import Topology
 from megabatch.planning.tuning import Tuning
+from megabatch.ranks.backends import Backend
 
 
 class GradientAllReduce:
@@ -41,12 +43,14 @@ class GradientAllReduce:
         settings: CommSettings,
         tunes: bool = False,
         scale: float | None = None,  # what sums are multiplied by
+        backend: Backend | None = None,  # that of the device
+        topology: Topology | None = None,  # as the ranks say
     ) -> None:
         self.settings, self.scale, self.pid = settings, scale, os.getpid()
         self.layouts = BucketLayouts(model)
         self.progress = BackwardProgress(self.layouts)
         with ExitStack() as stack:
-            groups = stack.enter_context(closing(Groups(group, device, settings.timeout_s)))
+            groups = stack.enter_context(closing(Groups(group, device, settings.timeout_s, backend, topology)))
             self.topology = groups.topology
             is_cuda = device.type == "cuda"
             self.plans = PlansInUse(settings, self.topology.shape, self.has_room(groups), is_cuda, tunes)
@@ -97,6 +101,11 @@ class GradientAllReduce:
     def ready_s(self) -> float:
         """When the newest bucket was ready: after the last one, backward waits for other ranks."""
         return self.progress.ready_s
+
+    @property
+    def num_steps(self) -> int:
+        """Whose gradients have been all-reduced, or are being so, from the first one of the run on."""
+        return self.progress.step
 
     def count_from(self, step: int) -> None:
         """The next backward is that of `step` (from 0): messages name it."""

@@ -12,6 +12,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from megabatch.comm.process_group import ProcessGroup
 from megabatch.comm.shared_memory import SharedMemory
 from megabatch.planning.topology import Axis, Topology, from_hosts
+from megabatch.ranks.backends import BACKENDS, Backend
 from megabatch.ranks.machine import host_identity
 
 AXES: tuple[Axis, ...] = ("node", "leaders", "inter_node", "all")
@@ -23,14 +24,22 @@ class Groups:
     Ranks here are those of `parent`; `names` are their global ranks.
     """
 
-    def __init__(self, parent: Any, device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self,
+        parent: Any,
+        device: torch.device,
+        timeout_s: float,
+        backend: Backend | None = None,  # that of the device
+        topology: Topology | None = None,  # as the ranks say
+    ) -> None:
         self.parent, self.device, self.timeout_s = parent, device, timeout_s
+        self.backend = backend or BACKENDS[device.type]
         self.names = tuple(dist.get_process_group_ranks(parent))
         self.rank = dist.get_rank(parent)
         found: list[Any] = [None] * len(self.names)
         free_bytes = SharedMemory.free_bytes() if self.may_share() else None
         dist.all_gather_object(found, (host_identity(), free_bytes), group=parent)
-        self.topology: Topology = from_hosts([host for host, _ in found])
+        self.topology: Topology = topology or from_hosts([host for host, _ in found])
         # Of the host that has least; None: nobody shares any.
         self.shareable_bytes = min((room for _, room in found if room is not None), default=None)
         self.store = self.own_store()
@@ -67,7 +76,8 @@ class Groups:
         names = [self.names[member] for member in members]
         # Two contributions have one sum, in whatever order: Gloo's own is a tenth faster than a direct exchange.
         uses_backend = axis == "all" or len(members) == 2 or self.device.type == "cuda"
-        group = ProcessGroup(store, members.index(self.rank), names, self.timeout_s, self.device, uses_backend)
+        index, join = members.index(self.rank), self.backend.join
+        group = ProcessGroup(store, index, names, self.timeout_s, self.device, join, uses_backend)
         self.stack.callback(group.close)
         return group
 

@@ -44,7 +44,15 @@ def distribute(
     Buckets and plans are those of `stored`, where these are the ranks and gradients that it was made for; otherwise
     they are chosen here, for a recorded backward pass or else for gradients that are all ready at once.
     """
-    gradients = GradientAllReduce(model, dist.group.WORLD, world.device, settings, tunes=True)
+    gradients = GradientAllReduce(
+        model,
+        dist.group.WORLD,
+        world.device,
+        settings,
+        tunes=True,
+        backend=world.backend,
+        topology=world.topology,
+    )
     world.closing.enter_context(gradients)
     tuning = gradients.tune(backward or ready_at_once(model), stored)
     wrapped = DistributedDataParallel(

@@ -29,22 +29,10 @@ from megabatch.comm.barrier import RankMismatch
 from megabatch.comm.dtypes import SIXTEEN_BITS, travelling_dtype
 from megabatch.comm.segment import MissingRank
 from megabatch.planning.plan import CommDtype, slice_of, slices
+from megabatch.ranks.backends import Join
 
 LOOK_UP_S = 0.5  # how often a call on the CPU looks whether anybody still wants it
 HAS_LEFT = "has-left"  # a key of the store: a rank has aborted with exchanges in flight
-
-
-def join_gloo(store: Any, index: int, size: int, timeout: timedelta) -> Any:
-    return dist.ProcessGroupGloo(store, index, size, timeout)
-
-
-def join_nccl(store: Any, index: int, size: int, timeout: timedelta) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, index, size, options)
-
-
-JOIN = {"cpu": join_gloo, "cuda": join_nccl}
 
 
 class Handle(NamedTuple):
@@ -69,6 +57,7 @@ class ProcessGroup:
         names: Sequence[int],
         timeout_s: float,
         device: torch.device,
+        join: Join,
         uses_backend: bool = False,  # its own all-reduce, where nothing is rounded
     ) -> None:
         self.index, self.names, self.device = index, names, device  # of this rank; the global ranks
@@ -76,7 +65,7 @@ class ProcessGroup:
         self.uses_backend = uses_backend
         channels = ("scatter", "gather") if device.type == "cpu" else ("scatter",)  # NCCL orders by streams
         self.channels = {
-            channel: JOIN[device.type](
+            channel: join(
                 dist.PrefixStore(channel, store),  # type: ignore[attr-defined]
                 index,
                 len(names),

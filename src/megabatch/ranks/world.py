@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from megabatch.errors import UserError, require_one_of
+from megabatch.planning.topology import Topology
+from megabatch.ranks.backends import BACKENDS, Backend
 from megabatch.ranks.discover import RankInfo, discover
 from megabatch.ranks.store import RankStore
-
-BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 def choose_device(name: str) -> str:
@@ -33,8 +33,16 @@ def choose_device(name: str) -> str:
 class World:
     """This rank among all ranks.  What is opened on it (`closing`) is closed before it leaves them."""
 
-    def __init__(self, rank: int, num_ranks: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        device: torch.device,
+        backend: Backend | None = None,  # that of the device
+        topology: Topology | None = None,  # None: ranks ask each other for their hosts
+    ) -> None:
         self.rank, self.num_ranks, self.device = rank, num_ranks, device
+        self.backend, self.topology = backend or BACKENDS[device.type], topology
         self.closing = ExitStack()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -87,18 +95,20 @@ def connect(
     device_type: str,
     store: "dist.Store | None" = None,  # type: ignore[name-defined]
     timeout_s: float = 600.0,
+    backend: Backend | None = None,
+    topology: Topology | None = None,
 ) -> Iterator[World]:
     """Joins the ranks, and leaves them at the end.  A script that has joined them already stays joined."""
     device = torch.device(device_type, info.local_rank) if device_type == "cuda" else torch.device(device_type)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    world = World(info.rank, info.num_ranks, device)
+    world = World(info.rank, info.num_ranks, device, backend, topology)
     if dist.is_initialized():
         with world.closing:
             yield world
         return
     dist.init_process_group(
-        BACKENDS[device.type],
+        world.backend.name,
         rank=info.rank,
         world_size=info.num_ranks,
         store=store or RankStore(info).store,
