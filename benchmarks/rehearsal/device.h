@@ -55,6 +55,7 @@ struct Progress {  // of an event or a stream, as far as the host may know
 };
 struct Queue {
   long position = 0, num_from_host = 0;
+  long passed = -ALL;  // the launch up to which the host knows that the device has come
   Progress newest;
   std::deque<Entry> entries;
 };
@@ -138,8 +139,13 @@ void launch(const std::string& name, StreamKey stream) {
   locked(act, {{"launch", name, stream}});
 }
 
-void sync(const std::string& what, StreamKey stream, long position = ALL) {
-  locked([&](Reports& reports) { complete(stream, position, reports); }, {{"sync", what, stream}});
+void complete_all(StreamKey stream, Reports& reports) {  // under the lock
+  queues[stream].passed = launches;
+  complete(stream, ALL, reports);
+}
+
+void sync(const std::string& what, StreamKey stream) {
+  locked([&](Reports& reports) { complete_all(stream, reports); }, {{"sync", what, stream}});
 }
 
 // True when the device may have got there; or when the host has asked so often that it waits.
@@ -148,7 +154,7 @@ bool has_passed(Progress& progress, const char* what, StreamKey stream) {
   locked([&](Reports& reports) {
     progress.polls = progress.polled_at == launches ? progress.polls + 1 : 1;
     progress.polled_at = launches;
-    passed = launches >= progress.launch + lag;
+    passed = launches >= progress.launch + lag || progress.launch <= queues[stream].passed;
     if (passed || progress.polls < PATIENCE) return;
     passed = true;
     reports.push_back({"sync", std::string(what) + ", polled", stream});
@@ -212,18 +218,23 @@ struct Guard final : impl::DeviceGuardImplInterface {
   }
   void synchronizeEvent(void* pointer) const override {
     if (!pointer || std::exchange(event(pointer).known, true)) return;
-    sync("event.synchronize", event(pointer).stream, event(pointer).position);
+    const auto [stream, position, progress, known, time] = event(pointer);
+    auto act = [&](Reports& reports) {
+      queues[stream].passed = std::max(queues[stream].passed, progress.launch);
+      complete(stream, position, reports);
+    };
+    locked(act, {{"sync", "event.synchronize", stream}});
   }
   bool queryStream(const Stream& stream) const override {
     if (!has_passed(queues[key(stream)].newest, "stream.query", key(stream))) return false;
-    locked([&](Reports& reports) { complete(key(stream), ALL, reports); });
+    locked([&](Reports& reports) { complete_all(key(stream), reports); });
     return true;
   }
   void synchronizeStream(const Stream& stream) const override { sync("stream.synchronize", key(stream)); }
   void synchronizeDevice(const DeviceIndex index) const override {
     auto act = [&](Reports& reports) {
       for (auto& [stream, queue] : queues)
-        if (stream.first == index) complete(stream, ALL, reports);
+        if (stream.first == index) complete_all(stream, reports);
     };
     locked(act, {{"sync", "device synchronize", stream_of(index)}});
   }

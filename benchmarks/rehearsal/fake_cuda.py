@@ -1,4 +1,4 @@
-"""A CUDA without a GPU, so that the GPU path can be rehearsed on a CPU build of torch; what it does is in fake_cuda.cpp.
+"""A CUDA without a GPU, to rehearse the GPU path on a CPU build of torch.  What it does is said in fake_cuda.cpp.
 
     fake_cuda.install()                        # once in a process, before anything of CUDA is used
     fake_cuda.reset()
@@ -138,7 +138,7 @@ def patches() -> dict[str, Any]:
 
 
 def note(kind: bytes, name: bytes, device: int, stream: int, copy: int) -> None:
-    where = place(sys._getframe(1))
+    where = place(sys._getframe().f_back)
     if kind == b"copy":
         copied_where[copy] = where
     elif kind == b"hazard":  # found later, by whoever completes the copy
