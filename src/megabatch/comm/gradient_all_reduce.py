@@ -119,6 +119,11 @@ class GradientAllReduce:
         it was issued."""
         return self.progress.ready_s
 
+    @property
+    def num_steps(self) -> int:
+        """Whose gradients have been all-reduced, or are being so, from the first one of the run on."""
+        return self.progress.step
+
     def count_from(self, step: int) -> None:
         """The next backward is that of `step` (from 0): messages name it."""
         self.progress.step = step
