@@ -1,5 +1,5 @@
-"""Laws that hold on every device: sums are right and the same on all ranks; training is that of the CPU to rounding, and
-repeats itself; a run that is stopped and resumed ends with the bits of one that was not."""
+"""Laws that hold on every device: sums are right and the same on all ranks; training is that of the CPU to rounding,
+and repeats itself; a run that is stopped and resumed ends with the bits of one that was not."""
 
 import contextlib
 import hashlib
