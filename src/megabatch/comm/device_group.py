@@ -77,9 +77,10 @@ class DeviceGroup:
     def sum_own_slice(self, num_elements: int, travels_as: torch.dtype) -> None:
         """Everybody's slice of this member, 16 bits summed in fp32 and rounded once."""
         views = self.buffers.slices(num_elements, travels_as)
-        arrived, rows = self.buffers.contributions(num_elements, travels_as)
+        arrived, rows, total = self.buffers.contributions(num_elements, travels_as)
         self.run("alltoall_base", arrived, views.padded, [], [])
-        views.own.copy_(torch.sum(rows, dim=0, dtype=torch.float32))
+        torch.sum(rows, dim=0, dtype=torch.float32, out=total)
+        views.own.copy_(total)
 
     def reduce(self, flat: torch.Tensor, dtype: CommDtype) -> None:
         """To the first member."""

@@ -1,8 +1,9 @@
 """Room for a tensor in equal slices, one for each member of a process group, the end filled up with padding.
 
 p members, n elements; L is `padded_length(n, p)`.  Views are made once for each size and dtype, so a step slices and
-enumerates nothing.  All tensors of a dtype share the room of the largest, which is allowed because one stream works on
-them one after another.  Padding holds whatever was there: it is summed like the rest, and nobody reads the result.
+enumerates nothing, and allocates nothing either.  All tensors of a dtype share the room of the largest, which is
+allowed because one stream works on them one after another.  Padding holds whatever was there: it is summed like the
+rest, and nobody reads the result.
 """
 
 from typing import NamedTuple
@@ -27,6 +28,7 @@ class Contributions(NamedTuple):
 
     arrived: torch.Tensor  # p L elements
     rows: torch.Tensor  # the same, p rows
+    total: torch.Tensor  # their sum, L elements of fp32
 
 
 class PaddedBuffers:
@@ -56,7 +58,8 @@ class PaddedBuffers:
         if known is None:
             length = padded_length(num_elements, self.num_members)
             arrived = self.room("arrived", self.num_members * length, dtype)
-            known = Contributions(arrived, arrived.view(self.num_members, length))
+            total = self.room("total", length, torch.float32)
+            known = Contributions(arrived, arrived.view(self.num_members, length), total)
             self.known_contributions[num_elements, dtype] = known
         return known
 
