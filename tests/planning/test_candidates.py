@@ -41,6 +41,14 @@ def test_between_nodes_auto_has_a_choice_wherever_nodes_exchange_faster_inside()
     assert names(EQUAL, in_memory=True, algorithm="hierarchical") == ["hierarchical/fp32"]
 
 
+def test_what_rounds_at_every_hop_is_taken_only_if_it_is_asked_for() -> None:
+    plan = default_plan("ring", "bf16", EQUAL, in_memory=True)
+    assert plan and plan.name == "ring/bf16" and [phase.engine for phase in plan.phases] == ["ring"]
+    assert names(EQUAL, in_memory=True, on_accelerators=True, algorithm="ring") == ["ring/fp32"]
+    chosen_from = candidate_plans("auto", "bf16", EQUAL, in_memory=False, on_accelerators=True)
+    assert not any(phase.engine for plan in chosen_from for phase in plan.phases)
+
+
 def test_in_one_node_there_is_no_choice() -> None:
     assert names(ONE_NODE, in_memory=True, on_accelerators=True) == ["torus/fp32"]
     assert names(ONE_NODE, in_memory=False, on_accelerators=True) == ["flat/fp32"]
