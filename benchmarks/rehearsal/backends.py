@@ -1,11 +1,12 @@
 """Process groups for rehearsals, where there is no NCCL: of real processes, and of one process that stands for all.
 
     connect(info, "cuda", store, backend=REHEARSED)                      real ranks
-    connect(RankInfo(8, 2048, 0, 8), "cuda", dist.HashStore(), backend=MIRRORED, topology=regular(256, 8))
+    connect(RankInfo(0, 2048, 0, 8), "cuda", dist.HashStore(), backend=MIRRORED, topology=regular(256, 8))
 
-rehearsed  tensors travel over Gloo.  Members add in ascending order, in the type of the tensor, so that bits are defined
-           and 16 bits are rounded at every addition, as by an engine's ring.
+rehearsed  tensors travel over Gloo.  Members add in ascending order, in the tensor's type, so that bits are defined and
+           16 bits are rounded at every addition, as by an engine's ring.
 mirrored   one process is rank r of p, and every collective gives what it would if all ranks held what this one holds.
+           Rank 0, as a rule: what a rank receives from rank 0 as a pickled object, the others do not hold.
 
 Both log what they were asked for, and of CUDA tensors each counts as one launch on the current stream.  The host would
 not wait for those with NCCL: here it does, in `Work.wait`, and that is not counted.
