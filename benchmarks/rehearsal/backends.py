@@ -31,7 +31,7 @@ class Collective(NamedTuple):
     dtype: torch.dtype
     num_elements: int  # that this rank brings
     num_members: int
-    on_default_stream: bool
+    stream: int  # 0 is the default one, or the host
     num_bytes: int  # that this rank sends and receives, by an algorithm that needs fewest
 
 
@@ -92,12 +92,12 @@ class Group(dist.ProcessGroup):
 
     def begin(self, op: str, tensor: torch.Tensor, num_copies: float) -> torch.Tensor:
         """Logs it; a tensor of the host on the same bytes.  `num_copies` of the tensor are sent and received."""
-        on_default_stream = True
+        stream = 0
         if tensor.is_cuda:
-            on_default_stream = torch.accelerator.current_stream(tensor.device).stream_id == 0
+            stream = torch.accelerator.current_stream(tensor.device).stream_id
             torch.ops.rehearsal.launch(f"rehearsal::{op}")
         num_bytes = round(num_copies * tensor.nbytes)
-        log.append(Collective(op, tensor.dtype, tensor.numel(), self.num_members, on_default_stream, num_bytes))
+        log.append(Collective(op, tensor.dtype, tensor.numel(), self.num_members, stream, num_bytes))
         return host_view(tensor)
 
     def all_reduce_one(self, tensor: torch.Tensor, op: Any) -> Work:

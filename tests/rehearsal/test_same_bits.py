@@ -4,11 +4,13 @@ The device lags behind, so a host that reads a result before it has arrived, or 
 ends with other bits.
 """
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.rehearsal.fake_cuda import LAG
 from megabatch.planning.topology import Topology, regular
 from tests.support.pictures import picture
 from tests.support.rank_pool import RankPool
@@ -29,12 +31,19 @@ RUNS = [
 ]
 
 
-def require_same(ranks: RankPool, num_ranks: int, topology: Topology | None, *overrides: str, **how: Any) -> list[Any]:
-    """The records, if all ranks have them on both devices; `how` is for the accelerator's run alone."""
-    scale, stop = how.get("scale"), how.get("stop")
+def require_same(
+    ranks: RankPool,
+    num_ranks: int,
+    topology: Topology | None,
+    *overrides: str,
+    stop: int | None = None,
+    scale: float | None = None,
+    lag: int = LAG,
+) -> list[Any]:
+    """The records, if all ranks have them on both devices.  The CPU's run is not interrupted."""
     config = tiny(*overrides)
     expected, *others = ranks.run(train_through, config, None, scale, num_ranks=num_ranks, join=on("cpu", topology))
-    others += ranks.run(train_through, config, stop, scale, num_ranks=num_ranks, join=on("cuda", topology))
+    others += ranks.run(train_through, config, stop, scale, lag, num_ranks=num_ranks, join=on("cuda", topology))
     for result in others:
         assert result["records"] == expected["records"]
         assert result["state"].keys() == expected["state"].keys()
@@ -67,10 +76,11 @@ def test_a_run_that_is_resumed_is_the_uninterrupted_one_of_the_cpu(ranks: RankPo
     require_same(ranks, 2, TWO_HOSTS, f"precision.name={precision}", "optim.name=sgd", stop=5)
 
 
-def test_images_that_threads_decode_arrive_as_they_were_decoded(ranks: RankPool, tmp_path: Any) -> None:
-    """Their pinned memory is used again and again."""
+@pytest.mark.parametrize("lag", [20, 2000])
+def test_images_that_threads_decode_arrive_as_they_were_decoded(ranks: RankPool, tmp_path: Path, lag: int) -> None:
+    """Their pinned memory is used again and again, also where the device is many steps behind."""
     for number in range(40):
         path = tmp_path / ("train" if number < 32 else "val") / f"class{number % 2}" / f"{number}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(picture(number))
-    require_same(ranks, 2, TWO_HOSTS, f"data.source={tmp_path}", "batch.global=8", "precision.name=fp32")
+    require_same(ranks, 2, TWO_HOSTS, f"data.source={tmp_path}", "batch.global=8", "precision.name=fp32", lag=lag)

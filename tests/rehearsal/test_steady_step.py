@@ -13,7 +13,7 @@ ALGORITHMS = ("flat", "hierarchical", "torus")
 
 def step_of(ranks: RankPool, num_ranks: int, *overrides: str, number: int = 13, traces: bool = False) -> Step:
     config = tiny_for(num_ranks, *overrides)
-    (step,) = ranks.run(steady_step, config, number, traces, num_ranks=1, join=mirrored(num_ranks))
+    (step,) = ranks.run(steady_step, config, number, traces, num_ranks=1, join=mirrored(num_ranks, ranks_per_node=2))
     assert isinstance(step, Step)
     return step
 
@@ -32,20 +32,19 @@ def test_the_host_never_waits_for_the_device_in_the_first_steps_either(ranks: Ra
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_launches_do_not_depend_on_the_number_of_ranks(ranks: RankPool, precision: str, algorithm: str) -> None:
-    overrides = (f"precision.name={precision}", f"comm.algorithm={algorithm}")
+def test_launches_do_not_depend_on_the_number_of_ranks(ranks: RankPool, algorithm: str) -> None:
+    overrides = ("precision.name=fp16", f"comm.algorithm={algorithm}")
     few, more, many = (step_of(ranks, num_ranks, *overrides).launches for num_ranks in (8, 256, 2048))
     assert few == more == many
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_temporary_of_the_hook_is_on_one_stream(ranks: RankPool, algorithm: str) -> None:
-    """Memory that one stream has freed waits for that stream before another gets it."""
+    """And so are its collectives.  The allocator keeps memory apart for every stream that it has seen."""
     step = step_of(ranks, 8, "precision.name=fp16", f"comm.algorithm={algorithm}", traces=True)
     allocated = [seen for seen in step.traced if seen.kind == "allocation" and seen.where.startswith("comm/")]
-    assert allocated and len({seen.stream for seen in allocated}) == 1
-    assert not any(collective.on_default_stream for collective in step.collectives)
+    streams = {seen.stream for seen in allocated} | {collective.stream for collective in step.collectives}
+    assert allocated and step.collectives and len(streams) == 1 and streams != {0}
 
 
 def kind_of(collective: Collective) -> tuple[str, str, int]:

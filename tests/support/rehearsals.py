@@ -99,11 +99,12 @@ def state_of(training: Training) -> dict[str, np.ndarray]:
 
 
 def train_through(
-    world: World, config: RunConfig, stop: int | None = None, scale: float | None = None
+    world: World, config: RunConfig, stop: int | None = None, scale: float | None = None, lag: int = fake_cuda.LAG
 ) -> dict[str, Any]:
     """All records of a run, begun again from its own state after `stop` steps; and what it ends with."""
     records, first, stored = list[Any](), 0, None
     fake_cuda.reset()
+    fake_cuda.set_lag(lag)
     for last in (stop, None) if stop else (None,):
         training = begin(config, world)
         if stored:
@@ -134,6 +135,7 @@ class Step:
 
 
 def steady_step(world: World, config: RunConfig, number: int = STEADY, traces: bool = False) -> Step:
+    fake_cuda.set_lag(fake_cuda.LAG)
     training = begin(config, world)
     records = train(training)
     for _ in range(number - 1):
