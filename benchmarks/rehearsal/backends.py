@@ -90,12 +90,15 @@ class Group(dist.ProcessGroup):
         """All-to-all; how many elements from and to each."""
         raise NotImplementedError
 
-    def begin(self, op: str, tensor: torch.Tensor, num_copies: float) -> torch.Tensor:
+    def begin(
+        self, op: str, tensor: torch.Tensor, num_copies: float, outs: Sequence[torch.Tensor] | None = None
+    ) -> torch.Tensor:
         """Logs it; a tensor of the host on the same bytes.  `num_copies` of the tensor are sent and received."""
         stream = 0
         if tensor.is_cuda:
             stream = torch.accelerator.current_stream(tensor.device).stream_id
-            torch.ops.rehearsal.launch(f"rehearsal::{op}")
+            read, written = ([], [tensor]) if outs is None else ([tensor], outs)
+            torch.ops.rehearsal.launch(f"rehearsal::{op}", read, written)
         num_bytes = round(num_copies * tensor.nbytes)
         log.append(Collective(op, tensor.dtype, tensor.numel(), self.num_members, stream, num_bytes))
         return host_view(tensor)
@@ -129,7 +132,7 @@ class Group(dist.ProcessGroup):
 
     def gather_one(self, outs: Tensors, tensor: torch.Tensor, op: str = "allgather") -> Work:
         """Into one tensor, or into one for each member."""
-        own = self.begin(op, tensor, 2 * (self.num_members - 1)).contiguous().view(-1)
+        own = self.begin(op, tensor, 2 * (self.num_members - 1), outs).contiguous().view(-1)
         hosts = [host_view(out) for out in outs]
         is_whole = len(hosts) == 1 and hosts[0].is_contiguous()
         arrived = hosts[0].view(-1) if is_whole else own.new_empty(self.num_members * len(own))
@@ -156,12 +159,12 @@ class Group(dist.ProcessGroup):
     def all_to_all_single(
         self, out: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int], opts: Any = None
     ) -> Work:
-        host = self.begin("alltoall", tensor, 2 * (1 - 1 / self.num_members))
+        host = self.begin("alltoall", tensor, 2 * (1 - 1 / self.num_members), [out])
         even = [len(host) // self.num_members] * self.num_members
         return self.exchange_flat(host_view(out), host, received or even, sent or even)
 
     def reduce_scatter_single(self, out: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
-        flat = self.begin("reduce_scatter", tensor, 2 * (1 - 1 / self.num_members)).reshape(-1).clone()
+        flat = self.begin("reduce_scatter", tensor, 2 * (1 - 1 / self.num_members), [out]).reshape(-1).clone()
         work, own = self.reduce_flat(flat, op_of(opts), None), flat.view(self.num_members, -1)[self.index]
         return Work([work], lambda: host_view(out).copy_(own.view(out.shape)))
 
@@ -235,6 +238,14 @@ class Mirrored(Group):
             flat.mul_(self.num_members)
         elif root in (None, self.index) and op == ReduceOp.PRODUCT:
             flat.pow_(self.num_members)
+        return Work()
+
+    @torch.no_grad()
+    def gather_one(self, outs: Tensors, tensor: torch.Tensor, op: str = "allgather") -> Work:
+        if len(outs) == 1:
+            return super().gather_one(outs, tensor, op)
+        self.begin(op, tensor, 2 * (self.num_members - 1), outs)
+        torch._foreach_copy_(outs, [tensor] * len(outs))
         return Work()
 
     def gather_flat(self, out: torch.Tensor, flat: torch.Tensor) -> Work:

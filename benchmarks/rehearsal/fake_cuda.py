@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 HERE = Path(__file__).parent
-SOURCES = [HERE / "fake_cuda.cpp", HERE / "device.h"]
+SOURCES = [HERE / "fake_cuda.cpp", HERE / "device.h", HERE / "ordering.h"]
 BUILT = Path.home() / ".cache" / "megabatch" / "rehearsal"  # shared by all checkouts; XDG_CACHE_HOME is a test's own
 TORCH = Path(torch.__file__).parent
 OPTIONS = ["-O1", "-fPIC", "-shared", "-std=c++20", "-w"]
@@ -152,7 +152,7 @@ def note(kind: bytes, name: bytes, device: int, stream: int, copy: int) -> None:
     where = place(sys._getframe().f_back)
     if kind == b"copy":
         copied_where[copy] = where
-    elif kind == b"hazard":  # found later, by whoever completes the copy
+    elif copy:  # a hazard, found by whoever completes the copy
         where = copied_where[copy]
     reports.append(Seen(kind.decode(), name.decode(), device, stream, where, threading.current_thread().name))
 

@@ -1,5 +1,6 @@
 """The device that is not there does what a real one would, as far as a host can tell."""
 
+import re
 import threading
 from typing import Any
 
@@ -94,6 +95,46 @@ def overwrite_a_source(world: World, when: str) -> int:
 @pytest.mark.parametrize(("when", "hazards"), [("at once", 1), ("later", 0), ("freed", 0)])
 def test_pinned_memory_that_changes_under_a_copy_is_a_hazard(ranks: RankPool, when: str, hazards: int) -> None:
     assert run(ranks, overwrite_a_source, when) == hazards
+
+
+def use_on_two_streams(world: World, how: str) -> list[str]:
+    """What is wrong with work that is spread over two streams."""
+    main, side = torch.accelerator.current_stream(), torch.Stream("cuda")
+    values = torch.ones(4, device="cuda")
+    fake_cuda.reset()
+    if how != "reads too early":
+        side.wait_stream(main)
+    with side:
+        doubled = values * 2
+    if how == "writes too early":
+        values += 1
+    if how == "host waits":
+        side.synchronize()
+    elif how not in ("reads the result too early", "writes too early"):
+        main.wait_stream(side)
+    total = doubled + doubled if how != "reads too early" and how != "writes too early" else None
+    if how == "registered":
+        doubled.record_stream(main)
+    elif how != "freed too early":
+        side.wait_stream(main)
+    del doubled, total
+    return [seen.name for seen in fake_cuda.seen("hazard")]
+
+
+@pytest.mark.parametrize(
+    ("how", "hazards"),
+    [
+        ("waits", []),
+        ("host waits", []),
+        ("registered", []),
+        ("reads too early", ["aten::mul: stream _ does not wait for what stream 0 writes"]),
+        ("reads the result too early", ["aten::add: stream 0 does not wait for what stream _ writes"] * 2),
+        ("writes too early", ["aten::add_: stream 0 writes what stream _ uses"]),
+        ("freed too early", ["freed on stream _, in use on stream 0"]),
+    ],
+)
+def test_streams_that_do_not_wait_for_each_other_are_a_hazard(ranks: RankPool, how: str, hazards: list[str]) -> None:
+    assert [re.sub("stream [1-9][0-9]*", "stream _", name) for name in run(ranks, use_on_two_streams, how)] == hazards
 
 
 def waits_by_operation(world: World) -> dict[str, list[str]]:
