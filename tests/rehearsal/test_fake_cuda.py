@@ -129,7 +129,7 @@ def use_on_two_streams(world: World, how: str) -> list[str]:
         ("registered", []),
         ("reads too early", ["aten::mul: stream _ does not wait for what stream 0 writes"]),
         ("reads the result too early", ["aten::add: stream 0 does not wait for what stream _ writes"] * 2),
-        ("writes too early", ["aten::add_: stream 0 writes what stream _ uses"]),
+        ("writes too early", ["aten::add: stream 0 writes what stream _ uses"]),
         ("freed too early", ["freed on stream _, in use on stream 0"]),
     ],
 )
