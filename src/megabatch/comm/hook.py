@@ -65,7 +65,7 @@ def distribute(
         bucket_cap_mb_list=tuning.caps_mb,  # type: ignore[arg-type]  # whole or not
     )
     wrapped.register_comm_hook(gradients, reduce_bucket)
-    wrapped.logger = NoRuntimeStatistics(wrapped.logger)  # type: ignore[assignment]
+    wrapped.logger = NoRuntimeStatistics(wrapped.logger)
     return wrapped, gradients
 
 
