@@ -109,7 +109,7 @@ def sum_known_numbers(world: World, algorithm: str, dtype: str) -> tuple[list[An
             fake_cuda.reset()
             for future in start(gradients, tensors):
                 future.wait()
-            waits = fake_cuda.seen("sync")
+            waits = fake_cuda.seen("sync", "hazard")
         gradients.raise_error()
         assert gradients.exposed_wait_s is None or gradients.exposed_wait_s >= 0
         return [tensor.cpu().tolist() for tensor in tensors], [(wait.name, wait.where) for wait in waits]
@@ -117,9 +117,7 @@ def sum_known_numbers(world: World, algorithm: str, dtype: str) -> tuple[list[An
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS, "ring"])
-def test_every_plan_sums_on_streams_and_the_host_waits_for_nothing(
-    ranks: RankPool, algorithm: str, dtype: str
-) -> None:
+def test_every_plan_sums_on_streams_and_the_host_waits_for_nothing(ranks: RankPool, algorithm: str, dtype: str) -> None:
     for sums, waits in ranks.run(sum_known_numbers, algorithm, dtype, num_ranks=4, join=on("cuda", regular(2, 2))):
         assert all(set(tensor) == {10.0} for tensor in sums)
         assert waits == []
@@ -214,7 +212,7 @@ def hang(world: World, lacks: str, stderr: str) -> tuple[str, str]:
     torch.manual_seed(0)
     backend = REHEARSED._replace(join=Rehearsed if stderr else Abortable)
     if stderr:
-        sys.stderr, failure.RAISED_WITHIN_S = Path(f"{stderr}-{world.rank}").open("w"), 0.1
+        sys.stderr, failure.RAISED_WITHIN_S = open(f"{stderr}-{world.rank}", "w"), 0.1  # noqa: SIM115
     model = layers().to(world.device)
     ddp = DistributedDataParallel(model, bucket_cap_mb=KIB)
     comm = CommSettings(algorithm="flat", timeout_s=2.0)

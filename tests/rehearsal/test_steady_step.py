@@ -39,12 +39,14 @@ def test_launches_do_not_depend_on_the_number_of_ranks(ranks: RankPool, algorith
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_every_temporary_of_the_hook_is_on_one_stream(ranks: RankPool, algorithm: str) -> None:
-    """And so are its collectives.  The allocator keeps memory apart for every stream that it has seen."""
+def test_the_hook_allocates_nothing_and_a_process_group_has_one_stream(ranks: RankPool, algorithm: str) -> None:
+    """One for the node, and one for the network: the allocator keeps memory apart for every stream that it has seen."""
     step = step_of(ranks, 8, "precision.name=fp16", f"comm.algorithm={algorithm}", traces=True)
     allocated = [seen for seen in step.traced if seen.kind == "allocation" and seen.where.startswith("comm/")]
-    streams = {seen.stream for seen in allocated} | {collective.stream for collective in step.collectives}
-    assert allocated and step.collectives and len(streams) == 1 and streams != {0}
+    assert not allocated
+    used = {(collective.num_members, collective.stream) for collective in step.collectives}
+    streams = [stream for _, stream in used]
+    assert used and len({num_members for num_members, _ in used}) == len(set(streams)) == len(used) and 0 not in streams
 
 
 def kind_of(collective: Collective) -> tuple[str, str, int]:

@@ -15,6 +15,8 @@ whoever waits for its future, on the stream that it was made on, before letting 
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
 
@@ -61,9 +63,17 @@ class StreamReducer:
     def exposed_wait_s(self) -> float | None:
         return self.times.exposed_wait_s
 
-    def stream_of(self, axis: Axis) -> torch.Stream:
-        """On which the process group of this axis works; a context."""
-        return self.node if axis == "node" else self.network
+    @contextmanager
+    def stream_of(self, axis: Axis) -> Iterator[None]:
+        """Inside is the stream on which the process group of this axis works; the current one waits for it after."""
+        outer, stream = (
+            torch.accelerator.current_stream(self.groups.device),
+            self.node if axis == "node" else self.network,
+        )
+        stream.wait_stream(outer)
+        with stream:
+            yield
+        outer.wait_stream(stream)
 
     def start(
         self, key: int, tensor: torch.Tensor, plan: Plan, header: Header, scale: float | None, is_last: bool
