@@ -212,7 +212,7 @@ def hang(world: World, lacks: str, stderr: str) -> tuple[str, str]:
     torch.manual_seed(0)
     backend = REHEARSED._replace(join=Rehearsed if stderr else Abortable)
     if stderr:
-        sys.stderr, failure.RAISED_WITHIN_S = open(f"{stderr}-{world.rank}", "w"), 0.1  # noqa: SIM115
+        sys.stderr, failure.RAISED_WITHIN_S = Path(f"{stderr}-{world.rank}").open("w"), 0.1  # noqa: SIM115
     model = layers().to(world.device)
     ddp = DistributedDataParallel(model, bucket_cap_mb=KIB)
     comm = CommSettings(algorithm="flat", timeout_s=2.0)
