@@ -25,7 +25,7 @@ def check_loss(run: "Training", loss: float, step: int) -> None:
     """`step` counts from 0, and users from 1."""
     if math.isfinite(loss):
         return
-    causes = [cause for causes in run.world.all_gather(find_causes(run, step)) for cause in causes]
+    causes = [cause for causes in run.world.all_gather(find_causes(run, step), list[Cause]) for cause in causes]
     cause = causes[0] if causes else Cause("the sum over microbatches is too large; lower optim.learning_rate", False)
     raise (UserError if cause.is_an_image else Diverged)(f"the loss is {loss} at step {step + 1}: {cause.text}")
 

@@ -1,6 +1,7 @@
 """From a recipe to a run that is ready to train, in the ranks that exist: connect, share the cores, load the images,
 assemble, warm up."""
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from megabatch.data.images import DataSet
 from megabatch.data.normalise import PixelStatistics
 from megabatch.data.sources import load_data_set
 from megabatch.planning.tuning import Tuning
+from megabatch.ranks.collectives import digest
 from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.machine import fair_threads, host_identity, usable_cores
 from megabatch.ranks.store import RankStore
@@ -68,10 +70,21 @@ def ready_to_train(
 
 def share_cores(config: RunConfig, world: World) -> RunConfig:
     """Gives this rank its share of the cores, and says so in the recipe: more threads would fight over them."""
-    cores = world.all_gather((host_identity(), usable_cores()))
-    threads = config.run.threads or fair_threads(world.rank, cores)
+    share = share_of_cores(world)  # all ranks ask, also one whose recipe differs
+    threads = config.run.threads or share
     torch.set_num_threads(threads)
     return config.with_run(threads=threads, decode_threads=config.run.decode_threads or threads)
+
+
+def share_of_cores(world: World) -> int:
+    """Of every rank 16 bytes; which cores they may use is told to ranks of the same host alone, where they differ."""
+    cores = json.dumps(sorted(usable_cores()))
+    found = world.gather_numbers([digest(host_identity()), digest(cores)])
+    host, _ = found[world.rank]
+    here = [rank for rank, (other, _) in enumerate(found) if other == host]
+    are_equal = len({found[rank][1] for rank in here}) == 1
+    of_ranks = [cores] * len(here) if are_equal else world.gather_among(here, cores)
+    return fair_threads(here.index(world.rank), [("here", frozenset(json.loads(text))) for text in of_ranks])
 
 
 class Stored(Struct, frozen=True):
@@ -84,10 +97,11 @@ class Stored(Struct, frozen=True):
 
 def find_stored(config: RunConfig, resume: str, world: World) -> Stored:
     """Rank 0 reads it, and all ranks get it."""
-    stored = Stored()
-    if world.rank == 0:
-        stored = Stored(stored_tuning(config, resume), stored_pixels(config, resume), has_checkpoint(config, resume))
-    return msgspec.json.decode(world.broadcast_text(msgspec.json.encode(stored).decode()), type=Stored)
+
+    def read() -> Stored:
+        return Stored(stored_tuning(config, resume), stored_pixels(config, resume), has_checkpoint(config, resume))
+
+    return world.from_rank_0(read, Stored)
 
 
 def without_weights(config: RunConfig) -> RunConfig:
