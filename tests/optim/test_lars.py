@@ -1,5 +1,6 @@
 import copy
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -203,9 +204,39 @@ def test_lists_of_tensors_give_what_one_by_one_gives(variant: str) -> None:
         take_steps(make_lars(weights, variant=variant, foreach=foreach), RATES)
         results.append(weights)
     for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("foreach", [False, True])
+def test_where_gradients_overflowed_nothing_changes(foreach: bool) -> None:
+    weights = make_weights(torch.float32)
+    groups: list[Any] = [{"params": weights[:2]}, {"params": weights[2:], "trust_ratio": False}]
+    optimizer = make_lars(groups, foreach=foreach)
+    take_steps(optimizer, RATES)
+    before = copy.deepcopy((weights, optimizer.state_dict()["state"]))
+    for weight in weights:
+        weight.grad = torch.full_like(weight, torch.inf)
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    for weight, kept in zip(weights, before[0], strict=True):
+        assert torch.equal(weight, kept)
+    for place, state in optimizer.state_dict()["state"].items():
+        assert torch.equal(state["momentum_buffer"], before[1][place]["momentum_buffer"])
+    optimizer.found_inf = torch.zeros(())
+    take_steps(optimizer, RATES)
+    assert not any(torch.equal(weight, kept) for weight, kept in zip(weights, before[0], strict=True))
+
+
+@pytest.fixture
+def fused_sgd_off_the_cpu() -> Iterator[None]:
+    """Which the meta device lacks."""
+    library = torch.library.Library("aten", "IMPL", "Meta")
+    library.impl("_fused_sgd_", lambda *args, **settings: None)
+    yield
+    library._destroy()
+
+
+@pytest.mark.usefixtures("fused_sgd_off_the_cpu")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_off_the_cpu_no_step_waits_for_a_value(variant: str) -> None:
     """Tensors of the meta device have none: whatever asks for one fails."""

@@ -15,6 +15,13 @@ def dynamic(value: float = 2.0**24) -> LossScale:
     return LossScale("dynamic", value)
 
 
+def take_step(scale: LossScale, overflowed: bool) -> None:
+    """The device follows, the host hears of it, and both have the same scale."""
+    scale.follow(torch.tensor(float(overflowed)))
+    scale.note(overflowed)
+    assert scale.on_device == scale.value
+
+
 def test_the_first_scale_grows_with_the_batch_that_the_loss_is_divided_by() -> None:
     for batch, expected in ((32, 8192), (65_536, 2**24)):
         scale = choose_loss_scale(PrecisionSettings(name="fp16"), True, batch)
@@ -25,7 +32,7 @@ def test_without_fp16_on_the_way_there_is_none_and_a_given_one_is_fixed() -> Non
     assert not choose_loss_scale(PrecisionSettings(name="bf16"), False, 32).is_on
     fixed = choose_loss_scale(PrecisionSettings(name="fp16", loss_scale=1000), True, 32)
     for overflowed in (True, *[False] * GROWTH_INTERVAL, True):
-        fixed.update(overflowed)
+        take_step(fixed, overflowed)
     assert (fixed.kind, fixed.value) == ("fixed", 1000)
     loss = torch.tensor(3.0)
     assert fixed.scaled(loss) == 3000
@@ -36,7 +43,7 @@ def test_every_hundred_clean_steps_double_it_and_an_overflow_halves_it() -> None
     scale = dynamic(2.0**4)
     values = []
     for step in range(1, 451):
-        scale.update(overflowed=step == 150)
+        take_step(scale, overflowed=step == 150)
         values.append(scale.value)
     changes = {
         step: value
@@ -49,14 +56,14 @@ def test_every_hundred_clean_steps_double_it_and_an_overflow_halves_it() -> None
 def test_there_is_no_maximum_and_the_minimum_is_one() -> None:
     scale = dynamic()
     for _ in range(100 * GROWTH_INTERVAL):
-        scale.update(overflowed=False)
+        take_step(scale, overflowed=False)
     assert scale.value == 2.0**124
     halvings = 0
     while not scale.is_exhausted:
-        scale.update(overflowed=True)
+        take_step(scale, overflowed=True)
         halvings += 1
     assert (scale.value, halvings) == (1.0, 124)
-    scale.update(overflowed=True)
+    take_step(scale, overflowed=True)
     assert scale.value == 1.0
 
 
@@ -64,7 +71,7 @@ def test_a_fixed_scale_is_exhausted_after_as_many_overflows_in_a_row() -> None:
     fixed = LossScale("fixed", 8.0)
     for overflowed in [True] * (MAX_OVERFLOWS_IN_A_ROW - 1) + [False] + [True] * (MAX_OVERFLOWS_IN_A_ROW - 1):
         assert not (overflowed and fixed.is_exhausted)
-        fixed.update(overflowed)
+        take_step(fixed, overflowed)
     assert fixed.is_exhausted
 
 
@@ -72,12 +79,12 @@ def test_a_fixed_scale_is_exhausted_after_as_many_overflows_in_a_row() -> None:
 def test_a_restored_scale_continues_like_the_first(overflows: list[int]) -> None:
     first, second = dynamic(), dynamic(1.0)
     for step in range(120):
-        first.update(step in overflows)
+        take_step(first, step in overflows)
     second.restore(first.state())
     for step in range(120, 400):
-        first.update(step % 130 == 0)
-        second.update(step % 130 == 0)
-    assert first == second
+        take_step(first, step % 130 == 0)
+        take_step(second, step % 130 == 0)
+        assert torch.equal(first.state(), second.state())
 
 
 def test_scales_are_shown_as_powers_of_two() -> None:

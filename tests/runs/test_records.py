@@ -1,10 +1,11 @@
 import msgspec
 import pytest
+import torch
 
 from megabatch.runs.records import EvaluationRecord, StepRecord, Straggler
 from megabatch.runs.time_breakdown import TimeBreakdown
 from megabatch.runs.totals import RunTotals
-from megabatch.train.step_metrics import find_straggler
+from megabatch.train.step_metrics import straggler_of
 
 
 def step(number: int, images_per_s: float = 100.0) -> StepRecord:
@@ -51,8 +52,21 @@ def test_a_run_without_target_or_evaluation_says_so_with_null() -> None:
     assert totals.summary("stopped").time_to_target_s is None
 
 
-def test_the_straggler_is_the_rank_that_waits_least() -> None:
-    assert find_straggler([3.0, 0.5, 2.0, 4.0]) == (1, 2.5)
-    assert find_straggler([0.0, 0.25]) == (0, 0.25)
-    assert find_straggler([7.0]) == (0, 0.0)
+@pytest.mark.parametrize(
+    ("waits_s", "straggler", "least_s", "median_s"),
+    [
+        ([3.0, 0.5, 2.0, 4.0], 1, 0.5, 3.0),
+        ([0.0, 0.25], 0, 0.0, 0.25),
+        ([7.0], 0, 7.0, 7.0),
+        ([4, 3, 1, 2, 9], 2, 1, 3.5),
+    ],
+)
+def test_the_straggler_is_the_rank_that_waits_least(
+    waits_s: list[float], straggler: int, least_s: float, median_s: float
+) -> None:
+    found = straggler_of(torch.tensor(waits_s, dtype=torch.float64))
+    assert [number.item() for number in found] == [straggler, least_s, median_s]
+
+
+def test_before_any_step_there_is_no_straggler() -> None:
     assert RunTotals(global_batch=1, target_top1=None).summary("stopped").straggler is None

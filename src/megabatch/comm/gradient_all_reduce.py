@@ -102,6 +102,11 @@ class GradientAllReduce:
         """When the newest bucket was ready: after the last one, backward waits for other ranks."""
         return self.progress.ready_s
 
+    @property
+    def num_steps(self) -> int:
+        """Whose gradients have been all-reduced, or are being so, from the first one of the run on."""
+        return self.progress.step
+
     def count_from(self, step: int) -> None:
         """The next backward is that of `step` (from 0): messages name it."""
         self.progress.step = step

@@ -1,7 +1,10 @@
 """Batches of an image set, made ahead of their use by threads and handed out in order.
 
 Threads, because decoders release the GIL and write straight into the batch: processes would have to send every pixel.
-At most PREFETCHED batches are made or wait, in memory that is used again and again (pinned where there is a GPU).
+At most PREFETCHED batches are made or wait, in memory that is used again and again.
+
+Where there is an accelerator that memory is pinned, and a batch is copied to the device, by a stream of its own, before
+it is asked for.  Nobody waits for a copy: memory is used again once an event says that it has been copied.
 """
 
 import threading
@@ -41,11 +44,12 @@ class Batch:
     labels: torch.Tensor  # int64 [B]
     spent: TimeBreakdown = field(default_factory=TimeBreakdown)  # by all threads together
     skipped: list[str] = field(default_factory=list)  # images that cannot be read, and why
+    memory: torch.Tensor | None = None  # that holds the images, to be used again
 
 
 Ask = Callable[[], Request]  # worked out by a thread too: at the beginning of an epoch its order takes a while
 Part = Callable[[], None]
-Begun = tuple[Batch, list[Future[None]], torch.Tensor | None]  # the last is the memory to give back
+Begun = tuple[Batch, list[Future[None]]]
 Batches = Generator[Batch, None, None]
 
 
@@ -61,7 +65,8 @@ class Reader:
         self.images, self.device, self.augmentation = images, device, augmentation
         self.threads = images.threads if isinstance(images, EncodedImages) else 1
         self.lock = threading.Lock()
-        self.free: deque[torch.Tensor | None] = deque()
+        self.free: deque[torch.Tensor] = deque()
+        self.copying: deque[tuple[torch.Event, torch.Tensor]] = deque()  # memory that a device may still read
 
     def make(self, request: Request) -> Batch:
         """Here and now, by the caller."""
@@ -73,8 +78,8 @@ class Reader:
 
     def prefetch(self, requests: Iterable[Ask]) -> Batches:
         """Made by threads while the caller does something else.  Close it to end them."""
-        if self.device.type == "cuda":
-            return prefetch_to_device(self.prefetch_by_threads(iter(requests)), self.device)
+        if self.device.type != "cpu":
+            return self.prefetch_to_device(self.prefetch_by_threads(iter(requests)))
         # Where compute has the same cores, a thread that only gathers pixels costs more than it hides: 4 % of
         # `bench train`.
         return (
@@ -94,32 +99,73 @@ class Reader:
                     begun.append(pool.submit(self.begin_in, pool, ask))
                 if not begun:
                     return
-                batch, parts, buffer = begun.popleft().result()
+                batch, parts = begun.popleft().result()
                 for part in parts:
                     part.result()
                 yield without_skipped(batch)
-                self.free.append(buffer)
+                if batch.memory is not None:
+                    self.free.append(batch.memory)
         finally:
             pool.shutdown(cancel_futures=True)
+
+    def prefetch_to_device(self, batches: Batches) -> Batches:
+        """On the device one batch before it is needed."""
+        stream = copy_stream(self.device)
+        waiting: Batch | None = None
+        try:
+            for batch in batches:
+                begun_s = time.perf_counter()
+                with stream:
+                    images, labels = (
+                        (tensor if tensor.is_pinned() else tensor.pin_memory()).to(self.device, non_blocking=True)
+                        for tensor in (batch.images, batch.labels)
+                    )
+                    copied = stream.record_event()
+                if batch.memory is not None:
+                    with self.lock:
+                        self.copying.append((copied, batch.memory))
+                    batch.memory = None
+                moved = Batch(images, labels, batch.spent, batch.skipped)
+                moved.spent.copy += time.perf_counter() - begun_s
+                if waiting:
+                    yield waiting
+                current = torch.accelerator.current_stream(self.device)
+                current.wait_event(copied)
+                for tensor in (images, labels):
+                    tensor.record_stream(current)
+                waiting = moved
+            if waiting:
+                yield waiting
+        finally:
+            batches.close()
 
     def begin_in(self, pool: ThreadPoolExecutor, ask: Ask) -> Begun:
         """Hands the parts of a batch to the threads."""
         request = ask()
         count = len(request.samples)
-        try:
-            buffer = self.free.popleft()
-        except IndexError:
-            buffer = None
-        if buffer is None or len(buffer) < count:
+        buffer = self.take_free(count)
+        if buffer is None:
             buffer = self.buffer(count)
         batch, parts = self.begin(request, None if buffer is None else buffer[:count])
-        return batch, [pool.submit(part) for part in parts], buffer
+        batch.memory = buffer
+        return batch, [pool.submit(part) for part in parts]
+
+    def take_free(self, count: int) -> torch.Tensor | None:
+        """Memory for so many images that nobody reads any more."""
+        with self.lock:
+            while self.copying and self.copying[0][0].query():
+                self.free.append(self.copying.popleft()[1])
+            while self.free:
+                buffer = self.free.popleft()
+                if len(buffer) >= count:
+                    return buffer
+        return None
 
     def buffer(self, count: int) -> torch.Tensor | None:
         """None for images that bring their own memory."""
         if not isinstance(self.images, EncodedImages):
             return None
-        return self.images.buffer(count, pinned=self.device.type == "cuda")
+        return self.images.buffer(count, pinned=self.device.type != "cpu")
 
     def begin(self, request: Request, buffer: torch.Tensor | None) -> tuple[Batch, list[Part]]:
         """A batch that is complete when all its parts have been run, in any order and thread."""
@@ -205,34 +251,6 @@ def without_skipped(batch: Batch) -> Batch:
 
 
 @cache
-def copy_stream(device: torch.device) -> torch.cuda.Stream:
+def copy_stream(device: torch.device) -> torch.Stream:
     """One: the allocator keeps memory for every stream that it has seen."""
-    return torch.cuda.Stream(device)
-
-
-def prefetch_to_device(batches: Batches, device: torch.device) -> Batches:
-    """On the device one batch before it is needed, by a stream of its own."""
-    stream = copy_stream(device)
-    waiting: Batch | None = None
-    try:
-        for batch in batches:
-            begun_s = time.perf_counter()
-            with torch.cuda.stream(stream):
-                images, labels = (
-                    (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)
-                    for tensor in (batch.images, batch.labels)
-                )
-                copied = stream.record_event()
-            moved = Batch(images, labels, batch.spent, batch.skipped)
-            moved.spent.copy += time.perf_counter() - begun_s
-            if waiting:
-                yield waiting
-            torch.cuda.current_stream(device).wait_event(copied)
-            for tensor in (images, labels):
-                tensor.record_stream(torch.cuda.current_stream(device))
-            waiting = moved
-            copied.synchronize()  # before its memory is written again; it was copied while the last batch was used
-        if waiting:
-            yield waiting
-    finally:
-        batches.close()
+    return torch.Stream(device)

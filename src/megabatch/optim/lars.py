@@ -14,7 +14,11 @@ depend on whether a group decays.
 
 Bytes: w and g are read for the norms; then w, g, v are read and w, v written.  On the CPU that is all, and less where
 w and g are still in the cache: each tensor is measured and then updated by a fused kernel.  Elsewhere all are updated
-together, and tau never leaves the device.
+together, by a few kernels however many tensors there are, and tau never leaves the device.  Both ways tau is computed
+in fp64 from norms in fp32.
+
+As torch's fused optimizers, it leaves everything as it is where `found_inf` of the optimizer is 1 (torch.amp.GradScaler
+sets it), without a look at it by the host.
 """
 
 import warnings
@@ -25,8 +29,8 @@ import torch
 from torch import Tensor
 
 from megabatch.errors import UserError, require_one_of
-from megabatch.optim.dense import norm
-from megabatch.optim.momentum import step_fused, step_lists
+from megabatch.optim.dense import SMALL, norm
+from megabatch.optim.momentum import Rows, step_fused, step_rows, step_small
 
 Norm = TypeVar("Norm", float, Tensor)
 Group = dict[str, Any]  # of a torch optimizer
@@ -128,6 +132,7 @@ class LARS(torch.optim.Optimizer):
             "foreach": foreach,
         }
         super().__init__(params, defaults)
+        self._step_supports_amp_scaling = True  # torch's word for: it heeds found_inf
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called by `load_state_dict` and by pickle: groups that older code has saved get their new names."""
@@ -169,8 +174,31 @@ class LARS(torch.optim.Optimizer):
             weights = [parameter for parameter in group["params"] if parameter.grad is not None]
             if weights:
                 gradients = [weight.grad for weight in weights]
-                update(group, weights, gradients, self.momentum_buffers(group, weights))
+                self.update(group, weights, gradients, self.momentum_buffers(group, weights))
         return loss
+
+    def update(self, group: Group, weights: list[Tensor], gradients: list[Tensor], buffers: list[Tensor]) -> None:
+        lists = [weights, gradients, buffers] if buffers else [weights, gradients]
+        kinds: dict[Any, Any] = torch.optim.Optimizer._group_tensors_by_device_and_dtype(cast(Any, lists))
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        for (device, _), (tensors, _) in kinds.items():
+            together = device.type != "cpu" if group["foreach"] is None else group["foreach"]
+            if not group["trust_ratio"]:
+                update_plainly(group, found_inf, *tensors)
+            elif together:
+                update_together(group, found_inf, self.rows_of(tensors[0]), *tensors)
+            else:
+                update_each(group, found_inf, *tensors)
+
+    def rows_of(self, weights: list[Tensor]) -> Rows:
+        """Room that is kept from step to step."""
+        key = tuple(map(id, weights))
+        kept: dict[tuple[int, ...], Rows] = self.__dict__.setdefault("kept_rows", {})  # not part of a pickle
+        if key not in kept:
+            for other in [other for other in kept if not set(other).isdisjoint(key)]:
+                del kept[other]
+            kept[key] = Rows(weights)
+        return kept[key]
 
     def momentum_buffers(self, group: Group, weights: list[Tensor]) -> list[Tensor]:
         """One a weight; none at all without momentum."""
@@ -182,34 +210,41 @@ class LARS(torch.optim.Optimizer):
         return [self.state[weight][BUFFER] for weight in weights]
 
 
-def update(group: Group, weights: list[Tensor], gradients: list[Tensor], buffers: list[Tensor]) -> None:
-    lists = [weights, gradients, buffers] if buffers else [weights, gradients]
-    kinds: dict[Any, Any] = torch.optim.Optimizer._group_tensors_by_device_and_dtype(cast(Any, lists))
-    for (device, _), (tensors, _) in kinds.items():
-        together = device.type != "cpu" if group["foreach"] is None else group["foreach"]
-        (update_together if together else update_each)(group, *tensors)
+def update_plainly(
+    group: Group, found_inf: Tensor | None, weights: list[Tensor], gradients: list[Tensor], *buffers: list[Tensor]
+) -> None:
+    """tau = 1, so all have one factor."""
+    factor, step_size = place_learning_rate(group, 1.0)
+    settings = momentum_settings(group) | {"factor": factor, "step_size": step_size, "found_inf": found_inf}
+    step_fused(weights, gradients, *buffers, **settings)
 
 
-def update_each(group: Group, weights: list[Tensor], gradients: list[Tensor], *buffers: list[Tensor]) -> None:
-    if not group["trust_ratio"]:
-        factor, step_size = place_learning_rate(group, 1.0)
-        step_fused(weights, gradients, *buffers, factor=factor, step_size=step_size, **momentum_settings(group))
-        return
-    for_ratio, for_momentum = ratio_settings(group), momentum_settings(group)
+def update_each(
+    group: Group, found_inf: Tensor | None, weights: list[Tensor], gradients: list[Tensor], *buffers: list[Tensor]
+) -> None:
+    for_ratio, for_momentum = ratio_settings(group), momentum_settings(group) | {"found_inf": found_inf}
     for tensors in zip(weights, gradients, *buffers, strict=True):
         tau = trust_ratio(norm(tensors[0]), norm(tensors[1]), **for_ratio)
         factor, step_size = place_learning_rate(group, tau)
-        step_fused(*([tensor] for tensor in tensors), factor=factor, step_size=step_size, **for_momentum)
+        if tensors[0].numel() <= SMALL:
+            step_small(*tensors, factor=factor, step_size=step_size, **for_momentum)
+        else:
+            step_fused(*([tensor] for tensor in tensors), factor=factor, step_size=step_size, **for_momentum)
 
 
-def update_together(group: Group, weights: list[Tensor], gradients: list[Tensor], *buffers: list[Tensor]) -> None:
+def update_together(
+    group: Group,
+    found_inf: Tensor | None,
+    rows: Rows,
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    *buffers: list[Tensor],
+) -> None:
     """Never asks the device for a value, which would wait for it."""
-    tau = torch.ones(len(weights), dtype=weights[0].dtype, device=weights[0].device)
-    if group["trust_ratio"]:
-        norms = [torch.stack(torch._foreach_norm(tensors)) for tensors in (weights, gradients)]
-        tau = trust_ratios(*norms, **ratio_settings(group))
-    factors, step_size = place_learning_rate(group, tau)
-    step_lists(weights, gradients, *buffers, factors=factors.unbind(), step_size=step_size, **momentum_settings(group))
+    norms = [torch.stack(torch._foreach_norm(tensors)).double() for tensors in (weights, gradients)]
+    factors, step_size = place_learning_rate(group, trust_ratios(*norms, **ratio_settings(group)))
+    settings = momentum_settings(group) | {"factors": factors, "step_size": step_size, "found_inf": found_inf}
+    step_rows(rows, weights, gradients, *buffers, **settings)
 
 
 def place_learning_rate(group: Group, tau: Any) -> tuple[Any, float]:

@@ -4,9 +4,14 @@ w weight, g gradient, v momentum buffer (none without momentum), lambda weight d
 
     v = momentum v + factor (g + lambda w),   w -= step_size v
 
-`step_fused` takes one factor, and makes one pass over memory; `step_lists` takes a factor per tensor, which may be on
-any device and stays there.
+`step_fused` takes one factor, and makes one pass over memory; `step_rows` takes a factor per tensor, which stays on the
+device: a few kernels, however many tensors there are.  `step_small` is for one tensor that fits into the cache, and
+rounds as `step_rows` does: a device whose kernels round as the CPU's takes the same step to the bit.  Where `found_inf`
+is 1, on the device, nothing changes.
 """
+
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +19,8 @@ from torch import Tensor
 from megabatch.optim.dense import are_alike
 
 Tensors = tuple[Tensor, ...] | list[Tensor]
+
+ROW = 1024  # elements that have one factor
 
 
 def step_fused(
@@ -25,52 +32,119 @@ def step_fused(
     step_size: float,
     momentum: float,
     weight_decay: float,
+    found_inf: Tensor | None = None,
 ) -> None:
-    """Tensors of one dtype, on the CPU.  Where the kernel would be wrong, `step_lists` takes over."""
+    """Tensors of one dtype, on the CPU.  Where the kernel would be wrong, `step_each` takes over."""
     if not buffers:  # the kernel reads `dampening` only where there is momentum
         factor, step_size = 1.0, step_size * factor
     # The kernel is handed 1 - factor, rounded to float64: the weights must be rounded more than that.
     is_exact = factor == 0 or factor >= 2.0**-53 / torch.finfo(weights[0].dtype).eps
     if not is_exact or not all(are_alike(*each) for each in zip(weights, gradients, buffers or weights, strict=True)):
-        factors = [torch.tensor(factor, dtype=weight.dtype) for weight in weights]
-        step_lists(
-            weights,
-            gradients,
-            buffers,
-            factors=factors,
-            step_size=step_size,
-            momentum=momentum,
-            weight_decay=weight_decay,
-        )
+        if found_inf is None or not found_inf.item():
+            step_each(weights, gradients, buffers, factor, step_size, momentum, weight_decay)
         return
-    torch._fused_sgd_(
-        weights,
-        gradients,
-        buffers,
-        weight_decay=weight_decay,
-        momentum=momentum,
-        lr=step_size,
-        dampening=1.0 - factor,
-        nesterov=False,
-        maximize=False,
-        is_first_step=False,  # the first would ignore `dampening`; our buffers start as zeros
-    )
+    settings = {"weight_decay": weight_decay, "momentum": momentum, "lr": step_size, "found_inf": found_inf}
+    fused_sgd(weights, gradients, buffers, dampening=1.0 - factor, **settings)
 
 
-def step_lists(
+def fused_sgd(weights: Tensors, gradients: Tensors, buffers: Tensors, **settings: Any) -> None:
+    # The first step would ignore `dampening`; our buffers start as zeros.
+    torch._fused_sgd_(weights, gradients, buffers, nesterov=False, maximize=False, is_first_step=False, **settings)
+
+
+def step_each(
     weights: Tensors,
     gradients: Tensors,
-    buffers: Tensors = (),
-    *,
-    factors: Tensors,
+    buffers: Tensors,
+    factor: float,
     step_size: float,
     momentum: float,
     weight_decay: float,
 ) -> None:
+    """By the plain formula: factors below what a kernel can be handed, and tensors that lie in different orders."""
     steps: Tensors = torch._foreach_add(gradients, weights, alpha=weight_decay)
-    torch._foreach_mul_(steps, factors)
+    torch._foreach_mul_(steps, [torch.tensor(factor, dtype=step.dtype) for step in steps])
     if buffers:
         torch._foreach_mul_(buffers, momentum)
         torch._foreach_add_(buffers, steps)
         steps = buffers
     torch._foreach_add_(weights, steps, alpha=-step_size)
+
+
+class Rows:
+    """Room for one tensor like each of some weights, in one piece of memory that is cut into rows; none has parts of
+    two tensors, so that what differs between tensors is one number per row."""
+
+    def __init__(self, weights: Tensors) -> None:
+        sizes = [weight.numel() for weight in weights]
+        counts = [-(-size // ROW) for size in sizes]
+        self.rows = torch.zeros(sum(counts), ROW, dtype=weights[0].dtype, device=weights[0].device)
+        starts = [ROW * sum(counts[:place]) for place in range(len(counts))]
+        flat = self.rows.view(-1)
+        self.tensors = [
+            flat.as_strided(weight.shape, torch.empty_like(weight).stride(), start)
+            for weight, start in zip(weights, starts, strict=True)
+        ]
+        self.counts = counts
+
+    @cached_property
+    def owners(self) -> Tensor:
+        """Of each row, the place of its tensor."""
+        places = torch.arange(len(self.counts)).repeat_interleave(torch.tensor(self.counts))
+        return places.to(self.rows.device)
+
+    def scale(self, factors: Tensor) -> None:
+        self.rows.mul_(factors.to(self.rows.dtype).index_select(0, self.owners).unsqueeze(1))
+
+
+def step_small(
+    weight: Tensor,
+    gradient: Tensor,
+    buffer: Tensor | None = None,
+    *,
+    factor: float,
+    step_size: float,
+    momentum: float,
+    weight_decay: float,
+    found_inf: Tensor | None = None,
+) -> None:
+    buffers = [] if buffer is None else [buffer]
+    if not buffers:
+        factor, step_size = factor * step_size, 1.0
+    step = torch.empty_like(weight).copy_(gradient)
+    if weight_decay:
+        step.add_(weight, alpha=weight_decay)
+    step.mul_(factor)
+    step_by([weight], [step], buffers, step_size, momentum, found_inf)
+
+
+def step_rows(
+    rows: Rows,
+    weights: Tensors,
+    gradients: Tensors,
+    buffers: Tensors = (),
+    *,
+    factors: Tensor,  # fp64, one per tensor
+    step_size: float,
+    momentum: float,
+    weight_decay: float,
+    found_inf: Tensor | None = None,
+) -> None:
+    if not buffers:
+        factors, step_size = factors * step_size, 1.0
+    torch._foreach_copy_(rows.tensors, gradients)
+    if weight_decay:
+        torch._foreach_add_(rows.tensors, weights, alpha=weight_decay)
+    rows.scale(factors)
+    step_by(weights, rows.tensors, buffers, step_size, momentum, found_inf)
+
+
+def step_by(
+    weights: Tensors, steps: Tensors, buffers: Tensors, step_size: float, momentum: float, found_inf: Tensor | None
+) -> None:
+    """v = momentum v + step,   w -= step_size v"""
+    if all(are_alike(*each) for each in zip(weights, steps, buffers or weights, strict=True)):
+        settings = {"weight_decay": 0.0, "momentum": momentum, "lr": step_size, "found_inf": found_inf}
+        fused_sgd(weights, steps, buffers, dampening=0.0, **settings)
+    elif found_inf is None or not found_inf.item():
+        step_each(weights, steps, buffers, 1.0, step_size, momentum, 0.0)

@@ -40,13 +40,17 @@ class OptimSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 def sgd(groups: Iterable[dict[str, Any]], settings: OptimSettings) -> torch.optim.Optimizer:
     # fused: a fifth of the time of foreach on CPU, and one kernel on CUDA.
-    return torch.optim.SGD(
+    optimizer = torch.optim.SGD(
         groups,
         lr=settings.learning_rate,
         momentum=settings.momentum,
         nesterov=settings.momentum > 0 if settings.nesterov is None else settings.nesterov,
         fused=True,
     )
+    if settings.momentum:  # torch leaves it as it finds it in memory if the first step is one that `found_inf` skips
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
 
 
 def lars(groups: Iterable[dict[str, Any]], settings: OptimSettings) -> torch.optim.Optimizer:
@@ -96,6 +100,19 @@ def named_groups(groups: Iterable[dict[str, Any]]) -> list[tuple[Any, list[int]]
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get(LR_FACTOR, 1.0)
+
+
+def step_unless(optimizer: torch.optim.Optimizer, skipped: torch.Tensor) -> None:
+    """Takes a step, but leaves everything as it is where `skipped` is 1.
+
+    Kernels that know `found_inf`, as torch.amp.GradScaler calls it, look at it themselves, on the device.  For any
+    other optimizer the host has to look, and on an accelerator waits.
+    """
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer.found_inf = skipped  # type: ignore[attr-defined]
+        optimizer.step()
+    elif not skipped.item():
+        optimizer.step()
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, clip_norm: float) -> None:

@@ -3,10 +3,12 @@
 The loss is the mean over the global batch, so a gradient shrinks as the batch G grows, and S starts at 2^8 G.
 An overflow halves S, 100 steps without one double it (a 64K run has only about 1,800); it has no maximum, and is at
 least 1.  A step that overflows is skipped.  Names as in torch.amp.GradScaler.
+
+S lives on the device and follows overflows there (`follow`), so that no step waits for the host.  The host learns of a
+step's overflow when it reads the step's results (`note`), on an accelerator one step later, and does the same sum.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -19,14 +21,28 @@ MIN_SCALE = 1.0
 MAX_OVERFLOWS_IN_A_ROW = 20  # of a fixed scale, which will not get better
 
 
-@dataclass
 class LossScale:
     """The same on all ranks, since it follows from the all-reduced gradients."""
 
-    kind: Literal["off", "fixed", "dynamic"]
-    value: float = 1.0
-    clean_steps: int = 0  # since the value changed
-    overflows_in_a_row: int = 0
+    def __init__(
+        self, kind: Literal["off", "fixed", "dynamic"], value: float = 1.0, device: torch.device | None = None
+    ) -> None:
+        self.kind = kind
+        self.clean_steps = 0  # since the value changed
+        self.overflows_in_a_row = 0
+        self.on_device = torch.ones((), device=device)
+        self.clean_on_device = torch.zeros((), dtype=torch.int32, device=device)
+        self.value = value
+
+    @property
+    def value(self) -> float:
+        """After the last step that the host has read."""
+        return self._value
+
+    @value.setter
+    def value(self, value: float) -> None:
+        self._value = value
+        self.on_device.fill_(value)
 
     @property
     def is_on(self) -> bool:
@@ -40,16 +56,32 @@ class LossScale:
         return self.overflows_in_a_row + 1 >= MAX_OVERFLOWS_IN_A_ROW
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss * self.value if self.is_on else loss
+        return loss * self.on_device if self.is_on else loss
 
-    def update(self, overflowed: bool) -> None:
-        """Call it after each step."""
+    @torch.no_grad()
+    def unscale(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """In place; 1 if any of them was inf or NaN, else 0, on the device."""
+        overflowed = torch.zeros_like(self.on_device)
+        if self.is_on:
+            inverse = self.on_device.double().reciprocal().float()
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflowed, inverse)
+        return overflowed
+
+    @torch.no_grad()
+    def follow(self, overflowed: torch.Tensor) -> None:
+        """On the device, after each step."""
+        if self.kind == "dynamic":
+            torch._amp_update_scale_(self.on_device, self.clean_on_device, overflowed, 2.0, 0.5, GROWTH_INTERVAL)
+            self.on_device.clamp_(min=MIN_SCALE)
+
+    def note(self, overflowed: bool) -> None:
+        """On the host, for each step, when its result has been read."""
         self.overflows_in_a_row = self.overflows_in_a_row + 1 if overflowed else 0
         self.clean_steps = 0 if overflowed else self.clean_steps + 1
         if self.kind == "dynamic" and overflowed:
-            self.value = max(MIN_SCALE, self.value / 2)
+            self._value = max(MIN_SCALE, self._value / 2)
         elif self.kind == "dynamic" and self.clean_steps == GROWTH_INTERVAL:
-            self.value, self.clean_steps = 2 * self.value, 0
+            self._value, self.clean_steps = 2 * self._value, 0
 
     def state(self) -> torch.Tensor:
         return torch.tensor([self.value, self.clean_steps, self.overflows_in_a_row], dtype=torch.float64)
@@ -57,6 +89,7 @@ class LossScale:
     def restore(self, state: torch.Tensor) -> None:
         self.value, clean_steps, overflows = state.tolist()
         self.clean_steps, self.overflows_in_a_row = int(clean_steps), int(overflows)
+        self.clean_on_device.fill_(self.clean_steps)
 
 
 def show_scale(value: float) -> str:
@@ -65,8 +98,12 @@ def show_scale(value: float) -> str:
     return f"2^{power:.0f}" if power.is_integer() and value > 1000 else f"{value:g}"
 
 
-def choose_loss_scale(settings: PrecisionSettings, is_rounded_to_fp16: bool, global_batch: int) -> LossScale:
+def choose_loss_scale(
+    settings: PrecisionSettings, is_rounded_to_fp16: bool, global_batch: int, device: torch.device | None = None
+) -> LossScale:
     """`is_rounded_to_fp16`: gradients are, somewhere on their way to the update."""
     if settings.loss_scale is not None:
-        return LossScale("fixed", settings.loss_scale)
-    return LossScale("dynamic", INITIAL_SCALE * global_batch) if is_rounded_to_fp16 else LossScale("off")
+        return LossScale("fixed", settings.loss_scale, device)
+    if is_rounded_to_fp16:
+        return LossScale("dynamic", INITIAL_SCALE * global_batch, device)
+    return LossScale("off", device=device)

@@ -72,20 +72,14 @@ class MasterWeights:
             parameter.grad = None
 
     @torch.no_grad()
-    def load_gradients(self, loss_scale: LossScale) -> bool:
-        """Copies gradients from the model; True if a scaled one has overflowed: then the step is to be skipped.
+    def load_gradients(self, loss_scale: LossScale) -> torch.Tensor:
+        """Copies gradients from the model; 1 if a scaled one has overflowed, then the step is to be skipped, else 0.
 
-        Gradients are the same on all ranks by now, and so is the answer.
+        Gradients are the same on all ranks by now, and so is the answer, which stays on the device.
         """
         if self.copies:
             torch._foreach_copy_(gradients_of(self.copies), gradients_of(self.rounded_parameters))
-        if not loss_scale.is_on:
-            return False
-        gradients = gradients_of(self.weights.values())
-        overflows = torch.zeros((), device=gradients[0].device)
-        inverse = torch.full_like(overflows, 1 / loss_scale.value)
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflows, inverse)
-        return bool(overflows)
+        return loss_scale.unscale(gradients_of(self.weights.values()))
 
     @torch.no_grad()
     def copy_to_model(self) -> None:
@@ -93,12 +87,15 @@ class MasterWeights:
         if self.copies:
             torch._foreach_copy_(self.rounded_parameters, self.copies)
 
-    def first_overflow(self) -> str:
-        """The parameter whose gradient is not finite, and which backward reached first: those after it follow."""
+    def first_overflow(self) -> str | None:
+        """The parameter whose gradient is not finite, and which backward reached first: those after it follow.
+
+        None if all are: on an accelerator the gradients of the next step may be here already.
+        """
         for name, weight in reversed(self.weights.items()):
             if weight.grad is not None and not weight.grad.isfinite().all():
                 return name
-        raise AssertionError("all gradients are finite")
+        return None
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

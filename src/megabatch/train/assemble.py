@@ -67,7 +67,7 @@ def assemble(
         require_same_network(master_weights.state_dict(), world)
         master_weights.load_state_dict(world.broadcast_tensors(master_weights.state_dict()))
     is_rounded_to_fp16 = formats.has_small_range or config.comm.dtype == "fp16"
-    loss_scale = choose_loss_scale(config.precision, is_rounded_to_fp16, plan.global_batch)
+    loss_scale = choose_loss_scale(config.precision, is_rounded_to_fp16, plan.global_batch, world.device)
     groups = master_weights.param_groups(plan_groups(config, model))
     make_optimizer = partial(own_optimizer, own.optimizer) if own.optimizer else OPTIMIZERS[config.optim.name]
     if initial_weights.pixels and len(initial_weights.pixels.mean) == data.num_channels:
@@ -86,7 +86,7 @@ def assemble(
         network=model,
         update_dtype=formats.update,
         summed_loss=own.loss or partial(summed_loss, config.loss),
-        statistics=RunningStatistics(model, plan.accumulation, may_skip=loss_scale.is_on),
+        statistics=RunningStatistics(model, plan.accumulation),
         master_weights=master_weights,
         loss_scale=loss_scale,
         optimizer=make_optimizer(groups, config.optim),

@@ -22,7 +22,7 @@ def share_of_momentum(momentum: float, turn: int, accumulation: int) -> float:
 class RunningStatistics:
     """The running means and variances of all normalisation layers that keep some, over the microbatches of a step."""
 
-    def __init__(self, model: nn.Module, accumulation: int, may_skip: bool = False) -> None:
+    def __init__(self, model: nn.Module, accumulation: int) -> None:
         self.accumulation = accumulation
         self.modules: list[_NormBase] = []
         self.tensors: list[torch.Tensor] = []
@@ -34,50 +34,57 @@ class RunningStatistics:
                 self.modules.append(module)
                 self.names.append(name)
                 self.tensors += [module.running_mean, module.running_var]
-        self.before = [torch.empty_like(tensor) for tensor in self.tensors] if may_skip else []
+        self.sizes = [tensor.numel() for tensor in self.tensors]
         self.momenta = [module.momentum for module in self.modules]
-        self.counts: list[int] | None = None  # steps that each module has seen
-        self.counting: list[bool] | None = None  # whether it counts them; known after the first step
+        self.counts: torch.Tensor | None = None  # steps that each module has seen
+        self.counting: torch.Tensor | None = None
+
+    @property
+    def needs_counts(self) -> bool:
+        """Some module asks for the plain average over all steps, so the host must know how many were not skipped."""
+        return None in self.momenta
 
     def begin_microbatch(self, turn: int) -> None:
         """Before the forward pass of microbatch `turn` (from 0) of a step."""
-        if self.counts is None:  # read once: a resumed run has restored them by now
-            self.counts = [counter(module).item() for module in self.modules]  # type: ignore[misc]
-        if self.before and turn == 0:
-            torch._foreach_copy_(self.before, self.tensors)
-        for module, momentum, count in zip(self.modules, self.momenta, self.counts, strict=True):
-            if momentum is None:  # asks for the plain average over all steps
+        if self.counts is None and self.modules:  # read once: a resumed run has restored them by now
+            self.counts = torch.stack([counter(module) for module in self.modules])
+        if turn == 0 and self.tensors:
+            self.before = torch.cat(self.tensors)
+        counts = self.counts.tolist() if self.needs_counts and self.counts is not None else [0] * len(self.modules)
+        for module, momentum, count in zip(self.modules, self.momenta, counts, strict=True):
+            if momentum is None:
                 momentum = 1.0 / (1.0 + count)
             module.momentum = share_of_momentum(momentum, turn, self.accumulation)
 
     @torch.no_grad()
-    def end_step(self, averaged: torch.Tensor) -> None:
-        """Takes the mean over ranks, one flat tensor in the order of `tensors`; each module counts one step."""
-        if self.tensors:
-            torch._foreach_copy_(self.tensors, averaged.split([tensor.numel() for tensor in self.tensors]))
-        self.count(1)
+    def end_step(self, averaged: torch.Tensor, skipped: torch.Tensor | None = None) -> None:
+        """Takes the mean over ranks, one flat tensor in the order of `tensors`; each module counts one step.
 
-    @torch.no_grad()
-    def undo_step(self) -> None:
-        """After a step that is skipped, everything is as it was before."""
-        if self.tensors:
-            torch._foreach_copy_(self.tensors, self.before)
-        self.count(0)
-
-    def count(self, num_steps: int) -> None:
-        assert self.counts is not None
-        if self.counting is None:
-            self.counting = [self.check_use(index) for index in range(len(self.modules))]
-        for index, (module, momentum) in enumerate(zip(self.modules, self.momenta, strict=True)):
+        Where `skipped` is 1, everything is as it was before the step.
+        """
+        for module, momentum in zip(self.modules, self.momenta, strict=True):
             module.momentum = momentum
-            if self.counting[index]:
-                self.counts[index] += num_steps
-                counter(module).fill_(self.counts[index])
+        if self.counts is None:
+            return
+        if skipped is not None:
+            averaged = torch.where(skipped > 0, self.before, averaged)
+        torch._foreach_copy_(self.tensors, averaged.split(self.sizes))
+        counting = self.find_counting()
+        self.counts += counting if skipped is None else torch.where(skipped > 0, 0, counting)
+        torch._foreach_copy_([counter(module) for module in self.modules], self.counts.unbind())
+
+    def find_counting(self) -> torch.Tensor:
+        """1 for each module that counts its forward passes, as one in training does, else 0; known after a step."""
+        if self.counting is None:
+            assert self.counts is not None
+            counting = [self.check_use(index) for index in range(len(self.modules))]
+            self.counting = torch.tensor(counting, dtype=self.counts.dtype).to(self.counts.device)
+        return self.counting
 
     def check_use(self, index: int) -> bool:
         """After the first step: True if the module counts its forward passes, as one in training does."""
         assert self.counts is not None
-        passes = int(counter(self.modules[index]).item()) - self.counts[index]
+        passes = int(counter(self.modules[index]) - self.counts[index])
         if passes > self.accumulation:
             raise UserError(
                 f"the model uses {self.names[index]} {passes // self.accumulation} times in a forward pass, and its "

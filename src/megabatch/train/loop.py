@@ -1,6 +1,12 @@
-"""The training loop: input, forward and backward, all-reduce, update (Jia et al. 2018, figure 1)."""
+"""The training loop: input, forward and backward, all-reduce, update (Jia et al. 2018, figure 1).
+
+A step is begun (`begin_step`) and its result read (`end_step`).  On an accelerator the next step is begun in between,
+so that the device always has work and the host never waits for what it has just handed over; a CPU reads at once.  What
+depends on the result within the step, whether gradients overflowed or the loss is a number, is decided on the device.
+"""
 
 import time
+from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,7 +22,7 @@ from megabatch.data.batches import Stream, TrainingImages
 from megabatch.data.images import DataSet
 from megabatch.data.normalise import Normalise
 from megabatch.data.philox import dropout_seed
-from megabatch.optim.optimizers import clip_gradients, set_learning_rate
+from megabatch.optim.optimizers import clip_gradients, set_learning_rate, step_unless
 from megabatch.planning.batch import StepPlan
 from megabatch.precision.loss_scale import LossScale
 from megabatch.precision.master_weights import MasterWeights
@@ -27,7 +33,7 @@ from megabatch.runs.records import Evaluation, EvaluationRecord, Record, StepRec
 from megabatch.runs.time_breakdown import TimeBreakdown
 from megabatch.train.batch_norm import RunningStatistics
 from megabatch.train.not_finite import check_loss, check_scale, check_test_loss
-from megabatch.train.step_metrics import StepMetrics, StepTotals
+from megabatch.train.step_metrics import Numbers, StepMetrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,62 +70,82 @@ class Training(Parts):
     gradients: GradientAllReduce
     metrics: StepMetrics
 
+    @property
+    def steps_ahead(self) -> int:
+        """How many steps are begun before the result of one is read."""
+        return 0 if self.world.device.type == "cpu" or self.statistics.needs_counts else 1
 
-class Passed(NamedTuple):
-    """What came of the forward and backward passes of a step, beside gradients."""
 
-    totals: StepTotals
+class BegunStep(NamedTuple):
+    """What the host knows of a step that the device may not have finished."""
+
+    step: int
+    began_s: float
+    numbers: Numbers  # on their way to the host
+    losses: torch.Tensor  # of this rank's microbatches
     data_wait: TimeBreakdown  # of this rank
+    skipped_images: list[str]  # by this rank
     comm_wait_s: float
 
 
-def train(run: Training, first_step: int = 0) -> Generator[Record, None, None]:
-    """Takes the steps of a run from `first_step` on; yields a record after each, and after each evaluation."""
+def never(step: int) -> bool:
+    return False
+
+
+def train(run: Training, first_step: int = 0, is_due: Callable[[int], bool] = never) -> Generator[Record, None, None]:
+    """Takes the steps of a run from `first_step` on; yields a record after each, and after each evaluation.
+
+    Where an evaluation follows, or `is_due` of the steps taken says that somebody wants the weights, no further step is
+    begun before the record.
+    """
     with run.images.stream(run.world.rank, first_step) as microbatches:
-        yield from train_on(microbatches, run, first_step)
+        yield from train_on(microbatches, run, first_step, is_due)
 
 
-def train_on(microbatches: Stream, run: Training, first_step: int) -> Generator[Record, None, None]:
+def train_on(
+    microbatches: Stream, run: Training, first_step: int, is_due: Callable[[int], bool] = never
+) -> Generator[Record, None, None]:
     run.gradients.count_from(first_step)
+    begun: deque[BegunStep] = deque()
+    stop, ended_s = False, 0.0
     for step in range(first_step, run.plan.num_steps):
-        started_s, loss_scale = time.perf_counter(), run.loss_scale.value
-        totals, data_wait, comm_wait_s = forward_backward(microbatches, run, step)
-        overflowed = update(run, totals, step)
-
-        done, epoch = step + 1, run.plan.epochs_after(step + 1)
+        begun.append(begin_step(microbatches, run, step))
+        done = step + 1
         evaluated = run.plan.should_evaluate_after(done)
-        yield StepRecord(
-            step=done,
-            epoch=epoch,
-            loss=totals.loss,
-            lr=run.learning_rate(step),
-            loss_scale=loss_scale,
-            skipped=overflowed,
-            images_per_s=totals.samples / (time.perf_counter() - started_s),
-            data_wait_s=data_wait.total,
-            data_wait=data_wait,
-            skipped_images=totals.skipped,
-            comm_wait_s=comm_wait_s,
-            straggler=totals.straggler,
-            straggler_delay_s=totals.straggler_delay_s,
-            evaluated=evaluated,
-        )
+        is_awaited = evaluated or done == run.plan.num_steps or is_due(done)
+        while len(begun) > (0 if is_awaited or stop else run.steps_ahead):
+            record, stop_requested = end_step(run, begun.popleft(), ended_s)
+            ended_s, stop = time.perf_counter(), stop or stop_requested
+            yield record
         if evaluated:
             result = run.evaluate()
             check_test_loss(result.test_loss, step)
-            yield EvaluationRecord(step=done, epoch=epoch, resident_mb=resident_mb(), **msgspec.structs.asdict(result))
-        if totals.stop:
+            yield EvaluationRecord(
+                step=done, epoch=record.epoch, resident_mb=resident_mb(), **msgspec.structs.asdict(result)
+            )
+        if stop and not begun:
             return
 
 
-def forward_backward(microbatches: Stream, run: Training, step: int) -> Passed:
+def begin_step(microbatches: Stream, run: Training, step: int) -> BegunStep:
+    """Input, forward and backward, all-reduce, update."""
+    began_s = time.perf_counter()
+    data_wait, skipped_images = forward_backward(microbatches, run, step)
+    run.metrics.receive()
+    waited_s = time.perf_counter() - run.gradients.ready_s
+    overflowed = update(run, step)
+    numbers = run.metrics.to_host(overflowed)
+    return BegunStep(step, began_s, numbers, run.metrics.sent_losses, data_wait, skipped_images, waited_s)
+
+
+def forward_backward(microbatches: Stream, run: Training, step: int) -> tuple[TimeBreakdown, list[str]]:
     """Leaves the gradients of the global batch, summed over all ranks, in the model."""
     plan = run.plan
     run.master_weights.clear_gradients(accumulates=plan.accumulation > 1)
     for turn, index in enumerate(plan.microbatches_of(run.world.rank)):
         is_last = turn == plan.accumulation - 1
         images, labels = microbatches.next()
-        seed_dropout(dropout_seed(run.seed, step, index))
+        seed_dropout(dropout_seed(run.seed, step, index), run.world.device)
         run.statistics.begin_microbatch(turn)
         with nullcontext() if is_last else run.model.no_sync():
             logits = run.model(run.normalise(images))
@@ -127,40 +153,65 @@ def forward_backward(microbatches: Stream, run: Training, step: int) -> Passed:
             run.metrics.add(loss, len(labels))
             if is_last:
                 data_wait, skipped = microbatches.take_account()
-                run.metrics.send(stop=run.stop_requested(), skipped=skipped)
+                run.metrics.send(stop=run.stop_requested(), num_skipped=len(skipped))
             run.loss_scale.scaled(loss).backward()  # the last one all-reduces gradients as they appear
-    waited_s = time.perf_counter() - run.gradients.ready_s
-    totals = run.metrics.receive()
-    assert totals.samples == plan.global_batch
-    return Passed(totals, data_wait, waited_s + run.metrics.waited_s)
+    return data_wait, skipped
 
 
-def update(run: Training, totals: StepTotals, step: int) -> bool:
-    """Updates the master weights and copies them to the model; True if gradients overflowed, and nothing changed."""
-    check_loss(run, totals.loss, step)
+def update(run: Training, step: int) -> torch.Tensor:
+    """Updates the master weights and copies them to the model; 1 if gradients overflowed, and nothing changed, else 0.
+
+    Nothing changes either where the loss is inf or NaN.
+    """
     set_learning_rate(run.optimizer, run.learning_rate(step))
-    overflowed = apply_gradients(run)
-    if overflowed:
-        check_scale(run, step)
-        run.statistics.undo_step()
-    else:
-        run.statistics.end_step(totals.statistics)
-    run.loss_scale.update(overflowed)
-    return overflowed
-
-
-def apply_gradients(run: Parts) -> bool:
-    """The optimizer's part of an update; True if gradients overflowed, and nothing changed."""
     overflowed = run.master_weights.load_gradients(run.loss_scale)  # as fp32, unscaled
-    if not overflowed:
-        clip_gradients(run.optimizer, run.clip_norm)
-        run.optimizer.step()
-        run.master_weights.copy_to_model()
+    skipped = torch.maximum(overflowed, run.metrics.has_bad_loss)
+    apply_gradients(run, skipped)
+    run.statistics.end_step(run.metrics.statistics, skipped)
+    run.loss_scale.follow(overflowed)
     return overflowed
 
 
-def seed_dropout(seed: int) -> None:
+def apply_gradients(run: Parts, skipped: torch.Tensor) -> None:
+    """The optimizer's part of an update."""
+    clip_gradients(run.optimizer, run.clip_norm)
+    step_unless(run.optimizer, skipped)
+    run.master_weights.copy_to_model()
+
+
+def end_step(run: Training, begun: BegunStep, previous_ended_s: float) -> tuple[StepRecord, bool]:
+    """Reads the result of a step: the record, and whether some rank was asked to stop."""
+    totals, step = run.metrics.read(begun.numbers, begun.skipped_images), begun.step
+    assert totals.samples == run.plan.global_batch
+    check_loss(run, totals.loss, step, begun.losses)
+    if totals.overflowed:
+        check_scale(run, step)
+    loss_scale = run.loss_scale.value
+    run.loss_scale.note(totals.overflowed)
+    # A step that was begun while the one before was under way has taken the time since that ended.
+    taken_s = time.perf_counter() - max(begun.began_s, previous_ended_s)
+    record = StepRecord(
+        step=step + 1,
+        epoch=run.plan.epochs_after(step + 1),
+        loss=totals.loss,
+        lr=run.learning_rate(step),
+        loss_scale=loss_scale,
+        skipped=totals.overflowed,
+        images_per_s=totals.samples / taken_s,
+        data_wait_s=begun.data_wait.total,
+        data_wait=begun.data_wait,
+        skipped_images=totals.skipped,
+        comm_wait_s=begun.comm_wait_s,
+        straggler=totals.straggler,
+        straggler_delay_s=totals.straggler_delay_s,
+        evaluated=run.plan.should_evaluate_after(step + 1),
+    )
+    return record, totals.stop
+
+
+def seed_dropout(seed: int, device: torch.device) -> None:
     """What torch.manual_seed does for the generators that we use, in a tenth of its time."""
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(seed)
+    of_device = torch.get_device_module(device)
+    if device.type != "cpu" and of_device.is_initialized():
+        of_device.manual_seed(seed)

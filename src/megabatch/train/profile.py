@@ -175,7 +175,7 @@ def time_update(parts: Parts) -> float:
     """After a pass, of gradients that are 0: none overflows, and no weight moves."""
     torch._foreach_zero_(gradients_of(parts.master_weights.parameters.values()))
     began = now(parts.world.device)
-    apply_gradients(parts)
+    apply_gradients(parts, parts.master_weights.load_gradients(parts.loss_scale))
     ended = now(parts.world.device)
     wait_for(parts.world)
     return seconds_between(began, ended)

@@ -32,7 +32,7 @@ from megabatch.train.checkpoint import (
     save_weights,
 )
 from megabatch.train.environment import describe_environment
-from megabatch.train.loop import Training, train
+from megabatch.train.loop import Training, never, train
 from megabatch.train.prepare import prepare
 from megabatch.train.resume import choose_start, is_numbered, newest_whole
 from megabatch.train.screen import Screen
@@ -68,7 +68,8 @@ def train_and_record(
         recorder, totals = begin(config, resume, training, stack)
         if recorder and announce:
             announce(str(recorder.folder.path))
-        records: Iterator[Record] = train(training, first_step=totals.steps)
+        is_due = recorder.checkpoints.is_due if recorder else never
+        records: Iterator[Record] = train(training, totals.steps, is_due)
         if config.comm.timeline:
             folder = recorder.folder.path if recorder else None
             records = stack.enter_context(recorded(records, totals.steps, training, folder))
@@ -189,7 +190,9 @@ class Recorder:
         self.folder.write(record)
         self.events.write(record)
         self.screen.show(record)
-        if self.checkpoints.wants(record, self.totals):
+        # On an accelerator the next step may have been begun: then the weights are not those of the record any more.
+        is_current = record.step == self.training.gradients.num_steps
+        if is_current and self.checkpoints.wants(record, self.totals):
             self.save()
 
     def write_card(self) -> None:

@@ -1,11 +1,10 @@
 """The one small all-reduce of a step: the loss, whether to stop, who waited how long, BatchNorm's statistics.
 
 All of them are known when the last forward pass of the step is done, so it runs underneath backward, before the first
-gradients.
+gradients.  What of it the host wants to know is copied to it behind the step, while the next one runs: see `Numbers`.
+Everything that has as many entries as there are ranks stays on the device, and takes the same few kernels for two ranks
+as for thousands.
 """
-
-import statistics
-import time
 
 import torch
 from msgspec import Struct
@@ -13,6 +12,8 @@ from msgspec import Struct
 from megabatch.comm.gradient_all_reduce import GradientAllReduce
 from megabatch.ranks.world import World
 from megabatch.train.batch_norm import RunningStatistics
+
+HEAD = ("loss", "samples", "stop", "skipped")  # of the message, before waits and statistics
 
 
 class StepTotals(Struct, frozen=True):
@@ -22,13 +23,34 @@ class StepTotals(Struct, frozen=True):
     samples: int
     stop: bool  # some rank was asked to
     skipped: list[str]  # images that cannot be read, and why
+    overflowed: bool  # gradients did, and the step was skipped
     straggler: int  # the rank that has waited least for others so far
     straggler_delay_s: float  # by how much less than the median of the others, a step
-    statistics: torch.Tensor  # of BatchNorm, the mean over ranks
+
+
+class Numbers:
+    """A few numbers on their way from the device to the host, which waits for them only if it reads them too soon."""
+
+    def __init__(self, on_device: torch.Tensor) -> None:
+        self.on_host, self.arrived = on_device, None
+        if on_device.device.type != "cpu":
+            self.on_host = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True)
+            self.on_host.copy_(on_device, non_blocking=True)
+            self.arrived = torch.Event(on_device.device)
+            self.arrived.record()
+
+    def read(self) -> list[float]:
+        if self.arrived and not self.arrived.query():
+            self.arrived.synchronize()
+        numbers: list[float] = self.on_host.tolist()
+        return numbers
 
 
 class StepMetrics:
-    """`add` every microbatch's loss, `send` before the last backward pass, `receive` after it."""
+    """`add` every microbatch's loss, `send` before the last backward pass, `receive` after it; later `read` what came.
+
+    Steps are read in order, and the next one may have been sent before.
+    """
 
     def __init__(
         self, gradients: GradientAllReduce, running: RunningStatistics, world: World, dtype: torch.dtype
@@ -37,51 +59,73 @@ class StepMetrics:
         self.losses: list[torch.Tensor] = []  # of the step
         self.samples = 0
         self.sent_wait_s: float | None = None  # what was waited before the first step is not sent
-        self.all_waits_s, self.num_received = [0.0] * world.num_ranks, 0
-        self.waited_s = 0.0  # in the newest `receive`
+        self.num_read = 0
         num_statistics = sum(tensor.numel() for tensor in running.tensors)
-        self.message = torch.zeros(4 + world.num_ranks + num_statistics, dtype=dtype, device=world.device)
-        self.loss, self.counts, self.waits, self.averages = self.message.split([1, 3, world.num_ranks, num_statistics])
+        lengths = [len(HEAD), world.num_ranks, num_statistics]
+        self.message = torch.zeros(sum(lengths), dtype=dtype, device=world.device)
+        self.head, self.waits, self.averages = self.message.split(lengths)
+        self.all_waits = torch.zeros(world.num_ranks, dtype=torch.float64, device=world.device)
 
     def add(self, loss: torch.Tensor, samples: int) -> None:
         self.losses.append(loss.detach())
         self.samples += samples
 
-    def send(self, stop: bool, skipped: list[str]) -> None:
+    def send(self, stop: bool, num_skipped: int) -> None:
         self.sent_losses = torch.stack(self.losses)
-        self.loss.copy_(self.sent_losses.sum())
-        self.counts.copy_(torch.tensor([self.samples, stop, len(skipped)]))
-        self.skipped = skipped
+        self.message.zero_()
+        self.head[0] = self.sent_losses.sum()
+        # Each by a kernel that is given the number: a copy from the host's memory would wait for the device.
+        for place, number in ((1, self.samples), (2, int(stop)), (3, num_skipped)):
+            self.head[place].fill_(number)
         waited_s = self.gradients.waited_s
-        self.waits.zero_()
-        self.waits[self.world.rank] = 0.0 if self.sent_wait_s is None else waited_s - self.sent_wait_s
+        if self.sent_wait_s is not None:
+            self.waits[self.world.rank].fill_(waited_s - self.sent_wait_s)
         if self.running.tensors:
             torch.cat(self.running.tensors, out=self.averages)
         self.future = self.gradients.start_metrics(self.message)
         self.losses, self.samples, self.sent_wait_s = [], 0, waited_s
 
-    def receive(self) -> StepTotals:
-        started_s = time.perf_counter()
+    def receive(self) -> None:
+        """From here on `head` and `statistics` are those of all ranks; on an accelerator, for kernels that follow."""
         self.future.wait()
-        self.waited_s = time.perf_counter() - started_s
-        loss, samples, stop, num_skipped, *waits = self.message[: 4 + self.world.num_ranks].tolist()
-        self.all_waits_s = [before_s + wait_s for before_s, wait_s in zip(self.all_waits_s, waits, strict=True)]
-        # A step's waits are sent in the next.
-        straggler, delay_s = find_straggler([wait_s / max(1, self.num_received) for wait_s in self.all_waits_s])
-        self.num_received += 1
+        self.all_waits += self.waits
+
+    @property
+    def has_bad_loss(self) -> torch.Tensor:
+        """1 if the loss is inf or NaN, else 0."""
+        loss = self.head[0]
+        return torch.ne(loss - loss, 0).float()  # inf - inf is NaN, which differs from everything
+
+    @property
+    def statistics(self) -> torch.Tensor:
+        """Of BatchNorm, the mean over ranks."""
+        mean: torch.Tensor = self.averages / self.world.num_ranks
+        return mean
+
+    def to_host(self, overflowed: torch.Tensor) -> Numbers:
+        """What `read` wants to know of a step that was received, on its way."""
+        rank, least, median = straggler_of(self.all_waits)
+        return Numbers(torch.stack([*self.head.double().unbind(), overflowed.double(), rank, least, median]))
+
+    def read(self, numbers: Numbers, skipped: list[str]) -> StepTotals:
+        """`skipped`: what this rank has skipped in that step.  All ranks read a step at the same point."""
+        loss, samples, stop, num_skipped, overflowed, rank, least_s, median_s = numbers.read()
+        delay_s = (median_s - least_s) / max(1, self.num_read)  # a step's waits are sent in the next
+        self.num_read += 1
         return StepTotals(
             loss=loss,
             samples=int(samples),
             stop=stop > 0,
-            skipped=[line for lines in self.world.all_gather(self.skipped) for line in lines] if num_skipped else [],
-            straggler=straggler,
+            skipped=[line for lines in self.world.all_gather(skipped) for line in lines] if num_skipped else [],
+            overflowed=overflowed > 0,
+            straggler=int(rank),
             straggler_delay_s=delay_s,
-            statistics=self.averages / self.world.num_ranks,
         )
 
 
-def find_straggler(waits_s: list[float]) -> tuple[int, float]:
-    """The rank that waited least, and by how much less than the median of the others.  Clocks are not compared."""
-    rank = min(range(len(waits_s)), key=waits_s.__getitem__)
-    others = waits_s[:rank] + waits_s[rank + 1 :]
-    return rank, statistics.median(others) - waits_s[rank] if others else 0.0
+def straggler_of(waits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The rank that waited least, how long, and the median of the others'.  Clocks are not compared."""
+    ascending, ranks = waits.sort(stable=True)
+    others = ascending[1:] if len(waits) > 1 else ascending
+    middle = others[(len(others) - 1) // 2 : len(others) // 2 + 1]
+    return ranks[0].double(), ascending[0], middle.mean()
