@@ -14,7 +14,9 @@ from megabatch.config.schema import RunConfig
 from megabatch.data.images import DataSet
 from megabatch.data.normalise import PixelStatistics
 from megabatch.data.sources import load_data_set
+from megabatch.planning.topology import Topology
 from megabatch.planning.tuning import Tuning
+from megabatch.ranks.backends import Backend
 from megabatch.ranks.collectives import digest
 from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.machine import fair_threads, host_identity, usable_cores
@@ -42,10 +44,13 @@ def prepare(
     stop_requested: Callable[[], bool] = never,
     resume: str | None = None,  # what a run has chosen and measured is taken from the one that this resumes, if any
     retune: bool = False,  # but for how gradients are all-reduced
+    backend: Backend | None = None,  # that of the device
+    topology: Topology | None = None,  # as the ranks say
 ) -> Iterator[Prepared]:
     device = choose_device(config.run.device)
+    found_by = store.store if store else None
     with (
-        connect(info, device, store.store if store else None, config.comm.timeout_s) as world,
+        connect(info, device, found_by, config.comm.timeout_s, backend, topology) as world,
         store.failures_announced() if store else nullcontext(),
     ):
         config = share_cores(config, world)
