@@ -142,19 +142,19 @@ def measure(num_ranks: int, rounds: int) -> dict[str, Any]:
 
 
 def growth(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """How each figure grows from the first row to the last."""
-    first, last = rows[0], rows[-1]
-    if first["ranks"] == last["ranks"]:
+    """How figures grow between the last two rows: before these there may be one node, on which less is to be done."""
+    if len(rows) < 2:
         return
-    doublings, more = math.log2(last["ranks"] / first["ranks"]), last["ranks"] - first["ranks"]
-    yield (
-        f"bytes grow by {(last['bytes'] - first['bytes']) / more:,.1f} a rank, of rank 0's store by "
-        f"{(last['rank_0_store_bytes'] - first['rank_0_store_bytes']) / more:,.0f}; seconds by "
-        f"{(last['seconds'] - first['seconds']) / doublings:.2f} a doubling of the ranks"
-    )
-    for name in ("store_requests", "launches_per_step", "syncs_per_step"):
-        same = first[name] == last[name]
-        yield f"{name} {'are the same for any number of ranks' if same else 'grow: a fault'}"
+    before, last = rows[-2:]
+    more = {name: last[name] - before[name] for name in last}
+    doublings = math.log2(last["ranks"] / before["ranks"])
+    yield f"from {before['ranks']:,} to {last['ranks']:,} ranks"
+    for name in ("bytes", "rank_0_store_bytes"):
+        yield f"  {name} grow by {more[name] / more['ranks']:,.0f} a rank"
+    for name in ("seconds", "rank_0_seconds"):
+        yield f"  {name} grow by {more[name] / doublings:.3f} a doubling of the ranks"
+    for name in ("store_requests", "rank_0_requests", "launches_per_step", "syncs_per_step"):
+        yield f"  {name} " + (f"grow by {more[name]:,}" if more[name] else "are the same")
 
 
 def config_for(num_ranks: int, *overrides: str) -> RunConfig:
