@@ -180,7 +180,7 @@ class Ours:
 
 def as_a_run_tunes(gradients: GradientSet, settings: CommSettings, reducer: Reducer) -> Tuning:
     shape = reducer.groups.topology.shape
-    plans = candidate_plans(settings.algorithm, settings.dtype, shape, in_memory=True, is_cuda=False)
+    plans = candidate_plans(settings.algorithm, settings.dtype, shape, in_memory=True, on_accelerators=False)
     return tune(reducer, plans, ready_at_once(gradients.described), settings)
 
 

@@ -15,7 +15,7 @@ LAYERS = [
     {"__main__"},
     {"cli"},
     {"studies"},
-    {"sweep"},
+    {"sweep", "selftest"},
     {"train"},
     {"preflight"},
     {"config"},

@@ -24,7 +24,7 @@ def test_auto_reduces_in_memory_where_there_is_some() -> None:
 
 def test_what_is_asked_for_is_taken_or_refused() -> None:
     settings = CommSettings(algorithm="flat", dtype="bf16")
-    plans = PlansInUse(settings, EQUAL, in_memory=True, is_cuda=False, tunes=True)
+    plans = PlansInUse(settings, EQUAL, in_memory=True, on_accelerators=False, tunes=True)
     assert [plans.default.name, plans.exact.name, plans.names] == ["flat/bf16", "flat/fp32", "flat/bf16"]
     assert plans.candidates == [plans.default] and plans.axes == {"all"}
     with pytest.raises(UserError, match=r"comm.algorithm='torus' needs hosts with equally many ranks, not 1 and 2"):

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 from hypothesis import assume, given
 
-from megabatch.comm import node_worker
+from megabatch.comm import order
 from megabatch.comm.network_worker import NetworkWorker
 from megabatch.comm.node_worker import NodeWorker
 from megabatch.comm.timeline import NoTimeline
@@ -124,5 +124,5 @@ def test_the_prediction_is_what_the_workers_do(buckets: list[tuple[float, Costs]
     """Of buckets of one part each, with one of them ahead."""
     ready_s, costs = map(list, zip(*buckets, strict=True))
     assume(is_a_step(costs))
-    with patch.object(node_worker, "DEPTH", 1):
+    with patch.object(order, "DEPTH", 1):
         assert pass_through(ready_s, costs) == run_step(ready_s, costs)

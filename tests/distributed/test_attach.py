@@ -465,7 +465,7 @@ def test_a_rank_that_raises_is_missed_by_name(ranks: RankPool, hosts: str, algor
 
 def leave_with_an_all_reduce_in_flight(world: World) -> str:
     store = dist.PrefixStore("group", dist.distributed_c10d._get_default_store())
-    group = ProcessGroup(store, world.rank, range(world.num_ranks), 600.0, world.device, uses_backend=True)
+    group = ProcessGroup(store, world.rank, range(world.num_ranks), 600.0, world.backend.join, uses_backend=True)
     said = ""
     if world.rank != 1:  # so nobody's can end
         handle = group.start("scatter", "allreduce", [torch.ones(3)])

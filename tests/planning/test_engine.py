@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megabatch.planning.algorithms import ring
 from megabatch.planning.cost import Link, seconds
 from megabatch.planning.engine import Engine, engine_plans, engine_seconds, price_engine
-from megabatch.planning.plan import Phase, Plan, error_bound
+from megabatch.planning.plan import CommDtype, Phase, Plan, error_bound
 from megabatch.planning.topology import ClusterShape
 
 ENGINE = Engine(
@@ -73,6 +74,11 @@ def test_one_rank_needs_no_plan_and_one_node_only_a_ring() -> None:
     in_node = engine_plans(ClusterShape.regular(1, 8), "fp16", ("ring", "tree", "in_network"))
     assert [plan.name for plan in in_node] == ["ring/fp16"]
     assert not price_engine(in_node[0], ClusterShape.regular(1, 8), ENGINE, 1000, 4).crosses
+
+
+@given(shapes, st.sampled_from(["fp32", "bf16", "fp16"]))
+def test_the_ring_that_is_priced_is_the_one_that_runs(shape: ClusterShape, dtype: CommDtype) -> None:
+    assert engine_plans(shape, dtype, ("ring",)) == [ring(shape, dtype)]
 
 
 def test_sixteen_bits_halve_the_bytes() -> None:

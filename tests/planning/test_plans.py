@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megabatch.planning.algorithms import ALGORITHMS, flat, hierarchical, torus
+from megabatch.planning.algorithms import ALGORITHMS, flat, hierarchical, ring, torus
 from megabatch.planning.plan import (
     BLOCK,
     COMM_DTYPES,
@@ -12,6 +12,8 @@ from megabatch.planning.plan import (
     Plan,
     error_bound,
     largest_slice,
+    padded_length,
+    padded_slice_of,
     slice_of,
     slice_sizes,
     slices,
@@ -122,6 +124,26 @@ def test_one_slice_and_the_sizes_of_all_are_those_of_the_slices(num_elements: in
     assert slice_sizes(num_elements, parts) == tuple((size, lengths.count(size)) for size in sorted(set(lengths)))
 
 
+@given(num_elements=st.integers(0, 5000), parts=st.integers(1, 400))
+def test_equal_slices_cover_every_element_once_with_less_than_a_block_of_padding_each(
+    num_elements: int, parts: int
+) -> None:
+    length = padded_length(num_elements, parts)
+    assert length % BLOCK == 0 and num_elements <= parts * length < num_elements + parts * BLOCK
+    made = [padded_slice_of(num_elements, parts, index) for index in range(parts)]
+    assert [element for begin, end in made for element in range(begin, end)] == list(range(num_elements))
+    assert all(begin == min(index * length, num_elements) for index, (begin, _) in enumerate(made))
+
+
+@given(topology=topologies(), num_elements=element_counts())
+def test_equal_slices_serve_every_plan_too(topology: Topology, num_elements: int) -> None:
+    """All members of a group hold the same elements, and every rank ends with all of them."""
+    for _, plan in plans(topology):
+        for rank in range(topology.num_ranks):
+            made = [step for step in transfers(plan, topology, rank, num_elements, padded_slice_of) if step]
+            assert all((step.begin, step.end) == (0, num_elements) for step in made[-1:])
+
+
 def test_the_phases_of_a_plan_say_who_exchanges_what() -> None:
     topology = from_hosts(["a", "b", "b", "a"])
     plan = torus(topology.shape, "bf16")
@@ -188,6 +210,10 @@ def test_a_plan_reads_as_one_line() -> None:
         "torus/bf16: reduce_scatter in the node, all_reduce between nodes in bf16, all_gather in the node",
     ]
     assert str(flat(ClusterShape.regular(1, 1), "fp32")) == "flat/fp32: nothing to exchange"
+    assert [str(ring(ClusterShape.regular(2, 2), dtype)) for dtype in ("fp32", "bf16")] == [
+        "ring/fp32: all_reduce over all ranks by the backend's ring",
+        "ring/bf16: all_reduce over all ranks in bf16 by the backend's ring, rounded at every hop",
+    ]
 
 
 def test_plan_and_topology_come_back_from_a_file_as_they_were() -> None:

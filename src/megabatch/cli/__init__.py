@@ -18,6 +18,7 @@ from megabatch.cli import (
     profile,
     recipes,
     runs,
+    selftest,
     show,
     simulate,
     study,
@@ -45,6 +46,7 @@ app.command()(doctor.doctor)
 app.command(name="lr-range")(lr_range.lr_range)
 app.command()(runs.runs)
 app.command()(pack.pack)
+app.command()(selftest.selftest)
 app.add_typer(bench.app, name="bench")
 app.add_typer(study.app, name="study")
 

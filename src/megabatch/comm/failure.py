@@ -1,20 +1,32 @@
 """The first error of this rank: it aborts, tells the others, and hears what they have to say.
 
 An error in the hook or its threads would reach the user as a cast error of DDP's; so it is kept here, and raised as
-itself at the end of backward.
+itself at the end of backward.  On accelerators the thread that computes may be blocked by a device that waits for other
+ranks: there the watchdog prints the error, ends the collectives, and if nobody raises it, the process.
 """
 
+import os
 import re
+import sys
+import threading
 
-from megabatch.comm.barrier import RankMismatch, name_bucket
+import torch.distributed as dist
+
+from megabatch.comm.barrier import Header, RankMismatch, name_bucket
 from megabatch.comm.groups import Groups
 from megabatch.comm.layouts import BucketLayouts
 from megabatch.comm.progress import WAITS
 from megabatch.comm.segment import MissingRank
+from megabatch.comm.stream_times import Collective
 from megabatch.comm.watchdog import Watchdog
-from megabatch.comm.work import Work
 from megabatch.errors import UserError
 from megabatch.planning.topology import Axis
+
+RAISED_WITHIN_S = 30.0  # after collectives were ended; then the process ends
+
+
+class Unanswered(MissingRank):
+    """Other ranks did not come to a collective on the device, which does not know which."""
 
 
 class FirstError:
@@ -23,23 +35,26 @@ class FirstError:
     def __init__(self) -> None:
         self.error: BaseException | None = None
         self.has_failed = False  # the error may still be being explained
+        self.was_raised = threading.Event()  # or nobody will ask
 
-    def record(self, error: BaseException, work: Work, axis: Axis) -> None:
+    def record(self, error: BaseException, header: Header, axis: Axis) -> None:
         if not self.has_failed:
             self.has_failed = True
-            self.error = self.explain(error, work, axis)
+            self.error = self.explain(error, header, axis)
 
-    def explain(self, error: BaseException, work: Work, axis: Axis) -> BaseException:
+    def explain(self, error: BaseException, header: Header, axis: Axis) -> BaseException:
         return error
 
     def close(self) -> None:
         """From here on, a backward is a mistake."""
+        self.was_raised.set()
         if not self.has_failed:
             self.has_failed = True
             self.error = UserError("this all-reduce is closed, and a backward follows; close it after the last")
 
     def raise_error(self) -> None:
         if self.error is not None:
+            self.was_raised.set()
             raise self.error
 
 
@@ -49,27 +64,50 @@ class FailureReport(FirstError):
     def __init__(self, groups: Groups, layouts: BucketLayouts, watchdog: Watchdog) -> None:
         super().__init__()
         self.groups, self.layouts, self.watchdog = groups, layouts, watchdog
+        self.on_accelerator = groups.device.type != "cpu"
+        watchdog.on_hang = self.end_hang
 
-    def explain(self, error: BaseException, work: Work, axis: Axis) -> BaseException:
+    def record(self, error: BaseException, header: Header, axis: Axis) -> None:
+        super().record(error, header, axis)
+        if self.on_accelerator:
+            self.groups.abort()
+
+    def explain(self, error: BaseException, header: Header, axis: Axis) -> BaseException:
         """This rank aborts, and tells the others; its error, with what they have said."""
-        if type(error) is RuntimeError:  # the backend's only one: it knows no ranks
+        knows_rank = True
+        if isinstance(error, Unanswered):
+            error, knows_rank = MissingRank(str(error)), False
+        if type(error) is RuntimeError or isinstance(error, dist.DistBackendError):  # the backend's: it knows no ranks
             # [/source/file.cc:553] Connection closed by peer. Explanations.
             line = re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]
             error, knows_rank = MissingRank(f"the network says: {line}"), False
-        else:
-            line, knows_rank = str(error), True
         # Who misses others is not the cause.
-        self.watchdog.say_last(WAITS if isinstance(error, MissingRank) else f"has aborted: {line}")
-        self.groups.abort()
-        said = [f"step {work.header.step}, {name_bucket(work.key)}: {error}"]
+        self.watchdog.say_last(WAITS if isinstance(error, MissingRank) else f"has aborted: {error}")
+        if not self.on_accelerator:  # there the others notice nothing, and collectives end when this is known
+            self.groups.abort()
+        said = [f"step {header.step}, {name_bucket(header.bucket)}: {error}"]
         if isinstance(error, RankMismatch):
             members = self.groups.topology.members(axis, self.groups.rank)
-            said += self.watchdog.differences(self.layouts.text(work.key), members)
+            said += self.watchdog.differences(self.layouts.text(header.bucket), members)
         elif isinstance(error, MissingRank):
             said += self.watchdog.heard(waits_for_all=not knows_rank)
         return type(error)("; ".join(said)) if isinstance(error, RuntimeError) else error
 
+    def end_hang(self, collective: Collective, why: str) -> None:
+        """In the watchdog's thread: the device waits for ranks that do not come, and maybe the host for the device."""
+        if self.has_failed:
+            return
+        self.has_failed = True
+        self.error = self.explain(Unanswered(f"{why} to {collective.phase}"), collective.header, collective.phase.axis)
+        print(f"megabatch: rank {self.groups.names[self.groups.rank]}: {self.error}", file=sys.stderr, flush=True)
+        self.groups.abort()
+        if not self.was_raised.wait(RAISED_WITHIN_S):
+            os._exit(1)  # the device does not let go of the thread that would raise it
+
     def leave(self, error: BaseException) -> None:
         """This rank leaves because of an error elsewhere."""
+        self.was_raised.set()
         if error is not self.error:
             self.watchdog.say_last(f"has aborted: {type(error).__name__}: {error}")
+        if self.on_accelerator:  # what is on the way may never end
+            self.groups.abort()

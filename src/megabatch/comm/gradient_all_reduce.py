@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from megabatch.comm.barrier import Header
+from megabatch.comm.device import on_device
 from megabatch.comm.failure import FailureReport
 from megabatch.comm.groups import Groups
 from megabatch.comm.layouts import BucketLayouts
@@ -20,6 +21,8 @@ from megabatch.comm.plans import PlansInUse
 from megabatch.comm.progress import BackwardProgress
 from megabatch.comm.reducer import Reducer
 from megabatch.comm.settings import CommSettings
+from megabatch.comm.stream_reducer import StreamReducer
+from megabatch.comm.stream_times import StreamTimes
 from megabatch.comm.timeline import NoTimeline, Timeline
 from megabatch.comm.tune import measure_drift, tune
 from megabatch.comm.watchdog import Watchdog
@@ -46,19 +49,24 @@ class GradientAllReduce:
         backend: Backend | None = None,  # that of the device
         topology: Topology | None = None,  # as the ranks say
     ) -> None:
-        self.settings, self.scale, self.pid = settings, scale, os.getpid()
+        self.settings, self.device, self.scale, self.pid = settings, device, scale, os.getpid()
         self.layouts = BucketLayouts(model)
-        self.progress = BackwardProgress(self.layouts)
-        with ExitStack() as stack:
+        with ExitStack() as stack, on_device(device):
             groups = stack.enter_context(closing(Groups(group, device, settings.timeout_s, backend, topology)))
             self.topology = groups.topology
-            is_cuda = device.type == "cuda"
-            self.plans = PlansInUse(settings, self.topology.shape, self.has_room(groups), is_cuda, tunes)
+            on_accelerators = device.type != "cpu"
+            self.plans = PlansInUse(settings, self.topology.shape, self.has_room(groups), on_accelerators, tunes)
             groups.open(self.plans.axes)
+            self.timeline = Timeline(groups.rank) if settings.timeline else NoTimeline()
+            times = StreamTimes(device, self.timeline) if on_accelerators else None
+            self.progress = BackwardProgress(self.layouts, times)
             watchdog = Watchdog(groups.store, groups.rank, groups.names, settings.timeout_s, self.progress)
             self.failure = FailureReport(groups, self.layouts, stack.enter_context(closing(watchdog)))
-            self.timeline = Timeline(groups.rank) if settings.timeline else NoTimeline()
-            self.reducer = Reducer(groups, self.failure, self.timeline)
+            self.reducer: Reducer | StreamReducer
+            if times:
+                self.reducer = StreamReducer(groups, self.failure, times)
+            else:
+                self.reducer = Reducer(groups, self.failure, self.timeline)
             stack.enter_context(closing(self.reducer))
             self.stack = stack.pop_all()
 
@@ -79,12 +87,14 @@ class GradientAllReduce:
 
     def tune(self, backward: RecordedBackward, stored: Tuning | None) -> Tuning:
         """Chooses buckets and plans for these gradients, or takes what was stored for them.  All ranks call it."""
-        if stored and is_made_for(stored, self.topology, backward, self.plans.candidates):
-            if self.topology.num_nodes > 1:  # elsewhere there is no choice that links could change
-                self.plans.drift = measure_drift(self.reducer, stored, self.settings)
-        else:
-            stored = tune(self.reducer, self.plans.candidates, backward, self.settings)
-        self.plans.tuning = stored
+        with on_device(self.device):
+            if stored and is_made_for(stored, self.topology, backward, self.plans.candidates):
+                if self.topology.num_nodes > 1:  # elsewhere there is no choice that links could change
+                    self.plans.drift = measure_drift(self.reducer, stored, self.settings)
+            else:
+                stored = tune(self.reducer, self.plans.candidates, backward, self.settings)
+            self.plans.tuning = stored
+            self.reducer.groups.close_others(self.plans.axes)
         return stored
 
     @property
@@ -94,12 +104,19 @@ class GradientAllReduce:
 
     @property
     def waited_s(self) -> float:
-        """For other ranks and the network, in all."""
+        """For other ranks and the network, in all; on accelerators, what is known of it without waiting for them."""
         return self.reducer.waited_s
 
     @property
+    def exposed_wait_s(self) -> float | None:
+        """Of the newest step that has ended on an accelerator: from the end of backward to that of the last all-reduce.
+        None on CPUs, where `ready_s` is a time of the host that knows it."""
+        return self.reducer.exposed_wait_s
+
+    @property
     def ready_s(self) -> float:
-        """When the newest bucket was ready: after the last one, backward waits for other ranks."""
+        """When the newest bucket was ready: after the last one, backward waits for other ranks.  On accelerators, when
+        it was issued."""
         return self.progress.ready_s
 
     @property
@@ -128,13 +145,19 @@ class GradientAllReduce:
         return future
 
     def end_backward(self, last: torch.futures.Future[torch.Tensor]) -> None:
-        last.wait()
+        last.wait()  # on accelerators it is complete: the stream waits, and not the host
+        self.raise_error()
+
+    def raise_error(self) -> None:
+        """The first error of this rank's all-reduces, if there was one.  To be asked, too, after the host has waited
+        for the device: what it has read then may be what an aborted all-reduce has left."""
         self.failure.raise_error()
 
     def close(self) -> None:
         if os.getpid() == self.pid:  # a forked process must not speak for its parent
             atexit.unregister(self.close)
-            self.stack.close()
+            with on_device(self.device):
+                self.stack.close()
 
     def __enter__(self) -> Self:
         return self

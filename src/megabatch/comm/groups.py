@@ -1,6 +1,7 @@
 """The ranks that work together along each axis of their topology: by shared memory in the node, elsewhere by a process
-group of Gloo or NCCL."""
+group of Gloo, or of NCCL on accelerators."""
 
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from megabatch.comm.device_group import DeviceGroup
 from megabatch.comm.process_group import ProcessGroup
 from megabatch.comm.shared_memory import SharedMemory
 from megabatch.planning.topology import Axis, Topology, from_hosts
@@ -42,7 +44,9 @@ class Groups:
         self.shareable_bytes = self.least_free_bytes()
         self.store = self.own_store()
         self.memory: SharedMemory | None = None
-        self.process_groups: dict[Axis, ProcessGroup] = {}
+        self.process_groups: dict[Axis, ProcessGroup | DeviceGroup] = {}
+        self.num_opened: Counter[Axis] = Counter()
+        self.has_aborted = False
         self.stack = ExitStack()
 
     def may_share(self) -> bool:
@@ -67,32 +71,51 @@ class Groups:
         return dist.PrefixStore(str(store.add(f"opened-by-{self.rank}", 1)), store)  # type: ignore[attr-defined]
 
     def open(self, axes: Iterable[Axis]) -> None:
+        """Those of them that are not open yet.  All ranks call it, with the same axes."""
         for axis in sorted(axes, key=AXES.index):  # all ranks in the same order
             members = self.topology.members(axis, self.rank)
-            if len(members) < 2:
+            if len(members) < 2 or axis in self.process_groups:
                 continue
             if axis == "node" and self.may_share():
-                self.memory = self.stack.enter_context(self.open_memory(members))
+                self.memory = self.memory or self.stack.enter_context(self.open_memory(members))
             else:
                 self.process_groups[axis] = self.open_process_group(axis, members)
+
+    def close_others(self, axes: Iterable[Axis]) -> None:
+        """The process groups of all other axes, which no plan uses any more; what they have measured with, too.
+
+        All ranks call it, with the same axes, when nothing is on the way.  Shared memory stays: the default plan of
+        hosts that have it uses it.
+        """
+        for axis in sorted(set(self.process_groups) - set(axes), key=AXES.index):
+            self.process_groups.pop(axis).close()
+        for group in self.process_groups.values():
+            group.free_buffers()
 
     def open_memory(self, members: tuple[int, ...]) -> SharedMemory:
         store = dist.PrefixStore(f"node-{members[0]}", self.store)  # type: ignore[attr-defined]
         names = [self.names[member] for member in members]
         return SharedMemory(store, members.index(self.rank), len(members), self.timeout_s, names)
 
-    def open_process_group(self, axis: Axis, members: tuple[int, ...]) -> ProcessGroup:
-        store = dist.PrefixStore(f"{axis}-{members[0]}", self.store)  # type: ignore[attr-defined]
+    def open_process_group(self, axis: Axis, members: tuple[int, ...]) -> ProcessGroup | DeviceGroup:
+        self.num_opened[axis] += 1  # a second one must not find the addresses of the first
+        name = f"{axis}-{members[0]}-{self.num_opened[axis]}"
+        store = dist.PrefixStore(name, self.store)  # type: ignore[attr-defined]
         names = [self.names[member] for member in members]
-        # Two contributions have one sum, in whatever order: Gloo's own is a tenth faster than a direct exchange.
-        uses_backend = axis == "all" or len(members) == 2 or self.device.type == "cuda"
         index, join = members.index(self.rank), self.backend.join
-        group = ProcessGroup(store, index, names, self.timeout_s, self.device, join, uses_backend)
+        group: ProcessGroup | DeviceGroup
+        if self.device.type == "cpu":
+            # Two contributions have one sum, in whatever order: Gloo's own is a tenth faster than a direct exchange.
+            uses_backend = axis == "all" or len(members) == 2
+            group = ProcessGroup(store, index, names, self.timeout_s, join, uses_backend)
+        else:
+            group = DeviceGroup(store, index, names, self.timeout_s, self.device, join)
         self.stack.callback(group.close)
         return group
 
     def abort(self) -> None:
         """This rank aborts: whoever waits for it here need not, nor does it wait for others any more."""
+        self.has_aborted = True
         for group in self.process_groups.values():
             group.abort()
         if self.memory:

@@ -57,7 +57,7 @@ def distribute(
     tuning = gradients.tune(backward or ready_at_once(model), stored)
     wrapped = DistributedDataParallel(
         model,
-        device_ids=[world.device] if world.device.type == "cuda" else None,
+        device_ids=[world.device] if world.device.type != "cpu" else None,
         gradient_as_bucket_view=True,
         # The trainer keeps BatchNorm's statistics equal on all ranks itself; DDP would overwrite them with rank 0's.
         forward_sync_buffers=False,

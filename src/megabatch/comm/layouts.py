@@ -47,9 +47,11 @@ class BucketLayouts:
         """The parameters that are in none of these buckets: of them those without a gradient, if there are any."""
         there = {id(parameter) for index in reduced for parameter in self.seen[index].parameters}
         to_reduce = [parameter for parameter in self.parameters if id(parameter) not in there]
-        # Gradients of the last step may still be there.
+        # Those of the step before may still be there.
         return [self.names[id(p)] for p in [p for p in to_reduce if lacks_gradient(p)] or to_reduce]
 
 
 def lacks_gradient(parameter: nn.Parameter) -> bool:
-    return parameter.grad is None or not bool(parameter.grad.count_nonzero())
+    """As far as the host knows: a device that hangs would not say whether all of it is zero."""
+    gradient = parameter.grad
+    return gradient is None or (gradient.device.type == "cpu" and not bool(gradient.count_nonzero()))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megabatch.comm.failure import FirstError
 from megabatch.comm.phases import PhaseRunner
+from megabatch.comm.process_group import ProcessGroup
 from megabatch.comm.timeline import NETWORK, NoTimeline, Timeline
 from megabatch.comm.work import Work
 
@@ -67,7 +68,7 @@ class NetworkWorker:
                 part.has_ended = following is None
                 part.wait = following or part.wait
         except BaseException as error:
-            self.failure.record(error, work, work.phases.network[0][0].axis)
+            self.failure.record(error, work.header, work.phases.network[0][0].axis)
         part.has_ended |= self.failure.has_failed
         self.timeline.leave(NETWORK)
         self.waited_s += time.perf_counter() - began_s
@@ -85,8 +86,11 @@ class NetworkWorker:
         """What a part does on the network; it wants each wait called that it yields."""
         for phase, transfer in work.phases.network:
             group = self.runner.process_group_for(work, phase.axis)
+            assert isinstance(group, ProcessGroup)
             tensor = work.tensor[transfer.begin : transfer.end]
-            if phase.op == "all_reduce":
+            if phase.engine:
+                yield from group.backend_stages(tensor, phase.dtype)
+            elif phase.op == "all_reduce":
                 yield from group.stages(tensor, phase.dtype)
             else:
                 getattr(group, phase.op)(tensor, phase.dtype)

@@ -2,14 +2,12 @@
 
 import queue
 import threading
-from collections import deque
 
 from megabatch.comm.network_worker import NetworkWorker
+from megabatch.comm.order import NodeOrder
 from megabatch.comm.phases import PhaseRunner
 from megabatch.comm.timeline import IN_NODE, NoTimeline, Timeline
 from megabatch.comm.work import Work
-
-DEPTH = 3  # parts that are on the network, or wait for it, when the thread turns to the oldest of them
 
 
 class NodeWorker:
@@ -20,7 +18,7 @@ class NodeWorker:
         self.thread.start()
 
     def run(self) -> None:
-        in_flight: deque[Work] = deque()
+        order: NodeOrder[Work] = NodeOrder()
         while work := self.queue.get():
             self.runner.scale(work)
             self.runner.run(work, work.phases.before)
@@ -28,9 +26,8 @@ class NodeWorker:
                 self.finish(work)
                 continue
             self.network.queue.put(work)
-            in_flight.append(work)
-            while len(in_flight) > (0 if work.is_last else DEPTH):
-                self.run_after(in_flight.popleft())
+            for due in order.due_after(work, work.is_last):
+                self.run_after(due)
         self.network.queue.put(None)
 
     def run_after(self, work: Work) -> None:

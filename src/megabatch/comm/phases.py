@@ -1,19 +1,29 @@
 """Runs the phases of a plan on this rank: in shared memory inside the node, by a process group elsewhere."""
 
+from typing import Protocol
+
 import torch
 
+from megabatch.comm.device_group import DeviceGroup
 from megabatch.comm.failure import FirstError
 from megabatch.comm.groups import Groups
 from megabatch.comm.process_group import ProcessGroup
 from megabatch.comm.shared_memory import SharedBuffer
-from megabatch.comm.timeline import NoTimeline, Timeline
 from megabatch.comm.work import RankPhase, Work
-from megabatch.planning.plan import Phase
+from megabatch.planning.plan import Phase, Transfer
 from megabatch.planning.topology import Axis
 
 
+class PhaseTimes(Protocol):
+    """A timeline, or events on streams."""
+
+    def enter_phase(self, work: Work, phase: Phase, transfer: Transfer) -> None: ...
+
+    def leave_phase(self, phase: Phase, waited_s: float) -> None: ...
+
+
 class PhaseRunner:
-    def __init__(self, groups: Groups, failure: FirstError, timeline: Timeline | NoTimeline) -> None:
+    def __init__(self, groups: Groups, failure: FirstError, timeline: PhaseTimes) -> None:
         self.groups, self.failure, self.timeline = groups, failure, timeline
         self.waited_s = 0.0  # for other ranks of this node, in all
         self.buffers: dict[int, tuple[torch.Tensor, SharedBuffer]] = {}
@@ -24,7 +34,6 @@ class PhaseRunner:
         for phase, transfer in phases:
             if self.failure.has_failed:
                 return
-            assert phase.engine is None, f"{phase}: priced by the simulator, and not run yet"
             waited_s = self.waited_s
             try:
                 self.timeline.enter_phase(work, phase, transfer)
@@ -32,10 +41,11 @@ class PhaseRunner:
                     self.run_in_memory(work, phase)
                 else:
                     group = self.process_group_for(work, phase.axis)
-                    getattr(group, phase.op)(work.tensor[transfer.begin : transfer.end], phase.dtype)
+                    operation = "backend_all_reduce" if phase.engine else phase.op
+                    getattr(group, operation)(work.tensor[transfer.begin : transfer.end], phase.dtype)
                 self.timeline.leave_phase(phase, self.waited_s - waited_s)
             except BaseException as error:
-                self.failure.record(error, work, phase.axis)
+                self.failure.record(error, work.header, phase.axis)
 
     def scale(self, work: Work) -> None:
         """Before it is summed, as DDP does: 16 bits might not hold the sum where they hold the average."""
@@ -46,7 +56,7 @@ class PhaseRunner:
         """One all-reduce in shared memory scales on its way, before it rounds."""
         return self.groups.memory is not None and len(work.phases.before) == 1 and not work.phases.crosses
 
-    def process_group_for(self, work: Work, axis: Axis) -> ProcessGroup:
+    def process_group_for(self, work: Work, axis: Axis) -> ProcessGroup | DeviceGroup:
         """The process group, once its members agree on the tensor.
 
         In shared memory every operation compares; here it would cost a round trip, so once for each bucket that DDP

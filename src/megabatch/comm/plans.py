@@ -12,20 +12,22 @@ class PlansInUse:
     """`in_memory`: ranks of a host all-reduce through its memory.  `tunes`: there may be a choice."""
 
     def __init__(
-        self, settings: CommSettings, shape: ClusterShape, in_memory: bool, is_cuda: bool, tunes: bool
+        self, settings: CommSettings, shape: ClusterShape, in_memory: bool, on_accelerators: bool, tunes: bool
     ) -> None:
         algorithm = settings.algorithm
         self.default = require_plan(algorithm, settings.dtype, shape, in_memory)
         self.exact = require_plan(algorithm, "fp32", shape, in_memory)  # of the step's metrics: nothing is rounded
         self.candidates = [self.default]
         if tunes:
-            self.candidates = candidate_plans(algorithm, settings.dtype, shape, in_memory, is_cuda)
+            self.candidates = candidate_plans(algorithm, settings.dtype, shape, in_memory, on_accelerators)
         self.tuning: Tuning | None = None  # None: the default plan for all
         self.drift = 1.0  # see planning.choosing.drift
 
     @property
     def axes(self) -> set[Axis]:
-        return axes_of([self.default, self.exact, *self.candidates])
+        """Of all plans that a bucket may take: until `tune` has chosen, of all candidates."""
+        chosen = [bucket.plan for bucket in self.tuning.buckets] if self.tuning else self.candidates
+        return axes_of([self.default, self.exact, *chosen])
 
     def plan_of(self, index: int, num_elements: int) -> Plan:
         """Before DDP has made its final buckets, after the first backward, they are not those of the tuning."""

@@ -20,10 +20,11 @@ from msgspec.structs import replace
 from megabatch.comm.barrier import Header
 from megabatch.comm.dtypes import TORCH_DTYPES
 from megabatch.comm.reducer import Reducer
+from megabatch.comm.stream_reducer import StreamReducer
 from megabatch.planning.choosing import STREAM
 from megabatch.planning.cost import Link, Timing, fit_link
 from megabatch.planning.pipeline import PART_BYTES
-from megabatch.planning.plan import COMM_DTYPES, CommDtype, Phase, Plan
+from megabatch.planning.plan import COMM_DTYPES, CommDtype, EngineSum, Phase, Plan
 from megabatch.planning.topology import Axis
 
 ROUNDS = 5
@@ -31,13 +32,16 @@ SMALL = 1024  # elements
 SMALL_IN_NODE = 50
 FIRST_KEY = -1_000  # tensors that are none of DDP's buckets, nor a step's metrics, have keys from here down
 
-
-def probe(reducer: Reducer, axes: Iterable[Axis], dtype: CommDtype) -> dict[Axis, Link]:
-    """The link along each axis, the same on all ranks, which all call this."""
-    return {axis: probe_axis(reducer, axis, dtype) for axis in sorted(axes)}
+AnyReducer = Reducer | StreamReducer
 
 
-def probe_axis(reducer: Reducer, axis: Axis, dtype: CommDtype) -> Link:
+def probe(reducer: AnyReducer, plans: Iterable[Plan], dtype: CommDtype) -> dict[Axis, Link]:
+    """The link along each axis of these plans, the same on all ranks, which all call this."""
+    phases = {phase.axis: phase for plan in plans for phase in plan.phases}
+    return {axis: probe_axis(reducer, axis, dtype, phases[axis].engine) for axis in sorted(phases)}
+
+
+def probe_axis(reducer: AnyReducer, axis: Axis, dtype: CommDtype, engine: EngineSum | None) -> Link:
     topology = reducer.groups.topology
     num_members = topology.shape.largest_group(axis)
     # Across nodes, each rank of a node carries its slice of a part.
@@ -55,15 +59,15 @@ def probe_axis(reducer: Reducer, axis: Axis, dtype: CommDtype) -> Link:
         link = fit_link(timing, num_members, large, comm_bytes=4)
         return replace(link, in_memory=reducer.groups.memory is not None)
     timing = Timing(
-        small_s=time_all_reduces(reducer, axis, dtype, SMALL),
+        small_s=time_all_reduces(reducer, Phase("all_reduce", axis, dtype, engine), SMALL),
         gather_s=time_gather(reducer, axis, dtype, large),
-        sum_s=time_all_reduces(reducer, axis, dtype, large),
+        sum_s=time_all_reduces(reducer, Phase("all_reduce", axis, dtype, engine), large),
         num_halves=2,
     )
     return fit_link(timing, num_members, large, comm_bytes=COMM_DTYPES[dtype].num_bytes)
 
 
-def time_in_node(reducer: Reducer, op: str, num_elements: int) -> float:
+def time_in_node(reducer: AnyReducer, op: str, num_elements: int) -> float:
     groups, tensor = reducer.groups, torch.zeros(num_elements, device=reducer.groups.device)
     if groups.memory:
         run = partial(getattr(groups.memory, op), groups.memory.share(tensor))
@@ -73,21 +77,35 @@ def time_in_node(reducer: Reducer, op: str, num_elements: int) -> float:
         run = partial(int)
     # Many: ranks leave the barrier before the first one up to a millisecond apart.
     count = SMALL_IN_NODE if num_elements == SMALL else STREAM
-    return slowest_s(reducer, lambda: [run() for _ in range(count)]) / count
+
+    def run_all() -> None:
+        with reducer.stream_of("node"):
+            for _ in range(count):
+                run()
+
+    return slowest_s(reducer, run_all) / count
 
 
-def time_gather(reducer: Reducer, axis: Axis, dtype: CommDtype, num_elements: int) -> float:
+def time_gather(reducer: AnyReducer, axis: Axis, dtype: CommDtype, num_elements: int) -> float:
     group = reducer.groups.process_groups.get(axis)  # None: no member
     tensor = torch.zeros(num_elements, dtype=TORCH_DTYPES[dtype], device=reducer.groups.device)
-    return slowest_s(reducer, lambda: group.gather(tensor) if group else None)
+
+    def gather() -> None:
+        with reducer.stream_of(axis):
+            if group:
+                group.gather(tensor)
+
+    return slowest_s(reducer, gather)
 
 
-def time_all_reduces(reducer: Reducer, axis: Axis, dtype: CommDtype, num_elements: int) -> float:
-    plan = Plan(f"probe {axis}", (Phase("all_reduce", axis, dtype),))
+def time_all_reduces(reducer: AnyReducer, phase: Phase, num_elements: int) -> float:
+    plan = Plan(f"probe {phase.axis}", (phase,))
     return time_plan(reducer, plan, num_elements, STREAM) / STREAM
 
 
-def time_plan(reducer: Reducer, plan: Plan, num_elements: int, count: int, dtype: torch.dtype = torch.float32) -> float:
+def time_plan(
+    reducer: AnyReducer, plan: Plan, num_elements: int, count: int, dtype: torch.dtype = torch.float32
+) -> float:
     """Seconds of `count` all-reduces, one behind another."""
     tensors = [torch.zeros(num_elements, dtype=dtype, device=reducer.groups.device) for _ in range(count)]
 
@@ -107,7 +125,7 @@ def time_plan(reducer: Reducer, plan: Plan, num_elements: int, count: int, dtype
     return taken_s
 
 
-def slowest_s(reducer: Reducer, action: Callable[[], object]) -> float:
+def slowest_s(reducer: AnyReducer, action: Callable[[], object]) -> float:
     """The median over rounds of the slowest rank's seconds, after one that only warms up."""
     device, parent = reducer.groups.device, reducer.groups.parent
     times_s = []
@@ -115,8 +133,8 @@ def slowest_s(reducer: Reducer, action: Callable[[], object]) -> float:
         dist.barrier(group=parent)
         began_s = time.perf_counter()
         action()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
         times_s.append(time.perf_counter() - began_s)
     slowest = torch.tensor(times_s[1:], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=parent)

@@ -1,4 +1,5 @@
-"""Collectives of torch.distributed (Gloo, NCCL) on a flat tensor, of which 16 bits travel where a plan says so.
+"""Collectives of torch.distributed (Gloo) on a flat tensor of the CPU, of which 16 bits travel where a plan says so.
+Those of accelerators are in device_group.py.
 
 An all-reduce that crosses the network is a direct exchange, in three stages.  p members, n elements:
     scatter   member i gets everybody's slice i, rounded to what travels      all-to-all, n (p-1)/p elements sent
@@ -6,8 +7,8 @@ An all-reduce that crosses the network is a direct exchange, in three stages.  p
     gather    slice i goes to everybody; its owner keeps the rounded values   all-gather, n (p-1)/p elements sent
 Two roundings whatever p is (`planning.plan.error_bound`), none with fp32, and the same bits wherever an element lies in
 its tensor.  The backend's own all-reduce would round 16 bits at every hop.  An overflow becomes inf, for the loss
-scaler to see.  Two members send each other all of it instead: as many bytes, in one stage.  In fp32 `flat`, two
-members, and whatever NCCL sums take the backend's own all-reduce.
+scaler to see.  Two members send each other all of it instead: as many bytes, in one stage.  In fp32 `flat` and two
+members take the backend's own all-reduce; a plan that asks for it does so in 16 bits too (`comm.algorithm=ring`).
 
 Between its stages an all-reduce yields, so that the network carries the next one while this one is summed.  The two
 exchanges have channels of their own (torch process groups): on each, all members start the same ones in the same order,
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megabatch.comm.barrier import RankMismatch
+from megabatch.comm.agreement import require_same
 from megabatch.comm.dtypes import SIXTEEN_BITS, travelling_dtype
 from megabatch.comm.segment import MissingRank
 from megabatch.planning.plan import CommDtype, slice_of, slices
@@ -43,7 +44,7 @@ class Handle(NamedTuple):
 
 
 class ProcessGroup:
-    """Ranks that work together over Gloo or NCCL.  Calls block, or on CUDA are ordered on the current stream.
+    """Ranks that work together over Gloo.  Calls block.
 
     Groups of our own: a script may use its groups at the same time, from another thread.  They are not made by
     `dist.new_group`, which all ranks would have to call: with `use_local_synchronization` it names the group after how
@@ -56,14 +57,12 @@ class ProcessGroup:
         index: int,
         names: Sequence[int],
         timeout_s: float,
-        device: torch.device,
         join: Join,
         uses_backend: bool = False,  # its own all-reduce, where nothing is rounded
     ) -> None:
-        self.index, self.names, self.device = index, names, device  # of this rank; the global ranks
+        self.index, self.names = index, names  # of this rank; the global ranks
         self.num_members = len(names)
         self.uses_backend = uses_backend
-        channels = ("scatter", "gather") if device.type == "cpu" else ("scatter",)  # NCCL orders by streams
         self.channels = {
             channel: join(
                 dist.PrefixStore(channel, store),  # type: ignore[attr-defined]
@@ -71,13 +70,12 @@ class ProcessGroup:
                 len(names),
                 timedelta(seconds=timeout_s),
             )
-            for channel in channels
+            for channel in ("scatter", "gather")
         }
         self.store, self.has_aborted = store, False
         self.in_flight: Counter[str] = Counter()  # by channel
 
     def start(self, channel: str, operation: str, *args: Any) -> Handle:
-        channel = channel if self.device.type == "cpu" else "scatter"
         work = getattr(self.channels[channel], operation)(*args)
         self.in_flight[channel] += 1
         return Handle(channel, work)
@@ -85,7 +83,7 @@ class ProcessGroup:
     def wait(self, handle: Handle) -> None:
         """Until it has ended; looks up now and then whether anybody still wants it."""
         channel, work = handle
-        while self.device.type == "cpu" and not work.is_completed():
+        while not work.is_completed():
             if self.has_aborted:
                 raise MissingRank("this rank has aborted, or has closed its all-reduce")
             with suppress(RuntimeError):  # not yet; or it has failed, and says so below
@@ -103,18 +101,10 @@ class ProcessGroup:
 
     def require_same(self, layout: int, flat: torch.Tensor) -> None:
         """All members are about to exchange the same tensor."""
-        own = torch.tensor([layout, len(flat)], device=flat.device)
-        arrived = torch.empty(2 * self.num_members, dtype=own.dtype, device=flat.device)
-        self.run("_allgather_base", arrived, own)
-        found: dict[tuple[int, ...], list[str]] = {}
-        for name, words in zip(self.names, arrived.view(-1, 2).tolist(), strict=True):
-            found.setdefault(tuple(words), []).append(str(name))
-        if len(found) > 1:
-            said = [
-                f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} with {size:,} elements, layout {layout:016x}"
-                for (layout, size), ranks in found.items()
-            ]
-            raise RankMismatch(f"{', '.join(said)}; all ranks must exchange the same tensors in the same order")
+        require_same(self.run, self.names, layout, flat)
+
+    def free_buffers(self) -> None:
+        """It keeps none."""
 
     def abort(self) -> None:
         self.has_aborted = True
@@ -145,7 +135,7 @@ class ProcessGroup:
         """An all-reduce; continues after each wait that it yields, once somebody has called that."""
         travels_as = travelling_dtype(flat, dtype)
         if travels_as is None and self.uses_backend:
-            yield partial(self.wait, self.start("scatter", "allreduce", [flat]))
+            yield from self.backend_stages(flat, dtype)
             return
         travelling = flat if travels_as is None else flat.to(travels_as)
         if travels_as is not None and self.num_members == 2:
@@ -158,6 +148,13 @@ class ProcessGroup:
         begin, end = self.own_slice(flat)
         travelling[begin:end] = self.sum_of(arrived)
         yield from self.gather_stages(travelling)
+        if travelling is not flat:
+            flat.copy_(travelling)
+
+    def backend_stages(self, flat: torch.Tensor, dtype: CommDtype) -> Iterator[Callable[[], None]]:
+        """The backend's own all-reduce, in the dtype that travels: it rounds at every hop."""
+        travelling = flat.to(travelling_dtype(flat, dtype) or flat.dtype)
+        yield partial(self.wait, self.start("scatter", "allreduce", [travelling]))
         if travelling is not flat:
             flat.copy_(travelling)
 

@@ -4,7 +4,9 @@ import time
 
 import torch
 
+from megabatch.comm.barrier import name_bucket
 from megabatch.comm.layouts import BucketLayouts
+from megabatch.comm.stream_times import StreamTimes
 
 WAITS = "waits"  # said by a rank that nobody waits for
 
@@ -12,8 +14,8 @@ WAITS = "waits"  # said by a rank that nobody waits for
 class BackwardProgress:
     """Written by the hook, read by the watchdog's thread."""
 
-    def __init__(self, layouts: BucketLayouts) -> None:
-        self.layouts = layouts
+    def __init__(self, layouts: BucketLayouts, times: StreamTimes | None = None) -> None:
+        self.layouts, self.times = layouts, times  # times: of an accelerator's streams
         self.step = 0  # whose buckets are being filled, from 0
         self.reduced: set[int] = set()  # buckets of this step
         self.last: torch.futures.Future[torch.Tensor] | None = None  # bucket of the newest step that is complete here
@@ -35,9 +37,14 @@ class BackwardProgress:
             self.reduced = set()
 
     def describe(self) -> str:
-        """What this rank lacks; WAITS if it lacks nothing but other ranks."""
+        """What this rank lacks; WAITS if it lacks nothing but other ranks.  Asks no device to end what it does."""
         if self.last is not None and not self.last.done():
             return WAITS
+        unfinished = self.times.unfinished() if self.times else None
+        if unfinished:
+            header = unfinished.header
+            where = f"{name_bucket(header.bucket)} of step {header.step}"
+            return WAITS if unfinished.has_begun else f"has issued {where}, and its device has not come to it"
         reduced = list(self.reduced)
         missing = self.layouts.missing_from(reduced)
         some = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from megabatch.errors import require_one_of
-from megabatch.planning.algorithms import ALGORITHMS
+from megabatch.planning.algorithms import ALGORITHMS, ON_REQUEST
 from megabatch.planning.plan import COMM_DTYPES, CommDtype
 
 
@@ -17,5 +17,5 @@ class CommSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     timeline: bool = False  # every rank writes what it did when
 
     def __post_init__(self) -> None:
-        require_one_of("comm.algorithm", self.algorithm, ["auto", *ALGORITHMS])
+        require_one_of("comm.algorithm", self.algorithm, ["auto", *ALGORITHMS, *ON_REQUEST])
         require_one_of("comm.dtype", self.dtype, COMM_DTYPES)

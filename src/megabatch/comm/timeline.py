@@ -8,6 +8,9 @@
 
 A lane does one thing at a time: what is entered on it ends what was before.  One thread enters each lane, and what all
 have recorded is appended to one deque, so nothing is locked.
+
+On accelerators buckets, node and network are what streams did, by events (stream_times.py), put on the host's clock.
+`training` is the host's: when it launched forward, backward and update, not when the device was at them.
 """
 
 import json
@@ -94,6 +97,13 @@ class Timeline:
     def enter_wait(self, work: Work) -> None:
         self.enter(IN_NODE, f"{name_bucket(work.key)}: waits for the network")
 
+    def add(
+        self, kind: str, lane: str, name: str, step: int, began_s: float, ended_s: float, about: dict[str, Any]
+    ) -> None:
+        """What events on an accelerator's streams have shown, when they are known."""
+        if began_s >= self.origin_s:
+            self.events.append(Event(kind, lane, name, step, began_s, ended_s, about))
+
     def note_ready(self, key: int, tensor: torch.Tensor, plan: Plan) -> None:
         now_s, about = time.perf_counter(), {"bytes": tensor.nbytes, "plan": plan.name}
         self.events.append(Event("i", BUCKETS, f"{name_bucket(key)} ready", self.step, now_s, now_s, about))
@@ -136,6 +146,10 @@ class Timeline:
 
 class NoTimeline:
     """Records nothing, where nobody has asked for it."""
+
+    def add(
+        self, kind: str, lane: str, name: str, step: int, began_s: float, ended_s: float, about: dict[str, Any]
+    ) -> None: ...
 
     def enter_phase(self, work: Work, phase: Phase, transfer: Transfer) -> None: ...
 

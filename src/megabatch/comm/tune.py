@@ -4,15 +4,14 @@ A choice made by timing must not differ between ranks, nor between a run and its
 and stored by whoever asked for it (planning.tuning.Tuning).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 from msgspec.structs import replace
 
 from megabatch.comm.dtypes import TORCH_DTYPES
 from megabatch.comm.groups import Groups
-from megabatch.comm.probe import probe, time_plan
-from megabatch.comm.reducer import Reducer
+from megabatch.comm.probe import AnyReducer, probe, time_plan
 from megabatch.comm.settings import CommSettings
 from megabatch.planning.backward import RecordedBackward
 from megabatch.planning.choosing import Question, choose, confirm, drift, open_questions, with_measurements
@@ -24,23 +23,25 @@ from megabatch.ranks.collectives import broadcast_text
 ALONE = regular(1, 1)
 
 
-def tune(reducer: Reducer, plans: Sequence[Plan], backward: RecordedBackward, settings: CommSettings) -> Tuning:
+def tune(reducer: AnyReducer, plans: Sequence[Plan], backward: RecordedBackward, settings: CommSettings) -> Tuning:
     """The choice among the plans for these gradients.  All ranks call it, and get the same."""
     groups = reducer.groups
     tuning = choose(
         backward,
         plans,
         groups.topology,
-        probe(reducer, axes_of(plans), settings.dtype),
+        probe(reducer, plans, settings.dtype),
         bucket_mb=None if settings.bucket_mb == "auto" else settings.bucket_mb,
         forced="" if settings.algorithm == "auto" else f"comm.algorithm={settings.algorithm}",
+        in_parts=reducer.in_parts,
     )
     tuning = broadcast(tuning, groups)
     return broadcast(confirm(measure(reducer, tuning, open_questions(tuning))), groups)
 
 
-def measure(reducer: Reducer, tuning: Tuning, questions: Iterable[Question]) -> Tuning:
+def measure(reducer: AnyReducer, tuning: Tuning, questions: Sequence[Question]) -> Tuning:
     """With what each of these takes, for a bucket alone.  All ranks call it."""
+    reducer.groups.open(axes_of(question.plan for question in questions))  # rejected plans' have been closed
     taken_s = {
         question: time_plan(reducer, question.plan, question.num_elements, question.count, TORCH_DTYPES[question.dtype])
         for question in questions
@@ -55,7 +56,7 @@ def broadcast(tuning: Tuning, groups: Groups) -> Tuning:
     return replace(msgspec.json.decode(text, type=Tuning), topology=groups.topology)
 
 
-def measure_drift(reducer: Reducer, stored: Tuning, settings: CommSettings) -> float:
+def measure_drift(reducer: AnyReducer, stored: Tuning, settings: CommSettings) -> float:
     """By what factor a stored choice is predicted to take longer on the links as they are now."""
-    links = probe(reducer, axes_of(bucket.plan for bucket in stored.buckets), settings.dtype)
+    links = probe(reducer, [bucket.plan for bucket in stored.buckets], settings.dtype)
     return drift(stored, links)

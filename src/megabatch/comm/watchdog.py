@@ -4,161 +4,90 @@ Half of the timeout without progress, and a rank writes to the store where it st
 the ranks that wait for it can say what it lacks.  A rank that aborts writes why.  One that has written nothing hangs as
 a whole, or is gone.
 
-All ranks may fail at once, and one store serves them: each asks it a few dozen times, however many ranks there are.
-    state/<rank>     there, while the rank has written anything
-    states           how many are there
-    messages         how many ranks have ever had more to say than that they wait
-    message/<n>      what the n-th of these has to say, [rank, text]; text is "" once it is true no longer
+On accelerators nobody but this thread notices that others do not come: the host has issued its collectives, and goes on
+or waits for the device.  So it looks at their events, and never waits for one; when the device has been in the same
+collective for the whole of the timeout, or another rank has aborted meanwhile, it calls `on_hang`.
 """
 
-import json
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from megabatch.comm.progress import WAITS, BackwardProgress
-from megabatch.ranks.store import first_absent
+import torch
 
-LISTEN_S = 3.0  # how long a rank that has failed waits for what the others say
-MOST = 3  # ranks that a message quotes
-MOST_READ = 12  # messages, of which those are chosen
-MOST_NAMED = 8  # ranks that say nothing, in a message
-SEARCHES = 8  # ranks that look for those; the first to fail are read first
+from megabatch.comm.progress import WAITS, BackwardProgress
+from megabatch.comm.rank_states import RankStates
+from megabatch.comm.stream_times import Collective
+
+LOOK_EVERY_S = 2.0  # at most, on accelerators
+ABORTED = "aborted"  # a key of the store: some rank has
 
 
 class Watchdog:
     def __init__(
         self, store: Any, rank: int, names: Sequence[int], timeout_s: float, progress: BackwardProgress
     ) -> None:
-        self.store, self.rank, self.names, self.timeout_s, self.progress = store, rank, names, timeout_s, progress
+        self.store, self.timeout_s, self.progress = store, timeout_s, progress
+        self.states = RankStates(store, rank, names, timeout_s)
+        self.on_hang: Callable[[Collective, str], None] = lambda collective, why: None
+        self.waiting: Collective | None = None  # in which the device was when it was last looked at
+        self.waiting_since_s = 0.0
         progress.restart_clock()
-        self.has_written, self.place = False, 0  # its state; its place among the messages, from 1
-        self.writing = threading.Lock()
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self.watch, name="megabatch watchdog", daemon=True)
         self.thread.start()
 
     def watch(self) -> None:
+        times = self.progress.times
+        if times:
+            torch.accelerator.set_device_index(times.device.index)  # of this thread, which asks for events
         reported_s = None
         with suppress(RuntimeError):  # the store is gone, with the rank that held it
-            while not self.ended.wait(self.timeout_s / 8):
+            while not self.ended.wait(min(self.timeout_s / 8, LOOK_EVERY_S) if times else self.timeout_s / 8):
+                why = self.look_at_device()
+                if why and self.waiting:
+                    self.on_hang(self.waiting, why)
+                    return
                 seen_s = self.progress.changed_s
-                with self.writing:
-                    if self.ended.is_set():
-                        return
-                    if reported_s is not None and seen_s != reported_s:
-                        reported_s = None
-                        self.withdraw()
-                    if reported_s is None and time.monotonic() - seen_s > self.timeout_s / 2:
-                        reported_s = seen_s
-                        self.write(self.progress.describe())
+                if reported_s is not None and seen_s != reported_s:
+                    reported_s = None
+                    self.states.withdraw()
+                if reported_s is None and time.monotonic() - seen_s > self.timeout_s / 2:
+                    reported_s = seen_s
+                    self.states.write(self.progress.describe())
 
-    def key(self, rank: int) -> str:
-        return f"state/{rank}"
-
-    def write(self, text: str) -> None:
-        if not self.has_written:
-            self.store.set(self.key(self.rank), "")
-            self.store.add("states", 1)
-            self.has_written = True
-        if text != WAITS:
-            self.place = self.place or self.store.add("messages", 1)
-        if self.place:
-            self.store.set(f"message/{self.place}", json.dumps([self.rank, "" if text == WAITS else text]))
-
-    def withdraw(self) -> None:
-        """What it has written is true no longer."""
-        self.store.delete_key(self.key(self.rank))
-        self.store.add("states", -1)
-        self.has_written = False
-        if self.place:
-            self.store.set(f"message/{self.place}", json.dumps([self.rank, ""]))
+    def look_at_device(self) -> str | None:
+        """Why nothing more is to be expected of the collective that the device is in, if so."""
+        waiting, now_s = self.progress.times.waiting() if self.progress.times else None, time.monotonic()
+        if waiting is None or waiting is not self.waiting:
+            self.waiting, self.waiting_since_s = waiting, now_s
+            return None
+        if now_s - self.waiting_since_s > self.timeout_s:
+            return f"other ranks did not come within {self.timeout_s:g} s"
+        try:
+            return "another rank has aborted, and does not come" if self.store.check([ABORTED]) else None
+        except RuntimeError:  # the store is gone, with the rank that held it
+            return "the rank that held the store does not come"
 
     def say_last(self, message: str) -> None:
         """The last that this rank writes."""
         self.ended.set()
-        with suppress(RuntimeError), self.writing:
-            self.write(message)
+        with suppress(RuntimeError):
+            self.states.write(message, is_final=True)
+            if message != WAITS:
+                self.store.set(ABORTED, "")
 
     def heard(self, waits_for_all: bool = False) -> list[str]:
         """What the other ranks have said; with `waits_for_all` also who says nothing, though all have reason to."""
-        try:
-            if waits_for_all:
-                self.listen(lambda: self.num_silent() == 0)
-            said = [f"rank {self.names[rank]} {text}" for rank, text in self.messages()]
-            silent = self.describe_silent() if waits_for_all else ""
-        except RuntimeError:
-            return ["the store is gone, with the rank that held it (rank 0, unless a launcher did)"]
-        return [silent, *said][:MOST] if silent else said[:MOST]
-
-    def num_silent(self) -> int:
-        return len(self.names) - int(self.store.add("states", 0))
-
-    def messages(self) -> list[tuple[int, str]]:
-        """Of other ranks, some of those that have more to say than that they wait."""
-        last = min(int(self.store.add("messages", 0)), MOST_READ)
-        found = [json.loads(self.message(f"message/{place}") or '[0, ""]') for place in range(1, last + 1)]
-        return sorted((rank, text) for rank, text in found if text and rank != self.rank)
-
-    def describe_silent(self) -> str:
-        count = self.num_silent()
-        if not count:
-            return ""
-        ranks = []
-        if self.store.add("searches", 1) <= SEARCHES:
-            ranks = first_absent(self.store, [self.key(rank) for rank in range(len(self.names))], MOST_NAMED)
-        names = [str(self.names[int(key.partition("/")[2])]) for key in ranks]
-        more = f" and {count - len(names):,} more" if count > len(names) else ""
-        many = f"ranks {', '.join(names)}{more} say" if names else f"{count:,} ranks say"
-        are = f"rank {names[0]} says" if len(names) == count == 1 else many
-        return f"{are} nothing: gone, or hanging; see the output there"
+        return self.states.heard(waits_for_all)
 
     def differences(self, layout: str, members: Sequence[int]) -> list[str]:
-        """What first differs in the layouts of a bucket that these ranks have, each of which writes its own.
-
-        Each compares with the first member's, and the first one to find a difference is quoted on all.
-        """
-        group = f"layouts/{members[0]}-{members[-1]}-{len(members)}"
-        first, own, other = (f"{group}/{place}" for place in (members[0], self.rank, "other"))
-        try:
-            self.store.set(own, layout)
-            self.listen(lambda: bool(self.store.check([first])))
-            of_first = self.message(first)
-            if of_first not in (None, layout) and self.store.add(f"{group}/others", 1) == 1:
-                self.store.set(other, str(self.rank))
-            self.store.add(f"{group}/compared", 1)
-            self.listen(
-                lambda: bool(self.store.check([other]) or self.store.add(f"{group}/compared", 0) >= len(members))
-            )
-            rank = self.message(other)
-            of_other = self.message(f"{group}/{rank}") if rank else None
-        except RuntimeError:
-            return []
-        if rank is None or of_first is None or of_other is None:
-            return []
-        for ours, theirs in zip(json.loads(of_first), json.loads(of_other), strict=False):
-            if ours != theirs:
-                names = self.names[members[0]], self.names[int(rank)]
-                return [f"rank {names[0]} has {describe(ours)}, rank {names[1]} has {describe(theirs)}"]
-        return []
-
-    def listen(self, is_enough: Callable[[], bool]) -> None:
-        """Asks less and less often: all ranks may be asking."""
-        deadline_s, pause_s = time.monotonic() + min(LISTEN_S, self.timeout_s), 0.02
-        while not is_enough() and (left_s := deadline_s - time.monotonic()) > 0:
-            time.sleep(min(pause_s, left_s))
-            pause_s *= 2
-
-    def message(self, key: str) -> str | None:
-        return self.store.get(key).decode() if self.store.check([key]) else None
+        """What first differs in the layouts of a bucket that these ranks have, each of which writes its own."""
+        return self.states.differences(layout, members)
 
     def close(self) -> None:
         self.ended.set()
-        self.thread.join(timeout=10)
-
-
-def describe(parameter: list[Any]) -> str:
-    name, dtype, shape, strides = parameter
-    return f"{name} {shape} of {dtype.removeprefix('torch.')} with strides {tuple(strides)}"
+        if self.thread is not threading.current_thread():
+            self.thread.join(timeout=10)

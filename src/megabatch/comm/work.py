@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from megabatch.comm.barrier import Header
-from megabatch.planning.plan import Phase, Plan, Transfer, transfers
+from megabatch.planning.plan import Cut, Phase, Plan, Transfer, slice_of, transfers
 from megabatch.planning.topology import Topology
 
 STEP_METRICS = -1  # the key of what is all-reduced beside the buckets
@@ -49,9 +49,9 @@ class Work:
             self.future.set_result(self.whole)
 
 
-def phases_of(plan: Plan, topology: Topology, rank: int, num_elements: int) -> RankPhases:
+def phases_of(plan: Plan, topology: Topology, rank: int, num_elements: int, cut: Cut = slice_of) -> RankPhases:
     """What the rank does in each phase of the plan, for a tensor of this size."""
-    phases = list(zip(plan.phases, transfers(plan, topology, rank, num_elements), strict=True))
+    phases = list(zip(plan.phases, transfers(plan, topology, rank, num_elements, cut), strict=True))
     network = plan.network
     before, crossing, after = (
         [(phase, transfer) for phase, transfer in part if transfer and has_work(transfer)]

@@ -53,7 +53,17 @@ def torus(shape: ClusterShape, dtype: CommDtype) -> Plan | None:
     return Plan(f"torus/{dtype}", exchanging(shape, phases))
 
 
-ALGORITHMS: dict[str, Algorithm] = {"flat": flat, "hierarchical": hierarchical, "torus": torus}
+def ring(shape: ClusterShape, dtype: CommDtype) -> Plan | None:
+    """The backend's own all-reduce over all ranks, whatever its dtype: flat, but for 16 bits.  p ranks, S bytes.
+    Gloo's is a ring; NCCL takes what suits it (its ring, its trees: NCCL_ALGO).  16 bits are rounded at every hop, so
+    the error grows with p (plan.error_bound); a user can prefer that to what flat takes instead, an exchange with all
+    others.  Steps 2(p-1); bytes sent per rank 2S(p-1)/p.
+    """
+    return Plan(f"ring/{dtype}", exchanging(shape, [Phase("all_reduce", "all", dtype, "ring")]))
+
+
+ALGORITHMS: dict[str, Algorithm] = {"flat": flat, "hierarchical": hierarchical, "torus": torus}  # `auto` chooses
+ON_REQUEST: dict[str, Algorithm] = {"ring": ring}  # what rounds more is the user's choice alone
 
 
 def exchanging(shape: ClusterShape, phases: Iterable[Phase]) -> tuple[Phase, ...]:

@@ -3,7 +3,7 @@
 `in_memory`: the ranks of a host exchange through its shared memory.
 """
 
-from megabatch.planning.algorithms import ALGORITHMS
+from megabatch.planning.algorithms import ALGORITHMS, ON_REQUEST
 from megabatch.planning.plan import CommDtype, Plan
 from megabatch.planning.topology import ClusterShape
 
@@ -16,15 +16,15 @@ def default_plan(algorithm: str, dtype: CommDtype, shape: ClusterShape, in_memor
     """
     if algorithm == "auto":
         algorithm = "flat" if not in_memory else "torus" if shape.is_regular else "hierarchical"
-    return ALGORITHMS[algorithm](shape, dtype)
+    return (ALGORITHMS | ON_REQUEST)[algorithm](shape, dtype)
 
 
 def candidate_plans(
-    algorithm: str, dtype: CommDtype, shape: ClusterShape, in_memory: bool, is_cuda: bool
+    algorithm: str, dtype: CommDtype, shape: ClusterShape, in_memory: bool, on_accelerators: bool
 ) -> list[Plan]:
     """What `auto` may choose from: one, where the memory of a host or the lack of it decides.  None where the algorithm
     that was asked for does not apply."""
-    has_choice = algorithm == "auto" and shape.num_nodes > 1 and (in_memory or is_cuda)
+    has_choice = algorithm == "auto" and shape.num_nodes > 1 and (in_memory or on_accelerators)
     if has_choice:
         # With one rank per node, leaders are all ranks, and torus is the same exchange.
         names = [name for name in ALGORITHMS if name != "hierarchical" or shape.largest_node > 1]

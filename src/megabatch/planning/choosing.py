@@ -47,7 +47,7 @@ def price(
     links: Mapping[Axis, Link],
     num_elements: int,
     element_bytes: int = 4,
-    in_parts: bool = True,  # False: on streams of GPUs, which take a bucket as a whole
+    in_parts: bool = True,  # False: on streams of accelerators, which take a bucket as a whole
 ) -> Costs:
     """Of a bucket alone.  Its parts follow each other through node and network, so what a part does in the node is
     hidden under the crossing of another, but for the first and the last."""
@@ -69,6 +69,7 @@ def choose(
     *,
     bucket_mb: float | None,  # gradients are fused up to this; None: chosen too
     forced: str = "",  # what has left one plan alone
+    in_parts: bool = True,  # see `price`
 ) -> Tuning:
     """The buckets and the plans with the least predicted end of communication, and the caps that make DDP cut so.
 
@@ -77,7 +78,7 @@ def choose(
     shape = topology.shape
 
     def price_of(plan: Plan, num_elements: int, element_bytes: int) -> Costs:
-        return price(plan, shape, links, num_elements, element_bytes)
+        return price(plan, shape, links, num_elements, element_bytes, in_parts)
 
     if bucket_mb is None and topology.num_nodes == 1:
         bucket_mb = IN_NODE_MB
@@ -88,6 +89,7 @@ def choose(
         backward_s=max(backward.ready_s, default=0.0),
         buckets=buckets,
         caps_mb=caps_mb,
+        in_parts=in_parts,
     )
 
 
@@ -220,7 +222,8 @@ def with_measurements(tuning: Tuning, taken_s: Mapping[Question, float]) -> Tuni
         if question in taken_s:
             # A larger bucket fills and empties the pipeline no more often: scaled as its price is.
             size, shape = bucket.element_bytes, tuning.topology.shape
-            priced_s = sum(price(question.plan, shape, tuning.links, question.num_elements, size)[:3])
+            costs = price(question.plan, shape, tuning.links, question.num_elements, size, tuning.in_parts)
+            priced_s = sum(costs[:3])
             growth = bucket.candidates[place].predicted_s / priced_s
             measured_s[index, place] = taken_s[question] / question.count * growth
     buckets = []
@@ -262,7 +265,8 @@ def drift(tuning: Tuning, links: Mapping[Axis, Link]) -> float:
     shape = tuning.topology.shape
 
     def total_s(known: Mapping[Axis, Link]) -> float:
-        return sum(sum(price(b.plan, shape, known, b.num_elements, b.element_bytes)[:3]) for b in tuning.buckets)
+        prices = [price(b.plan, shape, known, b.num_elements, b.element_bytes, tuning.in_parts) for b in tuning.buckets]
+        return sum(sum(costs[:3]) for costs in prices)
 
     earlier_s = total_s(tuning.links)
     return total_s(links) / earlier_s if earlier_s else 1.0

@@ -174,7 +174,7 @@ def crossing_among_all(phase: Phase, topology: Topology, num_elements: int, widt
     """Elements that leave each node in the group of all ranks, in which rank i is member i.
 
     The backend's own all-reduce, and its gather of 16 bits, follow a ring in the order of ranks: to its successor a
-    rank sends every slice but the one that ends there, its own sum or what the other has.  The reduce_scatter of 16
+    rank sends every slice but the one that ends there, its own sum or what the other has.  Our reduce_scatter of 16
     bits is a direct exchange.
     """
     num_ranks = topology.num_ranks
@@ -190,7 +190,7 @@ def crossing_among_all(phase: Phase, topology: Topology, num_elements: int, widt
         senders = [end - 1 for _, end in runs if end < num_ranks or not has_first]
         total = 0
         for half in OPS[phase.op]:
-            if width > 2 or half == "all_gather":
+            if width > 2 or half == "all_gather" or phase.engine:
                 kept_back = senders if half == "reduce_scatter" else [(rank + 1) % num_ranks for rank in senders]
                 total += sum(num_elements - size_of_slice(num_elements, num_ranks, rank) for rank in kept_back)
             else:

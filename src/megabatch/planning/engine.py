@@ -1,5 +1,6 @@
 """The engine's own all-reduce: NCCL's ring, its tree, and sums made in the switches of the network.  Priced, so that
-published runs can be simulated; the runtime does not take them yet.
+published runs can be simulated.  The runtime takes it where a user asks for it (`comm.algorithm=ring`), and for `flat`
+where nothing is rounded; which of the three it is then, is the engine's choice.
 
 Legend: p ranks, H nodes of k ranks, S bytes as they travel.  Seconds:
     ring         base + 2(p-H) a + 2(H-1) A + 2(p-1)/p S/B        B = min(in the node, between nodes): one pipeline

@@ -13,10 +13,13 @@ fp64 tensor stays fp64.  With a 16-bit dtype every contribution is rounded to it
 ascending rank order, and rounded once; every member keeps the rounded values, the owner of a slice too (and its own
 contribution is rounded like the others', so that the sum does not depend on who owns the slice).  Sums of 16-bit
 tensors that travel as they are, are made in fp32 too, and rounded once a phase.
+
+A phase with an `engine` is the backend's own sum instead, which rounds to that dtype at every hop.  Nobody takes it
+unasked: `comm.algorithm=ring`.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -28,6 +31,7 @@ Op = Literal["all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather"
 CommDtype = Literal["fp32", "bf16", "fp16"]
 EngineSum = Literal["ring", "tree", "in_network"]  # engine.py
 Slice = tuple[int, int]  # elements [begin, end)
+Cut = Callable[[int, int, int], Slice]  # elements, parts, and the index of one of them
 
 BLOCK = 16  # elements: a cache line of fp32
 PLACES: dict[Axis, str] = {
@@ -38,8 +42,8 @@ PLACES: dict[Axis, str] = {
 }
 
 ENGINE_SUMS: dict[EngineSum, str] = {
-    "ring": " by the engine's ring",
-    "tree": " by the engine's tree",
+    "ring": " by the backend's ring",
+    "tree": " by the backend's tree",
     "in_network": " by the network's switches",
 }
 
@@ -61,11 +65,17 @@ class Phase(Struct, frozen=True):
     op: Op
     axis: Axis
     dtype: CommDtype
-    engine: EngineSum | None = None  # the engine's own sum, which rounds to the dtype at every hop
+    engine: EngineSum | None = None  # the backend's own sum, which rounds to the dtype at every hop
 
     def __str__(self) -> str:
         dtype = "" if self.dtype == "fp32" else f" in {self.dtype}"
-        return f"{self.op} {PLACES[self.axis]}{dtype}{ENGINE_SUMS[self.engine] if self.engine else ''}"
+        return f"{self.op} {PLACES[self.axis]}{dtype}{self.summed}"
+
+    @property
+    def summed(self) -> str:
+        """By whom, if not by us, and what that does to 16 bits."""
+        rounded = "" if self.dtype == "fp32" else ", rounded at every hop"
+        return ENGINE_SUMS[self.engine] + rounded if self.engine else ""
 
 
 class Plan(Struct, frozen=True):
@@ -163,24 +173,43 @@ def blocks_of(num_elements: int, parts: int) -> tuple[int, int]:
     return block, -(-num_elements // block)
 
 
-def transfers(plan: Plan, topology: Topology, rank: int, num_elements: int) -> list[Transfer | None]:
-    """For one rank, phase by phase: its group and the elements that this holds; None where the rank takes no part."""
+def padded_length(num_elements: int, parts: int) -> int:
+    """Elements of each of `parts` equal slices: whole blocks, as many as it takes for all slices to hold them all.
+
+    What is left over at the end is padding.  One collective of equal messages moves them, whatever `parts` is.
+    """
+    return -(-num_elements // (parts * BLOCK)) * BLOCK
+
+
+def padded_slice_of(num_elements: int, parts: int, index: int) -> Slice:
+    """The elements in the equal slice at this index: as many as there are left, perhaps none."""
+    length = padded_length(num_elements, parts)
+    return min(num_elements, index * length), min(num_elements, (index + 1) * length)
+
+
+def transfers(
+    plan: Plan, topology: Topology, rank: int, num_elements: int, cut: Cut = slice_of
+) -> list[Transfer | None]:
+    """For one rank, phase by phase: its group and the elements that this holds; None where the rank takes no part.
+
+    `cut` is how reduce_scatters cut: `slice_of`, or `padded_slice_of`.
+    """
     result: list[Transfer | None] = []
     for phase, axes in zip(plan.phases, plan.scattered, strict=True):
         members = topology.members(phase.axis, rank)
         places = [topology.places(axis) for axis in axes]
         # Who took no part in a reduce_scatter holds what it held: one slice of one.
-        held = {held_by([of_axis.get(member, (0, 1)) for of_axis in places], num_elements) for member in members}
+        held = {held_by([of_axis.get(member, (0, 1)) for of_axis in places], num_elements, cut) for member in members}
         assert len(held) <= 1, f"{plan}: {members} hold different elements before {phase}"
         result.append(Transfer(members, *held.pop()) if held else None)
     return result
 
 
-def held_by(places: Iterable[tuple[int, int]], num_elements: int) -> Slice:
+def held_by(places: Iterable[tuple[int, int]], num_elements: int, cut: Cut = slice_of) -> Slice:
     """The elements of a member after reduce_scatters in which it had these places among so many members."""
     begin, end = 0, num_elements
     for place, parts in places:
-        first, last = slice_of(end - begin, parts, place)
+        first, last = cut(end - begin, parts, place)
         begin, end = begin + first, begin + last
     return begin, end
 
@@ -193,7 +222,7 @@ def error_bound(plan: Plan, num_ranks: int, magnitude: float, roundoff: float = 
     the dtype that travels, once per contribution and once for the result.  About 2w m, whatever p is, while a 16-bit
     ring that rounds at every hop has about p w m.  t matters for fp16 alone: contributions below 3e-8 vanish, so fp16
     wants a loss scale.  The bound holds while m is finite in that dtype (65,504 for fp16); beyond it every rank gets
-    inf or nan.  The engine's own sum rounds to the dtype that travels after each of its p-1 additions, and each
+    inf or nan.  The backend's own sum rounds to the dtype that travels after each of its p-1 additions, and each
     contribution once: about p w m.
     """
     rounded = [(COMM_DTYPES[phase.dtype], num_ranks if phase.engine else 2) for phase in plan.phases]

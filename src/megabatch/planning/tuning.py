@@ -72,6 +72,7 @@ class Tuning(Struct, frozen=True, kw_only=True):
     backward_s: float
     buckets: list[Bucket]
     caps_mb: list[float] = []  # `bucket_cap_mb_list`, with which DDP makes these buckets
+    in_parts: bool = True  # as CPUs cut buckets; accelerators do not, and prices say so
 
     @property
     def passages(self) -> list[Passage]:
@@ -98,7 +99,8 @@ class Tuning(Struct, frozen=True, kw_only=True):
     def rounding(self) -> str:
         """Tells apart choices that may round differently: plans of buckets, hosts, and where the backend sums by its
         own rule, also the cut."""
-        cut = [(bucket.gradients if "flat" in bucket.plan.name else [], bucket.plan.name) for bucket in self.buckets]
+        own_rule = ("flat", "ring")
+        cut = [(b.gradients if b.plan.name.startswith(own_rule) else [], b.plan.name) for b in self.buckets]
         names = sorted({(name, bucket.plan.name) for bucket in self.buckets for name in bucket.gradients})
         text = msgspec.json.encode([self.topology.nodes, names, cut if any(part for part, _ in cut) else []])
         return hashlib.sha256(text).hexdigest()[:8]

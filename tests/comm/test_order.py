@@ -1,0 +1,20 @@
+from collections import deque
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megabatch.comm.order import DEPTH, NodeOrder
+
+
+@given(lasts=st.lists(st.booleans(), max_size=30))
+def test_the_next_ones_go_ahead_and_the_last_of_a_step_leaves_none(lasts: list[bool]) -> None:
+    """Against the loop of a thread that takes them one by one."""
+    order: NodeOrder[int] = NodeOrder()
+    in_flight: deque[int] = deque()
+    for number, is_last in enumerate(lasts):
+        expected = []
+        in_flight.append(number)
+        while len(in_flight) > (0 if is_last else DEPTH):
+            expected.append(in_flight.popleft())
+        assert order.due_after(number, is_last) == expected
+        assert list(order.in_flight) == list(in_flight)
