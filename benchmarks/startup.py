@@ -158,9 +158,8 @@ def growth(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def config_for(num_ranks: int, *overrides: str) -> RunConfig:
-    batch = MICROBATCH * num_ranks
-    sizes = [f"batch.micro={MICROBATCH}", f"batch.global={batch}", f"data.synthetic.train={(STEADY_STEP + 2) * batch}"]
-    short = ["train.epochs=1", "schedule.warmup_epochs=0.25", "run.threads=1", "run.device=cuda", "optim.name=lars"]
+    sizes = [f"batch.micro={MICROBATCH}", f"batch.global={MICROBATCH * num_ranks}", "optim.name=lars"]
+    short = [f"train.steps={STEADY_STEP + 2}", "train.evaluate_every=0", "run.threads=1", "run.device=cuda"]
     return load_config("smoke", [*sizes, *short, *overrides], report=silent)
 
 

@@ -83,13 +83,15 @@ def share_cores(config: RunConfig, world: World) -> RunConfig:
 
 def share_of_cores(world: World) -> int:
     """Of every rank 16 bytes; which cores they may use is told to ranks of the same host alone, where they differ."""
-    cores = json.dumps(sorted(usable_cores()))
-    found = world.gather_numbers([digest(host_identity()), digest(cores)])
+    cores = usable_cores()
+    text = json.dumps(sorted(cores))
+    found = world.gather_numbers([digest(host_identity()), digest(text)])
     host, _ = found[world.rank]
     here = [rank for rank, (other, _) in enumerate(found) if other == host]
-    are_equal = len({found[rank][1] for rank in here}) == 1
-    of_ranks = [cores] * len(here) if are_equal else world.gather_among(here, cores)
-    return fair_threads(here.index(world.rank), [("here", frozenset(json.loads(text))) for text in of_ranks])
+    of_ranks = [("here", cores)] * len(here)
+    if len({found[rank][1] for rank in here}) > 1:
+        of_ranks = [("here", frozenset(json.loads(each))) for each in world.gather_among(here, text)]
+    return fair_threads(here.index(world.rank), of_ranks)
 
 
 class Stored(Struct, frozen=True):
