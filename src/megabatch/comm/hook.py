@@ -7,6 +7,7 @@ distribute(model, ...)                  what our own trainer does
 import atexit
 import warnings
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,7 +65,20 @@ def distribute(
         bucket_cap_mb_list=tuning.caps_mb,  # type: ignore[arg-type]  # whole or not
     )
     wrapped.register_comm_hook(gradients, reduce_bucket)
+    wrapped.logger = NoRuntimeStatistics(wrapped.logger)
     return wrapped, gradients
+
+
+class NoRuntimeStatistics:
+    """DDP's logger, without its times of single passes: to read those, the host waits for the device."""
+
+    def __init__(self, logger: Any) -> None:
+        self.logger = logger
+
+    def set_runtime_stats_and_log(self) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.logger, name)
 
 
 def ready_at_once(model: nn.Module) -> RecordedBackward:

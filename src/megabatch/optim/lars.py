@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from megabatch.errors import UserError, require_one_of
-from megabatch.optim.dense import SMALL, norm
-from megabatch.optim.momentum import Rows, step_fused, step_rows, step_small
+from megabatch.optim.dense import norm
+from megabatch.optim.momentum import SMALL, Rows, step_fused, step_rows, step_small
 
 Norm = TypeVar("Norm", float, Tensor)
 Group = dict[str, Any]  # of a torch optimizer
@@ -241,10 +241,13 @@ def update_together(
     *buffers: list[Tensor],
 ) -> None:
     """Never asks the device for a value, which would wait for it."""
-    norms = [torch.stack(torch._foreach_norm(tensors)).double() for tensors in (weights, gradients)]
+    norms = []
+    for tensors in (weights, gradients):
+        rows.fill(tensors)
+        norms.append(rows.norms())
     factors, step_size = place_learning_rate(group, trust_ratios(*norms, **ratio_settings(group)))
     settings = momentum_settings(group) | {"factors": factors, "step_size": step_size, "found_inf": found_inf}
-    step_rows(rows, weights, gradients, *buffers, **settings)
+    step_rows(rows, weights, *buffers, **settings)
 
 
 def place_learning_rate(group: Group, tau: Any) -> tuple[Any, float]:

@@ -6,21 +6,20 @@ w weight, g gradient, v momentum buffer (none without momentum), lambda weight d
 
 `step_fused` takes one factor, and makes one pass over memory; `step_rows` takes a factor per tensor, which stays on the
 device: a few kernels, however many tensors there are.  `step_small` is for one tensor that fits into the cache, and
-rounds as `step_rows` does: a device whose kernels round as the CPU's takes the same step to the bit.  Where `found_inf`
-is 1, on the device, nothing changes.
+rounds as `step_rows` does: a device whose kernels round as the CPU's takes the same step to the bit, but of larger
+tensors to rounding.  Where `found_inf` is 1, on the device, nothing changes.
 """
 
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megabatch.optim.dense import are_alike
+from megabatch.optim.dense import ROW, are_alike
 
 Tensors = tuple[Tensor, ...] | list[Tensor]
 
-ROW = 1024  # elements that have one factor
+SMALL = 1 << 17  # elements that `step_small` takes: half a megabyte
 
 
 def step_fused(
@@ -72,28 +71,32 @@ def step_each(
 
 
 class Rows:
-    """Room for one tensor like each of some weights, in one piece of memory that is cut into rows; none has parts of
-    two tensors, so that what differs between tensors is one number per row."""
+    """Room for one tensor like each of some weights, in one piece of memory that is cut into rows, as dense.norm cuts
+    it.  No row has parts of two tensors, so that what differs between tensors is one number per row."""
 
     def __init__(self, weights: Tensors) -> None:
-        sizes = [weight.numel() for weight in weights]
-        counts = [-(-size // ROW) for size in sizes]
-        self.rows = torch.zeros(sum(counts), ROW, dtype=weights[0].dtype, device=weights[0].device)
+        first, counts = weights[0], [-(-weight.numel() // ROW) for weight in weights]
+        self.rows = torch.zeros(sum(counts), ROW, dtype=first.dtype, device=first.device)
         starts = [ROW * sum(counts[:place]) for place in range(len(counts))]
         flat = self.rows.view(-1)
         self.tensors = [
             flat.as_strided(weight.shape, torch.empty_like(weight).stride(), start)
             for weight, start in zip(weights, starts, strict=True)
         ]
-        self.counts = counts
+        lengths = torch.tensor(counts)
+        self.lengths = lengths.to(first.device)  # rows of each tensor
+        self.owners = torch.arange(len(counts)).repeat_interleave(lengths).to(first.device)  # of each row, its tensor
 
-    @cached_property
-    def owners(self) -> Tensor:
-        """Of each row, the place of its tensor."""
-        places = torch.arange(len(self.counts)).repeat_interleave(torch.tensor(self.counts))
-        return places.to(self.rows.device)
+    def fill(self, tensors: Tensors) -> None:
+        torch._foreach_copy_(self.tensors, tensors)
+
+    def norms(self) -> Tensor:
+        """Of each tensor, in fp64."""
+        squares = torch.linalg.vector_norm(self.rows, dim=1).double().square()
+        return torch.segment_reduce(squares, "sum", lengths=self.lengths, unsafe=True).sqrt()
 
     def scale(self, factors: Tensor) -> None:
+        """Each tensor by its own."""
         self.rows.mul_(factors.to(self.rows.dtype).index_select(0, self.owners).unsqueeze(1))
 
 
@@ -119,9 +122,8 @@ def step_small(
 
 
 def step_rows(
-    rows: Rows,
+    rows: Rows,  # filled with gradients
     weights: Tensors,
-    gradients: Tensors,
     buffers: Tensors = (),
     *,
     factors: Tensor,  # fp64, one per tensor
@@ -132,7 +134,6 @@ def step_rows(
 ) -> None:
     if not buffers:
         factors, step_size = factors * step_size, 1.0
-    torch._foreach_copy_(rows.tensors, gradients)
     if weight_decay:
         torch._foreach_add_(rows.tensors, weights, alpha=weight_decay)
     rows.scale(factors)

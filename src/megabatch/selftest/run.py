@@ -23,11 +23,16 @@ TIMEOUT_S = 120.0
 
 
 def run_selftest(
-    info: RankInfo, store: RankStore, device_type: str, laws_alone: bool, note: Callable[[Report], None]
+    info: RankInfo,
+    store: RankStore,
+    device_type: str,
+    laws_alone: bool,
+    note: Callable[[Report], None],
+    backend: Backend | None = None,  # of both the devices and the CPUs
 ) -> Report:
     """All ranks call it; `note` hears of the report as it grows, on rank 0."""
     began_s = time.perf_counter()
-    with worlds(info, store, device_type) as (world, reference):
+    with worlds(info, store, device_type, backend or backend_of_both(device_type)) as (world, reference):
         report = Report(
             megabatch=__version__,
             torch=str(torch.__version__),
@@ -47,14 +52,16 @@ def run_selftest(
     return report
 
 
+def backend_of_both(device_type: str) -> Backend:
+    """For tensors on CPUs and on devices."""
+    kinds = [f"{kind}:{BACKENDS[kind].name}" for kind in ("cpu", device_type)]
+    return BACKENDS["cpu"] if device_type == "cpu" else Backend(",".join(kinds), BACKENDS[device_type].join)
+
+
 @contextmanager
-def worlds(info: RankInfo, store: RankStore, device_type: str) -> Iterator[tuple[World, World]]:
+def worlds(info: RankInfo, store: RankStore, device_type: str, backend: Backend) -> Iterator[tuple[World, World]]:
     """The same ranks with their devices, and with their CPUs."""
     topology = two_hosts(info.num_ranks)
-    join = BACKENDS[device_type].join
-    names = {kind: backend.name for kind, backend in BACKENDS.items() if kind in ("cpu", device_type)}
-    both = Backend(",".join(f"{kind}:{name}" for kind, name in names.items()), join)
-    backend = BACKENDS["cpu"] if device_type == "cpu" else both
     with connect(info, device_type, store.store, TIMEOUT_S, backend, topology) as world, store.failures_announced():
         if device_type == "cpu":
             yield world, world
