@@ -1,11 +1,12 @@
 """Process groups for rehearsals, where there is no NCCL: of real processes, and of one process that stands for all.
 
     connect(info, "cuda", store, backend=REHEARSED)                      real ranks
-    connect(RankInfo(8, 2048, 0, 8), "cuda", dist.HashStore(), backend=MIRRORED, topology=regular(256, 8))
+    connect(RankInfo(0, 2048, 0, 8), "cuda", dist.HashStore(), backend=MIRRORED, topology=regular(256, 8))
 
-rehearsed  tensors travel over Gloo.  Members add in ascending order, in the type of the tensor, so that bits are defined
-           and 16 bits are rounded at every addition, as by an engine's ring.
+rehearsed  tensors travel over Gloo.  Members add in ascending order, in the tensor's type, so that bits are defined and
+           16 bits are rounded at every addition, as by an engine's ring.
 mirrored   one process is rank r of p, and every collective gives what it would if all ranks held what this one holds.
+           Rank 0, as a rule: what a rank receives from rank 0 as a pickled object, the others do not hold.
 
 Both log what they were asked for, and of CUDA tensors each counts as one launch on the current stream.  The host would
 not wait for those with NCCL: here it does, in `Work.wait`, and that is not counted.
@@ -30,7 +31,7 @@ class Collective(NamedTuple):
     dtype: torch.dtype
     num_elements: int  # that this rank brings
     num_members: int
-    on_default_stream: bool
+    stream: int  # 0 is the default one, or the host
     num_bytes: int  # that this rank sends and receives, by an algorithm that needs fewest
 
 
@@ -89,14 +90,17 @@ class Group(dist.ProcessGroup):
         """All-to-all; how many elements from and to each."""
         raise NotImplementedError
 
-    def begin(self, op: str, tensor: torch.Tensor, num_copies: float) -> torch.Tensor:
+    def begin(
+        self, op: str, tensor: torch.Tensor, num_copies: float, outs: Sequence[torch.Tensor] | None = None
+    ) -> torch.Tensor:
         """Logs it; a tensor of the host on the same bytes.  `num_copies` of the tensor are sent and received."""
-        on_default_stream = True
+        stream = 0
         if tensor.is_cuda:
-            on_default_stream = torch.accelerator.current_stream(tensor.device).stream_id == 0
-            torch.ops.rehearsal.launch(f"rehearsal::{op}")
+            stream = torch.accelerator.current_stream(tensor.device).stream_id
+            read, written = ([], [tensor]) if outs is None else ([tensor], outs)
+            torch.ops.rehearsal.launch(f"rehearsal::{op}", read, written)
         num_bytes = round(num_copies * tensor.nbytes)
-        log.append(Collective(op, tensor.dtype, tensor.numel(), self.num_members, on_default_stream, num_bytes))
+        log.append(Collective(op, tensor.dtype, tensor.numel(), self.num_members, stream, num_bytes))
         return host_view(tensor)
 
     def all_reduce_one(self, tensor: torch.Tensor, op: Any) -> Work:
@@ -128,7 +132,7 @@ class Group(dist.ProcessGroup):
 
     def gather_one(self, outs: Tensors, tensor: torch.Tensor, op: str = "allgather") -> Work:
         """Into one tensor, or into one for each member."""
-        own = self.begin(op, tensor, 2 * (self.num_members - 1)).contiguous().view(-1)
+        own = self.begin(op, tensor, 2 * (self.num_members - 1), outs).contiguous().view(-1)
         hosts = [host_view(out) for out in outs]
         is_whole = len(hosts) == 1 and hosts[0].is_contiguous()
         arrived = hosts[0].view(-1) if is_whole else own.new_empty(self.num_members * len(own))
@@ -155,12 +159,12 @@ class Group(dist.ProcessGroup):
     def all_to_all_single(
         self, out: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int], opts: Any = None
     ) -> Work:
-        host = self.begin("alltoall", tensor, 2 * (1 - 1 / self.num_members))
+        host = self.begin("alltoall", tensor, 2 * (1 - 1 / self.num_members), [out])
         even = [len(host) // self.num_members] * self.num_members
         return self.exchange_flat(host_view(out), host, received or even, sent or even)
 
     def reduce_scatter_single(self, out: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
-        flat = self.begin("reduce_scatter", tensor, 2 * (1 - 1 / self.num_members)).reshape(-1).clone()
+        flat = self.begin("reduce_scatter", tensor, 2 * (1 - 1 / self.num_members), [out]).reshape(-1).clone()
         work, own = self.reduce_flat(flat, op_of(opts), None), flat.view(self.num_members, -1)[self.index]
         return Work([work], lambda: host_view(out).copy_(own.view(out.shape)))
 
@@ -234,6 +238,14 @@ class Mirrored(Group):
             flat.mul_(self.num_members)
         elif root in (None, self.index) and op == ReduceOp.PRODUCT:
             flat.pow_(self.num_members)
+        return Work()
+
+    @torch.no_grad()
+    def gather_one(self, outs: Tensors, tensor: torch.Tensor, op: str = "allgather") -> Work:
+        if len(outs) == 1:
+            return super().gather_one(outs, tensor, op)
+        self.begin(op, tensor, 2 * (self.num_members - 1), outs)
+        torch._foreach_copy_(outs, [tensor] * len(outs))
         return Work()
 
     def gather_flat(self, out: torch.Tensor, flat: torch.Tensor) -> Work:

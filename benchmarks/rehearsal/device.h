@@ -7,6 +7,8 @@
 //            wait        for another stream's queue, up to a position
 // sync     the host waits for the device: counted, and reported to Python, which knows the line
 #pragma once
+#include "ordering.h"
+
 #include <c10/core/Allocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -28,7 +30,6 @@ constexpr int MAX_DEVICES = 64, STREAMS = 32;  // of a device
 constexpr long PATIENCE = 100;                 // queries without a launch between them, after which polling is waiting
 constexpr long ALL = 1L << 40;                 // positions
 using Clock = std::chrono::steady_clock;
-using StreamKey = std::pair<DeviceIndex, StreamId>;
 
 int num_devices = 8;
 long lag = 20;
@@ -63,7 +64,8 @@ struct Event {
   StreamKey stream;
   long position;
   Progress progress;
-  bool known = false;  // to the host, to be complete
+  Known known;  // by whoever waits for it
+  bool is_complete = false;  // as the host knows
   Clock::time_point time;
 };
 struct Report {
@@ -125,9 +127,11 @@ void enqueue(StreamKey stream, Entry entry) {  // under the lock
   queue.entries.push_back(std::move(entry));
 }
 
-void launch(const std::string& name, StreamKey stream) {
+void launch(const std::string& name, StreamKey stream, const std::vector<Use>& uses) {
   auto act = [&](Reports& reports) {
     queues[stream].newest.launch = ++launches;
+    for (auto& use : uses)
+      if (auto wrong = race(stream, launches, use); !wrong.empty()) reports.push_back({"hazard", name + ": " + wrong, stream});
     for (auto& [key, queue] : queues)  // the device reads a source sooner or later, whether or not anybody asks
       if (queue.num_from_host)
         queue.num_from_host -= std::erase_if(queue.entries, [&](const Entry& entry) {
@@ -141,6 +145,7 @@ void launch(const std::string& name, StreamKey stream) {
 
 void complete_all(StreamKey stream, Reports& reports) {  // under the lock
   queues[stream].passed = launches;
+  learn(HOST, known_at(stream, launches));
   complete(stream, ALL, reports);
 }
 
@@ -196,12 +201,14 @@ struct Guard final : impl::DeviceGuardImplInterface {
   void record(void** pointer, const Stream& stream, const DeviceIndex, const EventFlag) const override {
     std::lock_guard guard(lock);
     if (!*pointer) *pointer = new Event;
-    event(*pointer) = {key(stream), queues[key(stream)].position, {launches}, false, Clock::now()};
+    const auto known = known_at(key(stream), launches);
+    event(*pointer) = {key(stream), queues[key(stream)].position, {launches}, known, false, Clock::now()};
   }
   void destroyEvent(void* pointer, const DeviceIndex) const noexcept override { delete static_cast<Event*>(pointer); }
   void block(void* pointer, const Stream& stream) const override {
     if (!pointer || event(pointer).stream == key(stream)) return;
     std::lock_guard guard(lock);
+    learn(key(stream), event(pointer).known);
     for (auto& entry : queues[event(pointer).stream].entries)
       if (entry.position <= event(pointer).position && entry.kind != Entry::from_host) {
         Entry wait{Entry::wait};
@@ -209,21 +216,24 @@ struct Guard final : impl::DeviceGuardImplInterface {
         return enqueue(key(stream), std::move(wait));
       }
   }
+  static void finish(Event& event, Reports reports) {
+    auto act = [&](Reports& more) {
+      event.is_complete = true;
+      queues[event.stream].passed = std::max(queues[event.stream].passed, event.progress.launch);
+      learn(HOST, event.known);
+      complete(event.stream, event.position, more);
+    };
+    locked(act, std::move(reports));
+  }
   bool queryEvent(void* pointer) const override {
-    if (!pointer || event(pointer).known) return true;
-    event(pointer).known = has_passed(event(pointer).progress, "event.query", event(pointer).stream);
-    if (event(pointer).known)
-      locked([&](Reports& reports) { complete(event(pointer).stream, event(pointer).position, reports); });
-    return event(pointer).known;
+    if (!pointer || event(pointer).is_complete) return true;
+    if (!has_passed(event(pointer).progress, "event.query", event(pointer).stream)) return false;
+    finish(event(pointer), {});
+    return true;
   }
   void synchronizeEvent(void* pointer) const override {
-    if (!pointer || std::exchange(event(pointer).known, true)) return;
-    const auto [stream, position, progress, known, time] = event(pointer);
-    auto act = [&](Reports& reports) {
-      queues[stream].passed = std::max(queues[stream].passed, progress.launch);
-      complete(stream, position, reports);
-    };
-    locked(act, {{"sync", "event.synchronize", stream}});
+    if (pointer && !event(pointer).is_complete)
+      finish(event(pointer), {{"sync", "event.synchronize", event(pointer).stream}});
   }
   bool queryStream(const Stream& stream) const override {
     if (!has_passed(queues[key(stream)].newest, "stream.query", key(stream))) return false;
@@ -238,8 +248,8 @@ struct Guard final : impl::DeviceGuardImplInterface {
     };
     locked(act, {{"sync", "device synchronize", stream_of(index)}});
   }
-  void recordDataPtrOnStream(const DataPtr&, const Stream& stream) const override {
-    tell({"record_stream", "", key(stream)});
+  void recordDataPtrOnStream(const DataPtr& data, const Stream& stream) const override {
+    locked([&](Reports&) { memories[data.get()].registered.insert(key(stream)); }, {{"record_stream", "", key(stream)}});
   }
   double elapsedTime(void* from, void* to, const DeviceIndex) const override {
     return std::chrono::duration<double, std::milli>(event(to).time - event(from).time).count();

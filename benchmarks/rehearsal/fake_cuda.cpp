@@ -30,17 +30,25 @@ template <class Holds>
 DataPtr on_device(void* data, size_t size, DeviceIndex index, Holds holds) {
   struct Owned {
     Holds holds;
+    void* data;
     size_t size;
-    DeviceIndex index;
+    StreamKey stream;
   };
-  tell({"allocation", std::to_string(size), stream_of(index)});
-  locked([&](Reports&) { memory[index].allocated_bytes[0].increase(size); });
+  auto* owned = new Owned{std::move(holds), data, size, stream_of(index)};
+  auto act = [&](Reports&) {
+    memory[index].allocated_bytes[0].increase(size);
+    if (data) memories[data] = {owned->stream, owned->stream, launches};
+  };
+  locked(act, {{"allocation", std::to_string(size), owned->stream}});
   auto release = [](void* pointer) {
     auto* owned = static_cast<Owned*>(pointer);
-    locked([&](Reports&) { memory[owned->index].allocated_bytes[0].decrease(owned->size); });
+    locked([&](Reports& reports) {
+      memory[owned->stream.first].allocated_bytes[0].decrease(owned->size);
+      if (auto wrong = freed(owned->data); !wrong.empty()) reports.push_back({"hazard", wrong, owned->stream});
+    });
     delete owned;
   };
-  return {data, new Owned{std::move(holds), size, index}, release, Device(kCUDA, index)};
+  return {data, owned, release, Device(kCUDA, index)};
 }
 
 struct DeviceMemory final : DeviceAllocator {
@@ -52,7 +60,7 @@ struct DeviceMemory final : DeviceAllocator {
   void copy_data(void* to, const void* from, size_t size) const override { default_copy_data(to, from, size); }
   bool initialized() override { return true; }
   void emptyCache(MempoolId_t) override {}
-  void recordStream(const DataPtr&, Stream stream) override { tell({"record_stream", "", Guard::key(stream)}); }
+  void recordStream(const DataPtr& data, Stream stream) override { Guard().recordDataPtrOnStream(data, stream); }
   CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex index) override { return memory[index]; }
   void resetAccumulatedStats(DeviceIndex index) override { memory[index].allocated_bytes[0].reset_accumulated(); }
   void resetPeakStats(DeviceIndex index) override { memory[index].allocated_bytes[0].reset_peak(); }
@@ -117,13 +125,18 @@ void run_on_cpu(const OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& name = op.schema().name();
   std::optional<Device> on;
   std::vector<std::pair<Tensor, Tensor>> seen;  // with their aliases
-  bool has_mask = false;
+  std::vector<Use> uses;
+  bool has_mask = false, writes = false;
   auto alias = [&](const Tensor& tensor) {
     if (!tensor.defined() || !tensor.is_cuda()) return tensor;
     on = tensor.device();
+    uses.push_back({tensor.storage().data(), writes});
     return seen.emplace_back(tensor, host_view(tensor)).second;
   };
-  for (auto value = stack->end() - op.schema().arguments().size(); value != stack->end(); ++value) {
+  const auto& arguments = op.schema().arguments();
+  for (auto value = stack->end() - arguments.size(); value != stack->end(); ++value) {
+    const auto* annotation = arguments[arguments.size() - (stack->end() - value)].alias_info();
+    writes = annotation && annotation->isWrite();
     if (value->isTensor()) *value = alias(value->toTensor());
     else if (value->isDevice() && value->toDevice().is_cuda()) on = value->toDevice(), *value = Device(kCPU);
     else if (value->isTensorList()) {
@@ -142,7 +155,7 @@ void run_on_cpu(const OperatorHandle& op, torch::jit::Stack* stack) {
     }
   }
   const auto index = on && on->has_index() ? on->index() : device;
-  launch(name, stream_of(index));
+  launch(name, stream_of(index), uses);
   if (ASK_THE_DEVICE.count(name) || has_mask) sync(name, stream_of(index));
   op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);
   auto back = [&](const Tensor& result) {
@@ -165,7 +178,10 @@ void run_on_cpu(const OperatorHandle& op, torch::jit::Stack* stack) {
 Tensor& copy(Tensor& self, const Tensor& source, bool non_blocking) {
   Tensor to = host_view(self), from = host_view(source);
   const auto stream = stream_of((self.is_cuda() ? self : source).device().index());
-  if (self.numel()) launch("aten::copy_", stream);
+  std::vector<Use> uses;
+  if (source.is_cuda()) uses.push_back({source.storage().data(), false});
+  if (self.is_cuda()) uses.push_back({self.storage().data(), true});
+  if (self.numel()) launch("aten::copy_", stream, uses);
   if (self.is_cuda() == source.is_cuda() || !self.numel()) return to.copy_(from), self;
   const Tensor& host = self.is_cuda() ? source : self;
   const auto block = pinned_block(host.const_data_ptr());
@@ -272,7 +288,9 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
   m.impl("unfold", TORCH_FN(at::native::unfold));
   m.impl("set_.source_Storage_storage_offset", set_storage);
-  m.impl("record_stream", [](Tensor&, Stream stream) { tell({"record_stream", "", Guard::key(stream)}); });
+  m.impl("record_stream", [](Tensor& tensor, Stream stream) {
+    Guard().recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
+  });
   // One launch each, as on CUDA; torch would take them apart here, and convolve by another kernel than the CPU's.
   for (auto& op : Dispatcher::singleton().getAllOpNames()) {
     const bool is_one = op.name.starts_with("aten::_foreach_") || op.name.starts_with("aten::convolution");
@@ -283,7 +301,12 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 
 TORCH_LIBRARY(rehearsal, m) {
   m.def("host_view", host_view);
-  m.def("launch", [](const std::string& name) { launch(name, stream_of(device)); });
+  m.def("launch", [](const std::string& name, at::TensorList read, at::TensorList written) {
+    std::vector<Use> uses;
+    for (auto& tensor : read) uses.push_back({tensor.storage().data(), false});
+    for (auto& tensor : written) uses.push_back({tensor.storage().data(), true});
+    launch(name, stream_of(device), uses);
+  });
   m.def("set_devices", [](int64_t number) {
     TORCH_CHECK(0 < number && number <= MAX_DEVICES, number, " devices");
     num_devices = number;

@@ -29,11 +29,12 @@ from typing import Any, NamedTuple
 import torch
 
 HERE = Path(__file__).parent
-SOURCES = [HERE / "fake_cuda.cpp", HERE / "device.h"]
+SOURCES = [HERE / "fake_cuda.cpp", HERE / "device.h", HERE / "ordering.h"]
 BUILT = Path.home() / ".cache" / "megabatch" / "rehearsal"  # shared by all checkouts; XDG_CACHE_HOME is a test's own
 TORCH = Path(torch.__file__).parent
 OPTIONS = ["-O1", "-fPIC", "-shared", "-std=c++20", "-w"]
 LAG = 20  # launches after which an event that was recorded is complete
+NUM_DEVICES = int(os.environ.get("FAKE_CUDA_DEVICES", "8"))
 
 Report = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 
@@ -79,7 +80,7 @@ def build() -> Path:
 
 
 @functools.cache
-def install(num_devices: int = 8, lag: int = LAG) -> None:
+def install() -> None:
     """Gives this process a CUDA.  torch may have been imported, but not asked for one."""
     library = ctypes.CDLL(str(build()), ctypes.RTLD_GLOBAL)
     report = Report(note)
@@ -87,10 +88,20 @@ def install(num_devices: int = 8, lag: int = LAG) -> None:
     pointer = ctypes.c_void_p.in_dll(library, "fake_cuda_report")
     pointer.value = ctypes.cast(report, ctypes.c_void_p).value
     atexit.register(setattr, pointer, "value", None)  # threads of torch outlive the interpreter
-    torch.ops.rehearsal.set_devices(num_devices)
-    torch.ops.rehearsal.set_lag(lag)
+    set_devices(NUM_DEVICES)
+    set_lag(LAG)
     for name, replacement in patches().items():
         setattr(torch.cuda, name, replacement)
+
+
+def set_devices(number: int) -> None:
+    """How many there are to see."""
+    torch.ops.rehearsal.set_devices(number)
+
+
+def set_lag(launches: int) -> None:
+    """How far the device stays behind the host."""
+    torch.ops.rehearsal.set_lag(launches)
 
 
 def patches() -> dict[str, Any]:
@@ -141,7 +152,7 @@ def note(kind: bytes, name: bytes, device: int, stream: int, copy: int) -> None:
     where = place(sys._getframe().f_back)
     if kind == b"copy":
         copied_where[copy] = where
-    elif kind == b"hazard":  # found later, by whoever completes the copy
+    elif copy:  # a hazard, found by whoever completes the copy
         where = copied_where[copy]
     reports.append(Seen(kind.decode(), name.decode(), device, stream, where, threading.current_thread().name))
 

@@ -2,6 +2,7 @@
 
     results = ranks.run(function, argument, num_ranks=2)      # function(world, argument) on each, in rank order
 
+A pool may be started and joined in its own way: rehearsals give each rank a CUDA that is not there, and a backend.
 A rank that raises fails the test with its own traceback.  Ranks that do not answer in time are named, show where
 they hang (on stderr), and are replaced before the next test.
 """
@@ -16,6 +17,8 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -26,25 +29,45 @@ IMPORTED = ["torch", "torch._dynamo", "megabatch.train.prepare"]
 GRACE_S = 10.0  # what the others get to notice that one of them has failed
 
 
+Join = Callable[[int, int, str], AbstractContextManager[Any]]  # rank, num_ranks, a file for the store: the world
+
+
 class RanksFailed(AssertionError):
     pass
 
 
+def join_by_file(device: str, rank: int, num_ranks: int, store: str) -> AbstractContextManager[Any]:
+    import torch.distributed as dist
+
+    from megabatch.ranks.discover import RankInfo
+    from megabatch.ranks.world import connect
+
+    return connect(RankInfo(rank, num_ranks, rank, num_ranks), device, dist.FileStore(store, num_ranks))
+
+
 class RankPool:
-    def __init__(self, size: int, device: str) -> None:
-        self.size, self.device = size, device
+    def __init__(self, size: int, device: str, starts: Callable[[], object] = int) -> None:
+        self.size, self.device, self.starts = size, device, starts  # the last is called in each rank, once
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
 
-    def run(self, function: Callable[..., Any], *args: Any, num_ranks: int, timeout_s: float = 60.0) -> list[Any]:
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        num_ranks: int,
+        timeout_s: float = 60.0,
+        join: Join | None = None,
+    ) -> list[Any]:
         assert num_ranks <= self.size, f"the pool has {self.size} ranks"
+        join = join or partial(join_by_file, self.device)
         if not self.processes:
             self.start()
         with tempfile.TemporaryDirectory() as folder:
             try:
                 for rank, pipe in enumerate(self.pipes[:num_ranks]):
                     with contextlib.suppress(BrokenPipeError):  # it has ended, and `collect` says so
-                        pipe.send((function, args, rank, num_ranks, str(Path(folder) / "store")))
+                        pipe.send((function, args, partial(join, rank, num_ranks, str(Path(folder) / "store"))))
                 answers = self.collect(num_ranks, timeout_s)
             except BaseException:  # pytest's own timeout, or Ctrl-C: nobody must read these answers later
                 self.close()
@@ -81,7 +104,7 @@ class RankPool:
         context.set_forkserver_preload(IMPORTED)
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, self.device), name=f"rank {rank}", daemon=True)
+            process = context.Process(target=serve, args=(theirs, self.starts), name=f"rank {rank}", daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -104,25 +127,22 @@ class RankPool:
         self.processes, self.pipes = [], []
 
 
-def serve(pipe: Connection, device: str) -> None:
+def serve(pipe: Connection, starts: Callable[[], object]) -> None:
     """A rank's life: take a function, join the ranks it is meant for, call it, answer."""
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch
-    import torch.distributed as dist
 
-    from megabatch.ranks.discover import RankInfo
-    from megabatch.ranks.world import connect
-
+    starts()
     pipe.send("ready")
     while True:
         try:
-            function, args, rank, num_ranks, store = pipe.recv()
+            function, args, join = pipe.recv()
         except EOFError:
             return
         torch.set_num_threads(1)  # whatever the last function has set
         try:
-            with connect(RankInfo(rank, num_ranks, rank, num_ranks), device, dist.FileStore(store, num_ranks)) as world:
+            with join() as world:
                 answer = (True, function(world, *args))
         except BaseException:
             answer = (False, traceback.format_exc())

@@ -12,6 +12,7 @@ ascending for up to 16 rows of whole blocks, as ours is (`tests/comm/test_device
 is +0.0.
 """
 
+import ctypes
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -124,6 +125,9 @@ class DeviceGroup:
 
     def abort(self) -> None:
         """Ends what is on the way, so that whoever waits for the device comes back."""
+        if not self.has_ended:
+            # Freed, it might wait for what others do not answer.  Never freed, it ends with the process.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
         self.end("abort")
 
     def close(self) -> None:

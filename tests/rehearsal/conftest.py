@@ -1,0 +1,19 @@
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks.rehearsal import fake_cuda
+from tests.support import rehearsals
+from tests.support.rank_pool import RankPool
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Ranks with a CUDA that is not there."""
+    reason = fake_cuda.why_not()
+    if reason:
+        pytest.skip(reason)
+    fake_cuda.build()  # here, so that it does not count against a test's time
+    pool = RankPool(size=4, device="cuda", starts=rehearsals.start)
+    yield pool
+    pool.close()

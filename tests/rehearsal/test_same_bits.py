@@ -1,0 +1,86 @@
+"""The same recipe on an accelerator and on the CPU: the same losses and weights, to the bit.
+
+The device lags behind, so a host that reads a result before it has arrived, or overwrites what is still being copied,
+ends with other bits.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.rehearsal.fake_cuda import LAG
+from megabatch.planning.topology import Topology, regular
+from tests.support.pictures import picture
+from tests.support.rank_pool import RankPool
+from tests.support.rehearsals import on, tiny, train_through
+
+TWO_BY_TWO, TWO_HOSTS = regular(2, 2), regular(2, 1)
+
+# Every precision with every optimizer, and every algorithm with 16 and 32 bits, on 1, 2 and 4 ranks.
+RUNS = [
+    (1, None, ("precision.name=fp32", "optim.name=sgd")),
+    (1, None, ("precision.name=fp16", "optim.name=lars")),
+    (2, None, ("precision.name=bf16", "optim.name=sgd", "comm.algorithm=flat")),
+    (2, TWO_HOSTS, ("precision.name=amp", "optim.name=lars", "comm.algorithm=hierarchical")),
+    (4, TWO_BY_TWO, ("precision.name=fp32", "optim.name=lars", "comm.algorithm=torus", "comm.dtype=bf16")),
+    (4, TWO_BY_TWO, ("precision.name=fp16", "optim.name=sgd", "comm.algorithm=hierarchical", "optim.clip_norm=0.5")),
+    (4, TWO_BY_TWO, ("precision.name=bf16", "optim.name=lars", "comm.algorithm=flat")),
+    (4, TWO_BY_TWO, ("precision.name=amp", "optim.name=sgd", "comm.algorithm=torus")),
+]
+
+
+def require_same(
+    ranks: RankPool,
+    num_ranks: int,
+    topology: Topology | None,
+    *overrides: str,
+    stop: int | None = None,
+    scale: float | None = None,
+    lag: int = LAG,
+) -> list[Any]:
+    """The records, if all ranks have them on both devices.  The CPU's run is not interrupted."""
+    config = tiny(*overrides)
+    expected, *others = ranks.run(train_through, config, None, scale, num_ranks=num_ranks, join=on("cpu", topology))
+    others += ranks.run(train_through, config, stop, scale, lag, num_ranks=num_ranks, join=on("cuda", topology))
+    for result in others:
+        assert result["records"] == expected["records"]
+        assert result["state"].keys() == expected["state"].keys()
+        for name, content in expected["state"].items():
+            assert np.array_equal(result["state"][name], content), name
+        assert result["hazards"] == []
+    return list(expected["records"])
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "topology", "overrides"),
+    RUNS,
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
+)
+def test_losses_and_weights_are_the_cpus_to_the_bit(
+    ranks: RankPool, num_ranks: int, topology: Topology | None, overrides: tuple[str, ...]
+) -> None:
+    assert len(require_same(ranks, num_ranks, topology, *overrides)) == 14 + 2
+
+
+@pytest.mark.parametrize("precision", ["fp16", "amp"])
+def test_steps_that_overflow_are_skipped_as_on_the_cpu(ranks: RankPool, precision: str) -> None:
+    records = require_same(ranks, 2, TWO_HOSTS, f"precision.name={precision}", "optim.name=lars", scale=2.0**27)
+    skipped = [record[-1] for record in records if len(record) == 5]
+    assert skipped[0] and not skipped[-1]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_run_that_is_resumed_is_the_uninterrupted_one_of_the_cpu(ranks: RankPool, precision: str) -> None:
+    require_same(ranks, 2, TWO_HOSTS, f"precision.name={precision}", "optim.name=sgd", stop=5)
+
+
+@pytest.mark.parametrize("lag", [20, 2000])
+def test_images_that_threads_decode_arrive_as_they_were_decoded(ranks: RankPool, tmp_path: Path, lag: int) -> None:
+    """Their pinned memory is used again and again, also where the device is many steps behind."""
+    for number in range(40):
+        path = tmp_path / ("train" if number < 32 else "val") / f"class{number % 2}" / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(picture(number))
+    require_same(ranks, 2, TWO_HOSTS, f"data.source={tmp_path}", "batch.global=8", "precision.name=fp32", lag=lag)

@@ -1,0 +1,159 @@
+"""Rehearsals of the GPU path (benchmarks/rehearsal): how ranks join for one, and what they do there."""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.rehearsal import backends, fake_cuda
+from benchmarks.rehearsal.backends import MIRRORED, REHEARSED, Collective
+from benchmarks.rehearsal.fake_cuda import Seen
+from megabatch.comm import probe
+from megabatch.comm.shared_memory import SharedMemory
+from megabatch.config.loading import load_config
+from megabatch.config.schema import RunConfig
+from megabatch.data.sources import load_data_set
+from megabatch.planning.topology import Topology, regular
+from megabatch.ranks.discover import RankInfo
+from megabatch.ranks.world import World, connect
+from megabatch.runs.records import StepRecord
+from megabatch.train.checkpoint import restore_training_state, training_state
+from megabatch.train.loop import Training, train
+from megabatch.train.prepare import ready_to_train
+from tests.support.rank_pool import Join
+
+# 14 steps of four microbatches of four, with an evaluation after the seventh and the last.
+TINY = [
+    "model.options.width=4",
+    "data.image_size=12",
+    "data.synthetic={train=112, test=10, classes=6, channels=3}",
+    "batch.global=16",
+    "batch.micro=4",
+    "train.epochs=2",
+    "run.threads=1",
+    "comm.bucket_mb=25",
+]
+STEADY = 13  # DDP times its first ten iterations, and waits for the device to do so
+
+
+def start() -> None:
+    """Before a rank of a rehearsal does anything.
+
+    Without shared memory, which is the CPU's alone: both devices take the same collectives of the same backend.  Links
+    that are not there need no careful measuring.
+    """
+    fake_cuda.install()
+    probe.PART_BYTES, probe.ROUNDS = 1 << 14, 1
+    SharedMemory.is_supported = staticmethod(lambda: False)  # type: ignore[method-assign, assignment]
+
+
+def on(device: str, topology: Topology | None = None) -> Join:
+    """Real processes."""
+    return partial(join_rehearsed, device, topology)
+
+
+def join_rehearsed(
+    device: str, topology: Topology | None, rank: int, num_ranks: int, store: str
+) -> AbstractContextManager[World]:
+    info, file = RankInfo(rank, num_ranks, rank, num_ranks), dist.FileStore(store, num_ranks)
+    return connect(info, device, file, backend=REHEARSED, topology=topology)
+
+
+def mirrored(num_ranks: int, ranks_per_node: int = 4) -> Join:
+    """One process, which is rank 0 of many: what others would receive from rank 0, it has."""
+    return partial(join_mirrored, num_ranks, ranks_per_node)
+
+
+def join_mirrored(mirrored_ranks: int, ranks_per_node: int, *_: Any) -> AbstractContextManager[World]:
+    info, topology = (
+        RankInfo(0, mirrored_ranks, 0, ranks_per_node),
+        regular(mirrored_ranks // ranks_per_node, ranks_per_node),
+    )
+    return connect(info, "cuda", dist.HashStore(), backend=MIRRORED, topology=topology)
+
+
+def tiny(*overrides: str) -> RunConfig:
+    return load_config("smoke", [*TINY, *overrides])
+
+
+def tiny_for(num_ranks: int, *overrides: str) -> RunConfig:
+    """Twenty steps of one microbatch of two on each rank."""
+    sizes = (f"batch.global={2 * num_ranks}", "batch.micro=2", f"data.synthetic.train={40 * num_ranks}")
+    return tiny(*sizes, "train.epochs=1", "schedule.warmup_epochs=0.5", *overrides)
+
+
+def begin(config: RunConfig, world: World) -> Training:
+    return ready_to_train(config, load_data_set(config.data), world)
+
+
+def state_of(training: Training) -> dict[str, np.ndarray]:
+    """As bytes: what is NaN is equal to itself."""
+    return {
+        name: tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().copy()
+        for name, tensor in training_state(training).items()
+    }
+
+
+def train_through(
+    world: World, config: RunConfig, stop: int | None = None, scale: float | None = None, lag: int = fake_cuda.LAG
+) -> dict[str, Any]:
+    """All records of a run, begun again from its own state after `stop` steps; and what it ends with."""
+    records, first, stored = list[Any](), 0, None
+    fake_cuda.reset()
+    fake_cuda.set_lag(lag)
+    for last in (stop, None) if stop else (None,):
+        training = begin(config, world)
+        if stored:
+            restore_training_state(training, stored)
+        elif scale:
+            training.loss_scale.value = scale
+        for record in train(training, first, is_due=lambda done, last=last: done == last):
+            if isinstance(record, StepRecord):
+                records.append((record.step, record.loss, record.lr, record.loss_scale, record.skipped))
+            else:
+                records.append((record.step, record.top1, record.test_loss))
+            if last and isinstance(record, StepRecord) and record.step == last:
+                break
+        first = stop or 0
+        stored = {name: tensor.cpu().clone() for name, tensor in training_state(training).items()}
+    return {"records": records, "state": state_of(training), "hazards": fake_cuda.seen("hazard")}
+
+
+@dataclass
+class Step:
+    """What one step in the middle of a run has done."""
+
+    launches: dict[str, int]
+    waits: list[Seen]
+    hazards: list[Seen]
+    collectives: list[Collective]
+    traced: list[Seen]
+
+
+def steady_step(world: World, config: RunConfig, number: int = STEADY, traces: bool = False) -> Step:
+    fake_cuda.set_lag(fake_cuda.LAG)
+    training = begin(config, world)
+    records = train(training)
+    for _ in range(number - 1):
+        next(records)
+    fake_cuda.reset()
+    backends.log.clear()
+    if traces:
+        with fake_cuda.traced() as traced:
+            next(records)
+    else:
+        next(records)
+        traced = []
+    step = Step(
+        dict(fake_cuda.launches()),
+        fake_cuda.seen("sync"),
+        fake_cuda.seen("hazard"),
+        list(backends.log),
+        list(traced),
+    )
+    records.close()
+    return step
