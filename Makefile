@@ -23,6 +23,7 @@ bench: .venv/installed-dev
 	$(BIN)/megabatch bench allreduce --json bench-allreduce.json
 	$(BIN)/megabatch bench optimizer --json bench-optimizer.json
 	$(BIN)/megabatch bench planning --json bench-planning.json
+	$(BIN)/megabatch bench startup --json bench-startup.json
 	$(if $(PHOTOS),$(BIN)/megabatch bench input --source $(PHOTOS) --json bench-input.json)
 
 clean:

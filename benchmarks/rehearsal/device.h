@@ -64,7 +64,7 @@ struct Event {
   StreamKey stream;
   long position;
   Progress progress;
-  Known known;  // by whoever waits for it
+  Known known;               // by whoever waits for it
   bool is_complete = false;  // as the host knows
   Clock::time_point time;
 };
@@ -131,7 +131,8 @@ void launch(const std::string& name, StreamKey stream, const std::vector<Use>& u
   auto act = [&](Reports& reports) {
     queues[stream].newest.launch = ++launches;
     for (auto& use : uses)
-      if (auto wrong = race(stream, launches, use); !wrong.empty()) reports.push_back({"hazard", name + ": " + wrong, stream});
+      if (auto wrong = race(stream, launches, use); !wrong.empty())
+        reports.push_back({"hazard", name + ": " + wrong, stream});
     for (auto& [key, queue] : queues)  // the device reads a source sooner or later, whether or not anybody asks
       if (queue.num_from_host)
         queue.num_from_host -= std::erase_if(queue.entries, [&](const Entry& entry) {
@@ -249,7 +250,10 @@ struct Guard final : impl::DeviceGuardImplInterface {
     locked(act, {{"sync", "device synchronize", stream_of(index)}});
   }
   void recordDataPtrOnStream(const DataPtr& data, const Stream& stream) const override {
-    locked([&](Reports&) { memories[data.get()].registered.insert(key(stream)); }, {{"record_stream", "", key(stream)}});
+    auto act = [&](Reports&) {
+      if (auto found = memories.find(data.get()); found != memories.end()) found->second.registered.insert(key(stream));
+    };
+    locked(act, {{"record_stream", "", key(stream)}});
   }
   double elapsedTime(void* from, void* to, const DeviceIndex) const override {
     return std::chrono::duration<double, std::milli>(event(to).time - event(from).time).count();

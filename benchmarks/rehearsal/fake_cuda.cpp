@@ -1,6 +1,6 @@
 // A CUDA without a GPU, for a CPU build of torch.  What a "cuda" tensor is asked for is done at once by the CPU kernel
 // on the same bytes, so results are the CPU's to the bit; device.h keeps back what a host would see late.
-#include "device.h"
+#include "memory.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -12,78 +12,12 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
-#include <c10/core/CPUAllocator.h>
-#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/library.h>
 
 namespace {
 using at::Tensor;
-
-// ------------------------------------------------------------------------------------------------------------ memory
-auto& pinned = *new std::map<const char*, std::shared_ptr<Block>>;
-auto& memory = *new std::array<CachingDeviceAllocator::DeviceStats, MAX_DEVICES>;
-
-// Holds a result or an allocation of the CPU as memory of a device, and counts it until it is freed.
-template <class Holds>
-DataPtr on_device(void* data, size_t size, DeviceIndex index, Holds holds) {
-  struct Owned {
-    Holds holds;
-    void* data;
-    size_t size;
-    StreamKey stream;
-  };
-  auto* owned = new Owned{std::move(holds), data, size, stream_of(index)};
-  auto act = [&](Reports&) {
-    memory[index].allocated_bytes[0].increase(size);
-    if (data) memories[data] = {owned->stream, owned->stream, launches};
-  };
-  locked(act, {{"allocation", std::to_string(size), owned->stream}});
-  auto release = [](void* pointer) {
-    auto* owned = static_cast<Owned*>(pointer);
-    locked([&](Reports& reports) {
-      memory[owned->stream.first].allocated_bytes[0].decrease(owned->size);
-      if (auto wrong = freed(owned->data); !wrong.empty()) reports.push_back({"hazard", wrong, owned->stream});
-    });
-    delete owned;
-  };
-  return {data, owned, release, Device(kCUDA, index)};
-}
-
-struct DeviceMemory final : DeviceAllocator {
-  DataPtr allocate(size_t size) override {
-    DataPtr data = GetCPUAllocator()->allocate(size);
-    void* pointer = data.get();
-    return on_device(pointer, size, device, std::move(data));
-  }
-  void copy_data(void* to, const void* from, size_t size) const override { default_copy_data(to, from, size); }
-  bool initialized() override { return true; }
-  void emptyCache(MempoolId_t) override {}
-  void recordStream(const DataPtr& data, Stream stream) override { Guard().recordDataPtrOnStream(data, stream); }
-  CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex index) override { return memory[index]; }
-  void resetAccumulatedStats(DeviceIndex index) override { memory[index].allocated_bytes[0].reset_accumulated(); }
-  void resetPeakStats(DeviceIndex index) override { memory[index].allocated_bytes[0].reset_peak(); }
-} device_memory;
-
-struct PinnedMemory final : Allocator {
-  DataPtr allocate(size_t size) override {
-    auto block = std::make_shared<Block>(Block{GetCPUAllocator()->allocate(size), size});
-    auto* data = static_cast<char*>(block->memory.get());
-    if (data) locked([&](Reports&) { pinned[data] = block; });
-    auto release = [](void* pointer) { locked([&](Reports&) { pinned.erase(static_cast<char*>(pointer)); }); };
-    return {data, data, release, Device(kCPU)};
-  }
-  void copy_data(void* to, const void* from, size_t size) const override { default_copy_data(to, from, size); }
-} pinned_memory;
-
-std::shared_ptr<Block> pinned_block(const void* data) {
-  std::lock_guard guard(lock);
-  auto after = pinned.upper_bound(static_cast<const char*>(data));
-  if (after == pinned.begin()) return nullptr;
-  auto [begin, block] = *std::prev(after);
-  return data < begin + block->size ? block : nullptr;
-}
 
 // ----------------------------------------------------------------------------------------------------------- kernels
 // Resizable, because an `out` may be resized: `adopt` gives the original what its alias has become.
@@ -104,7 +38,8 @@ Tensor on_device(const Tensor& result, DeviceIndex index) {
   const size_t size = result.storage().nbytes();
   Storage storage(Storage::use_byte_size_t(), size,
                   on_device(result.storage().mutable_data(), size, index, result.storage()), &device_memory, true);
-  auto tensor = at::detail::make_tensor<TensorImpl>(std::move(storage), DispatchKeySet(DispatchKey::CUDA), result.dtype());
+  const DispatchKeySet keys(DispatchKey::CUDA);
+  auto tensor = at::detail::make_tensor<TensorImpl>(std::move(storage), keys, result.dtype());
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(result.sizes(), result.strides(), result.storage_offset());
   return tensor;
 }
@@ -211,14 +146,15 @@ Tensor& copy(Tensor& self, const Tensor& source, bool non_blocking) {
 Tensor empty(IntArrayRef size, std::optional<ScalarType> dtype, std::optional<Layout>, std::optional<Device> on,
              std::optional<bool>, std::optional<MemoryFormat> format) {
   OptionalDeviceGuard guard(on && on->has_index() ? on : std::nullopt);
-  return at::detail::empty_generic(size, &device_memory, DispatchKeySet(DispatchKey::CUDA), dtype.value_or(kFloat), format);
+  const DispatchKeySet keys(DispatchKey::CUDA);
+  return at::detail::empty_generic(size, &device_memory, keys, dtype.value_or(kFloat), format);
 }
 
 Tensor empty_strided(IntArrayRef size, IntArrayRef stride, std::optional<ScalarType> dtype, std::optional<Layout>,
                      std::optional<Device> on, std::optional<bool>) {
   OptionalDeviceGuard guard(on && on->has_index() ? on : std::nullopt);
-  return at::detail::empty_strided_generic(size, stride, &device_memory, DispatchKeySet(DispatchKey::CUDA),
-                                           dtype.value_or(kFloat));
+  const DispatchKeySet keys(DispatchKey::CUDA);
+  return at::detail::empty_strided_generic(size, stride, &device_memory, keys, dtype.value_or(kFloat));
 }
 
 Tensor& set_storage(Tensor& self, Storage storage, int64_t offset, IntArrayRef size, IntArrayRef stride) {
@@ -257,7 +193,8 @@ struct DDPTimer final : c10d::Timer {
   DDPTimer(Device) {}
   void record(Event which) override {
     Timer::record(which);
-    events.try_emplace(which, kCUDA, EventFlag::BACKEND_DEFAULT).first->second.record(Guard().getStream({kCUDA, device}));
+    auto [event, is_new] = events.try_emplace(which, kCUDA, EventFlag::BACKEND_DEFAULT);
+    event->second.record(Guard().getStream({kCUDA, device}));
   }
   std::optional<int64_t> measureDifference(Event from, Event to) override {
     if (!events.count(from) || !events.count(to)) return std::nullopt;
@@ -318,7 +255,8 @@ TORCH_LIBRARY(rehearsal, m) {
     std::lock_guard guard(lock);
     for (auto& [key, count] : counts) {
       auto& [kind, name, stream] = key;
-      result.insert(kind + "\t" + name + "\t" + std::to_string(stream.first) + "\t" + std::to_string(stream.second), count);
+      const auto where = std::to_string(stream.first) + "\t" + std::to_string(stream.second);
+      result.insert(kind + "\t" + name + "\t" + where, count);
     }
     return result;
   });

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 HERE = Path(__file__).parent
-SOURCES = [HERE / "fake_cuda.cpp", HERE / "device.h", HERE / "ordering.h"]
+SOURCES = [HERE / name for name in ("fake_cuda.cpp", "memory.h", "device.h", "ordering.h")]
 BUILT = Path.home() / ".cache" / "megabatch" / "rehearsal"  # shared by all checkouts; XDG_CACHE_HOME is a test's own
 TORCH = Path(torch.__file__).parent
 OPTIONS = ["-O1", "-fPIC", "-shared", "-std=c++20", "-w"]

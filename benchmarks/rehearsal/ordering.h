@@ -72,7 +72,8 @@ std::string freed(const void* pointer) {
   const auto [home, writer, written, uses, registered] = found->second;
   memories.erase(found);
   for (auto& [other, last] : uses)
-    if (!registered.count(other) && !knows(home, other, last)) return "freed on " + show(home) + ", in use on " + show(other);
+    if (!registered.count(other) && !knows(home, other, last))
+      return "freed on " + show(home) + ", in use on " + show(other);
   return "";
 }
 }  // namespace

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.rehearsal import backends
-from benchmarks.rehearsal.backends import CountingStore
+from benchmarks.rehearsal.counting_store import CountingStore
 from megabatch.ranks.world import World
 from tests.support.rank_pool import RankPool
 from tests.support.rehearsals import mirrored, on

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.rehearsal.fake_cuda import LAG
 from megabatch.planning.topology import Topology, regular
-from tests.support.pictures import picture
+from tests.support.pictures import write_files
 from tests.support.rank_pool import RankPool
 from tests.support.rehearsals import on, tiny, train_through
 
@@ -79,8 +79,6 @@ def test_a_run_that_is_resumed_is_the_uninterrupted_one_of_the_cpu(ranks: RankPo
 @pytest.mark.parametrize("lag", [20, 2000])
 def test_images_that_threads_decode_arrive_as_they_were_decoded(ranks: RankPool, tmp_path: Path, lag: int) -> None:
     """Their pinned memory is used again and again, also where the device is many steps behind."""
-    for number in range(40):
-        path = tmp_path / ("train" if number < 32 else "val") / f"class{number % 2}" / f"{number}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(picture(number))
+    names = [f"{'train' if number < 32 else 'val'}/class{number % 2}/{number}.jpg" for number in range(40)]
+    write_files(tmp_path, names)
     require_same(ranks, 2, TWO_HOSTS, f"data.source={tmp_path}", "batch.global=8", "precision.name=fp32", lag=lag)

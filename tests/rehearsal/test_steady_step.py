@@ -1,9 +1,12 @@
 """What a step in the middle of a run asks of the host and of the device, counted on one rank of many."""
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.rehearsal.backends import Collective
 from megabatch.planning.topology import regular
+from tests.support.pictures import write_files
 from tests.support.rank_pool import RankPool
 from tests.support.rehearsals import Step, mirrored, on, steady_step, tiny_for
 
@@ -29,6 +32,13 @@ def test_the_host_never_waits_for_the_device(ranks: RankPool, precision: str, op
 
 def test_the_host_never_waits_for_the_device_in_the_first_steps_either(ranks: RankPool) -> None:
     assert step_of(ranks, 8, "precision.name=fp16", "comm.algorithm=torus", number=4).waits == []
+
+
+def test_the_host_never_waits_for_images_that_threads_decode(ranks: RankPool, tmp_path: Path) -> None:
+    names = [f"train/class{number % 2}/{number:03d}.jpg" for number in range(160)]
+    write_files(tmp_path, [*names, "val/class0/0.jpg", "val/class1/1.jpg"])
+    step = step_of(ranks, 8, f"data.source={tmp_path}", "batch.global=8", "batch.micro=1", "precision.name=bf16")
+    assert step.waits == [] and step.hazards == []
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -104,6 +104,18 @@ def planning(
 
 
 @app.command()
+def startup(
+    json: Json = None,
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks to try, of which 8 make a node.")] = "8,256,2048",
+    rounds: Annotated[int, typer.Option(min=1, help="Starts for each number; the median counts.")] = 3,
+) -> None:
+    """What one of thousands of ranks does until its first step, and in a step: rehearsed without the others."""
+    bench = load_bench("startup")
+    require_folder_of(json)
+    bench.run(bench.read_numbers(ranks), rounds, json)
+
+
+@app.command()
 def merging(
     json: Json = None,
     presets: Annotated[list[str] | None, typer.Option("--cluster", help="A preset; repeat for several.")] = None,

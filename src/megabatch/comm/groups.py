@@ -15,9 +15,11 @@ from megabatch.comm.process_group import ProcessGroup
 from megabatch.comm.shared_memory import SharedMemory
 from megabatch.planning.topology import Axis, Topology, from_hosts
 from megabatch.ranks.backends import BACKENDS, Backend
+from megabatch.ranks.collectives import digest, gather_numbers
 from megabatch.ranks.machine import host_identity
 
 AXES: tuple[Axis, ...] = ("node", "leaders", "inter_node", "all")
+UNSHARED = 2**63 - 1  # bytes, of a host whose ranks share no memory
 
 
 class Groups:
@@ -38,12 +40,8 @@ class Groups:
         self.backend = backend or BACKENDS[device.type]
         self.names = tuple(dist.get_process_group_ranks(parent))
         self.rank = dist.get_rank(parent)
-        found: list[Any] = [None] * len(self.names)
-        free_bytes = SharedMemory.free_bytes() if self.may_share() else None
-        dist.all_gather_object(found, (host_identity(), free_bytes), group=parent)
-        self.topology: Topology = topology or from_hosts([host for host, _ in found])
-        # Of the host that has least; None: nobody shares any.
-        self.shareable_bytes = min((room for _, room in found if room is not None), default=None)
+        self.topology: Topology = topology or self.ask_for_hosts()
+        self.shareable_bytes = self.least_free_bytes()
         self.store = self.own_store()
         self.memory: SharedMemory | None = None
         self.process_groups: dict[Axis, ProcessGroup | DeviceGroup] = {}
@@ -54,9 +52,21 @@ class Groups:
     def may_share(self) -> bool:
         return self.device.type == "cpu" and SharedMemory.is_supported()
 
+    def ask_for_hosts(self) -> Topology:
+        """Of every rank 8 bytes."""
+        return from_hosts([host for (host,) in gather_numbers([digest(host_identity())], self.device, self.parent)])
+
+    def least_free_bytes(self) -> int | None:
+        """Of the host that has least shared memory; None: nobody shares any."""
+        if self.device.type != "cpu":
+            return None
+        least = torch.tensor([SharedMemory.free_bytes() if self.may_share() else UNSHARED])
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.parent)
+        return None if least == UNSHARED else int(least)
+
     def own_store(self) -> Any:
-        """Of these ranks and this object alone."""
-        name = f"megabatch/{'-'.join(map(str, self.names))}"
+        """Of these ranks and this object alone.  A key has at most 8 KB: it does not name 2,048 ranks."""
+        name = f"megabatch/{digest('-'.join(map(str, self.names))):x}"
         store = dist.PrefixStore(name, _get_default_store())  # type: ignore[attr-defined]
         return dist.PrefixStore(str(store.add(f"opened-by-{self.rank}", 1)), store)  # type: ignore[attr-defined]
 

@@ -176,10 +176,11 @@ def common_moment(world: World, topology: Topology) -> float:
     """
     came_out_s = []
     for _ in range(ROUNDS):
-        world.all_gather(None)
+        world.barrier()
         came_out_s.append(time.perf_counter())
-    all_came_out_s = world.all_gather(came_out_s)
-    first, own_host = all_came_out_s[0], all_came_out_s[topology.members("node", world.rank)[0]]
+    all_came_out_s = world.gather(torch.tensor(came_out_s, dtype=torch.float64, device=world.device))
+    first_of_host = topology.members("node", world.rank)[0]
+    first, own_host = all_came_out_s[0].tolist(), all_came_out_s[first_of_host].tolist()
     ahead_s = statistics.median(own_s - first_s for own_s, first_s in zip(own_host, first, strict=True))
     return float(first[-1] + ahead_s)
 

@@ -5,17 +5,22 @@ and stored by whoever asked for it (planning.tuning.Tuning).
 """
 
 from collections.abc import Sequence
-from typing import Any
 
-import torch.distributed as dist
+import msgspec
+from msgspec.structs import replace
 
 from megabatch.comm.dtypes import TORCH_DTYPES
+from megabatch.comm.groups import Groups
 from megabatch.comm.probe import AnyReducer, probe, time_plan
 from megabatch.comm.settings import CommSettings
 from megabatch.planning.backward import RecordedBackward
 from megabatch.planning.choosing import Question, choose, confirm, drift, open_questions, with_measurements
 from megabatch.planning.plan import Plan, axes_of
+from megabatch.planning.topology import regular
 from megabatch.planning.tuning import Tuning
+from megabatch.ranks.collectives import broadcast_text
+
+ALONE = regular(1, 1)
 
 
 def tune(reducer: AnyReducer, plans: Sequence[Plan], backward: RecordedBackward, settings: CommSettings) -> Tuning:
@@ -30,8 +35,8 @@ def tune(reducer: AnyReducer, plans: Sequence[Plan], backward: RecordedBackward,
         forced="" if settings.algorithm == "auto" else f"comm.algorithm={settings.algorithm}",
         in_parts=reducer.in_parts,
     )
-    tuning = broadcast(tuning, groups.parent)
-    return broadcast(confirm(measure(reducer, tuning, open_questions(tuning))), groups.parent)
+    tuning = broadcast(tuning, groups)
+    return broadcast(confirm(measure(reducer, tuning, open_questions(tuning))), groups)
 
 
 def measure(reducer: AnyReducer, tuning: Tuning, questions: Sequence[Question]) -> Tuning:
@@ -44,11 +49,11 @@ def measure(reducer: AnyReducer, tuning: Tuning, questions: Sequence[Question]) 
     return with_measurements(tuning, taken_s)
 
 
-def broadcast(tuning: Tuning, group: Any) -> Tuning:
-    """Rank 0's, on all ranks."""
-    received = [tuning]
-    dist.broadcast_object_list(received, group=group, group_src=0)
-    return received[0]
+def broadcast(tuning: Tuning, groups: Groups) -> Tuning:
+    """Rank 0's, on all ranks: as JSON, as it is stored; each has the topology, which names all ranks."""
+    shared = replace(tuning, topology=ALONE)
+    text = broadcast_text(msgspec.json.encode(shared).decode(), groups.device, groups.parent)
+    return replace(msgspec.json.decode(text, type=Tuning), topology=groups.topology)
 
 
 def measure_drift(reducer: AnyReducer, stored: Tuning, settings: CommSettings) -> float:

@@ -9,7 +9,6 @@ or waits for the device.  So it looks at their events, and never waits for one; 
 collective for the whole of the timeout, or another rank has aborted meanwhile, it calls `on_hang`.
 """
 
-import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,10 +18,9 @@ from typing import Any
 import torch
 
 from megabatch.comm.progress import WAITS, BackwardProgress
+from megabatch.comm.rank_states import RankStates
 from megabatch.comm.stream_times import Collective
 
-LISTEN_S = 3.0  # how long a rank that has failed waits for what the others say
-MOST = 3  # ranks that a message quotes
 LOOK_EVERY_S = 2.0  # at most, on accelerators
 ABORTED = "aborted"  # a key of the store: some rank has
 
@@ -31,7 +29,8 @@ class Watchdog:
     def __init__(
         self, store: Any, rank: int, names: Sequence[int], timeout_s: float, progress: BackwardProgress
     ) -> None:
-        self.store, self.rank, self.names, self.timeout_s, self.progress = store, rank, names, timeout_s, progress
+        self.store, self.timeout_s, self.progress = store, timeout_s, progress
+        self.states = RankStates(store, rank, names, timeout_s)
         self.on_hang: Callable[[Collective, str], None] = lambda collective, why: None
         self.waiting: Collective | None = None  # in which the device was when it was last looked at
         self.waiting_since_s = 0.0
@@ -54,10 +53,10 @@ class Watchdog:
                 seen_s = self.progress.changed_s
                 if reported_s is not None and seen_s != reported_s:
                     reported_s = None
-                    self.store.delete_key(self.key(self.rank))  # it is true no longer
+                    self.states.withdraw()
                 if reported_s is None and time.monotonic() - seen_s > self.timeout_s / 2:
                     reported_s = seen_s
-                    self.store.set(self.key(self.rank), self.progress.describe())
+                    self.states.write(self.progress.describe())
 
     def look_at_device(self) -> str | None:
         """Why nothing more is to be expected of the collective that the device is in, if so."""
@@ -72,64 +71,23 @@ class Watchdog:
         except RuntimeError:  # the store is gone, with the rank that held it
             return "the rank that held the store does not come"
 
-    def key(self, rank: int) -> str:
-        return f"state/{rank}"
-
     def say_last(self, message: str) -> None:
         """The last that this rank writes."""
         self.ended.set()
         with suppress(RuntimeError):
-            self.store.set(self.key(self.rank), message)
+            self.states.write(message, is_final=True)
             if message != WAITS:
                 self.store.set(ABORTED, "")
 
     def heard(self, waits_for_all: bool = False) -> list[str]:
         """What the other ranks have said; with `waits_for_all` also who says nothing, though all have reason to."""
-        others = [rank for rank in range(len(self.names)) if rank != self.rank]
-        try:
-            if waits_for_all:
-                self.listen([self.key(rank) for rank in others])
-            messages = {rank: self.message(self.key(rank)) for rank in others}
-        except RuntimeError:
-            return ["the store is gone, with the rank that held it (rank 0, unless a launcher did)"]
-        silent = [str(self.names[rank]) for rank in others if messages[rank] is None]
-        said = [f"rank {self.names[rank]} {text}" for rank, text in messages.items() if text not in (None, WAITS)]
-        if waits_for_all and silent:
-            are = f"ranks {', '.join(silent)} say" if len(silent) > 1 else f"rank {silent[0]} says"
-            said.insert(0, f"{are} nothing: gone, or hanging; see the output there")
-        return said[:MOST]
+        return self.states.heard(waits_for_all)
 
     def differences(self, layout: str, members: Sequence[int]) -> list[str]:
         """What first differs in the layouts of a bucket that these ranks have, each of which writes its own."""
-        keys = {rank: f"layout/{rank}" for rank in members}
-        try:
-            self.store.set(keys[self.rank], layout)
-            self.listen(list(keys.values()))
-            layouts = {rank: self.message(key) for rank, key in keys.items()}
-        except RuntimeError:
-            return []
-        layouts_by_name = {self.names[rank]: json.loads(text) for rank, text in layouts.items() if text is not None}
-        first, *others = layouts_by_name
-        for other in others:
-            for ours, theirs in zip(layouts_by_name[first], layouts_by_name[other], strict=False):
-                if ours != theirs:
-                    return [f"rank {first} has {describe(ours)}, rank {other} has {describe(theirs)}"]
-        return []
-
-    def listen(self, keys: list[str]) -> None:
-        deadline_s = time.monotonic() + min(LISTEN_S, self.timeout_s)
-        while not self.store.check(keys) and time.monotonic() < deadline_s:
-            time.sleep(0.02)
-
-    def message(self, key: str) -> str | None:
-        return self.store.get(key).decode() if self.store.check([key]) else None
+        return self.states.differences(layout, members)
 
     def close(self) -> None:
         self.ended.set()
         if self.thread is not threading.current_thread():
             self.thread.join(timeout=10)
-
-
-def describe(parameter: list[Any]) -> str:
-    name, dtype, shape, strides = parameter
-    return f"{name} {shape} of {dtype.removeprefix('torch.')} with strides {tuple(strides)}"

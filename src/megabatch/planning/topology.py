@@ -15,7 +15,8 @@ so 16,384 ranks are priced as fast as two.  A `Topology` names the ranks, for th
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from functools import cached_property
 from typing import Literal, Self
 
 from msgspec import Struct
@@ -72,7 +73,7 @@ class ClusterShape(Struct, frozen=True):
         return max(size for size, _ in self.group_sizes(axis))
 
 
-class Topology(Struct, frozen=True):
+class Topology(Struct, frozen=True, dict=True):  # dict: of what is computed once
     nodes: tuple[tuple[int, ...], ...]  # the ranks of each node, ascending; nodes in the order of their first rank
 
     def __post_init__(self) -> None:
@@ -80,13 +81,18 @@ class Topology(Struct, frozen=True):
         assert ranks and ranks == list(range(len(ranks))), f"every rank from 0 belongs to one node: {self.nodes}"
         assert all(self.nodes) and self.nodes == tuple(sorted(tuple(sorted(node)) for node in self.nodes)), self.nodes
 
-    @property
+    @cached_property
     def shape(self) -> ClusterShape:
         return ClusterShape(tuple(sorted(Counter(map(len, self.nodes)).items())))
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         return sum(map(len, self.nodes))
+
+    @cached_property
+    def in_node(self) -> dict[int, tuple[int, int]]:
+        """Of every rank, the number of its node, and its place there."""
+        return {rank: (number, place) for number, node in enumerate(self.nodes) for place, rank in enumerate(node)}
 
     @property
     def num_nodes(self) -> int:
@@ -114,11 +120,25 @@ class Topology(Struct, frozen=True):
 
     def members(self, axis: Axis, rank: int) -> tuple[int, ...]:
         """The ranks that `rank` works with along `axis`, itself included; () if it takes no part."""
-        return next((group for group in self.groups(axis) if rank in group), ())
+        number, place = self.in_node[rank]
+        match axis:
+            case "node":
+                return self.nodes[number]
+            case "inter_node":
+                return tuple(sorted(node[place] for node in self.nodes)) if self.is_regular else ()
+            case "leaders" if place:
+                return ()
+        return self.groups(axis)[0]
 
     def places(self, axis: Axis) -> dict[int, tuple[int, int]]:
         """Of every rank that takes part: its place in its group, and how many members that has."""
+        if axis == "node":
+            return self.places_in_node
         return {rank: (place, len(group)) for group in self.groups(axis) for place, rank in enumerate(group)}
+
+    @cached_property
+    def places_in_node(self) -> dict[int, tuple[int, int]]:
+        return {rank: (place, len(node)) for node in self.nodes for place, rank in enumerate(node)}
 
 
 def regular(num_nodes: int, ranks_per_node: int) -> Topology:
@@ -127,9 +147,9 @@ def regular(num_nodes: int, ranks_per_node: int) -> Topology:
     return Topology(tuple(tuple(range(start, start + ranks_per_node)) for start in starts))
 
 
-def from_hosts(hosts: Sequence[str]) -> Topology:
+def from_hosts(hosts: Sequence[Hashable]) -> Topology:
     """From the host of every rank, in the order of ranks."""
-    nodes: dict[str, list[int]] = {}
+    nodes: dict[Hashable, list[int]] = {}
     for rank, host in enumerate(hosts):
         nodes.setdefault(host, []).append(rank)
     return Topology(tuple(map(tuple, nodes.values())))

@@ -6,8 +6,9 @@ leaves, and alone speaks to the user.  The run's folder is set here too, for the
 
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
@@ -16,6 +17,12 @@ from megabatch.errors import UserError
 from megabatch.ranks.discover import RankInfo, rendezvous_address
 
 TIMEOUT_S = 300.0  # as the store's own
+GRACE_S = 30.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 1.0
+MOST_NAMED = 8  # ranks that a message names
+# The store's server reads a request again from its beginning with every piece that arrives: 16,384 keys in one request
+# take it 0.3 s, in eight 0.02 s.
+KEYS_AT_ONCE = 2048
 RUN_FOLDER, USER_ERROR = "run-folder", "user-error"  # keys
 
 
@@ -66,28 +73,78 @@ def agree_on_name(store: "dist.Store", info: RankInfo, timeout_s: float = TIMEOU
 
     What earlier ranks have left in the store must not be taken for an answer, and torchrun's count of restarts differs
     between hosts (it leaves out those that another host has caused).  So each rank asks with a word of its own.
+    A rank makes four requests, and rank 0 as many for every KEYS_AT_ONCE ranks; it looks again, less and less often,
+    for thanks that are under way, and for ranks that follow those that are no more.
     """
     own = uuid.uuid4().hex
     if info.rank != 0:
-        store.set(f"hello/{info.rank}", own)
-        name = str(store.get(f"welcome/{own}").decode())  # waits
-        store.set(f"thanks/{name}/{info.rank}", "")
-        return name
-    waiting = set(range(1, info.num_ranks))
-    deadline_s = time.monotonic() + timeout_s
-    while waiting:
-        if time.monotonic() > deadline_s:
-            ranks = ", ".join(map(str, sorted(waiting)[:8]))
-            raise TimeoutError(
-                f"of {info.num_ranks} ranks {ranks} did not come within {timeout_s:g} s; see their output"
-            )
-        for rank in sorted(waiting):
-            if store.check([f"hello/{rank}"]):  # maybe of a rank that is no more; then a new one follows
-                store.set(f"welcome/{store.get(f'hello/{rank}').decode()}", own)
-            if store.check([f"thanks/{own}/{rank}"]):
-                waiting.discard(rank)
-        time.sleep(0.01)
+        return ask_for_name(store, info.rank, own, timeout_s)
+    others = range(1, info.num_ranks)
+    hellos, thanks = ([f"{kind}/{rank}" for rank in others] for kind in ("hello", f"thanks/{own}"))
+    deadline_s, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
+    have_come, answered = not others or are_set(store, hellos, timeout_s), set[str]()
+    while have_come and others:
+        found = [word.decode() for some in batches(hellos) for word in store.multi_get(some)]
+        words = [word for word in found if word not in answered]
+        for some in batches(words):
+            store.multi_set([f"welcome/{word}" for word in some], [own] * len(some))
+        answered.update(words)
+        if all(store.check(some) for some in batches(thanks)):
+            break
+        have_come = time.monotonic() < deadline_s
+        time.sleep(pause_s)  # and not a wait, whose end torch would warn of
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+    if not have_come:
+        awaited = thanks if answered else hellos
+        ranks = ", ".join(key.rpartition("/")[2] for key in first_absent(store, awaited, MOST_NAMED))
+        raise TimeoutError(f"of {info.num_ranks} ranks {ranks} did not come within {timeout_s:g} s; see their output")
     return own
+
+
+def ask_for_name(store: "dist.Store", rank: int, word: str, timeout_s: float) -> str:  # type: ignore[name-defined]
+    store.set(f"hello/{rank}", word)
+    # Longer than rank 0 waits for the others: it knows who is missing.
+    if not are_set(store, [f"welcome/{word}"], timeout_s + GRACE_S):
+        raise TimeoutError(f"rank 0 did not answer within {timeout_s + GRACE_S:g} s; see its output")
+    name = str(store.get(f"welcome/{word}").decode())
+    store.set(f"thanks/{name}/{rank}", "")
+    return name
+
+
+def are_set(store: "dist.Store", keys: list[str], timeout_s: float) -> bool:  # type: ignore[name-defined]
+    """Whether all of these are there, now or within so many seconds."""
+    deadline_s = time.monotonic() + timeout_s
+    try:
+        for some in batches(keys):
+            left_s = deadline_s - time.monotonic()
+            store.wait(some, timedelta(seconds=max(left_s, 0.001)))  # 0 would be for ever
+    except dist.DistStoreError:
+        return False
+    return True
+
+
+def batches(keys: list[str]) -> Iterator[list[str]]:
+    return (keys[begin : begin + KEYS_AT_ONCE] for begin in range(0, len(keys), KEYS_AT_ONCE))
+
+
+def first_absent(store: "dist.Store", keys: Sequence[str], most: int) -> list[str]:  # type: ignore[name-defined]
+    """The first of these keys that nobody has set, at most so many, by bisection: log2(len(keys)) requests for each."""
+    if most < 1 or store.check(list(keys)):
+        return []
+    if len(keys) == 1:
+        return list(keys)
+    half = len(keys) // 2
+    found = first_absent(store, keys[:half], most)
+    return found + first_absent(store, keys[half:], most - len(found))
+
+
+def gather_through(store: "dist.Store", rank: int, ranks: Sequence[int], text: str) -> list[str]:  # type: ignore[name-defined]
+    """The texts of these ranks, all of which call it equally often."""
+    turn = store.add(f"gathered-by/{rank}", 1)
+    store.set(f"gathered/{turn}/{rank}", text)
+    keys = [f"gathered/{turn}/{other}" for other in ranks]
+    found = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+    return [content.decode() for content in found]
 
 
 def open_store(info: RankInfo) -> "dist.Store":  # type: ignore[name-defined]

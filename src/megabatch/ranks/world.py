@@ -4,29 +4,50 @@ One rank is the general case made small: it has a process group of its own, and 
 """
 
 import gc
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
+from msgspec import Struct
+from torch.distributed.distributed_c10d import _get_default_store
 
 from megabatch.errors import UserError, require_one_of
 from megabatch.planning.topology import Topology
+from megabatch.ranks import collectives
 from megabatch.ranks.backends import BACKENDS, Backend
+from megabatch.ranks.collectives import Difference
+from megabatch.ranks.devices import choose_index, infer_local_rank
 from megabatch.ranks.discover import RankInfo, discover
-from megabatch.ranks.store import RankStore
+from megabatch.ranks.store import RankStore, gather_through
+
+Value = TypeVar("Value")
+
+
+class FirstRankFailed(RuntimeError):
+    """Rank 0 could not make what all ranks need; it says why itself."""
+
+
+class Outcome(Struct, frozen=True):
+    """Of what rank 0 makes for all ranks."""
+
+    value: msgspec.Raw = msgspec.Raw(b"null")
+    problem: str | None = None
+    is_users: bool = False  # the problem
 
 
 def choose_device(name: str) -> str:
-    """`auto` is cuda where there is one."""
+    """`auto` is the accelerator, where there is one that we have a backend for."""
     require_one_of("run.device", name, ["auto", *BACKENDS])
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    found = accelerator.type if accelerator else "cpu"
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("run.device='cuda', but torch finds no CUDA device here; nearest: run.device=cpu")
+        return found if found in BACKENDS else "cpu"
+    if name not in ("cpu", found):
+        raise UserError(f"run.device={name!r}, but torch finds no {name.upper()} device here; nearest: run.device=cpu")
     return name
 
 
@@ -50,34 +71,64 @@ class World:
         dist.all_reduce(tensor)
         return tensor
 
-    def all_gather(self, value: object) -> list[Any]:
-        """The values that all ranks have brought, in rank order, on all ranks."""
-        values: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(values, value)
-        return values
+    def all_reduce_max(self, values: Sequence[float]) -> list[float]:
+        """Of each value, the largest that a rank has brought."""
+        own = torch.tensor(values, dtype=torch.float64, device=self.device)
+        largest: list[float] = collectives.all_reduce_max(own).tolist()
+        return largest
+
+    def barrier(self) -> None:
+        """Ranks leave it at about the same time."""
+        self.all_reduce_max([0.0])
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[ranks, n], of the n values that each rank brings: small ones, since each rank gets all of them."""
+        return collectives.gather(tensor)
+
+    def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+        return collectives.gather_numbers(numbers, self.device)
+
+    def all_gather(self, value: Any, kind: Any = Any) -> list[Any]:
+        """The values that all ranks have brought, in rank order, on all ranks: rare or small ones, as JSON."""
+        texts = collectives.gather_texts(msgspec.json.encode(value).decode(), self.device)
+        return [msgspec.json.decode(text, type=kind) for text in texts]
+
+    def gather_among(self, ranks: Sequence[int], text: str) -> list[str]:
+        """The texts of these ranks, this one among them.  No other rank takes part: they travel through the store."""
+        return gather_through(_get_default_store(), self.rank, ranks, text)
+
+    def first_difference(self, text: str) -> Difference | None:
+        """Of texts that should be the same on all ranks; None if they are."""
+        return collectives.first_difference(text, self.device)
 
     def broadcast_text(self, text: str) -> str:
         """Rank 0's text, on all ranks."""
-        content = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.device)
-        length = torch.tensor([len(content)], device=self.device)
-        dist.broadcast(length, src=0)
-        if self.rank != 0:
-            content = torch.empty(int(length.item()), dtype=torch.uint8, device=self.device)
-        dist.broadcast(content, src=0)
-        return bytes(content.tolist()).decode()
+        return collectives.broadcast_text(text, self.device)
 
     def broadcast_tensors(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Rank 0's tensors, on all ranks and on their devices; only rank 0 needs to bring any."""
-        layout = {name: (list(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
-        layout = json.loads(self.broadcast_text(json.dumps(layout)))
-        received = {}
-        for name, (shape, dtype) in layout.items():
-            dtype = getattr(torch, dtype.removeprefix("torch."))
-            empty = torch.empty(shape, dtype=dtype, device=self.device)
-            tensor = empty.copy_(tensors[name]) if self.rank == 0 else empty
-            dist.broadcast(tensor, src=0)
-            received[name] = tensor
-        return received
+        """Rank 0's tensors, on all ranks and on their devices; only rank 0 needs to bring any.
+
+        They share one memory: copy what is kept.
+        """
+        return collectives.broadcast_tensors(tensors, self.device)
+
+    def from_rank_0(self, make: Callable[[], Value], kind: type[Value]) -> Value:
+        """What rank 0 makes, on all ranks, as JSON.  What it fails with, all fail with: nobody waits for it."""
+        outcome, error = Outcome(), None
+        if self.rank == 0:
+            try:
+                outcome = Outcome(msgspec.Raw(msgspec.json.encode(make())))
+            except Exception as caught:
+                error = caught
+                problem = str(error).partition("\n")[0]
+                outcome = Outcome(problem=problem, is_users=isinstance(error, UserError))
+        shared = self.broadcast_text(msgspec.json.encode(outcome).decode())
+        if error:
+            raise error
+        outcome = msgspec.json.decode(shared, type=Outcome)
+        if outcome.problem is not None:
+            raise (UserError if outcome.is_users else FirstRankFailed)(outcome.problem)
+        return msgspec.json.decode(outcome.value, type=kind)
 
 
 def current_rank() -> RankInfo:
@@ -85,8 +136,18 @@ def current_rank() -> RankInfo:
     info = discover()
     if info is None and dist.is_initialized():
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
-        return RankInfo(rank, num_ranks, rank, num_ranks)
+        return RankInfo(rank, num_ranks, *infer_local_rank(rank, num_ranks, torch.accelerator.device_count()))
     return info or RankInfo(0, 1, 0, 1)
+
+
+def own_device(info: RankInfo, device_type: str) -> torch.device:
+    """The device of this rank, which is the current one from here on.  A script that has set one keeps it."""
+    if device_type == "cpu":
+        return torch.device("cpu")
+    index = torch.accelerator.current_device_index() if dist.is_initialized() else 0
+    index = index or choose_index(info.local_rank, info.num_local_ranks, torch.accelerator.device_count())
+    torch.accelerator.set_device_index(index)
+    return torch.device(device_type, index)
 
 
 @contextmanager
@@ -99,9 +160,7 @@ def connect(
     topology: Topology | None = None,
 ) -> Iterator[World]:
     """Joins the ranks, and leaves them at the end.  A script that has joined them already stays joined."""
-    device = torch.device(device_type, info.local_rank) if device_type == "cuda" else torch.device(device_type)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = own_device(info, device_type)
     world = World(info.rank, info.num_ranks, device, backend, topology)
     if dist.is_initialized():
         with world.closing:
@@ -113,7 +172,7 @@ def connect(
         world_size=info.num_ranks,
         store=store or RankStore(info).store,
         timeout=timedelta(seconds=timeout_s),
-        device_id=device if device.type == "cuda" else None,
+        device_id=None if device.type == "cpu" else device,
     )
     try:
         with world.closing:

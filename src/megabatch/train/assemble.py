@@ -1,5 +1,6 @@
 """From a recipe to the parts of a run.  Nothing below here sees the whole config."""
 
+import json
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -71,7 +72,7 @@ def assemble(
     make_optimizer = partial(own_optimizer, own.optimizer) if own.optimizer else OPTIMIZERS[config.optim.name]
     if initial_weights.pixels and len(initial_weights.pixels.mean) == data.num_channels:
         pixels = pixels or initial_weights.pixels
-    pixels = pixels or measure_pixels(data.train)
+    pixels = pixels or world.from_rank_0(partial(measure_pixels, data.train), PixelStatistics)
     normalise = Normalise(pixels, world.device, formats.model, config.model.wants_channels_last)
     return Parts(
         world=world,
@@ -98,11 +99,13 @@ def assemble(
 
 
 def require_same_network(state: dict[str, torch.Tensor], world: World) -> None:
-    shapes = world.all_gather({name: list(tensor.shape) for name, tensor in state.items()})
-    for rank, others in enumerate(shapes):
-        for name in sorted(shapes[0].keys() | others.keys()):
-            if shapes[0].get(name) != others.get(name):
-                raise UserError(
-                    f"{name} is {shapes[0].get(name)} on rank 0 and {others.get(name)} on rank {rank}; "
-                    "all ranks must bring the same network"
-                )
+    shapes = {name: list(tensor.shape) for name, tensor in sorted(state.items())}
+    difference = world.first_difference(json.dumps(shapes))
+    if difference is None:
+        return
+    first, other = json.loads(difference.of_rank_0), json.loads(difference.of_rank)
+    name = next(name for name in sorted(first | other) if first.get(name) != other.get(name))
+    raise UserError(
+        f"{name} is {first.get(name)} on rank 0 and {other.get(name)} on rank {difference.rank}; "
+        "all ranks must bring the same network"
+    )

@@ -20,14 +20,13 @@ from megabatch.data.reader import PREFETCHED, Batch, Batches
 from megabatch.data.shards import holds_shards
 from megabatch.data.stored_size import median_side
 from megabatch.ranks.discover import RankInfo
-from megabatch.ranks.machine import fair_threads, host_identity, usable_cores
 from megabatch.ranks.store import RankStore
 from megabatch.ranks.world import World
 from megabatch.runs.records import Record, StepRecord
 from megabatch.runs.time_breakdown import TimeBreakdown
 from megabatch.train.evaluate import NOT_EVALUATED
 from megabatch.train.loop import Training, train, train_on
-from megabatch.train.prepare import prepare
+from megabatch.train.prepare import prepare, share_of_cores
 
 ROUNDS = 3
 MOST_WAIT = 0.05  # of the time, that a run may wait for images without being limited by them
@@ -68,7 +67,7 @@ def diagnose(config: RunConfig, info: RankInfo, store: RankStore, seconds: float
             shorter_side=median_side(images.files, config.data.max_pixels)
             if isinstance(images, EncodedImages)
             else None,
-            cores=fair_threads(info.rank, training.world.all_gather((host_identity(), usable_cores()))),
+            cores=share_of_cores(training.world),
             in_tars=isinstance(images, EncodedImages) and holds_shards(Path(config.data.source)),
         )
 
@@ -123,17 +122,17 @@ def choose_steps(step: Callable[[], TimeBreakdown], seconds: float, world: World
     count, taken_s = 1, 0.0
     while taken_s < min(SHORT_S, seconds):
         count *= 2
-        taken_s = max(world.all_gather(time_steps(step, count, TimeBreakdown(), world)))
+        (taken_s,) = world.all_reduce_max([time_steps(step, count, TimeBreakdown(), world)])
     return max(1, round(count * seconds / taken_s))
 
 
 def time_steps(step: Callable[[], TimeBreakdown], count: int, waited: TimeBreakdown, world: World) -> float:
     """Until the last rank is done."""
-    world.all_gather(None)
+    world.barrier()
     begun_s = time.perf_counter()
     for _ in range(count):
         waited.add(step())
-    world.all_gather(None)
+    world.barrier()
     return time.perf_counter() - begun_s
 
 

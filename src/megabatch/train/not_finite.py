@@ -26,7 +26,8 @@ def check_loss(run: "Training", loss: float, step: int, losses: torch.Tensor) ->
     """`step` counts from 0, and users from 1; `losses` are those of this rank's microbatches."""
     if math.isfinite(loss):
         return
-    causes = [cause for causes in run.world.all_gather(find_causes(run, step, losses)) for cause in causes]
+    found = run.world.all_gather(find_causes(run, step, losses), list[Cause])
+    causes = [cause for causes in found for cause in causes]
     cause = causes[0] if causes else Cause("the sum over microbatches is too large; lower optim.learning_rate", False)
     raise (UserError if cause.is_an_image else Diverged)(f"the loss is {loss} at step {step + 1}: {cause.text}")
 

@@ -1,6 +1,7 @@
 """From a recipe to a run that is ready to train, in the ranks that exist: connect, share the cores, load the images,
 assemble, warm up."""
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
@@ -13,7 +14,10 @@ from megabatch.config.schema import RunConfig
 from megabatch.data.images import DataSet
 from megabatch.data.normalise import PixelStatistics
 from megabatch.data.sources import load_data_set
+from megabatch.planning.topology import Topology
 from megabatch.planning.tuning import Tuning
+from megabatch.ranks.backends import Backend
+from megabatch.ranks.collectives import digest
 from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.machine import fair_threads, host_identity, usable_cores
 from megabatch.ranks.store import RankStore
@@ -40,10 +44,13 @@ def prepare(
     stop_requested: Callable[[], bool] = never,
     resume: str | None = None,  # what a run has chosen and measured is taken from the one that this resumes, if any
     retune: bool = False,  # but for how gradients are all-reduced
+    backend: Backend | None = None,  # that of the device
+    topology: Topology | None = None,  # as the ranks say
 ) -> Iterator[Prepared]:
     device = choose_device(config.run.device)
+    found_by = store.store if store else None
     with (
-        connect(info, device, store.store if store else None, config.comm.timeout_s) as world,
+        connect(info, device, found_by, config.comm.timeout_s, backend, topology) as world,
         store.failures_announced() if store else nullcontext(),
     ):
         config = share_cores(config, world)
@@ -68,10 +75,23 @@ def ready_to_train(
 
 def share_cores(config: RunConfig, world: World) -> RunConfig:
     """Gives this rank its share of the cores, and says so in the recipe: more threads would fight over them."""
-    cores = world.all_gather((host_identity(), usable_cores()))
-    threads = config.run.threads or fair_threads(world.rank, cores)
+    share = share_of_cores(world)  # all ranks ask, also one whose recipe differs
+    threads = config.run.threads or share
     torch.set_num_threads(threads)
     return config.with_run(threads=threads, decode_threads=config.run.decode_threads or threads)
+
+
+def share_of_cores(world: World) -> int:
+    """Of every rank 16 bytes; which cores they may use is told to ranks of the same host alone, where they differ."""
+    cores = usable_cores()
+    text = json.dumps(sorted(cores))
+    found = world.gather_numbers([digest(host_identity()), digest(text)])
+    host, _ = found[world.rank]
+    here = [rank for rank, (other, _) in enumerate(found) if other == host]
+    of_ranks = [("here", cores)] * len(here)
+    if len({found[rank][1] for rank in here}) > 1:
+        of_ranks = [("here", frozenset(json.loads(each))) for each in world.gather_among(here, text)]
+    return fair_threads(here.index(world.rank), of_ranks)
 
 
 class Stored(Struct, frozen=True):
@@ -84,10 +104,11 @@ class Stored(Struct, frozen=True):
 
 def find_stored(config: RunConfig, resume: str, world: World) -> Stored:
     """Rank 0 reads it, and all ranks get it."""
-    stored = Stored()
-    if world.rank == 0:
-        stored = Stored(stored_tuning(config, resume), stored_pixels(config, resume), has_checkpoint(config, resume))
-    return msgspec.json.decode(world.broadcast_text(msgspec.json.encode(stored).decode()), type=Stored)
+
+    def read() -> Stored:
+        return Stored(stored_tuning(config, resume), stored_pixels(config, resume), has_checkpoint(config, resume))
+
+    return world.from_rank_0(read, Stored)
 
 
 def without_weights(config: RunConfig) -> RunConfig:

@@ -6,8 +6,9 @@ buckets: it makes them again after its first backward, and where a gradient lies
 rounded.  So fresh and resumed runs alike take their first step on the final buckets.
 """
 
+import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -93,12 +94,24 @@ def record_backward(warm_up_pass: WarmUpPass, world: World) -> RecordedBackward:
     if world.device.type == "cuda":
         torch.cuda.synchronize(world.device)
     ready_s = {name: seconds_between(began, moment) for name, moment in moments.items()}
-    names, *_ = world.all_gather(list(ready_s))  # rank 0's order, as DDP takes it
-    by_rank = world.all_gather([ready_s[name] for name in names])
+    require_same_gradients(ready_s, world)
+    names: list[str] = json.loads(world.broadcast_text(json.dumps(list(ready_s))))  # rank 0's order, as DDP takes it
     gradients = [gradient_of(parameters[name]) for name in names]
     for parameter in parameters.values():
         parameter.grad = None
-    return RecordedBackward(names, gradients, [max(times_s) for times_s in zip(*by_rank, strict=True)])
+    return RecordedBackward(names, gradients, world.all_reduce_max([ready_s[name] for name in names]))
+
+
+def require_same_gradients(names: Iterable[str], world: World) -> None:
+    difference = world.first_difference(json.dumps(sorted(names)))
+    if difference:
+        first, other = (set(json.loads(text)) for text in (difference.of_rank_0, difference.of_rank))
+        name = min(first ^ other)
+        having, lacking = (0, difference.rank) if name in first else (difference.rank, 0)
+        raise UserError(
+            f"{name} has a gradient on rank {having} and none on rank {lacking}; "
+            "all ranks must train the same parameters"
+        )
 
 
 @contextmanager
