@@ -49,6 +49,7 @@ class StreamReducer:
         self.runner = PhaseRunner(groups, failure, times)
         self.node, self.network = (torch.Stream(groups.device, priority=HIGH) for _ in range(2))
         self.order: NodeOrder[OnNetwork] = NodeOrder()
+        self.started: dict[int, Work] = {}  # what is not issued to its end, by id
         self.phases_for = cache(self.cut_phases)
 
     def cut_phases(self, plan: Plan, num_elements: int) -> RankPhases:
@@ -66,10 +67,8 @@ class StreamReducer:
     @contextmanager
     def stream_of(self, axis: Axis) -> Iterator[None]:
         """Inside is the stream on which the process group of this axis works; the current one waits for it after."""
-        outer, stream = (
-            torch.accelerator.current_stream(self.groups.device),
-            self.node if axis == "node" else self.network,
-        )
+        stream = self.node if axis == "node" else self.network
+        outer = torch.accelerator.current_stream(self.groups.device)
         stream.wait_stream(outer)
         with stream:
             yield
@@ -82,13 +81,14 @@ class StreamReducer:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[self.groups.device])
         whole = tensor.view(-1)
         work = Work(key, whole, 0, len(whole), header, plan, self.phases_for(plan, len(whole)), scale, is_last, future)
+        self.started[id(work)] = work
         try:
             self.times.collect()
             self.times.note_ready(work)
             self.issue(work)
         except BaseException as error:
             self.failure.record(error, header, "all")
-            self.complete_all(work)
+            self.complete_all()
         return future
 
     def issue(self, work: Work) -> None:
@@ -126,14 +126,14 @@ class StreamReducer:
     def finish(self, work: Work) -> None:
         """On the stream of its last phase: the future takes that stream's event."""
         self.times.note_reduced(work)
+        del self.started[id(work)]
         work.finish()
 
-    def complete_all(self, work: Work) -> None:
+    def complete_all(self) -> None:
         """After an error nobody must wait for a future; `failure` raises at the end of backward."""
-        for started in (*(crossing.work for crossing in self.order.in_flight), work):
-            if started.future is not None and not started.future.done():
-                started.finish()
         self.order.in_flight.clear()
+        while self.started:
+            self.started.popitem()[1].finish()
 
     def forget(self, key: int) -> None:
         """A tensor will not come again."""

@@ -63,7 +63,9 @@ class StreamTimes:
 
     def __init__(self, device: torch.device, timeline: Timeline | NoTimeline) -> None:
         self.device, self.timeline = device, timeline
-        self.clock = DeviceClock(self.event()) if isinstance(timeline, Timeline) else None
+        self.clock = None
+        if isinstance(timeline, Timeline):
+            self.clock, timeline.collect = DeviceClock(self.event()), self.collect
         self.pending: deque[Collective] = deque()  # in the order of their issue
         self.moments: deque[Moment] = deque()
         self.spare: list[torch.Event] = []

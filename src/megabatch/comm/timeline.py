@@ -18,7 +18,8 @@ import platform
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,6 +55,7 @@ class Timeline:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
+        self.collect: Callable[[], None] = lambda: None  # adds what an accelerator's events have shown since
         self.restart(origin_s=0.0, first_step=1)
 
     def restart(self, origin_s: float, first_step: int) -> None:
@@ -117,6 +119,8 @@ class Timeline:
 
     def write(self, path: Path) -> None:
         """The whole file or the one before it.  What is still under way lasts until now."""
+        with suppress(RuntimeError):  # a device that has failed shows nothing more
+            self.collect()
         now_s = time.perf_counter()
         lasting = [span._replace(ended_s=now_s) for span in list(self.under_way.values())]
         events = [*self.events, *lasting]  # a copy: after a failure threads may still append
