@@ -85,7 +85,7 @@ class BegunStep(NamedTuple):
     losses: torch.Tensor  # of this rank's microbatches
     data_wait: TimeBreakdown  # of this rank
     skipped_images: list[str]  # by this rank
-    comm_wait_s: float
+    comm_wait_s: float  # by the host's clock
 
 
 def never(step: int) -> bool:
@@ -182,6 +182,7 @@ def apply_gradients(run: Parts, skipped: torch.Tensor) -> None:
 def end_step(run: Training, begun: BegunStep, previous_ended_s: float) -> tuple[StepRecord, bool]:
     """Reads the result of a step: the record, and whether some rank was asked to stop."""
     totals, step = run.metrics.read(begun.numbers, begun.skipped_images), begun.step
+    run.gradients.raise_error()  # an all-reduce that was aborted leaves anything
     assert totals.samples == run.plan.global_batch
     check_loss(run, totals.loss, step, begun.losses)
     if totals.overflowed:
@@ -190,6 +191,7 @@ def end_step(run: Training, begun: BegunStep, previous_ended_s: float) -> tuple[
     run.loss_scale.note(totals.overflowed)
     # A step that was begun while the one before was under way has taken the time since that ended.
     taken_s = time.perf_counter() - max(begun.began_s, previous_ended_s)
+    exposed_s = run.gradients.exposed_wait_s  # on an accelerator, whose time the host's clock does not show
     record = StepRecord(
         step=step + 1,
         epoch=run.plan.epochs_after(step + 1),
@@ -201,7 +203,7 @@ def end_step(run: Training, begun: BegunStep, previous_ended_s: float) -> tuple[
         data_wait_s=begun.data_wait.total,
         data_wait=begun.data_wait,
         skipped_images=totals.skipped,
-        comm_wait_s=begun.comm_wait_s,
+        comm_wait_s=begun.comm_wait_s if exposed_s is None else exposed_s,
         straggler=totals.straggler,
         straggler_delay_s=totals.straggler_delay_s,
         evaluated=run.plan.should_evaluate_after(step + 1),
