@@ -27,6 +27,8 @@ def tuned(world: World, hosts: str, *overrides: str) -> dict[str, Any]:
     for _ in range(2):
         next(records)
     gradients = training.gradients
+    groups = gradients.reducer.groups
+    assert set(groups.process_groups) <= gradients.plans.axes  # those of plans that were not chosen are closed
     layouts = sorted(gradients.layouts.seen.items())
     return {
         "tuning": msgspec.json.encode(gradients.plans.tuning),

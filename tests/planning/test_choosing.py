@@ -272,6 +272,25 @@ def test_drift_is_how_much_longer_an_all_reduce_takes() -> None:
     assert drift(tuning, slower) == pytest.approx(3)
 
 
+def test_where_buckets_are_not_cut_no_price_hides_the_node_under_the_network() -> None:
+    """The choice, what a huge bucket is expected to take by a measurement, and drift."""
+    num_elements, gradients = 4 * MEASURED_ELEMENTS, [Gradient(16 * MEASURED_ELEMENTS, "fp32")]
+    tuning = choose(backward_of(gradients), plans(), TOPOLOGY, LINKS, bucket_mb=None, in_parts=False)
+    (bucket,) = tuning.buckets
+    assert not tuning.in_parts
+    for candidate in bucket.candidates:
+        assert candidate.predicted_s == pytest.approx(seconds(candidate.plan, SHAPE, num_elements, LINKS))
+    (measured,) = answered(tuning, lambda asked: 1.0).buckets
+    for candidate in measured.candidates:
+        if candidate.measured_s is not None:
+            smaller_s = seconds(candidate.plan, SHAPE, MEASURED_ELEMENTS, LINKS)
+            assert candidate.measured_s == pytest.approx(candidate.predicted_s / smaller_s)
+    node = LINKS["node"]
+    slower = {**LINKS, "node": Link(2 * node.alpha_s, 2 * node.beta_s_per_byte, 2 * node.gamma_s_per_byte)}
+    ratio = seconds(bucket.plan, SHAPE, num_elements, slower) / seconds(bucket.plan, SHAPE, num_elements, LINKS)
+    assert drift(tuning, slower) == pytest.approx(ratio)
+
+
 def test_exposed_is_what_is_left_after_backward() -> None:
     tuning = tune([LARGE, LARGE], [0.0, 10.0])
     assert tuning.backward_s == 10.0

@@ -1,6 +1,7 @@
 """The all-reduce on accelerators: who waits for whom, what is issued in which order, and what is said of ranks that do
 not come.  On a CUDA that is not there (benchmarks/rehearsal)."""
 
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from megabatch.comm.gradient_all_reduce import GradientAllReduce
 from megabatch.comm.node_worker import NodeWorker
 from megabatch.comm.settings import CommSettings
 from megabatch.comm.stream_reducer import StreamReducer
-from megabatch.comm.timeline import NoTimeline
+from megabatch.comm.timeline import NoTimeline, Timeline
 from megabatch.comm.work import Work
 from megabatch.planning.algorithms import ALGORITHMS
 from megabatch.planning.topology import regular
@@ -49,10 +50,12 @@ def all_reduce_of(world: World, algorithm: str, **settings: Any) -> Iterator[Gra
         yield gradients
 
 
-def start(gradients: GradientAllReduce, tensors: list[torch.Tensor]) -> list[torch.futures.Future[torch.Tensor]]:
+def start(
+    gradients: GradientAllReduce, tensors: list[torch.Tensor], step: int = 0
+) -> list[torch.futures.Future[torch.Tensor]]:
     plan, last = gradients.plan, len(tensors) - 1
     return [
-        gradients.reducer.start(key, tensor, plan, Header(0, key, len(tensor)), None, is_last=key == last)
+        gradients.reducer.start(key, tensor, plan, Header(step, key, len(tensor)), None, is_last=key == last)
         for key, tensor in enumerate(tensors)
     ]
 
@@ -180,6 +183,38 @@ def exposures(world: World) -> list[float | None]:
 def test_what_is_exposed_is_known_when_the_device_has_come_so_far(ranks: RankPool) -> None:
     for first, *_, last in ranks.run(exposures, num_ranks=4, join=on("cuda", regular(2, 2))):
         assert first is None and last is not None and last > 0.0
+
+
+def write_timeline(world: World, algorithm: str, path: str) -> list[str]:
+    """Of three steps of three buckets."""
+    with all_reduce_of(world, algorithm, timeline=True) as gradients:
+        timeline = gradients.timeline
+        assert isinstance(timeline, Timeline)
+        for step in range(3):
+            for future in start(gradients, [torch.ones(100, device=world.device) for _ in range(3)], step):
+                future.wait()
+        torch.accelerator.synchronize()
+        assert gradients.waited_s > 0  # who asks, collects
+        timeline.write(Path(f"{path}-{world.rank}"))
+        return [str(phase) for phase in gradients.plan.phases]
+
+
+@pytest.mark.parametrize("algorithm", ["flat", "torus"])
+def test_a_timeline_shows_what_streams_did_between_ready_and_reduced(
+    ranks: RankPool, algorithm: str, tmp_path: Path
+) -> None:
+    join = on("cuda", regular(2, 2))
+    all_phases = ranks.run(write_timeline, algorithm, str(tmp_path / "rank"), num_ranks=4, join=join)
+    for rank, phases in enumerate(all_phases):
+        rows = [row for row in json.loads((tmp_path / f"rank-{rank}").read_text())["traceEvents"] if row["ph"] != "M"]
+        for step in (1, 2, 3):
+            for bucket in ("bucket 0", "bucket 1", "bucket 2"):
+                of_bucket = [row for row in rows if row["args"]["step"] == step and row["name"].startswith(bucket)]
+                (ready,) = [row for row in of_bucket if row["ph"] == "i"]
+                (reduced,) = [row for row in of_bucket if row["ph"] == "e"]
+                spans = sorted((row for row in of_bucket if row["ph"] == "X"), key=lambda row: float(row["ts"]))
+                assert [row["name"] for row in spans] == [f"{bucket}: {phase}" for phase in phases]
+                assert ready["ts"] <= spans[0]["ts"] and spans[-1]["ts"] + spans[-1]["dur"] <= reduced["ts"] + 0.01
 
 
 # Ranks that do not come.
