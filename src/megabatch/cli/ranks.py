@@ -114,4 +114,4 @@ def count_devices(device_type: str) -> int:
 
     from megabatch.ranks.machine import usable_cores
 
-    return torch.cuda.device_count() if device_type == "cuda" else len(usable_cores())
+    return len(usable_cores()) if device_type == "cpu" else torch.accelerator.device_count()

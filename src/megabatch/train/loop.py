@@ -26,6 +26,7 @@ from megabatch.runs.model_card import ModelCard
 from megabatch.runs.records import Evaluation, EvaluationRecord, Record, StepRecord
 from megabatch.runs.time_breakdown import TimeBreakdown
 from megabatch.train.batch_norm import RunningStatistics
+from megabatch.train.device import device_mb
 from megabatch.train.not_finite import check_loss, check_scale, check_test_loss
 from megabatch.train.step_metrics import StepMetrics, StepTotals
 
@@ -107,7 +108,8 @@ def train_on(microbatches: Stream, run: Training, first_step: int) -> Generator[
         if evaluated:
             result = run.evaluate()
             check_test_loss(result.test_loss, step)
-            yield EvaluationRecord(step=done, epoch=epoch, resident_mb=resident_mb(), **msgspec.structs.asdict(result))
+            memory = {"resident_mb": resident_mb(), "device_mb": device_mb(run.world.device)}
+            yield EvaluationRecord(step=done, epoch=epoch, **memory, **msgspec.structs.asdict(result))
         if totals.stop:
             return
 

@@ -22,6 +22,8 @@ from megabatch.models.catalog import ModelSettings, check_logits, model_errors
 from megabatch.planning.backward import RecordedBackward
 from megabatch.planning.tuning import Tuning
 from megabatch.ranks.world import World
+from megabatch.train.compiled import compile_errors, compile_network
+from megabatch.train.device import wait_for
 from megabatch.train.loop import Parts, Training
 from megabatch.train.step_metrics import StepMetrics
 
@@ -32,7 +34,10 @@ def warm_up(parts: Parts, model: ModelSettings, comm: CommSettings, stored: Tuni
     warm_up_pass = WarmUpPass(settings=model, images=images, labels=labels, parts=parts)
     backward = record_backward(warm_up_pass, parts.world)
     distributed, gradients = distribute(parts.network, parts.world, comm, backward, stored)
-    warm_up_pass.run(distributed)
+    if model.compile:
+        compile_network(parts, distributed)
+    with compile_errors():
+        warm_up_pass.run(distributed)
     return Training(
         **{part.name: getattr(parts, part.name) for part in fields(parts)},
         model=distributed,
@@ -90,8 +95,7 @@ def record_backward(warm_up_pass: WarmUpPass, world: World) -> RecordedBackward:
             f"model.name={settings.name!r}: no gradient reaches {', '.join(unused[:3])}"
             f"{' ...' * (len(unused) > 3)}; remove what forward does not use, or set requires_grad to False"
         )
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)
+    wait_for(world.device)
     ready_s = {name: seconds_between(began, moment) for name, moment in moments.items()}
     names, *_ = world.all_gather(list(ready_s))  # rank 0's order, as DDP takes it
     by_rank = world.all_gather([ready_s[name] for name in names])
@@ -119,10 +123,10 @@ def recording(parameters: dict[str, nn.Parameter]) -> Iterator[dict[str, Any]]:
 
 
 def now(device: torch.device) -> Any:
-    """A moment: on CUDA, of the current stream."""
-    if device.type != "cuda":
+    """A moment: on an accelerator, of the current stream."""
+    if device.type == "cpu":
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
+    event = torch.Event(device, enable_timing=True)
     event.record()
     return event
 
