@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.utils import counters
 
 from megabatch.data.sources import load_data_set
 from megabatch.errors import UserError
@@ -61,7 +60,6 @@ def run_to_the_end(training: Training) -> dict[str, Any]:
 def train_compiled(world: World, *overrides: str) -> dict[str, Any]:
     config = small_run(NETWORK, "model.options={}", *SHORT, *overrides)
     training = ready_to_train(config, load_data_set(config.data), world)
-    counters.clear()
     with torch.compiler.set_stance("fail_on_recompile"):  # what the warm-up pass has compiled must do
         result = run_to_the_end(training)
     return result | {"compiled_by": describe_arithmetic(training)}
@@ -70,7 +68,7 @@ def train_compiled(world: World, *overrides: str) -> dict[str, Any]:
 def test_a_compiled_run_is_the_same_to_rounding_on_one_rank_and_on_two(ranks: RankPool) -> None:
     plain = ranks.run(train_compiled, num_ranks=1)[0]
     assert len(plain["losses"]) == 4 and len(plain["tests"]) == 1 and "compiled" not in plain["compiled_by"]
-    for num_ranks in (2, 1):  # what two ranks have compiled, one finds in torch's cache
+    for num_ranks in (1, 2):  # what one rank has compiled, two find in torch's cache
         results = ranks.run(train_compiled, COMPILED, num_ranks=num_ranks, timeout_s=110)
         for result in results:
             np.testing.assert_allclose(result["losses"], plain["losses"], rtol=0, atol=1e-5)
@@ -88,7 +86,7 @@ def noting_graphs(graphs: list[torch.fx.GraphModule], graph: torch.fx.GraphModul
     return graph.forward
 
 
-@pytest.mark.parametrize("precision", ["fp32", "amp-bf16", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "amp-bf16"])
 def test_a_network_is_compiled_once_in_parts_as_large_as_buckets(
     precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,7 +115,7 @@ def refuse(graph: torch.fx.GraphModule, inputs: Any) -> Any:
 def test_what_cannot_be_compiled_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=refuse))
     config = small_run(f"model.name={name}", "model.options={}", *SHORT, COMPILED)
-    expected = r"^model.compile=true: torch cannot compile the network \(.*no such operation.*\); leave model.compile out$"
+    expected = r"^model.compile=true: .* \(NotImplementedError: no such operation\); leave model.compile out$"
     with pytest.raises(UserError, match=expected) as refusal, prepare(config, current_rank()):
         pass
     assert "\n" not in str(refusal.value)

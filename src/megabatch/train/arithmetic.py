@@ -50,15 +50,18 @@ def arithmetic(precision: PrecisionSettings, deterministic: bool) -> Iterator[No
 def tf32(is_allowed: bool) -> Iterator[None]:
     """By default torch multiplies matrices in fp32, and convolves in TF32.
 
-    It is set by `allow_tf32`, which sets the newer `fp32_precision` too.  The other way round `allow_tf32` could not be
-    read any more: torch.backends.cudnn.flags, which some networks use, reads it.
+    Both of torch's interfaces are set: with `fp32_precision` alone, the newer one, `allow_tf32` could not be read any
+    more, and torch.backends.cudnn.flags, which some networks use, reads it.
     """
-    owners = (torch.backends.cuda.matmul, torch.backends.cudnn)
-    operations = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
+    matmul: Any = torch.backends.cuda.matmul
+    cudnn: Any = torch.backends.cudnn
+    owners, operations = (matmul, cudnn), (matmul, cudnn.conv, cudnn.rnn)
     allowed = [read_allowed(owner) for owner in owners]
     precisions = [operation.fp32_precision for operation in operations]
     for owner in owners:
         owner.allow_tf32 = is_allowed
+    for operation in operations:
+        operation.fp32_precision = "tf32" if is_allowed else "ieee"
     try:
         yield
     finally:

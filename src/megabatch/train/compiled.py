@@ -59,20 +59,23 @@ def compile_errors() -> Iterator[None]:
         causes = compiler_errors(error)
         if not causes:
             raise
+        names = [type(cause).__name__ for cause in causes]
         remedy = "leave model.compile out"
-        if NO_CXX in causes:
+        if NO_CXX in names:
             remedy = f"install a C++ compiler such as g++ (or name one in CXX), or {remedy}"
-        elif NO_TRITON in causes:
+        elif NO_TRITON in names:
             remedy = f"install triton, or {remedy}"
-        reason = next(line.strip() for line in list(causes.values())[-1].splitlines() if line.strip())
-        raise UserError(f"model.compile=true: torch cannot compile the network ({reason}); {remedy}") from error
+        said = next((line.strip() for line in str(causes[-1]).splitlines() if line.strip()), "")
+        raise UserError(
+            f"model.compile=true: torch cannot compile the network ({names[-1]}: {said}); {remedy}"
+        ) from error
 
 
-def compiler_errors(error: BaseException | None) -> dict[str, str]:
-    """The names and texts of what torch.compile has raised, from the last to its cause."""
-    found: dict[str, str] = {}
+def compiler_errors(error: BaseException | None) -> list[BaseException]:
+    """What torch.compile has raised, from the last to its first cause; nothing, if it was not that."""
+    found: list[BaseException] = []
     while error is not None:
-        if type(error).__module__.startswith(DEFINES_ERRORS):
-            found[type(error).__name__] = str(error)
+        if found or type(error).__module__.startswith(DEFINES_ERRORS):
+            found.append(error)
         error = getattr(error, "inner_exception", None) or error.__cause__
     return found

@@ -108,8 +108,13 @@ def train_on(microbatches: Stream, run: Training, first_step: int) -> Generator[
         if evaluated:
             result = run.evaluate()
             check_test_loss(result.test_loss, step)
-            memory = {"resident_mb": resident_mb(), "device_mb": device_mb(run.world.device)}
-            yield EvaluationRecord(step=done, epoch=epoch, **memory, **msgspec.structs.asdict(result))
+            yield EvaluationRecord(
+                step=done,
+                epoch=epoch,
+                resident_mb=resident_mb(),
+                device_mb=device_mb(run.world.device),
+                **msgspec.structs.asdict(result),
+            )
         if totals.stop:
             return
 

@@ -206,7 +206,8 @@ def header(config: RunConfig, training: Training) -> dict[str, str]:
     device_name = "cpu" if device.type == "cpu" else accelerator_name(device)
     return {
         "megabatch": f"{__version__}, torch {torch.__version__}, {ranks} on {device_name}, {threads} each",
-        "recipe": f"{config.name}: {config.model.name}, {num_parameters:,} parameters{', compiled' * config.model.compile}",
+        "recipe": f"{config.name}: {config.model.name}, {num_parameters:,} parameters"
+        + (", compiled" if config.model.compile else ""),
         "precision": describe_precision(config, training),
         "data": describe_data(config, training),
         "batch": f"{plan.global_batch} = {plan.microbatch} micro x {plan.accumulation} accumulated x {ranks}",
