@@ -1,16 +1,19 @@
 """model.compile: the same run to rounding, compiled once, with gradients all-reduced by our hook."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
+import megabatch
 from megabatch.data.sources import load_data_set
 from megabatch.errors import UserError
-from megabatch.ranks.world import World, current_rank
+from megabatch.ranks.world import World, connect, current_rank
 from megabatch.runs.records import EvaluationRecord, StepRecord
 from megabatch.train.checkpoint import describe_arithmetic, training_state
 from megabatch.train.loop import Training, train
@@ -20,7 +23,8 @@ from tests.support.small_runs import small_run
 
 NETWORK = f"model.name={__name__}:network"
 # Six microbatches a step, so that a momentum of BatchNorm takes six values on one rank, and three on two.
-SHORT = ["batch.global=12", "batch.micro=2", "train.epochs=0.24", "schedule.warmup_epochs=0", "precision.name=fp32"]
+SHORT = ["batch.global=12", "batch.micro=2", "train.epochs=1", "schedule.warmup_epochs=0", "precision.name=fp32"]
+SHORT += ["data.synthetic.train=48"]
 COMPILED = "model.compile=true"
 
 
@@ -57,7 +61,7 @@ def run_to_the_end(training: Training) -> dict[str, Any]:
     }
 
 
-def train_compiled(world: World, *overrides: str) -> dict[str, Any]:
+def train_short(world: World, *overrides: str) -> dict[str, Any]:
     config = small_run(NETWORK, "model.options={}", *SHORT, *overrides)
     training = ready_to_train(config, load_data_set(config.data), world)
     with torch.compiler.set_stance("fail_on_recompile"):  # what the warm-up pass has compiled must do
@@ -65,11 +69,17 @@ def train_compiled(world: World, *overrides: str) -> dict[str, Any]:
     return result | {"compiled_by": describe_arithmetic(training)}
 
 
+def train_alone(*overrides: str) -> dict[str, Any]:
+    with connect(current_rank(), "cpu") as world:
+        return train_short(world, *overrides)
+
+
+@pytest.mark.timeout(300)  # compiling takes 15 s of a core, and an hour's neighbours may have them all
 def test_a_compiled_run_is_the_same_to_rounding_on_one_rank_and_on_two(ranks: RankPool) -> None:
-    plain = ranks.run(train_compiled, num_ranks=1)[0]
+    plain = train_alone()
     assert len(plain["losses"]) == 4 and len(plain["tests"]) == 1 and "compiled" not in plain["compiled_by"]
-    for num_ranks in (1, 2):  # what one rank has compiled, two find in torch's cache
-        results = ranks.run(train_compiled, COMPILED, num_ranks=num_ranks, timeout_s=110)
+    alone = [train_alone(COMPILED)]  # what one rank has compiled, two find in torch's cache
+    for results in (alone, ranks.run(train_short, COMPILED, num_ranks=2, timeout_s=200)):
         for result in results:
             np.testing.assert_allclose(result["losses"], plain["losses"], rtol=0, atol=1e-5)
             np.testing.assert_allclose(result["tests"], plain["tests"], rtol=0, atol=1e-5)
@@ -96,7 +106,7 @@ def test_a_network_is_compiled_once_in_parts_as_large_as_buckets(
     own = [f"model.name={__name__}:network_of_plain_averages", "model.options={}", *SHORT]
     results = []
     for more in ([], [COMPILED, "comm.bucket_mb=1"]):
-        config = small_run(*own, f"precision.name={precision}", "train.evaluate_every=1", "train.epochs=1", *more)
+        config = small_run(*own, f"precision.name={precision}", "train.evaluate_every=1", "train.epochs=1.5", *more)
         with prepare(config, current_rank()) as ready:
             results.append(run_to_the_end(ready.training))
     assert len(graphs) == 2  # of one network: torch compiled no second one, for another momentum or for evaluation
@@ -105,6 +115,29 @@ def test_a_network_is_compiled_once_in_parts_as_large_as_buckets(
     assert compiled["tests"] == pytest.approx(plain["tests"], rel=1e-5)
     for name, array in plain["state"].items():
         np.testing.assert_allclose(compiled["state"][name], array, rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+def test_fit_leaves_the_callers_network_as_it_was_but_for_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs: list[torch.fx.GraphModule] = []
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=partial(noting_graphs, graphs)))
+    labels = torch.arange(48) % 6
+    images = (labels[:, None, None, None] * 40).expand(48, 3, 12, 12).to(torch.uint8)
+    weights = []
+    for more in ([], [COMPILED]):
+        torch.manual_seed(0)
+        own = network(num_classes=6, in_channels=3)
+        settings = ["train.epochs=1", "batch.global=12", "batch.micro=2", "run.threads=1", *more]
+        settings += ["schedule.warmup_epochs=0.1", f"run.dir={tmp_path / str(len(more))}"]
+        megabatch.fit(own, (images, labels), (images, labels), overrides=settings)
+        assert own[1].momentum == 0.1 and "forward" not in vars(own) and not own._forward_hooks
+        weights.append(own.state_dict())
+    assert len(graphs) == 1
+    saved = load_file(tmp_path / "1/model.safetensors")
+    for name, tensor in weights[1].items():
+        assert torch.equal(saved[name], tensor)
+        torch.testing.assert_close(tensor, weights[0][name], rtol=1e-4, atol=1e-5)
 
 
 def refuse(graph: torch.fx.GraphModule, inputs: Any) -> Any:

@@ -8,7 +8,7 @@ rounded.  So fresh and resumed runs alike take their first step on the final buc
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ def warm_up(parts: Parts, model: ModelSettings, comm: CommSettings, stored: Tuni
     distributed, gradients = distribute(parts.network, parts.world, comm, backward, stored)
     if model.compile:
         compile_network(parts, distributed)
-    with compile_errors():
+    with compile_errors() if model.compile else nullcontext():
         warm_up_pass.run(distributed)
     return Training(
         **{part.name: getattr(parts, part.name) for part in fields(parts)},
