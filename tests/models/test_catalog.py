@@ -4,8 +4,9 @@ from torch import nn
 
 from megabatch.errors import UserError
 from megabatch.models.catalog import MODELS, ModelSettings, build_model
+from megabatch.models.layers import AverageTo
 from megabatch.models.loss import LossSettings, summed_loss
-from megabatch.models.small import AverageTo, Residual
+from megabatch.models.small import Residual
 
 
 def users_own(num_classes: int, image_size: int, hidden: int = 5) -> nn.Module:
