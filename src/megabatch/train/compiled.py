@@ -7,6 +7,7 @@ before, and nothing but training runs what is compiled.  Evaluation does not: it
 compiled once more, and `megabatch eval`, which compiles nothing, has to come to the same figures.
 """
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import mean
@@ -21,6 +22,7 @@ from megabatch.errors import UserError
 from megabatch.train.loop import Parts
 
 DEFINES_ERRORS = ("torch._inductor", "torch._dynamo", "torch._functorch")  # of torch.compile
+COMPILES = "torch/_dynamo/convert_frame.py"  # through which all compiling goes, and nothing else
 SMALLEST_CUT_BYTES = 1 << 20  # that torch makes
 NO_CXX, NO_TRITON = "InvalidCxxCompiler", "TritonMissing"
 
@@ -75,7 +77,14 @@ def compiler_errors(error: BaseException | None) -> list[BaseException]:
     """What torch.compile has raised, from the last to its first cause; nothing, if it was not that."""
     found: list[BaseException] = []
     while error is not None:
-        if found or type(error).__module__.startswith(DEFINES_ERRORS):
+        if found or is_of_compiler(error):
             found.append(error)
         error = getattr(error, "inner_exception", None) or error.__cause__
     return found
+
+
+def is_of_compiler(error: BaseException) -> bool:
+    frames = traceback.walk_tb(error.__traceback__)
+    return type(error).__module__.startswith(DEFINES_ERRORS) or any(
+        frame.f_code.co_filename.endswith(COMPILES) for frame, _ in frames
+    )

@@ -152,8 +152,7 @@ class Screen:
         if summary.skipped_images:
             self.say("skipped", f"{summary.skipped_images:,} images that could not be read; their neighbours stood in")
         if summary.resident_mb:
-            on_device = f", and on its GPU {summary.device_mb:,.0f} MB at most" if summary.device_mb else ""
-            self.say("memory", f"{summary.resident_mb:,.0f} MB of rank 0{on_device}")
+            self.say("memory", describe_memory(summary.resident_mb, summary.device_mb))
         late = summary.straggler
         if late and late.share > TELLING_SHARE:
             delay = f"{late.delay_s * 1e3:.1f} ms a step ({late.share:.0%})"
@@ -183,6 +182,11 @@ class Screen:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.bar.stop()
+
+
+def describe_memory(resident_mb: float, device_mb: float | None) -> str:
+    on_device = f", and at most {device_mb:,.0f} MB of its GPU" if device_mb is not None else ""
+    return f"{resident_mb:,.0f} MB of rank 0{on_device}"
 
 
 def describe_breakdown(shares: TimeBreakdown | None) -> str:
