@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import megabatch
+from megabatch.config.resolve import decisive_settings
 from megabatch.data.sources import load_data_set
 from megabatch.errors import UserError
 from megabatch.ranks.world import World, connect, current_rank
@@ -138,6 +139,11 @@ def test_fit_leaves_the_callers_network_as_it_was_but_for_its_weights(
     for name, tensor in weights[1].items():
         assert torch.equal(saved[name], tensor)
         torch.testing.assert_close(tensor, weights[0][name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_may_be_resumed_compiled_or_not() -> None:
+    plain, compiled = (decisive_settings(small_run(NETWORK, "model.options={}", *more)) for more in ([], [COMPILED]))
+    assert plain == compiled
 
 
 def refuse(graph: torch.fx.GraphModule, inputs: Any) -> Any:
