@@ -32,6 +32,7 @@ from megabatch.runs.model_card import ModelCard
 from megabatch.runs.records import Evaluation, EvaluationRecord, Record, StepRecord
 from megabatch.runs.time_breakdown import TimeBreakdown
 from megabatch.train.batch_norm import RunningStatistics
+from megabatch.train.device import device_mb
 from megabatch.train.not_finite import check_loss, check_scale, check_test_loss
 from megabatch.train.step_metrics import Numbers, StepMetrics
 
@@ -121,7 +122,11 @@ def train_on(
             result = run.evaluate()
             check_test_loss(result.test_loss, step)
             yield EvaluationRecord(
-                step=done, epoch=record.epoch, resident_mb=resident_mb(), **msgspec.structs.asdict(result)
+                step=done,
+                epoch=record.epoch,
+                resident_mb=resident_mb(),
+                device_mb=device_mb(run.world.device),
+                **msgspec.structs.asdict(result),
             )
         if stop and not begun:
             return
