@@ -45,7 +45,8 @@ def compile_network(parts: Parts, distributed: DistributedDataParallel) -> None:
     parts.network.forward = CompiledInTraining(parts.network)
     parts.statistics.move_outside(parts.network)
     # Where torch cuts: buckets of ours differ in size, and DDP names the largest.  It reads this no more itself.
-    distributed.bucket_bytes_cap = max(SMALLEST_CUT_BYTES, round(mean(distributed.bucket_bytes_cap_list)))
+    sizes = distributed.bucket_bytes_cap_list or [distributed.bucket_bytes_cap]
+    distributed.bucket_bytes_cap = max(SMALLEST_CUT_BYTES, round(mean(sizes)))
 
 
 def is_compiled(network: nn.Module) -> bool:
