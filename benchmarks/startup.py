@@ -214,7 +214,9 @@ def attributed(function: Callable[..., Any], spans: list[Span]) -> Callable[...,
 
 
 def steady_step(num_ranks: int, algorithm: str, precision: str) -> Step:
-    config = config_for(num_ranks, f"comm.algorithm={algorithm}", f"precision.name={precision}")
+    # Buckets of a fixed size: how many there are would else be chosen by timing, and launches with them.
+    choices = [f"comm.algorithm={algorithm}", f"precision.name={precision}", "comm.bucket_mb=25"]
+    config = config_for(num_ranks, *choices)
     with started(config, num_ranks) as training, closing(train(training)) as records:
         for _ in range(STEADY_STEP - 1):
             next(records)
