@@ -30,7 +30,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from benchmarks.rehearsal import backends, fake_cuda
+from benchmarks.rehearsal import backends, counting_store, fake_cuda
 from benchmarks.report import report
 from megabatch.comm import hook, tune
 from megabatch.config.loading import load_config, silent
@@ -50,7 +50,7 @@ STEADY_STEP = 14  # DDP takes the time of its first ten
 AGREEING, WEIGHTS, LINKS = "agreeing", "weights", "links"  # what bytes are sent for
 
 
-class CountingStore(backends.CountingStore):
+class CountingStore(counting_store.CountingStore):
     """Also of requests with many keys."""
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
@@ -214,7 +214,9 @@ def attributed(function: Callable[..., Any], spans: list[Span]) -> Callable[...,
 
 
 def steady_step(num_ranks: int, algorithm: str, precision: str) -> Step:
-    config = config_for(num_ranks, f"comm.algorithm={algorithm}", f"precision.name={precision}")
+    # Buckets of a fixed size: how many there are would else be chosen by timing, and launches with them.
+    choices = [f"comm.algorithm={algorithm}", f"precision.name={precision}", "comm.bucket_mb=25"]
+    config = config_for(num_ranks, *choices)
     with started(config, num_ranks) as training, closing(train(training)) as records:
         for _ in range(STEADY_STEP - 1):
             next(records)

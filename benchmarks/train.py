@@ -29,6 +29,7 @@ from megabatch.ranks.store import RankStore
 from megabatch.ranks.world import World, choose_device, connect
 from megabatch.runs.folder import RunFolder
 from megabatch.runs.records import StepRecord
+from megabatch.train.arithmetic import arithmetic
 from megabatch.train.evaluate import NOT_EVALUATED
 from megabatch.train.loop import train
 from megabatch.train.prepare import ready_to_train
@@ -75,7 +76,11 @@ def compare(overrides: Sequence[str], steps_a_block: int, rounds: int, world: Wo
     """Both arms on the recipe `fashion` with these overrides."""
     config = load_config("fashion", [*overrides, "train.epochs=1000"])
     data = in_memory(load_data_set(config.data))
-    with tempfile.TemporaryDirectory() as folder, RunFolder(Path(folder)) as run_folder:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        RunFolder(Path(folder)) as run_folder,
+        arithmetic(config.precision, config.run.deterministic),
+    ):
         run_folder.begin(config.to_toml(), {}, 0)
         arms = {"ours": our_steps(config, data, world, run_folder), "stock_ddp": stock_steps(config, data, world)}
         for take_step in arms.values():  # DDP settles its buckets, caches warm up

@@ -46,7 +46,9 @@ def fit_in(world: World, folder: str, precision: str) -> dict[str, Any]:
     return {"status": summary.status, "top1": summary.top1, "steps": summary.steps}
 
 
-@pytest.mark.parametrize(("num_ranks", "precision"), [(1, "fp32"), (2, "fp32"), (2, "fp16"), (2, "amp")])
+@pytest.mark.parametrize(
+    ("num_ranks", "precision"), [(1, "fp32"), (2, "fp32"), (2, "fp16"), (2, "amp"), (1, "amp-bf16")]
+)
 def test_ones_own_network_and_images_train_in_the_ranks_that_exist(
     ranks: RankPool, num_ranks: int, precision: str, tmp_path: Path
 ) -> None:

@@ -1,15 +1,33 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+from megabatch.config.loading import load_config
 from megabatch.errors import UserError
-from megabatch.models.catalog import MODELS, ModelSettings, build_model
+from megabatch.models.catalog import MODELS, ModelSettings, build_model, model_errors
+from megabatch.models.layers import AverageTo
 from megabatch.models.loss import LossSettings, summed_loss
-from megabatch.models.small import AverageTo, Residual
+from megabatch.models.small import Residual
+from megabatch.precision.place import place_model
+from megabatch.precision.policy import PrecisionSettings
 
 
 def users_own(num_classes: int, image_size: int, hidden: int = 5) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(image_size**2, hidden), nn.Linear(hidden, num_classes))
+
+
+class Viewing(nn.Module):
+    """As many networks do; between two convolutions the order of memory is seen."""
+
+    def __init__(self, num_classes: int, in_channels: int, image_size: int) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(in_channels, 4, 3, padding=1), nn.Linear(4 * image_size**2, num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        features = self.conv(images)
+        return self.fc(features.view(len(features), -1))
 
 
 def takes_nothing() -> nn.Module:
@@ -77,6 +95,38 @@ def test_a_users_own_factory_gets_the_arguments_it_names() -> None:
 def test_what_cannot_be_built_is_one_line(name: str, options: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         build(name, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("small_cnn", "auto", True),
+        ("small_cnn", False, False),
+        (f"{__name__}:Viewing", "auto", False),
+        (f"{__name__}:Viewing", True, True),
+    ],
+)
+def test_our_models_are_channels_last_and_users_own_where_they_say_so(name: str, given: Any, expected: bool) -> None:
+    assert ModelSettings(name=name, channels_last=given).wants_channels_last == expected
+    config = load_config("fashion", [f"model.name={name}", f"model.channels_last={str(given).lower()}"])
+    assert config.model.wants_channels_last == expected
+
+
+def test_a_view_that_channels_last_does_not_allow_is_one_line() -> None:
+    settings = ModelSettings(name=f"{__name__}:Viewing", channels_last=True)
+    model = build_model(settings, 1, num_classes=10, in_channels=3, image_size=28)
+    place_model(model, PrecisionSettings(), torch.device("cpu"), settings.wants_channels_last)
+    images = torch.zeros(2, 3, 28, 28).to(memory_format=torch.channels_last)
+    expected = r"^model.channels_last=true: .*:Viewing takes a view .*; write x.flatten\(1\) or .* out$"
+    with pytest.raises(UserError, match=expected) as refusal, model_errors(settings, images.shape):
+        model(images)
+    assert "\n" not in str(refusal.value)
+
+
+def test_another_order_of_memory_is_refused_with_those_that_there_are() -> None:
+    expected = r"^model.channels_last='fast': expected (true or false or auto|auto or true or false); for example model"
+    with pytest.raises(UserError, match=expected):
+        load_config("fashion", ["model.channels_last=fast"])
 
 
 def test_the_loss_is_the_sum_over_samples_of_the_smoothed_cross_entropy() -> None:

@@ -8,7 +8,7 @@ from megabatch.precision.loss_scale import (
     choose_loss_scale,
     show_scale,
 )
-from megabatch.precision.policy import PrecisionSettings
+from megabatch.precision.policy import PRECISIONS, PrecisionSettings
 
 
 def dynamic(value: float = 2.0**24) -> LossScale:
@@ -30,6 +30,7 @@ def test_the_first_scale_grows_with_the_batch_that_the_loss_is_divided_by() -> N
 
 def test_without_fp16_on_the_way_there_is_none_and_a_given_one_is_fixed() -> None:
     assert not choose_loss_scale(PrecisionSettings(name="bf16"), False, 32).is_on
+    assert {name for name, precision in PRECISIONS.items() if precision.has_small_range} == {"fp16", "amp"}
     fixed = choose_loss_scale(PrecisionSettings(name="fp16", loss_scale=1000), True, 32)
     for overflowed in (True, *[False] * GROWTH_INTERVAL, True):
         take_step(fixed, overflowed)

@@ -71,7 +71,7 @@ def test_what_is_not_trained_is_saved_as_it_was_and_what_has_changed_as_it_is() 
         assert torch.equal(tensor, before[name]) and torch.equal(network.state_dict()[name], before[name].half())
 
 
-@pytest.mark.parametrize("name", ["fp32", "fp64", "amp"])
+@pytest.mark.parametrize("name", ["fp32", "tf32", "fp64", "amp", "amp-bf16"])
 def test_wide_weights_are_their_own_master_weights(name: str) -> None:
     model = network().to(PRECISIONS[name].update)
     master_weights = to_precision(model, PRECISIONS[name], CPU)
@@ -100,11 +100,12 @@ def test_a_placed_model_is_cast_and_its_master_weights_are_not(name: str, channe
         assert tensor.dtype == (PRECISIONS[name].update if tensor.is_floating_point() else before[key].dtype)
 
 
-def test_amp_computes_in_fp16_and_keeps_fp32_weights_and_gradients() -> None:
+@pytest.mark.parametrize(("name", "dtype"), [("amp", torch.float16), ("amp-bf16", torch.bfloat16)])
+def test_amp_computes_in_16_bits_and_keeps_fp32_weights_and_gradients(name: str, dtype: torch.dtype) -> None:
     model = network()
-    to_precision(model, PRECISIONS["amp"], CPU)
+    to_precision(model, PRECISIONS[name], CPU)
     logits = model(torch.ones(2, 2, 6, 6))
-    assert logits.dtype == torch.float16
+    assert logits.dtype == dtype
     logits.float().sum().backward()
     assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
 

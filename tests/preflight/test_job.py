@@ -7,7 +7,9 @@ import pytest
 from megabatch.config.loading import load_config
 from megabatch.config.resolve import make_model, plan_run
 from megabatch.data.sources import infer_shape
+from megabatch.precision.policy import PRECISIONS
 from megabatch.preflight.job import job_of_recipe
+from megabatch.simulate.compute import GRADIENTS
 from megabatch.simulate.load import load_cluster
 
 
@@ -59,3 +61,10 @@ def test_a_stored_workload_serves_only_the_very_network() -> None:
     assert other.workload.forward_flops < 0.6 * stored.workload.forward_flops
     frozen, _ = job_of_recipe(load_config("resnet50-imagenet-256", ["model.freeze=['layer1']"]))
     assert frozen.workload.num_parameters < stored.workload.num_parameters
+
+
+def test_the_simulator_knows_the_gradients_of_every_precision() -> None:
+    formats = {"fp32": "float32", "fp64": "float64", "fp16": "float16", "bf16": "bfloat16"}
+    assert {name: f"torch.{formats[dtype]}" for name, dtype in GRADIENTS.items()} == {
+        name: str(precision.model) for name, precision in PRECISIONS.items()
+    }

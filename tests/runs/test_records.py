@@ -20,7 +20,7 @@ def step(number: int, images_per_s: float = 100.0) -> StepRecord:
 
 def evaluation(number: int, top1: float) -> EvaluationRecord:
     return EvaluationRecord(
-        step=number, epoch=1, top1=top1, top5=0.9, test_loss=0.5, class_top1=[top1], samples_evaluated=20
+        step=number, epoch=1, top1=top1, top5=0.9, test_loss=0.5, class_top1=[top1], samples_evaluated=20, device_mb=7e3
     )
 
 
@@ -43,6 +43,7 @@ def test_the_summary_adds_the_records_up() -> None:
     assert summary.comm_wait_share == pytest.approx(0.4 / 1.5)
     assert summary.straggler == Straggler(rank=5, delay_s=0.2, share=pytest.approx(0.4 / 1.5))
     assert summary.time_to_target_s == 4  # the first that reached it, not the last
+    assert summary.device_mb == 7e3
 
 
 def test_a_run_without_target_or_evaluation_says_so_with_null() -> None:

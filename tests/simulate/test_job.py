@@ -93,7 +93,7 @@ def test_what_does_not_travel_as_asked_is_said(precision: str, wire: CommDtype |
     cluster = load_cluster("p40-roce100")
     job = replace(RECIPE, precision=precision, all_reduce=AllReduceSettings(dtype=wire or "fp32"))
     if CURVES.get(precision, precision) not in cluster.device.curves:
-        curves = {precision: next(iter(cluster.device.curves.values()))}
+        curves = {CURVES.get(precision, precision): next(iter(cluster.device.curves.values()))}
         cluster = replace(cluster, device=replace(cluster.device, curves=curves))
     travelling = job.scenario(cluster, 512).in_use.dtype
     found = notes(job, [512], 65536, wire)

@@ -1,6 +1,6 @@
 """Rehearsals of the GPU path (benchmarks/rehearsal): how ranks join for one, and what they do there."""
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -74,6 +74,11 @@ def join_mirrored(mirrored_ranks: int, ranks_per_node: int, *_: Any) -> Abstract
         regular(mirrored_ranks // ranks_per_node, ranks_per_node),
     )
     return connect(info, "cuda", dist.HashStore(), backend=MIRRORED, topology=topology)
+
+
+def alone(*_: Any) -> AbstractContextManager[None]:
+    """One process, which has joined nobody yet."""
+    return nullcontext()
 
 
 def tiny(*overrides: str) -> RunConfig:

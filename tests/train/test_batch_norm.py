@@ -6,19 +6,29 @@ from megabatch.errors import UserError
 from megabatch.train.batch_norm import RunningStatistics, share_of_momentum
 
 
+@pytest.mark.parametrize("outside", [False, True])
 @pytest.mark.parametrize("accumulation", [1, 2, 5])
 @pytest.mark.parametrize("momentum", [0.1, 1.0, 0.0, None])
 def test_a_step_moves_the_statistics_once_by_the_mean_of_its_microbatches(
-    accumulation: int, momentum: float | None
+    accumulation: int, momentum: float | None, outside: bool
 ) -> None:
     norm = nn.BatchNorm1d(3, momentum=momentum, dtype=torch.float64)
-    statistics = RunningStatistics(nn.Sequential(norm), accumulation)
+    model = nn.Sequential(norm)
+    statistics = RunningStatistics(model, accumulation)
+    if outside:
+        statistics.move_outside(model)
+        model(torch.randn(8, 3, dtype=torch.float64))  # a warm-up pass, whose statistics are discarded
+        norm.reset_running_stats()
     mean, variance = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
     for step in range(4):
         microbatches = torch.randn(accumulation, 8, 3, dtype=torch.float64) * 3 + 1
         for turn, microbatch in enumerate(microbatches):
             statistics.begin_microbatch(turn)
-            norm(microbatch)
+            assert norm.momentum == 1.0 or not outside  # a compiled network holds it for a constant
+            model(microbatch).sum().backward()
+            with torch.no_grad():
+                model.eval()(microbatch)  # as evaluation does
+                model.train()
         statistics.end_step(torch.cat(statistics.tensors))
         moved = 1 / (step + 1) if momentum is None else momentum
         mean = (1 - moved) * mean + moved * microbatches.mean(1).mean(0)

@@ -65,7 +65,7 @@ def print_preview(
 
     seen = preview(config, num_ranks, needs_images)
     device_type = choose_device(config.run.device)
-    is_telling = device_type == "cuda" or config.run.device == "cpu"
+    is_telling = device_type != "cpu" or config.run.device == "cpu"
     here = Devices(device_type, count_devices(device_type), is_telling)
     plan = seen.plan
     console = Console(highlight=False, soft_wrap=True)

@@ -39,6 +39,8 @@ def choices(key: str) -> Iterator[str]:
     for member in kind.types if isinstance(kind, msgspec.inspect.UnionType) else (kind,):
         if isinstance(member, msgspec.inspect.LiteralType):
             yield from map(str, member.values)
+        elif isinstance(member, msgspec.inspect.BoolType):
+            yield from ("true", "false")
         else:
             yield "a number"
 

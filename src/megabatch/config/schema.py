@@ -48,7 +48,7 @@ class RunSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     device: str = "auto"  # cuda where there is one, else cpu
     threads: Annotated[int, Meta(ge=1)] | None = None  # of a rank; by default its share of the cores
     decode_threads: Annotated[int, Meta(ge=1)] | None = None  # beside them, for images; by default as many
-    deterministic: bool = False  # on CUDA: convolutions are chosen by rule, and not by timing them
+    deterministic: bool = False  # only deterministic algorithms; convolutions are chosen by rule, and not by timing
 
 
 class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=False):

@@ -23,6 +23,8 @@ from typing import NamedTuple
 
 from torch import nn
 
+from megabatch.models.layers import AverageTo
+
 
 class Size(NamedTuple):
     channels: tuple[int, int, int, int, int] = (96, 256, 384, 384, 256)  # of the convolutions
@@ -119,7 +121,7 @@ def connect_layers(
         conv5=nn.Conv2d(fourth, fifth, 3, padding=1, groups=2),
         relu5=nn.ReLU(inplace=True),
         pool5=max_pool(),
-        resize=nn.AdaptiveAvgPool2d(size.pooled),
+        resize=AverageTo(size.pooled),
         norm5=norms[4],  # after resizing: it normalises what fc6 reads
         flatten=nn.Flatten(),
         fc6=nn.Linear(fifth * size.pooled**2, size.hidden),

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from msgspec import Struct, field
@@ -27,6 +27,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "small_alexnet_bn": small_alexnet_bn,
     **RESNETS,
 }
+VIEW_REFUSED = "view size is not compatible with input tensor's size and stride"  # torch, of x.view(len(x), -1)
 
 
 class ModelSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,7 +35,8 @@ class ModelSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the factory
     weights: str | None = None  # what it starts from: a file, or the folder of a run; by default the seed decides
     freeze: list[str] | None = None  # modules that are not trained
-    channels_last: bool | None = None  # the memory order of images; by default true for the models of MODELS
+    channels_last: bool | Literal["auto"] = "auto"  # the memory order of images; auto: for the models of MODELS
+    compile: bool = False  # by torch.compile, for training
 
     def __post_init__(self) -> None:
         if not self.is_users_own:
@@ -47,7 +49,7 @@ class ModelSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     @property
     def wants_channels_last(self) -> bool:
         # A quarter faster on CPU; but `x.view(len(x), -1)`, which many models use, refuses it.
-        return not self.is_users_own if self.channels_last is None else self.channels_last
+        return not self.is_users_own if self.channels_last == "auto" else self.channels_last
 
 
 def build_model(settings: ModelSettings, seed: int, num_classes: int, in_channels: int, image_size: int) -> nn.Module:
@@ -87,6 +89,11 @@ def model_errors(settings: ModelSettings, image_shape: Sequence[int] = ()) -> It
     except UserError:
         raise
     except Exception as error:
+        if settings.channels_last is True and VIEW_REFUSED in str(error):
+            raise UserError(
+                f"model.channels_last=true: {settings.name} takes a view that this order of memory does not allow; "
+                "write x.flatten(1) or x.reshape(...) instead of x.view(...), or leave model.channels_last out"
+            ) from error
         if settings.is_users_own:
             raise
         on = f" on images {list(image_shape)}" if image_shape else ""

@@ -1,13 +1,16 @@
 """Which number formats a run computes in.
 
-|      | weights, activations, gradients | master weights, update | loss scale |
-|------|---------------------------------|------------------------|------------|
-| fp32 | fp32                            | the same               |            |
-| fp64 | fp64                            | the same               |            |
-| fp16 | fp16                            | fp32                   | yes        |   Jia et al. 2018
-| bf16 | bf16, which has fp32's range    | fp32                   |            |
-| amp  | fp32; autocast computes in fp16 | the same               | yes        |
+|          | weights, activations, gradients    | master weights, update | loss scale |
+|----------|------------------------------------|------------------------|------------|
+| fp32     | fp32                               | the same               |            |
+| tf32     | fp32; GPUs multiply in TF32        | the same               |            |
+| fp64     | fp64                               | the same               |            |
+| fp16     | fp16                               | fp32                   | yes        |   Jia et al. 2018
+| bf16     | bf16, which has fp32's range       | fp32                   |            |
+| amp      | fp32; autocast computes in fp16    | the same               | yes        |
+| amp-bf16 | fp32; autocast computes in bf16    | the same               |            |
 
+TF32 rounds the factors of a product to 10 bits after the point, as fp16 has, with fp32's range, and adds up in fp32.
 Normalisation layers, the loss and everything that is summed over a step stay in fp32 (fp64 under fp64).
 """
 
@@ -23,6 +26,7 @@ class Precision(NamedTuple):
     model: torch.dtype  # of weights, images and gradients
     autocast: torch.dtype | None = None  # of convolutions and products, whatever the weights are
     has_small_range: bool = False  # small gradients vanish unless the loss is scaled
+    allows_tf32: bool = False  # GPUs that have it multiply what is fp32 in TF32
 
     @property
     def update(self) -> torch.dtype:
@@ -32,10 +36,12 @@ class Precision(NamedTuple):
 
 PRECISIONS = {
     "fp32": Precision(torch.float32),
+    "tf32": Precision(torch.float32, allows_tf32=True),
     "fp64": Precision(torch.float64),
     "fp16": Precision(torch.float16, has_small_range=True),
     "bf16": Precision(torch.bfloat16),
     "amp": Precision(torch.float32, autocast=torch.float16, has_small_range=True),
+    "amp-bf16": Precision(torch.float32, autocast=torch.bfloat16),
 }
 
 

@@ -39,6 +39,7 @@ class EvaluationRecord(Evaluation, frozen=True, kw_only=True, tag_field="kind", 
     step: int
     epoch: float
     resident_mb: float | None = None  # memory of rank 0's process
+    device_mb: float | None = None  # the most that rank 0 has taken of its accelerator so far; None on a CPU
 
 
 Record = StepRecord | EvaluationRecord
@@ -70,4 +71,5 @@ class Summary(Struct, frozen=True, kw_only=True):
     comm_wait_share: float | None
     straggler: Straggler | None  # the rank that delayed the others most, since the last resumption; None on one rank
     resident_mb: float | None  # memory of rank 0's process at the last evaluation
+    device_mb: float | None = None  # the most that rank 0 has taken of its accelerator; None on a CPU
     time_to_target_s: float | None  # wall time of the first evaluation that reached train.target_top1

@@ -82,5 +82,6 @@ class RunTotals(Struct, kw_only=True):
             comm_wait_share=self.comm_wait_s / self.training_s if self.steps else None,
             straggler=self.straggler,
             resident_mb=last.resident_mb if last else None,
+            device_mb=last.device_mb if last else None,
             time_to_target_s=self.time_to_target_s,
         )

@@ -23,6 +23,8 @@ from megabatch.ranks.world import World
 from megabatch.runs.files import WEIGHTS
 from megabatch.runs.records import StepRecord
 from megabatch.selftest.check import Check
+from megabatch.train.arithmetic import arithmetic
+from megabatch.train.assemble import never
 from megabatch.train.loop import Training, train
 from megabatch.train.prepare import ready_to_train
 from megabatch.train.run import train_and_record
@@ -106,14 +108,17 @@ def recipe(world: World, *overrides: str) -> RunConfig:
     return load_config("smoke", [*SMALL, *SETTLED, global_batch, *overrides])
 
 
-def begin(world: World, *overrides: str, stop_requested: Callable[[], bool] = lambda: False) -> Training:
+@contextlib.contextmanager
+def begin(world: World, *overrides: str, stop_requested: Callable[[], bool] = never) -> Iterator[Training]:
     config = recipe(world, *overrides)
-    return ready_to_train(config, load_data_set(config.data), world, stop_requested=stop_requested)
+    with arithmetic(config.precision, config.run.deterministic):
+        training = ready_to_train(config, load_data_set(config.data), world, stop_requested=stop_requested)
+        with training.gradients:
+            yield training
 
 
 def losses_of(world: World, *overrides: str) -> list[float]:
-    training = begin(world, *overrides)
-    with training.gradients:
+    with begin(world, *overrides) as training:
         return [record.loss for record in train(training) if isinstance(record, StepRecord)]
 
 
@@ -158,7 +163,7 @@ def check_resume(world: World) -> Iterator[Check]:
         yield Check(name=f"resume {precision}", passed=passed, found=found)
 
 
-def record(world: World, overrides: list[str], stop_requested: Callable[[], bool] = lambda: False) -> str:
-    training = begin(world, *overrides, stop_requested=stop_requested)
-    with contextlib.redirect_stdout(io.StringIO()), training.gradients:
+def record(world: World, overrides: list[str], stop_requested: Callable[[], bool] = never) -> str:
+    silence = contextlib.redirect_stdout(io.StringIO())
+    with begin(world, *overrides, stop_requested=stop_requested) as training, silence:
         return train_and_record(recipe(world, *overrides), "auto", training).status

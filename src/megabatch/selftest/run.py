@@ -18,6 +18,7 @@ from megabatch.ranks.world import World, connect
 from megabatch.selftest.check import Check, Report
 from megabatch.selftest.laws import check_resume, check_sums, check_training
 from megabatch.selftest.speed import figures
+from megabatch.train.arithmetic import fix_workspace
 
 TIMEOUT_S = 120.0
 
@@ -32,6 +33,7 @@ def run_selftest(
 ) -> Report:
     """All ranks call it; `note` hears of the report as it grows, on rank 0."""
     began_s = time.perf_counter()
+    fix_workspace(True, device_type)
     with worlds(info, store, device_type, backend or backend_of_both(device_type)) as (world, reference):
         report = Report(
             megabatch=__version__,

@@ -29,6 +29,7 @@ from megabatch.ranks.machine import resident_mb
 from megabatch.ranks.world import World
 from megabatch.runs.records import StepRecord
 from megabatch.selftest.check import Check
+from megabatch.train.arithmetic import arithmetic
 from megabatch.train.evaluate import NOT_EVALUATED
 from megabatch.train.loop import Training, train
 from megabatch.train.prepare import ready_to_train
@@ -129,7 +130,7 @@ def time_steps(world: World) -> Iterator[Check]:
 
 def our_steps(config: RunConfig, data: DataSet, world: World) -> Generator[StepRecord, None, None]:
     training: Training = ready_to_train(config, data, world)
-    with training.gradients:
+    with training.gradients, arithmetic(config.precision, config.run.deterministic):
         for record in train(dataclasses.replace(training, evaluate=lambda: NOT_EVALUATED)):
             if isinstance(record, StepRecord):
                 yield record

@@ -10,8 +10,16 @@ from megabatch.simulate.profile import Profile
 from megabatch.simulate.step import Compute
 from megabatch.simulate.workload import Workload, load_workload, timed_backward
 
-GRADIENTS: dict[str, GradientDtype] = {"fp32": "fp32", "fp64": "fp64", "fp16": "fp16", "bf16": "bf16", "amp": "fp32"}
-CURVES = {"amp": "fp16"}  # autocast computes in 16 bits
+GRADIENTS: dict[str, GradientDtype] = {
+    "fp32": "fp32",
+    "tf32": "fp32",
+    "fp64": "fp64",
+    "fp16": "fp16",
+    "bf16": "bf16",
+    "amp": "fp32",
+    "amp-bf16": "fp32",
+}
+CURVES = {"amp": "fp16", "amp-bf16": "bf16"}  # autocast computes in 16 bits
 OPTIMIZER_BYTES = {"fp16": 16, "bf16": 16}  # weights, gradients, fp32 copies of both, momentum; of a parameter
 OPTIMIZER_BYTES_FP32 = 12
 
@@ -76,7 +84,7 @@ def compute_by_profile(profile: Profile, microbatch: float, accumulation: int = 
 
 def memory_bytes(workload: Workload, precision: str, microbatch: float) -> float:
     """Of one rank, beside the data set and the framework."""
-    num_bytes = 2 if precision in ("fp16", "bf16", "amp") else 8 if precision == "fp64" else 4
+    num_bytes = 2 if precision in ("fp16", "bf16", "amp", "amp-bf16") else 8 if precision == "fp64" else 4
     a_parameter = OPTIMIZER_BYTES.get(precision, OPTIMIZER_BYTES_FP32 * (2 if precision == "fp64" else 1))
     return workload.num_parameters * a_parameter + microbatch * workload.activation_bytes(num_bytes)
 

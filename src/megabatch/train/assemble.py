@@ -52,8 +52,6 @@ def assemble(
 ) -> Parts:
     plan = plan_run(config, data.shape, world.num_ranks)
     formats = config.precision.formats
-    torch.backends.cudnn.benchmark = not config.run.deterministic  # which nothing on a CPU looks at
-    torch.backends.cudnn.deterministic = config.run.deterministic
     model = make_model(config, data.shape) if own.network is None else freeze(own.network, config.model.freeze or [])
     initial_weights = InitialWeights()
     if config.model.weights:

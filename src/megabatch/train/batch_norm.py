@@ -4,6 +4,9 @@ A BatchNorm normalises with the statistics of its microbatch.  Its running stati
 mean over all microbatches of all ranks:  r <- (1 - M) r + M mean_i(s_i),  M the module's momentum.
 With A microbatches on a rank, the i-th (1..A) moves r by (M/A) / (1 - (A-i) M/A): the factors of r multiply to
 1 - M, and every s_i ends with the weight M/A.  All this is linear in s, so the mean of r over ranks is exact.
+
+In a compiled network a module's momentum is a constant: each new value would compile it again, A times in all, and at
+every step where M is None.  There it is 1 throughout, so that a forward pass leaves s_i itself, and r is moved outside.
 """
 
 import torch
@@ -35,6 +38,8 @@ class RunningStatistics:
                 self.names.append(name)
                 self.tensors += [module.running_mean, module.running_var]
         self.sizes = [tensor.numel() for tensor in self.tensors]
+        self.moved: list[torch.Tensor] = []  # r, of a compiled network
+        self.shares: list[float] = []  # what the microbatch moves each of `tensors` by
         self.momenta = [module.momentum for module in self.modules]
         self.counts: torch.Tensor | None = None  # steps that each module has seen
         self.counting: torch.Tensor | None = None
@@ -44,17 +49,37 @@ class RunningStatistics:
         """Some module asks for the plain average over all steps, so the host must know how many were not skipped."""
         return None in self.momenta
 
+    def move_outside(self, model: nn.Module) -> None:
+        """From now on modules have a momentum of 1, and the statistics are moved after each forward pass."""
+        self.moved = [torch.empty_like(tensor) for tensor in self.tensors]
+        for module in self.modules:
+            module.momentum = 1.0
+        model.register_forward_hook(self.move)
+
     def begin_microbatch(self, turn: int) -> None:
         """Before the forward pass of microbatch `turn` (from 0) of a step."""
         if self.counts is None and self.modules:  # read once: a resumed run has restored them by now
             self.counts = torch.stack([counter(module) for module in self.modules])
         if turn == 0 and self.tensors:
             self.before = torch.cat(self.tensors)
+        if turn == 0 and self.moved:
+            torch._foreach_copy_(self.moved, self.tensors)
+        self.shares = []
         counts = self.counts.tolist() if self.needs_counts and self.counts is not None else [0] * len(self.modules)
         for module, momentum, count in zip(self.modules, self.momenta, counts, strict=True):
             if momentum is None:
                 momentum = 1.0 / (1.0 + count)
-            module.momentum = share_of_momentum(momentum, turn, self.accumulation)
+            share = share_of_momentum(momentum, turn, self.accumulation)
+            module.momentum = 1.0 if self.moved else share
+            self.shares += [share, share]  # of the mean and of the variance
+
+    def move(self, *_: object) -> None:
+        """A forward hook: `tensors` are s_i, and become r."""
+        if self.shares and torch.is_grad_enabled():  # in a step, and not in evaluation
+            # Beside autograd, which keeps them for backward, where a BatchNorm in training does not look at them.
+            tensors = [tensor.data for tensor in self.tensors]
+            torch._foreach_lerp_(self.moved, tensors, self.shares)
+            torch._foreach_copy_(tensors, self.moved)
 
     @torch.no_grad()
     def end_step(self, averaged: torch.Tensor, skipped: torch.Tensor | None = None) -> None:

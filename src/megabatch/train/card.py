@@ -16,12 +16,13 @@ from megabatch.runs.totals import RunTotals
 
 # The names of folders and files decide nothing; what was in them does.
 PATHS = ("data.source", "data.also", "model.weights")
-ORIGINS = ("weights", "freeze")  # of a model, which say where it began
+PASSING = ("weights", "freeze", "compile")  # of a model, which say where it began and how it was run
 
 
 def make_card(config: RunConfig, data: DataSet, pixels: PixelStatistics) -> ModelCard:
     return ModelCard(
-        model={key: value for key, value in msgspec.to_builtins(config.model).items() if key not in ORIGINS},
+        model={key: value for key, value in msgspec.to_builtins(config.model).items() if key not in PASSING}
+        | {"channels_last": config.model.wants_channels_last},
         classes=list(data.class_names),
         num_channels=data.num_channels,
         image_size=config.data.image_size,

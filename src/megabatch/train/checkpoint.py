@@ -30,6 +30,7 @@ from megabatch.runs.model_card import METADATA, ModelCard
 from megabatch.runs.records import EvaluationRecord, Record
 from megabatch.runs.totals import RunTotals
 from megabatch.train.card import with_results
+from megabatch.train.compiled import is_compiled
 from megabatch.train.loop import Training
 
 FORMAT = 2  # of a checkpoint; another one is refused
@@ -56,7 +57,8 @@ def describe_arithmetic(training: Training) -> str:
     threads = torch.get_num_threads()
     plans = training.gradients.plans
     choice = f" (choice {plans.tuning.rounding})" if plans.tuning else ""
-    return f"{training.plan.num_ranks} ranks of {threads} threads, {plans.names}{choice}"
+    compiled = ", compiled" if is_compiled(training.network) else ""
+    return f"{training.plan.num_ranks} ranks of {threads} threads, {plans.names}{choice}{compiled}"
 
 
 def save_weights(training: Training, totals: RunTotals, path: Path) -> None:

@@ -43,7 +43,7 @@ def load(
 
 def make_classifier(weights: SavedWeights, device: torch.device, network: nn.Module | None = None) -> "Classifier":
     card = weights.card
-    settings = msgspec.convert(card.model, ModelSettings)
+    settings = msgspec.convert({key: value for key, value in card.model.items() if value is not None}, ModelSettings)
     precision = PrecisionSettings(name=card.precision)
     model = network
     if model is None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from megabatch import __version__
+from megabatch.train.device import accelerator_names
 
 # What explains a run's speed or numerics.  An allow-list: an environment also holds secrets.
 VARIABLES = (
@@ -18,11 +19,15 @@ VARIABLES = (
     "NCCL_ALGO",
     "NCCL_DEBUG",
     "NCCL_IB_DISABLE",
+    "NCCL_IB_HCA",
     "NCCL_PROTO",
     "NCCL_SOCKET_IFNAME",
     "OMP_NUM_THREADS",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
     "SLURM_JOB_ID",
     "SLURM_JOB_NUM_NODES",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "WORLD_SIZE",
 )
 
@@ -35,6 +40,6 @@ def describe_environment() -> dict[str, object]:
         "system": platform.platform(),
         "host": platform.node(),
         "directory": str(Path.cwd()),  # what relative sources are relative to
-        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "gpus": accelerator_names(),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }

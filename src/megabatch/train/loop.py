@@ -32,6 +32,7 @@ from megabatch.runs.model_card import ModelCard
 from megabatch.runs.records import Evaluation, EvaluationRecord, Record, StepRecord
 from megabatch.runs.time_breakdown import TimeBreakdown
 from megabatch.train.batch_norm import RunningStatistics
+from megabatch.train.device import device_mb
 from megabatch.train.not_finite import check_loss, check_scale, check_test_loss
 from megabatch.train.step_metrics import Numbers, StepMetrics
 
@@ -85,7 +86,7 @@ class BegunStep(NamedTuple):
     losses: torch.Tensor  # of this rank's microbatches
     data_wait: TimeBreakdown  # of this rank
     skipped_images: list[str]  # by this rank
-    comm_wait_s: float
+    comm_wait_s: float  # by the host's clock
 
 
 def never(step: int) -> bool:
@@ -121,7 +122,11 @@ def train_on(
             result = run.evaluate()
             check_test_loss(result.test_loss, step)
             yield EvaluationRecord(
-                step=done, epoch=record.epoch, resident_mb=resident_mb(), **msgspec.structs.asdict(result)
+                step=done,
+                epoch=record.epoch,
+                resident_mb=resident_mb(),
+                device_mb=device_mb(run.world.device),
+                **msgspec.structs.asdict(result),
             )
         if stop and not begun:
             return
@@ -182,6 +187,7 @@ def apply_gradients(run: Parts, skipped: torch.Tensor) -> None:
 def end_step(run: Training, begun: BegunStep, previous_ended_s: float) -> tuple[StepRecord, bool]:
     """Reads the result of a step: the record, and whether some rank was asked to stop."""
     totals, step = run.metrics.read(begun.numbers, begun.skipped_images), begun.step
+    run.gradients.raise_error()  # an all-reduce that was aborted leaves anything
     assert totals.samples == run.plan.global_batch
     check_loss(run, totals.loss, step, begun.losses)
     if totals.overflowed:
@@ -190,6 +196,7 @@ def end_step(run: Training, begun: BegunStep, previous_ended_s: float) -> tuple[
     run.loss_scale.note(totals.overflowed)
     # A step that was begun while the one before was under way has taken the time since that ended.
     taken_s = time.perf_counter() - max(begun.began_s, previous_ended_s)
+    exposed_s = run.gradients.exposed_wait_s  # on an accelerator, whose time the host's clock does not show
     record = StepRecord(
         step=step + 1,
         epoch=run.plan.epochs_after(step + 1),
@@ -201,7 +208,7 @@ def end_step(run: Training, begun: BegunStep, previous_ended_s: float) -> tuple[
         data_wait_s=begun.data_wait.total,
         data_wait=begun.data_wait,
         skipped_images=totals.skipped,
-        comm_wait_s=begun.comm_wait_s,
+        comm_wait_s=begun.comm_wait_s if exposed_s is None else exposed_s,
         straggler=totals.straggler,
         straggler_delay_s=totals.straggler_delay_s,
         evaluated=run.plan.should_evaluate_after(step + 1),

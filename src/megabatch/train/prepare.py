@@ -22,6 +22,7 @@ from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.machine import fair_threads, host_identity, usable_cores
 from megabatch.ranks.store import RankStore
 from megabatch.ranks.world import World, choose_device, connect
+from megabatch.train.arithmetic import arithmetic, fix_workspace
 from megabatch.train.assemble import NOTHING, Own, assemble, never
 from megabatch.train.loop import Training
 from megabatch.train.resume import has_checkpoint, stored_pixels, stored_tuning
@@ -49,9 +50,11 @@ def prepare(
 ) -> Iterator[Prepared]:
     device = choose_device(config.run.device)
     found_by = store.store if store else None
+    fix_workspace(config.run.deterministic, device)
     with (
         connect(info, device, found_by, config.comm.timeout_s, backend, topology) as world,
         store.failures_announced() if store else nullcontext(),
+        arithmetic(config.precision, config.run.deterministic),
     ):
         config = share_cores(config, world)
         data = load_data_set(config.data, config.run.decode_threads or 1) if data is None else data

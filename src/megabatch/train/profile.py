@@ -29,7 +29,9 @@ from megabatch.ranks.machine import cpu_name
 from megabatch.ranks.store import RankStore
 from megabatch.ranks.world import World, choose_device, connect
 from megabatch.simulate.profile import Profile, ProfiledGradient, ProfilePoint
+from megabatch.train.arithmetic import arithmetic, fix_workspace
 from megabatch.train.assemble import assemble
+from megabatch.train.device import accelerator_name, wait_for
 from megabatch.train.loop import Parts, apply_gradients
 from megabatch.train.noise import noise_like
 from megabatch.train.prepare import share_cores
@@ -62,9 +64,12 @@ def choose_microbatches(microbatch: int) -> list[int]:
 def record_profile(
     config: RunConfig, info: RankInfo, store: RankStore, seconds: float, report: Callable[[str], None]
 ) -> Profile:
+    device = choose_device(config.run.device)
+    fix_workspace(config.run.deterministic, device)
     with (
-        connect(info, choose_device(config.run.device), store.store, config.comm.timeout_s) as world,
+        connect(info, device, store.store, config.comm.timeout_s) as world,
         store.failures_announced(),
+        arithmetic(config.precision, config.run.deterministic),
     ):
         return record(share_cores(config, world), world, seconds, report)
 
@@ -91,7 +96,7 @@ def record(config: RunConfig, world: World, seconds: float, report: Callable[[st
         image_size=config.data.image_size,
         num_classes=shape.num_classes,
         precision=config.precision.name,
-        device=cpu_name() if world.device.type == "cpu" else torch.cuda.get_device_name(world.device),
+        device=cpu_name() if world.device.type == "cpu" else accelerator_name(world.device),
         threads=config.run.threads,
         gradients=list_gradients(parts.network, names),
         points=[medians(size, names, of_size) for size, of_size in zip(sizes, rounds, strict=True)],
@@ -137,7 +142,7 @@ def time_pass(warm_up_pass: WarmUpPass) -> Round:
         warm_up_pass.forward(parts.network)
     with recording(dict(parts.network.named_parameters())) as moments:
         began, backward_began, ended = warm_up_pass.run(parts.network)
-    wait_for(parts.world)
+    wait_for(parts.world.device)
     ready_s = {name: seconds_between(backward_began, moment) for name, moment in moments.items()}
     return Round(
         forward_s=seconds_between(began, backward_began),
@@ -177,14 +182,8 @@ def time_update(parts: Parts) -> float:
     began = now(parts.world.device)
     apply_gradients(parts, parts.master_weights.load_gradients(parts.loss_scale))
     ended = now(parts.world.device)
-    wait_for(parts.world)
+    wait_for(parts.world.device)
     return seconds_between(began, ended)
-
-
-def wait_for(world: World) -> None:
-    """Until what was recorded has happened."""
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)
 
 
 def list_gradients(network: nn.Module, names: list[str]) -> list[ProfiledGradient]:

@@ -10,12 +10,14 @@ from megabatch.config.schema import RunConfig
 from megabatch.data.images import ImageSet
 from megabatch.data.sources import FROM_PYTHON, NAMED_SOURCES, load_data_set, load_other_images
 from megabatch.errors import UserError
+from megabatch.precision.policy import PrecisionSettings
 from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.world import choose_device, connect
 from megabatch.runs.files import CONFIG
 from megabatch.runs.model_card import ModelCard
 from megabatch.runs.reader import is_run, started_in
 from megabatch.runs.records import Evaluation
+from megabatch.train.arithmetic import arithmetic, fix_workspace
 from megabatch.train.classifier import make_classifier
 from megabatch.train.evaluate import evaluate
 from megabatch.train.saved_weights import find_weights
@@ -35,7 +37,12 @@ def evaluate_run(folder: Path, source: str | None, checkpoint: str | None = None
     threads = config.run.decode_threads or 1
     test = other_images(config, source, weights.card, threads) if source else own_images(config, folder, weights.card)
     torch.set_num_threads(config.run.threads or 1)
-    with connect(RankInfo(0, 1, 0, 1), choose_device(config.run.device)) as world:
+    device = choose_device(config.run.device)
+    fix_workspace(config.run.deterministic, device)
+    with (
+        connect(RankInfo(0, 1, 0, 1), device) as world,
+        arithmetic(PrecisionSettings(name=weights.card.precision), config.run.deterministic),
+    ):
         classifier = make_classifier(weights, world.device)
         num_classes = len(classifier.classes)
         result = evaluate(classifier.network, test, classifier.normalise, num_classes, config.batch.microbatch, world)

@@ -24,6 +24,7 @@ from megabatch.preflight.device import warn_of_device
 from megabatch.runs.files import TIMELINE, WEIGHTS
 from megabatch.runs.records import EvaluationRecord, Record, StepRecord, Summary
 from megabatch.runs.time_breakdown import TimeBreakdown
+from megabatch.train.device import accelerator_name
 from megabatch.train.loop import Training
 
 TELLING_DRIFT = 1.5
@@ -151,7 +152,7 @@ class Screen:
         if summary.skipped_images:
             self.say("skipped", f"{summary.skipped_images:,} images that could not be read; their neighbours stood in")
         if summary.resident_mb:
-            self.say("memory", f"{summary.resident_mb:,.0f} MB of rank 0")
+            self.say("memory", describe_memory(summary.resident_mb, summary.device_mb))
         late = summary.straggler
         if late and late.share > TELLING_SHARE:
             delay = f"{late.delay_s * 1e3:.1f} ms a step ({late.share:.0%})"
@@ -183,6 +184,11 @@ class Screen:
         self.bar.stop()
 
 
+def describe_memory(resident_mb: float, device_mb: float | None) -> str:
+    on_device = f", and at most {device_mb:,.0f} MB of its GPU" if device_mb is not None else ""
+    return f"{resident_mb:,.0f} MB of rank 0{on_device}"
+
+
 def describe_breakdown(shares: TimeBreakdown | None) -> str:
     """What the wait for data was spent on, where it is worth a word."""
     if shares is None or shares.total < TELLING_DATA_SHARE:
@@ -201,10 +207,11 @@ def header(config: RunConfig, training: Training) -> dict[str, str]:
         for group in training.optimizer.param_groups
     ]
     device = training.world.device
-    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    device_name = "cpu" if device.type == "cpu" else accelerator_name(device)
     return {
         "megabatch": f"{__version__}, torch {torch.__version__}, {ranks} on {device_name}, {threads} each",
-        "recipe": f"{config.name}: {config.model.name}, {num_parameters:,} parameters",
+        "recipe": f"{config.name}: {config.model.name}, {num_parameters:,} parameters"
+        + (", compiled" if config.model.compile else ""),
         "precision": describe_precision(config, training),
         "data": describe_data(config, training),
         "batch": f"{plan.global_batch} = {plan.microbatch} micro x {plan.accumulation} accumulated x {ranks}",

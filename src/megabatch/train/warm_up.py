@@ -9,7 +9,7 @@ rounded.  So fresh and resumed runs alike take their first step on the final buc
 import json
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -23,6 +23,8 @@ from megabatch.models.catalog import ModelSettings, check_logits, model_errors
 from megabatch.planning.backward import RecordedBackward
 from megabatch.planning.tuning import Tuning
 from megabatch.ranks.world import World
+from megabatch.train.compiled import compile_errors, compile_network
+from megabatch.train.device import wait_for
 from megabatch.train.loop import Parts, Training
 from megabatch.train.step_metrics import StepMetrics
 
@@ -33,7 +35,10 @@ def warm_up(parts: Parts, model: ModelSettings, comm: CommSettings, stored: Tuni
     warm_up_pass = WarmUpPass(settings=model, images=images, labels=labels, parts=parts)
     backward = record_backward(warm_up_pass, parts.world)
     distributed, gradients = distribute(parts.network, parts.world, comm, backward, stored)
-    warm_up_pass.run(distributed)
+    if model.compile:
+        compile_network(parts, distributed)
+    with compile_errors() if model.compile else nullcontext():
+        warm_up_pass.run(distributed)
     return Training(
         **{part.name: getattr(parts, part.name) for part in fields(parts)},
         model=distributed,
@@ -91,8 +96,7 @@ def record_backward(warm_up_pass: WarmUpPass, world: World) -> RecordedBackward:
             f"model.name={settings.name!r}: no gradient reaches {', '.join(unused[:3])}"
             f"{' ...' * (len(unused) > 3)}; remove what forward does not use, or set requires_grad to False"
         )
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)
+    wait_for(world.device)
     ready_s = {name: seconds_between(began, moment) for name, moment in moments.items()}
     require_same_gradients(ready_s, world)
     names: list[str] = json.loads(world.broadcast_text(json.dumps(list(ready_s))))  # rank 0's order, as DDP takes it
@@ -132,10 +136,10 @@ def recording(parameters: dict[str, nn.Parameter]) -> Iterator[dict[str, Any]]:
 
 
 def now(device: torch.device) -> Any:
-    """A moment: on CUDA, of the current stream."""
-    if device.type != "cuda":
+    """A moment: on an accelerator, of the current stream."""
+    if device.type == "cpu":
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
+    event = torch.Event(device, enable_timing=True)
     event.record()
     return event
 

@@ -1,0 +1,26 @@
+"""The accelerator of a rank, of whatever kind: what torch calls cuda (NVIDIA's and AMD's), xpu (Intel's)."""
+
+import torch
+
+
+def accelerator_name(device: torch.device) -> str:
+    return str(torch.get_device_module(device).get_device_name(device))
+
+
+def accelerator_names() -> list[str]:
+    """Of all that this process sees."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
+        return []
+    return [accelerator_name(torch.device(kind.type, index)) for index in range(torch.accelerator.device_count())]
+
+
+def device_mb(device: torch.device) -> float | None:
+    """The most that tensors have taken on an accelerator since the process began; None on a CPU."""
+    return None if device.type == "cpu" else torch.accelerator.max_memory_allocated(device) / 1e6
+
+
+def wait_for(device: torch.device) -> None:
+    """Until everything that was launched on it has been done; on a CPU it has."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
