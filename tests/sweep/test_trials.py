@@ -99,11 +99,13 @@ def test_durations_are_told_in_two_units() -> None:
 
 
 def test_a_trial_that_fails_ends_the_others_and_is_one_line() -> None:
+    before = {*descendants(os.getpid())}  # pools of ranks that other tests use
+
     class Watching(SweepScreen):
         processes: frozenset[int] = frozenset()
 
         def show_running(self, folders: Sequence[Path]) -> None:
-            self.processes |= {*descendants(os.getpid())}
+            self.processes |= {*descendants(os.getpid())} - before
 
     trials = [Trial("a", "fashion", (*SMALL_RUN, "train.epochs=9000")), Trial("b", "smoke", ("data.source=nowhere",))]
     screen = Watching(len(trials), jobs=2)

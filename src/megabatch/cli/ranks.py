@@ -2,7 +2,9 @@
 
 import os
 import platform
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +14,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 from megabatch.errors import UserError
 
-PARENT = os.getppid()  # before torch is imported, which takes seconds
+# Before torch is imported, which takes seconds.
+PARENT = os.getppid()
+if "MEGABATCH_LAUNCHER" in os.environ and threading.current_thread() is threading.main_thread():
+    # Until a rank can stop after its step, Ctrl-C ends it: as an exception it may get lost in what imports torch.
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
 
 if TYPE_CHECKING:
     from megabatch.config.schema import RunConfig
