@@ -96,7 +96,7 @@ class Rows:
         return torch.segment_reduce(squares, "sum", lengths=self.lengths, unsafe=True).sqrt()
 
     def scale(self, factors: Tensor) -> None:
-        """Each tensor by its own."""
+        """Each tensor by its own.  What fills up its last row stays 0 while factors are finite, as weights are then."""
         self.rows.mul_(factors.to(self.rows.dtype).index_select(0, self.owners).unsqueeze(1))
 
 
