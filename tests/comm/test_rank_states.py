@@ -1,7 +1,6 @@
 """Thousands of ranks that fail at once, of which a few are played at one store."""
 
 import json
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,20 +10,9 @@ from megabatch.comm import groups
 from megabatch.comm.groups import Groups
 from megabatch.comm.progress import WAITS
 from megabatch.comm.rank_states import MOST, SEARCHES, RankStates
+from tests.support.store_requests import Requests
 
 NUM_RANKS = 2048
-
-
-class Requests:
-    def __init__(self, store: Any) -> None:
-        self.store, self.counted = store, Counter[str]()
-
-    def __getattr__(self, request: str) -> Any:
-        def ask(*args: Any) -> Any:
-            self.counted[request] += 1
-            return getattr(self.store, request)(*args)
-
-        return ask
 
 
 def of_rank(store: Any, rank: int) -> RankStates:

@@ -1,6 +1,5 @@
 import random
 import threading
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -8,20 +7,7 @@ import torch.distributed as dist
 
 from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.store import KEYS_AT_ONCE, agree_on_name, first_absent, gather_through
-
-
-class Requests:
-    """A store that counts what it is asked."""
-
-    def __init__(self, store: Any) -> None:
-        self.store, self.counted = store, Counter[str]()
-
-    def __getattr__(self, request: str) -> Any:
-        def ask(*args: Any) -> Any:
-            self.counted[request] += 1
-            return getattr(self.store, request)(*args)
-
-        return ask
+from tests.support.store_requests import Requests
 
 
 def meet(store: Any, num_ranks: int) -> list[str]:
