@@ -35,10 +35,11 @@ from msgspec import Struct
 
 from benchmarks.gradient_sets import GradientSet, gradient_sizes
 from benchmarks.host_ranks import RESULT, TASK, run_ranks
-from benchmarks.hosts import hosts, require_tools
+from benchmarks.hosts import hosts
 from benchmarks.report import print_lines, write
 from benchmarks.setups import Ranks, Request, name_setup
 from benchmarks.train import compare
+from megabatch.chaos.namespaces import require_tools
 from megabatch.cli.ranks import be_a_rank
 from megabatch.comm.barrier import Header
 from megabatch.comm.failure import FirstError

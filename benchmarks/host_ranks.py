@@ -1,5 +1,6 @@
 """Ranks in the hosts of a cluster, as a user would start them: torchrun on every host, which meet over the network."""
 
+import json
 import os
 import re
 import signal
@@ -9,10 +10,11 @@ import time
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from benchmarks.hosts import Cluster, end_processes
-from megabatch.ranks.launch import RankFailed, reported_failure
-from megabatch.ranks.scratch import scratch_folder
+from benchmarks.hosts import Cluster
+from megabatch.chaos.namespaces import end_processes
+from megabatch.ranks.failures import RankFailed
 
 CHECKOUT = Path(__file__).parents[1]
 MEETING_PORT = 29_400
@@ -28,7 +30,8 @@ def run_ranks(cluster: Cluster, ranks: Sequence[int], module: str, task: bytes) 
 
     Returns what rank 0 has left there in the file RESULT.
     """
-    with scratch_folder() as scratch:
+    with TemporaryDirectory(prefix="megabatch-") as folder:
+        scratch = Path(folder)
         (scratch / TASK).write_bytes(task)
         launchers: list[subprocess.Popen[str]] = []
         try:
@@ -92,9 +95,10 @@ def first_failure(ranks: Sequence[int], scratch: Path) -> RankFailed:
         if killed:
             number, local_rank = map(int, killed.groups())
             return RankFailed(num_before + local_rank, 1, f"was ended by {signal.Signals(number).name}")
-    reported = reported_failure(scratch)
-    if reported:
-        return reported
+    for path in scratch.rglob("error.json"):  # torchelastic's, of the first rank that failed
+        report = json.loads(path.read_text())
+        if "trace" in report:  # and not one that torchelastic has written itself
+            return RankFailed(report["rank"], report["exit_code"], report["message"], report["trace"])
     # It could not even be started, or could not join the others.
     logs = sorted((path for path in scratch.rglob("*.log") if path.stat().st_size), key=lambda path: path.name == LOG)
     return RankFailed(0, 1, "a rank ended without a word; its log is above", logs[0].read_text() if logs else "")

@@ -8,6 +8,8 @@ ours        LARS as `megabatch train` makes it (you2017: the rate inside the mom
 peers       pytorch_optimizer's LARS, tensor by tensor and with foreach; timm's Lars, which has one way.  Both keep the
             rate outside.  `peer` names the fastest, and `peer_lars_s` is its time
 sgd_fused   torch.optim.SGD(fused=True) with momentum: what a step costs without trust ratios
+checked     ours, and sgd_fused, after the norm of the whole gradient, as `megabatch train` looks for inf and NaN: LARS
+            takes the norms of its step from there, and SGD has none
 limit       4 bytes x (7 for each weight with a trust ratio: w and g read for the norms, w, g, v read and w, v written;
             5 for the others), over the bandwidth of torch.add(a, b, out=a), which reads two tensors and writes one, on
             64 MiB each, with the same threads, in the same rounds.  Weights that stay in the cache from the norms to
@@ -18,6 +20,7 @@ import importlib
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +31,12 @@ from benchmarks.report import report
 from benchmarks.torchvision_on_cpu import import_torchvision
 from megabatch.models.catalog import ModelSettings, build_model
 from megabatch.optim.groups import parameter_groups
-from megabatch.optim.optimizers import OPTIMIZERS, OptimSettings
+from megabatch.optim.lars import LARS
+from megabatch.optim.optimizers import OPTIMIZERS, OptimSettings, gradient_norm
 from megabatch.ranks.machine import usable_cores
 
 NETWORKS = ("resnet50", "alexnet")
+OWN = ("ours", "ours_checked", "sgd_fused", "sgd_checked")
 RATE, MOMENTUM, DECAY, TRUST = 0.1, 0.9, 5e-5, 0.001
 BANDWIDTH_BYTES = 64 << 20
 
@@ -70,6 +75,9 @@ def measure(name: str, threads: int, rounds: int) -> dict[str, Any]:
         **peers(groups),
     }
     moved = [torch.ones(BANDWIDTH_BYTES // 4) for _ in range(2)]
+    steps: dict[str, Arm] = {arm: optimizer.step for arm, optimizer in arms.items()}
+    for arm, of in (("ours_checked", "ours"), ("sgd_checked", "sgd_fused")):
+        arms[arm], steps[arm] = arms[of], partial(step_checked, arms[of])
     times: dict[str, list[float]] = {arm: [] for arm in (*arms, "bandwidth")}
     names = list(times)
     for turn in range(-2, rounds):  # two rounds make the momentum buffers and warm up
@@ -78,7 +86,7 @@ def measure(name: str, threads: int, rounds: int) -> dict[str, Any]:
                 took_s = time_call(lambda: torch.add(moved[0], moved[1], out=moved[0]))
             else:
                 write_gradients(arms[arm], source)
-                took_s = time_call(arms[arm].step)
+                took_s = time_call(steps[arm])
             if turn >= 0:
                 times[arm].append(took_s)
     return describe(name, threads, rounds, groups, times)
@@ -86,7 +94,7 @@ def measure(name: str, threads: int, rounds: int) -> dict[str, Any]:
 
 def describe(name: str, threads: int, rounds: int, groups: Groups, times: dict[str, list[float]]) -> dict[str, Any]:
     seconds = {arm: statistics.median(taken) for arm, taken in times.items()}
-    peer_arms = [arm for arm in times if arm not in ("ours", "sgd_fused", "bandwidth")]
+    peer_arms = [arm for arm in times if arm not in (*OWN, "bandwidth")]
     peer = min(peer_arms, key=seconds.__getitem__, default=None)
     bytes_per_s = 3 * BANDWIDTH_BYTES / seconds["bandwidth"]
     num_bytes = sum(
@@ -104,6 +112,8 @@ def describe(name: str, threads: int, rounds: int, groups: Groups, times: dict[s
         "limit_s": num_bytes / bytes_per_s,
         "ratio_to_peer": median_ratio(times[peer], times["ours"]) if peer else None,
         "ratio_to_sgd": median_ratio(times["ours"], times["sgd_fused"]),
+        "ours_checked_s": seconds["ours_checked"],
+        "sgd_checked_s": seconds["sgd_checked"],
         "bandwidth_gb_per_s": bytes_per_s / 1e9,
         **{f"{arm}_s": seconds.get(arm) for arm in ("pytorch_optimizer", "pytorch_optimizer_foreach", "timm")},
     }
@@ -134,6 +144,11 @@ def import_or_none(name: str) -> Any:
 def copies(groups: Groups) -> Groups:
     """The same groups with weights of their own, the same in every arm."""
     return [group | {"params": [nn.Parameter(random_like(each)) for each in group["params"]]} for group in groups]
+
+
+def step_checked(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.gradient_norm() if isinstance(optimizer, LARS) else gradient_norm(optimizer)
+    optimizer.step()
 
 
 def random_like(parameter: Tensor) -> Tensor:

@@ -26,10 +26,11 @@ from msgspec.structs import asdict, replace
 from benchmarks.cluster import applying, ready_at_once
 from benchmarks.gradient_sets import gradient_sizes
 from benchmarks.host_ranks import run_ranks
-from benchmarks.hosts import hosts, require_tools
+from benchmarks.hosts import hosts
 from benchmarks.report import print_lines, write
 from benchmarks.setups import Ranks
 from benchmarks.simulated_ranks import MICROBATCH, AllReduces, ArmTask, Barriers, Measured, Recording, Steps, Task
+from megabatch.chaos.namespaces import require_tools
 from megabatch.planning.algorithms import ALGORITHMS
 from megabatch.planning.backward import ELEMENT_BYTES, Gradient, RecordedBackward
 from megabatch.planning.buckets import MIB

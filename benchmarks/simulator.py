@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import simulated_hosts
 from benchmarks.guide import guide_tables
-from benchmarks.hosts import require_tools
 from benchmarks.paper import claims
 from benchmarks.published import Pair, Prediction, Published, Scores, predict_all, read_rows, score
 from benchmarks.report import print_lines, write
 from benchmarks.simulated_hosts import here_tables, run_here
+from megabatch.chaos.namespaces import require_tools
 from megabatch.errors import UserError
 from megabatch.studies.drawing import GREY, color_of, mark_log_ticks, to_svg
 

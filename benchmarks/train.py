@@ -4,15 +4,20 @@ Both arms live in the same ranks with the same threads, model, images and batch,
 of one, then of the other, the order swapped every round.  A block's time is that of the slowest rank (a barrier
 ends it); `ratio` is the median over rounds of stock's time by ours in the same round, since neighbours in time share
 the machine's mood.  Ours writes every row of metrics.jsonl, as `megabatch train` does; evaluation is left out of both.
+`check_percent` is what ours spends of a step on the search for inf and NaN in the gradients, call by call: on CPUs the
+time that the core has worked on it, since another thread may have had the core meanwhile.
 """
 
 import dataclasses
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -20,6 +25,7 @@ import torch.distributed as dist
 
 from benchmarks.report import report
 from benchmarks.stock_ddp import train_stock
+from megabatch.comm import shared_memory
 from megabatch.config.loading import load_config
 from megabatch.config.resolve import make_model
 from megabatch.data.images import ArrayImages, DataSet
@@ -29,10 +35,12 @@ from megabatch.ranks.store import RankStore
 from megabatch.ranks.world import World, choose_device, connect
 from megabatch.runs.folder import RunFolder
 from megabatch.runs.records import StepRecord
+from megabatch.train import loop
 from megabatch.train.arithmetic import arithmetic
 from megabatch.train.evaluate import NOT_EVALUATED
 from megabatch.train.loop import train
 from megabatch.train.prepare import ready_to_train
+from megabatch.train.warm_up import now, seconds_between
 
 # Overrides of the recipe `fashion`, steps in a block, and rounds as a share of those asked for.
 WORKLOADS = {
@@ -80,12 +88,14 @@ def compare(overrides: Sequence[str], steps_a_block: int, rounds: int, world: Wo
         tempfile.TemporaryDirectory() as folder,
         RunFolder(Path(folder)) as run_folder,
         arithmetic(config.precision, config.run.deterministic),
+        timed_checks(world.device) as checks,
     ):
         run_folder.begin(config.to_toml(), {}, 0)
         arms = {"ours": our_steps(config, data, world, run_folder), "stock_ddp": stock_steps(config, data, world)}
         for take_step in arms.values():  # DDP settles its buckets, caches warm up
             time_block(take_step, steps_a_block)
         times: dict[str, list[float]] = {arm: [] for arm in arms}
+        checks.clear()
         for turn in range(rounds):
             for arm in sorted(arms, reverse=turn % 2 == 1):
                 times[arm].append(time_block(arms[arm], steps_a_block))
@@ -100,7 +110,30 @@ def compare(overrides: Sequence[str], steps_a_block: int, rounds: int, world: Wo
         "ours_images_per_s": images / statistics.median(ours),
         "stock_ddp_images_per_s": images / statistics.median(stock),
         "ratio": statistics.median(theirs / mine for theirs, mine in zip(stock, ours, strict=True)),
+        "check_percent": 100 * sum(seconds_between(*check) for check in checks) / sum(ours),
     }
+
+
+@contextmanager
+def timed_checks(device: torch.device) -> Iterator[list[tuple[Any, Any]]]:
+    """When this rank began and ended to look for inf and NaN: in its gradients, and in its part of their sums."""
+    moments = list[tuple[Any, Any]]()
+    clock = time.thread_time if device.type == "cpu" else partial(now, device)
+
+    def timed(check: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            began = clock()
+            found = check(*arguments)
+            moments.append((began, clock()))
+            return found
+
+        return call
+
+    with (
+        patch.object(loop, "clip_and_check", timed(loop.clip_and_check)),
+        patch.object(shared_memory, "product_of_halves", timed(shared_memory.product_of_halves)),
+    ):
+        yield moments
 
 
 def time_block(take_step: Callable[[], object], num_steps: int) -> float:

@@ -15,7 +15,7 @@ LAYERS = [
     {"__main__"},
     {"cli"},
     {"studies"},
-    {"sweep", "selftest"},
+    {"sweep", "selftest", "chaos"},
     {"train"},
     {"preflight"},
     {"config"},

@@ -4,18 +4,31 @@ A file or folder is written under another name, synced and renamed: whoever look
 before, also after a kill.  A lock is `flock` on a file: the kernel releases it however its process ends.
 """
 
+import errno
 import fcntl
+import hashlib
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO, TextIO
 
 WRITING = ".writing-"  # begins the name of what is not whole yet
 PATIENCE_S = 1.0  # `is_locked` touches a lock for a moment
+CHUNK_BYTES = 4 << 20  # that are hashed and written, or read and hashed, at a time
+REMEDIES = {
+    errno.ENOSPC: "make room on that disk",
+    errno.EDQUOT: "make room in that quota, or raise it",
+    errno.EFBIG: "raise the limit on a file's size (ulimit -f)",
+    errno.EROFS: "mount it for writing",
+    errno.EACCES: "allow its owner to write there",
+    errno.EPERM: "allow its owner to write there",
+    errno.EIO: "see what is wrong with that disk",
+    errno.ESTALE: "mount that file system again",
+}
 
 
 @contextmanager
@@ -28,7 +41,8 @@ def writing(path: Path) -> Iterator[Path]:
         sync(*(sorted(new.rglob("*")) if new.is_dir() else ()), new)
         new.rename(path)
     except BaseException:
-        remove(new)
+        with suppress(OSError):  # what went wrong is said already
+            remove(new)
         raise
     sync(path.parent)
 
@@ -38,6 +52,42 @@ def write_file(path: Path, content: str | bytes | memoryview) -> Path:
     with writing(path) as new:
         new.write_bytes(content.encode() if isinstance(content, str) else content)
     return path
+
+
+def write_hashed(path: Path, parts: Iterable[memoryview]) -> str:
+    """Writes them one after another; the sha256 of the file.  Python's lock is not held over either."""
+    digest = hashlib.sha256()
+    with path.open("wb", buffering=0) as file:
+        for part in parts:
+            for begin in range(0, len(part), CHUNK_BYTES):
+                chunk = part[begin : begin + CHUNK_BYTES]
+                digest.update(chunk)
+                write_all(file, chunk)
+    return digest.hexdigest()
+
+
+def write_all(file: BinaryIO, content: memoryview) -> None:
+    """A disk that is nearly full takes a part, and says so at the next."""
+    while content:
+        content = content[file.write(content) :]
+
+
+def read_hashed(path: Path, into: memoryview) -> str:
+    """Fills it from the file; the sha256 of what was read."""
+    digest, begin = hashlib.sha256(), 0
+    with path.open("rb", buffering=0) as file:
+        while begin < len(into):
+            count = file.readinto(into[begin : begin + CHUNK_BYTES])
+            if not count:
+                raise OSError(errno.EIO, f"it ends after {begin:,} of {len(into):,} bytes", str(path))
+            digest.update(into[begin : begin + count])
+            begin += count
+    return digest.hexdigest()
+
+
+def remedy(error: OSError) -> str:
+    """What a user can do where something could not be written."""
+    return REMEDIES.get(error.errno or 0, "see that it can be written to")
 
 
 def point(link: Path, name: str) -> None:

@@ -12,6 +12,18 @@ class Diverged(UserError):
     """Training has left the numbers: a loss or gradients are inf or NaN, though the images are not."""
 
 
+class NotSaved(UserError):
+    """Training has come to its end, and what it was for could not be written."""
+
+
+class NotRepeated(RuntimeError):
+    """What was computed is wrong, and is not when it is computed again: a fault that a restart cures."""
+
+
+class RanksDiffer(RuntimeError):
+    """Ranks have drifted apart: weights that are the same on all of them by construction are not."""
+
+
 def nearest(value: str, choices: Iterable[str]) -> str:
     """The choice that looks most like `value`."""
     return get_close_matches(value, list(choices), n=1, cutoff=0.0)[0]

@@ -37,6 +37,7 @@ def test_a_bench_writes_its_command_the_machine_and_rows(tmp_path: Path) -> None
     for row in written["rows"]:
         assert row["ranks"] == 2 and row["rounds"] == 3
         assert row["ours_images_per_s"] > 0 and row["stock_ddp_images_per_s"] > 0 and row["ratio"] > 0
+        assert 0 < row["check_percent"] < 100
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -79,6 +80,7 @@ def test_bench_optimizer_measures_one_thread_and_all(tmp_path: Path) -> None:
     for row in rows:
         assert row["model"] == "small_cnn" and row["rounds"] == 3 and row["parameters"] > 1000
         assert row["ours_s"] > 0 and row["sgd_fused_s"] > 0 and row["limit_s"] > 0 and row["ratio_to_sgd"] > 0
+        assert row["ours_checked_s"] > 0 and row["sgd_checked_s"] > 0
         if find_spec("pytorch_optimizer"):
             assert row["peer_lars_s"] > 0 and row["ratio_to_peer"] > 0 and row["peer"]
         else:

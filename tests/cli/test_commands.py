@@ -205,7 +205,7 @@ def test_the_doctor_takes_a_run_for_its_recipe_and_images(monkeypatch: pytest.Mo
     started: list[tuple[str, int]] = []
     monkeypatch.setattr(
         "megabatch.cli.doctor.start_ranks",
-        lambda arguments, num_ranks, files: started.append((files["recipe.toml"], num_ranks)),
+        lambda arguments, num_ranks, recipe: started.append((recipe, num_ranks)),
     )
     run = make_run("runs/photos-001", "photos", *SYNTHETIC)
     output("doctor", str(run), "seed=3", "--ranks", "2")

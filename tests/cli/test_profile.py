@@ -41,9 +41,7 @@ def test_the_rank_that_is_timed_has_the_threads_of_one_of_the_run(monkeypatch: p
     started: list[tuple[int, int]] = []
     monkeypatch.setattr(
         "megabatch.cli.profile.start_ranks",
-        lambda arguments, num_ranks, files: started.append(
-            (num_ranks, tomllib.loads(files["recipe.toml"])["run"]["threads"])
-        ),
+        lambda arguments, num_ranks, recipe: started.append((num_ranks, tomllib.loads(recipe)["run"]["threads"])),
     )
     monkeypatch.setattr("megabatch.ranks.machine.usable_cores", lambda: frozenset(range(8)))
     for words in (["--ranks", "1"], ["--ranks", "2"], ["--ranks", "4"], ["--ranks", "2", "run.threads=3"]):

@@ -34,7 +34,7 @@ def test_a_few_requests_find_who_is_silent_and_what_is_said_however_many_ranks_t
     requests = Requests(store)
     asking = of_rank(requests, 5)
     assert asking.heard(waits_for_all=True) == [
-        "rank 700 says nothing: gone, or hanging; see the output there",
+        "rank 700 says nothing: gone, or hanging",
         "rank 3 has reduced 0 buckets",
         "rank 9 has aborted: ValueError",
     ]

@@ -18,19 +18,20 @@ from megabatch.ranks.world import World
 from megabatch.runs.totals import RunTotals
 from megabatch.train.assemble import Own
 from megabatch.train.checkpoint import (
-    Checkpoints,
+    DamagedCheckpoint,
     newest_good,
     number_to_tensor,
+    read_checkpoint,
     read_description,
     read_state,
     restore_training_state,
-    separate,
     tensor_to_number,
     training_state,
 )
 from megabatch.train.loop import train
 from megabatch.train.prepare import ready_to_train
 from megabatch.train.run import require_same_images
+from megabatch.train.saves import Checkpoints
 from tests.support.rank_pool import RankPool
 from tests.support.small_runs import small_run
 
@@ -84,6 +85,7 @@ def train_with_stops(
                 break
         if world.rank == 0:
             checkpoints.save(training, totals)
+            checkpoints.drain()
             description = read_description(checkpoints.folder / "last")
             require_same_images(Path(folder), description.data, training)
             with pytest.raises(UserError, match="was trained on other images than are there now"):
@@ -148,6 +150,8 @@ def save_steps(world: World, folder: str, steps: list[int], keep: int, best: int
     checkpoints = Checkpoints(Path(folder), CheckpointSettings(keep=keep), 4)
     for step in steps:
         checkpoints.save(training, RunTotals(global_batch=24, target_top1=None, steps=step, best_step=best))
+        checkpoints.drain()
+    checkpoints.close()
 
 
 def save_what_is_not_finite(world: World, folder: str) -> None:
@@ -158,6 +162,7 @@ def save_what_is_not_finite(world: World, folder: str) -> None:
     with torch.no_grad():
         next(iter(training.master_weights.weights.values()))[0].fill_(torch.nan)
     checkpoints.save(training, RunTotals(global_batch=24, target_top1=None, steps=2))
+    checkpoints.close()
 
 
 def test_a_state_with_nan_does_not_take_the_place_of_a_good_one(ranks: RankPool, tmp_path: Path) -> None:
@@ -188,18 +193,6 @@ def test_going_back_to_an_older_one_abandons_the_newer(ranks: RankPool, tmp_path
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
-def test_tied_weights_are_saved_each_by_itself() -> None:
-    tied = torch.arange(6.0).reshape(2, 3)
-    state = separate({"a": tied, "b": tied, "c": tied.T})
-    assert {name: tensor.tolist() for name, tensor in state.items()} == {
-        "a": tied.tolist(),
-        "b": tied.tolist(),
-        "c": tied.T.tolist(),
-    }
-    assert len({tensor.data_ptr() for tensor in state.values()}) == 3
-    assert all(tensor.is_contiguous() for tensor in state.values())
-
-
 def test_damage_is_reported_and_the_one_before_is_used(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(save_steps, str(tmp_path), [1, 2, 3, 4], 4, 0, num_ranks=1)
     folder = tmp_path / "checkpoints"
@@ -211,6 +204,8 @@ def test_damage_is_reported_and_the_one_before_is_used(ranks: RankPool, tmp_path
     shutil.copytree(folder / "step-00000002", folder / ".writing-step-00000005-123")  # a kill while it was written
     reports: list[str] = []
     assert newest_good(tmp_path, reports.append) == folder / "step-00000002"
+    with pytest.raises(DamagedCheckpoint, match="checksum does not match"):
+        read_checkpoint(folder / "step-00000004")
     assert len(reports) == 2
     assert "step-00000004" in reports[0] and "checksum does not match" in reports[0]
     assert "step-00000003" in reports[1] and "cannot be read" in reports[1]
@@ -232,7 +227,7 @@ def test_a_checkpoint_of_another_version_is_refused_in_one_line(ranks: RankPool,
 
 def test_checkpoints_are_due_as_the_recipe_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     clock = [1000.0]
-    monkeypatch.setattr("megabatch.train.checkpoint.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("megabatch.train.saves.time.monotonic", lambda: clock[0])
     by_steps = Checkpoints(tmp_path, CheckpointSettings(every_steps=5), 0)
     assert [step for step in range(1, 16) if by_steps.is_due(step)] == [5, 10, 15]
     by_minutes = Checkpoints(tmp_path, CheckpointSettings(every_minutes=2), 0)

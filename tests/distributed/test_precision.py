@@ -193,10 +193,12 @@ def test_at_the_floor_the_run_ends_and_names_the_first_parameter_that_overflowed
     for scales, error in ranks.run(overflow_for_ever, num_ranks=2):
         assert scales == [2.0**power for power in range(13, 0, -1)]  # from 2^8 x 32
         assert error.startswith("the gradient of second.bias overflows at step 14 with a loss scale of 1, 14 steps")
+        assert "14 steps in a row on rank 0 and 1 other (microbatch 0);" in error
     for scales, error in ranks.run(overflow_for_ever, "precision.loss_scale=16", num_ranks=1):
         assert scales == [16.0] * 19
         assert (
-            "overflows at step 20 with a loss scale of 16, 20 steps in a row; leave precision.loss_scale out" in error
+            "overflows at step 20 with a loss scale of 16, 20 steps in a row on rank 0 (microbatch 0); leave "
+            "precision.loss_scale out" in error
         )
 
 

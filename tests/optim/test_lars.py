@@ -37,10 +37,14 @@ def make_lars(weights: list[nn.Parameter], **settings: Any) -> LARS:
 def take_steps(optimizer: torch.optim.Optimizer, rates: list[float], first: int = 0, scale: float = 1.0) -> None:
     for step, rate in enumerate(rates, first):
         set_learning_rate(optimizer, rate)
-        for group in optimizer.param_groups:
-            for index, weight in enumerate(group["params"]):
-                weight.grad = scale * random(*weight.shape, dtype=weight.dtype, seed=100 * step + index)
+        give_gradients(optimizer, step, scale)
         optimizer.step()
+
+
+def give_gradients(optimizer: torch.optim.Optimizer, step: int, scale: float = 1.0) -> None:
+    for group in optimizer.param_groups:
+        for index, weight in enumerate(group["params"]):
+            weight.grad = scale * random(*weight.shape, dtype=weight.dtype, seed=100 * step + index)
 
 
 @pytest.mark.parametrize("foreach", [None, True])
@@ -205,6 +209,37 @@ def test_lists_of_tensors_give_what_one_by_one_gives(variant: str) -> None:
         results.append(weights)
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_norm_that_was_asked_for_before_a_step_changes_nothing(variant: str, foreach: bool) -> None:
+    """In every other step; in between, norms are those of the new gradients."""
+    results = []
+    for asks in (False, True):
+        weights = make_weights(torch.float32)
+        groups = [{"params": weights[:2]}, {"params": weights[2:], "trust_ratio": False}]
+        optimizer = make_lars(groups, variant=variant, foreach=foreach)  # type: ignore[arg-type]
+        for step, rate in enumerate(RATES):
+            if asks and step % 2:
+                give_gradients(optimizer, step)
+                gradients = torch.cat([weight.grad.flatten() for weight in weights])  # type: ignore[union-attr]
+                torch.testing.assert_close(optimizer.gradient_norm(), gradients.double().norm(), rtol=1e-6, atol=0.0)
+            take_steps(optimizer, [rate], first=step)
+        results.append([*weights, *(state["momentum_buffer"] for state in optimizer.state.values())])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_gradient_that_is_not_finite_is_in_the_norm(foreach: bool, value: float) -> None:
+    for index in range(len(SHAPES)):
+        weights = make_weights(torch.float32)
+        groups = [{"params": weights[:2]}, {"params": weights[2:], "trust_ratio": False}]
+        optimizer = make_lars(groups, foreach=foreach)  # type: ignore[arg-type]
+        give_gradients(optimizer, 0)
+        weights[index].grad.view(-1)[-1] = value  # type: ignore[union-attr]
+        assert not optimizer.gradient_norm().isfinite()
 
 
 @pytest.mark.parametrize("foreach", [False, True])

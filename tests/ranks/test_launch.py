@@ -1,54 +1,98 @@
-import json
 import signal
-import tempfile
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+import torch.distributed as dist
 
-from megabatch.ranks.launch import first_failure, reported_failure
-from megabatch.ranks.scratch import remove_abandoned, scratch_folder
-
-
-def test_what_a_killed_launcher_has_left_is_removed_and_what_is_in_use_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    left = tmp_path / "megabatch-left"
-    left.mkdir()
-    (left / "launcher").touch()  # nobody holds its lock
-    (tmp_path / "megabatch-folder-of-mine").mkdir()
-    with scratch_folder() as scratch:
-        remove_abandoned()
-        assert scratch.exists() and not left.exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["megabatch-folder-of-mine"]
-
-
-def test_what_an_earlier_attempt_has_reported_is_over(tmp_path: Path) -> None:
-    report = {"rank": 1, "exit_code": 1, "message": "boom", "trace": ""}
-    for attempt in range(2):
-        (tmp_path / f"run/attempt_{attempt}/1").mkdir(parents=True)
-    (tmp_path / "run/attempt_0/1/error.json").write_text(json.dumps(report | {"attempt": 0}))
-    assert reported_failure(tmp_path) is None
-    (tmp_path / "run/attempt_1/1/error.json").write_text(json.dumps(report | {"attempt": 1, "message": "again"}))
-    assert str(reported_failure(tmp_path)) == "again"
+from megabatch.ranks.failures import RankFailed, Report
+from megabatch.ranks.launch import Attempt, first_to_end, loopback_store, passed_on
+from megabatch.ranks.signals import LauncherSignals, Stopped
+from megabatch.ranks.store import RankStore
 
 
 @pytest.mark.parametrize(
-    ("exit_codes", "reported", "said"),
+    ("exit_codes", "first"),
     [
-        ([-signal.SIGTERM, 2], 1, "boom"),  # rank 0 was still starting when torchelastic told it to end
-        ([1, -signal.SIGKILL], 0, "Signal 9 (SIGKILL)"),  # what rank 0 reports is that rank 1 is missing
-        ([-signal.SIGABRT, -signal.SIGTERM], 0, "boom"),  # it has reported, and then crashed
-        ([-signal.SIGTERM, 3], None, "ended with exit code 3"),
-        ([-signal.SIGTERM], None, "Signal 15 (SIGTERM)"),
+        ([None, 0], None),
+        ([2, None], (0, 2)),
+        ([1, -signal.SIGKILL], (1, -signal.SIGKILL)),  # what rank 0 says is that rank 1 is missing
+        ([1, 1], (0, 1)),
     ],
 )
-def test_the_rank_that_failed_first_is_told_from_those_that_were_ended(
-    tmp_path: Path, exit_codes: list[int], reported: int | None, said: str
+def test_a_rank_that_was_killed_is_the_cause_of_whatever_others_report(
+    exit_codes: list[int | None], first: tuple[int, int] | None
 ) -> None:
-    if reported is not None:
-        report = {"attempt": 0, "rank": reported, "exit_code": 2, "message": "boom", "trace": ""}
-        (tmp_path / "error.json").write_text(json.dumps(report))
-    failures = {rank: ProcessFailure(rank, 1, code, error_file="none") for rank, code in enumerate(exit_codes)}
-    assert str(first_failure(tmp_path, failures)).startswith(said)
+    assert first_to_end(exit_codes) == first
+
+
+def start(code: str) -> "subprocess.Popen[bytes]":
+    process = subprocess.Popen([sys.executable, "-S", "-c", f"import os, signal, time\n{code}"])
+    if code not in (HANGS, STOPS):
+        process.wait()
+    return process
+
+
+EXITS, DIES, HANGS, STOPS = (
+    "os._exit(1)",
+    "os.kill(os.getpid(), signal.SIGSEGV)",
+    "time.sleep(60)",
+    "os.kill(os.getpid(), signal.SIGSTOP)",
+)
+
+
+@pytest.mark.parametrize(
+    ("codes", "reported_by", "rank", "said"),
+    [
+        ([EXITS, STOPS], 0, 0, "boom"),  # and the other, which is stopped, is ended at once
+        ([EXITS, DIES], 0, 1, "was ended by SIGSEGV"),
+        ([DIES], 0, 0, "boom"),  # it has reported, and then crashed
+        (["os._exit(3)"], None, 0, "ended with exit code 3"),
+    ],
+)
+def test_the_launcher_says_what_the_first_rank_that_failed_has_said(
+    codes: list[str], reported_by: int | None, rank: int, said: str
+) -> None:
+    with loopback_store() as (store, _), LauncherSignals() as signals:
+        if reported_by is not None:
+            as_seen_by_ranks = object.__new__(RankStore)
+            as_seen_by_ranks.lasting = store
+            as_seen_by_ranks.report(Report(reported_by, 1, "boom"))
+        failed = Attempt([start(code) for code in codes], store, signals).wait()
+    assert isinstance(failed, RankFailed)
+    assert (failed.rank, str(failed)) == (rank, said)
+
+
+def test_a_rank_that_stays_stopped_is_ended_and_named() -> None:
+    with loopback_store() as (store, _), LauncherSignals() as signals:
+        failed = Attempt([start(HANGS), start(STOPS)], store, signals, stop_s=0.2).wait()
+    assert isinstance(failed, RankFailed)
+    assert (failed.rank, str(failed)) == (1, "its process was stopped for 0.2 s, by a signal such as SIGSTOP")
+
+
+def test_ranks_that_end_as_they_were_asked_have_stopped() -> None:
+    with loopback_store() as (store, _), LauncherSignals() as signals:
+        signals.number = signal.SIGTERM
+        with pytest.raises(Stopped):
+            Attempt([start(HANGS)], store, signals).wait()  # it does not listen, and dies of it
+        assert Attempt([start("os._exit(0)")], store, signals).wait() is None  # it had just finished
+
+
+def test_what_is_passed_on_has_no_name_and_can_be_read_by_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with passed_on("seed = 7") as file:
+        assert not list(tmp_path.iterdir())
+        read = [sys.executable, "-c", f"print(open({file.path!r}).read())"]
+        for _ in range(2):
+            said = subprocess.run(read, pass_fds=file.descriptors, capture_output=True, text=True).stdout
+            assert said == "seed = 7\n"
+
+
+def test_the_store_of_one_machine_has_no_door_to_the_network() -> None:
+    with loopback_store() as (store, port):
+        dist.TCPStore("127.0.0.1", port, is_master=False).set("a", "b")  # type: ignore[attr-defined]
+        assert store.get("a") == b"b"
+        listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        addresses = {fields[1] for fields in listening if fields[3] == "0A" and fields[1].endswith(f":{port:04X}")}
+    assert addresses == {f"0100007F:{port:04X}"}

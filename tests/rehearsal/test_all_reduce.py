@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.rehearsal import fake_cuda
 from benchmarks.rehearsal.backends import REHEARSED, Rehearsed
 from benchmarks.rehearsal.backends import Work as RehearsedWork
-from megabatch.comm import attach, failure
+from megabatch.comm import attach, failure, watchdog
 from megabatch.comm.barrier import Header
 from megabatch.comm.gradient_all_reduce import GradientAllReduce
 from megabatch.comm.node_worker import NodeWorker
@@ -31,6 +31,7 @@ from megabatch.planning.algorithms import ALGORITHMS
 from megabatch.planning.topology import regular
 from megabatch.ranks.backends import BACKENDS
 from megabatch.ranks.world import World
+from tests.support.processes import wait_until
 from tests.support.rank_pool import RankPool, RanksFailed
 from tests.support.rehearsals import mirrored, on
 
@@ -262,10 +263,11 @@ def hang(world: World, lacks: str, stderr: str) -> tuple[str, str]:
     torch.manual_seed(0)
     backend = REHEARSED._replace(join=Rehearsed if stderr else Abortable)
     if stderr:
-        sys.stderr, failure.RAISED_WITHIN_S = Path(f"{stderr}-{world.rank}").open("w"), 0.1  # noqa: SIM115
+        sys.stderr, failure.LEFT_WITHIN_S = Path(f"{stderr}-{world.rank}").open("w"), 0.1  # noqa: SIM115
     model = layers().to(world.device)
     ddp = DistributedDataParallel(model, bucket_cap_mb=KIB)
-    comm = CommSettings(algorithm="flat", timeout_s=2.0)
+    comm = CommSettings(algorithm="flat", timeout_s=600.0 if lacks == "beats" else 2.0)
+    watchdog.SILENT_S, watchdog.LOOK_EVERY_S = (0.5, 0.1) if lacks == "beats" else (15.0, 2.0)
     gradients = GradientAllReduce(model, None, world.device, comm, backend=backend)
     ddp.register_comm_hook(gradients, lambda state, bucket: state.start_bucket(bucket))
     try:
@@ -275,7 +277,12 @@ def hang(world: World, lacks: str, stderr: str) -> tuple[str, str]:
                 if step == 2 and world.rank == 1:
                     if lacks == "everything":
                         raise ValueError("this image is broken")
+                    if lacks == "beats":  # as if its process were stopped, or its host gone
+                        wait_until(lambda: gradients.failure.watchdog.num_beats > 1)
+                        gradients.failure.watchdog.ended.set()
                     world.all_reduce(torch.ones(1, device=world.device))  # until all others have aborted
+                    if lacks == "beats":
+                        return "silent", ""
                 out.backward()
                 ddp.zero_grad()
         said = ("nothing", "")
@@ -291,6 +298,14 @@ def test_a_rank_that_hangs_is_named_with_parameters_that_it_lacks(ranks: RankPoo
     for kind, text in (first, third):
         assert kind == "MissingRank" and text.startswith("step 2, bucket 0: other ranks did not come within 2 s"), text
         assert "rank 1 has reduced 0 buckets of step 2 and has no gradient yet of 0.weight, 0.bias, " in text, text
+
+
+def test_a_rank_of_which_nothing_is_heard_is_missed_before_the_timeout(ranks: RankPool) -> None:
+    first, _, third = ranks.run(hang, "beats", "", num_ranks=3, join=on("cuda"))
+    for kind, text in (first, third):
+        assert kind == "MissingRank", text
+    assert first[1].startswith("step 2, bucket 0: rank 1 has not been heard of for "), first
+    assert "another rank has aborted" in third[1] and "rank 1 says nothing" in third[1], third
 
 
 def test_a_rank_that_raises_is_missed_before_the_timeout(ranks: RankPool) -> None:

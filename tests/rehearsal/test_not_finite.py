@@ -1,46 +1,78 @@
-"""A loss that is NaN on one rank, on devices whose results are read a step later."""
+"""A loss or a gradient that is NaN on one rank, on devices whose results are read a step later."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.rehearsal import fake_cuda
 from megabatch.errors import Diverged
 from megabatch.ranks.world import World
-from megabatch.train.loop import train
+from megabatch.train.loop import Training, train
 from tests.support.rank_pool import RankPool
 from tests.support.rehearsals import begin, on, state_of, tiny_for
 
 BAD_STEP = 3
+PARAMETER = "0.0.weight"
 
 
-def train_into_nan(world: World, reads_at_once: bool) -> dict[str, Any]:
-    """Rank 1 has a NaN in its third step."""
-    training = begin(tiny_for(world.num_ranks), world)
-    calls, states = [], [state_of(training)]
-
+def spoil_loss(training: Training, is_bad: Callable[[], bool]) -> Training:
     def spoiled(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        calls.append(1)
-        return training.summed_loss(logits, labels) * (torch.nan if world.rank and len(calls) == BAD_STEP else 1.0)
+        return training.summed_loss(logits, labels) * (torch.nan if is_bad() else 1.0)
 
-    steps = train(dataclasses.replace(training, summed_loss=spoiled), is_due=lambda done: reads_at_once)
+    return dataclasses.replace(training, summed_loss=spoiled)
+
+
+def spoil_gradient(training: Training, is_bad: Callable[[], bool]) -> Training:
+    dict(training.network.named_parameters())[PARAMETER].register_hook(lambda g: g * torch.nan if is_bad() else g)
+    return training
+
+
+def train_into_nan(world: World, spoil: Any, read_at_once_by: list[int], *overrides: str) -> dict[str, Any]:
+    """Rank 1 has a NaN in its third step: of its images, so also when they come again, and in no other."""
+    fake_cuda.set_lag(fake_cuda.LAG)
+    training = begin(tiny_for(world.num_ranks, *overrides), world)
+    bad_images, _ = training.images.microbatch(BAD_STEP - 1, world.rank)
+    seen, states = [], [state_of(training)]
+
+    def is_bad() -> bool:
+        return world.rank == 1 and seen[-1]
+
+    def look(network: Any, images: tuple[torch.Tensor]) -> None:
+        seen.append(torch.equal(images[0], training.normalise(bad_images)))
+
+    training.network.register_forward_pre_hook(look)
+    steps = train(spoil(training, is_bad), is_due=lambda done: world.rank in read_at_once_by)
     with pytest.raises(Diverged) as raised:
         for record in steps:
-            states.append(state_of(training))
+            if read_at_once_by:
+                states.append(state_of(training))
             assert record.step < BAD_STEP
-    return {"said": str(raised.value), "calls": len(calls), "before": states[-1], "after": state_of(training)}
+    before = states[-1] if read_at_once_by else None
+    return {"said": str(raised.value), "seen": seen, "before": before, "after": state_of(training)}
 
 
-def test_a_nan_is_named_with_its_step_and_rank_though_the_next_step_was_begun(ranks: RankPool) -> None:
-    for result in ranks.run(train_into_nan, False, num_ranks=2, join=on("cuda")):
-        assert result["said"].startswith(f"the loss is nan at step {BAD_STEP}: microbatch 1, whose images are finite")
-        assert result["calls"] == BAD_STEP + 1
-
-
-def test_a_nan_loss_leaves_weights_optimizer_and_statistics_as_they_were(ranks: RankPool) -> None:
-    for result in ranks.run(train_into_nan, True, num_ranks=2, join=on("cuda")):
-        assert result["calls"] == BAD_STEP
-        assert result["before"].keys() == result["after"].keys()
-        for name, content in result["before"].items():
+@pytest.mark.parametrize("read_at_once_by", [[], [0], [0, 1]])
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (spoil_loss, f"the loss is nan at step {BAD_STEP}: microbatch 1, whose images are finite"),
+        (
+            spoil_gradient,
+            f"the gradient of {PARAMETER} is nan at step {BAD_STEP} on rank 1: microbatch 1, whose loss is",
+        ),
+    ],
+)
+def test_a_nan_is_named_and_leaves_everything_as_it_was_though_the_next_step_was_begun(
+    ranks: RankPool, spoil: Any, said: str, read_at_once_by: list[int]
+) -> None:
+    """Also where rank 0 alone wants to read steps at once, as before a checkpoint: nobody keeps the others waiting."""
+    results = ranks.run(train_into_nan, spoil, read_at_once_by, num_ranks=2, join=on("cuda"))
+    for result in results:
+        assert result["said"].startswith(said)
+        next_step, repeated = [False] * (not read_at_once_by), [True] * (spoil is spoil_gradient)
+        assert result["seen"] == [False] * (BAD_STEP - 1) + [True] + next_step + repeated
+        for name, content in (result["before"] or results[0]["after"]).items():
             assert (result["after"][name] == content).all(), name

@@ -20,7 +20,9 @@ def test_variance_is_that_of_the_layers_output() -> None:
 
 
 def test_every_checkpoint_of_a_run_has_a_point(tmp_path: Path) -> None:
-    config = small_run(f"run.dir={tmp_path / 'run'}", "checkpoint.every_steps=1", "checkpoint.keep=100")
+    config = small_run(
+        f"run.dir={tmp_path / 'run'}", "checkpoint.every_steps=1", "checkpoint.keep=100", "train.steps=8"
+    )
     with connect(current_rank(), "cpu") as world:
         training = ready_to_train(config, load_data_set(config.data), world)
         train_and_record(config, "never", training)

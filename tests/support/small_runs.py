@@ -9,7 +9,7 @@ from megabatch.config.schema import RunConfig
 from megabatch.data.sources import load_data_set
 from megabatch.ranks.world import World
 from megabatch.runs.records import EvaluationRecord, StepRecord
-from megabatch.train.loop import train
+from megabatch.train.loop import Training, train
 from megabatch.train.prepare import ready_to_train
 
 # 50 steps of eight microbatches of four; 8 evaluations of 37 images; dropout, crops and flips, decay and warm-up.
@@ -35,10 +35,14 @@ def small_run(*overrides: str) -> RunConfig:
     return load_config("fashion", [*SMALL_RUN, *overrides])
 
 
+def begin_small(world: World, *overrides: str) -> Training:
+    config = small_run(*overrides)
+    return ready_to_train(config, load_data_set(config.data), world)
+
+
 def train_small(world: World, *overrides: str) -> dict[str, Any]:
     """Trains `small_run` and returns its losses, its evaluations, and the final state as float64 arrays."""
-    config = small_run(*overrides)
-    training = ready_to_train(config, load_data_set(config.data), world)
+    training = begin_small(world, *overrides)
     losses, evaluations, norms = [], [], []
     for record in train(training):
         if isinstance(record, StepRecord):

@@ -1,5 +1,4 @@
 import json
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -12,7 +11,7 @@ from megabatch.errors import UserError
 from megabatch.runs.folder import RunFolder
 from megabatch.runs.records import Status
 from megabatch.runs.totals import RunTotals
-from megabatch.train.resume import Start, choose_start, newest_whole, why_other
+from megabatch.train.resume import Start, choose_start, newest_of, read_start, why_other
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +33,7 @@ def make_run(folder: str, config: RunConfig, status: Status | None = None) -> No
 
 
 def start(*overrides: str, resume: str = "auto") -> Start:
-    return choose_start(config_of(*overrides), resume, partial(newest_whole, report=print))
+    return choose_start(config_of(*overrides), resume, newest_of)
 
 
 def test_without_earlier_runs_the_first_number_is_taken() -> None:
@@ -99,7 +98,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew_in_its_place(
     make_run("runs/fashion-001", config_of())
     Path("runs/fashion-001/checkpoints/step-00000007").mkdir(parents=True)
     with pytest.raises(UserError, match="runs/fashion-001 has no checkpoint that is whole"):
-        start()
+        read_start(start(), print)
 
 
 def test_a_run_that_runs_is_left_alone() -> None:

@@ -8,6 +8,7 @@ import typer
 from megabatch import __version__
 from megabatch.cli import (
     bench,
+    chaos,
     doctor,
     evaluate,
     export,
@@ -47,6 +48,7 @@ app.command(name="lr-range")(lr_range.lr_range)
 app.command()(runs.runs)
 app.command()(pack.pack)
 app.command()(selftest.selftest)
+app.command()(chaos.chaos)
 app.add_typer(bench.app, name="bench")
 app.add_typer(study.app, name="study")
 

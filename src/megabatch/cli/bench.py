@@ -116,6 +116,19 @@ def startup(
 
 
 @app.command()
+def soak(
+    json: Json = None,
+    steps: Annotated[int, typer.Option(min=1000, help="Steps of the run.")] = 20_000,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks on this machine.")] = 2,
+) -> None:
+    """Whether a long run stays as it was: memory, threads, files and speed.  Exit code 1 if not."""
+    bench = load_bench("soak")
+    require_folder_of(json)
+    if not bench.run(steps, ranks, json):
+        raise typer.Exit(1)
+
+
+@app.command()
 def merging(
     json: Json = None,
     presets: Annotated[list[str] | None, typer.Option("--cluster", help="A preset; repeat for several.")] = None,

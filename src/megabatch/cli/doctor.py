@@ -28,7 +28,7 @@ def doctor(
     from megabatch.config.loading import load_config, print_to_stderr, silent
     from megabatch.data.sources import FROM_PYTHON, infer_shape
     from megabatch.ranks.discover import discover
-    from megabatch.ranks.scratch import SCRATCH
+    from megabatch.ranks.launch import RECIPE
     from megabatch.train.doctor import diagnose
 
     info = discover()
@@ -38,8 +38,8 @@ def doctor(
         raise UserError(f"{recipe} is of a run from Python, where its model and images are; give another")
     if info is None:
         infer_shape(config.data)  # what ranks would refuse is said at once
-        arguments = ["doctor", f"{SCRATCH}/recipe.toml", "--seconds", str(seconds)]
-        start_ranks(arguments, choose_ranks(config, ranks), files={"recipe.toml": config.to_toml()})
+        arguments = ["doctor", RECIPE, "--seconds", str(seconds)]
+        start_ranks(arguments, choose_ranks(config, ranks), recipe=config.to_toml())
         return
 
     def work(store: "RankStore") -> int:

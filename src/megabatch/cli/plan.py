@@ -28,7 +28,7 @@ def plan(
     """
     from megabatch.config.loading import load_config, print_to_stderr, silent
     from megabatch.ranks.discover import discover
-    from megabatch.ranks.scratch import SCRATCH
+    from megabatch.ranks.launch import RECIPE
     from megabatch.runs.reader import read_plan
     from megabatch.train.plan_all_reduce import plan_all_reduce
 
@@ -40,8 +40,8 @@ def plan(
     info = discover()
     if not info:
         config = load_config(recipe, overrides)
-        arguments = ["plan", f"{SCRATCH}/recipe.toml", *(["--json", str(json)] if json else [])]
-        start_ranks(arguments, choose_ranks(config, ranks), files={"recipe.toml": config.to_toml()})
+        arguments = ["plan", RECIPE, *(["--json", str(json)] if json else [])]
+        start_ranks(arguments, choose_ranks(config, ranks), recipe=config.to_toml())
         return
 
     def work(store: "RankStore") -> int:

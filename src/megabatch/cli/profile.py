@@ -42,8 +42,8 @@ def profile(
     from megabatch.data.sources import FROM_PYTHON
     from megabatch.preflight.device import warn_of_device
     from megabatch.ranks.discover import discover
+    from megabatch.ranks.launch import RECIPE
     from megabatch.ranks.machine import fair_threads, host_identity, usable_cores
-    from megabatch.ranks.scratch import SCRATCH
     from megabatch.ranks.signals import was_launched
     from megabatch.ranks.world import choose_device
     from megabatch.train.profile import choose_microbatches, record_profile
@@ -61,10 +61,10 @@ def profile(
     if info is None:
         num_ranks = choose_ranks(config, ranks)
         threads = config.run.threads or fair_threads(0, [(host_identity(), usable_cores())] * num_ranks)
-        arguments = ["profile", f"{SCRATCH}/recipe.toml", "--json", str(file), "--seconds", str(seconds)]
+        arguments = ["profile", RECIPE, "--json", str(file), "--seconds", str(seconds)]
         for warning in warn_of_device(config.precision, choose_device(config.run.device)):
             print_to_stderr(warning)
-        start_ranks(arguments, 1, files={"recipe.toml": config.with_run(threads=threads).to_toml()})
+        start_ranks(arguments, 1, recipe=config.with_run(threads=threads).to_toml())
         print_next(file, [recipe, *overrides], config)
         return
 

@@ -2,7 +2,6 @@
 
 import tomllib
 from collections.abc import Container, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -49,8 +48,8 @@ def train(
     from megabatch.data.sources import infer_shape
     from megabatch.preflight.compare import require_known
     from megabatch.ranks.discover import discover
-    from megabatch.ranks.scratch import SCRATCH
-    from megabatch.train.resume import choose_start, newest_whole
+    from megabatch.ranks.launch import RECIPE
+    from megabatch.train.resume import choose_start, newest_of
     from megabatch.train.run import run
 
     def resolve() -> RunConfig:
@@ -77,14 +76,11 @@ def train(
         num_ranks = choose_ranks(config, ranks)
         # What ranks would refuse is said at once; and a folder is indexed before they all want it.
         infer_shape(config.data)
-        choose_start(config, resume, partial(newest_whole, report=ignore))
+        choose_start(config, resume, newest_of)
         # Ranks read what was resolved here: a file may change, and a pipe can be read only once.
-        arguments = ["train", f"{SCRATCH}/recipe.toml", "--resume", resume, *["--retune"] * retune]
-        start_ranks(arguments, num_ranks, max_restarts, {"recipe.toml": config.to_toml()})
-
-
-def ignore(damage: str) -> None:
-    """Rank 0 will report it."""
+        arguments = ["train", RECIPE, "--resume", resume, *["--retune"] * retune]
+        signal, timeout_s = config.run.preempt_signal, config.comm.timeout_s
+        start_ranks(arguments, num_ranks, max_restarts, config.to_toml(), signal, timeout_s)
 
 
 def choose_recipe(given: Sequence[str] | None, resume: str, names: Container[str]) -> tuple[str, list[str]]:

@@ -67,6 +67,7 @@ MAX_WAITS_WITHOUT_YIELDS = 4096
 MAX_SLEEP_S = 500e-6
 PRCTL, PR_SET_TIMERSLACK = getattr(ctypes.CDLL(None), "prctl", None), 29  # Linux has it
 LOOK_AFTER_S = 0.1  # after this, look for the dead
+LONG_LOOK_S = 5.0  # between two looks: nobody had a core for so long
 TIMEOUT_S = 600.0
 
 
@@ -173,11 +174,15 @@ class Barrier:
                 break
         if PRCTL:
             PRCTL(PR_SET_TIMERSLACK, 1000, 0, 0, 0)  # of this thread, in ns
-        began_s = time.monotonic()
+        began_s = looked_s = time.monotonic()
         elapsed_s = 0.0
         while waiting := [peer for peer in waiting if words[peer] < number]:
             time.sleep(min(MAX_SLEEP_S, elapsed_s / 10))
-            elapsed_s = time.monotonic() - began_s
+            now_s = time.monotonic()
+            if now_s - looked_s > LONG_LOOK_S:  # this process was stopped, perhaps with all others
+                began_s += now_s - looked_s
+            looked_s = now_s
+            elapsed_s = now_s - began_s
             if elapsed_s > LOOK_AFTER_S:
                 self.require_open()  # another thread may have closed it
                 known = self.process_of
@@ -193,8 +198,9 @@ class Barrier:
         missing = sorted(rank for rank in ranks if self.words[WORDS_PER_RANK * rank] < number)
         if missing:
             self.close()  # what the others find half done, they must not take for whole
-            what = describe(dict(zip(FIELDS, self.current, strict=True)))
-            raise MissingRank(f"{self.name(missing)} {said} while the others wait in {what}; see its own output")
+            current = dict(zip(FIELDS, self.current, strict=True))
+            what = describe({field: current[field] for field in ("operation", "bucket")})
+            raise MissingRank(f"{self.name(missing)} {said} while the others wait in {what}")
 
     def ranks_that_left(self) -> set[int]:
         return {peer // WORDS_PER_RANK for peer in self.peers if self.words[peer + LEFT]}

@@ -1,13 +1,12 @@
 """The first error of this rank: it aborts, tells the others, and hears what they have to say.
 
 An error in the hook or its threads would reach the user as a cast error of DDP's; so it is kept here, and raised as
-itself at the end of backward.  On accelerators the thread that computes may be blocked by a device that waits for other
-ranks: there the watchdog prints the error, ends the collectives, and if nobody raises it, the process.
+itself at the end of backward.  Where the watchdog finds that the thread that trains is stuck, or on an accelerator
+blocked by a device that waits for other ranks, it ends the collectives, raises the error in that thread, and if that
+does not come back, says it and ends the process.
 """
 
-import os
 import re
-import sys
 import threading
 
 import torch.distributed as dist
@@ -22,7 +21,11 @@ from megabatch.comm.watchdog import Watchdog
 from megabatch.errors import UserError
 from megabatch.planning.topology import Axis
 
-RAISED_WITHIN_S = 30.0  # after collectives were ended; then the process ends
+LEFT_WITHIN_S = 10.0  # after a hang was found; then the process ends
+
+
+class Stuck(RuntimeError):
+    """This rank does not come on, in something of its own."""
 
 
 class Unanswered(MissingRank):
@@ -35,7 +38,7 @@ class FirstError:
     def __init__(self) -> None:
         self.error: BaseException | None = None
         self.has_failed = False  # the error may still be being explained
-        self.was_raised = threading.Event()  # or nobody will ask
+        self.has_left = threading.Event()  # the thread that trains has, or nobody will ask
 
     def record(self, error: BaseException, header: Header, axis: Axis) -> None:
         if not self.has_failed:
@@ -47,14 +50,13 @@ class FirstError:
 
     def close(self) -> None:
         """From here on, a backward is a mistake."""
-        self.was_raised.set()
+        self.has_left.set()
         if not self.has_failed:
             self.has_failed = True
             self.error = UserError("this all-reduce is closed, and a backward follows; close it after the last")
 
     def raise_error(self) -> None:
         if self.error is not None:
-            self.was_raised.set()
             raise self.error
 
 
@@ -65,7 +67,7 @@ class FailureReport(FirstError):
         super().__init__()
         self.groups, self.layouts, self.watchdog = groups, layouts, watchdog
         self.on_accelerator = groups.device.type != "cpu"
-        watchdog.on_hang = self.end_hang
+        watchdog.on_hang, watchdog.on_stuck = self.end_hang, self.end_stuck
 
     def record(self, error: BaseException, header: Header, axis: Axis) -> None:
         super().record(error, header, axis)
@@ -85,28 +87,51 @@ class FailureReport(FirstError):
         self.watchdog.say_last(WAITS if isinstance(error, MissingRank) else f"has aborted: {error}")
         if not self.on_accelerator:  # there the others notice nothing, and collectives end when this is known
             self.groups.abort()
-        said = [f"step {header.step}, {name_bucket(header.bucket)}: {error}"]
+        step = header.step + self.watchdog.progress.first
+        said = [f"step {step}, {name_bucket(header.bucket)}: {error}"]
         if isinstance(error, RankMismatch):
             members = self.groups.topology.members(axis, self.groups.rank)
             said += self.watchdog.differences(self.layouts.text(header.bucket), members)
         elif isinstance(error, MissingRank):
-            said += self.watchdog.heard(waits_for_all=not knows_rank)
+            said += self.groups.stopped_ranks() or self.watchdog.heard(waits_for_all=not knows_rank)
         return type(error)("; ".join(said)) if isinstance(error, RuntimeError) else error
 
     def end_hang(self, collective: Collective, why: str) -> None:
         """In the watchdog's thread: the device waits for ranks that do not come, and maybe the host for the device."""
+        if not self.has_failed:
+            self.has_failed = True
+            error = Unanswered(f"{why} to {collective.phase}")
+            self.end_training(self.explain(error, collective.header, collective.phase.axis))
+
+    def end_stuck(self, waits: bool, patience_s: float) -> None:
+        """In the watchdog's thread: the thread that trains does not come on, or waits for ranks that do not come."""
         if self.has_failed:
             return
         self.has_failed = True
-        self.error = self.explain(Unanswered(f"{why} to {collective.phase}"), collective.header, collective.phase.axis)
-        print(f"megabatch: rank {self.groups.names[self.groups.rank]}: {self.error}", file=sys.stderr, flush=True)
+        activity = self.watchdog.activity
+        error: RuntimeError
+        if waits:
+            self.watchdog.say_last(WAITS)
+            said = [f"other ranks did not come within {patience_s:g} s to {activity.where}"]
+            said += self.groups.stopped_ranks() or self.watchdog.heard(waits_for_all=True)
+            error = MissingRank("; ".join(said))
+        else:
+            error = Stuck(f"{self.watchdog.describe()}: longer than comm.timeout_s={activity.timeout_s:g} allows")
+            self.watchdog.say_last(f"has aborted: {error}")
+        self.end_training(error)
+
+    def end_training(self, error: BaseException) -> None:
+        """Raises it in the thread that trains; if that does not come back to leave with it, the process ends."""
+        self.error = error
+        self.watchdog.log_stack()
         self.groups.abort()
-        if not self.was_raised.wait(RAISED_WITHIN_S):
-            os._exit(1)  # the device does not let go of the thread that would raise it
+        self.watchdog.activity.interrupt(error)
+        if not self.has_left.wait(LEFT_WITHIN_S):
+            self.watchdog.last_words.end(error)
 
     def leave(self, error: BaseException) -> None:
         """This rank leaves because of an error elsewhere."""
-        self.was_raised.set()
+        self.has_left.set()
         if error is not self.error:
             self.watchdog.say_last(f"has aborted: {type(error).__name__}: {error}")
         if self.on_accelerator:  # what is on the way may never end

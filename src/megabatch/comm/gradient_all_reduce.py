@@ -32,6 +32,7 @@ from megabatch.planning.choosing import is_made_for
 from megabatch.planning.plan import Plan
 from megabatch.planning.topology import Topology
 from megabatch.planning.tuning import Tuning
+from megabatch.ranks.activity import Activity, LastWords
 from megabatch.ranks.backends import Backend
 
 
@@ -48,11 +49,15 @@ class GradientAllReduce:
         scale: float | None = None,  # what sums are multiplied by
         backend: Backend | None = None,  # that of the device
         topology: Topology | None = None,  # as the ranks say
+        activity: Activity | None = None,  # of a trainer; None: backward is all that we see
+        last_words: LastWords | None = None,
     ) -> None:
         self.settings, self.device, self.scale, self.pid = settings, device, scale, os.getpid()
         self.layouts = BucketLayouts(model)
+        self.summed_elements = 0  # by the newest backward
+        activity = activity or Activity(settings.timeout_s, is_followed=False)
         with ExitStack() as stack, on_device(device):
-            groups = stack.enter_context(closing(Groups(group, device, settings.timeout_s, backend, topology)))
+            groups = stack.enter_context(closing(Groups(group, device, activity.patience_s, backend, topology)))
             self.topology = groups.topology
             on_accelerators = device.type != "cpu"
             self.plans = PlansInUse(settings, self.topology.shape, self.has_room(groups), on_accelerators, tunes)
@@ -60,7 +65,15 @@ class GradientAllReduce:
             self.timeline = Timeline(groups.rank) if settings.timeline else NoTimeline()
             times = StreamTimes(device, self.timeline) if on_accelerators else None
             self.progress = BackwardProgress(self.layouts, times)
-            watchdog = Watchdog(groups.store, groups.rank, groups.names, settings.timeout_s, self.progress)
+            watchdog = Watchdog(
+                groups.store,
+                groups.rank,
+                groups.names,
+                activity,
+                self.progress,
+                last_words or LastWords(groups.names[groups.rank]),
+                groups.set_timeout,
+            )
             self.failure = FailureReport(groups, self.layouts, stack.enter_context(closing(watchdog)))
             self.reducer: Reducer | StreamReducer
             if times:
@@ -125,8 +138,17 @@ class GradientAllReduce:
         return self.progress.step
 
     def count_from(self, step: int) -> None:
-        """The next backward is that of `step` (from 0): messages name it."""
-        self.progress.step = step
+        """The next backward is that of `step` (from 0), which messages call step + 1."""
+        self.progress.step, self.progress.first = step, 1
+
+    def take_finite(self) -> bool:
+        """After backward: whether all gradients that it has summed are known to be finite.  Ranks of one host look
+        while they sum, if somebody has asked before."""
+        runner = self.reducer.runner
+        summed, finite = self.summed_elements, runner.finite_elements
+        self.summed_elements = runner.finite_elements = 0
+        runner.checks = True
+        return 0 < summed == finite
 
     def start_metrics(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """All-reduces a small tensor beside the buckets, exactly: no 16 bits travel.  Always the same tensor."""
@@ -138,6 +160,7 @@ class GradientAllReduce:
         index, tensor, is_last = bucket.index(), bucket.buffer(), bucket.is_last()
         header = Header(self.progress.step, index, self.layouts.number(bucket, tensor))
         plan = self.plans.plan_of(index, tensor.numel())
+        self.summed_elements += tensor.numel()
         future = self.reducer.start(index, tensor, plan, header, self.scale, is_last)
         self.progress.bucket_has_started(index, future, is_last)
         if is_last:

@@ -16,7 +16,8 @@ from megabatch.comm.shared_memory import SharedMemory
 from megabatch.planning.topology import Axis, Topology, from_hosts
 from megabatch.ranks.backends import BACKENDS, Backend
 from megabatch.ranks.collectives import digest, gather_numbers
-from megabatch.ranks.machine import host_identity
+from megabatch.ranks.machine import host_identity, is_stopped
+from megabatch.ranks.sockets import notice_lost_hosts
 
 AXES: tuple[Axis, ...] = ("node", "leaders", "inter_node", "all")
 UNSHARED = 2**63 - 1  # bytes, of a host whose ranks share no memory
@@ -80,6 +81,7 @@ class Groups:
                 self.memory = self.memory or self.stack.enter_context(self.open_memory(members))
             else:
                 self.process_groups[axis] = self.open_process_group(axis, members)
+        notice_lost_hosts()
 
     def close_others(self, axes: Iterable[Axis]) -> None:
         """The process groups of all other axes, which no plan uses any more; what they have measured with, too.
@@ -112,6 +114,22 @@ class Groups:
             group = DeviceGroup(store, index, names, self.timeout_s, self.device, join)
         self.stack.callback(group.close)
         return group
+
+    def set_timeout(self, seconds: float) -> None:
+        """Of operations that are begun from now on, or wait: it differs between start-up and steps."""
+        for group in tuple(self.process_groups.values()):
+            if isinstance(group, ProcessGroup):
+                group.timeout_s = seconds
+        if self.memory:
+            self.memory.barrier.timeout_s = seconds
+
+    def stopped_ranks(self) -> list[str]:
+        """Of this host, what is to be said of those that hear and say nothing."""
+        if not self.memory:
+            return []
+        barrier = self.memory.barrier
+        stopped = [(barrier.names[rank], pid) for rank, pid in enumerate(barrier.pids) if is_stopped(pid)]
+        return [f"rank {name} is stopped (process {pid}), by a signal such as SIGSTOP" for name, pid in stopped]
 
     def abort(self) -> None:
         """This rank aborts: whoever waits for it here need not, nor does it wait for others any more."""

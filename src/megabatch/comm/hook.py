@@ -53,6 +53,8 @@ def distribute(
         tunes=True,
         backend=world.backend,
         topology=world.topology,
+        activity=world.activity,
+        last_words=world.last_words,
     )
     world.closing.enter_context(gradients)
     tuning = gradients.tune(backward or ready_at_once(model), stored)

@@ -27,6 +27,8 @@ class PhaseRunner:
         self.groups, self.failure, self.timeline = groups, failure, timeline
         self.waited_s = 0.0  # for other ranks of this node, in all
         self.buffers: dict[int, tuple[torch.Tensor, SharedBuffer]] = {}
+        self.checks = False  # sums are looked at for inf and NaN, while they are in the cache
+        self.finite_elements = 0  # of sums in which there are none
         self.compared: dict[tuple[Axis, int], int] = {}  # the layout of each bucket that a group's members agree on
 
     def run(self, work: Work, phases: list[RankPhase]) -> None:
@@ -38,7 +40,7 @@ class PhaseRunner:
             try:
                 self.timeline.enter_phase(work, phase, transfer)
                 if phase.axis == "node" and self.groups.memory:
-                    self.run_in_memory(work, phase)
+                    self.run_in_memory(work, phase, is_final=phase is work.phases.final)
                 else:
                     group = self.process_group_for(work, phase.axis)
                     operation = "backend_all_reduce" if phase.engine else phase.op
@@ -71,22 +73,25 @@ class PhaseRunner:
     def is_compared(self, work: Work, axis: Axis) -> bool:
         return self.compared.get((axis, work.key)) == work.header.layout
 
-    def run_in_memory(self, work: Work, phase: Phase) -> None:
+    def run_in_memory(self, work: Work, phase: Phase, is_final: bool) -> None:
         memory = self.groups.memory
         assert memory is not None
         waited_s = memory.waited_s
         buffer = self.shared(work)
+        checks = self.checks and is_final and work.key >= 0
         match phase.op:
             case "all_reduce":
-                memory.all_reduce(buffer, work.header, work.scale if self.is_scaled_in_memory(work) else None)
+                memory.all_reduce(buffer, work.header, work.scale if self.is_scaled_in_memory(work) else None, checks)
             case "reduce_scatter":
                 memory.reduce_scatter(buffer, work.header)
             case "all_gather":
-                memory.all_gather(buffer, work.header)
+                memory.all_gather(buffer, work.header, checks)
             case "reduce":
                 memory.reduce(buffer, 0, work.header)
             case "broadcast":
-                memory.broadcast(buffer, 0, work.header)
+                memory.broadcast(buffer, 0, work.header, checks)
+        if checks and memory.is_finite:
+            self.finite_elements += work.end - work.begin
         self.waited_s += memory.waited_s - waited_s
 
     def shared(self, work: Work) -> SharedBuffer:

@@ -62,7 +62,7 @@ class ProcessGroup:
     ) -> None:
         self.index, self.names = index, names  # of this rank; the global ranks
         self.num_members = len(names)
-        self.uses_backend = uses_backend
+        self.uses_backend, self.timeout_s = uses_backend, timeout_s
         self.channels = {
             channel: join(
                 dist.PrefixStore(channel, store),  # type: ignore[attr-defined]
@@ -83,13 +83,18 @@ class ProcessGroup:
     def wait(self, handle: Handle) -> None:
         """Until it has ended; looks up now and then whether anybody still wants it."""
         channel, work = handle
+        num_looks = 0  # and not the time, in which this process may have been stopped
         while not work.is_completed():
             if self.has_aborted:
                 raise MissingRank("this rank has aborted, or has closed its all-reduce")
             with suppress(RuntimeError):  # not yet; or it has failed, and says so below
                 work.wait(timedelta(seconds=LOOK_UP_S))
-            if not work.is_completed() and self.others_have_left():
-                raise RuntimeError("another rank has aborted")
+            why = None if work.is_completed() else self.why_others_left()
+            if why:
+                raise RuntimeError(why)
+            num_looks += 1
+            if num_looks * LOOK_UP_S > self.timeout_s and not work.is_completed():
+                raise RuntimeError(f"no answer within {self.timeout_s:g} s")
         self.in_flight[channel] -= 1
         try:
             work.wait()
@@ -114,11 +119,11 @@ class ProcessGroup:
             with suppress(RuntimeError):
                 self.store.set(HAS_LEFT, "")
 
-    def others_have_left(self) -> bool:
+    def why_others_left(self) -> str | None:
         try:
-            return bool(self.store.check([HAS_LEFT]))
-        except RuntimeError:  # the store is gone, with the rank that held it
-            return True
+            return "another rank has aborted" if self.store.check([HAS_LEFT]) else None
+        except RuntimeError:
+            return "the store does not answer"
 
     def close(self) -> None:
         self.abort()

@@ -1,6 +1,7 @@
 """What ranks write to the store when a run is about to fail: where they stand, why they abort, how their buckets lie.
 
 All ranks may fail at once, and one store serves them: each asks it a few dozen times, however many ranks there are.
+    host/<rank>      where it runs, before anything fails
     state/<rank>     there, while the rank has written anything
     states           how many are there
     messages         how many ranks have ever had more to say than that they wait
@@ -8,6 +9,8 @@ All ranks may fail at once, and one store serves them: each asks it a few dozen 
 """
 
 import json
+import os
+import platform
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +33,7 @@ class RankStates:
         self.store, self.rank, self.names, self.listen_s = store, rank, names, min(LISTEN_S, timeout_s)
         self.has_written, self.place, self.is_final = False, 0, False  # `place` among the messages, from 1
         self.lock = threading.Lock()
+        store.set(f"host/{rank}", platform.node())
 
     def key(self, rank: int) -> str:
         return f"state/{rank}"
@@ -69,7 +73,8 @@ class RankStates:
             said = [f"rank {self.names[rank]} {text}" for rank, text in self.messages()]
             silent = self.describe_silent() if waits_for_all else ""
         except RuntimeError:
-            return ["the store is gone, with the rank that held it (rank 0, unless a launcher did)"]
+            where = f" at {os.environ['MASTER_ADDR']}" if "MASTER_ADDR" in os.environ else ""
+            return [f"the store{where} is gone, with its host, rank 0 or the launcher that held it"]
         return [silent, *said][:MOST] if silent else said[:MOST]
 
     def num_silent(self) -> int:
@@ -88,8 +93,10 @@ class RankStates:
         absent = []
         if self.store.add("searches", 1) <= SEARCHES:
             absent = first_absent(self.store, [self.key(rank) for rank in range(len(self.names))], MOST_NAMED)
-        names = [str(self.names[int(key.partition("/")[2])]) for key in absent]
-        return f"{name_some(names, count)} nothing: gone, or hanging; see the output there"
+        ranks = [int(key.partition("/")[2]) for key in absent]
+        hosts = sorted({host for rank in ranks if (host := self.read(f"host/{rank}"))})
+        where = f" ({', '.join(hosts)})" if hosts else ""
+        return f"{name_some([str(self.names[rank]) for rank in ranks], count)} nothing{where}: gone, or hanging"
 
     def differences(self, layout: str, members: Sequence[int]) -> list[str]:
         """What first differs in the layouts of a bucket that these ranks have, each of which writes its own.

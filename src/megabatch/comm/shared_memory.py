@@ -15,6 +15,7 @@ A tensor's storage moves into shared memory in place: all of its views, such as 
 """
 
 import contextvars
+import math
 import os
 import re
 import struct
@@ -40,7 +41,7 @@ SUMMED_IN_FP32 = (torch.float16, torch.bfloat16)
 FOLDER = "/dev/shm"
 CODES = {name: code for code, name in enumerate(OPERATIONS)}
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
-DESCRIPTOR, NUM_BYTES, OFFSET, OUTCOME = (MAILBOX + word for word in range(4))
+DESCRIPTOR, NUM_BYTES, OFFSET, OUTCOME, IS_FINITE = (MAILBOX + word for word in range(5))
 
 
 class SharedBuffer:
@@ -60,6 +61,7 @@ class SharedBuffer:
         # This rank's slice, chunk by chunk; of each, every rank's part.
         self.chunks = [[part[at : min(at + chunk, end)] for part in parts] for at in range(begin, end, chunk)]
         self.is_small = own.nbytes <= SMALL_BYTES
+        self.can_be_checked = own.dtype in (torch.float32, torch.float64)
         # Where copies of a small tensor go, one place per rank, and another set for the next operation.
         self.places: list[list[Any]] = []
         if self.is_small:
@@ -84,6 +86,14 @@ def as_array(tensor: torch.Tensor) -> Any:
     return tensor if tensor.dtype in SUMMED_IN_FP32 else tensor.numpy()
 
 
+def product_of_halves(part: Any) -> float:
+    """inf or NaN if some element is: whatever one of them is multiplied with and added to, it stays one.  Also if the
+    product overflows.  While the part is in the cache, this costs a third of adding up two of its kind."""
+    half = len(part) // 2
+    odd = float(part[-1]) if len(part) % 2 else 0.0
+    return float(np.dot(part[:half], part[half : 2 * half])) + odd
+
+
 class SharedMemory:
     """This rank among the ranks of its host.  Every operation is collective; one thread at a time."""
 
@@ -104,6 +114,7 @@ class SharedMemory:
         self.chunk_bytes = max(MIN_CHUNK_BYTES, CACHE_BYTES // num_ranks)
         self.total, self.addend = torch.empty(2, TORCH_CHUNK)  # for sums of 16-bit floats
         self.everyone = range(num_ranks)
+        self.is_finite = False  # what the last operation has written is, and it was to be looked at
         # An overflow is the loss scaler's to see.  Each np.errstate would cost 1 us.
         self.quietly = contextvars.copy_context().run
         self.quietly(np.seterr, all="ignore")
@@ -186,15 +197,18 @@ class SharedMemory:
             )
         return SharedBuffer(self.num_buffers, tensors, self.rank, self.chunk_bytes, self.places)
 
-    def all_reduce(self, buffer: SharedBuffer, header: Header = NO_HEADER, scale: float | None = None) -> None:
-        """Every rank's tensor becomes the sum of all, times `scale`."""
+    def all_reduce(
+        self, buffer: SharedBuffer, header: Header = NO_HEADER, scale: float | None = None, checks: bool = False
+    ) -> None:
+        """Every rank's tensor becomes the sum of all, times `scale`.  `checks`: see `is_finite`."""
         if not buffer.is_small:
-            self.reduce_slice("all_reduce", 0, buffer, header, scale, self.everyone)
+            self.reduce_slice("all_reduce", 0, buffer, header, scale, self.everyone, checks)
             return
         places = buffer.places[self.barrier.num_operations & 1]
         places[self.rank][:] = buffer.own
         self.arrive("all_reduce", 0, buffer, header, scale)
         self.quietly(self.add, places, buffer.own, scale)
+        self.is_finite = checks and buffer.can_be_checked and math.isfinite(product_of_halves(buffer.own))
 
     def reduce_scatter(self, buffer: SharedBuffer, header: Header = NO_HEADER, scale: float | None = None) -> None:
         """Slice i of rank i's tensor becomes the sum; what the rest of it holds is anybody's guess."""
@@ -204,13 +218,13 @@ class SharedMemory:
         """The root's tensor becomes the sum; the others' are anybody's guess."""
         self.reduce_slice("reduce", root, buffer, header, scale, [root])
 
-    def all_gather(self, buffer: SharedBuffer, header: Header = NO_HEADER) -> None:
+    def all_gather(self, buffer: SharedBuffer, header: Header = NO_HEADER, checks: bool = False) -> None:
         """Slice i of every tensor becomes that of rank i's."""
-        self.copy_slice("all_gather", 0, buffer, header, self.rank)
+        self.copy_slice("all_gather", 0, buffer, header, self.rank, checks)
 
-    def broadcast(self, buffer: SharedBuffer, root: int, header: Header = NO_HEADER) -> None:
+    def broadcast(self, buffer: SharedBuffer, root: int, header: Header = NO_HEADER, checks: bool = False) -> None:
         """Every rank's tensor becomes the root's."""
-        self.copy_slice("broadcast", root, buffer, header, root)
+        self.copy_slice("broadcast", root, buffer, header, root, checks)
 
     def arrive(self, operation: str, root: int, buffer: SharedBuffer, header: Header, scale: float | None) -> None:
         scale_bits = 0 if scale is None else struct.unpack("q", struct.pack("d", scale))[0]
@@ -226,26 +240,40 @@ class SharedMemory:
         header: Header,
         scale: float | None,
         destinations: Sequence[int],
+        checks: bool = False,
     ) -> None:
         """Sums this rank's slice of all tensors into those of the destinations."""
         self.arrive(operation, root, buffer, header, scale)
         # The first addition may overwrite either of its operands; a sum that goes elsewhere is made in rank 0's.
         home = destinations[0] if destinations[0] < 2 else 0
+        checks, products = checks and buffer.can_be_checked, 0.0
         for parts in buffer.chunks:
             self.quietly(self.add, parts, parts[home], scale)
+            products += product_of_halves(parts[home]) if checks else 0.0
             for rank in destinations:
                 if rank != home:
                     parts[rank][:] = parts[home]
-        self.barrier.wait()
+        self.end(checks, products)
 
-    def copy_slice(self, operation: str, root: int, buffer: SharedBuffer, header: Header, source: int) -> None:
+    def copy_slice(
+        self, operation: str, root: int, buffer: SharedBuffer, header: Header, source: int, checks: bool
+    ) -> None:
         """Copies this rank's slice of the source's tensor to all other tensors."""
         self.arrive(operation, root, buffer, header, None)
+        checks, products = checks and buffer.can_be_checked, 0.0
         for parts in buffer.chunks:
+            products += product_of_halves(parts[source]) if checks else 0.0
             for rank in self.everyone:
                 if rank != source:
                     parts[rank][:] = parts[source]
+        self.end(checks, products)
+
+    def end(self, checks: bool, products: float) -> None:
+        """The second barrier of an operation, past which all ranks know what each has found in its slice."""
+        words = self.barrier.words
+        words[WORDS_PER_RANK * self.rank + IS_FINITE] = checks and math.isfinite(products)
         self.barrier.wait()
+        self.is_finite = all(words[WORDS_PER_RANK * rank + IS_FINITE] for rank in self.everyone)
 
     def add(self, parts: Sequence[Any], out: Any, scale: float | None) -> None:
         """out = (part 0 + part 1 + part 2 + ...) * scale.  `out` may be part 0 or part 1."""

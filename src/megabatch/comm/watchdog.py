@@ -1,39 +1,59 @@
 """Who keeps the others waiting, and with what: ranks that have made no progress for long write it to the store.
 
 Half of the timeout without progress, and a rank writes to the store where it stands, unasked; so when the time is up,
-the ranks that wait for it can say what it lacks.  A rank that aborts writes why.  One that has written nothing hangs as
-a whole, or is gone.
+the ranks that wait for it can say what it does.  A rank that aborts writes why.  One that has written nothing hangs as
+a whole, or is gone.  When the time is up a rank that is stuck outside of an all-reduce ends, too (`on_stuck`).
 
 On accelerators nobody but this thread notices that others do not come: the host has issued its collectives, and goes on
 or waits for the device.  So it looks at their events, and never waits for one; when the device has been in the same
-collective for the whole of the timeout, or another rank has aborted meanwhile, it calls `on_hang`.
+collective for the whole of the timeout, or another rank has aborted or is silent meanwhile, it calls `on_hang`.  Ranks
+there beat: each writes a number to the store, and listens to the next one.
 """
 
+import faulthandler
+import platform
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
 from megabatch.comm.progress import WAITS, BackwardProgress
 from megabatch.comm.rank_states import RankStates
 from megabatch.comm.stream_times import Collective
+from megabatch.ranks.activity import BACKWARD, Activity, LastWords
 
-LOOK_EVERY_S = 2.0  # at most, on accelerators
+LOOK_EVERY_S = 2.0  # at most
+SILENT_S = 15.0  # a rank on an accelerator that does not beat for so long, while others wait for it, is gone
+GRACE_S = 5.0  # whoever waits leaves it to the all-reduce, or the rank that it waits for, to say what is wrong
+MOST_STACKS = 16  # of ranks, in the log
 ABORTED = "aborted"  # a key of the store: some rank has
 
 
 class Watchdog:
     def __init__(
-        self, store: Any, rank: int, names: Sequence[int], timeout_s: float, progress: BackwardProgress
+        self,
+        store: Any,
+        rank: int,
+        names: Sequence[int],
+        activity: Activity,
+        progress: BackwardProgress,
+        last_words: LastWords,
+        set_timeout: Callable[[float], None] = lambda seconds: None,  # of all-reduces
     ) -> None:
-        self.store, self.timeout_s, self.progress = store, timeout_s, progress
-        self.states = RankStates(store, rank, names, timeout_s)
+        self.store, self.rank, self.activity, self.progress = store, rank, activity, progress
+        self.names, self.last_words, self.set_timeout = names, last_words, set_timeout
+        self.states = RankStates(store, rank, names, activity.patience_s)
         self.on_hang: Callable[[Collective, str], None] = lambda collective, why: None
+        self.on_stuck: Callable[[bool, float], None] = lambda waits, patience_s: None
         self.waiting: Collective | None = None  # in which the device was when it was last looked at
         self.waiting_since_s = 0.0
+        self.looked_s = time.monotonic()
+        self.reported_s: float | None = None  # when progress ended, of which the store knows
+        self.num_beats, self.next_beat, self.next_beat_s = 0, "", time.monotonic()
+        self.stacks: TextIO | None = None  # where they go if this thread cannot run
         progress.restart_clock()
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self.watch, name="megabatch watchdog", daemon=True)
@@ -43,33 +63,103 @@ class Watchdog:
         times = self.progress.times
         if times:
             torch.accelerator.set_device_index(times.device.index)  # of this thread, which asks for events
-        reported_s = None
         with suppress(RuntimeError):  # the store is gone, with the rank that held it
-            while not self.ended.wait(min(self.timeout_s / 8, LOOK_EVERY_S) if times else self.timeout_s / 8):
-                why = self.look_at_device()
-                if why and self.waiting:
-                    self.on_hang(self.waiting, why)
-                    return
-                seen_s = self.progress.changed_s
-                if reported_s is not None and seen_s != reported_s:
-                    reported_s = None
-                    self.states.withdraw()
-                if reported_s is None and time.monotonic() - seen_s > self.timeout_s / 2:
-                    reported_s = seen_s
-                    self.states.write(self.progress.describe())
+            if times:
+                self.beat(time.monotonic())
+            while not self.ended.wait(min(self.activity.patience_s / 8, LOOK_EVERY_S)):
+                self.look()
+        if self.stacks:
+            faulthandler.cancel_dump_traceback_later()
+            self.stacks.close()
 
-    def look_at_device(self) -> str | None:
+    def look(self) -> None:
+        patience_s, now_s = self.activity.patience_s, time.monotonic()
+        if now_s - self.looked_s > LOOK_EVERY_S + GRACE_S:  # this process was stopped, perhaps with all others
+            self.progress.restart_clock()
+        self.looked_s = now_s
+        self.set_timeout(patience_s)
+        self.arm_stacks(patience_s)
+        why = self.look_at_device(patience_s)
+        if why and self.waiting:
+            self.on_hang(self.waiting, why)
+            return
+        seen_s = max(self.progress.changed_s, self.activity.since_s)
+        if self.reported_s is not None and seen_s != self.reported_s:
+            self.reported_s = None
+            self.states.withdraw()
+        if self.reported_s is None and now_s - seen_s > patience_s / 2:
+            self.reported_s = seen_s
+            self.states.write(self.describe())
+        if self.activity.steps_run and self.waiting is None:
+            late_s = now_s - seen_s - patience_s
+            if late_s > (GRACE_S if self.waits else 0.0):
+                self.on_stuck(self.waits, patience_s)
+
+    @property
+    def waits(self) -> bool:
+        """For other ranks."""
+        return self.activity.waits or self.progress.is_waiting
+
+    def describe(self) -> str:
+        """What this rank lacks or does; WAITS if it lacks nothing but other ranks."""
+        if self.waits:
+            return WAITS
+        if not self.activity.is_followed:
+            return self.progress.describe()
+        lacks = f" and {self.progress.describe()}" if self.activity.what == BACKWARD else ""
+        return f"{self.activity.describe()}{lacks}"
+
+    def arm_stacks(self, patience_s: float) -> None:
+        """Should this thread not run for so long, because another one keeps the GIL, the log gets all their stacks."""
+        path = None if self.stacks else self.last_words.log_path()
+        if path:
+            with suppress(OSError):
+                self.stacks = path.open("a")
+        if self.stacks:
+            faulthandler.dump_traceback_later(patience_s, file=self.stacks)
+
+    def look_at_device(self, patience_s: float) -> str | None:
         """Why nothing more is to be expected of the collective that the device is in, if so."""
-        waiting, now_s = self.progress.times.waiting() if self.progress.times else None, time.monotonic()
-        if waiting is None or waiting is not self.waiting:
-            self.waiting, self.waiting_since_s = waiting, now_s
+        if not self.progress.times:
             return None
-        if now_s - self.waiting_since_s > self.timeout_s:
-            return f"other ranks did not come within {self.timeout_s:g} s"
+        waiting, now_s = self.progress.times.waiting(), time.monotonic()
         try:
+            self.beat(now_s)
+            if waiting is None or waiting is not self.waiting:
+                self.waiting, self.waiting_since_s = waiting, now_s
+                return None
+            if now_s - self.waiting_since_s > patience_s:
+                return f"other ranks did not come within {patience_s:g} s"
+            silent_s = now_s - max(self.next_beat_s, self.waiting_since_s)
+            if self.next_beat and silent_s > SILENT_S:
+                self.store.set(ABORTED, "")
+                return (
+                    f"rank {self.names[self.next_rank]} has not been heard of for {silent_s:.0f} s, and does not come"
+                )
             return "another rank has aborted, and does not come" if self.store.check([ABORTED]) else None
         except RuntimeError:  # the store is gone, with the rank that held it
+            self.waiting = waiting
             return "the rank that held the store does not come"
+
+    @property
+    def next_rank(self) -> int:
+        return (self.rank + 1) % len(self.names)
+
+    def beat(self, now_s: float) -> None:
+        self.num_beats += 1
+        self.store.set(f"beat/{self.rank}", str(self.num_beats))
+        key = f"beat/{self.next_rank}"
+        if self.next_beat or self.store.check([key]):
+            beat = self.store.get(key).decode()
+            if beat != self.next_beat:
+                self.next_beat, self.next_beat_s = beat, now_s
+
+    def log_stack(self) -> None:
+        """Of the thread that trains, for the run's log: some of all ranks, where all are stuck."""
+        with suppress(RuntimeError):
+            if self.store.add("stacks", 1) <= MOST_STACKS:
+                where = f"rank {self.names[self.rank]} on {platform.node()} in {self.activity.where}"
+                self.last_words.log(f"{where}:\n{self.activity.stack()}")
 
     def say_last(self, message: str) -> None:
         """The last that this rank writes."""

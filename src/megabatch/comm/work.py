@@ -23,6 +23,12 @@ class RankPhases(NamedTuple):
     after: list[RankPhase]
     crosses: bool  # some rank has something to send
 
+    @property
+    def final(self) -> Phase | None:
+        """What leaves the whole sum on this rank, if that happens in the node."""
+        phases = self.after if self.crosses else self.before
+        return phases[-1][0] if phases else None
+
 
 @dataclass
 class Work:

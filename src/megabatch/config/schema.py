@@ -8,7 +8,7 @@ from msgspec import Meta, Struct, field
 
 from megabatch.comm.settings import CommSettings
 from megabatch.data.settings import DataSettings
-from megabatch.errors import UserError
+from megabatch.errors import UserError, require_one_of
 from megabatch.models.catalog import ModelSettings
 from megabatch.models.loss import LossSettings
 from megabatch.optim.optimizers import OptimSettings
@@ -17,6 +17,7 @@ from megabatch.planning.batch import BatchSettings
 from megabatch.precision.policy import PrecisionSettings
 
 Settings = dict[str, Any]
+PREEMPT_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")  # what batch systems can be told to send
 
 
 class TrainSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,7 +49,12 @@ class RunSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     device: str = "auto"  # cuda where there is one, else cpu
     threads: Annotated[int, Meta(ge=1)] | None = None  # of a rank; by default its share of the cores
     decode_threads: Annotated[int, Meta(ge=1)] | None = None  # beside them, for images; by default as many
+    preempt_signal: str = "SIGTERM"  # sent by who will take this host, besides SIGTERM: save, and end
+    compare_every: Annotated[int, Meta(ge=0)] = 100  # steps after which ranks compare their weights; 0: never
     deterministic: bool = False  # only deterministic algorithms; convolutions are chosen by rule, and not by timing
+
+    def __post_init__(self) -> None:
+        require_one_of("run.preempt_signal", self.preempt_signal, PREEMPT_SIGNALS)
 
 
 class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=False):

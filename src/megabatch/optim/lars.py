@@ -21,8 +21,9 @@ As torch's fused optimizers, it leaves everything as it is where `found_inf` of 
 sets it), without a look at it by the host.
 """
 
+import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -167,28 +168,47 @@ class LARS(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = None
+        measured: dict[int, Any] = self.__dict__.pop("measured", {})
         if closure is not None:
+            measured = {}
             with torch.enable_grad():
                 loss = closure()
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        for group, tensors in self.tensors():
+            norms = measured.get(id(tensors[0][0]))
+            if not group["trust_ratio"]:
+                update_plainly(group, found_inf, *tensors)
+            elif are_together(group, tensors[0]):
+                update_together(group, found_inf, norms, self.rows_of(tensors[0]), *tensors)
+            else:
+                update_each(group, found_inf, norms, *tensors)
+        return loss
+
+    @torch.no_grad()
+    def gradient_norm(self) -> Tensor:
+        """Of the whole gradient, from norms that the next step takes from here: gradients must not change before it."""
+        norms: list[Tensor] = []
+        measured: dict[int, Any] = self.__dict__.setdefault("measured", {})
+        for group, (weights, gradients, *_) in self.tensors():
+            if not group["trust_ratio"]:
+                norms += torch._foreach_norm(gradients)
+            elif are_together(group, weights):
+                measured[id(weights[0])] = both = self.rows_of(weights).measure(weights, gradients)
+                norms.append(torch.linalg.vector_norm(both[1]))
+            else:
+                measured[id(weights[0])] = each = [norm(gradient) for gradient in gradients]
+                norms.append(torch.tensor(math.hypot(*each)))
+        return torch.stack([each.double() for each in norms]).square().sum().sqrt()
+
+    def tensors(self) -> Iterator[tuple[Group, list[list[Tensor]]]]:
+        """Weights, gradients and, with momentum, buffers: of one group, device and type at a time."""
         for group in self.param_groups:
             weights = [parameter for parameter in group["params"] if parameter.grad is not None]
             if weights:
-                gradients = [weight.grad for weight in weights]
-                self.update(group, weights, gradients, self.momentum_buffers(group, weights))
-        return loss
-
-    def update(self, group: Group, weights: list[Tensor], gradients: list[Tensor], buffers: list[Tensor]) -> None:
-        lists = [weights, gradients, buffers] if buffers else [weights, gradients]
-        kinds: dict[Any, Any] = torch.optim.Optimizer._group_tensors_by_device_and_dtype(cast(Any, lists))
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
-        for (device, _), (tensors, _) in kinds.items():
-            together = device.type != "cpu" if group["foreach"] is None else group["foreach"]
-            if not group["trust_ratio"]:
-                update_plainly(group, found_inf, *tensors)
-            elif together:
-                update_together(group, found_inf, self.rows_of(tensors[0]), *tensors)
-            else:
-                update_each(group, found_inf, *tensors)
+                lists = [weights, [weight.grad for weight in weights], self.momentum_buffers(group, weights)]
+                filled = [tensors for tensors in lists if tensors]
+                kinds: dict[Any, Any] = torch.optim.Optimizer._group_tensors_by_device_and_dtype(cast(Any, filled))
+                yield from ((group, tensors) for tensors, _ in kinds.values())
 
     def rows_of(self, weights: list[Tensor]) -> Rows:
         """Room that is kept from step to step."""
@@ -220,11 +240,16 @@ def update_plainly(
 
 
 def update_each(
-    group: Group, found_inf: Tensor | None, weights: list[Tensor], gradients: list[Tensor], *buffers: list[Tensor]
+    group: Group,
+    found_inf: Tensor | None,
+    norms: list[float] | None,  # of gradients, if they are known
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    *buffers: list[Tensor],
 ) -> None:
     for_ratio, for_momentum = ratio_settings(group), momentum_settings(group) | {"found_inf": found_inf}
-    for tensors in zip(weights, gradients, *buffers, strict=True):
-        tau = trust_ratio(norm(tensors[0]), norm(tensors[1]), **for_ratio)
+    for gradient_norm, *tensors in zip(norms or map(norm, gradients), weights, gradients, *buffers, strict=True):
+        tau = trust_ratio(norm(tensors[0]), gradient_norm, **for_ratio)
         factor, step_size = place_learning_rate(group, tau)
         if tensors[0].numel() <= SMALL:
             step_small(*tensors, factor=factor, step_size=step_size, **for_momentum)
@@ -235,19 +260,21 @@ def update_each(
 def update_together(
     group: Group,
     found_inf: Tensor | None,
+    norms: list[Tensor] | None,  # of weights and gradients, if they are known; then gradients are in the rows
     rows: Rows,
     weights: list[Tensor],
     gradients: list[Tensor],
     *buffers: list[Tensor],
 ) -> None:
     """Never asks the device for a value, which would wait for it."""
-    norms = []
-    for tensors in (weights, gradients):
-        rows.fill(tensors)
-        norms.append(rows.norms())
+    norms = norms or rows.measure(weights, gradients)
     factors, step_size = place_learning_rate(group, trust_ratios(*norms, **ratio_settings(group)))
     settings = momentum_settings(group) | {"factors": factors, "step_size": step_size, "found_inf": found_inf}
     step_rows(rows, weights, *buffers, **settings)
+
+
+def are_together(group: Group, weights: list[Tensor]) -> bool:
+    return bool(weights[0].device.type != "cpu" if group["foreach"] is None else group["foreach"])
 
 
 def place_learning_rate(group: Group, tau: Any) -> tuple[Any, float]:

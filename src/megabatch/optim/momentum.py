@@ -95,6 +95,14 @@ class Rows:
         squares = torch.linalg.vector_norm(self.rows, dim=1).double().square()
         return torch.segment_reduce(squares, "sum", lengths=self.lengths, unsafe=True).sqrt()
 
+    def measure(self, weights: Tensors, gradients: Tensors) -> list[Tensor]:
+        """The norms of both; gradients stay here."""
+        norms = []
+        for tensors in (weights, gradients):
+            self.fill(tensors)
+            norms.append(self.norms())
+        return norms
+
     def scale(self, factors: Tensor) -> None:
         """Each tensor by its own.  What fills up its last row stays 0 while factors are finite, as weights are then."""
         self.rows.mul_(factors.to(self.rows.dtype).index_select(0, self.owners).unsqueeze(1))

@@ -115,8 +115,42 @@ def step_unless(optimizer: torch.optim.Optimizer, skipped: torch.Tensor) -> None
         optimizer.step()
 
 
-def clip_gradients(optimizer: torch.optim.Optimizer, clip_norm: float) -> None:
-    """Shrinks the whole gradient to `clip_norm` if it is longer.  Gradients are equal on all ranks, and so is this."""
-    if clip_norm > 0:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
+def clip_gradients(optimizer: torch.optim.Optimizer, clip_norm: float) -> torch.Tensor | None:
+    """Shrinks the whole gradient to `clip_norm` if it is longer; its norm before that, where it was asked for.
+
+    Gradients are equal on all ranks, and so is this.
+    """
+    if clip_norm == 0:
+        return None
+    return torch.nn.utils.clip_grad_norm_(trained(optimizer), clip_norm)
+
+
+@torch.no_grad()
+def has_bad_gradient(optimizer: torch.optim.Optimizer, norm: torch.Tensor | None = None) -> torch.Tensor:
+    """1 if a gradient is inf or NaN, else 0, on the device.  `norm`: of the whole gradient, if it is known.
+
+    A norm is inf, too, of finite gradients from about 1e19 on; that is told apart where it costs no wait.
+    """
+    are_bad = is_not_finite(gradient_norm(optimizer) if norm is None else norm)
+    if are_bad.device.type == "cpu" and are_bad:
+        are_bad.fill_(any(not gradient.isfinite().all() for gradient in gradients_of(optimizer)))
+    return are_bad
+
+
+def gradient_norm(optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """Of the whole gradient: one pass over it."""
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients_of(optimizer))))
+    return norm
+
+
+def is_not_finite(value: torch.Tensor) -> torch.Tensor:
+    """1 if it is inf or NaN, else 0."""
+    return torch.ne(value - value, 0).float()  # inf - inf is NaN, which differs from everything
+
+
+def gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in trained(optimizer) if parameter.grad is not None]
+
+
+def trained(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

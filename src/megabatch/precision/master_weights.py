@@ -90,7 +90,7 @@ class MasterWeights:
     def first_overflow(self) -> str | None:
         """The parameter whose gradient is not finite, and which backward reached first: those after it follow.
 
-        None if all are: on an accelerator the gradients of the next step may be here already.
+        None if all are finite: on an accelerator the gradients of the next step may be here already.
         """
         for name, weight in reversed(self.weights.items()):
             if weight.grad is not None and not weight.grad.isfinite().all():

@@ -17,6 +17,14 @@ def host_identity() -> str:
     return " ".join([platform.node(), *known])
 
 
+def is_stopped(process: int) -> bool:
+    """By a signal such as SIGSTOP; one that a debugger holds is in good hands."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:  # it has ended, or the system does not say
+        return False
+
+
 def usable_cores() -> frozenset[int]:
     """The cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):

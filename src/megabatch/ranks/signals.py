@@ -2,40 +2,38 @@
 
 import ctypes
 import os
-import shutil
 import signal
 import threading
-from pathlib import Path
+from abc import ABC, abstractmethod
 from types import FrameType, TracebackType
 from typing import Self
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
-
 LAUNCHER = "MEGABATCH_LAUNCHER"  # the launcher's process id; says that a rank is ours, and whom it must not outlive
-STOP_TIMEOUT_S = 600  # a step, an evaluation or a checkpoint may be under way
-FAILURE_TIMEOUT_S = 30  # what a rank gets to end after another one has failed
 PRCTL, PR_SET_PDEATHSIG = getattr(ctypes.CDLL(None), "prctl", None), 1  # Linux has it
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Stopped(Exception):
-    """Ctrl-C or SIGTERM reached the launcher; it has passed the signal on and all ranks have ended."""
+    """A signal reached the launcher; it has passed it on and all ranks have ended."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(signal.Signals(signal_number).name)
         self.signal_number = signal_number
 
 
-class StopRequest:
-    """In a rank: remembers that Ctrl-C or SIGTERM came; the trainer asks once a step.  A second one ends at once."""
+class Listening(ABC):
+    """Hears the signals that ask to stop, until it leaves its `with`; not those that are ignored, as nohup asks."""
 
-    def __init__(self) -> None:
-        self.number: int | None = None
+    def __init__(self, preempt_signal: int = signal.SIGTERM) -> None:
+        self.number: int | None = None  # of the first that came
+        self.listens_to = {*STOP_SIGNALS, preempt_signal}
 
     def __enter__(self) -> Self:
         self.before = {}
         if threading.current_thread() is threading.main_thread():  # elsewhere Python allows nobody to listen
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self.before[number] = signal.signal(number, self.receive)
+            for number in self.listens_to:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self.before[number] = signal.signal(number, self.receive)
         return self
 
     def __exit__(
@@ -44,14 +42,18 @@ class StopRequest:
         for number, listener in self.before.items():
             signal.signal(number, listener)
 
+    @abstractmethod
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        """One of them has come."""
+
+
+class StopRequest(Listening):
+    """In a rank: remembers that a signal came; the trainer asks once a step.  A second one ends at once."""
+
     def receive(self, number: int, frame: FrameType | None) -> None:
         if self.number is not None and not was_launched():
             raise KeyboardInterrupt  # our launcher ends a rank itself
-        if was_launched() and self.number != signal.SIGINT:
-            # From our launcher SIGINT means to stop, in good time; SIGTERM that another rank has failed, and then a
-            # collective may never return.
-            signal.alarm(FAILURE_TIMEOUT_S if number == signal.SIGTERM else 0)
-        self.number = number
+        self.number = self.number or number
 
     def received(self) -> bool:
         return self.number is not None
@@ -61,24 +63,14 @@ class StopRequest:
         return 128 + (self.number or signal.SIGTERM)
 
 
-class LauncherSignals:
-    """In the launcher: a first Ctrl-C or SIGTERM asks the ranks to stop after their step, a second ends all at once."""
-
-    def __init__(self, scratch: Path) -> None:
-        self.number: int | None = None
-        self.scratch = scratch
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup asks
-                signal.signal(number, self.receive)
+class LauncherSignals(Listening):
+    """In the launcher: a first signal asks the ranks to stop after their step, a second ends all at once."""
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         if self.number is not None:
-            shutil.rmtree(self.scratch, ignore_errors=True)
-            os._exit(128 + number)  # and the kernel kills the ranks: see `die_with_launcher`
+            os._exit(128 + number)  # and the kernel kills the ranks: see `die_with`
         self.number = number
         print("\nstopping  after this step; once more to end at once", flush=True)
-        # Ranks get SIGINT either way: a SIGTERM tells them that another rank has failed.
-        raise SignalException(f"signal {number}", sigval=signal.SIGINT)
 
 
 def was_launched() -> bool:
@@ -91,7 +83,7 @@ def die_with_launcher(parent: int) -> None:
 
     `parent` is the process that was the parent before anything slow was imported.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if was_launched() or "TORCHELASTIC_RUN_ID" in os.environ:
         die_with(int(os.environ[LAUNCHER]) if was_launched() else parent)
 
 

@@ -11,10 +11,14 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
+import msgspec
 import torch.distributed as dist
 
 from megabatch.errors import UserError
+from megabatch.ranks.activity import LastWords
 from megabatch.ranks.discover import RankInfo, rendezvous_address
+from megabatch.ranks.failures import FAILURE, Report
+from megabatch.ranks.signals import was_launched
 
 TIMEOUT_S = 300.0  # as the store's own
 GRACE_S = 30.0
@@ -28,18 +32,20 @@ RUN_FOLDER, USER_ERROR = "run-folder", "user-error"  # keys
 
 class RankStore:
     def __init__(self, info: RankInfo) -> None:
-        self.lasting = open_store(info)  # torchrun's outlives its ranks
+        self.info = info
+        self.lasting = open_store(info)  # a launcher's outlives its ranks
         # Restarted ranks must not find the addresses of those before.
         self.store = dist.PrefixStore(agree_on_name(self.lasting, info), self.lasting)  # type: ignore[attr-defined]
         self.is_first: bool | None = None
+        self.last_words = LastWords()
 
     def is_first_to_fail(self) -> bool:
         """Asked by a rank that fails, first of all while the others still trust it."""
         if self.is_first is None:
             try:
                 self.is_first = self.store.add("failures", 1) == 1
-            except RuntimeError:  # rank 0 held the store, and is gone: it has spoken, or its launcher does
-                self.is_first = False
+            except RuntimeError:  # whoever held the store is gone, perhaps with its host: one of each host says it
+                self.is_first = self.info.local_rank == 0
         return self.is_first
 
     @contextmanager
@@ -61,6 +67,10 @@ class RankStore:
             return self.lasting.get(key).decode() if self.lasting.check([key]) else None
         except RuntimeError:
             return None
+
+    def report(self, report: Report) -> None:
+        """For our launcher."""
+        self.set(FAILURE, msgspec.json.encode(report).decode())
 
     def run_folder(self) -> Path | None:
         """The run's folder, where it is known and this host sees it."""
@@ -148,7 +158,9 @@ def gather_through(store: "dist.Store", rank: int, ranks: Sequence[int], text: s
 
 
 def open_store(info: RankInfo) -> "dist.Store":  # type: ignore[name-defined]
-    """Where the ranks find each other: torchrun's own store, or one that rank 0 opens."""
+    """Where the ranks find each other: our launcher's or torchrun's own store, or one that rank 0 opens."""
+    if was_launched():
+        return dist.TCPStore(*rendezvous_address(info), is_master=False)  # type: ignore[attr-defined]
     if info.num_ranks == 1:
         return dist.HashStore()  # type: ignore[attr-defined]
     if dist.is_torchelastic_launched():

@@ -18,10 +18,12 @@ from torch.distributed.distributed_c10d import _get_default_store
 from megabatch.errors import UserError, require_one_of
 from megabatch.planning.topology import Topology
 from megabatch.ranks import collectives
+from megabatch.ranks.activity import START_UP_TIMEOUT_S, Activity, LastWords
 from megabatch.ranks.backends import BACKENDS, Backend
 from megabatch.ranks.collectives import Difference
 from megabatch.ranks.devices import choose_index, infer_local_rank
 from megabatch.ranks.discover import RankInfo, discover
+from megabatch.ranks.sockets import notice_lost_hosts
 from megabatch.ranks.store import RankStore, gather_through
 
 Value = TypeVar("Value")
@@ -61,20 +63,26 @@ class World:
         device: torch.device,
         backend: Backend | None = None,  # that of the device
         topology: Topology | None = None,  # None: ranks ask each other for their hosts
+        activity: Activity | None = None,
+        last_words: LastWords | None = None,
     ) -> None:
         self.rank, self.num_ranks, self.device = rank, num_ranks, device
         self.backend, self.topology = backend or BACKENDS[device.type], topology
+        self.activity = activity or Activity(START_UP_TIMEOUT_S, is_followed=False)
+        self.last_words = last_words or LastWords(rank)
         self.closing = ExitStack()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sums in place over all ranks; bitwise the same on each."""
-        dist.all_reduce(tensor)
+        with self.activity.waiting():
+            dist.all_reduce(tensor)
         return tensor
 
     def all_reduce_max(self, values: Sequence[float]) -> list[float]:
         """Of each value, the largest that a rank has brought."""
         own = torch.tensor(values, dtype=torch.float64, device=self.device)
-        largest: list[float] = collectives.all_reduce_max(own).tolist()
+        with self.activity.waiting():
+            largest: list[float] = collectives.all_reduce_max(own).tolist()
         return largest
 
     def barrier(self) -> None:
@@ -83,14 +91,17 @@ class World:
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """[ranks, n], of the n values that each rank brings: small ones, since each rank gets all of them."""
-        return collectives.gather(tensor)
+        with self.activity.waiting():
+            return collectives.gather(tensor)
 
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        return collectives.gather_numbers(numbers, self.device)
+        with self.activity.waiting():
+            return collectives.gather_numbers(numbers, self.device)
 
     def all_gather(self, value: Any, kind: Any = Any) -> list[Any]:
         """The values that all ranks have brought, in rank order, on all ranks: rare or small ones, as JSON."""
-        texts = collectives.gather_texts(msgspec.json.encode(value).decode(), self.device)
+        with self.activity.waiting():
+            texts = collectives.gather_texts(msgspec.json.encode(value).decode(), self.device)
         return [msgspec.json.decode(text, type=kind) for text in texts]
 
     def gather_among(self, ranks: Sequence[int], text: str) -> list[str]:
@@ -99,11 +110,13 @@ class World:
 
     def first_difference(self, text: str) -> Difference | None:
         """Of texts that should be the same on all ranks; None if they are."""
-        return collectives.first_difference(text, self.device)
+        with self.activity.waiting():
+            return collectives.first_difference(text, self.device)
 
     def broadcast_text(self, text: str) -> str:
         """Rank 0's text, on all ranks."""
-        return collectives.broadcast_text(text, self.device)
+        with self.activity.waiting():
+            return collectives.broadcast_text(text, self.device)
 
     def broadcast_tensors(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Rank 0's tensors, on all ranks and on their devices; only rank 0 needs to bring any.
@@ -155,15 +168,18 @@ def connect(
     info: RankInfo,
     device_type: str,
     store: "dist.Store | None" = None,  # type: ignore[name-defined]
-    timeout_s: float = 600.0,
+    timeout_s: float = START_UP_TIMEOUT_S,
     backend: Backend | None = None,
     topology: Topology | None = None,
+    activity: Activity | None = None,  # None: nobody follows it
+    last_words: LastWords | None = None,
 ) -> Iterator[World]:
     """Joins the ranks, and leaves them at the end.  A script that has joined them already stays joined."""
     device = own_device(info, device_type)
-    world = World(info.rank, info.num_ranks, device, backend, topology)
+    activity = activity or Activity(timeout_s, is_followed=False)
+    world = World(info.rank, info.num_ranks, device, backend, topology, activity, last_words)
     if dist.is_initialized():
-        with world.closing:
+        with activity.interruptible(), world.closing:
             yield world
         return
     dist.init_process_group(
@@ -171,11 +187,12 @@ def connect(
         rank=info.rank,
         world_size=info.num_ranks,
         store=store or RankStore(info).store,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timedelta(seconds=activity.patience_s),
         device_id=None if device.type == "cpu" else device,
     )
     try:
-        with world.closing:
+        notice_lost_hosts()
+        with activity.interruptible(), world.closing:
             yield world
     finally:
         gc.collect()  # what nobody holds any more goes before the group, while its threads can still end in order

@@ -1,10 +1,12 @@
 """The run's folder, as its run writes it: `files.py` lists what lies there, `reader.py` reads it.
 
-It belongs to one run at a time, which holds its lock.
+It belongs to one run at a time, which holds its lock.  A disk that is full, read-only or failing does not end the run:
+rows wait in memory, and whether the result could be written is asked at the end.  A folder that is removed or moved
+away under the run is made again at the next checkpoint, with its recipe, environment, plan, card and all rows; the
+checkpoints, the log and TensorBoard's events that were in it are gone.
 """
 
 import json
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,10 +16,14 @@ from typing import Self, TextIO
 import msgspec
 
 from megabatch.disk import Locked, remove_unfinished, take_lock, write_file
-from megabatch.errors import UserError
+from megabatch.errors import NotSaved, UserError
 from megabatch.runs.files import CONFIG, ENVIRONMENT, LOCK, LOG, METRICS, SUMMARY
-from megabatch.runs.reader import length_up_to
+from megabatch.runs.outage import FIRST_PAUSE_S, Outage
 from megabatch.runs.records import Record, Summary
+from megabatch.runs.rows import RowFile
+
+ROWS = "rows of metrics"
+MOST_WAITING_BYTES = 256 << 20  # of rows: half a million steps
 
 
 class RunFolder:
@@ -25,6 +31,10 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.outage = Outage()
+        self.texts: dict[str, str] = {}  # what describes the run, by the names of its files
+        self.rows: RowFile | None = None
+        self.retry_s = 0.0  # when rows are tried again
         path.mkdir(parents=True, exist_ok=True)
         self.lock = hold(path)
 
@@ -32,26 +42,62 @@ class RunFolder:
         """Writes what describes the run, and keeps the rows up to `step`, where it begins or resumes."""
         (self.path / SUMMARY).unlink(missing_ok=True)  # of the attempt before
         remove_unfinished(self.path)
-        self.write_text(CONFIG, config)
-        self.write_text(ENVIRONMENT, json.dumps(environment, indent=2) + "\n")
-        rows = self.path / METRICS
-        self.metrics = rows.open("ab")
-        self.metrics.truncate(length_up_to(rows, step))
+        self.describe(CONFIG, config)
+        self.describe(ENVIRONMENT, json.dumps(environment, indent=2) + "\n")
+        self.rows = RowFile(self.path / METRICS, step)
         self.log(f"begins at step {step}")
 
     def write(self, record: Record) -> None:
-        """One row, flushed: what has happened is in the file before the next step begins."""
-        self.metrics.write(msgspec.json.encode(record) + b"\n")
-        self.metrics.flush()
+        """One row: what has happened is in the file before the next step begins, if the disk takes it."""
+        assert self.rows is not None
+        self.rows.append(msgspec.json.encode(record) + b"\n")
+        if len(self.rows.waiting) > MOST_WAITING_BYTES:
+            raise NotSaved(
+                f"{self.path / METRICS} could not be written to for long: {len(self.rows.waiting):,} bytes of rows "
+                "wait in memory; see that it can be, and start the run again"
+            )
+        now_s = time.monotonic()
+        if ROWS in self.outage.reasons and now_s < self.retry_s:
+            return
+        self.retry_s = now_s + FIRST_PAUSE_S
+        with self.outage.survived(ROWS, self.path):
+            self.rows.flush()
 
     def sync_rows(self) -> None:
-        os.fsync(self.metrics.fileno())
+        """Every row so far is on the disk when this returns."""
+        assert self.rows is not None
+        try:
+            if not self.rows.is_in_place():
+                self.make_again(self.rows)
+            self.rows.sync()
+        except OSError as error:
+            self.outage.failed(ROWS, self.path, error)
+            raise
+        self.outage.worked(ROWS)
+
+    def make_again(self, rows: RowFile) -> None:
+        is_removed = not (self.path / LOCK).exists()
+        self.path.mkdir(parents=True, exist_ok=True)
+        if is_removed:
+            lock = take_lock(self.path / LOCK)
+            self.lock.close()
+            self.lock = lock
+        for name, text in self.texts.items():
+            if not (self.path / name).exists():
+                write_file(self.path / name, text)
+        rows.write_again()
+        if is_removed:
+            lost = "earlier checkpoints and the log are gone"
+            self.outage.say("warning", f"{self.path} was removed under this run; it is made again, but {lost}")
 
     def finish(self, summary: Summary) -> None:
-        self.write_text(SUMMARY, msgspec.json.format(msgspec.json.encode(summary), indent=2).decode() + "\n")
+        text = msgspec.json.format(msgspec.json.encode(summary), indent=2).decode() + "\n"
+        write_file(self.path / SUMMARY, text)
         self.log(f"{summary.status} after step {summary.steps}")
 
-    def write_text(self, name: str, text: str) -> None:
+    def describe(self, name: str, text: str) -> None:
+        """A file that says what the run is, which is written again if it is lost."""
+        self.texts[name] = text
         write_file(self.path / name, text)
 
     def log(self, text: str) -> None:
@@ -63,14 +109,19 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if hasattr(self, "metrics"):
-            self.metrics.close()
+        if self.rows:
+            self.rows.close()
         self.lock.close()
 
 
-def append_to_log(folder: Path, text: str) -> None:
-    with (folder / LOG).open("a") as file:
-        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text.rstrip()}\n")
+def append_to_log(folder: Path, text: str) -> bool:
+    """Whether it is there: nobody fails for the sake of the log."""
+    try:
+        with (folder / LOG).open("a") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text.rstrip()}\n")
+        return True
+    except OSError:
+        return False
 
 
 def hold(folder: Path, setting: str = "run.dir") -> TextIO:

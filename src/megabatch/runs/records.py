@@ -51,6 +51,20 @@ class Straggler(Struct, frozen=True):
     share: float  # of the time of training steps
 
 
+class SaveTimes(Struct, kw_only=True):
+    """What checkpoints have cost the steps."""
+
+    count: int = 0  # that were written
+    failed: int = 0  # attempts to write one
+    overtaken: int = 0  # that were due, and passed over for newer ones because the disk was not done
+    stall_s: float = 0.0  # training was held by them, in all
+    longest_stall_s: float = 0.0
+
+    def add_stall(self, stall_s: float) -> None:
+        self.stall_s += stall_s
+        self.longest_stall_s = max(self.longest_stall_s, stall_s)
+
+
 class Summary(Struct, frozen=True, kw_only=True):
     status: Status
     top1: float | None
@@ -72,4 +86,5 @@ class Summary(Struct, frozen=True, kw_only=True):
     straggler: Straggler | None  # the rank that delayed the others most, since the last resumption; None on one rank
     resident_mb: float | None  # memory of rank 0's process at the last evaluation
     device_mb: float | None = None  # the most that rank 0 has taken of its accelerator; None on a CPU
+    saves: SaveTimes | None = None  # None for a run of an older version
     time_to_target_s: float | None  # wall time of the first evaluation that reached train.target_top1

@@ -2,7 +2,7 @@
 
 from msgspec import Struct, field
 
-from megabatch.runs.records import EvaluationRecord, Record, Status, StepRecord, Straggler, Summary
+from megabatch.runs.records import EvaluationRecord, Record, SaveTimes, Status, StepRecord, Straggler, Summary
 from megabatch.runs.time_breakdown import TimeBreakdown
 
 
@@ -27,6 +27,7 @@ class RunTotals(Struct, kw_only=True):
     best_step: int | None = None
     time_to_target_s: float | None = None
     resumed_from_step: int | None = None
+    saves: SaveTimes = field(default_factory=SaveTimes)
 
     def add(self, record: Record, wall_s: float) -> None:
         self.wall_s = wall_s
@@ -83,5 +84,6 @@ class RunTotals(Struct, kw_only=True):
             straggler=self.straggler,
             resident_mb=last.resident_mb if last else None,
             device_mb=last.device_mb if last else None,
+            saves=self.saves,
             time_to_target_s=self.time_to_target_s,
         )

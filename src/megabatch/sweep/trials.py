@@ -25,7 +25,7 @@ from megabatch.config.schema import RunConfig
 from megabatch.errors import UserError
 from megabatch.ranks.discover import discover
 from megabatch.ranks.machine import usable_cores
-from megabatch.ranks.signals import STOP_TIMEOUT_S, Stopped, StopRequest, die_with
+from megabatch.ranks.signals import Stopped, StopRequest, die_with
 from megabatch.ranks.world import choose_device
 from megabatch.runs.folder import hold
 from megabatch.runs.reader import is_run, read_summary
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from megabatch.sweep.screen import SweepScreen
 
 POLL_S = 0.2
-GRACE_S = 30  # beyond what the launcher of a run gives its ranks
+STOP_TIMEOUT_S = 600  # a step, an evaluation or a checkpoint may be under way
 
 
 class Trial(Struct, frozen=True):
@@ -139,7 +139,7 @@ def stopped_at_the_end(stop: StopRequest, screen: "SweepScreen") -> Iterator[lis
 
 def stop_all(running: Sequence[Process]) -> None:
     """Asks runs to write a checkpoint and end, and waits for them."""
-    deadline_s = time.monotonic() + STOP_TIMEOUT_S + GRACE_S
+    deadline_s = time.monotonic() + STOP_TIMEOUT_S
     for process in running:
         process.popen.send_signal(signal.SIGINT)
     for process in running:

@@ -22,6 +22,7 @@ from megabatch.precision.place import place_model
 from megabatch.ranks.world import World
 from megabatch.train.batch_norm import RunningStatistics
 from megabatch.train.card import make_card
+from megabatch.train.drift import Comparison
 from megabatch.train.evaluate import evaluate
 from megabatch.train.initial_weights import InitialWeights, load_initial_weights
 from megabatch.train.loop import Parts
@@ -91,6 +92,7 @@ def assemble(
         learning_rate=plan_learning_rate(config, plan),
         clip_norm=config.optim.clip_norm,
         evaluate=partial(evaluate, model, data.test, normalise, len(data.class_names), config.batch.microbatch, world),
+        comparison=Comparison(config.run.compare_every),
         stop_requested=stop_requested,
         initial_weights=tuple(initial_weights.lines),
     )

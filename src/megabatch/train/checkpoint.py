@@ -6,39 +6,34 @@ checkpoints/step-00000390/state.safetensors   weights (fp32), buffers, optimizer
 
 There is little to keep, because position determines data: no generator, sampler or loader has a state.
 A checkpoint is written under another name, synced and renamed, so that a kill leaves all of it or nothing.
-All ranks hold the same state after every step, so rank 0 alone saves, and shares what it has loaded.
+All ranks hold the same state after every step, so rank 0 alone saves, and shares what it has loaded.  When it does so,
+and what it keeps, is in `saves.py`.
 """
 
 import hashlib
-import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from msgspec import Struct
-from safetensors.torch import load_file, save_file
 
-from megabatch.config.schema import CheckpointSettings
-from megabatch.disk import point, remove_unfinished, sync, writing
+from megabatch.disk import writing
 from megabatch.errors import UserError
 from megabatch.planning.tuning import Tuning
 from megabatch.runs.files import CHECKPOINTS
 from megabatch.runs.model_card import METADATA, ModelCard
-from megabatch.runs.records import EvaluationRecord, Record
 from megabatch.runs.totals import RunTotals
 from megabatch.train.card import with_results
 from megabatch.train.compiled import is_compiled
 from megabatch.train.loop import Training
+from megabatch.train.tensor_file import read_flat, tensors_in, write_tensors
 
 FORMAT = 2  # of a checkpoint; another one is refused
 STATE, DESCRIPTION = "state.safetensors", "state.json"
-LAST, BEST = "last", "best"  # links
 MODEL, OPTIMIZER, LOSS_SCALE = "model.", "optimizer.", "loss_scale"
 NUMBER = "optimizer_number."  # what an optimizer keeps as a Python number, or as None
-AUTO_SHARE = 0.01  # of a run's time may be spent on saving, where the recipe does not say how often
 
 
 class Description(Struct, frozen=True, kw_only=True):
@@ -65,19 +60,7 @@ def save_weights(training: Training, totals: RunTotals, path: Path) -> None:
     """The model alone, under the names of its state dict, and what belongs to it: what a run is for."""
     card = msgspec.json.encode(with_results(training.card, totals)).decode()
     with writing(path) as new:
-        save_file(separate(training.master_weights.state_dict()), new, {METADATA: card})
-        new.chmod(0o644)  # safetensors lets only the owner read
-
-
-def separate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As safetensors wants them: contiguous, and each with memory of its own, tied weights too."""
-    seen: set[int] = set()
-    separated = {}
-    for name, tensor in tensors.items():
-        tensor = tensor.contiguous()
-        separated[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
-        seen.add(tensor.data_ptr())
-    return separated
+        write_tensors(new, training.master_weights.state_dict(), {METADATA: card})
 
 
 def training_state(training: Training) -> dict[str, torch.Tensor]:
@@ -146,83 +129,40 @@ def named_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, to
         yield from zip(group["param_names"], group["params"], strict=True)
 
 
-class Checkpoints:
-    """The checkpoints of one run, on rank 0."""
+def describe(training: Training, totals: RunTotals) -> Description:
+    """What is known before the tensors are written."""
+    return Description(
+        step=totals.steps,
+        computed_by=describe_arithmetic(training),
+        data=training.data_fingerprint,
+        tuning=training.gradients.plans.tuning,
+        totals=totals,
+        card=with_results(training.card, totals),
+        checksum="",
+    )
 
-    def __init__(self, run_folder: Path, settings: CheckpointSettings, first_step: int) -> None:
-        self.folder, self.settings = run_folder / CHECKPOINTS, settings
-        self.saved_s = time.monotonic()
-        self.saving_took_s = 0.0
-        self.saved_step = first_step
-        remove_unfinished(self.folder)
-        self.forget_after(first_step)
 
-    def forget_after(self, step: int) -> None:
-        """A run that resumes from an older checkpoint forgets the newer ones."""
-        for path in self.newest_first():
-            if step_of(path) > step:
-                shutil.rmtree(path)
-        for link in (self.folder / LAST, self.folder / BEST):
-            if link.is_symlink() and not link.exists():
-                link.unlink()
+def write_checkpoint(folder: Path, state: dict[str, torch.Tensor], description: Description) -> str:
+    """All of it or nothing; its name.  One that is there has failed at what comes after it, and is whole."""
+    name = f"step-{description.step:08d}"
+    if (folder / name).exists():
+        return name
+    with writing(folder / name) as new:
+        new.mkdir()
+        checksum = write_tensors(new / STATE, state)
+        whole = msgspec.structs.replace(description, checksum=checksum)
+        (new / DESCRIPTION).write_bytes(msgspec.json.encode(whole))
+    return name
 
-    def wants(self, record: Record, totals: RunTotals) -> bool:
-        """After a record: if it is time to save, or if this is the best result so far."""
-        if isinstance(record, EvaluationRecord):
-            return totals.best_step == record.step or self.is_due(record.step)
-        # An evaluation that follows belongs to this step.
-        return self.is_due(record.step) and not record.evaluated
 
-    def is_due(self, step: int) -> bool:
-        since_s = time.monotonic() - self.saved_s
-        steps, minutes = self.settings.every_steps, self.settings.every_minutes
-        if not steps and not minutes:
-            return since_s * AUTO_SHARE >= self.saving_took_s
-        return bool(steps and step % steps == 0) or bool(minutes and since_s >= 60 * minutes)
-
-    def save(self, training: Training, totals: RunTotals) -> None:
-        """But for a state with inf or NaN, from which there is no way on: the last good one stays."""
-        started_s = time.monotonic()
-        state = training_state(training)
-        if not all(tensor.isfinite().all() for name, tensor in state.items() if not name.startswith(NUMBER)):
-            return
-        name = f"step-{totals.steps:08d}"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with writing(self.folder / name) as new:
-            new.mkdir()
-            save_file(separate(state), new / STATE)
-            description = Description(
-                step=totals.steps,
-                computed_by=describe_arithmetic(training),
-                data=training.data_fingerprint,
-                tuning=training.gradients.plans.tuning,
-                totals=totals,
-                card=with_results(training.card, totals),
-                checksum=checksum(new / STATE),
-            )
-            (new / DESCRIPTION).write_bytes(msgspec.json.encode(description))
-        if totals.best_step == totals.steps:
-            point(self.folder / BEST, name)
-        point(self.folder / LAST, name)
-        sync(self.folder)
-        self.remove_old()
-        self.saved_step, self.saved_s = totals.steps, time.monotonic()
-        self.saving_took_s = self.saved_s - started_s
-
-    def remove_old(self) -> None:
-        """Keeps the newest `checkpoint.keep`, and whatever `last` and `best` point to."""
-        pointed = {link.readlink().name for link in (self.folder / LAST, self.folder / BEST) if link.is_symlink()}
-        for path in self.newest_first()[self.settings.keep :]:
-            if path.name not in pointed:
-                shutil.rmtree(path)
-
-    def newest_first(self) -> list[Path]:
-        return sorted(self.folder.glob("step-*"), reverse=True)
+def newest_first(folder: Path) -> list[Path]:
+    """The checkpoints in it."""
+    return sorted(folder.glob("step-*"), reverse=True)
 
 
 def newest_good(run_folder: Path, report: Callable[[str], None]) -> Path | None:
     """The newest checkpoint of a run that is whole; damaged ones are reported and passed over."""
-    for path in sorted((run_folder / CHECKPOINTS).glob("step-*"), reverse=True):
+    for path in newest_first(run_folder / CHECKPOINTS):
         try:
             read_description(path)
             return path
@@ -235,18 +175,44 @@ class DamagedCheckpoint(Exception):
     pass
 
 
+class Checkpoint(NamedTuple):
+    path: Path
+    description: Description
+    state: dict[str, torch.Tensor]
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """All of it, in one pass over the file: its checksum is that of the bytes that are used."""
+    try:
+        description = decode_description(path)
+        flat, found = read_flat(path / STATE)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise DamagedCheckpoint(f"checkpoint {path} cannot be read ({error})") from error
+    require_checksum(path, description, found)
+    return Checkpoint(path, description, tensors_in(flat))
+
+
 def read_description(path: Path) -> Description:
     """Checks a checkpoint, and says where in the run it stands."""
     try:
-        content = (path / DESCRIPTION).read_bytes()
-        require_format(content, path)
-        description = msgspec.json.decode(content, type=Description)
-        found = checksum(path / STATE)
+        description = decode_description(path)
+        with (path / STATE).open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
     except (OSError, msgspec.MsgspecError) as error:
         raise DamagedCheckpoint(f"checkpoint {path} cannot be read ({error})") from error
+    require_checksum(path, description, found)
+    return description
+
+
+def decode_description(path: Path) -> Description:
+    content = (path / DESCRIPTION).read_bytes()
+    require_format(content, path)
+    return msgspec.json.decode(content, type=Description)
+
+
+def require_checksum(path: Path, description: Description, found: str) -> None:
     if found != description.checksum:
         raise DamagedCheckpoint(f"checkpoint {path / STATE} is damaged: its checksum does not match")
-    return description
 
 
 def read_tuning(description: Path) -> Tuning | None:
@@ -269,9 +235,11 @@ def step_of(path: Path) -> int:
 
 
 def read_state(path: Path) -> dict[str, torch.Tensor]:
-    return load_file(path / STATE)
+    return tensors_in(read_flat(path / STATE)[0])
 
 
-def checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def what_is(name: str) -> str:
+    """A tensor of a `training_state`, in a user's words."""
+    part = next((part for part in (MODEL, OPTIMIZER) if name.startswith(part)), "")
+    of = {MODEL: "the model's", OPTIMIZER: "the optimizer's"}.get(part, "the")
+    return f"{of} {name.removeprefix(part)}"

@@ -24,3 +24,11 @@ def wait_for(device: torch.device) -> None:
     """Until everything that was launched on it has been done; on a CPU it has."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def seed_dropout(seed: int, device: torch.device) -> None:
+    """What torch.manual_seed does for the generators that we use, in a tenth of its time."""
+    torch.default_generator.manual_seed(seed)
+    of_device = torch.get_device_module(device)
+    if device.type != "cpu" and of_device.is_initialized():
+        of_device.manual_seed(seed)

@@ -29,6 +29,7 @@ def evaluate(
     model.eval()
     unreadable = list[str]()
     for number, batch in evaluation_batches(images, batch_size, world.rank, world.num_ranks, world.device):
+        world.activity.begin("evaluation")  # with every batch: it may be a long one
         unreadable += batch.skipped
         if not len(batch.labels):
             continue
@@ -42,6 +43,7 @@ def evaluate(
     for module in frozen:
         module.training = False
 
+    world.activity.begin("evaluation")
     world.all_reduce(counts)
     world.all_reduce(losses)
     top1, top5, total = counts.sum(1).tolist()

@@ -18,7 +18,7 @@ from megabatch.data.encoded import EncodedImages
 from megabatch.data.from_python import as_image_set
 from megabatch.data.images import DataSet, ImageSet
 from megabatch.data.sources import FROM_PYTHON
-from megabatch.errors import UserError
+from megabatch.errors import NotSaved, UserError
 from megabatch.models.loss import SummedLoss, own_loss
 from megabatch.optim.optimizers import MakeOptimizer
 from megabatch.preflight.compare import require_known
@@ -100,7 +100,7 @@ def fit(
         require_known(config, len(train_images))
     data = DataSet(train_images, test_images, names, channels)
     with (
-        StopRequest() as stop,
+        StopRequest(signal.Signals[config.run.preempt_signal]) as stop,
         prepare(
             config,
             current_rank(),
@@ -113,7 +113,11 @@ def fit(
         ) as ready,
     ):
         observe = partial(call_back, on_step, on_evaluation)
-        summary = train_and_record(ready.config, resume, ready.training, observe=observe)
+        try:
+            summary = train_and_record(ready.config, resume, ready.training, observe=observe)
+        except NotSaved:  # then the caller has them at least
+            model.load_state_dict(ready.training.master_weights.state_dict())
+            raise
         model.load_state_dict(ready.training.master_weights.state_dict())
     if summary.status == "stopped":  # the checkpoint is written; now the signal does what it would have done
         raise KeyboardInterrupt if stop.number == signal.SIGINT else SystemExit(stop.exit_code())

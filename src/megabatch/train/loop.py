@@ -22,19 +22,22 @@ from megabatch.data.batches import Stream, TrainingImages
 from megabatch.data.images import DataSet
 from megabatch.data.normalise import Normalise
 from megabatch.data.philox import dropout_seed
-from megabatch.optim.optimizers import clip_gradients, set_learning_rate, step_unless
+from megabatch.optim.lars import LARS
+from megabatch.optim.optimizers import clip_gradients, has_bad_gradient, set_learning_rate, step_unless
 from megabatch.planning.batch import StepPlan
 from megabatch.precision.loss_scale import LossScale
 from megabatch.precision.master_weights import MasterWeights
+from megabatch.ranks.activity import BACKWARD
 from megabatch.ranks.machine import resident_mb
 from megabatch.ranks.world import World
 from megabatch.runs.model_card import ModelCard
 from megabatch.runs.records import Evaluation, EvaluationRecord, Record, StepRecord
 from megabatch.runs.time_breakdown import TimeBreakdown
 from megabatch.train.batch_norm import RunningStatistics
-from megabatch.train.device import device_mb
-from megabatch.train.not_finite import check_loss, check_scale, check_test_loss
-from megabatch.train.step_metrics import Numbers, StepMetrics
+from megabatch.train.device import device_mb, seed_dropout
+from megabatch.train.drift import Comparison, compare_ranks
+from megabatch.train.not_finite import check_gradients, check_loss, check_scale, check_test_loss
+from megabatch.train.step_metrics import Numbers, StepMetrics, StepTotals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +62,7 @@ class Parts:
     learning_rate: Callable[[int], float]
     clip_norm: float
     evaluate: Callable[[], Evaluation]
+    comparison: Comparison
     stop_requested: Callable[[], bool]
     initial_weights: tuple[str, ...] = ()  # what to say of the weights that the run starts from, if it was given some
 
@@ -93,34 +97,49 @@ def never(step: int) -> bool:
     return False
 
 
+def not_known() -> bool:
+    return False
+
+
 def train(run: Training, first_step: int = 0, is_due: Callable[[int], bool] = never) -> Generator[Record, None, None]:
     """Takes the steps of a run from `first_step` on; yields a record after each, and after each evaluation.
 
-    Where an evaluation follows, or `is_due` of the steps taken says that somebody wants the weights, no further step is
-    begun before the record.
+    Where an evaluation follows, or `is_due` of the steps taken says on some rank that somebody wants the weights, no
+    rank begins a further step before the record.
     """
     with run.images.stream(run.world.rank, first_step) as microbatches:
         yield from train_on(microbatches, run, first_step, is_due)
+    run.world.activity.end_steps()
 
 
 def train_on(
     microbatches: Stream, run: Training, first_step: int, is_due: Callable[[int], bool] = never
 ) -> Generator[Record, None, None]:
     run.gradients.count_from(first_step)
+    run.comparison.same_after = first_step
     begun: deque[BegunStep] = deque()
-    stop, ended_s = False, 0.0
+    stop, saved, ended_s = False, 0, 0.0  # saved: the step whose weights some rank wants
     for step in range(first_step, run.plan.num_steps):
-        begun.append(begin_step(microbatches, run, step))
+        begun.append(begin_step(microbatches, run, step, is_due))
         done = step + 1
         evaluated = run.plan.should_evaluate_after(done)
-        is_awaited = evaluated or done == run.plan.num_steps or is_due(done)
-        while len(begun) > (0 if is_awaited or stop else run.steps_ahead):
-            record, stop_requested = end_step(run, begun.popleft(), ended_s)
-            ended_s, stop = time.perf_counter(), stop or stop_requested
+        # All ranks wait for the same steps: one that asks others for something, while they have begun a step that it
+        # has not, waits for ever.  Of the first, nobody could say before whether it is due.
+        is_awaited = evaluated or run.comparison.is_due(done) or done in (first_step + 1, saved, run.plan.num_steps)
+        while len(begun) > (0 if is_awaited else run.steps_ahead):
+            record, totals = end_step(run, begun.popleft(), ended_s)
+            ended_s, stop = time.perf_counter(), stop or totals.stop
+            saved = record.step + run.steps_ahead if totals.save else saved
+            is_awaited = is_awaited or stop or saved == done
+            if is_awaited and not begun:  # before anybody saves the weights
+                compare_ranks(run, done)
+            run.world.activity.begin_steps()
+            run.world.activity.begin("records")
             yield record
         if evaluated:
             result = run.evaluate()
             check_test_loss(result.test_loss, step)
+            run.world.activity.begin("records")
             yield EvaluationRecord(
                 step=done,
                 epoch=record.epoch,
@@ -132,24 +151,33 @@ def train_on(
             return
 
 
-def begin_step(microbatches: Stream, run: Training, step: int) -> BegunStep:
+def begin_step(microbatches: Stream, run: Training, step: int, is_due: Callable[[int], bool] = never) -> BegunStep:
     """Input, forward and backward, all-reduce, update."""
-    began_s = time.perf_counter()
-    data_wait, skipped_images = forward_backward(microbatches, run, step)
+    began_s, activity = time.perf_counter(), run.world.activity
+    activity.step = step + 1
+    # Others hear of it when they read this step: by then they have begun as many as are begun ahead.
+    save = is_due(step + 1 + run.steps_ahead)
+    data_wait, skipped_images = forward_backward(microbatches, run, step, save)
+    activity.begin("all-reduce", waits=True)
     run.metrics.receive()
     waited_s = time.perf_counter() - run.gradients.ready_s
+    activity.begin("update")
     overflowed = update(run, step)
     numbers = run.metrics.to_host(overflowed)
     return BegunStep(step, began_s, numbers, run.metrics.sent_losses, data_wait, skipped_images, waited_s)
 
 
-def forward_backward(microbatches: Stream, run: Training, step: int) -> tuple[TimeBreakdown, list[str]]:
+def forward_backward(
+    microbatches: Stream, run: Training, step: int, save: bool = False
+) -> tuple[TimeBreakdown, list[str]]:
     """Leaves the gradients of the global batch, summed over all ranks, in the model."""
-    plan = run.plan
+    plan, activity = run.plan, run.world.activity
     run.master_weights.clear_gradients(accumulates=plan.accumulation > 1)
     for turn, index in enumerate(plan.microbatches_of(run.world.rank)):
         is_last = turn == plan.accumulation - 1
+        activity.begin("data")
         images, labels = microbatches.next()
+        activity.begin("forward")
         seed_dropout(dropout_seed(run.seed, step, index), run.world.device)
         run.statistics.begin_microbatch(turn)
         with nullcontext() if is_last else run.model.no_sync():
@@ -158,7 +186,8 @@ def forward_backward(microbatches: Stream, run: Training, step: int) -> tuple[Ti
             run.metrics.add(loss, len(labels))
             if is_last:
                 data_wait, skipped = microbatches.take_account()
-                run.metrics.send(stop=run.stop_requested(), num_skipped=len(skipped))
+                run.metrics.send(stop=run.stop_requested(), save=save, num_skipped=len(skipped))
+            activity.begin(BACKWARD)
             run.loss_scale.scaled(loss).backward()  # the last one all-reduces gradients as they appear
     return data_wait, skipped
 
@@ -166,30 +195,43 @@ def forward_backward(microbatches: Stream, run: Training, step: int) -> tuple[Ti
 def update(run: Training, step: int) -> torch.Tensor:
     """Updates the master weights and copies them to the model; 1 if gradients overflowed, and nothing changed, else 0.
 
-    Nothing changes either where the loss is inf or NaN.
+    Nothing changes either from the first step on whose loss or gradients are inf or NaN, where no loss scale helps.
     """
     set_learning_rate(run.optimizer, run.learning_rate(step))
     overflowed = run.master_weights.load_gradients(run.loss_scale)  # as fp32, unscaled
-    skipped = torch.maximum(overflowed, run.metrics.has_bad_loss)
+    run.metrics.note_gradients(clip_and_check(run, run.gradients.take_finite))
+    skipped = torch.maximum(overflowed, run.metrics.has_failed)
     apply_gradients(run, skipped)
     run.statistics.end_step(run.metrics.statistics, skipped)
     run.loss_scale.follow(overflowed)
     return overflowed
 
 
+def clip_and_check(run: Parts, are_finite: Callable[[], bool] = not_known) -> torch.Tensor | None:
+    """1 if a gradient is inf or NaN, else 0; None where none is: somebody has looked for them already."""
+    norm = clip_gradients(run.optimizer, run.clip_norm)
+    if norm is None and isinstance(run.optimizer, LARS):
+        norm = run.optimizer.gradient_norm()  # which it needs anyway
+    if run.loss_scale.is_on or (norm is None and are_finite()):
+        return None
+    return has_bad_gradient(run.optimizer, norm)
+
+
 def apply_gradients(run: Parts, skipped: torch.Tensor) -> None:
     """The optimizer's part of an update."""
-    clip_gradients(run.optimizer, run.clip_norm)
     step_unless(run.optimizer, skipped)
     run.master_weights.copy_to_model()
 
 
-def end_step(run: Training, begun: BegunStep, previous_ended_s: float) -> tuple[StepRecord, bool]:
-    """Reads the result of a step: the record, and whether some rank was asked to stop."""
+def end_step(run: Training, begun: BegunStep, previous_ended_s: float) -> tuple[StepRecord, StepTotals]:
+    """Reads the result of a step: the record, and what it was made from."""
+    run.world.activity.begin("the device's results")
     totals, step = run.metrics.read(begun.numbers, begun.skipped_images), begun.step
     run.gradients.raise_error()  # an all-reduce that was aborted leaves anything
     assert totals.samples == run.plan.global_batch
     check_loss(run, totals.loss, step, begun.losses)
+    if totals.has_failed:
+        check_gradients(run, step)
     if totals.overflowed:
         check_scale(run, step)
     loss_scale = run.loss_scale.value
@@ -213,12 +255,4 @@ def end_step(run: Training, begun: BegunStep, previous_ended_s: float) -> tuple[
         straggler_delay_s=totals.straggler_delay_s,
         evaluated=run.plan.should_evaluate_after(step + 1),
     )
-    return record, totals.stop
-
-
-def seed_dropout(seed: int, device: torch.device) -> None:
-    """What torch.manual_seed does for the generators that we use, in a tenth of its time."""
-    torch.default_generator.manual_seed(seed)
-    of_device = torch.get_device_module(device)
-    if device.type != "cpu" and of_device.is_initialized():
-        of_device.manual_seed(seed)
+    return record, totals

@@ -1,7 +1,7 @@
 """Where inf and NaN end a run: what is said, and what it is found from.
 
-Losses and sums of gradients are the same on all ranks, so all ranks end here together, after the same step.  The last
-checkpoint stays: none is ever written with inf or NaN in it.
+Losses and sums of gradients are the same on all ranks, so all ranks end here together, after the same step, which has
+changed no weight.  The last checkpoint stays: none is ever written with inf or NaN in it.
 """
 
 import math
@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING
 import torch
 from msgspec import Struct
 
-from megabatch.errors import Diverged, UserError
+from megabatch.errors import Diverged, NotRepeated, UserError
 from megabatch.precision.loss_scale import show_scale
+from megabatch.train.repeat import BadGradient, find_bad_gradients, find_bad_sum
 
 if TYPE_CHECKING:
     from megabatch.train.loop import Training
+
+CALMER = "lower optim.learning_rate, lengthen schedule.warmup_epochs"
+UNTOUCHED = "weights are as before that step"
+TRANSIENT = "a passing fault of some rank's memory, device or link; start again, which resumes from the last checkpoint"
 
 
 class Cause(Struct, frozen=True):
@@ -35,7 +40,7 @@ def check_loss(run: "Training", loss: float, step: int, losses: torch.Tensor) ->
 def find_causes(run: "Training", step: int, losses: torch.Tensor) -> list[Cause]:
     """For each microbatch of this rank whose loss is not finite: which, why, and what helps."""
     rate = f"learning rate {run.learning_rate(step):.4g}"
-    remedy = "lower optim.learning_rate, lengthen schedule.warmup_epochs, or set optim.clip_norm"
+    remedy = f"{CALMER}, or set optim.clip_norm"
     if run.loss_scale.is_on:
         remedy += "; if activations leave fp16, precision.name=bf16"
     causes = []
@@ -54,21 +59,49 @@ def find_causes(run: "Training", step: int, losses: torch.Tensor) -> list[Cause]
     return causes
 
 
+def check_gradients(run: "Training", step: int) -> None:
+    """After a step whose loss is finite and whose gradients are not: says on which rank, and why."""
+    summed = None if run.clip_norm else run.master_weights.first_overflow()  # clipped by a NaN, all are NaN
+    bad = find_bad_gradients(run, step)
+    if bad:
+        first, rate = bad[0], f"learning rate {run.learning_rate(step):.4g}"
+        raise Diverged(
+            f"the gradient of {first.parameter} is {first.value} at step {step + 1} on {name_ranks(bad)}: microbatch "
+            f"{first.microbatch}, whose loss is {first.loss:.4g} ({rate}); {UNTOUCHED}; {CALMER}, or look at a loss, "
+            f"a backward or a hook of your own that divides, or takes a root or logarithm"
+        )
+    name = find_bad_sum(run)
+    if name:
+        raise Diverged(
+            f"the gradient of {name} is finite on every rank at step {step + 1}, but too large for a sum over ranks; "
+            f"{UNTOUCHED}; {CALMER}"
+        )
+    raise NotRepeated(
+        f"the gradient of {summed or 'some parameter'} was inf or NaN at step {step + 1}, and is not when every rank "
+        f"repeats its part of the step: {TRANSIENT} ({UNTOUCHED})"
+    )
+
+
+def name_ranks(bad: list[BadGradient]) -> str:
+    others = len(bad) - 1
+    return f"rank {bad[0].rank}" + (f" and {others} other{'s' * (others > 1)}" if others else "")
+
+
 def check_scale(run: "Training", step: int) -> None:
     """After gradients have overflowed: whether there is any scale left to try."""
     if run.loss_scale.is_exhausted:
         scale, often = show_scale(run.loss_scale.value), run.loss_scale.overflows_in_a_row + 1
         remedy = "leave precision.loss_scale out" if run.loss_scale.kind == "fixed" else "lower optim.learning_rate"
-        name = run.master_weights.first_overflow() or "some parameter"
+        summed = run.master_weights.first_overflow() or "some parameter"
+        bad = find_bad_gradients(run, step)
+        where = f" on {name_ranks(bad)} (microbatch {bad[0].microbatch})" if bad else ""
         raise Diverged(
-            f"the gradient of {name} overflows at step {step + 1} with a loss scale of {scale}, "
-            f"{often} step{'s' * (often > 1)} in a row; {remedy}, or use bf16 where the recipe has fp16 or amp"
+            f"the gradient of {bad[0].parameter if bad else summed} overflows at step {step + 1} with a loss "
+            f"scale of {scale}, {often} step{'s' * (often > 1)} in a row{where}; {remedy}, or use bf16 where the "
+            "recipe has fp16 or amp"
         )
 
 
 def check_test_loss(loss: float, step: int) -> None:
     if not math.isfinite(loss):
-        raise Diverged(
-            f"the test loss is {loss} after step {step + 1}; lower optim.learning_rate, lengthen "
-            "schedule.warmup_epochs, or set optim.clip_norm"
-        )
+        raise Diverged(f"the test loss is {loss} after step {step + 1}; {CALMER}, or set optim.clip_norm")

@@ -16,6 +16,7 @@ from megabatch.data.normalise import PixelStatistics
 from megabatch.data.sources import load_data_set
 from megabatch.planning.topology import Topology
 from megabatch.planning.tuning import Tuning
+from megabatch.ranks.activity import Activity
 from megabatch.ranks.backends import Backend
 from megabatch.ranks.collectives import digest
 from megabatch.ranks.discover import RankInfo
@@ -51,8 +52,11 @@ def prepare(
     device = choose_device(config.run.device)
     found_by = store.store if store else None
     fix_workspace(config.run.deterministic, device)
+    activity, last_words = Activity(config.comm.timeout_s), store.last_words if store else None
     with (
-        connect(info, device, found_by, config.comm.timeout_s, backend, topology) as world,
+        connect(
+            info, device, found_by, backend=backend, topology=topology, activity=activity, last_words=last_words
+        ) as world,
         store.failures_announced() if store else nullcontext(),
         arithmetic(config.precision, config.run.deterministic),
     ):

@@ -32,7 +32,7 @@ from megabatch.simulate.profile import Profile, ProfiledGradient, ProfilePoint
 from megabatch.train.arithmetic import arithmetic, fix_workspace
 from megabatch.train.assemble import assemble
 from megabatch.train.device import accelerator_name, wait_for
-from megabatch.train.loop import Parts, apply_gradients
+from megabatch.train.loop import Parts, apply_gradients, clip_and_check
 from megabatch.train.noise import noise_like
 from megabatch.train.prepare import share_cores
 from megabatch.train.warm_up import WarmUpPass, now, record_backward, recording, seconds_between
@@ -180,7 +180,9 @@ def time_update(parts: Parts) -> float:
     """After a pass, of gradients that are 0: none overflows, and no weight moves."""
     torch._foreach_zero_(gradients_of(parts.master_weights.parameters.values()))
     began = now(parts.world.device)
-    apply_gradients(parts, parts.master_weights.load_gradients(parts.loss_scale))
+    overflowed = parts.master_weights.load_gradients(parts.loss_scale)
+    clip_and_check(parts)
+    apply_gradients(parts, overflowed)
     ended = now(parts.world.device)
     wait_for(parts.world.device)
     return seconds_between(began, ended)

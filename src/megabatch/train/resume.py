@@ -24,7 +24,14 @@ from megabatch.runs.files import CHECKPOINTS, CONFIG, LOCK, PLAN
 from megabatch.runs.numbering import next_folder, numbered_runs
 from megabatch.runs.reader import is_run, is_running, read_plan, read_summary, started_in
 from megabatch.train.card import pixels_of, read_card
-from megabatch.train.checkpoint import DESCRIPTION, newest_good, read_tuning
+from megabatch.train.checkpoint import (
+    DESCRIPTION,
+    Checkpoint,
+    DamagedCheckpoint,
+    newest_first,
+    read_checkpoint,
+    read_tuning,
+)
 
 Newest = Callable[[Path], Path | None]
 
@@ -32,6 +39,7 @@ Newest = Callable[[Path], Path | None]
 class Start(Struct, frozen=True):
     folder: Path
     checkpoint: Path | None  # None: from the first step
+    is_given: bool = False  # the checkpoint: no other one will do
 
 
 def is_numbered(config: RunConfig, resume: str) -> bool:
@@ -101,7 +109,7 @@ def start_at(path: Path, config: RunConfig, newest: Newest) -> Start:
     if (path / DESCRIPTION).is_file():
         checkpoint = path.resolve()
         refuse_if(why_not(checkpoint.parents[1], config), checkpoint.parents[1])
-        return Start(checkpoint.parents[1], checkpoint)
+        return Start(checkpoint.parents[1], checkpoint, is_given=True)
     raise UserError(f"--resume {path} is neither a run's folder nor a checkpoint; `megabatch runs` lists runs")
 
 
@@ -115,12 +123,21 @@ def refuse_if(reason: str | None, folder: Path) -> None:
         raise UserError(f"{folder} {reason}; give another run.dir")
 
 
-def newest_whole(folder: Path, report: Callable[[str], None]) -> Path | None:
-    """None if the run was ended before its first; `report` hears of damaged ones that were passed over."""
-    good = newest_good(folder, report)
-    if good is None and any((folder / CHECKPOINTS).glob("step-*")):
-        raise UserError(f"{folder} has no checkpoint that is whole; train again in another run.dir, or remove it")
-    return good
+def read_start(start: Start, report: Callable[[str], None]) -> Checkpoint | None:
+    """The newest that is whole, or the one that is given; each file is read once.
+
+    None if the run was ended before its first; `report` hears of damaged ones that were passed over.
+    """
+    if start.checkpoint is None:
+        return None
+    for path in [start.checkpoint] if start.is_given else newest_first(start.folder / CHECKPOINTS):
+        try:
+            return read_checkpoint(path)
+        except DamagedCheckpoint as damage:
+            if start.is_given:
+                raise UserError(f"{damage}; give another") from damage
+            report(str(damage))
+    raise UserError(f"{start.folder} has no checkpoint that is whole; train again in another run.dir, or remove it")
 
 
 def why_not(folder: Path, config: RunConfig) -> str | None:

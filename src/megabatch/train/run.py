@@ -1,9 +1,10 @@
 """A whole run on one rank: prepare, begin or resume, train, and on rank 0 record everything."""
 
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -11,30 +12,24 @@ import msgspec
 from msgspec import Struct
 
 from megabatch.config.schema import RunConfig
-from megabatch.errors import Diverged, UserError
+from megabatch.disk import remedy
+from megabatch.errors import Diverged, NotSaved, UserError
 from megabatch.planning.batch import StepPlan
 from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.signals import StopRequest
 from megabatch.ranks.store import RUN_FOLDER, USER_ERROR, RankStore
-from megabatch.runs.files import MODEL, PLAN, WEIGHTS
+from megabatch.runs.files import MODEL, PLAN, SUMMARY, WEIGHTS
 from megabatch.runs.folder import RunFolder
 from megabatch.runs.numbering import numbering_lock
 from megabatch.runs.records import Record, Status, StepRecord, Summary
 from megabatch.runs.totals import RunTotals
 from megabatch.train.card import with_results
-from megabatch.train.checkpoint import (
-    Checkpoints,
-    DamagedCheckpoint,
-    describe_arithmetic,
-    read_description,
-    read_state,
-    restore_training_state,
-    save_weights,
-)
+from megabatch.train.checkpoint import describe_arithmetic, restore_training_state, save_weights
 from megabatch.train.environment import describe_environment
 from megabatch.train.loop import Training, never, train
 from megabatch.train.prepare import prepare
-from megabatch.train.resume import choose_start, is_numbered, newest_whole
+from megabatch.train.resume import choose_start, is_numbered, newest_of, read_start
+from megabatch.train.saves import Checkpoints
 from megabatch.train.screen import Screen
 from megabatch.train.tensorboard import EventFile
 from megabatch.train.timeline import recorded
@@ -48,11 +43,19 @@ def run(config: RunConfig, info: RankInfo, resume: str, store: RankStore, retune
     if folder:
         resume, retune = str(folder), False  # whatever restarted ranks began with, they resume that
     with (
-        StopRequest() as stop,
+        StopRequest(signal.Signals[config.run.preempt_signal]) as stop,
         prepare(config, info, store, stop_requested=stop.received, resume=resume, retune=retune) as ready,
     ):
         summary = train_and_record(ready.config, resume, ready.training, partial(store.set, RUN_FOLDER))
-    return 0 if summary.status == "finished" else stop.exit_code()
+    if summary.status == "finished":
+        return 0
+    code = stop.exit_code()
+    if info.rank == 0:  # for a batch system's script, as the exit code is
+        name = signal.Signals(code - 128).name
+        print(
+            f"requeue   {name} after step {summary.steps}, which is saved: the same command resumes, exit code {code}"
+        )
+    return code
 
 
 def train_and_record(
@@ -82,13 +85,13 @@ def train_and_record(
                     if observe:
                         observe(record)
                 check_skipped(record, totals, training.plan, config.data.skip_limit)
-            status: Status = "finished" if totals.steps == training.plan.num_steps else "stopped"
-            if recorder:
-                recorder.end(status)
         except BaseException as error:
             if recorder:
-                recorder.end("diverged" if isinstance(error, Diverged) else "failed")
+                recorder.end_early("diverged" if isinstance(error, Diverged) else "failed")
             raise
+        status: Status = "finished" if totals.steps == training.plan.num_steps else "stopped"
+        if recorder:
+            recorder.end(status)
         return totals.summary(status)
 
 
@@ -116,20 +119,22 @@ class Beginning(Struct, frozen=True):
 def begin(config: RunConfig, resume: str, training: Training, stack: ExitStack) -> tuple["Recorder | None", RunTotals]:
     """Rank 0 takes the run's folder and finds where the run stands; all ranks go there."""
     totals = RunTotals(global_batch=training.plan.global_batch, target_top1=config.train.target_top1)
-    problem, folder, start, state, computed_by = None, None, None, {}, ""
+    problem, folder, start, state, computed_by, checkpoints = None, None, None, {}, "", None
     world = training.world
     if world.rank == 0:
         try:
             with numbering_lock() if is_numbered(config, resume) else nullcontext():
-                start = choose_start(config, resume, partial(newest_whole, report=report))
+                start = choose_start(config, resume, newest_of)
                 folder = stack.enter_context(RunFolder(start.folder))
-            if start.checkpoint:
-                checkpoint = read_description(start.checkpoint)
-                totals, computed_by = checkpoint.totals, checkpoint.computed_by
-                require_same_images(start.folder, checkpoint.data, training)
+            checkpoint = read_start(start, report)
+            if checkpoint:
+                totals, computed_by = checkpoint.description.totals, checkpoint.description.computed_by
+                require_same_images(start.folder, checkpoint.description.data, training)
                 totals.resumed_from_step = totals.steps
-                state = read_state(start.checkpoint)
-        except (UserError, DamagedCheckpoint) as error:
+                state = checkpoint.state
+            require_weights(config, training, totals)
+            checkpoints = begin_folder(config, training, folder, totals)
+        except UserError as error:
             problem = str(error)
         except OSError as error:
             folder_name = str(start.folder if start else config.run.dir)
@@ -138,15 +143,29 @@ def begin(config: RunConfig, resume: str, training: Training, stack: ExitStack) 
     beginning = msgspec.json.decode(shared, type=Beginning)
     if beginning.problem:
         raise UserError(beginning.problem)
-    if config.model.weights and not training.initial_weights and not beginning.totals.steps:
-        raise UserError("the run that was to be resumed is in use by now; start again")  # it has read no weights
     if beginning.totals.steps:
         restore_training_state(training, world.broadcast_tensors(state))
-    if folder is None or start is None:
+    if folder is None or checkpoints is None:
         return None, beginning.totals
-    recorder = Recorder(config, training, folder, totals, computed_by)
+    stack.callback(checkpoints.close)
+    recorder = Recorder(config, training, folder, totals, checkpoints, computed_by)
     stack.enter_context(recorder.screen)
     return recorder, totals
+
+
+def begin_folder(config: RunConfig, training: Training, folder: RunFolder, totals: RunTotals) -> Checkpoints:
+    """Writes what describes the run, and removes what comes after where it stands."""
+    # Without its folder, so that the recipe can be run again, elsewhere.
+    folder.begin(config.with_run(dir=None).to_toml(), describe_environment(), totals.steps)
+    if training.gradients.plans.tuning:
+        folder.describe(PLAN, msgspec.json.encode(training.gradients.plans.tuning).decode())
+    folder.describe(MODEL, with_results(training.card, totals).to_json())
+    return Checkpoints(folder.path, config.checkpoint, totals.steps, folder.outage, folder.sync_rows, totals.saves)
+
+
+def require_weights(config: RunConfig, training: Training, totals: RunTotals) -> None:
+    if config.model.weights and not training.initial_weights and not totals.steps:
+        raise UserError("the run that was to be resumed is in use by now; start again")  # it has read no weights
 
 
 def require_same_images(folder: Path, before: str, training: Training) -> None:
@@ -171,46 +190,80 @@ class Recorder:
         training: Training,
         folder: RunFolder,
         totals: RunTotals,
+        checkpoints: Checkpoints,
         computed_by: str,  # up to the checkpoint
     ) -> None:
-        self.training, self.folder, self.totals = training, folder, totals
-        # Without its folder, so that the recipe can be run again, elsewhere.
-        folder.begin(config.with_run(dir=None).to_toml(), describe_environment(), totals.steps)
-        if training.gradients.plans.tuning:
-            folder.write_text(PLAN, msgspec.json.encode(training.gradients.plans.tuning).decode())
-        self.write_card()
-        self.checkpoints = Checkpoints(folder.path, config.checkpoint, totals.steps)
-        self.events = EventFile(folder.path, totals.steps)
+        self.training, self.folder, self.totals, self.checkpoints = training, folder, totals, checkpoints
         self.screen = Screen(config, training, folder.path)
+        self.has_seen = False  # a record
+        folder.outage.say = self.say
+        self.events = EventFile(folder.path, totals.steps, self.say)
         if totals.steps:
             self.screen.show_resumption(totals.steps, computed_by, describe_arithmetic(training))
             self.screen.show_drift(training.gradients.plans.drift)
 
+    def say(self, name: str, text: str) -> None:
+        self.screen.say(name, text)
+        self.folder.log(f"{name}: {text}")
+
     def see(self, record: Record) -> None:
+        if not self.has_seen:
+            self.has_seen = True
+            self.checkpoints.reserve(self.training)
         self.folder.write(record)
         self.events.write(record)
         self.screen.show(record)
         # On an accelerator the next step may have been begun: then the weights are not those of the record any more.
         is_current = record.step == self.training.gradients.num_steps
+        is_current = is_current and self.training.comparison.covers(record.step)  # else the next step is compared
         if is_current and self.checkpoints.wants(record, self.totals):
-            self.save()
-
-    def write_card(self) -> None:
-        self.folder.write_text(MODEL, with_results(self.training.card, self.totals).to_json())
-
-    def save(self) -> None:
-        self.folder.sync_rows()  # a checkpoint is never ahead of the rows
-        self.checkpoints.save(self.training, self.totals)
+            self.training.world.activity.begin("checkpoint")
+            self.checkpoints.save(self.training, self.totals)
 
     def end(self, status: Status) -> None:
-        is_whole = status in ("finished", "stopped")
-        if is_whole and self.checkpoints.saved_step != self.totals.steps:
-            self.save()
-        if status == "finished":
-            save_weights(self.training, self.totals, self.folder.path / WEIGHTS)
-        self.write_card()
-        summary = self.totals.summary(status)
-        self.folder.finish(summary)
+        """Waits until the result is on the disk; raises `NotSaved` if it cannot be."""
+        problem = self.save_result(status)
         self.events.close()
-        if is_whole:
-            self.screen.finish(summary)
+        summary = self.totals.summary("failed" if problem else status)
+        try:
+            self.folder.finish(summary)
+        except OSError as error:
+            problem = problem or cannot_write(self.folder.path / SUMMARY, error)
+        if problem:
+            raise NotSaved(problem)
+        self.screen.finish(summary)
+
+    def end_early(self, status: Status) -> None:
+        """After an error, which is what the user is to hear of."""
+        self.checkpoints.close()
+        self.events.close()
+        for write in (self.folder.sync_rows, self.write_card, partial(self.folder.finish, self.totals.summary(status))):
+            with suppress(OSError):
+                write()
+
+    def save_result(self, status: Status) -> str | None:
+        """Why the last state, its rows, the card or the weights are not on the disk, if so."""
+        self.checkpoints.drain()
+        if self.checkpoints.saved_step != self.totals.steps:
+            self.checkpoints.save(self.training, self.totals)
+            self.checkpoints.drain()
+        path = self.folder.path
+        try:
+            self.folder.sync_rows()
+            path = self.folder.path / MODEL
+            self.write_card()
+            if status == "finished":
+                path = self.folder.path / WEIGHTS
+                save_weights(self.training, self.totals, path)
+        except OSError as error:
+            return cannot_write(path, error)
+        if self.checkpoints.saved_step != self.totals.steps:
+            return self.checkpoints.why_not_saved(self.totals.steps)
+        return None
+
+    def write_card(self) -> None:
+        self.folder.describe(MODEL, with_results(self.training.card, self.totals).to_json())
+
+
+def cannot_write(path: Path, error: OSError) -> str:
+    return f"{error.filename or path} cannot be written: {error.strerror or error}; {remedy(error)}, and start again"

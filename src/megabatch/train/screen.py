@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import harmonic_mean
 from types import TracebackType
@@ -22,7 +23,7 @@ from megabatch.precision.loss_scale import show_scale
 from megabatch.preflight.compare import preflight
 from megabatch.preflight.device import warn_of_device
 from megabatch.runs.files import TIMELINE, WEIGHTS
-from megabatch.runs.records import EvaluationRecord, Record, StepRecord, Summary
+from megabatch.runs.records import EvaluationRecord, Record, SaveTimes, StepRecord, Summary
 from megabatch.runs.time_breakdown import TimeBreakdown
 from megabatch.train.device import accelerator_name
 from megabatch.train.loop import Training
@@ -65,7 +66,11 @@ class Screen:
         self.say("folder", str(folder))
 
     def say(self, name: str, text: str) -> None:
-        self.console.print(f"[bold]{name:<9}[/bold] {escape(text)}")
+        self.print(f"[bold]{name:<9}[/bold] {escape(text)}")
+
+    def print(self, line: str) -> None:
+        with suppress(OSError):  # a pipe that nobody reads any more, or a file on a disk that is full
+            self.console.print(line)
 
     def show_resumption(self, step: int, computed_by: str, now: str) -> None:
         note = "" if computed_by == now else f", which {computed_by} took: the same run to rounding, not to the bit"
@@ -118,7 +123,7 @@ class Screen:
         if not self.console.is_terminal:
             left_s = (self.plan.num_steps - step.step) * self.plan.global_batch / images_per_s
             result += f"  {self.waits(steps)} ETA {left_s:.0f} s"
-        self.console.print(line + result)
+        self.print(line + result)
         self.unsaid, self.spoke_s = [], time.monotonic()
 
     def waits(self, steps: Sequence[StepRecord]) -> str:
@@ -153,6 +158,8 @@ class Screen:
             self.say("skipped", f"{summary.skipped_images:,} images that could not be read; their neighbours stood in")
         if summary.resident_mb:
             self.say("memory", describe_memory(summary.resident_mb, summary.device_mb))
+        if summary.saves and summary.saves.count and summary.images_per_s:
+            self.say("saves", describe_saves(summary.saves, self.plan.global_batch / summary.images_per_s))
         late = summary.straggler
         if late and late.share > TELLING_SHARE:
             delay = f"{late.delay_s * 1e3:.1f} ms a step ({late.share:.0%})"
@@ -187,6 +194,14 @@ class Screen:
 def describe_memory(resident_mb: float, device_mb: float | None) -> str:
     on_device = f", and at most {device_mb:,.0f} MB of its GPU" if device_mb is not None else ""
     return f"{resident_mb:,.0f} MB of rank 0{on_device}"
+
+
+def describe_saves(saves: SaveTimes, step_s: float) -> str:
+    longest, step, total = (f"{1e3 * seconds:,.1f} ms" for seconds in (saves.longest_stall_s, step_s, saves.stall_s))
+    times = f"{saves.count:,} checkpoint{'s' * (saves.count > 1)}"
+    failed = f" ({saves.failed:,} more failed)" if saves.failed else ""
+    failed += f" ({saves.overtaken:,} more were due before the disk was done)" if saves.overtaken else ""
+    return f"{times}{failed}, for which a step of {step} was held {longest} at most, {total} in all"
 
 
 def describe_breakdown(shares: TimeBreakdown | None) -> str:

@@ -1,4 +1,4 @@
-"""The one small all-reduce of a step: the loss, whether to stop, who waited how long, BatchNorm's statistics.
+"""The one small all-reduce of a step: the loss, whether to stop or save, who waited how long, BatchNorm's statistics.
 
 All of them are known when the last forward pass of the step is done, so it runs underneath backward, before the first
 gradients.  What of it the host wants to know is copied to it behind the step, while the next one runs: see `Numbers`.
@@ -10,10 +10,11 @@ import torch
 from msgspec import Struct
 
 from megabatch.comm.gradient_all_reduce import GradientAllReduce
+from megabatch.optim.optimizers import is_not_finite
 from megabatch.ranks.world import World
 from megabatch.train.batch_norm import RunningStatistics
 
-HEAD = ("loss", "samples", "stop", "skipped")  # of the message, before waits and statistics
+HEAD = ("loss", "samples", "stop", "save", "skipped")  # of the message, before waits and statistics
 
 
 class StepTotals(Struct, frozen=True):
@@ -22,8 +23,10 @@ class StepTotals(Struct, frozen=True):
     loss: float  # mean over the global batch
     samples: int
     stop: bool  # some rank was asked to
+    save: bool  # somebody wants the weights
     skipped: list[str]  # images that cannot be read, and why
     overflowed: bool  # gradients did, and the step was skipped
+    has_failed: bool  # the loss or gradients are inf or NaN, and no loss scale helps
     straggler: int  # the rank that has waited least for others so far
     straggler_delay_s: float  # by how much less than the median of the others, a step
 
@@ -65,17 +68,20 @@ class StepMetrics:
         self.message = torch.zeros(sum(lengths), dtype=dtype, device=world.device)
         self.head, self.waits, self.averages = self.message.split(lengths)
         self.all_waits = torch.zeros(world.num_ranks, dtype=torch.float64, device=world.device)
+        # 1 from the first step on whose loss or gradients are inf or NaN.  Nothing changes from then on, also in a step
+        # that was begun before the host has read this: so what went wrong can be repeated.
+        self.has_failed = torch.zeros((), device=world.device)
 
     def add(self, loss: torch.Tensor, samples: int) -> None:
         self.losses.append(loss.detach())
         self.samples += samples
 
-    def send(self, stop: bool, num_skipped: int) -> None:
+    def send(self, stop: bool, save: bool, num_skipped: int) -> None:
         self.sent_losses = torch.stack(self.losses)
         self.message.zero_()
         self.head[0] = self.sent_losses.sum()
         # Each by a kernel that is given the number: a copy from the host's memory would wait for the device.
-        for place, number in ((1, self.samples), (2, int(stop)), (3, num_skipped)):
+        for place, number in enumerate((self.samples, int(stop), int(save), num_skipped), start=1):
             self.head[place].fill_(number)
         waited_s = self.gradients.waited_s
         if self.sent_wait_s is not None:
@@ -90,11 +96,11 @@ class StepMetrics:
         self.future.wait()
         self.all_waits += self.waits
 
-    @property
-    def has_bad_loss(self) -> torch.Tensor:
-        """1 if the loss is inf or NaN, else 0."""
-        loss = self.head[0]
-        return torch.ne(loss - loss, 0).float()  # inf - inf is NaN, which differs from everything
+    def note_gradients(self, are_bad: torch.Tensor | None) -> None:
+        """After `receive`.  `are_bad`: 1 if a gradient of the step is inf or NaN, else 0; None: none is."""
+        self.has_failed = torch.maximum(self.has_failed, is_not_finite(self.head[0]))
+        if are_bad is not None:
+            self.has_failed = torch.maximum(self.has_failed, are_bad)
 
     @property
     def statistics(self) -> torch.Tensor:
@@ -105,19 +111,22 @@ class StepMetrics:
     def to_host(self, overflowed: torch.Tensor) -> Numbers:
         """What `read` wants to know of a step that was received, on its way."""
         rank, least, median = straggler_of(self.all_waits)
-        return Numbers(torch.stack([*self.head.double().unbind(), overflowed.double(), rank, least, median]))
+        flags = overflowed.double(), self.has_failed.double()
+        return Numbers(torch.stack([*self.head.double().unbind(), *flags, rank, least, median]))
 
     def read(self, numbers: Numbers, skipped: list[str]) -> StepTotals:
         """`skipped`: what this rank has skipped in that step.  All ranks read a step at the same point."""
-        loss, samples, stop, num_skipped, overflowed, rank, least_s, median_s = numbers.read()
+        loss, samples, stop, save, num_skipped, overflowed, has_failed, rank, least_s, median_s = numbers.read()
         delay_s = (median_s - least_s) / max(1, self.num_read)  # a step's waits are sent in the next
         self.num_read += 1
         return StepTotals(
             loss=loss,
             samples=int(samples),
             stop=stop > 0,
+            save=save > 0,
             skipped=[line for lines in self.world.all_gather(skipped) for line in lines] if num_skipped else [],
             overflowed=overflowed > 0,
+            has_failed=has_failed > 0,
             straggler=int(rank),
             straggler_delay_s=delay_s,
         )

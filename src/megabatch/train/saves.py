@@ -1,0 +1,184 @@
+"""When a run saves, how that is done behind its steps, and which checkpoints it keeps.
+
+At a step the state is copied (`snapshot.py`), and that is all that training waits for.  A thread (`background.py`)
+looks for inf and NaN in the copy, syncs the rows, writes and hashes the checkpoint under another name, syncs and
+renames it, and only then removes older ones: a kill at any moment leaves what was there before, or all of it.
+What cannot be written ends nothing before the end of the run: it is said once, and tried again, less and less often.
+"""
+
+import copy
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from megabatch.config.schema import CheckpointSettings
+from megabatch.disk import point, remove_unfinished, sync
+from megabatch.runs.files import CHECKPOINTS
+from megabatch.runs.outage import Outage, pause_s
+from megabatch.runs.records import EvaluationRecord, Record, SaveTimes
+from megabatch.runs.totals import RunTotals
+from megabatch.train.background import COPIES, BackgroundWriter, Save
+from megabatch.train.checkpoint import (
+    NUMBER,
+    describe,
+    newest_first,
+    step_of,
+    training_state,
+    what_is,
+    write_checkpoint,
+)
+from megabatch.train.loop import Training
+from megabatch.train.snapshot import is_finite
+
+LAST, BEST = "last", "best"  # links
+AUTO_SHARE = 0.01  # of a run's time may be spent on writing, where the recipe does not say how often
+WHAT = "checkpoints"
+
+
+def nothing() -> None:
+    pass
+
+
+class Checkpoints:
+    """The checkpoints of one run, on rank 0."""
+
+    def __init__(
+        self,
+        run_folder: Path,
+        settings: CheckpointSettings,
+        first_step: int,
+        outage: Outage | None = None,
+        sync_rows: Callable[[], None] = nothing,  # a checkpoint is never ahead of the rows
+        times: SaveTimes | None = None,  # is added to
+    ) -> None:
+        self.folder, self.settings = run_folder / CHECKPOINTS, settings
+        self.outage, self.sync_rows = outage or Outage(), sync_rows
+        self.saved_s = time.monotonic()
+        self.saving_took_s = 0.0
+        self.saved_step = first_step  # on the disk
+        self.num_failures = 0  # in a row
+        self.problem = ""  # of the last attempt
+        self.retry_s = 0.0
+        self.times = times or SaveTimes()
+        self.background = BackgroundWriter(self.write, keeps_all=settings.keep > COPIES)
+        remove_unfinished(self.folder)
+        self.forget_after(first_step)
+
+    def forget_after(self, step: int) -> None:
+        """A run that resumes from an older checkpoint forgets the newer ones."""
+        for path in newest_first(self.folder):
+            if step_of(path) > step:
+                shutil.rmtree(path)
+        for link in (self.folder / LAST, self.folder / BEST):
+            if link.is_symlink() and not link.exists():
+                link.unlink()
+
+    def wants(self, record: Record, totals: RunTotals) -> bool:
+        """After a record: if it is time to save, or if this is the best result so far."""
+        if isinstance(record, EvaluationRecord):
+            return totals.best_step == record.step or self.is_due(record.step)
+        # An evaluation that follows belongs to this step.
+        return self.is_due(record.step) and not record.evaluated
+
+    def is_due(self, step: int) -> bool:
+        """By the step, whatever is being written; by the time, when nothing is; after a failure, when it is time."""
+        steps, minutes = self.settings.every_steps, self.settings.every_minutes
+        now_s = time.monotonic()
+        if self.num_failures:
+            return now_s >= self.retry_s and not self.background.is_busy
+        if steps and step % steps == 0:
+            return True
+        if self.background.is_busy:
+            return False
+        since_s = now_s - self.saved_s
+        if not steps and not minutes:
+            return since_s * AUTO_SHARE >= self.saving_took_s
+        return bool(minutes and since_s >= 60 * minutes)
+
+    def reserve(self, training: Training) -> None:
+        """After the first step, from which on an optimizer has its state."""
+        self.background.reserve(training_state(training))
+
+    def save(self, training: Training, totals: RunTotals) -> None:
+        """Copies the state, and returns; `drain` waits until it is written."""
+        started_s = time.perf_counter()
+        is_best = totals.best_step == totals.steps
+        snapshot = self.background.take_spare(for_best=is_best)
+        self.times.overtaken = self.background.num_overtaken
+        if snapshot is None:
+            return
+        snapshot.take(training_state(training))
+        description = describe(training, copy.deepcopy(totals))
+        self.background.submit(Save(snapshot, description, is_best, time.perf_counter() - started_s))
+
+    def write(self, save: Save) -> bool:
+        """In the thread: whether that settles it, and it need not be tried again."""
+        started_s, step = time.monotonic(), save.description.step
+        if save.stall_s is not None:  # and not tried before
+            self.times.add_stall(save.stall_s + save.snapshot.wait())
+            save.stall_s = None
+        bad = next((name for name, tensor in save.snapshot.tensors.items() if not is_sound(name, tensor)), None)
+        if bad:
+            self.note_failure(f"{what_is(bad)} has inf or NaN at step {step}")
+            self.outage.begin(WHAT, "inf or NaN", self.explain(bad, step))
+            return True
+        try:
+            self.sync_rows()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            name = write_checkpoint(self.folder, save.snapshot.tensors, save.description)
+            if save.is_best:
+                point(self.folder / BEST, name)
+            point(self.folder / LAST, name)
+            sync(self.folder)
+        except OSError as error:
+            self.note_failure(f"{error.strerror or error} ({error.filename or self.folder})")
+            self.outage.failed(WHAT, self.folder, error)
+            return False
+        self.saved_step, self.saved_s, self.num_failures = step, time.monotonic(), 0
+        self.saving_took_s = self.saved_s - started_s
+        self.times.count += 1
+        self.outage.worked(WHAT)
+        with self.outage.survived("the removal of old checkpoints", self.folder):
+            self.remove_old()
+        return True
+
+    def note_failure(self, problem: str) -> None:
+        self.problem = problem
+        self.times.failed += 1
+        self.num_failures += 1
+        self.retry_s = time.monotonic() + pause_s(self.num_failures)
+
+    def explain(self, name: str, step: int) -> str:
+        stays = f"that of step {self.saved_step} stays the last" if self.saved_step else "there is none yet"
+        return (
+            f"{what_is(name)} has inf or NaN at step {step}, and no checkpoint is written with one; {stays}. Training "
+            "goes on, and fails at its end if this stays so. Find where it comes from; a buffer that is a constant can "
+            "be registered with persistent=False"
+        )
+
+    def why_not_saved(self, step: int) -> str:
+        """After the last attempt, at the end of a run."""
+        have = f"the last checkpoint is that of step {self.saved_step}" if self.saved_step else "there is no checkpoint"
+        return f"step {step} could not be saved: {self.problem}; {have}; fix that, and start the run again"
+
+    def drain(self) -> None:
+        """Until everything that was copied is written, or has failed to be."""
+        self.background.drain()
+
+    def close(self) -> None:
+        self.background.close()
+
+    def remove_old(self) -> None:
+        """Keeps the newest `checkpoint.keep`, and whatever `last` and `best` point to."""
+        pointed = {link.readlink().name for link in (self.folder / LAST, self.folder / BEST) if link.is_symlink()}
+        for path in newest_first(self.folder)[self.settings.keep :]:
+            if path.name not in pointed:
+                shutil.rmtree(path)
+
+
+def is_sound(name: str, tensor: torch.Tensor) -> bool:
+    """Numbers that an optimizer keeps may be anything."""
+    return name.startswith(NUMBER) or is_finite(tensor)

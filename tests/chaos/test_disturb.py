@@ -1,0 +1,98 @@
+"""A run under faults, with a trainer that takes a second: what holds, and what chaos must find if it does not."""
+
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from megabatch.chaos import left_behind
+from megabatch.chaos.disturb import Disturbance, check_end
+from megabatch.chaos.faults import Fault, Kind, Trigger
+from megabatch.chaos.launcher import Launcher
+from megabatch.chaos.report import DisturbedRun
+from megabatch.chaos.site import Site
+from megabatch.runs.totals import RunTotals
+from tests.support.records import step_record
+
+NUM_STEPS = 40
+TRAINER = Path(__file__).parents[1] / "support" / "pretended_training.py"
+
+
+def make_site(folder: Path, mark: str, max_restarts: int, flaw: str) -> Site:
+    folder.mkdir()
+    summary = RunTotals(global_batch=1, target_top1=None).summary("finished")
+    (folder / "summary").write_bytes(msgspec.json.encode(summary))
+    (folder / "row").write_bytes(msgspec.json.encode(step_record(1, 1.0, 0.0)))
+    command = [sys.executable, "-I", "-S", str(TRAINER), str(folder), str(NUM_STEPS), str(max_restarts), flaw]
+    return Site([Launcher("trainer", command, mark, folder / "launcher")], folder / "run", max_restarts)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Disturbance:
+    folder = tmp_path_factory.mktemp("chaos") / "undisturbed"
+    found = Disturbance(make_site(folder, str(folder), 0, ""), DisturbedRun(number=0, max_restarts=0))
+    found.run()
+    assert not found.outcome.problems and found.timed().num_steps == NUM_STEPS
+    return found
+
+
+def disturb(
+    undisturbed: Disturbance, folder: Path, kinds: list[Kind], max_restarts: int = 0, flaw: str = ""
+) -> DisturbedRun:
+    """With a fault every few steps: rank 1 is killed, rank 0 is stopped."""
+    outcome = DisturbedRun(number=1, max_restarts=max_restarts)
+    site = make_site(folder / "disturbed", str(folder), max_restarts, flaw)
+    faults = [
+        (
+            Fault(kind=kind, share=0.0, at_write=False, victim=0.9 * (kind != "stop"), hold=0.0),
+            Trigger(None, 8 + 10 * i),
+        )
+        for i, kind in enumerate(kinds)
+    ]
+    disturbance = Disturbance(
+        site, outcome, faults, undisturbed.timed(), timeout_s=0.5, patience_s=1.5 if flaw == "hangs" else 30.0
+    )
+    disturbance.run()
+    if not disturbance.is_abandoned:
+        check_end(outcome, undisturbed.site.run, site.run)
+    assert not site.launchers[0].processes()
+    return outcome
+
+
+def test_a_run_that_resumes_is_the_same_to_the_bit_and_faults_are_timed(
+    undisturbed: Disturbance, tmp_path: Path
+) -> None:
+    found = disturb(undisturbed, tmp_path, ["rank", "launcher", "term"])
+    assert found.problems == []
+    assert [fault.kind for fault in found.faults] == ["rank", "launcher", "term"] and found.num_starts == 4
+    for fault in found.faults:
+        assert fault.noticed_s is not None and fault.resumed_s is not None and fault.noticed_s <= fault.resumed_s
+        assert fault.phase == "step" and fault.repeated is not None and 0 <= fault.repeated <= 5 and fault.restarted
+    assert found.faults[0].said == "megabatch: rank 1: ended"
+
+
+def test_a_launcher_that_restarts_is_not_started_again(undisturbed: Disturbance, tmp_path: Path) -> None:
+    found = disturb(undisturbed, tmp_path, ["rank", "stop"], max_restarts=2)
+    assert found.problems == [] and found.num_starts == 1
+    assert [fault.restarted for fault in found.faults] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("flaw", "kind", "said"),
+    [
+        ("drifts", "launcher", "model.safetensors: 1 of 1 tensors differ, first w"),
+        ("repeats rows", "launcher", "metrics.jsonl, row "),
+        ("orphans", "launcher", "(rank 1) is left behind"),
+        ("litters", "rank", "/tmp/litter is left behind"),
+        ("says nothing", "rank", "rank of rank 1 ended the run without a line, with exit code 1"),
+        ("hangs", "stop", "nothing happens for 2 s after stop of rank 0 in a step"),
+        ("fails later", "rank", "trainer ended with exit code 1 though nothing had been done to it"),
+    ],
+)
+def test_what_does_not_hold_is_found(
+    undisturbed: Disturbance, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flaw: str, kind: Kind, said: str
+) -> None:
+    monkeypatch.setattr(left_behind, "LINGER_S", 0.3 if flaw == "orphans" else 5.0)
+    found = disturb(undisturbed, tmp_path, [kind], flaw=flaw)
+    assert any(said in problem for problem in found.problems), found.problems

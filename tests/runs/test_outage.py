@@ -1,0 +1,35 @@
+import errno
+from pathlib import Path
+
+from megabatch.runs.outage import LONGEST_PAUSE_S, Outage, pause_s
+
+FULL = OSError(errno.ENOSPC, "No space left on device", "runs/x/metrics.jsonl")
+
+
+def test_a_reason_is_said_once_with_its_remedy_and_its_end_once() -> None:
+    said: list[tuple[str, str]] = []
+    outage = Outage(lambda name, text: said.append((name, text)))
+    outage.worked("rows")
+    for _ in range(3):
+        outage.failed("rows", Path("x"), FULL)
+        outage.failed("checkpoints", Path("x"), FULL)
+    assert said == [
+        (
+            "warning",
+            "rows cannot be written to runs/x/metrics.jsonl: No space left on device; training goes on, and tries "
+            "again; make room on that disk",
+        )
+    ]
+    with outage.survived("checkpoints", Path("x")):
+        raise PermissionError(errno.EACCES, "Permission denied", "runs/x/checkpoints")
+    assert len(said) == 2 and "Permission denied" in said[1][1] and "allow its owner to write" in said[1][1]
+    outage.worked("checkpoints")
+    assert len(said) == 2
+    with outage.survived("rows", Path("x")):
+        pass
+    assert said[2:] == [("saved", "again, with all that waited")]
+
+
+def test_attempts_become_rarer_up_to_a_minute() -> None:
+    pauses = [pause_s(failures) for failures in range(1, 3000)]
+    assert pauses[:7] == [1, 2, 4, 8, 16, 32, 60] and set(pauses[6:]) == {LONGEST_PAUSE_S}
