@@ -203,7 +203,7 @@ def test_a_run_with_ones_own_optimizer_is_resumed_and_no_other(tmp_path: Path) -
         if record.step == 4:
             raise OSError("no more")
 
-    often = ["checkpoint.every_steps=1"]
+    often = ["checkpoint.every_steps=1", "checkpoint.keep=3"]  # more than two: none is passed over
     with pytest.raises(OSError, match="no more"):
         fit_small(tmp_path / "run", optimizer=adamw, on_step=stop, overrides=often)
     with pytest.raises(megabatch.UserError, match=r"holds a run with data.source='python:.*give another run.dir"):

@@ -35,6 +35,7 @@ from tests.support.small_runs import small_run
 
 SHORT = ("precision.name=fp32", "batch.global=24", "train.epochs=2")  # 16 steps, evaluated after 8 and 16
 NEVER = "checkpoint.every_steps=1000000"
+EVERY_STEP = ("checkpoint.every_steps=1", "checkpoint.keep=3")  # more than two: none is passed over, however slow the disk
 Observe = Callable[[Record, Training], None]
 
 
@@ -221,7 +222,7 @@ def full_from_3_to_10(record: Record, training: Training) -> None:
 def test_a_disk_that_is_full_for_a_while_is_said_once_and_changes_nothing(
     ranks: RankPool, whole: Path, tmp_path: Path
 ) -> None:
-    result = ranks.run(record, str(tmp_path), ("checkpoint.every_steps=1",), full_from_3_to_10, num_ranks=1)[0]
+    result = ranks.run(record, str(tmp_path), EVERY_STEP, full_from_3_to_10, num_ranks=1)[0]
     assert result["error"] is None
     failed, saved = result["told"]
     assert "File too large; training goes on, and tries again; raise the limit on a file's size" in failed
@@ -304,8 +305,7 @@ def spoil_6_to_12(record: Record, training: Training) -> None:
 def test_a_buffer_with_nan_is_named_at_the_first_save_and_fails_the_run_at_its_end(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    settings = ("checkpoint.every_steps=1", "checkpoint.keep=3")  # more than two: none is passed over
-    result = ranks.run(record, str(tmp_path), settings, spoil_from_6, num_ranks=1)[0]
+    result = ranks.run(record, str(tmp_path), EVERY_STEP, spoil_from_6, num_ranks=1)[0]
     (told,) = result["told"]
     expected = (
         "warning   the model's seen has inf or NaN at step 7, and no checkpoint is written with one; that of step 6"
@@ -321,7 +321,7 @@ def test_a_buffer_with_nan_is_named_at_the_first_save_and_fails_the_run_at_its_e
 
 
 def test_a_buffer_that_is_finite_again_is_saved_again(ranks: RankPool, whole: Path, tmp_path: Path) -> None:
-    result = ranks.run(record, str(tmp_path), ("checkpoint.every_steps=1",), spoil_6_to_12, num_ranks=1)[0]
+    result = ranks.run(record, str(tmp_path), EVERY_STEP, spoil_6_to_12, num_ranks=1)[0]
     assert result["error"] is None and result["told"][1:] == ["saved     again, with all that waited"]
     require_same_run(tmp_path, whole)
 
