@@ -26,6 +26,7 @@ LAYERS = [
     {"planning"},
     {"disk"},
     {"errors", "recipes", ""},
+    {"text"},
 ]
 LEVEL = {part: -depth for depth, layer in enumerate(LAYERS) for part in layer}
 

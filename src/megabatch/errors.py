@@ -3,9 +3,14 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+from megabatch.text import one_line
+
 
 class UserError(ValueError):
-    """Something only the user can fix. Its text is the one line the user sees."""
+    """Something only the user can fix. Its text is the one line the user sees, whatever was quoted in it."""
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(one_line(text))
 
 
 class Diverged(UserError):

@@ -35,7 +35,10 @@ from tests.support.small_runs import small_run
 
 SHORT = ("precision.name=fp32", "batch.global=24", "train.epochs=2")  # 16 steps, evaluated after 8 and 16
 NEVER = "checkpoint.every_steps=1000000"
-EVERY_STEP = ("checkpoint.every_steps=1", "checkpoint.keep=3")  # more than two: none is passed over, however slow the disk
+EVERY_STEP = (
+    "checkpoint.every_steps=1",
+    "checkpoint.keep=3",
+)  # more than two: none is passed over
 Observe = Callable[[Record, Training], None]
 
 

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from megabatch.data.files import IMAGE_SUFFIXES, Content, EncodedDataset
 from megabatch.data.index_cache import cached_index, settled_mtime
-from megabatch.data.names import is_plain, one_line
 from megabatch.data.npz import Arrays, Texts, fingerprint
 from megabatch.errors import UserError
+from megabatch.text import is_plain, one_line
 
 TRAIN_FOLDER = "train"
 TEST_FOLDERS = ("val", "validation", "test")  # the first that is there: ImageNet's test/ has no labels

@@ -26,7 +26,6 @@ from msgspec import Struct, field
 
 from megabatch import disk
 from megabatch.data.files import EncodedDataset
-from megabatch.data.names import one_line
 from megabatch.data.npz import Arrays, write_arrays
 from megabatch.data.order import epoch_order
 from megabatch.data.pack_identity import (
@@ -47,6 +46,7 @@ from megabatch.data.shards import UNFINISHED
 from megabatch.data.sources import read_encoded
 from megabatch.data.tar_labels import CLASSES
 from megabatch.errors import UserError
+from megabatch.text import one_line
 
 MEGABYTE = 1_000_000
 ORDER_SEED = 0x7061636B

@@ -13,11 +13,11 @@ from msgspec import Struct
 from megabatch import disk
 from megabatch.data.files import EncodedDataset
 from megabatch.data.folders import FolderFiles
-from megabatch.data.names import one_line
 from megabatch.data.shard_files import ShardFiles
 from megabatch.data.shard_index import INDEX, read_index
 from megabatch.data.shards import UNFINISHED
 from megabatch.errors import UserError
+from megabatch.text import one_line
 
 Source = FolderFiles | ShardFiles
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megabatch.data.names import one_line
 from megabatch.data.npz import fingerprint
 from megabatch.data.tars import Damaged, member_name
+from megabatch.text import one_line
 
 SPARE_DESCRIPTORS = 512
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megabatch.data.names import one_line
 from megabatch.data.npz import UNREADABLE, Arrays, read_arrays
 from megabatch.data.tars import BLOCK
 from megabatch.errors import UserError
+from megabatch.text import one_line
 
 INDEX = "index.npz"
 INDEX_FORMAT = 1

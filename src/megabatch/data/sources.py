@@ -14,13 +14,13 @@ from megabatch.data.encoded import EncodedImages
 from megabatch.data.files import EncodedDataset, EncodedFiles, Subset, concatenate, with_classes
 from megabatch.data.folders import FolderFiles, read_folder
 from megabatch.data.images import DataSet, ImageSet, ImageSubset, SyntheticImages
-from megabatch.data.names import is_plain, one_line
 from megabatch.data.philox import VALIDATION, draw
 from megabatch.data.settings import CENTER_CROP, DataSettings, SyntheticSettings
 from megabatch.data.shapes import FASHION_MNIST_10K, FULL_FASHION_MNIST, IMAGENET, DataShape
 from megabatch.data.shards import holds_shards, read_shards
 from megabatch.data.stored_size import median_side
 from megabatch.errors import UserError, nearest
+from megabatch.text import is_plain, one_line
 
 FROM_PYTHON = "python:"  # begins the source of a run whose images were handed to `megabatch.fit`
 EMBEDDED = "fashion_mnist_10k.npz"

@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from megabatch.data.names import is_plain, one_line
 from megabatch.data.shapes import MOST_CLASSES
 from megabatch.data.tars import Member, Read
 from megabatch.errors import UserError
+from megabatch.text import is_plain, one_line
 
 CLASSES = "classes.txt"
 

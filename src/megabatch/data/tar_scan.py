@@ -15,12 +15,12 @@ from msgspec import Struct
 
 from megabatch.data.files import IMAGE_SUFFIXES
 from megabatch.data.index_cache import settled_mtime
-from megabatch.data.names import one_line
 from megabatch.data.npz import Arrays
 from megabatch.data.shard_index import TEST, TRAIN
 from megabatch.data.tar_labels import number_classes, read_label
 from megabatch.data.tars import Damaged, Member, Read, walk_members
 from megabatch.errors import UserError
+from megabatch.text import one_line
 
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 TEST_WORDS = (("val", "valid", "validation"), ("test",))  # shards of the latter count where none of the former is

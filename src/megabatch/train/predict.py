@@ -14,10 +14,10 @@ from msgspec import Struct
 from megabatch.data.encoded import EncodedImages
 from megabatch.data.files import IMAGE_SUFFIXES, Content
 from megabatch.data.folders import read_file
-from megabatch.data.names import one_line
 from megabatch.data.reader import Reader, Request
 from megabatch.data.settings import DataSettings
 from megabatch.errors import UserError
+from megabatch.text import one_line
 from megabatch.train.classifier import Classifier, grey
 
 BATCH = 64
