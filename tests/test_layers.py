@@ -15,7 +15,7 @@ LAYERS = [
     {"__main__"},
     {"cli"},
     {"studies"},
-    {"sweep", "selftest", "chaos"},
+    {"sweep", "selftest", "chaos", "fuzz"},
     {"train"},
     {"preflight"},
     {"config"},

@@ -12,6 +12,7 @@ from megabatch.cli import (
     doctor,
     evaluate,
     export,
+    fuzz,
     lr_range,
     pack,
     plan,
@@ -49,6 +50,7 @@ app.command()(runs.runs)
 app.command()(pack.pack)
 app.command()(selftest.selftest)
 app.command()(chaos.chaos)
+app.command()(fuzz.fuzz)
 app.add_typer(bench.app, name="bench")
 app.add_typer(study.app, name="study")
 
