@@ -75,5 +75,6 @@ def join(
 
 def receive(store: "dist.Store", key: str, timeout_s: float, name: int) -> str:  # type: ignore[name-defined]
     if not are_set(store, [key], timeout_s):
-        raise MissingRank(f"rank {name} did not come within {timeout_s:g} s to set up shared memory; see its own output")
+        message = f"rank {name} did not come within {timeout_s:g} s to set up shared memory; see its own output"
+        raise MissingRank(message)
     return str(store.get(key).decode())
