@@ -160,7 +160,10 @@ def is_stop(exit_code: int) -> bool:
 
 
 def read_report(store: Any) -> Report | None:
-    return msgspec.json.decode(store.get(FAILURE), type=Report) if store.check([FAILURE]) else None
+    try:
+        return msgspec.json.decode(store.get(FAILURE), type=Report) if store.check([FAILURE]) else None
+    except msgspec.DecodeError:  # nothing that a rank of ours has written
+        return None
 
 
 class Door(NamedTuple):

@@ -169,21 +169,15 @@ def gather_through(store: "dist.Store", rank: int, ranks: Sequence[int], text: s
 
 
 def open_store(info: RankInfo) -> "dist.Store":  # type: ignore[name-defined]
-    """Where the ranks find each other: our launcher's or torchrun's own store, or one that rank 0 opens.
-
-    A TCPStore of torch's own listens on all interfaces, whatever the name of its host.
-    """
+    """Where the ranks find each other: our launcher's or torchrun's own store, or one that rank 0 opens."""
     if was_launched() and STORE_FILE in os.environ:
         return dist.FileStore(os.environ[STORE_FILE], -1)  # type: ignore[attr-defined]
-    if was_launched():
-        return dist.TCPStore(*rendezvous_address(info), is_master=False)  # type: ignore[attr-defined]
-    if info.num_ranks == 1:
+    if info.num_ranks == 1 and not was_launched():
         return dist.HashStore()  # type: ignore[attr-defined]
-    if dist.is_torchelastic_launched():
-        return next(dist.rendezvous("env://", info.rank, info.num_ranks))[0]  # type: ignore[attr-defined]
     host, port = rendezvous_address(info)
-    host = LOOPBACK if info.is_alone else host
+    if was_launched() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return dist.TCPStore(host, port, is_master=False)  # type: ignore[attr-defined]
     options: dict[str, Any] = {"is_master": info.rank == 0}
-    if info.rank == 0:
+    if info.rank == 0:  # a server of torch's own would listen on all interfaces, whatever the name of its host
         options["master_listen_fd"] = listening_on(LOOPBACK if info.is_alone else address_of(host), port).detach()
-    return dist.TCPStore(host, port, info.num_ranks, **options)  # type: ignore[attr-defined]
+    return dist.TCPStore(LOOPBACK if info.is_alone else host, port, info.num_ranks, **options)  # type: ignore[attr-defined]
