@@ -184,9 +184,10 @@ def file_store() -> Iterator[tuple[Any, Door]]:
     Behind a port, even of the loopback interface, every user of this machine could read and write all of it: it is
     what says where the others' memory, sockets and the run's folder are.  A request takes 10 us, as over TCP.
     """
-    with os.fdopen(os.memfd_create("megabatch-store"), "rb") as file:
-        path = f"/dev/fd/{file.fileno()}"
-        yield dist.FileStore(path, -1), Door({STORE_FILE: path}, (file.fileno(),))  # type: ignore[attr-defined]
+    # Never closed: the store's destructor opens it once more by its number, and must not find another file there.
+    descriptor = os.memfd_create("megabatch-store")
+    path = f"/dev/fd/{descriptor}"
+    yield dist.FileStore(path, -1), Door({STORE_FILE: path}, (descriptor,))  # type: ignore[attr-defined]
 
 
 @contextmanager
