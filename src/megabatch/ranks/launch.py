@@ -128,10 +128,11 @@ class Attempt:
         """Those for which others have waited long enough, and may not have begun to: nothing else notices them."""
         self.looks = Counter({rank.pid: self.looks[rank.pid] + 1 for rank in running if is_stopped(rank.pid)})
         for number, rank in enumerate(self.ranks):
-            if self.looks[rank.pid] * LOOK_EVERY_S > self.stop_s and not self.store.check([FAILURE]):
+            if self.looks[rank.pid] * LOOK_EVERY_S > self.stop_s:
+                rank.kill()  # first: it may hold the lock of the store's file
                 message = f"its process was stopped for {self.stop_s:g} s, by a signal such as SIGSTOP"
-                self.store.set(FAILURE, msgspec.json.encode(Report(number, 1, message)).decode())
-                rank.kill()
+                if not self.store.check([FAILURE]):
+                    self.store.set(FAILURE, msgspec.json.encode(Report(number, 1, message)).decode())
 
     def end_others(self, running: Sequence["subprocess.Popen[bytes]"]) -> None:
         """Of one that has failed: most notice it themselves."""
