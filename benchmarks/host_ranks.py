@@ -58,11 +58,10 @@ def torchrun(cluster: Cluster, host: int, num_ranks: int, scratch: Path) -> list
     options = {
         "nnodes": len(cluster.hosts),
         "nproc-per-node": num_ranks,
-        "rdzv-backend": "c10d",
-        "rdzv-endpoint": f"{cluster.hosts[0].address}:{MEETING_PORT}",
-        "rdzv-id": scratch.name,
-        "rdzv-conf": f"is_host={int(host == 0)}",
-        "local-addr": cluster.hosts[host].address,  # which also orders the hosts' ranks
+        "node-rank": host,
+        "rdzv-backend": "static",  # the others unpickle what they find at a port
+        "master-addr": cluster.hosts[0].address,
+        "master-port": MEETING_PORT,
         "max-restarts": 0,
         "log-dir": folder_of(host, scratch),
         "redirects": 3,  # what ranks write goes to files there

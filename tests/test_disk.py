@@ -1,11 +1,12 @@
 """The one atomic write and the one lock."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -95,7 +96,7 @@ def test_all_of_it_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch
     with disk.writing(tmp_path / "folder") as new:
         new.mkdir()
         (new / "file").write_text("content")
-    assert events == [("sync", "file"), ("sync", new.name), ("rename", "folder"), ("sync", tmp_path.name)]
+    assert events == [("sync", "file"), ("sync", ".writing-folder"), ("rename", "folder"), ("sync", tmp_path.name)]
 
 
 def test_what_a_killed_process_was_writing_is_removed_and_nothing_else(tmp_path: Path) -> None:
@@ -147,3 +148,71 @@ def test_to_ask_for_a_lock_creates_nothing_and_does_not_take_it(tmp_path: Path) 
     assert not disk.is_locked(tmp_path / "lock")
     with disk.take_lock(tmp_path / "lock"):
         pass
+
+
+def mode_of(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+@pytest.mark.parametrize(
+    ("umask", "folder", "file", "shared"), [(0o022, 0o700, 0o600, 0o644), (0o177, 0o600, 0o600, 0o600)]
+)
+def test_what_is_private_is_its_users_alone_and_what_is_shared_follows_the_umask(
+    tmp_path: Path, umask: int, folder: int, file: int, shared: int
+) -> None:
+    before = os.umask(umask)
+    try:
+        disk.make_private(tmp_path / "folder")
+        disk.write_file(tmp_path / "private", "x", is_private=True)
+        disk.write_file(tmp_path / "shared", "x")
+        disk.append_privately(tmp_path / "log").close()
+        disk.take_lock(tmp_path / "lock").close()
+        disk.write_hashed(tmp_path / "hashed", [memoryview(b"x")])
+    finally:
+        os.umask(before)
+    assert mode_of(tmp_path / "folder") == folder and mode_of(tmp_path / "shared") == shared
+    assert {mode_of(tmp_path / name) for name in ("private", "log", "lock", "hashed")} == {file}
+
+
+@pytest.mark.parametrize("write", [disk.append_privately, disk.take_lock, lambda path: disk.write_hashed(path, [])])
+def test_nothing_private_is_written_through_a_link(tmp_path: Path, write: Callable[[Path], object]) -> None:
+    (tmp_path / "victim").write_text("theirs")
+    (tmp_path / "link").symlink_to("victim")
+    with pytest.raises(OSError, match="symbolic links"):
+        write(tmp_path / "link")
+    disk.write_file(tmp_path / "link", "ours", is_private=True)  # takes its place
+    assert (tmp_path / "victim").read_text() == "theirs" and not (tmp_path / "link").is_symlink()
+
+
+def test_a_name_under_which_something_is_written_cannot_be_foreseen(tmp_path: Path) -> None:
+    assert len({disk.unfinished(tmp_path / "file") for _ in range(100)}) == 100
+
+
+def test_a_lock_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "lock")
+    assert not disk.is_locked(tmp_path / "lock")
+
+
+@pytest.mark.parametrize(
+    ("owner", "mode", "problem"),
+    [
+        (1000, 0o40700, None),
+        (1000, 0o40755, None),  # of an earlier version: others can read which folders were indexed
+        (1000, 0o40775, r"others may write to it \(mode 775\); remove it, or chmod 700"),
+        (1000, 0o41777, "others may write to it"),
+        (1001, 0o40700, "it belongs to user 1001, and this is user 1000; set XDG_CACHE_HOME"),
+    ],
+)
+def test_a_cache_is_believed_if_only_its_user_can_have_written_it(owner: int, mode: int, problem: str | None) -> None:
+    found = disk.why_untrusted(owner, mode, user=1000)
+    assert found is None if problem is None else found and re.match(problem, found)
+
+
+def test_a_cache_that_others_can_write_to_is_not_used_and_that_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert disk.cache_folder() == tmp_path / "megabatch" and mode_of(tmp_path / "megabatch") == 0o700
+    (tmp_path / "megabatch").chmod(0o777)
+    assert disk.cache_folder() is None and disk.cache_folder() is None
+    assert capsys.readouterr().err.count("is not used: others may write to it") == 1

@@ -2,19 +2,27 @@
 
 A file or folder is written under another name, synced and renamed: whoever looks finds all of it or what was there
 before, also after a kill.  A lock is `flock` on a file: the kernel releases it however its process ends.
+
+What is private (runs, caches, locks) is made for its user alone, 0700 and 0600, or less where the umask says so; what
+is made to be handed on (packs, exports, reports) follows the umask.  Nothing private is written through a symbolic
+link: another user may have put it there.
 """
 
 import errno
 import fcntl
 import hashlib
 import os
+import secrets
 import shutil
-import tempfile
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO, TextIO
+
+from megabatch.text import one_line
 
 WRITING = ".writing-"  # begins the name of what is not whole yet
 PATIENCE_S = 1.0  # `is_locked` touches a lock for a moment
@@ -34,8 +42,7 @@ REMEDIES = {
 @contextmanager
 def writing(path: Path) -> Iterator[Path]:
     """A name for the block to write a file or folder under, which becomes `path` if the block does not raise."""
-    new = path.with_name(f"{WRITING}{path.name}-{os.getpid()}")
-    remove(new)
+    new = unfinished(path)
     try:
         yield new
         sync(*(sorted(new.rglob("*")) if new.is_dir() else ()), new)
@@ -47,17 +54,36 @@ def writing(path: Path) -> Iterator[Path]:
     sync(path.parent)
 
 
-def write_file(path: Path, content: str | bytes | memoryview) -> Path:
+def unfinished(path: Path) -> Path:
+    """A name that nobody can foresee, and put something else under."""
+    return path.with_name(f"{WRITING}{path.name}-{secrets.token_hex(8)}")
+
+
+def private(path: str, flags: int) -> int:
+    """For `open(..., opener=private)`."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
+def append_privately(path: Path) -> TextIO:
+    return open(path, "a", opener=private)
+
+
+def make_private(folder: Path) -> None:
+    """One that is there stays as it is: its owner has said who may enter.  Its parents follow the umask."""
+    folder.mkdir(0o700, parents=True, exist_ok=True)
+
+
+def write_file(path: Path, content: str | bytes | memoryview, is_private: bool = False) -> Path:
     """The whole file, or the one before it."""
-    with writing(path) as new:
-        new.write_bytes(content.encode() if isinstance(content, str) else content)
+    with writing(path) as new, open(new, "xb", buffering=0, opener=private if is_private else None) as file:
+        write_all(file, memoryview(content.encode() if isinstance(content, str) else content))
     return path
 
 
 def write_hashed(path: Path, parts: Iterable[memoryview]) -> str:
-    """Writes them one after another; the sha256 of the file.  Python's lock is not held over either."""
+    """Writes them one after another, privately; the sha256 of the file.  Python's lock is not held over either."""
     digest = hashlib.sha256()
-    with path.open("wb", buffering=0) as file:
+    with open(path, "wb", buffering=0, opener=private) as file:
         for part in parts:
             for begin in range(0, len(part), CHUNK_BYTES):
                 chunk = part[begin : begin + CHUNK_BYTES]
@@ -92,8 +118,7 @@ def remedy(error: OSError) -> str:
 
 def point(link: Path, name: str) -> None:
     """Makes `link` a symbolic link to its neighbour `name`, in one move."""
-    new = link.with_name(f"{WRITING}{link.name}-{os.getpid()}")
-    remove(new)
+    new = unfinished(link)
     new.symlink_to(name)
     new.rename(link)
 
@@ -132,7 +157,7 @@ class Locked(BlockingIOError):
 def take_lock(path: Path, *, wait: bool = False, patience_s: float | None = None) -> TextIO:
     """The lock, until the file is closed.  Raises `Locked` if another process holds it, or waits for that one."""
     with ExitStack() as opened:
-        file = opened.enter_context(path.open("a+"))
+        file = opened.enter_context(open(path, "a+", opener=private))
         patience_s = PATIENCE_S if patience_s is None else patience_s
         deadline_s = time.monotonic() + patience_s
         while True:
@@ -153,7 +178,8 @@ def take_lock(path: Path, *, wait: bool = False, patience_s: float | None = None
 
 
 def is_locked(path: Path) -> bool:
-    with suppress(FileNotFoundError), path.open() as file:
+    # Of another user's nothing is known.  A pipe in its place is not waited for.
+    with suppress(FileNotFoundError, PermissionError), open(path, opener=unwaiting) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -161,10 +187,41 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def cache_folder() -> Path:
-    """Where what can be found or measured again is kept: $XDG_CACHE_HOME/megabatch, or ~/.cache/megabatch."""
+def unwaiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def cache_folder() -> Path | None:
+    """Where what can be found or measured again is kept: $XDG_CACHE_HOME/megabatch, or ~/.cache/megabatch.
+
+    What lies there is believed.  So it must be this user's, and nobody else's to write to; None: there is none such.
+    """
     try:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        path = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megabatch"
     except RuntimeError:  # a user without a home, as in some containers
-        base = Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"
-    return base / "megabatch"
+        say_once("nothing is cached: this user has no home; set XDG_CACHE_HOME to a folder of theirs")
+        return None
+    try:
+        make_private(path)
+        found = path.stat()
+    except OSError:  # it cannot be made
+        return None
+    problem = why_untrusted(found.st_uid, found.st_mode, os.geteuid())
+    if problem:
+        say_once(f"{one_line(str(path))} is not used: {problem}")
+    return None if problem else path
+
+
+def why_untrusted(owner: int, mode: int, user: int) -> str | None:
+    if owner != user:
+        return f"it belongs to user {owner}, and this is user {user}; set XDG_CACHE_HOME to a folder of yours"
+    if mode & 0o022:
+        return f"others may write to it (mode {mode & 0o777:o}); remove it, or chmod 700 it if you trust what is there"
+    return None
+
+
+@cache
+def say_once(text: str) -> None:
+    """To the user: by the launcher, or by the first rank of a host."""
+    if "MEGABATCH_LAUNCHER" not in os.environ and os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"megabatch: {text}", file=sys.stderr)

@@ -473,10 +473,10 @@ def test_under_mpiexec_it_joins() -> None:
 @contextlib.contextmanager
 def two_nodes(*words: str) -> Iterator[list[subprocess.Popen[str]]]:
     """Two agents, as docs/clusters.md starts them, on one machine."""
-    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=two"]
-    agent = ["--nnodes=2", "--nproc-per-node=1", "--local-addr=127.0.0.1", "--max-restarts=3"]
-    command = [sys.executable, "-m", "torch.distributed.run", *agent, *rendezvous, "-m", "megabatch", "train", *words]
-    nodes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    rendezvous = ["--rdzv-backend=static", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=3"]
+    commands = [[*agent, *rendezvous, f"--node-rank={i}", "-m", "megabatch", "train", *words] for i in range(2)]
+    nodes = [subprocess.Popen(each, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for each in commands]
     try:
         yield nodes
     finally:
@@ -486,7 +486,7 @@ def two_nodes(*words: str) -> Iterator[list[subprocess.Popen[str]]]:
 
 
 def test_two_nodes_are_one_run_and_meet_again_after_a_rank_was_killed() -> None:
-    """Over sockets the other node notices late, and its agent does not count the restart as its own."""
+    """Over sockets the other node notices late; each agent restarts its own ranks, in its own time."""
     words = [*SMALL_RUN, "train.epochs=16", "comm.algorithm=flat", "checkpoint.every_steps=5", "run.dir=run"]
     with two_nodes(*words) as nodes:
         wait_until(lambda: newest_checkpoint() >= 5)

@@ -160,6 +160,9 @@ def test_without_a_place_for_the_cache_the_folder_is_read_all_the_same(
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert cache_folder() == tmp_path / "home/.cache/megabatch"
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # of a user whom the system does not know
+    assert cache_folder() is None
 
 
 def test_of_many_that_start_together_one_walks(photos: Path, num_walks: list[Path]) -> None:

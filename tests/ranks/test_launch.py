@@ -1,3 +1,4 @@
+import os
 import signal
 import subprocess
 import sys
@@ -7,9 +8,11 @@ import pytest
 import torch.distributed as dist
 
 from megabatch.ranks.failures import RankFailed, Report
-from megabatch.ranks.launch import Attempt, first_to_end, loopback_store, passed_on
+from megabatch.ranks.launch import Attempt, file_store, first_to_end, loopback_store, own_store, passed_on
 from megabatch.ranks.signals import LauncherSignals, Stopped
 from megabatch.ranks.store import RankStore
+
+NOBODY = 65_534
 
 
 @pytest.mark.parametrize(
@@ -54,7 +57,7 @@ EXITS, DIES, HANGS, STOPS = (
 def test_the_launcher_says_what_the_first_rank_that_failed_has_said(
     codes: list[str], reported_by: int | None, rank: int, said: str
 ) -> None:
-    with loopback_store() as (store, _), LauncherSignals() as signals:
+    with own_store() as (store, _), LauncherSignals() as signals:
         if reported_by is not None:
             as_seen_by_ranks = object.__new__(RankStore)
             as_seen_by_ranks.lasting = store
@@ -65,14 +68,14 @@ def test_the_launcher_says_what_the_first_rank_that_failed_has_said(
 
 
 def test_a_rank_that_stays_stopped_is_ended_and_named() -> None:
-    with loopback_store() as (store, _), LauncherSignals() as signals:
+    with own_store() as (store, _), LauncherSignals() as signals:
         failed = Attempt([start(HANGS), start(STOPS)], store, signals, stop_s=0.2).wait()
     assert isinstance(failed, RankFailed)
     assert (failed.rank, str(failed)) == (1, "its process was stopped for 0.2 s, by a signal such as SIGSTOP")
 
 
 def test_ranks_that_end_as_they_were_asked_have_stopped() -> None:
-    with loopback_store() as (store, _), LauncherSignals() as signals:
+    with own_store() as (store, _), LauncherSignals() as signals:
         signals.number = signal.SIGTERM
         with pytest.raises(Stopped):
             Attempt([start(HANGS)], store, signals).wait()  # it does not listen, and dies of it
@@ -89,10 +92,31 @@ def test_what_is_passed_on_has_no_name_and_can_be_read_by_each(tmp_path: Path, m
             assert said == "seed = 7\n"
 
 
-def test_the_store_of_one_machine_has_no_door_to_the_network() -> None:
-    with loopback_store() as (store, port):
+def test_a_store_behind_a_port_listens_on_the_loopback_interface_alone() -> None:
+    with loopback_store() as (store, door):
+        port = int(door.variables["MASTER_PORT"])
         dist.TCPStore("127.0.0.1", port, is_master=False).set("a", "b")  # type: ignore[attr-defined]
         assert store.get("a") == b"b"
         listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
         addresses = {fields[1] for fields in listening if fields[3] == "0A" and fields[1].endswith(f":{port:04X}")}
     assert addresses == {f"0100007F:{port:04X}"}
+
+
+ADDS = "import os, torch.distributed as dist; print(dist.FileStore(os.environ['MEGABATCH_STORE'], -1).add('a', 1))"
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux has files in memory")
+def test_a_store_in_memory_is_that_of_whoever_inherits_it() -> None:
+    with file_store() as (store, door):
+        store.add("a", 1)
+        command, environment = [sys.executable, "-c", ADDS], os.environ | door.variables
+        for number in (2, 3):
+            done = subprocess.run(command, env=environment, pass_fds=door.descriptors, capture_output=True, text=True)
+            assert done.stdout == f"{number}\n"
+        assert store.add("a", 0) == 3
+        # Nobody else can open it: not by that name, and another user not by ours in /proc.
+        assert b"No such file" in subprocess.run(["cat", door.variables["MEGABATCH_STORE"]], capture_output=True).stderr
+        if os.geteuid() == 0:
+            path = f"/proc/{os.getpid()}/fd/{door.descriptors[0]}"
+            other = subprocess.run(["cat", path], capture_output=True, user=NOBODY, group=NOBODY)
+            assert b"Permission denied" in other.stderr

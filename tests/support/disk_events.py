@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from megabatch.disk import WRITING
+
 
 def record_disk_events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """("sync" or "rename", a file's name), from now on."""
@@ -12,7 +14,8 @@ def record_disk_events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]
     rename = Path.rename
 
     def note_sync(descriptor: int) -> None:
-        events.append(("sync", Path(f"/proc/self/fd/{descriptor}").readlink().name))
+        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
+        events.append(("sync", name.rpartition("-")[0] if name.startswith(WRITING) else name))  # its end is random
 
     def note_rename(path: Path, target: Path) -> Path:
         events.append(("rename", Path(target).name))

@@ -8,6 +8,9 @@ class Requests:
     def __init__(self, store: Any) -> None:
         self.store, self.counted = store, Counter[str]()
 
+    def has_extended_api(self) -> bool:
+        return bool(self.store.has_extended_api())  # nobody is asked
+
     def __getattr__(self, request: str) -> Any:
         def ask(*args: Any) -> Any:
             self.counted[request] += 1

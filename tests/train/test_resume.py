@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,7 @@ from megabatch.runs.folder import RunFolder
 from megabatch.runs.records import Status
 from megabatch.runs.totals import RunTotals
 from megabatch.train.resume import Start, choose_start, newest_of, read_start, why_other
+from tests.support.users import as_another_user
 
 
 @pytest.fixture(autouse=True)
@@ -140,3 +142,26 @@ def test_a_relative_source_is_the_same_from_another_folder(tmp_path: Path, monke
     assert why_other(Path("../run"), config) is None
     (tmp_path / "other").mkdir()
     assert "data.source='mine'" in str(why_other(Path("../run"), load_config(recipe, ["data.source=../other"])))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+@pytest.mark.parametrize(("given", "resume"), [("theirs", "auto"), ("theirs", "never"), (None, "theirs")])
+def test_a_run_that_its_user_keeps_to_themselves_is_refused_on_one_line(given: str | None, resume: str) -> None:
+    config = config_of(*[f"run.dir={given}"] if given else [])
+    with RunFolder(Path("theirs")) as folder:
+        folder.begin(config.to_toml(), {}, 0)
+
+    def start() -> str:
+        try:
+            return str(choose_start(config, resume, newest_of))
+        except UserError as error:
+            return str(error)
+
+    open_to_all = [Path.cwd(), *[parent for parent in Path.cwd().parents if parent.stat().st_mode & 0o77 == 0]]
+    modes = {path: path.stat().st_mode for path in open_to_all}
+    for path in open_to_all:
+        path.chmod(0o755)  # pytest's own are 0700
+    said = as_another_user(start)
+    for path, mode in modes.items():
+        path.chmod(mode)
+    assert said.endswith("theirs is closed to this user; ask its owner to open it, or give another")

@@ -16,7 +16,7 @@ TRAIN = [sys.executable, "-P", "-m", "megabatch", "train"]
 TALK = ("megabatch: ", "stopping ")  # how lines begin that say what happened
 WARNING = "warning "  # of a disk; a recipe may have others
 # Of whoever started chaos: ranks would take themselves for others.
-FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "MEGABATCH_LAUNCHER")
+FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "MEGABATCH_LAUNCHER", "MEGABATCH_STORE")
 
 
 class Launcher:

@@ -98,18 +98,16 @@ def several_hosts(
         options = {
             "nnodes": len(hosts),
             "nproc-per-node": num_ranks // len(hosts),
-            "rdzv-backend": "c10d",
-            "rdzv-endpoint": f"{hosts[0].address}:{MEETING_PORT}",
-            "rdzv-id": mark,
-            "rdzv-conf": f"is_host={int(place == 0)},keep_alive_interval=1",
-            "local-addr": host.address,
+            "node-rank": place,
+            "rdzv-backend": "static",  # the others unpickle what they find at a port
+            "master-addr": hosts[0].address,
+            "master-port": MEETING_PORT,
             "max-restarts": max_restarts,
             "log-dir": own / "torchrun",
         }
         torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", *(f"--{k}={v}" for k, v in options.items())]
         command = host.command([*torchrun, "-m", "megabatch", "train", str(recipe), f"run.dir={folder / 'run'}"])
         settings = {"PYTHONSAFEPATH": "1", "GLOO_SOCKET_IFNAME": "eth0"}
-        settings["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else torchrun's other agents do not find a new one
         settings["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
         launchers.append(Launcher(f"host {place}", command, f"{mark}-{place}", own, settings))
     return Site(launchers, folder / "run", max_restarts, hosts)

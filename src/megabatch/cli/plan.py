@@ -72,9 +72,10 @@ def keep_for_simulate(tuning: "Tuning") -> None:
     from megabatch.disk import cache_folder, write_file
     from megabatch.simulate.load import THIS
 
-    with suppress(OSError):  # a user without a home can give the file of --json instead
-        cache_folder().mkdir(parents=True, exist_ok=True)
-        write_file(cache_folder() / THIS, msgspec.json.encode(tuning))
+    folder = cache_folder()
+    with suppress(OSError):  # a user without a place for it can give the file of --json instead
+        if folder:
+            write_file(folder / THIS, msgspec.json.encode(tuning), is_private=True)
 
 
 def print_plan(tuning: "Tuning") -> None:

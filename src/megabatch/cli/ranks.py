@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 from megabatch.errors import UserError
 from megabatch.ranks.activity import LastWords
 from megabatch.ranks.signals import die_with_launcher, was_launched
+from megabatch.text import one_line
 
 # Before torch is imported, which takes seconds.
 die_with_launcher(os.getppid())
@@ -60,7 +61,7 @@ def speaking_for_ranks() -> Iterator[None]:
         if failed.exit_code > 128:  # it was asked to stop, and has said so
             sys.exit(failed.exit_code)
         rank = "" if failed.exit_code == 2 else f"rank {failed.rank}: "  # a user's mistake is made on all ranks
-        print(f"{failed.trace}megabatch: {rank}{failed}", file=sys.stderr)
+        print(f"{printable(failed.trace)}megabatch: {rank}{one_line(str(failed))}", file=sys.stderr)
         sys.exit(failed.exit_code)
 
 
@@ -106,7 +107,12 @@ def speak(error: BaseException, code: int, info: "RankInfo", store: "RankStore |
     report_to_torchrun(report)
     has_rank = code != 2 or info.num_local_ranks != info.num_ranks  # hosts may differ in what they have
     rank = f"rank {info.rank} on {platform.node()}: " if has_rank else ""
-    print(f"{trace}megabatch: {rank}{line}", file=sys.stderr)
+    print(f"{printable(trace)}megabatch: {rank}{one_line(line)}", file=sys.stderr)
+
+
+def printable(trace: str) -> str:
+    """Errors quote names of files, and whatever a store was told."""
+    return "".join(f"{one_line(line)}\n" for line in trace.splitlines())
 
 
 class RankLastWords(LastWords):

@@ -7,10 +7,11 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+from megabatch.ranks.store import are_set
 
 
 class MissingRank(RuntimeError):
@@ -73,9 +74,7 @@ def join(
 
 
 def receive(store: "dist.Store", key: str, timeout_s: float, name: int) -> str:  # type: ignore[name-defined]
-    try:
-        store.wait([key], timedelta(seconds=timeout_s))
-    except dist.DistStoreError as error:
+    if not are_set(store, [key], timeout_s):
         message = f"rank {name} did not come within {timeout_s:g} s to set up shared memory; see its own output"
-        raise MissingRank(message) from error
+        raise MissingRank(message)
     return str(store.get(key).decode())

@@ -125,7 +125,7 @@ class Timeline:
         lasting = [span._replace(ended_s=now_s) for span in list(self.under_way.values())]
         events = [*self.events, *lasting]  # a copy: after a failure threads may still append
         rows = [*self.names(), *map(self.row, events)]
-        write_file(path, '{"traceEvents": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]}\n")
+        write_file(path, '{"traceEvents": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]}\n", is_private=True)
 
     def names(self) -> Iterator[dict[str, Any]]:
         """Of the rank, and of its lanes."""

@@ -2,7 +2,7 @@
 
 An index lies in $XDG_CACHE_HOME/megabatch (or ~/.cache/megabatch) under a hash of what it indexes, and holds what its
 validity is judged by.  Ranks that start together take turns on a lock: the first makes the index, the others find it.
-Nothing depends on the cache: where it cannot be read or written, the index is made again.
+Nothing depends on the cache: where there is none, or another user could have written it, the index is made again.
 """
 
 import contextlib
@@ -22,19 +22,21 @@ TICK_NS = 20_000_000  # of a file system's clock, at most
 def cached_index(kind: str, place: Path, build: Callable[[], Arrays], is_current: Callable[[Arrays], bool]) -> Arrays:
     """The index of `place`, from the cache if it is there and current."""
     digest = hashlib.sha256(os.fsencode(f"{FORMAT} {kind} {place.resolve()}")).hexdigest()[:32]
-    path = disk.cache_folder() / f"{kind}-{digest}.npz"
+    folder = disk.cache_folder()
+    if folder is None:
+        return build()
+    path = folder / f"{kind}-{digest}.npz"
     found = read_current(path, is_current)
     if found is not None:
         return found
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError):  # without a lock, several may build it
-            path.parent.mkdir(parents=True, exist_ok=True)
             held.enter_context(disk.take_lock(path.with_suffix(".lock"), wait=True))
             found = read_current(path, is_current)
         if found is None:
             found = build()
             with contextlib.suppress(OSError):
-                write_arrays(path, found)
+                write_arrays(path, found, is_private=True)
     return found
 
 

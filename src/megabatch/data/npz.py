@@ -25,10 +25,10 @@ def read_arrays(path: Path) -> Arrays:
         return {name: archive[name] for name in archive.files}
 
 
-def write_arrays(path: Path, arrays: Arrays) -> None:
+def write_arrays(path: Path, arrays: Arrays, is_private: bool = False) -> None:
     content = io.BytesIO()
     np.savez(content, **arrays)  # type: ignore[arg-type]
-    disk.write_file(path, content.getbuffer())
+    disk.write_file(path, content.getbuffer(), is_private)
 
 
 def fingerprint(*arrays: NDArray[Any]) -> str:

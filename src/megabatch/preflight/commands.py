@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 USUAL_GPUS = 8  # of a host, where this one says nothing of the others
-RENDEZVOUS = "--rdzv-backend=c10d --rdzv-endpoint=HOST:29400 --rdzv-id=my-run"
+# Not --rdzv-backend=c10d, nor --standalone, which takes it: they unpickle what they find at a port.
+RENDEZVOUS = "--node-rank=I --master-addr=HOST --master-port=29400"
 
 
 class Devices(Struct, frozen=True):
@@ -36,9 +37,9 @@ def start_commands(arguments: Sequence[str], num_ranks: int, here: Devices) -> l
     per_host = here.count if here.is_telling else USUAL_GPUS
     fits_one = not here.is_telling and num_ranks <= USUAL_GPUS
     if fits_one or num_ranks % per_host:
-        sizes, where = "--nnodes=HOSTS --nproc-per-node=GPUS", f"on each host, HOSTS x GPUS = {num_ranks}"
+        sizes, where = "--nnodes=HOSTS --nproc-per-node=GPUS", f"on each host I = 0, 1, ..., HOSTS x GPUS = {num_ranks}"
     else:
         sizes = f"--nnodes={num_ranks // per_host} --nproc-per-node={per_host}"
-        where = f"on each of {num_ranks // per_host} hosts"
+        where = f"on each of {num_ranks // per_host} hosts, I = 0, 1, ..."
     several = f"torchrun {sizes} {RENDEZVOUS} -m {train}  # {where}"
     return [f"{alone}  # on a host with {num_ranks} GPUs", several] if fits_one else [several]

@@ -29,6 +29,11 @@ class RankInfo(Struct, frozen=True):
     local_rank: int
     num_local_ranks: int  # on this host
 
+    @property
+    def is_alone(self) -> bool:
+        """This host has all ranks."""
+        return self.num_local_ranks == self.num_ranks
+
 
 def discover(environment: Mapping[str, str] = os.environ) -> RankInfo | None:
     """Which of the ranks that a launcher has started this process is; None if none has."""
@@ -63,7 +68,7 @@ def rendezvous_address(info: RankInfo, environment: Mapping[str, str] = os.envir
         # A port of the job's own: two jobs may share a node.
         port = MASTER_PORT + int(environment.get("SLURM_JOB_ID", "0")) % 1000
         return first_host(environment["SLURM_STEP_NODELIST"]), read_port(environment, port)
-    if info.num_local_ranks == info.num_ranks:
+    if info.is_alone:
         # The ranks of one mpiexec on one host have the same parent: two such runs do not find each other.
         return "127.0.0.1", read_port(environment, MASTER_PORT + os.getppid() % 1000)
     raise UserError("MASTER_ADDR is not set, and the ranks are on several hosts; set it to the host of rank 0")

@@ -1,18 +1,18 @@
 """Starts ranks on this machine: each runs the same command and finds out which it is.
 
-The launcher holds the store at which they meet, on the loopback interface alone, and is the only one to speak: the rank
-that fails first leaves its line there.  Nothing has a name on the disk, so a launcher that is killed leaves nothing.
+The launcher holds the store at which they meet and is the only one to speak: the rank that fails first leaves its line
+there.  Store and recipe are files in memory that the ranks inherit: they have no port and no name, so nobody else
+reaches them, and a launcher that is killed leaves nothing.
 """
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
@@ -23,11 +23,12 @@ from megabatch.ranks.activity import START_UP_TIMEOUT_S
 from megabatch.ranks.failures import FAILURE, RankFailed, Report, describe_end
 from megabatch.ranks.machine import is_stopped, usable_cores
 from megabatch.ranks.signals import LAUNCHER, LauncherSignals, Stopped
+from megabatch.ranks.sockets import LOOPBACK, listening_on
+from megabatch.ranks.store import STORE_FILE
 
 RECIPE = "{recipe}"  # in the arguments of ranks: the file with the recipe
 LOOK_EVERY_S = 0.05
 GRACE_S = 5.0  # for ranks to notice that another one has failed, and to end
-LOOPBACK = "127.0.0.1"
 
 
 def launch(
@@ -43,12 +44,12 @@ def launch(
 
     Ranks that fail are restarted, so many times; not where the user has made a mistake, or has asked them to stop.
     """
-    with loopback_store() as (store, port), passed_on(recipe) as file, LauncherSignals(preempt_signal) as signals:
+    with own_store() as (store, door), passed_on(recipe) as file, LauncherSignals(preempt_signal) as signals:
         # -P: what lies in the working directory does not shadow what is installed.
         command = [sys.executable, "-P", "-m", "megabatch", *(word.replace(RECIPE, file.path) for word in arguments)]
         for attempt in range(max_restarts + 1):
             store.delete_key(FAILURE)
-            ranks = [start(command, rank, num_ranks, port, file.descriptors) for rank in range(num_ranks)]
+            ranks = [start(command, rank, num_ranks, door, file.descriptors) for rank in range(num_ranks)]
             failed = Attempt(ranks, store, signals, timeout_s + GRACE_S).wait()
             if failed is None:
                 return
@@ -58,7 +59,7 @@ def launch(
 
 
 def start(
-    command: Sequence[str], rank: int, num_ranks: int, port: int, descriptors: Sequence[int]
+    command: Sequence[str], rank: int, num_ranks: int, door: "Door", descriptors: Sequence[int]
 ) -> "subprocess.Popen[bytes]":
     ours = {
         LAUNCHER: str(os.getpid()),
@@ -66,20 +67,17 @@ def start(
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(port),
+        **door.variables,
     }
     defaults = {
         # One thread per core in all: ranks with more than their share of threads slow each other down.
         "OMP_NUM_THREADS": str(max(1, len(usable_cores()) // num_ranks)),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # as torchrun does
-        # All ranks are here: no look-up of the host's name, and no door to the network.
-        **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
     }
     return subprocess.Popen(
         command,
         env=defaults | os.environ | ours,
-        pass_fds=descriptors,
+        pass_fds=[*descriptors, *door.descriptors],
         start_new_session=True,  # Ctrl-C reaches us alone
     )
 
@@ -130,10 +128,11 @@ class Attempt:
         """Those for which others have waited long enough, and may not have begun to: nothing else notices them."""
         self.looks = Counter({rank.pid: self.looks[rank.pid] + 1 for rank in running if is_stopped(rank.pid)})
         for number, rank in enumerate(self.ranks):
-            if self.looks[rank.pid] * LOOK_EVERY_S > self.stop_s and not self.store.check([FAILURE]):
+            if self.looks[rank.pid] * LOOK_EVERY_S > self.stop_s:
+                rank.kill()  # first: it may hold the lock of the store's file
                 message = f"its process was stopped for {self.stop_s:g} s, by a signal such as SIGSTOP"
-                self.store.set(FAILURE, msgspec.json.encode(Report(number, 1, message)).decode())
-                rank.kill()
+                if not self.store.check([FAILURE]):
+                    self.store.set(FAILURE, msgspec.json.encode(Report(number, 1, message)).decode())
 
     def end_others(self, running: Sequence["subprocess.Popen[bytes]"]) -> None:
         """Of one that has failed: most notice it themselves."""
@@ -162,16 +161,44 @@ def is_stop(exit_code: int) -> bool:
 
 
 def read_report(store: Any) -> Report | None:
-    return msgspec.json.decode(store.get(FAILURE), type=Report) if store.check([FAILURE]) else None
+    try:
+        return msgspec.json.decode(store.get(FAILURE), type=Report) if store.check([FAILURE]) else None
+    except msgspec.DecodeError:  # nothing that a rank of ours has written
+        return None
+
+
+class Door(NamedTuple):
+    """How ranks reach the launcher's store: what they find in their environment, and inherit."""
+
+    variables: dict[str, str]
+    descriptors: tuple[int, ...] = ()
+
+
+def own_store() -> AbstractContextManager[tuple[Any, Door]]:
+    return file_store() if hasattr(os, "memfd_create") else loopback_store()
 
 
 @contextmanager
-def loopback_store() -> Iterator[tuple[Any, int]]:
-    """A store that only this machine reaches, and its port."""
-    listener = socket.create_server((LOOPBACK, 0))
+def file_store() -> Iterator[tuple[Any, Door]]:
+    """A store in memory that this process and those that inherit it can open, through /proc, and no other user.
+
+    Behind a port, even of the loopback interface, every user of this machine could read and write all of it: it is
+    what says where the others' memory, sockets and the run's folder are.  A request takes 10 us, as over TCP.
+    """
+    # Never closed: the store's destructor opens it once more by its number, and must not find another file there.
+    descriptor = os.memfd_create("megabatch-store")
+    path = f"/dev/fd/{descriptor}"
+    yield dist.FileStore(path, -1), Door({STORE_FILE: path}, (descriptor,))  # type: ignore[attr-defined]
+
+
+@contextmanager
+def loopback_store() -> Iterator[tuple[Any, Door]]:
+    """A store that only this machine reaches; where no file can be inherited without a name, as on macOS."""
+    listener = listening_on(LOOPBACK, 0)
     port = listener.getsockname()[1]
     options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
-    yield dist.TCPStore(LOOPBACK, port, **options), port  # type: ignore[attr-defined]
+    store = dist.TCPStore(LOOPBACK, port, **options)  # type: ignore[attr-defined]
+    yield store, Door({"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)})
 
 
 class PassedOn(NamedTuple):

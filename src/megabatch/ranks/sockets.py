@@ -1,14 +1,72 @@
-"""A host that is lost says nothing: without this, those connected to it would wait for minutes."""
+"""Where ranks listen, and how they notice that a host is lost.
+
+Whoever reaches a port of the store, of Gloo or of NCCL can disturb the run, and take part in it: nothing there asks who
+it is.  So nothing listens on more than it needs: the loopback interface, where all ranks are on this host.
+"""
 
 import contextlib
+import errno
 import ipaddress
 import os
 import socket
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+LOOPBACK, LOOPBACK_NAME = "127.0.0.1", "lo"  # Linux calls it that
+EVERYWHERE = ""
 LOST_AFTER_S = 10
 IDLE_S, EVERY_S = 4, 2
 PROBES = (LOST_AFTER_S - IDLE_S) // EVERY_S
+
+
+@contextlib.contextmanager
+def on_loopback(is_alone: bool) -> Iterator[None]:
+    """Inside, groups of Gloo and NCCL listen on the loopback interface, if all ranks are on this host.
+
+    Gloo would take the address of the host's name, and has no need of what a cluster's set-up has named; NCCL's
+    interface is left to whoever has set one, since it may choose more than where it listens.
+    """
+    names = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} if is_alone and sys.platform == "linux" else set[str]()
+    before = {name: os.environ.get(name) for name in names}
+    for name in names:
+        if name == "GLOO_SOCKET_IFNAME" or not before[name]:
+            os.environ[name] = LOOPBACK_NAME
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def listening_on(address: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, port), family=family)
+    except OSError as error:
+        # The name of rank 0's host may lead to it without being an address of it: a service of Kubernetes does.
+        if error.errno != errno.EADDRNOTAVAIL or address == EVERYWHERE:
+            raise
+        return listening_on(EVERYWHERE, port)
+
+
+def address_of(host: str) -> str:
+    """Where rank 0 listens for ranks of other hosts, who know its host by this name.
+
+    Its own name may be an address of the loopback interface to itself alone (Debian's 127.0.1.1): then everywhere.
+    """
+    try:
+        found = [str(place[4][0]) for place in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    except OSError:  # others may know it
+        return EVERYWHERE
+    address = next((each for each in found if ":" not in each), found[0])
+    return EVERYWHERE if is_loopback(address) else address
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def notice_lost_hosts() -> int:
@@ -37,4 +95,4 @@ def notice_lost_hosts() -> int:
 def leads_elsewhere(connection: socket.socket) -> bool:
     if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
         return False
-    return not ipaddress.ip_address(connection.getpeername()[0].partition("%")[0]).is_loopback
+    return not is_loopback(connection.getpeername()[0])

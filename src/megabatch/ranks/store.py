@@ -4,12 +4,14 @@ A rank that fails takes the others with it: they see a broken connection.  The f
 leaves, and alone speaks to the user.  The run's folder is set here too, for the one that logs and for restarted ranks.
 """
 
+import os
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch.distributed as dist
@@ -19,6 +21,8 @@ from megabatch.ranks.activity import LastWords
 from megabatch.ranks.discover import RankInfo, rendezvous_address
 from megabatch.ranks.failures import FAILURE, Report
 from megabatch.ranks.signals import was_launched
+from megabatch.ranks.sockets import LOOPBACK, address_of, listening_on
+from megabatch.runs.files import LOCK
 
 TIMEOUT_S = 300.0  # as the store's own
 GRACE_S = 30.0
@@ -28,6 +32,7 @@ MOST_NAMED = 8  # ranks that a message names
 # take it 0.3 s, in eight 0.02 s.
 KEYS_AT_ONCE = 2048
 RUN_FOLDER, USER_ERROR = "run-folder", "user-error"  # keys
+STORE_FILE = "MEGABATCH_STORE"  # the variable with the file of our launcher's store, which its ranks inherit
 
 
 class RankStore:
@@ -73,9 +78,11 @@ class RankStore:
         self.set(FAILURE, msgspec.json.encode(report).decode())
 
     def run_folder(self) -> Path | None:
-        """The run's folder, where it is known and this host sees it."""
+        """The run's folder, where it is known and this host sees it: one that a run has held, whoever has said so."""
         path = self.get(RUN_FOLDER)
-        return Path(path) if path and Path(path).is_dir() else None
+        with suppress(OSError):  # a name that is none
+            return Path(path) if path and (Path(path) / LOCK).is_file() else None
+        return None
 
 
 def agree_on_name(store: "dist.Store", info: RankInfo, timeout_s: float = TIMEOUT_S) -> str:  # type: ignore[name-defined]
@@ -124,6 +131,10 @@ def ask_for_name(store: "dist.Store", rank: int, word: str, timeout_s: float) ->
 def are_set(store: "dist.Store", keys: list[str], timeout_s: float) -> bool:  # type: ignore[name-defined]
     """Whether all of these are there, now or within so many seconds."""
     deadline_s = time.monotonic() + timeout_s
+    if not store.has_extended_api():  # a FileStore, whose waits look too, end late, and fail like anything else
+        while not store.check(keys) and time.monotonic() < deadline_s:
+            time.sleep(FIRST_PAUSE_S)
+        return bool(store.check(keys))
     try:
         for some in batches(keys):
             left_s = deadline_s - time.monotonic()
@@ -159,11 +170,14 @@ def gather_through(store: "dist.Store", rank: int, ranks: Sequence[int], text: s
 
 def open_store(info: RankInfo) -> "dist.Store":  # type: ignore[name-defined]
     """Where the ranks find each other: our launcher's or torchrun's own store, or one that rank 0 opens."""
-    if was_launched():
-        return dist.TCPStore(*rendezvous_address(info), is_master=False)  # type: ignore[attr-defined]
-    if info.num_ranks == 1:
+    if was_launched() and STORE_FILE in os.environ:
+        return dist.FileStore(os.environ[STORE_FILE], -1)  # type: ignore[attr-defined]
+    if info.num_ranks == 1 and not was_launched():
         return dist.HashStore()  # type: ignore[attr-defined]
-    if dist.is_torchelastic_launched():
-        return next(dist.rendezvous("env://", info.rank, info.num_ranks))[0]  # type: ignore[attr-defined]
     host, port = rendezvous_address(info)
-    return dist.TCPStore(host, port, info.num_ranks, is_master=info.rank == 0)  # type: ignore[attr-defined]
+    if was_launched() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return dist.TCPStore(host, port, is_master=False)  # type: ignore[attr-defined]
+    options: dict[str, Any] = {"is_master": info.rank == 0}
+    if info.rank == 0:  # a server of torch's own would listen on all interfaces, whatever the name of its host
+        options["master_listen_fd"] = listening_on(LOOPBACK if info.is_alone else address_of(host), port).detach()
+    return dist.TCPStore(LOOPBACK if info.is_alone else host, port, info.num_ranks, **options)  # type: ignore[attr-defined]

@@ -23,7 +23,7 @@ from megabatch.ranks.backends import BACKENDS, Backend
 from megabatch.ranks.collectives import Difference
 from megabatch.ranks.devices import choose_index, infer_local_rank
 from megabatch.ranks.discover import RankInfo, discover
-from megabatch.ranks.sockets import notice_lost_hosts
+from megabatch.ranks.sockets import notice_lost_hosts, on_loopback
 from megabatch.ranks.store import RankStore, gather_through
 
 Value = TypeVar("Value")
@@ -182,18 +182,19 @@ def connect(
         with activity.interruptible(), world.closing:
             yield world
         return
-    dist.init_process_group(
-        world.backend.name,
-        rank=info.rank,
-        world_size=info.num_ranks,
-        store=store or RankStore(info).store,
-        timeout=timedelta(seconds=activity.patience_s),
-        device_id=None if device.type == "cpu" else device,
-    )
-    try:
-        notice_lost_hosts()
-        with activity.interruptible(), world.closing:
-            yield world
-    finally:
-        gc.collect()  # what nobody holds any more goes before the group, while its threads can still end in order
-        dist.destroy_process_group()
+    with on_loopback(info.is_alone):
+        dist.init_process_group(
+            world.backend.name,
+            rank=info.rank,
+            world_size=info.num_ranks,
+            store=store or RankStore(info).store,
+            timeout=timedelta(seconds=activity.patience_s),
+            device_id=None if device.type == "cpu" else device,
+        )
+        try:
+            notice_lost_hosts()
+            with activity.interruptible(), world.closing:
+                yield world
+        finally:
+            gc.collect()  # what nobody holds any more goes before the group, while its threads can still end in order
+            dist.destroy_process_group()

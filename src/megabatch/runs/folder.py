@@ -15,7 +15,7 @@ from typing import Self, TextIO
 
 import msgspec
 
-from megabatch.disk import Locked, remove_unfinished, take_lock, write_file
+from megabatch.disk import Locked, append_privately, make_private, remove_unfinished, take_lock, write_file
 from megabatch.errors import NotSaved, UserError
 from megabatch.runs.files import CONFIG, ENVIRONMENT, LOCK, LOG, METRICS, SUMMARY
 from megabatch.runs.outage import FIRST_PAUSE_S, Outage
@@ -35,7 +35,7 @@ class RunFolder:
         self.texts: dict[str, str] = {}  # what describes the run, by the names of its files
         self.rows: RowFile | None = None
         self.retry_s = 0.0  # when rows are tried again
-        path.mkdir(parents=True, exist_ok=True)
+        make_private(path)
         self.lock = hold(path)
 
     def begin(self, config: str, environment: Mapping[str, object], step: int) -> None:
@@ -77,14 +77,14 @@ class RunFolder:
 
     def make_again(self, rows: RowFile) -> None:
         is_removed = not (self.path / LOCK).exists()
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_private(self.path)
         if is_removed:
             lock = take_lock(self.path / LOCK)
             self.lock.close()
             self.lock = lock
         for name, text in self.texts.items():
             if not (self.path / name).exists():
-                write_file(self.path / name, text)
+                write_file(self.path / name, text, is_private=True)
         rows.write_again()
         if is_removed:
             lost = "earlier checkpoints and the log are gone"
@@ -92,13 +92,13 @@ class RunFolder:
 
     def finish(self, summary: Summary) -> None:
         text = msgspec.json.format(msgspec.json.encode(summary), indent=2).decode() + "\n"
-        write_file(self.path / SUMMARY, text)
+        write_file(self.path / SUMMARY, text, is_private=True)
         self.log(f"{summary.status} after step {summary.steps}")
 
     def describe(self, name: str, text: str) -> None:
         """A file that says what the run is, which is written again if it is lost."""
         self.texts[name] = text
-        write_file(self.path / name, text)
+        write_file(self.path / name, text, is_private=True)
 
     def log(self, text: str) -> None:
         append_to_log(self.path, text)
@@ -117,7 +117,7 @@ class RunFolder:
 def append_to_log(folder: Path, text: str) -> bool:
     """Whether it is there: nobody fails for the sake of the log."""
     try:
-        with (folder / LOG).open("a") as file:
+        with append_privately(folder / LOG) as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text.rstrip()}\n")
         return True
     except OSError:

@@ -67,7 +67,11 @@ def last_written_s(path: Path) -> float | None:
 
 
 def is_run(path: Path) -> bool:
-    return (path / files.CONFIG).is_file()
+    """One that this user can read."""
+    try:
+        return (path / files.CONFIG).is_file()
+    except PermissionError:
+        return False
 
 
 def is_running(path: Path) -> bool:

@@ -9,10 +9,10 @@ import os
 import threading
 from pathlib import Path
 
-from megabatch.disk import CHUNK_BYTES, writing
+from megabatch.disk import CHUNK_BYTES, private, writing
 from megabatch.runs.reader import length_up_to
 
-FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT
 
 
 class RowFile:
@@ -24,7 +24,7 @@ class RowFile:
         self.lock = threading.Lock()
         self.waiting = bytearray()
         self.is_suspect = False  # a sync has failed: the kernel may have forgotten what it was to write
-        self.descriptor = os.open(path, FLAGS, 0o666)
+        self.descriptor = private(str(path), FLAGS)
         os.ftruncate(self.descriptor, length_up_to(path, step))
 
     def append(self, row: bytes) -> None:
@@ -55,12 +55,12 @@ class RowFile:
 
     def write_again(self) -> None:
         with self.lock:
-            with writing(self.path) as new, new.open("wb") as file:
+            with writing(self.path) as new, open(new, "xb", opener=private) as file:
                 begin = 0
                 while chunk := os.pread(self.descriptor, CHUNK_BYTES, begin):
                     file.write(chunk)
                     begin += len(chunk)
-            before, self.descriptor = self.descriptor, os.open(self.path, FLAGS, 0o666)
+            before, self.descriptor = self.descriptor, private(str(self.path), FLAGS)
             os.close(before)
             self.is_suspect = False
 

@@ -83,8 +83,9 @@ def read_cluster(name: str, depth: int = 0) -> Tables:
     if is_preset(name):
         tables = parse((FOLDER / "clusters" / f"{name}.toml").read_text("utf-8"), name)
     elif name == "this":
-        path = cache_folder() / THIS
-        if not path.is_file():
+        folder = cache_folder()
+        path = folder / THIS if folder else None
+        if path is None or not path.is_file():
             raise UserError("--cluster this: nothing was measured here yet; first: megabatch plan RECIPE")
         tables = read_own(path)
     elif Path(name).suffix in SUFFIXES:

@@ -22,6 +22,7 @@ from msgspec import Struct
 
 from megabatch.config.loading import load_config, silent
 from megabatch.config.schema import RunConfig
+from megabatch.disk import make_private, private
 from megabatch.errors import UserError
 from megabatch.ranks.discover import discover
 from megabatch.ranks.machine import usable_cores
@@ -96,7 +97,7 @@ def start(trial: Trial, config: RunConfig, folder: Path) -> Process:
         arguments.append("run.threads=1")  # whatever runs beside it, the same numbers to the bit
     command = [sys.executable, "-P", "-m", "megabatch", "train", *arguments, "--ranks", "1"]
     log = folder / f"{trial.name}.log"
-    with log.open("ab") as file:
+    with open(log, "ab", opener=private) as file:
         log_start = file.tell()
         popen = subprocess.Popen(
             command,
@@ -190,7 +191,7 @@ def why_failed(process: Process) -> str:
 def held(folder: Path) -> Iterator[None]:
     """Two that run trials in one folder would run each of them twice."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
         lock = hold(folder, setting="folder")
     except OSError as error:
         raise UserError(f"folder={str(folder)!r} cannot be used ({error.strerror}); give another") from None

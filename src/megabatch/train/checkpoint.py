@@ -19,7 +19,7 @@ import msgspec
 import torch
 from msgspec import Struct
 
-from megabatch.disk import writing
+from megabatch.disk import make_private, private, writing
 from megabatch.errors import UserError
 from megabatch.planning.tuning import Tuning
 from megabatch.runs.files import CHECKPOINTS
@@ -148,10 +148,11 @@ def write_checkpoint(folder: Path, state: dict[str, torch.Tensor], description: 
     if (folder / name).exists():
         return name
     with writing(folder / name) as new:
-        new.mkdir()
+        make_private(new)
         checksum = write_tensors(new / STATE, state)
         whole = msgspec.structs.replace(description, checksum=checksum)
-        (new / DESCRIPTION).write_bytes(msgspec.json.encode(whole))
+        with open(new / DESCRIPTION, "xb", opener=private) as file:
+            file.write(msgspec.json.encode(whole))
     return name
 
 

@@ -88,6 +88,8 @@ def newest_of(folder: Path) -> Path | None:
 
 def choose_start(config: RunConfig, resume: str, newest: Newest) -> Start:
     """Decides, and writes nothing.  `newest` finds the checkpoint of a run to resume from."""
+    require_open(f"run.dir={config.run.dir}", Path(config.run.dir or "."))
+    require_open(f"--resume {resume}", Path(resume))
     if resume == "never":
         return Start(new_folder(config), None)
     if resume != "auto":
@@ -101,6 +103,16 @@ def choose_start(config: RunConfig, resume: str, newest: Newest) -> Start:
     if is_run(folder):
         return resume_run(folder, config, newest)
     return Start(new_folder(config), None)
+
+
+def require_open(name: str, folder: Path) -> None:
+    """Runs are their user's alone."""
+    try:
+        if folder.is_dir():
+            (folder / CONFIG).exists()
+            next(folder.iterdir(), None)
+    except PermissionError:
+        raise UserError(f"{name} is closed to this user; ask its owner to open it, or give another") from None
 
 
 def start_at(path: Path, config: RunConfig, newest: Newest) -> Start:

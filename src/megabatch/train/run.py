@@ -20,7 +20,7 @@ from megabatch.ranks.signals import StopRequest
 from megabatch.ranks.store import RUN_FOLDER, USER_ERROR, RankStore
 from megabatch.runs.files import MODEL, PLAN, SUMMARY, WEIGHTS
 from megabatch.runs.folder import RunFolder
-from megabatch.runs.numbering import numbering_lock
+from megabatch.runs.numbering import RUNS, numbering_lock
 from megabatch.runs.records import Record, Status, StepRecord, Summary
 from megabatch.runs.totals import RunTotals
 from megabatch.train.card import with_results
@@ -137,7 +137,7 @@ def begin(config: RunConfig, resume: str, training: Training, stack: ExitStack) 
         except UserError as error:
             problem = str(error)
         except OSError as error:
-            folder_name = str(start.folder if start else config.run.dir)
+            folder_name = str(start.folder if start else config.run.dir or RUNS)
             problem = f"run.dir={folder_name!r} cannot be used ({error.strerror}); give another"
     shared = world.broadcast_text(msgspec.json.encode(Beginning(problem, totals)).decode())
     beginning = msgspec.json.decode(shared, type=Beginning)

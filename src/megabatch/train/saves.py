@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from megabatch.config.schema import CheckpointSettings
-from megabatch.disk import point, remove_unfinished, sync
+from megabatch.disk import make_private, point, remove_unfinished, sync
 from megabatch.runs.files import CHECKPOINTS
 from megabatch.runs.outage import Outage, pause_s
 from megabatch.runs.records import EvaluationRecord, Record, SaveTimes
@@ -127,7 +127,7 @@ class Checkpoints:
             return True
         try:
             self.sync_rows()
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_private(self.folder)
             name = write_checkpoint(self.folder, save.snapshot.tensors, save.description)
             if save.is_best:
                 point(self.folder / BEST, name)

@@ -31,6 +31,8 @@ class EventFile:
             with self.ending_at(first_step):
                 # Events of steps that a resumed run takes again are hidden.
                 self.writer = SummaryWriter(str(folder), purge_step=first_step + 1)
+                for path in folder.glob("events.out.tfevents.*"):
+                    path.chmod(path.stat().st_mode & 0o600)  # TensorBoard follows the umask
 
     def write(self, record: Record) -> None:
         if self.writer:

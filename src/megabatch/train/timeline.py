@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megabatch.comm.timeline import STEPS, TRAINING, Timeline, common_moment, watch
+from megabatch.disk import make_private
 from megabatch.runs.files import TIMELINE
 from megabatch.runs.records import Record, StepRecord
 from megabatch.train.loop import Training
@@ -56,7 +57,7 @@ def write(timeline: Timeline, run_folder: Path) -> str | None:
     if not run_folder.is_dir():
         return f"{run_folder} is not seen here; a run.dir on a disk that all hosts share would be"
     try:
-        (run_folder / TIMELINE).mkdir(exist_ok=True)
+        make_private(run_folder / TIMELINE)
         timeline.write(run_folder / TIMELINE / f"rank-{timeline.rank}.json")
     except OSError as error:
         return f"{run_folder / TIMELINE} cannot be written to ({error.strerror})"
