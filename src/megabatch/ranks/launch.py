@@ -1,8 +1,8 @@
 """Starts ranks on this machine: each runs the same command and finds out which it is.
 
 The launcher holds the store at which they meet and is the only one to speak: the rank that fails first leaves its line
-there.  Store and recipe are files in memory that the ranks inherit: they have no port and no name, so nobody else
-reaches them, and a launcher that is killed leaves nothing.
+there.  Store and recipe are files that the ranks inherit: they have no port and no name, so nobody else reaches them,
+and a launcher that is killed leaves nothing.
 """
 
 import os
@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from megabatch.ranks.machine import is_stopped, usable_cores
 from megabatch.ranks.signals import LAUNCHER, LauncherSignals, Stopped
 from megabatch.ranks.sockets import LOOPBACK, listening_on
 from megabatch.ranks.store import STORE_FILE
+from megabatch.ranks.store_file import make_store_file, mend
 
 RECIPE = "{recipe}"  # in the arguments of ranks: the file with the recipe
 LOOK_EVERY_S = 0.05
@@ -50,7 +52,7 @@ def launch(
         for attempt in range(max_restarts + 1):
             store.delete_key(FAILURE)
             ranks = [start(command, rank, num_ranks, door, file.descriptors) for rank in range(num_ranks)]
-            failed = Attempt(ranks, store, signals, timeout_s + GRACE_S).wait()
+            failed = Attempt(ranks, store, signals, timeout_s + GRACE_S, door.mend).wait()
             if failed is None:
                 return
             if failed.exit_code != 1 or attempt == max_restarts:
@@ -82,6 +84,10 @@ def start(
     )
 
 
+def nothing() -> None:
+    pass
+
+
 class Attempt:
     """Ranks that have been started, until all have ended."""
 
@@ -91,8 +97,10 @@ class Attempt:
         store: Any,
         signals: LauncherSignals,
         stop_s: float = START_UP_TIMEOUT_S,  # that a rank may be stopped for
+        mend: Callable[[], object] = nothing,  # the store, of which ranks that were killed may have left a part
     ) -> None:
-        self.ranks, self.store, self.signals, self.stop_s = ranks, store, signals, stop_s
+        self.ranks, self.store, self.signals, self.stop_s, self.mend = ranks, store, signals, stop_s, mend
+        self.stopped: Report | None = None  # of one that was stopped for longer
         self.first: Ended | None = None  # that did not end well
         self.deadline_s = 0.0  # for the others
         self.was_passed_on = False  # the signal
@@ -109,7 +117,8 @@ class Attempt:
         first = self.first or first_to_end([rank.returncode for rank in self.ranks])
         if first is None:
             return None
-        reported = read_report(self.store)
+        self.mend()  # now that nobody writes
+        reported = read_report(self.store) or self.stopped
         # A rank that was killed is the cause of whatever others have reported.
         if reported and (first.exit_code >= 0 or reported.rank == first.rank):
             return RankFailed(reported.rank, reported.exit_code, reported.message, reported.trace)
@@ -129,10 +138,9 @@ class Attempt:
         self.looks = Counter({rank.pid: self.looks[rank.pid] + 1 for rank in running if is_stopped(rank.pid)})
         for number, rank in enumerate(self.ranks):
             if self.looks[rank.pid] * LOOK_EVERY_S > self.stop_s:
-                rank.kill()  # first: it may hold the lock of the store's file
+                rank.kill()
                 message = f"its process was stopped for {self.stop_s:g} s, by a signal such as SIGSTOP"
-                if not self.store.check([FAILURE]):
-                    self.store.set(FAILURE, msgspec.json.encode(Report(number, 1, message)).decode())
+                self.stopped = self.stopped or Report(number, 1, message)
 
     def end_others(self, running: Sequence["subprocess.Popen[bytes]"]) -> None:
         """Of one that has failed: most notice it themselves."""
@@ -172,6 +180,7 @@ class Door(NamedTuple):
 
     variables: dict[str, str]
     descriptors: tuple[int, ...] = ()
+    mend: Callable[[], object] = nothing  # removes what a rank that was killed was writing there
 
 
 def own_store() -> AbstractContextManager[tuple[Any, Door]]:
@@ -185,10 +194,10 @@ def file_store() -> Iterator[tuple[Any, Door]]:
     Behind a port, even of the loopback interface, every user of this machine could read and write all of it: it is
     what says where the others' memory, sockets and the run's folder are.  A request takes 10 us, as over TCP.
     """
-    # Never closed: the store's destructor opens it once more by its number, and must not find another file there.
-    descriptor = os.memfd_create("megabatch-store")
+    descriptor = make_store_file()
     path = f"/dev/fd/{descriptor}"
-    yield dist.FileStore(path, -1), Door({STORE_FILE: path}, (descriptor,))  # type: ignore[attr-defined]
+    store = dist.FileStore(path, -1)  # type: ignore[attr-defined]
+    yield store, Door({STORE_FILE: path}, (descriptor,), mend=partial(mend, descriptor))
 
 
 @contextmanager
