@@ -26,6 +26,7 @@ class EncodedImages:
         self.labels = torch.from_numpy(files.labels)
         by_default = 1.0 if are_small else CENTER_CROP
         self.center_crop = by_default if settings.center_crop == "auto" else settings.center_crop
+        self.most_bytes = settings.most_bytes
         self.central_box = partial(central_box, share=self.center_crop)
 
     def __len__(self) -> int:
@@ -61,7 +62,7 @@ class EncodedImages:
         """One image into `out`, [1, 3, S, S]."""
         begun_s = time.perf_counter()
         try:
-            content = self.files.content(sample)
+            content = self.files.content(sample, self.most_bytes)
         except OSError as error:
             raise Unreadable(error.strerror or str(error)) from error
         read_s = time.perf_counter()

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megabatch.data.npz import fingerprint
+from megabatch.data.regular_files import MOST_BYTES, open_regular, require_modest
 from megabatch.data.tars import Damaged, member_name
 from megabatch.text import one_line
 
@@ -35,7 +36,7 @@ class Shards:
             found = self.files[shard]
             if found is None:
                 allow_descriptors(len(self.paths))
-                found = self.files[shard] = FileIO(self.paths[shard])
+                found = self.files[shard] = FileIO(self.paths[shard], opener=open_regular)
         return found
 
     def read(self, shard: int, offset: int, length: int) -> bytes:
@@ -69,7 +70,8 @@ class ShardFiles:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def content(self, number: int) -> bytes:
+    def content(self, number: int, most_bytes: int = MOST_BYTES) -> bytes:
+        require_modest(int(self.length[number]), most_bytes)
         return self.shards.read(int(self.shard[number]), int(self.offset[number]), int(self.length[number]))
 
     def where(self, number: int) -> str:

@@ -13,8 +13,8 @@ from msgspec import Struct
 
 from megabatch.data.encoded import EncodedImages
 from megabatch.data.files import IMAGE_SUFFIXES, Content
-from megabatch.data.folders import read_file
 from megabatch.data.reader import Reader, Request
+from megabatch.data.regular_files import MOST_BYTES, read_file
 from megabatch.data.settings import DataSettings
 from megabatch.errors import UserError
 from megabatch.text import one_line
@@ -40,9 +40,9 @@ class NamedFiles:
     def __len__(self) -> int:
         return len(self.paths)
 
-    def content(self, number: int) -> Content:
+    def content(self, number: int, most_bytes: int = MOST_BYTES) -> Content:
         path = self.paths[number]
-        return self.stdin if self.stdin is not None and path == STDIN else read_file(path)
+        return self.stdin if self.stdin is not None and path == STDIN else read_file(path, most_bytes)
 
     def where(self, number: int) -> str:
         return one_line(self.paths[number])
