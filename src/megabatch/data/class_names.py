@@ -39,7 +39,8 @@ def labels_of(labels: NDArray[Any], count: int, where: str) -> NDArray[np.int64]
     """Of so many images, looked at before they are cast: 2^64-1 would become -1."""
     if labels.shape != (count,) or labels.dtype.kind not in "iu" or not count:
         raise UserError(
-            f"{where} is {labels.dtype} of shape {labels.shape} for {count} images; expected one integer from 0 for each"
+            f"{where} is {labels.dtype} of shape {labels.shape} for {count} images; "
+            "expected one integer from 0 for each"
         )
     lowest, highest = int(labels.min()), int(labels.max())
     if lowest < 0 or highest >= MOST_CLASSES:

@@ -70,6 +70,10 @@ class Unreadable(Exception):
     """Bytes that are no image, or one that is too large; the text is the reason."""
 
 
+class TooLate(Unreadable):
+    """An image that is still being read or decoded, or that was never done with."""
+
+
 def read_size(content: Content, max_pixels: int) -> tuple[int, int, bool]:
     """Height, width, and whether libjpeg-turbo can decode it.  Looks at the header only."""
     try:

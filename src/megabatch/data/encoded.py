@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from megabatch.data.crops import central_box
-from megabatch.data.decode import Box, Unreadable, decode_crop, resize
+from megabatch.data.decode import Box, TooLate, Unreadable, decode_crop, resize
 from megabatch.data.files import EncodedFiles
 from megabatch.data.order import Samples
 from megabatch.data.settings import CENTER_CROP, DataSettings
@@ -75,7 +75,7 @@ class EncodedImages:
         spent.augment += time.perf_counter() - decoded_s
 
     def complaint(self, sample: int, error: Unreadable) -> UserError:
+        where = self.files.where(sample, read=not isinstance(error, TooLate))
         return UserError(
-            f"{self.files.where(sample)} cannot be read: {error}; fix or remove it, or skip such images with "
-            "data.on_error=skip"
+            f"{where} cannot be read: {error}; fix or remove it, or skip such images with data.on_error=skip"
         )

@@ -30,8 +30,8 @@ class EncodedFiles(Protocol):
         """The bytes of one file.  OSError where they cannot be had, or are more."""
         ...
 
-    def where(self, number: int) -> str:
-        """For messages: the file, and within a tar the offset and the member's name."""
+    def where(self, number: int, read: bool = True) -> str:
+        """For messages: the file, and within a tar the offset and, where it may be read, the member's name."""
         ...
 
     def fingerprint(self) -> str:
@@ -63,8 +63,8 @@ class Subset:
     def content(self, number: int, most_bytes: int = MOST_BYTES) -> Content:
         return self.files.content(int(self.numbers[number]), most_bytes)
 
-    def where(self, number: int) -> str:
-        return self.files.where(int(self.numbers[number]))
+    def where(self, number: int, read: bool = True) -> str:
+        return self.files.where(int(self.numbers[number]), read)
 
     def fingerprint(self) -> str:
         return f"{self.files.fingerprint()} {fingerprint(self.numbers, self.labels)}"
@@ -89,9 +89,9 @@ class Concatenated:
         files, number = self.find(number)
         return files.content(number, most_bytes)
 
-    def where(self, number: int) -> str:
+    def where(self, number: int, read: bool = True) -> str:
         files, number = self.find(number)
-        return files.where(number)
+        return files.where(number, read)
 
     def fingerprint(self) -> str:
         return " ".join(part.fingerprint() for part in self.parts)

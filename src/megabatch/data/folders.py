@@ -36,7 +36,7 @@ class FolderFiles:
     def content(self, number: int, most_bytes: int = MOST_BYTES) -> Content:
         return read_file(f"{self.prefix}{self.names[number]}", most_bytes)
 
-    def where(self, number: int) -> str:
+    def where(self, number: int, read: bool = True) -> str:
         return one_line(str(self.folder / self.names[number]))
 
     def name(self, number: int) -> str:

@@ -40,7 +40,7 @@ EXPANDED_FREELY, MOST_EXPANSION = 256 << 20, 100
 
 def read_arrays(path: Path, wanted: Container[str] | None = None) -> Arrays:
     """Those that are wanted, or all.  OSError where the file cannot be read, NotArrays where it is something else."""
-    with open(path, "rb", opener=open_regular) as file:  # noqa: PTH123  # Path.open takes no opener
+    with open(path, "rb", opener=open_regular) as file:
         try:
             with zipfile.ZipFile(file) as archive:
                 members = checked_members(archive, file)

@@ -8,6 +8,7 @@ from megabatch.data.regular_files import MAX_FILE_MB, MEGABYTE
 from megabatch.planning.batch import Count
 
 MAX_PIXELS = 89_478_485  # as Pillow has it: a quarter of a GiB in memory
+IMAGE_TIMEOUT_S = 120  # longer than it takes a file server to be replaced by another
 CENTER_CROP = 0.875  # 224 of 256
 AUTO_HELD_OUT = 0.1
 Share = Annotated[float, Meta(gt=0, le=1)]
@@ -40,7 +41,7 @@ class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     skip_limit: Share = 0.01  # of the images of an epoch, that may be skipped
     max_pixels: Count = MAX_PIXELS  # of an encoded image
     max_file_mb: Annotated[int, Meta(ge=1, le=1_000_000)] = MAX_FILE_MB  # of one, encoded
-    image_timeout_s: Annotated[int, Meta(ge=1, le=86_400)] = 120  # to read and decode one, after which it cannot be read
+    image_timeout_s: Annotated[int, Meta(ge=1, le=86_400)] = IMAGE_TIMEOUT_S  # to read and decode one
     synthetic: SyntheticSettings = field(default_factory=SyntheticSettings)
 
     @property

@@ -74,9 +74,10 @@ class ShardFiles:
         require_modest(int(self.length[number]), most_bytes)
         return self.shards.read(int(self.shard[number]), int(self.offset[number]), int(self.length[number]))
 
-    def where(self, number: int) -> str:
+    def where(self, number: int, read: bool = True) -> str:
         shard, offset = int(self.shard[number]), int(self.offset[number])
-        return f"{self.shards.paths[shard]} at offset {offset} ({self.readable_name(number)})"
+        name = f" ({self.readable_name(number)})" if read else ""
+        return f"{self.shards.paths[shard]} at offset {offset}{name}"
 
     def readable_name(self, number: int) -> str:
         try:

@@ -44,7 +44,7 @@ class NamedFiles:
         path = self.paths[number]
         return self.stdin if self.stdin is not None and path == STDIN else read_file(path, most_bytes)
 
-    def where(self, number: int) -> str:
+    def where(self, number: int, read: bool = True) -> str:
         return one_line(self.paths[number])
 
     def fingerprint(self) -> str:
