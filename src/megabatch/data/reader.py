@@ -236,39 +236,41 @@ class Reader:
         places: range,
     ) -> None:
         """Some images of a batch whose images are encoded."""
-        images = self.images
-        assert isinstance(images, EncodedImages)
-        spent, skipped = TimeBreakdown(), list[str]()
+        images, watch = self.images, self.watch
+        assert isinstance(images, EncodedImages) and watch
+        thread, spent, skipped = threading.get_ident(), TimeBreakdown(), list[str]()
+
+        def begin(sample: int) -> None:
+            if sample in self.late:
+                raise self.too_late()
+            watch.doing[thread] = Doing(thread, sample, batch)
+
         crops, pads = (augmentation.crops, augmentation.padding > 0) if augmentation else (None, False)
         labels = batch.labels.numpy()  # torch would let go of the GIL for each
         for place in places:
             choose_box = partial(crops.box, place) if crops else images.central_box
             mirrored = augmentation is not None and not pads and bool(augmentation.mirrored[place])
-            load = partial(self.load, batch, choose_box=choose_box, out=outs[place], spent=spent, mirrored=mirrored)
+            load = partial(images.load, choose_box=choose_box, out=outs[place], spent=spent, mirrored=mirrored)
             sample = int(samples[place])
             candidates = range(sample, sample + (min(len(images), MOST_IN_A_ROW) if augmentation else 1))
-            labels[place] = load_first(images, candidates, load, skipped)
+            labels[place] = load_first(images, candidates, begin, load, skipped)
             if augmentation and pads:
                 begun_s = time.perf_counter()
                 augmentation.pad(place, outs[place])
                 spent.augment += time.perf_counter() - begun_s
+        watch.doing.pop(thread, None)
         with self.lock:
             batch.spent.add(spent)
             batch.skipped.extend(skipped)
 
-    def load(self, batch: Batch, sample: int, **how: Any) -> None:
-        """One image of a batch, watched by whoever waits for it."""
-        assert isinstance(self.images, EncodedImages) and self.watch
-        if sample in self.late:
-            raise self.too_late()
-        self.watch.begin(sample, batch)
-        try:
-            self.images.load(sample, **how)
-        finally:
-            self.watch.end()
 
-
-def load_first(images: EncodedImages, candidates: range, load: Callable[[int], None], skipped: list[str]) -> int:
+def load_first(
+    images: EncodedImages,
+    candidates: range,
+    begin: Callable[[int], None],
+    load: Callable[[int], None],
+    skipped: list[str],
+) -> int:
     """Loads the first of the candidates that can be read; its label, or SKIPPED.
 
     So a batch keeps its size and the others their places, whoever makes it.  Candidates are neighbours in the set:
@@ -277,6 +279,7 @@ def load_first(images: EncodedImages, candidates: range, load: Callable[[int], N
     for candidate in candidates:
         sample = candidate % len(images)
         try:
+            begin(sample)
             load(sample)
             return int(images.files.labels[sample])
         except Unreadable as error:
