@@ -27,7 +27,7 @@ def class_names_of(names: NDArray[Any], where: str) -> tuple[str, ...]:
 
 def require_names(names: Sequence[str], where: str) -> tuple[str, ...]:
     for number, name in enumerate(names):
-        if not isinstance(name, str) or not name.strip() or len(name) > LONGEST_NAME or not is_plain(name):
+        if not isinstance(name, str) or not name or len(name) > LONGEST_NAME or not is_plain(name):
             raise UserError(
                 f"{where}: class {number} is called {name!r}; expected plain text of 1 to {LONGEST_NAME:,} letters "
                 "without controls; rename it"

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from megabatch.data.class_names import class_names_of
 from megabatch.data.files import IMAGE_SUFFIXES, Content, EncodedDataset
 from megabatch.data.index_cache import cached_index, settled_mtime
 from megabatch.data.npz import Arrays, Texts, fingerprint
@@ -18,6 +19,7 @@ from megabatch.text import is_plain, one_line
 
 TRAIN_FOLDER = "train"
 TEST_FOLDERS = ("val", "validation", "test")  # the first that is there: ImageNet's test/ has no labels
+PARTS = ([""], [TRAIN_FOLDER], *([TRAIN_FOLDER, name] for name in TEST_FOLDERS))
 FLAT_IMAGENET = "ILSVRC2012_val_"
 IMAGENET = "ImageNet as it is downloaded is sorted by megabatch pack --imagenet DIR OUT"
 LAYOUT = "CLASS/IMAGE, or train/CLASS/IMAGE and val/CLASS/IMAGE"
@@ -69,8 +71,27 @@ def read_folder(path: Path) -> EncodedDataset:
 
 def is_current(index: Arrays) -> bool:
     """True as long as nothing was added to any of its folders, or taken away."""
+    require_listed(index)
     folders = Texts(index["folders"], index["folder_ends"])
     return all(Path(folders[at]).stat().st_ctime_ns == mtime for at, mtime in enumerate(index["mtimes"]))
+
+
+def require_listed(index: Arrays) -> None:
+    """ValueError or KeyError where an index from the cache is none."""
+    parts, names = index["parts"], class_names_of(index["class_names"], "the cache")
+    if parts.dtype.kind != "U" or parts.tolist() not in PARTS:
+        raise ValueError("it has other parts")
+    Texts(index["folders"], index["folder_ends"]).require_consistent()
+    for part in range(len(parts)):
+        labels = index[f"labels_{part}"]
+        listed = Texts(index[f"names_{part}"], index[f"ends_{part}"])
+        listed.require_consistent()
+        if labels.dtype != np.int64 or labels.shape != (len(listed),) or not len(listed):
+            raise ValueError("labels are not one for each image")
+        if labels.min() < 0 or labels.max() >= len(names):
+            raise ValueError("a label has no class name")
+    if index["mtimes"].dtype != np.int64 or index["mtimes"].shape != index["folder_ends"].shape:
+        raise ValueError("times are not one for each folder")
 
 
 def index_folder(path: Path) -> Arrays:

@@ -118,6 +118,15 @@ class Texts:
     def __len__(self) -> int:
         return len(self.ends)
 
+    def require_consistent(self) -> None:
+        """ValueError where the arrays are no texts such as the system takes for paths."""
+        is_text = self.content.dtype == np.uint8 and self.content.ndim == 1
+        if not is_text or self.ends.dtype != np.int64 or self.ends.ndim != 1:
+            raise ValueError("texts are not bytes and where they end")
+        steps = np.diff(self.ends, prepend=0)
+        if (steps < 0).any() or steps.sum() != len(self.content) or not self.content.all():
+            raise ValueError("texts do not end where they should")
+
     def __getitem__(self, number: int) -> str:
         start = int(self.ends[number - 1]) if number else 0
         return os.fsdecode(self.content[start : self.ends[number]].tobytes())

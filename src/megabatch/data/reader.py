@@ -22,18 +22,17 @@ from typing import Any, NamedTuple
 import torch
 
 from megabatch.data.augment import Augmentation
-from megabatch.data.decode import TooLate, Unreadable
+from megabatch.data.decode import TooLate
 from megabatch.data.encoded import EncodedImages
 from megabatch.data.images import ImageSet, InMemory
 from megabatch.data.order import Samples
+from megabatch.data.substitutes import MOST_IN_A_ROW, SKIPPED, load_first
 from megabatch.data.threads import MOST_LEFT, Doing, Threads, Watch
 from megabatch.errors import UserError
 from megabatch.runs.time_breakdown import TimeBreakdown
 
 PREFETCHED = 4  # batches
 IMAGES_A_PART = 8  # what a thread takes at once
-MOST_IN_A_ROW = 1000  # unreadable images, after which there is no point in looking for a good one
-SKIPPED = -1  # the label of a test image that cannot be read
 CPU = torch.device("cpu")
 
 
@@ -262,35 +261,6 @@ class Reader:
         with self.lock:
             batch.spent.add(spent)
             batch.skipped.extend(skipped)
-
-
-def load_first(
-    images: EncodedImages,
-    candidates: range,
-    begin: Callable[[int], None],
-    load: Callable[[int], None],
-    skipped: list[str],
-) -> int:
-    """Loads the first of the candidates that can be read; its label, or SKIPPED.
-
-    So a batch keeps its size and the others their places, whoever makes it.  Candidates are neighbours in the set:
-    mostly of the same class.
-    """
-    for candidate in candidates:
-        sample = candidate % len(images)
-        try:
-            begin(sample)
-            load(sample)
-            return int(images.files.labels[sample])
-        except Unreadable as error:
-            if images.settings.on_error == "raise":
-                raise images.complaint(sample, error) from None
-            if candidate == candidates.start:
-                where = images.files.where(sample, read=not isinstance(error, TooLate))
-                skipped.append(f"{where} cannot be read: {error}")
-    if len(candidates) > 1:
-        raise UserError(f"{skipped[-1]}, and so for {len(candidates)} images in a row; fix the set")
-    return SKIPPED
 
 
 def without_skipped(batch: Batch) -> Batch:

@@ -77,7 +77,7 @@ class ShardFiles:
     def where(self, number: int, read: bool = True) -> str:
         shard, offset = int(self.shard[number]), int(self.offset[number])
         name = f" ({self.readable_name(number)})" if read else ""
-        return f"{self.shards.paths[shard]} at offset {offset}{name}"
+        return f"{one_line(str(self.shards.paths[shard]))} at offset {offset}{name}"
 
     def readable_name(self, number: int) -> str:
         try:
