@@ -182,6 +182,18 @@ def test_a_damaged_idx_file_is_named(tmp_path: Path, spoil: object, message: str
         load(tmp_path)
 
 
+def test_a_bomb_in_an_idx_file_is_refused_by_its_header(tmp_path: Path) -> None:
+    write_idx(tmp_path, arrays(), zipped=True)
+    path = tmp_path / "train-images-idx3-ubyte.gz"
+    for shape in ((2**32 - 1, 2**32 - 1, 2**32 - 1), (2**16, 2**16, 2**32 - 1), (1000, 1000, 1000)):
+        path.write_bytes(gzip.compress(bytes([0, 0, 8, 3]) + np.array(shape, ">u4").tobytes() + bytes(1000)))
+        with pytest.raises(UserError, match=r"gz cannot be read \(its \d+ bytes would become [\d,]+, more than 100"):
+            load(tmp_path)
+    path.write_bytes(gzip.compress(bytes([0, 0, 8, 3]) + np.array((12, 28, 28), ">u4").tobytes() + bytes(10**7)))
+    with pytest.raises(UserError, match=r"holds more than 9,408 bytes where its header promises 9,408"):
+        load(tmp_path)
+
+
 def test_a_damaged_gzip_is_named(tmp_path: Path) -> None:
     write_idx(tmp_path, arrays(), zipped=True)
     path = tmp_path / "t10k-images-idx3-ubyte.gz"

@@ -36,11 +36,11 @@ Box = tuple[int, int, int, int]  # top, left, height, width
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "PPM", "TIFF")  # others may start other programs
 # Each of Pillow's formats has errors of its own.  Its plugins raise the first row on purpose; the second is what their
 # parsing of damaged headers comes to (short reads, tables that are looked up, offsets beyond any integer of C); then
-# what its decoders and its guard against decompression bombs say.
+# what its decoders and its guard against decompression bombs say, and its warnings, where Python is to raise them.
 PILLOW_ERRORS = (
     *(OSError, SyntaxError, ValueError, EOFError, RuntimeError),
     *(struct.error, LookupError, TypeError, ArithmeticError),
-    *(zlib.error, MemoryError, Image.DecompressionBombError, Image.DecompressionBombWarning),
+    *(zlib.error, MemoryError, Image.DecompressionBombError, Warning),
 )
 # Its warning of such images is ours to give: they are refused by data.max_pixels, or it allows them.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning, append=True)

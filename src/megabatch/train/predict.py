@@ -56,7 +56,9 @@ def find_images(given: Sequence[str]) -> NamedFiles:
     paths, content = list[str](), None
     for path in given:
         if path == STDIN:
-            content = sys.stdin.buffer.read()
+            content = sys.stdin.buffer.read(MOST_BYTES + 1)
+            if len(content) > MOST_BYTES:
+                raise UserError(f"standard input has more than {MOST_BYTES:,} bytes; give a file, or a list of them")
             listed = listed_paths(content)
             paths += [STDIN] if listed is None else listed
         elif Path(path).is_dir():
