@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import zlib
 
 import numpy as np
 import pytest
@@ -190,6 +191,28 @@ def test_a_tiff_whose_tiles_are_larger_than_itself_is_refused() -> None:
     image.tag_v2[322], image.tag_v2[323] = 60_000, 30_000
     with pytest.raises(Unreadable, match="its tiles of 60000 x 30000 pixels are larger than itself"):
         require_cheap(image, 1000)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xff\xd8" + b"\xff\xfe\0\2" * 200_000,
+        b"\xff\xd8\xff\xfe\0\2" + bytes(200_000),
+        b"GIF89a\x04\0\x04\0\0\0\0" + b"\x21\xfe\1a\0" * 200_000,
+        CONTENTS["png"][:33] + (bytes(4) + b"tEXt" + zlib.crc32(b"tEXt").to_bytes(4)) * 200_000,
+    ],
+)
+def test_a_header_without_end_is_refused(content: bytes) -> None:
+    with pytest.raises(Unreadable, match="more parts than an image has"):
+        decode(content, PLENTY)
+
+
+def test_an_image_of_millions_of_rows_is_refused() -> None:
+    content = bytearray(encoded(Image.new("L", (1, 1)), "PNG"))
+    content[20:24] = (2_000_000).to_bytes(4)
+    content[29:33] = zlib.crc32(content[12:29]).to_bytes(4)
+    with pytest.raises(Unreadable, match="its 1 x 2000000 pixels are longer than"):
+        decode(bytes(content), PLENTY)
 
 
 @pytest.mark.parametrize("format", ["GIF", "WEBP"])

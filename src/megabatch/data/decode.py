@@ -46,6 +46,8 @@ PILLOW_ERRORS = (
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning, append=True)
 # Bytes, or pixels, of what Pillow decodes in Python (BMP in runs, PPM in digits or not of 8 bits): a second or two.
 MOST_SLOW = 2_000_000
+FREE_READS, BYTES_A_READ = 50_000, 1024  # a PNG takes three for 8 KB
+LONGEST_SIDE = 1 << 20  # Pillow keeps a pointer to each row, and one of 89 million rows of 1 pixel takes 7 seconds
 BAND_PIXELS = 1 << 22
 TILE_WIDTH, TILE_HEIGHT = 322, 323  # tags of a TIFF
 MOST_TILE_PIXELS = 1 << 22
@@ -74,6 +76,21 @@ class TooLate(Unreadable):
     """An image that is still being read or decoded, or that was never done with."""
 
 
+class Metered(io.BytesIO):
+    """An image for Pillow, whose plugins go through headers in Python, chunk by chunk, or byte by byte where there is no
+    chunk: 20 MB of empty segments would take 10 seconds.  A file may have some, but not be made of nothing else."""
+
+    def __init__(self, content: Content) -> None:
+        super().__init__(content)
+        self.left = FREE_READS + len(content) // BYTES_A_READ
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self.left -= 1
+        if self.left < 0:
+            raise Unreadable("it has more parts than an image has, and nearly nothing in them")
+        return super().read(size)
+
+
 def read_size(content: Content, max_pixels: int) -> tuple[int, int, bool]:
     """Height, width, and whether libjpeg-turbo can decode it.  Looks at the header only."""
     try:
@@ -82,6 +99,8 @@ def read_size(content: Content, max_pixels: int) -> tuple[int, int, bool]:
     except ValueError:
         with open_with_pillow(content) as image:
             (width, height), is_jpeg = image.size, False
+    if max(height, width) > LONGEST_SIDE:
+        raise Unreadable(f"its {width} x {height} pixels are longer than {LONGEST_SIDE:,}")
     if height * width > max_pixels:
         raise Unreadable(f"its {width} x {height} pixels are more than data.max_pixels={max_pixels}")
     if content[:2] == START_OF_IMAGE and are_too_many(scans := count_scans(content), height * width):
@@ -143,7 +162,7 @@ def kept_room(use: str, count: int) -> Room:
 
 def open_with_pillow(content: Content) -> Image.Image:
     try:
-        return Image.open(io.BytesIO(content), formats=FORMATS)
+        return Image.open(Metered(content), formats=FORMATS)
     except PILLOW_ERRORS as error:
         raise Unreadable(reason_of(error, len(content))) from error
 
