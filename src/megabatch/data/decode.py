@@ -77,8 +77,8 @@ class TooLate(Unreadable):
 
 
 class Metered(io.BytesIO):
-    """An image for Pillow, whose plugins go through headers in Python, chunk by chunk, or byte by byte where there is no
-    chunk: 20 MB of empty segments would take 10 seconds.  A file may have some, but not be made of nothing else."""
+    """An image for Pillow, whose plugins go through headers in Python, chunk by chunk, or byte by byte where there are
+    none: 20 MB of empty segments would take 10 seconds.  A file may have some, but not be made of nothing else."""
 
     def __init__(self, content: Content) -> None:
         super().__init__(content)
