@@ -130,6 +130,7 @@ def test_synthetic_images_of_a_class_are_more_alike_than_those_of_two() -> None:
         ({"class_names": np.array([b"a", b"b", b"c"])}, r"class_names is \|S1"),
         ({"class_names": np.array(["a", "b\nd", "c"])}, r"class 1 is called 'b.nd'; expected plain text"),
         ({"class_names": np.array(["a", "\x1b[2J", "c"])}, "class 1 is called .*; expected plain text"),
+        ({"class_names": np.array(["a", "b", "a"])}, "classes 0 and 2 are both called 'a'; rename one of them"),
         ({"class_names": np.array(["a", "", "c"])}, "class 1 is called ''; expected plain text"),
         ({"class_names": np.array(["a" * 2000, "b", "c"])}, "class 0 is called .*; expected plain text of 1 to 1,000"),
         ({"train_images": np.zeros((12, 3, 28, 28), np.uint8)}, r"of shape \(12, 3, 28, 28\); .*C at most"),

@@ -14,7 +14,7 @@ LONGEST_NAME = 1_000  # letters; a folder's has 255 at most
 
 
 def class_names_of(names: NDArray[Any], where: str) -> tuple[str, ...]:
-    """The texts of an array.  Two classes may be called the same: ImageNet has two cranes."""
+    """The texts of an array."""
     if names.dtype.kind in "iu":
         names = names.astype(str)
     if names.ndim != 1 or names.dtype.kind != "U" or len(names) > MOST_CLASSES:
@@ -26,12 +26,16 @@ def class_names_of(names: NDArray[Any], where: str) -> tuple[str, ...]:
 
 
 def require_names(names: Sequence[str], where: str) -> tuple[str, ...]:
+    """Plain, and no two the same: sources are joined, and classes reported, by name."""
+    first: dict[str, int] = {}
     for number, name in enumerate(names):
         if not isinstance(name, str) or not name or len(name) > LONGEST_NAME or not is_plain(name):
             raise UserError(
                 f"{where}: class {number} is called {name!r}; expected plain text of 1 to {LONGEST_NAME:,} letters "
                 "without controls; rename it"
             )
+        if first.setdefault(name, number) != number:
+            raise UserError(f"{where}: classes {first[name]} and {number} are both called {name!r}; rename one of them")
     return tuple(names)
 
 
