@@ -1,11 +1,14 @@
 """Decoding against plain Pillow, on photos and on odd files."""
 
+import contextlib
 import io
+import zlib
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from PIL.TiffImagePlugin import TiffImageFile
 
 from megabatch.data.decode import (
     DCT_SCALES,
@@ -15,6 +18,7 @@ from megabatch.data.decode import (
     dct_scale,
     decode_crop,
     read_size,
+    require_cheap,
     resize,
 )
 from tests.support.photos import decode, encoded, photo
@@ -157,3 +161,73 @@ def test_a_mirrored_crop_is_the_crop_mirrored(kind: str) -> None:
             pixels = decode_crop(CONTENTS[kind], lambda height, width, box=box: box, size, PLENTY, "BGR")
             resize(pixels, out, mirrored=True)
             assert np.array_equal(out[0].permute(1, 2, 0).numpy()[:, ::-1], ours(CONTENTS[kind], box, size))
+
+
+def ppm(kind: str, width: int, height: int, largest: int, content: bytes) -> bytes:
+    return f"{kind} {width} {height} {largest} ".encode() + content
+
+
+def test_what_pillow_decodes_in_python_may_not_be_large() -> None:
+    small = ppm("P3", 4, 2, 255, b"7 8 9 " * 8)
+    assert np.array_equal(decode(small, PLENTY), np.full((2, 4, 3), (7, 8, 9)))
+    for content in (ppm("P6", 1000, 1000, 254, bytes(3_000_000)), ppm("P3", 2, 2, 255, b" " * 3_000_000)):
+        with pytest.raises(Unreadable, match="of a kind of PPM that is read slowly"):
+            decode(content, PLENTY)
+    assert decode(ppm("P6", 1000, 1000, 255, bytes(3_000_000)), PLENTY).shape == (1000, 1000, 3)
+
+
+def test_large_images_are_converted_in_bands_and_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megabatch.data.decode.BAND_PIXELS", 1000)
+    for image in (PHOTO, PHOTO.convert("P"), PHOTO.convert("L"), PHOTO.convert("RGBA"), PHOTO.convert("1")):
+        content = encoded(image, "PNG")
+        assert np.array_equal(decode(content, PLENTY), np.asarray(Image.open(io.BytesIO(content)).convert("RGB")))
+
+
+def test_a_tiff_whose_tiles_are_larger_than_itself_is_refused() -> None:
+    """libtiff would take memory for a whole one."""
+    image = Image.open(io.BytesIO(encoded(PHOTO, "TIFF")))
+    assert isinstance(image, TiffImageFile)
+    require_cheap(image, 1000)
+    image.tag_v2[322], image.tag_v2[323] = 60_000, 30_000
+    with pytest.raises(Unreadable, match="its tiles of 60000 x 30000 pixels are larger than itself"):
+        require_cheap(image, 1000)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xff\xd8" + b"\xff\xfe\0\2" * 200_000,
+        b"\xff\xd8\xff\xfe\0\2" + bytes(200_000),
+        b"GIF89a\x04\0\x04\0\0\0\0" + b"\x21\xfe\1a\0" * 200_000,
+        CONTENTS["png"][:33] + (bytes(4) + b"tEXt" + zlib.crc32(b"tEXt").to_bytes(4)) * 200_000,
+    ],
+)
+def test_a_header_without_end_is_refused(content: bytes) -> None:
+    with pytest.raises(Unreadable, match="more parts than an image has"):
+        decode(content, PLENTY)
+
+
+def test_an_image_of_millions_of_rows_is_refused() -> None:
+    content = bytearray(encoded(Image.new("L", (1, 1)), "PNG"))
+    content[20:24] = (2_000_000).to_bytes(4)
+    content[29:33] = zlib.crc32(content[12:29]).to_bytes(4)
+    with pytest.raises(Unreadable, match="its 1 x 2000000 pixels are longer than"):
+        decode(bytes(content), PLENTY)
+
+
+@pytest.mark.parametrize("format", ["GIF", "WEBP"])
+def test_an_animation_is_its_first_frame(format: str) -> None:
+    frames = [Image.new("RGB", (40, 30), colour) for colour in ("red", "blue")]
+    content = encoded(frames[0], format, save_all=True, append_images=frames[1:], lossless=True)
+    assert np.array_equal(decode(content, PLENTY), np.asarray(frames[0]))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, of damaged TIFFs
+def test_no_bytes_make_decoding_fail_in_another_way() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(400):
+        content = bytearray(CONTENTS[list(CONTENTS)[random.integers(len(CONTENTS))]])
+        for place in random.integers(0, min(len(content), 200), random.integers(1, 6)):
+            content[place] = random.choice([0, 1, 127, 255, random.integers(256)])
+        with contextlib.suppress(Unreadable):
+            decode_crop(bytes(content), lambda height, width: (0, 0, height, width), 16, 10**6)

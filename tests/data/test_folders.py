@@ -7,6 +7,7 @@ import pytest
 
 from megabatch.data import folders
 from megabatch.data.folders import FolderFiles, read_folder
+from megabatch.data.npz import read_arrays, write_arrays
 from megabatch.disk import cache_folder
 from megabatch.errors import UserError
 from tests.support.pictures import write_files
@@ -149,6 +150,36 @@ def test_a_damaged_cache_is_made_again(photos: Path, index_cache: Path, num_walk
     stored.write_bytes(spoil(stored.read_bytes()))  # type: ignore[operator]
     assert names(read_folder(photos).train) == expected and len(num_walks) == 2
     assert names(read_folder(photos).train) == expected and len(num_walks) == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["parts", "class_names", "folders", "folder_ends", "mtimes", "names_0", "ends_0", "labels_0"]
+)
+def test_a_cache_that_lies_is_made_again(photos: Path, index_cache: Path, name: str) -> None:
+    expected = names(read_folder(photos).train)
+    (stored,) = index_cache.glob("*.npz")
+    index = read_arrays(stored)
+    for array in (index[name][:-1], index[name][None], np.array(7), np.full(index[name].shape, 2**64 - 1)):
+        write_arrays(stored, index | {name: array})
+        assert names(read_folder(photos).train) == expected
+
+
+def test_only_regular_files_of_a_modest_size_are_read(photos: Path) -> None:
+    """Links to them too; a FIFO would be waited for, and a sparse file of terabytes fill the memory."""
+    os.mkfifo(photos / "fifo")
+    (photos / "a/link.jpg").symlink_to(photos / "b/2.jpg")
+    (photos / "a/to_fifo.jpg").symlink_to(photos / "fifo")
+    (photos / "a/to_null.jpg").symlink_to("/dev/null")
+    (photos / "a/sparse.jpg").touch()
+    os.truncate(photos / "a/sparse.jpg", 6 << 30)
+    files = read_folder(photos).train
+    number_of = {files.where(number).rpartition("/")[2]: number for number in range(len(files))}
+    assert files.content(number_of["link.jpg"]) == (photos / "b/2.jpg").read_bytes()
+    for name in ("to_fifo.jpg", "to_null.jpg"):
+        with pytest.raises(OSError, match="it is no regular file"):
+            files.content(number_of[name])
+    with pytest.raises(OSError, match=r"its 6,442,450,944 bytes are more than data.max_file_mb=256"):
+        files.content(number_of["sparse.jpg"])
 
 
 def test_without_a_place_for_the_cache_the_folder_is_read_all_the_same(

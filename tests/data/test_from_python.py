@@ -151,6 +151,12 @@ class Endless(IterableDataset[Any]):
         ),
         ((COLOURED, LABELS[:5]), r"labels \[5\]; expected uint8 \[N, C, H, W\], .* and \[N\]$"),
         ((COLOURED, LABELS - 1), r"^train: there is a label -1; expected integers from 0$"),
+        ((COLOURED, np.full(6, 2**63, np.uint64)), r"^train: there is a label .*; expected integers from 0$"),
+        ((COLOURED, np.full(6, 2**64 - 1, np.uint64)), r"^train: there is a label .*; expected integers from 0$"),
+        ((COLOURED, [2**70] * 6), r"^train: labels are no integers"),
+        ((COLOURED, np.full(6, 10**12)), r"^train: there is a label 1000000000000; labels number the classes from 0"),
+        ((COLOURED, np.full(6, np.nan)), r"^train: there is a label nan; expected integers from 0$"),
+        ((COLOURED, np.full(6, 1j)), r"^train: labels are torch.complex128; expected one integer"),
         ((COLOURED, LABELS + 0.5), r"^train: there is a label 2.5; expected integers from 0$"),
         (
             (COLOURED, ["cat"] * 6),

@@ -21,6 +21,7 @@ from tests.support.pictures import picture, write_tar
 SYNSETS = {1: "n02119789", 2: "n01440764", 3: "n02100735", 4: "n00001740"}  # the last is a parent, without images
 TRAIN = [f"{name}_{number}" for name in ("n01440764", "n02100735", "n02119789") for number in (10, 2)]
 VALIDATION = [2, 1, 3, 2]  # the class of each image, in order
+SYNSET_LIST = "imagenet_2012_validation_synset_labels.txt"
 DATA = Path("ILSVRC2012_devkit_t12/data")
 
 
@@ -169,6 +170,30 @@ def remove(path: str) -> None:
     Path(path).rename("removed")
 
 
+def meta_of(variable: bytes) -> bytes:
+    return b"MATLAB 5.0 MAT-file".ljust(124) + b"\x00\x01IM" + variable
+
+
+def nested(depth: int) -> bytes:
+    """Structs inside of structs."""
+    inner = matlab_value("x")
+    names = element(5, struct.pack("<i", 8)) + element(1, b"a".ljust(8, b"\0"))
+    for level in range(depth):
+        inner = matrix(2, (1, 1), names + inner, "synsets" if level == depth - 1 else "")
+    return inner
+
+
+def bomb() -> bytes:
+    compressed = zlib.compress(bytes(65_000_000), 9)
+    return struct.pack("<II", 15, len(compressed)) + compressed
+
+
+def many() -> bytes:
+    """So many structs of no fields."""
+    names = element(5, struct.pack("<i", 8)) + element(1, b"")
+    return matrix(2, (2**30, 2**30), names, "synsets")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -187,6 +212,14 @@ def remove(path: str) -> None:
         ),
         (lambda: write("in" / DATA / "meta.mat", b"x" * 300), r"data/meta.mat cannot be read \(it is no .mat file of"),
         (lambda: write("in" / DATA / "meta.mat", meta()[:250]), r"data/meta.mat cannot be read \(it is damaged"),
+        (lambda: write("in" / DATA / "meta.mat", meta_of(nested(60))), r"cannot be read \(it has structs inside of"),
+        (
+            lambda: write("in" / DATA / "meta.mat", meta_of(bomb())),
+            r"cannot be read \(it holds more than 64,000,000",
+        ),
+        (lambda: write("in" / DATA / "meta.mat", meta_of(many())), r"cannot be read \(it is damaged: 0 members are"),
+        (lambda: write(Path("in/LOC_val_solution.csv"), b"a\nb,\n"), r"LOC_val_solution.csv has a line 'b' without a"),
+        (lambda: write(Path(f"in/{SYNSET_LIST}"), b"\xff\xfe\n"), r"classes are listed of 1"),
         (lambda: remove(f"in/val/{val_name(3)}"), r"in/val holds 3 images, and classes are listed of 4: some are miss"),
         (lambda: write(Path("in/val/x.jpg"), b""), r"in/val holds 5 images, .*: x.jpg among them is not listed"),
         (lambda: write(Path("in/ILSVRC2012_img_train.tar"), b"x" * 2000), r"img_train.tar is damaged at offset 0 \("),

@@ -502,6 +502,15 @@ def test_an_index_that_does_not_match_its_shards_is_named(photos: Path, tmp_path
         ({"length": np.zeros(3, np.int64)}, r"is damaged \(its columns differ in length\)"),
         ({"shards": np.array(["../../etc/passwd", "b"])}, r"is damaged \(a shard's name is no file name\)"),
         ({"crc32": None}, r"is damaged \('crc32"),
+        ({"offset": np.full(NUM_TRAIN + NUM_VAL, 2**64 - 1, np.uint64)}, r"is damaged \(a column has numbers beyond"),
+        ({"length": np.full(NUM_TRAIN + NUM_VAL, 2**63 - 1)}, r"is damaged \(a sample lies outside of its shard\)"),
+        ({"offset": np.full(NUM_TRAIN + NUM_VAL, 2**63 - 1)}, r"is damaged \(a sample lies outside of its shard\)"),
+        ({"sizes": np.array([-1, -1])}, r"is damaged \(a sample lies outside of its shard\)"),
+        ({"split": np.full(NUM_TRAIN + NUM_VAL, 7)}, r"is damaged \(it has no training images, or a part that is"),
+        ({"format": np.array([1, 1])}, r"is damaged \(int64 of shape \(2,\) is not a number\)"),
+        ({"shards": np.array(["a\nb", "b"])}, r"is damaged \(a shard's name is no file name\)"),
+        ({"class_names": np.array(["a", "\x1b[2J", "c"])}, r"class 1 is called .*; expected plain text"),
+        ({"rest_crc32": np.array([1])}, r"is damaged \(its checksums are not one for each shard\)"),
     ],
 )
 def test_an_index_that_is_none_is_named_with_its_fault(

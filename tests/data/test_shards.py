@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from megabatch.data import tar_scan
+from megabatch.data.npz import read_arrays, write_arrays
 from megabatch.data.shard_files import ShardFiles, Shards
 from megabatch.data.shards import holds_shards, read_shards
 from megabatch.data.tar_scan import TarSamples, split_by_name
-from megabatch.data.tars import Damaged, walk_members
+from megabatch.data.tars import Damaged, member_name, walk_members
 from megabatch.errors import UserError
 from tests.support.pictures import picture, write_tar
 
@@ -212,6 +213,10 @@ def image_and(*members: tuple[str, object]) -> list[tuple[str, object]]:
         (image_and(("a.cls", b"\xff")), r"\(a.cls\) is no label"),
         (image_and(("a.cls", "-1")), r"has a label -1; labels number the classes from 0"),
         (image_and(("a.cls", "10000000")), r"has a label 10000000; labels number the classes from 0"),
+        (image_and(("a.cls", "9" * 5000)), r"is no label: a name has more than 1,000 letters"),
+        (image_and(("a.json", '{"label": ' + "9" * 5000 + "}")), r"\(a.json\) is no label"),
+        (image_and(("a.json", '{"label": ' + "[" * 100_000)), r"\(a.json\) is no label"),
+        (image_and(("a.cls", "\x1b[2J")), r"is neither a number nor a name"),
         (image_and(("a.png", picture(0)), ("a.cls", "0")), r"x.tar has two images of one sample, a.jpg and a.png"),
     ],
 )
@@ -254,6 +259,65 @@ def test_no_bytes_make_the_walk_of_a_tar_fail_in_another_way(tmp_path: Path) -> 
         except Damaged:
             continue
         assert all(0 < each.offset <= each.offset + each.length <= len(spoilt) for each in found)
+
+
+def with_pax(records: bytes) -> bytes:
+    """A tar of one member behind a pax header."""
+    member = tarfile.TarInfo("x")
+    member.size, member.type = len(records), tarfile.XHDTYPE
+    padding = bytes(-len(records) % 512)
+    return member.tobuf() + records + padding + tarfile.TarInfo("a.jpg").tobuf() + bytes(1024)
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        b"%d size=%s\n" % (9 + 30, b"9" * 30),
+        b"12 size=1_0\n",
+        b"12 size=-10\n",
+        b"9" * 100,
+        b"9" * 10_000,
+        b"5 =\n" * 300_000,
+        b"-5 a=\n",
+        b"0 a=b\n",
+    ],
+)
+def test_a_pax_header_that_lies_is_damage(records: bytes) -> None:
+    content = with_pax(records)
+    with pytest.raises(Damaged):
+        list(walk_members(lambda start, length: content[start : start + length], len(content)))
+
+
+def test_a_member_that_is_announced_and_not_there_has_no_name() -> None:
+    content = with_pax(b"9 path=b\n")[:1024] + bytes(2048)
+    with pytest.raises(Damaged, match="it is no header"):
+        member_name(lambda start, length: content[start : start + length], len(content), 1536)
+
+
+def test_a_shard_that_is_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "x.tar").symlink_to(tmp_path / "fifo")
+    with pytest.raises(UserError, match=r"x\.tar cannot be read \(it is no regular file\)"):
+        read_shards(tmp_path)
+
+
+def test_a_member_larger_than_allowed_is_not_read(tmp_path: Path) -> None:
+    write_shards(tmp_path)
+    train = read_shards(tmp_path).train
+    assert len(train.content(0, most_bytes=len(picture(0)))) == len(picture(0))
+    with pytest.raises(OSError, match=r"bytes are more than data\.max_file_mb"):
+        train.content(0, most_bytes=len(picture(0)) - 1)
+
+
+@pytest.mark.parametrize("name", ["stamps", "listed", "offset", "label", "shards", "class_names", "sizes"])
+def test_a_cached_scan_that_is_none_is_made_again(tmp_path: Path, index_cache: Path, name: str) -> None:
+    write_shards(tmp_path)
+    expected = read_shards(tmp_path).train.fingerprint()
+    (stored,) = index_cache.glob("*.npz")
+    index = read_arrays(stored)
+    for array in (index[name][:1], index[name][None], np.array(7), np.full(index[name].shape, 2**64 - 1)):
+        write_arrays(stored, index | {name: array})
+        assert read_shards(tmp_path).train.fingerprint() == expected
 
 
 @pytest.mark.parametrize(

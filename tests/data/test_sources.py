@@ -120,9 +120,19 @@ def test_synthetic_images_of_a_class_are_more_alike_than_those_of_two() -> None:
         ({"train_labels": None}, "has no array 'train_labels'"),
         ({"train_images": np.zeros((12, 28, 28), np.float32)}, r"train_images is float32 .*expected uint8"),
         ({"test_labels": np.zeros(5, np.uint8)}, r"test_labels is uint8 of shape \(5,\) for 6 images"),
-        ({"test_labels": -np.ones(6, np.int64)}, "expected one integer from 0"),
+        ({"test_labels": -np.ones(6, np.int64)}, "has a label -1; labels number the classes from 0"),
+        ({"test_labels": np.full(6, 2**63, np.uint64)}, "has a label 9223372036854775808; labels number"),
+        ({"train_labels": np.full(12, 2**64 - 1, np.uint64)}, "has a label 18446744073709551615; labels number"),
+        ({"train_labels": np.zeros(12, np.float32)}, "train_labels is float32"),
         ({"class_names": np.array(["a"])}, "has a label 2 but only 1 class_names"),
-        ({"class_names": np.array("a")}, "has a label 2 but only 1 class_names"),
+        ({"class_names": np.array("a")}, r"class_names is <U1 of shape \(\); expected .* texts in one dimension"),
+        ({"class_names": np.array([["a", "b", "c"]])}, r"class_names is <U1 of shape \(1, 3\)"),
+        ({"class_names": np.array([b"a", b"b", b"c"])}, r"class_names is \|S1"),
+        ({"class_names": np.array(["a", "b\nd", "c"])}, r"class 1 is called 'b.nd'; expected plain text"),
+        ({"class_names": np.array(["a", "\x1b[2J", "c"])}, "class 1 is called .*; expected plain text"),
+        ({"class_names": np.array(["a", "b", "a"])}, "classes 0 and 2 are both called 'a'; rename one of them"),
+        ({"class_names": np.array(["a", "", "c"])}, "class 1 is called ''; expected plain text"),
+        ({"class_names": np.array(["a" * 2000, "b", "c"])}, "class 0 is called .*; expected plain text of 1 to 1,000"),
         ({"train_images": np.zeros((12, 3, 28, 28), np.uint8)}, r"of shape \(12, 3, 28, 28\); .*C at most"),
         ({"train_images": np.zeros((12, 0, 28), np.uint8)}, r"of shape \(12, 0, 28\)"),
         ({"train_labels": np.full(12, 10**12)}, "has a label 1000000000000; labels number the classes"),
@@ -140,7 +150,7 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"gone\.npz"):
         load(tmp_path / "gone.npz")
     (tmp_path / "torn.npz").write_bytes(b"PK\x03\x04 torn")
-    with pytest.raises(UserError, match=r"torn\.npz is not an \.npz archive"):
+    with pytest.raises(UserError, match=r"torn\.npz cannot be read as \.npz arrays"):
         load(tmp_path / "torn.npz")
     np.savez(tmp_path / "cut.npz", **arrays())  # type: ignore[arg-type]
     content = bytearray((tmp_path / "cut.npz").read_bytes())
@@ -170,6 +180,18 @@ def test_a_damaged_idx_file_is_named(tmp_path: Path, spoil: object, message: str
     path = tmp_path / "train-labels-idx1-ubyte"
     path.write_bytes(spoil(path.read_bytes()))  # type: ignore[operator]
     with pytest.raises(UserError, match=rf"train-labels-idx1-ubyte .*({message})"):
+        load(tmp_path)
+
+
+def test_a_bomb_in_an_idx_file_is_refused_by_its_header(tmp_path: Path) -> None:
+    write_idx(tmp_path, arrays(), zipped=True)
+    path = tmp_path / "train-images-idx3-ubyte.gz"
+    for shape in ((2**32 - 1, 2**32 - 1, 2**32 - 1), (2**16, 2**16, 2**32 - 1), (1000, 1000, 1000)):
+        path.write_bytes(gzip.compress(bytes([0, 0, 8, 3]) + np.array(shape, ">u4").tobytes() + bytes(1000)))
+        with pytest.raises(UserError, match=r"gz cannot be read \(its \d+ bytes would become [\d,]+, more than 100"):
+            load(tmp_path)
+    path.write_bytes(gzip.compress(bytes([0, 0, 8, 3]) + np.array((12, 28, 28), ">u4").tobytes() + bytes(10**7)))
+    with pytest.raises(UserError, match=r"holds more than 9,408 bytes where its header promises 9,408"):
         load(tmp_path)
 
 

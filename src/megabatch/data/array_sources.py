@@ -1,41 +1,45 @@
 """Images that lie in arrays on disk: `.npz` files, and the IDX files of MNIST and its relatives."""
 
 import gzip
-import zipfile
+import math
+import os
+import struct
 import zlib
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
+from megabatch.data.class_names import class_names_of, labels_of
 from megabatch.data.images import ArrayImages, DataSet
-from megabatch.data.shapes import MOST_CLASSES
+from megabatch.data.npy import NotArrays
+from megabatch.data.npz import read_arrays, require_expansion
+from megabatch.data.regular_files import opened
 from megabatch.errors import UserError
 
 Arrays = dict[str, NDArray[np.generic]]
 
 MOST_CHANNELS = 16  # more is an array whose channels come first
+CLASS_NAMES = "class_names"
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 
 
 def read_npz(path: Path) -> Arrays:
     """train_images, train_labels, test_images, test_labels and, if it is there, class_names."""
-    if not path.is_file():
+    if not path.exists():
         raise UserError(f"{path} does not exist; data.source names an .npz file, a folder of IDX files, or a known set")
     try:
-        if not zipfile.is_zipfile(path):
-            raise UserError(f"{path} is not an .npz archive; make it again with numpy.savez")
-        with np.load(path, allow_pickle=False) as archive:
-            missing = [name for name in ARRAYS if name not in archive]
-            if missing:
-                raise UserError(f"{path} has no array {missing[0]!r}; it must hold {', '.join(ARRAYS)}")
-            return {name: archive[name] for name in (*ARRAYS, "class_names") if name in archive}
-    except UserError:
-        raise
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(f"{path} cannot be read as .npz arrays ({error}); make it again with numpy.savez") from error
+        arrays = read_arrays(path, wanted=(*ARRAYS, CLASS_NAMES))
+    except (OSError, NotArrays) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path} cannot be read as .npz arrays ({reason}); make it again with numpy.savez") from error
+    missing = [name for name in ARRAYS if name not in arrays]
+    if missing:
+        raise UserError(f"{path} has no array {missing[0]!r}; it must hold {', '.join(ARRAYS)}")
+    return arrays
 
 
 def is_idx_folder(folder: Path) -> bool:
@@ -57,17 +61,31 @@ def read_idx(folder: Path, name: str, num_dims: int) -> NDArray[np.uint8]:
     if path is None:
         raise UserError(f"{folder / name} (or {name}.gz) does not exist; an IDX folder holds four such files")
     try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{path} cannot be read ({error}); fetch it again") from error
-    header = 4 + 4 * num_dims
-    if content[:4] != bytes([0, 0, 8, num_dims]) or len(content) < header:
-        raise UserError(f"{path} is not an IDX file of bytes with {num_dims} dimensions; fetch it again")
-    shape = tuple(int(size) for size in np.frombuffer(content, ">u4", num_dims, offset=4))
-    pixels = np.frombuffer(content, np.uint8, offset=header)
-    if pixels.size != np.prod(shape):
-        raise UserError(f"{path} holds {pixels.size} bytes where its header promises {np.prod(shape)}; fetch it again")
-    return pixels.reshape(shape)
+        with opened(path) as (descriptor, stored), reading_idx(path, descriptor) as file:
+            return read_idx_array(file, stored, num_dims)
+    except (OSError, EOFError, zlib.error, MemoryError, NotArrays) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path} cannot be read ({reason}); fetch it again") from error
+
+
+def reading_idx(path: Path, descriptor: int) -> BinaryIO:
+    file = os.fdopen(descriptor, "rb", closefd=False)
+    return gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file  # type: ignore[return-value]
+
+
+def read_idx_array(file: BinaryIO, stored: int, num_dims: int) -> NDArray[np.uint8]:
+    """Of a file that has `stored` bytes on disk."""
+    header = file.read(4 + 4 * num_dims)
+    if header[:4] != bytes([0, 0, 8, num_dims]) or len(header) < 4 + 4 * num_dims:
+        raise NotArrays(f"it is not an IDX file of bytes with {num_dims} dimensions")
+    shape = struct.unpack_from(f">{num_dims}I", header, 4)
+    size = math.prod(shape)
+    require_expansion(size, stored)
+    content = file.read(size + 1)
+    if len(content) != size:
+        held = f"more than {size:,}" if len(content) > size else f"{len(content):,}"
+        raise NotArrays(f"it holds {held} bytes where its header promises {size:,}")
+    return np.frombuffer(content, np.uint8).reshape(shape)
 
 
 def from_arrays(arrays: Arrays, image_size: int, path: Path) -> DataSet:
@@ -76,15 +94,13 @@ def from_arrays(arrays: Arrays, image_size: int, path: Path) -> DataSet:
         for part in ("train", "test")
     }
     num_labels = 1 + max(int(part.labels.max()) for part in parts.values())
-    if num_labels > MOST_CLASSES:
-        raise UserError(f"{path} has a label {num_labels - 1}; labels number the classes from 0 to {MOST_CLASSES - 1}")
-    names = np.atleast_1d(arrays.get("class_names", np.arange(num_labels)))
+    names = class_names_of(arrays.get(CLASS_NAMES, np.arange(num_labels)), str(path))
     if len(names) < num_labels:
         raise UserError(f"{path} has a label {num_labels - 1} but only {len(names)} class_names; name them all")
     train, test = parts["train"], parts["test"]
     if train.images.shape[1] != test.images.shape[1]:
         raise UserError(f"{path}: train_images and test_images differ in channels; they must be alike")
-    return DataSet(train, test, tuple(str(name) for name in names), train.images.shape[1])
+    return DataSet(train, test, names, train.images.shape[1])
 
 
 def array_images(image_size: int, images: NDArray[np.generic], labels: NDArray[np.generic], where: str) -> ArrayImages:
@@ -95,14 +111,10 @@ def array_images(image_size: int, images: NDArray[np.generic], labels: NDArray[n
             f"{where}_images is {images.dtype} of shape {images.shape}; expected uint8 [N, H, W] or [N, H, W, C], "
             f"C at most {MOST_CHANNELS}"
         )
-    if labels.shape != (len(images),) or labels.dtype.kind not in "iu" or not len(labels) or labels.min() < 0:
-        raise UserError(
-            f"{where}_labels is {labels.dtype} of shape {labels.shape} for {len(images)} images; "
-            "expected one integer from 0 for each"
-        )
+    numbers = labels_of(labels, len(images), f"{where}_labels")
     pixels = torch.from_numpy(images.copy())
     pixels = pixels[:, None] if images.ndim == 3 else pixels.permute(0, 3, 1, 2).contiguous()
     size = (image_size, image_size)
     if pixels.shape[-2:] != size:
         pixels = F.interpolate(pixels, size=size, mode="bilinear", antialias=True)
-    return ArrayImages(pixels, torch.from_numpy(labels.astype(np.int64)))
+    return ArrayImages(pixels, torch.from_numpy(numbers))

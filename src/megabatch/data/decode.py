@@ -12,7 +12,10 @@ antialiased bilinear filter on uint8, which is Pillow's to 1/255; after scaled d
 """
 
 import io
+import struct
 import threading
+import warnings
+import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,6 +26,7 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from megabatch.data.files import Content
+from megabatch.data.scans import START_OF_IMAGE, are_too_many, count_scans
 from megabatch.data.strips import cut_rows
 
 Pixels = NDArray[np.uint8]  # [H, W, 3]
@@ -30,6 +34,23 @@ Lines = NDArray[np.uint8]  # [H, 3 W]: the same
 Box = tuple[int, int, int, int]  # top, left, height, width
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "PPM", "TIFF")  # others may start other programs
+# Each of Pillow's formats has errors of its own.  Its plugins raise the first row on purpose; the second is what their
+# parsing of damaged headers comes to (short reads, tables that are looked up, offsets beyond any integer of C); then
+# what its decoders and its guard against decompression bombs say, and its warnings, where Python is to raise them.
+PILLOW_ERRORS = (
+    *(OSError, SyntaxError, ValueError, EOFError, RuntimeError),
+    *(struct.error, LookupError, TypeError, ArithmeticError),
+    *(zlib.error, MemoryError, Image.DecompressionBombError, Warning),
+)
+# Its warning of such images is ours to give: they are refused by data.max_pixels, or it allows them.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning, append=True)
+# Bytes, or pixels, of what Pillow decodes in Python (BMP in runs, PPM in digits or not of 8 bits): a second or two.
+MOST_SLOW = 2_000_000
+FREE_READS, BYTES_A_READ = 50_000, 1024  # a PNG takes three for 8 KB
+LONGEST_SIDE = 1 << 20  # Pillow keeps a pointer to each row, and one of 89 million rows of 1 pixel takes 7 seconds
+BAND_PIXELS = 1 << 22
+TILE_WIDTH, TILE_HEIGHT = 322, 323  # tags of a TIFF
+MOST_TILE_PIXELS = 1 << 22
 DCT_SCALES = (8, 4, 2)
 # A scaled crop is still so much larger than its target: the resizing filter hides libjpeg's.  At 1 the mean deviation
 # from Pillow doubles.
@@ -51,6 +72,25 @@ class Unreadable(Exception):
     """Bytes that are no image, or one that is too large; the text is the reason."""
 
 
+class TooLate(Unreadable):
+    """An image that is still being read or decoded, or that was never done with."""
+
+
+class Metered(io.BytesIO):
+    """An image for Pillow, whose plugins go through headers in Python, chunk by chunk, or byte by byte where there are
+    none: 20 MB of empty segments would take 10 seconds.  A file may have some, but not be made of nothing else."""
+
+    def __init__(self, content: Content) -> None:
+        super().__init__(content)
+        self.left = FREE_READS + len(content) // BYTES_A_READ
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self.left -= 1
+        if self.left < 0:
+            raise Unreadable("it has more parts than an image has, and nearly nothing in them")
+        return super().read(size)
+
+
 def read_size(content: Content, max_pixels: int) -> tuple[int, int, bool]:
     """Height, width, and whether libjpeg-turbo can decode it.  Looks at the header only."""
     try:
@@ -59,8 +99,12 @@ def read_size(content: Content, max_pixels: int) -> tuple[int, int, bool]:
     except ValueError:
         with open_with_pillow(content) as image:
             (width, height), is_jpeg = image.size, False
+    if max(height, width) > LONGEST_SIDE:
+        raise Unreadable(f"its {width} x {height} pixels are longer than {LONGEST_SIDE:,}")
     if height * width > max_pixels:
         raise Unreadable(f"its {width} x {height} pixels are more than data.max_pixels={max_pixels}")
+    if content[:2] == START_OF_IMAGE and are_too_many(scans := count_scans(content), height * width):
+        raise Unreadable(f"its {scans:,} scans of {width} x {height} pixels are more than any encoder writes")
     return height, width, is_jpeg
 
 
@@ -118,20 +162,47 @@ def kept_room(use: str, count: int) -> Room:
 
 def open_with_pillow(content: Content) -> Image.Image:
     try:
-        return Image.open(io.BytesIO(content), formats=FORMATS)
-    except Exception as error:  # each of Pillow's formats has errors of its own
+        return Image.open(Metered(content), formats=FORMATS)
+    except PILLOW_ERRORS as error:
         raise Unreadable(reason_of(error, len(content))) from error
 
 
 def decode_with_pillow(content: Content, colours: str = "RGB") -> Pixels:
+    """The first frame of an animation."""
     with open_with_pillow(content) as image:
+        require_cheap(image, len(content))
         try:
-            pixels = np.asarray(eight_bits(image).convert("RGB"))
-            return pixels[:, :, ::-1].copy() if colours == "BGR" else pixels.copy()
-        except Unreadable:
-            raise
-        except Exception as error:
+            pixels = to_rgb(eight_bits(image))
+        except PILLOW_ERRORS as error:
             raise Unreadable(reason_of(error, len(content))) from error
+        return np.ascontiguousarray(pixels[:, :, ::-1]) if colours == "BGR" else pixels
+
+
+def to_rgb(image: Image.Image) -> Pixels:
+    """In bands where it is large: converting and copying a whole image takes four times the memory of its pixels."""
+    rows = max(1, BAND_PIXELS // image.width)
+    if image.height <= rows:
+        return np.asarray(image.convert("RGB"))
+    pixels = np.empty((image.height, image.width, 3), np.uint8)
+    for top in range(0, image.height, rows):
+        band = image.crop((0, top, image.width, min(image.height, top + rows)))
+        pixels[top : top + rows] = np.asarray(band.convert("RGB"))
+    return pixels
+
+
+def require_cheap(image: Image.Image, length: int) -> None:
+    """What an image says of itself besides its size, by which a small one could take minutes or gigabytes."""
+    pixels = image.width * image.height
+    decoders = {tile[0] for tile in getattr(image, "tile", ())}
+    if decoders & {*Image.DECODERS} and max(pixels, length) > MOST_SLOW:
+        raise Unreadable(
+            f"its {image.width} x {image.height} pixels in {length:,} bytes are of a kind of {image.format} that is "
+            f"read slowly, for which {MOST_SLOW:,} of either are too many; store it as a PNG"
+        )
+    tags = getattr(image, "tag_v2", {})  # of a TIFF, whose decoder takes memory for a whole tile
+    tile_width, tile_height = (tags.get(tag, 0) for tag in (TILE_WIDTH, TILE_HEIGHT))
+    if tile_width * tile_height > max(pixels, MOST_TILE_PIXELS):
+        raise Unreadable(f"its tiles of {tile_width} x {tile_height} pixels are larger than itself")
 
 
 def eight_bits(image: Image.Image) -> Image.Image:
@@ -143,7 +214,7 @@ def eight_bits(image: Image.Image) -> Image.Image:
     return image
 
 
-def reason_of(error: Exception, length: int) -> str:
+def reason_of(error: Exception | Warning, length: int) -> str:
     if length == 0:
         return "it is empty"
     if isinstance(error, UnidentifiedImageError):

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from megabatch.data.crops import central_box
-from megabatch.data.decode import Box, Unreadable, decode_crop, resize
+from megabatch.data.decode import Box, TooLate, Unreadable, decode_crop, resize
 from megabatch.data.files import EncodedFiles
 from megabatch.data.order import Samples
 from megabatch.data.settings import CENTER_CROP, DataSettings
@@ -26,6 +26,7 @@ class EncodedImages:
         self.labels = torch.from_numpy(files.labels)
         by_default = 1.0 if are_small else CENTER_CROP
         self.center_crop = by_default if settings.center_crop == "auto" else settings.center_crop
+        self.most_bytes = settings.most_bytes
         self.central_box = partial(central_box, share=self.center_crop)
 
     def __len__(self) -> int:
@@ -61,7 +62,7 @@ class EncodedImages:
         """One image into `out`, [1, 3, S, S]."""
         begun_s = time.perf_counter()
         try:
-            content = self.files.content(sample)
+            content = self.files.content(sample, self.most_bytes)
         except OSError as error:
             raise Unreadable(error.strerror or str(error)) from error
         read_s = time.perf_counter()
@@ -74,7 +75,7 @@ class EncodedImages:
         spent.augment += time.perf_counter() - decoded_s
 
     def complaint(self, sample: int, error: Unreadable) -> UserError:
+        where = self.files.where(sample, read=not isinstance(error, TooLate))
         return UserError(
-            f"{self.files.where(sample)} cannot be read: {error}; fix or remove it, or skip such images with "
-            "data.on_error=skip"
+            f"{where} cannot be read: {error}; fix or remove it, or skip such images with data.on_error=skip"
         )

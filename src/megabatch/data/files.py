@@ -13,6 +13,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from megabatch.data.npz import fingerprint
+from megabatch.data.regular_files import MOST_BYTES
 
 Content = bytes | bytearray | memoryview
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".tif", ".tiff")
@@ -25,12 +26,12 @@ class EncodedFiles(Protocol):
 
     def __len__(self) -> int: ...
 
-    def content(self, number: int) -> Content:
-        """The bytes of one file.  OSError where they cannot be had."""
+    def content(self, number: int, most_bytes: int = MOST_BYTES) -> Content:
+        """The bytes of one file.  OSError where they cannot be had, or are more."""
         ...
 
-    def where(self, number: int) -> str:
-        """For messages: the file, and within a tar the offset and the member's name."""
+    def where(self, number: int, read: bool = True) -> str:
+        """For messages: the file, and within a tar the offset and, where it may be read, the member's name."""
         ...
 
     def fingerprint(self) -> str:
@@ -59,11 +60,11 @@ class Subset:
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def content(self, number: int) -> Content:
-        return self.files.content(int(self.numbers[number]))
+    def content(self, number: int, most_bytes: int = MOST_BYTES) -> Content:
+        return self.files.content(int(self.numbers[number]), most_bytes)
 
-    def where(self, number: int) -> str:
-        return self.files.where(int(self.numbers[number]))
+    def where(self, number: int, read: bool = True) -> str:
+        return self.files.where(int(self.numbers[number]), read)
 
     def fingerprint(self) -> str:
         return f"{self.files.fingerprint()} {fingerprint(self.numbers, self.labels)}"
@@ -84,13 +85,13 @@ class Concatenated:
         part = int(np.searchsorted(self.starts, number, side="right")) - 1
         return self.parts[part], number - int(self.starts[part])
 
-    def content(self, number: int) -> Content:
+    def content(self, number: int, most_bytes: int = MOST_BYTES) -> Content:
         files, number = self.find(number)
-        return files.content(number)
+        return files.content(number, most_bytes)
 
-    def where(self, number: int) -> str:
+    def where(self, number: int, read: bool = True) -> str:
         files, number = self.find(number)
-        return files.where(number)
+        return files.where(number, read)
 
     def fingerprint(self) -> str:
         return " ".join(part.fingerprint() for part in self.parts)

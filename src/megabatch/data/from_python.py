@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sequ
 
 from megabatch.data.images import ArrayImages, ImageSet
 from megabatch.data.order import Samples
+from megabatch.data.shapes import MOST_CLASSES
 from megabatch.errors import UserError
 
 Array = torch.Tensor | NDArray[Any]
@@ -20,6 +21,7 @@ ARRAYS = (torch.Tensor, np.ndarray)
 WANTED = (
     "expected (images, labels) as arrays or tensors, a torch Dataset or DataLoader of (image, label), or an ImageSet"
 )
+LABELS = f"labels number the classes from 0 to {MOST_CLASSES - 1}"
 COLOURS = (1, 3)  # channels, of which the last dimension may be
 COMPARED = 8  # labels, with those of the items themselves
 MANY = 10_000  # items, for which it takes a while to read all of them
@@ -97,10 +99,16 @@ def to_labels(labels: Any, name: str) -> torch.Tensor:
         raise UserError(
             f"{name}: labels are no integers ({error}); expected one integer from 0 for each image"
         ) from error
+    if given.dtype == torch.uint64:  # torch computes little with it; 2^63 and more stay too large
+        given = torch.from_numpy(given.numpy().astype(np.float64))
+    if given.is_complex():
+        raise UserError(f"{name}: labels are {given.dtype}; expected one integer from 0 for each image")
     numbers = given.long()
     if not torch.equal(numbers.to(given.dtype), given) or (numbers < 0).any():
         wrong = given[(numbers.to(given.dtype) != given) | (numbers < 0)][0].item()
         raise UserError(f"{name}: there is a label {wrong}; expected integers from 0")
+    if numbers.numel() and int(numbers.max()) >= MOST_CLASSES:
+        raise UserError(f"{name}: there is a label {int(numbers.max())}; {LABELS}")
     return numbers
 
 

@@ -10,9 +10,11 @@ Nothing is unpacked: images are read where they lie in the tars.  Samples are nu
 folders, so a pack of one is a pack of the other, byte by byte.
 """
 
+import gzip
+import io
 import os
 import re
-import tarfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +26,7 @@ from megabatch.data.files import IMAGE_SUFFIXES, EncodedDataset
 from megabatch.data.folders import FolderFiles, Walk, list_classes
 from megabatch.data.matlab import read_structs
 from megabatch.data.npz import Texts
+from megabatch.data.regular_files import open_regular, read_file
 from megabatch.data.shard_files import ShardFiles, Shards
 from megabatch.data.tar_scan import read_in_chunks
 from megabatch.data.tars import Damaged, Member, walk_members
@@ -35,6 +38,8 @@ VALIDATION = ("ILSVRC2012_img_val.tar", "val", "ILSVRC2012_img_val")
 DEVKIT = ("ILSVRC2012_devkit_t12", "ILSVRC2012_devkit_t12.tar.gz", ".")
 TRUTH, META = "ILSVRC2012_validation_ground_truth.txt", "meta.mat"
 SYNSETS, SOLUTION = "imagenet_2012_validation_synset_labels.txt", "LOC_val_solution.csv"
+MOST_LIST_BYTES = 256_000_000  # of the devkit or a list of classes, which have a hundredth of it
+GZIP = b"\x1f\x8b"
 CLASS = re.compile(r"n\d{8}")
 
 Files = FolderFiles | ShardFiles
@@ -109,7 +114,7 @@ def find_in_train_tar(path: Path, shard: int) -> Iterator[Found]:
 @contextmanager
 def reading_members(path: Path) -> Iterator[Callable[[int, int], Iterator[Member]]]:
     """Of the tar that lies from one offset to another in the file at `path`, which is one itself."""
-    with path.open("rb", buffering=0) as file:
+    with io.FileIO(path, opener=open_regular) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # it jumps from header to header
         read = read_in_chunks(file.fileno())
         try:
@@ -174,10 +179,13 @@ def read_validation_classes(folder: Path) -> dict[str, str]:
     """The class of each validation image, by its name without .JPEG."""
     for path in candidates(folder, (SYNSETS,)):
         if path.is_file():
-            return by_number(path.read_text().split())
+            return by_number(read_text(path).split())
     for path in candidates(folder, (SOLUTION,)):
         if path.is_file():
-            rows = [row.partition(",") for row in path.read_text().splitlines()[1:] if row]
+            rows = [row.partition(",") for row in read_text(path).splitlines()[1:] if row]
+            torn = next((row for row in rows if not row[2].strip()), None)
+            if torn:
+                raise UserError(f"{path} has a line {torn[0]!r} without a class; fetch it again")
             return {image: prediction.split()[0] for image, _, prediction in rows}
     for path in candidates(folder, DEVKIT):
         found = read_devkit(path)
@@ -187,6 +195,10 @@ def read_validation_classes(folder: Path) -> dict[str, str]:
         f"{folder} does not say which classes its validation images are of; put the devkit "
         f"(ILSVRC2012_devkit_t12.tar.gz, or unpacked: data/{TRUTH} and data/{META}), {SYNSETS} or {SOLUTION} there"
     )
+
+
+def read_text(path: Path) -> str:
+    return read_file(path, MOST_LIST_BYTES).decode("utf-8", "replace")
 
 
 def by_number(classes: Sequence[str]) -> dict[str, str]:
@@ -202,20 +214,36 @@ def read_devkit(path: Path) -> dict[str, str] | None:
         missing = TRUTH if truth is None else META
         raise UserError(f"{path} has no data/{missing}; fetch the devkit again, or put {SYNSETS} beside it")
     try:
-        class_of = {int(synset["ILSVRC2012_ID"][0]): synset["WNID"] for synset in read_structs(meta, "synsets")}
+        class_of = {int(synset["ILSVRC2012_ID"][0]): str(synset["WNID"]) for synset in read_structs(meta, "synsets")}
         return by_number([class_of[int(number)] for number in truth.split()])
-    except (KeyError, ValueError, TypeError, IndexError) as error:
+    except (LookupError, ValueError, TypeError, OverflowError) as error:  # of what is not there, or no number
         raise UserError(f"{path}: data/{META} cannot be read ({error}); put {SYNSETS} beside it") from error
 
 
 def read_devkit_file(path: Path, name: str) -> bytes | None:
     if path.is_dir():
         found = path / "data" / name
-        return found.read_bytes() if found.is_file() else None
+        return read_file(found, MOST_LIST_BYTES) if found.is_file() else None
     if not path.is_file():
         return None
-    with tarfile.open(path) as tar:
-        for member in tar:
-            if member.isfile() and Path(member.name).name == name and (file := tar.extractfile(member)):
-                return file.read()
+    content = unzipped(path)
+    try:
+        for member in walk_members(lambda offset, length: content[offset : offset + length], len(content)):
+            if Path(member.name).name == name:
+                return content[member.offset : member.offset + member.length]
+    except Damaged as error:
+        raise UserError(f"{path} is damaged at offset {error.offset} ({error.reason}); fetch it again") from error
     return None
+
+
+def unzipped(path: Path) -> bytes:
+    """The devkit's tar."""
+    content = read_file(path, MOST_LIST_BYTES)
+    if content[: len(GZIP)] == GZIP:
+        try:
+            content = gzip.GzipFile(fileobj=io.BytesIO(content)).read(MOST_LIST_BYTES + 1)
+        except (OSError, EOFError, zlib.error) as error:
+            raise UserError(f"{path} cannot be unzipped ({error}); fetch it again") from error
+    if len(content) > MOST_LIST_BYTES:
+        raise UserError(f"{path} holds more than {MOST_LIST_BYTES:,} bytes, which is no devkit; fetch it again")
+    return content

@@ -7,6 +7,7 @@ list of its field names, and a matrix for every field of every struct.  Numbers 
 holds them.  (MAT-File Format, MathWorks; level 5.)
 """
 
+import math
 import struct
 import zlib
 from collections.abc import Iterator
@@ -30,6 +31,8 @@ DTYPES = {
     16: "<u1",  # UTF-8
     17: "<u2",  # UTF-16
 }
+MOST_BYTES = 64_000_000  # of what is compressed
+MOST_DEPTH = 8
 CELL, STRUCT, TEXT = 1, 2, 4  # classes; from 6 on they are numbers
 
 
@@ -49,16 +52,24 @@ def read_structs(content: bytes, name: str) -> list[dict[str, Any]]:
     try:
         for element in elements(content[HEADER_BYTES:]):
             if element.kind == COMPRESSED:
-                element = next(elements(zlib.decompress(element.content)))
+                element = next(elements(decompress(element.content)))
             if element.kind == MATRIX:
                 _, _, called, *_ = elements(element.content)
                 if called.content.decode("latin-1") == name:
                     value = parse_matrix(element.content)
                     if isinstance(value, list) and all(isinstance(member, dict) for member in value):
                         return value
-    except (struct.error, zlib.error, KeyError, StopIteration, IndexError) as error:
+    except (struct.error, zlib.error, KeyError, StopIteration, IndexError, TypeError, OverflowError) as error:
         raise ValueError(f"it is damaged ({error!r})") from error
     raise ValueError(f"it has no struct array {name!r}")
+
+
+def decompress(content: bytes) -> bytes:
+    decompressor = zlib.decompressobj()
+    plain = decompressor.decompress(content, MOST_BYTES)
+    if decompressor.unconsumed_tail:
+        raise ValueError(f"it holds more than {MOST_BYTES:,} bytes")
+    return plain
 
 
 def elements(content: bytes) -> Iterator[Element]:
@@ -75,12 +86,14 @@ def elements(content: bytes) -> Iterator[Element]:
         at += 8 + (length if kind == COMPRESSED else -(-length // 8) * 8)
 
 
-def parse_matrix(content: bytes) -> Any:
+def parse_matrix(content: bytes, depth: int = 0) -> Any:
     """A text, a list of numbers, or a list of structs; None for what is neither."""
     if not content:
         return None
+    if depth > MOST_DEPTH:
+        raise ValueError(f"it has structs inside of structs, more than {MOST_DEPTH} deep")
     flags, dims, _, *values = elements(content)
-    matrix_class, count = flags.content[0], int(np.prod(dims.numbers()))
+    matrix_class, count = flags.content[0], math.prod(dims.numbers())
     if matrix_class == STRUCT:
         width = values[0].numbers()[0]
         names = [
@@ -88,9 +101,11 @@ def parse_matrix(content: bytes) -> Any:
             for begin in range(0, len(values[1].content), width)
         ]
         members = values[2:]
+        if not names or count * len(names) != len(members):
+            raise ValueError(f"it is damaged: {len(members)} members are not {len(names)} for each of {count} structs")
         return [
             {
-                field: parse_matrix(member.content)
+                field: parse_matrix(member.content, depth + 1)
                 for field, member in zip(names, members[at * len(names) : (at + 1) * len(names)], strict=True)
             }
             for at in range(count)

@@ -16,7 +16,6 @@ import itertools
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -40,11 +39,13 @@ from megabatch.data.pack_identity import (
 )
 from megabatch.data.pack_records import PARTS, clean_up, make_index, whole_shards
 from megabatch.data.pack_samples import Prefetch, directory_of, make_sample
+from megabatch.data.settings import IMAGE_TIMEOUT_S
 from megabatch.data.shard_index import INDEX, read_index
 from megabatch.data.shard_writer import END, ShardWriter, shard_name, writing_shard
 from megabatch.data.shards import UNFINISHED
 from megabatch.data.sources import read_encoded
 from megabatch.data.tar_labels import CLASSES
+from megabatch.data.threads import Threads
 from megabatch.errors import UserError
 from megabatch.text import one_line
 
@@ -134,12 +135,13 @@ def pack_dataset(
         progress.add(record)
     directories = [directory_of(name) for name in dataset.class_names]
     num_threads = len(os.sched_getaffinity(0))
-    with ThreadPoolExecutor(num_threads) as pool:
+    with Threads(num_threads, "megabatch-pack", IMAGE_TIMEOUT_S) as pool:
         for split, files in enumerate(parts):
             num_done = sum(len(record["number"]) + len(record["skipped"]) for record in records[split])
             order = epoch_order(ORDER_SEED, split, len(files))[num_done:]
             make = partial(make_sample, files, directories, settings)
-            prefetch = Prefetch(pool, make, map(int, order), PREFETCHED_PER_THREAD * num_threads)
+            depth = PREFETCHED_PER_THREAD * num_threads
+            prefetch = Prefetch(pool, make, map(int, order), depth, IMAGE_TIMEOUT_S)
             while prefetch.waiting:
                 with writing_shard(out / shard_name(PARTS[split], len(records[split]))) as writer:
                     record = write_shard(writer, prefetch, files, settings, progress, show)
@@ -164,7 +166,8 @@ def write_shard(
     while prefetch.waiting:
         number, prepared = prefetch.first()
         if prepared.sample is None:
-            reasons.append(f"{files.where(number)}: {one_line(prepared.reason)}")
+            where = files.where(number, read=not prepared.is_late)
+            reasons.append(f"{where}: {one_line(prepared.reason)}")
             if settings.on_error == "raise":
                 raise UserError(f"{reasons[-1]}; --on-error skip leaves such images out")
             skipped.append(number)

@@ -13,6 +13,7 @@ from msgspec import Struct
 from megabatch import disk
 from megabatch.data.files import EncodedDataset
 from megabatch.data.folders import FolderFiles
+from megabatch.data.regular_files import read_file
 from megabatch.data.shard_files import ShardFiles
 from megabatch.data.shard_index import INDEX, read_index
 from megabatch.data.shards import UNFINISHED
@@ -22,6 +23,7 @@ from megabatch.text import one_line
 Source = FolderFiles | ShardFiles
 
 LOCK = ".pack.lock"
+MOST_IDENTITY_BYTES = 1_000_000
 LAYOUT = 2  # every JPEG is a .jpg; before, members had the suffixes of their files
 
 
@@ -76,12 +78,12 @@ def is_complete(out: Path, asked: Identity) -> bool:
         if (out / INDEX).exists():
             found = str(read_index(out)["identity"]).encode()
         elif (out / UNFINISHED).exists():
-            found = (out / UNFINISHED).read_bytes()
+            found = read_file(out / UNFINISHED, MOST_IDENTITY_BYTES)
         else:
             return False
         made = msgspec.json.decode(found, type=Identity)
         require_same(out, made, asked)
-    except (KeyError, msgspec.MsgspecError) as error:
+    except (KeyError, UnicodeError, RecursionError, msgspec.MsgspecError) as error:
         raise UserError(f"{out} does not say how it was packed ({error}); delete it, or give another") from error
     is_whole = (out / INDEX).exists()
     if not is_whole and made.layout != asked.layout:

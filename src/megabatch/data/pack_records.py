@@ -10,7 +10,7 @@ import numpy as np
 from megabatch import disk
 from megabatch.data.npz import UNREADABLE, Arrays, read_arrays
 from megabatch.data.pack_identity import Identity
-from megabatch.data.shard_index import COLUMNS, INDEX_FORMAT
+from megabatch.data.shard_index import COLUMNS, INDEX_FORMAT, whole_number, whole_numbers
 from megabatch.data.shard_writer import ROW, record_path, shard_name
 from megabatch.data.shards import UNFINISHED
 
@@ -24,6 +24,7 @@ def whole_shards(out: Path, part: str) -> list[Arrays]:
         while True:
             path = out / shard_name(part, len(records))
             record = read_arrays(record_path(path))
+            require_record(record)
             if path.stat().st_size != record["size"]:
                 break
             records.append(record)
@@ -32,6 +33,18 @@ def whole_shards(out: Path, part: str) -> list[Arrays]:
         if path.name not in kept:
             path.unlink()
     return records
+
+
+def require_record(record: Arrays) -> None:
+    """ValueError or KeyError where it is none."""
+    columns = [whole_numbers(record[name], np.iinfo(kind)) for name, kind in ROW.items()]
+    if len({len(column) for column in columns}) != 1:
+        raise ValueError("its columns differ in length")
+    reasons = record["reasons"]
+    if reasons.dtype.kind != "U" or reasons.shape != whole_numbers(record["skipped"]).shape:
+        raise ValueError("what was skipped is not one reason each")
+    for name in ("size", "rest_crc32", "source_bytes"):
+        whole_number(record[name])
 
 
 def make_index(class_names: tuple[str, ...], records: list[list[Arrays]], identity: Identity) -> Arrays:

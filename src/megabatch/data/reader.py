@@ -5,31 +5,34 @@ At most PREFETCHED batches are made or wait, in memory that is used again and ag
 
 Where there is an accelerator that memory is pinned, and a batch is copied to the device, by a stream of its own, before
 it is asked for.  Nobody waits for a copy: memory is used again once an event says that it has been copied.
+
+Whoever waits for a batch notices an image that takes longer than data.image_timeout_s (see `threads`), and ends with
+its name; or, where such images are skipped, leaves its thread and the memory of its batch alone, and has both replaced.
 """
 
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from megabatch.data.augment import Augmentation
-from megabatch.data.decode import Unreadable
+from megabatch.data.decode import TooLate
 from megabatch.data.encoded import EncodedImages
 from megabatch.data.images import ImageSet, InMemory
 from megabatch.data.order import Samples
+from megabatch.data.substitutes import MOST_IN_A_ROW, SKIPPED, load_first
+from megabatch.data.threads import MOST_LEFT, Doing, Threads, Watch
 from megabatch.errors import UserError
 from megabatch.runs.time_breakdown import TimeBreakdown
 
 PREFETCHED = 4  # batches
 IMAGES_A_PART = 8  # what a thread takes at once
-MOST_IN_A_ROW = 1000  # unreadable images, after which there is no point in looking for a good one
-SKIPPED = -1  # the label of a test image that cannot be read
 CPU = torch.device("cpu")
 
 
@@ -45,6 +48,7 @@ class Batch:
     spent: TimeBreakdown = field(default_factory=TimeBreakdown)  # by all threads together
     skipped: list[str] = field(default_factory=list)  # images that cannot be read, and why
     memory: torch.Tensor | None = None  # that holds the images, to be used again
+    is_late: bool = False  # an image of it takes too long: it is made again, without that one
 
 
 Ask = Callable[[], Request]  # worked out by a thread too: at the beginning of an epoch its order takes a while
@@ -65,6 +69,8 @@ class Reader:
         self.images, self.device, self.augmentation = images, device, augmentation
         self.threads = images.threads if isinstance(images, EncodedImages) else 1
         self.lock = threading.Lock()
+        self.watch = Watch(images.settings.image_timeout_s) if isinstance(images, EncodedImages) else None
+        self.late: set[int] = set()  # images that take too long
         self.free: deque[torch.Tensor] = deque()
         self.copying: deque[tuple[torch.Event, torch.Tensor]] = deque()  # memory that a device may still read
 
@@ -91,22 +97,52 @@ class Reader:
             yield self.make(ask())
 
     def prefetch_by_threads(self, requests: Iterator[Ask]) -> Batches:
-        begun: deque[Future[Begun]] = deque()
-        pool = ThreadPoolExecutor(self.threads, "megabatch-input")
-        try:
+        begun: deque[tuple[Ask, Future[Begun]]] = deque()
+        with Threads(self.threads, "megabatch-input", self.watch.limit_s if self.watch else None) as pool:
             while True:
                 while len(begun) < PREFETCHED and (ask := next(requests, None)):
-                    begun.append(pool.submit(self.begin_in, pool, ask))
+                    begun.append((ask, pool.submit(partial(self.begin_in, pool, ask))))
                 if not begun:
                     return
-                batch, parts = begun.popleft().result()
-                for part in parts:
-                    part.result()
+                batch = self.finish(pool, *begun.popleft())
                 yield without_skipped(batch)
                 if batch.memory is not None:
                     self.free.append(batch.memory)
-        finally:
-            pool.shutdown(cancel_futures=True)
+
+    def finish(self, pool: Threads, ask: Ask, begun: Future[Begun]) -> Batch:
+        """The batch, made again where one of its images takes too long: a thread may still write to the first."""
+        self.wait(pool, begun)
+        batch, parts = begun.result()
+        for part in parts:
+            self.wait(pool, part, batch)
+            if batch.is_late:
+                return self.finish(pool, ask, pool.submit(partial(self.begin_in, pool, ask)))
+            part.result()
+        return batch
+
+    def wait(self, pool: Threads, future: Future[Any], batch: Batch | None = None) -> None:
+        """Until it is done, or an image of the batch takes too long."""
+        while self.watch and not (batch and batch.is_late) and (late := self.watch.wait(future)):
+            for doing in late:
+                self.leave(pool, doing)
+
+    def leave(self, pool: Threads, doing: Doing) -> None:
+        """An image that takes too long, and the thread that is at it."""
+        images = self.images
+        assert isinstance(images, EncodedImages) and self.watch
+        error = self.too_late()
+        pool.replace(doing.thread)
+        if images.settings.on_error == "raise":
+            raise images.complaint(doing.image, error)
+        if self.watch.num_late > MOST_LEFT:
+            where = images.files.where(doing.image, read=False)
+            raise UserError(f"{where} cannot be read: {error}, and so for {MOST_LEFT} others; see what they lie on")
+        self.late.add(doing.image)
+        doing.of.is_late = True
+
+    def too_late(self) -> TooLate:
+        assert self.watch
+        return TooLate(f"it takes longer than data.image_timeout_s={self.watch.limit_s:g}")
 
     def prefetch_to_device(self, batches: Batches) -> Batches:
         """On the device one batch before it is needed."""
@@ -139,7 +175,7 @@ class Reader:
         finally:
             batches.close()
 
-    def begin_in(self, pool: ThreadPoolExecutor, ask: Ask) -> Begun:
+    def begin_in(self, pool: Threads, ask: Ask) -> Begun:
         """Hands the parts of a batch to the threads."""
         request = ask()
         count = len(request.samples)
@@ -199,9 +235,15 @@ class Reader:
         places: range,
     ) -> None:
         """Some images of a batch whose images are encoded."""
-        images = self.images
-        assert isinstance(images, EncodedImages)
-        spent, skipped = TimeBreakdown(), list[str]()
+        images, watch = self.images, self.watch
+        assert isinstance(images, EncodedImages) and watch
+        thread, spent, skipped = threading.get_ident(), TimeBreakdown(), list[str]()
+
+        def begin(sample: int) -> None:
+            if sample in self.late:
+                raise self.too_late()
+            watch.doing[thread] = Doing(thread, sample, batch)
+
         crops, pads = (augmentation.crops, augmentation.padding > 0) if augmentation else (None, False)
         labels = batch.labels.numpy()  # torch would let go of the GIL for each
         for place in places:
@@ -210,35 +252,15 @@ class Reader:
             load = partial(images.load, choose_box=choose_box, out=outs[place], spent=spent, mirrored=mirrored)
             sample = int(samples[place])
             candidates = range(sample, sample + (min(len(images), MOST_IN_A_ROW) if augmentation else 1))
-            labels[place] = load_first(images, candidates, load, skipped)
+            labels[place] = load_first(images, candidates, begin, load, skipped)
             if augmentation and pads:
                 begun_s = time.perf_counter()
                 augmentation.pad(place, outs[place])
                 spent.augment += time.perf_counter() - begun_s
+        watch.doing.pop(thread, None)
         with self.lock:
             batch.spent.add(spent)
             batch.skipped.extend(skipped)
-
-
-def load_first(images: EncodedImages, candidates: range, load: Callable[[int], None], skipped: list[str]) -> int:
-    """Loads the first of the candidates that can be read; its label, or SKIPPED.
-
-    So a batch keeps its size and the others their places, whoever makes it.  Candidates are neighbours in the set:
-    mostly of the same class.
-    """
-    for candidate in candidates:
-        sample = candidate % len(images)
-        try:
-            load(sample)
-            return int(images.files.labels[sample])
-        except Unreadable as error:
-            if images.settings.on_error == "raise":
-                raise images.complaint(sample, error) from None
-            if candidate == candidates.start:
-                skipped.append(f"{images.files.where(sample)} cannot be read: {error}")
-    if len(candidates) > 1:
-        raise UserError(f"{skipped[-1]}, and so for {len(candidates)} images in a row; fix the set")
-    return SKIPPED
 
 
 def without_skipped(batch: Batch) -> Batch:

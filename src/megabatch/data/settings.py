@@ -4,9 +4,11 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, field
 
+from megabatch.data.regular_files import MAX_FILE_MB, MEGABYTE
 from megabatch.planning.batch import Count
 
 MAX_PIXELS = 89_478_485  # as Pillow has it: a quarter of a GiB in memory
+IMAGE_TIMEOUT_S = 120  # longer than it takes a file server to be replaced by another
 CENTER_CROP = 0.875  # 224 of 256
 AUTO_HELD_OUT = 0.1
 Share = Annotated[float, Meta(gt=0, le=1)]
@@ -38,7 +40,13 @@ class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     on_error: Literal["raise", "skip"] = "raise"  # where an image cannot be read
     skip_limit: Share = 0.01  # of the images of an epoch, that may be skipped
     max_pixels: Count = MAX_PIXELS  # of an encoded image
+    max_file_mb: Annotated[int, Meta(ge=1, le=1_000_000)] = MAX_FILE_MB  # of one, encoded
+    image_timeout_s: Annotated[int, Meta(ge=1, le=86_400)] = IMAGE_TIMEOUT_S  # to read and decode one
     synthetic: SyntheticSettings = field(default_factory=SyntheticSettings)
+
+    @property
+    def most_bytes(self) -> int:
+        return self.max_file_mb * MEGABYTE
 
     def held_out(self, has_tests: bool) -> float:
         """The share of the training images that is tested on, of a source with or without test images of its own."""

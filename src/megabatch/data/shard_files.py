@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megabatch.data.npz import fingerprint
+from megabatch.data.regular_files import MOST_BYTES, open_regular, require_modest
 from megabatch.data.tars import Damaged, member_name
 from megabatch.text import one_line
 
@@ -35,7 +36,7 @@ class Shards:
             found = self.files[shard]
             if found is None:
                 allow_descriptors(len(self.paths))
-                found = self.files[shard] = FileIO(self.paths[shard])
+                found = self.files[shard] = FileIO(self.paths[shard], opener=open_regular)
         return found
 
     def read(self, shard: int, offset: int, length: int) -> bytes:
@@ -69,12 +70,14 @@ class ShardFiles:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def content(self, number: int) -> bytes:
+    def content(self, number: int, most_bytes: int = MOST_BYTES) -> bytes:
+        require_modest(int(self.length[number]), most_bytes)
         return self.shards.read(int(self.shard[number]), int(self.offset[number]), int(self.length[number]))
 
-    def where(self, number: int) -> str:
+    def where(self, number: int, read: bool = True) -> str:
         shard, offset = int(self.shard[number]), int(self.offset[number])
-        return f"{self.shards.paths[shard]} at offset {offset} ({self.readable_name(number)})"
+        name = f" ({self.readable_name(number)})" if read else ""
+        return f"{one_line(str(self.shards.paths[shard]))} at offset {offset}{name}"
 
     def readable_name(self, number: int) -> str:
         try:

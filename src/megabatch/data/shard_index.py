@@ -4,19 +4,22 @@ Sample i of the index is sample i of what was packed, wherever in the shards it 
 """
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from megabatch.data.class_names import class_names_of
 from megabatch.data.npz import UNREADABLE, Arrays, read_arrays
 from megabatch.data.tars import BLOCK
 from megabatch.errors import UserError
-from megabatch.text import one_line
+from megabatch.text import is_plain, one_line
 
 INDEX = "index.npz"
 INDEX_FORMAT = 1
 TRAIN, TEST = 0, 1  # its splits
 # What the index says of a sample.  A scan of tars without an index finds the first five.
-COLUMNS = {
+COLUMNS: dict[str, type[np.integer[Any]]] = {
     "shard": np.int32,
     "offset": np.int64,
     "length": np.int64,
@@ -28,25 +31,29 @@ COLUMNS = {
 }
 
 
+LIMITS = np.iinfo(np.int64)
+
+
 def read_index(folder: Path) -> Arrays:
     """The index of a pack, which fits its shards."""
     path = folder / INDEX
     try:
         index = read_arrays(path)
-        if int(index["format"]) != INDEX_FORMAT:
-            raise UserError(
-                f"{path} has format {int(index['format'])}, this megabatch reads {INDEX_FORMAT}; pack again, or update"
-            )
-        require_consistent(index)
+        found = whole_number(index["format"])
+        if found != INDEX_FORMAT:
+            raise UserError(f"{path} has format {found}, this megabatch reads {INDEX_FORMAT}; pack again, or update")
+        require_consistent(index, COLUMNS, str(path))
+        if "rest_crc32" in index and len(whole_numbers(index["rest_crc32"])) != len(index["shards"]):
+            raise ValueError("its checksums are not one for each shard")
     except (PermissionError, UserError):
         raise
     except UNREADABLE as error:
         raise UserError(f"{path} is damaged ({one_line(str(error))}); pack again") from error
     for name, size in zip(index["shards"], index["sizes"], strict=True):
         shard = folder / str(name)
-        found = shard.stat().st_size if shard.exists() else None
-        if found != size:
-            state = "is missing" if found is None else f"has {found:,} bytes"
+        found_size = shard.stat().st_size if shard.exists() else None
+        if found_size != size:
+            state = "is missing" if found_size is None else f"has {found_size:,} bytes"
             raise UserError(
                 f"{shard} {state} where {INDEX} says {size:,} bytes: the index does not match its shards; "
                 "copy the pack again, or pack again"
@@ -54,19 +61,47 @@ def read_index(folder: Path) -> Arrays:
     return index
 
 
-def require_consistent(index: Arrays) -> None:
-    """ValueError where an index is none, however it came to be so."""
-    columns = [index[name] for name in COLUMNS]
-    if any(column.shape != columns[0].shape or column.ndim != 1 for column in columns):
+def require_consistent(index: Arrays, columns: dict[str, type[np.integer[Any]]], where: str) -> None:
+    """ValueError where an index is none, however it came to be so.  Its columns get the types that they should have.
+
+    All are compared as int64, in which nothing overflows: lengths and offsets are not below 0, and nothing is added up.
+    """
+    for name, kind in columns.items():
+        index[name] = whole_numbers(index[name], np.iinfo(kind)).astype(kind, copy=False)
+    shard, offset, length, label, split = (index[name] for name in ("shard", "offset", "length", "label", "split"))
+    if any(len(index[name]) != len(shard) for name in columns):
         raise ValueError("its columns differ in length")
-    if not len(columns[0]) or any(column.dtype.kind not in "iu" for column in columns):
-        raise ValueError("its columns are no numbers")
-    if any("/" in str(name) or str(name).startswith(".") for name in index["shards"]):
-        raise ValueError("a shard's name is no file name")
-    shard, offset, length, label = columns[:4]
-    if shard.min() < 0 or shard.max() >= len(index["shards"]) or len(index["shards"]) != len(index["sizes"]):
+    if not len(shard):
+        raise ValueError("it lists no image")
+    index["sizes"] = sizes = whole_numbers(index["sizes"]).astype(np.int64, copy=False)
+    require_file_names(index["shards"])
+    if shard.min() < 0 or shard.max() >= len(index["shards"]) or len(index["shards"]) != len(sizes):
         raise ValueError("it names a shard that it does not list")
-    if offset.min() < BLOCK or length.min() < 0 or (length >= index["sizes"][shard] - offset).any():
+    if sizes.min() < 0 or offset.min() < BLOCK or length.min() < 0 or (length >= sizes[shard] - offset).any():
         raise ValueError("a sample lies outside of its shard")
-    if label.min() < 0 or label.max() >= len(index["class_names"]):
+    if label.min() < 0 or label.max() >= len(class_names_of(index["class_names"], where)):
         raise ValueError("a label has no class name")
+    if split.max() > TEST or TRAIN not in split:
+        raise ValueError("it has no training images, or a part that is neither training nor test")
+
+
+def whole_numbers(array: NDArray[Any], limits: np.iinfo[Any] = LIMITS) -> NDArray[Any]:
+    """One dimension of integers within limits; ValueError where it is something else."""
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ValueError(f"a column is {array.dtype} of shape {array.shape}, not a row of numbers")
+    if len(array) and (int(array.min()) < limits.min or int(array.max()) > limits.max):
+        raise ValueError(f"a column has numbers beyond {limits.min} to {limits.max}")
+    return array
+
+
+def whole_number(array: NDArray[Any]) -> int:
+    if array.shape != () or array.dtype.kind not in "iu":
+        raise ValueError(f"{array.dtype} of shape {array.shape} is not a number")
+    return int(array)
+
+
+def require_file_names(names: NDArray[Any]) -> None:
+    if names.ndim != 1 or names.dtype.kind != "U":
+        raise ValueError("its shards are no names")
+    if any("/" in name or not name or name.startswith(".") or not is_plain(name) for name in names.tolist()):
+        raise ValueError("a shard's name is no file name")

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from msgspec import Struct
@@ -22,7 +22,7 @@ from megabatch.data.tars import BLOCK, padded
 
 END = bytes(2 * BLOCK)  # of a tar
 BUFFER_BYTES = 1 << 20
-ROW = {
+ROW: dict[str, type[np.integer[Any]]] = {
     "number": np.int64,
     "offset": np.int64,
     "length": np.int64,

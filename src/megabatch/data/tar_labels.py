@@ -8,18 +8,23 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from megabatch.data.class_names import LONGEST_NAME, require_names
+from megabatch.data.regular_files import read_file
 from megabatch.data.shapes import MOST_CLASSES
 from megabatch.data.tars import Member, Read
 from megabatch.errors import UserError
 from megabatch.text import is_plain, one_line
 
 CLASSES = "classes.txt"
+MOST_LABEL_BYTES = 64_000_000  # of a .json, which may hold much besides the label, or of classes.txt
 
 
 def read_label(member: Member, extension: str, read: Read, path: Path) -> str | None:
     """An int or a class name, as text; None where a .json says nothing of it."""
-    content = member.beginning if len(member.beginning) == member.length else read(member.offset, member.length)
     try:
+        if member.length > MOST_LABEL_BYTES:
+            raise ValueError(f"its {member.length:,} bytes are more than {MOST_LABEL_BYTES:,}")
+        content = member.beginning if len(member.beginning) == member.length else read(member.offset, member.length)
         if extension == "cls":
             label: object = content.decode().strip()
         else:
@@ -29,7 +34,9 @@ def read_label(member: Member, extension: str, read: Read, path: Path) -> str | 
                 return None
         if isinstance(label, bool) or not isinstance(label, int | str) or label == "" or not is_plain(str(label)):
             raise ValueError(f"{label!r} is neither a number nor a name")
-    except ValueError as error:  # msgspec's and Unicode's errors too
+        if len(str(label)) > LONGEST_NAME:
+            raise ValueError(f"a name has more than {LONGEST_NAME:,} letters")
+    except (ValueError, RecursionError) as error:  # msgspec's and Unicode's errors too; and JSON in JSON in JSON
         where = f"{path} at offset {member.offset} ({one_line(member.name)})"
         raise UserError(
             f"{where} is no label: {one_line(str(error))}; expected the number or the name of a class"
@@ -55,5 +62,5 @@ def name_classes(path: Path, names: tuple[str, ...]) -> tuple[str, ...]:
     """The lines of classes.txt for classes that have only numbers, if it has a line for each."""
     if names != tuple(map(str, range(len(names)))) or not path.is_file():
         return names
-    lines = tuple(path.read_text("utf-8", "replace").splitlines())
-    return lines if len(lines) >= len(names) else names
+    lines = tuple(read_file(path, MOST_LABEL_BYTES).decode("utf-8", "replace").splitlines())
+    return require_names(lines, str(path)) if len(lines) >= len(names) else names

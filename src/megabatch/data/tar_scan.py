@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,8 @@ from msgspec import Struct
 from megabatch.data.files import IMAGE_SUFFIXES
 from megabatch.data.index_cache import settled_mtime
 from megabatch.data.npz import Arrays
-from megabatch.data.shard_index import TEST, TRAIN
+from megabatch.data.regular_files import open_regular
+from megabatch.data.shard_index import COLUMNS, TEST, TRAIN, require_consistent
 from megabatch.data.tar_labels import number_classes, read_label
 from megabatch.data.tars import Damaged, Member, Read, walk_members
 from megabatch.errors import UserError
@@ -25,6 +27,7 @@ from megabatch.text import one_line
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 TEST_WORDS = (("val", "valid", "validation"), ("test",))  # shards of the latter count where none of the former is
 CHUNK_BYTES = 8192
+SCANNED = {name: COLUMNS[name] for name in ("shard", "offset", "length", "label", "split")}
 
 
 class TarSamples(Struct):
@@ -54,7 +57,12 @@ def list_tars(path: Path) -> list[Path]:
 
 
 def is_current(index: Arrays, shards: Sequence[Path]) -> bool:
-    listed = {str(name): (size, mtime) for name, size, mtime in zip(index["listed"], *index["stamps"], strict=True)}
+    """Of an index from the cache; ValueError where it is none."""
+    require_consistent(index, SCANNED, "the cache")
+    names, stamps = index["listed"], index["stamps"]
+    if names.dtype.kind != "U" or stamps.dtype != np.int64 or stamps.shape != (2, *names.shape):
+        return False
+    listed = {str(name): (size, mtime) for name, size, mtime in zip(names, *stamps, strict=True)}
     return {shard.name: (shard.stat().st_size, shard.stat().st_ctime_ns) for shard in shards} == listed
 
 
@@ -97,7 +105,7 @@ def split_by_name(names: Sequence[str]) -> list[int | None]:
 def scan_tar(path: Path) -> TarSamples:
     images: dict[str, Member] = {}
     labels: dict[str, str] = {}
-    with path.open("rb", buffering=0) as file:
+    with FileIO(path, opener=open_regular) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # it jumps from header to header
         read = read_in_chunks(file.fileno())
         try:

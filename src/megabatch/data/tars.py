@@ -13,6 +13,8 @@ TYPE, MAGIC = slice(156, 157), slice(257, 263)
 REGULAR, WITHOUT_CONTENT = (b"0", b"\0", b"7"), (b"1", b"2", b"3", b"4", b"5", b"6")
 LONG_NAME, PAX, EXTENSIONS = b"L", b"x", (b"L", b"x", b"g", b"K")
 MOST_EXTENSION_BLOCKS = 16  # that are looked at for a long name; Linux's longest path has 8
+MOST_EXTENSION_BYTES = 1 << 20
+MOST_DIGITS = 20  # of a length, in pax headers
 
 Read = Callable[[int, int], bytes]  # (offset, length), shorter at the end
 
@@ -47,6 +49,8 @@ def walk_members(read: Read, size: int, offset: int = 0) -> Iterator[Member]:
             if length < 0 or begin + length > size:
                 raise ValueError(f"the member there has {length:,} bytes, more than are left")
             kind = header[TYPE]
+            if kind in (LONG_NAME, PAX) and length > MOST_EXTENSION_BYTES:
+                raise ValueError(f"what extends a header has {length:,} bytes, more than {MOST_EXTENSION_BYTES:,}")
             if kind == LONG_NAME:
                 given["path"] = to_text(read(begin, length))
             elif kind == PAX:
@@ -67,7 +71,10 @@ def member_name(read: Read, size: int, offset: int) -> str:
         before = offset - (count + 2) * BLOCK
         extension = read(before, BLOCK) if before >= 0 else b""
         if extension[TYPE] in (LONG_NAME, PAX) and extends(extension, count):
-            return next(walk_members(read, size, before)).name
+            member = next(walk_members(read, size, before), None)
+            if member is None:
+                break
+            return member.name
     if len(header) < BLOCK or not is_header(header):
         raise Damaged(offset - BLOCK, "it is no header")
     return header_name(header)
@@ -95,7 +102,7 @@ def content_length(header: bytes, given: dict[str, str]) -> int:
     if kind in WITHOUT_CONTENT:
         return 0
     if "size" in given and kind not in EXTENSIONS:
-        return int(given["size"])
+        return parse_decimal(given["size"])
     field = header[LENGTH]
     return int.from_bytes(field[1:], "big") if field[0] == 0x80 else parse_octal(field)
 
@@ -108,16 +115,23 @@ def parse_octal(field: bytes) -> int:
     return int(field.partition(b"\0")[0].strip() or b"0", 8)
 
 
+def parse_decimal(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS):
+        raise ValueError(f"{text[:MOST_DIGITS]!r} is no length")
+    return int(text)
+
+
 def parse_pax(content: bytes) -> dict[str, str]:
     """Records of "LENGTH KEY=VALUE\\n", in which LENGTH counts the whole record."""
     records = {}
-    while content.strip(b"\0"):
-        length = int(content[:20].partition(b" ")[0])
-        key, equals, value = content[:length].partition(b" ")[2].partition(b"=")
-        if length < 5 or length > len(content) or not equals:
+    content, begin = content.rstrip(b"\0"), 0
+    while begin < len(content):
+        length = parse_decimal(to_text(content[begin : begin + MOST_DIGITS].partition(b" ")[0]))
+        key, equals, value = content[begin : begin + length].partition(b" ")[2].partition(b"=")
+        if length < 5 or begin + length > len(content) or not equals:
             raise ValueError("a pax header is torn")
         records[to_text(key)] = to_text(value.removesuffix(b"\n"))
-        content = content[length:]
+        begin += length
     return records
 
 

@@ -47,6 +47,9 @@ def verify_shard(index: Arrays, shards: Shards, shard: int) -> tuple[int, list[s
     rest_crc32, end = 0, 0
     for number, crc32 in enumerate(index["crc32"][chosen]):
         offset = int(files.offset[number])
+        if offset < end:
+            damaged.append(f"{files.where(number)}: it lies inside of the image before it")
+            continue
         rest_crc32 = zlib.crc32(shards.read(shard, end, offset - end), rest_crc32)
         end = offset + int(files.length[number])
         if zlib.crc32(files.content(number)) != crc32:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from megabatch.config.loading import load_config, print_to_stderr, silent
+from megabatch.data.class_names import require_names
 from megabatch.data.encoded import EncodedImages
 from megabatch.data.from_python import as_image_set
 from megabatch.data.images import DataSet, ImageSet
@@ -76,7 +77,7 @@ def fit(
     report = silent if current_rank().rank else print_to_stderr
     train_images, test_images = as_image_set(train, "train", report), as_image_set(test, "test", report)
     num_classes = 1 + int(max(train_images.labels.max(), test_images.labels.max()))
-    names = tuple(class_names or map(str, range(num_classes)))
+    names = require_names(list(class_names or map(str, range(num_classes))), "class_names")
     if len(names) < num_classes:
         raise UserError(f"there is a label {num_classes - 1} but only {len(names)} class_names; name them all")
     channels, size = channels_and_size(train_images)

@@ -13,8 +13,8 @@ from msgspec import Struct
 
 from megabatch.data.encoded import EncodedImages
 from megabatch.data.files import IMAGE_SUFFIXES, Content
-from megabatch.data.folders import read_file
 from megabatch.data.reader import Reader, Request
+from megabatch.data.regular_files import MOST_BYTES, read_file
 from megabatch.data.settings import DataSettings
 from megabatch.errors import UserError
 from megabatch.text import one_line
@@ -40,11 +40,11 @@ class NamedFiles:
     def __len__(self) -> int:
         return len(self.paths)
 
-    def content(self, number: int) -> Content:
+    def content(self, number: int, most_bytes: int = MOST_BYTES) -> Content:
         path = self.paths[number]
-        return self.stdin if self.stdin is not None and path == STDIN else read_file(path)
+        return self.stdin if self.stdin is not None and path == STDIN else read_file(path, most_bytes)
 
-    def where(self, number: int) -> str:
+    def where(self, number: int, read: bool = True) -> str:
         return one_line(self.paths[number])
 
     def fingerprint(self) -> str:
@@ -56,7 +56,9 @@ def find_images(given: Sequence[str]) -> NamedFiles:
     paths, content = list[str](), None
     for path in given:
         if path == STDIN:
-            content = sys.stdin.buffer.read()
+            content = sys.stdin.buffer.read(MOST_BYTES + 1)
+            if len(content) > MOST_BYTES:
+                raise UserError(f"standard input has more than {MOST_BYTES:,} bytes; give a file, or a list of them")
             listed = listed_paths(content)
             paths += [STDIN] if listed is None else listed
         elif Path(path).is_dir():
