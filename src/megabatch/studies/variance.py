@@ -17,7 +17,8 @@ from megabatch.data.normalise import Normalise, measure_pixels
 from megabatch.data.sources import load_data_set
 from megabatch.runs.files import CHECKPOINTS, CONFIG
 from megabatch.studies.evidence import Curve
-from megabatch.train.checkpoint import model_state, read_state, step_of
+from megabatch.train.checkpoint import read_state, step_of
+from megabatch.train.training_state import model_state
 
 NUM_IMAGES = 512
 

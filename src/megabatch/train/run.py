@@ -1,7 +1,6 @@
 """A whole run on one rank: prepare, begin or resume, train, and on rank 0 record everything."""
 
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext, suppress
@@ -18,21 +17,22 @@ from megabatch.planning.batch import StepPlan
 from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.signals import StopRequest
 from megabatch.ranks.store import RUN_FOLDER, USER_ERROR, RankStore
-from megabatch.runs.files import MODEL, PLAN, SUMMARY, WEIGHTS
+from megabatch.runs.files import CHECKPOINTS, MODEL, PLAN, SUMMARY, WEIGHTS
 from megabatch.runs.folder import RunFolder
 from megabatch.runs.numbering import numbering_lock
 from megabatch.runs.records import Record, Status, StepRecord, Summary
 from megabatch.runs.totals import RunTotals
 from megabatch.train.card import with_results
-from megabatch.train.checkpoint import describe_arithmetic, restore_training_state, save_weights
+from megabatch.train.checkpoint import describe_arithmetic, save_weights
 from megabatch.train.environment import describe_environment
 from megabatch.train.loop import Training, never, train
 from megabatch.train.prepare import prepare
-from megabatch.train.resume import choose_start, is_numbered, newest_of, read_start
-from megabatch.train.saves import Checkpoints
+from megabatch.train.resume import choose_start, is_numbered, newest_of, read_start, report
+from megabatch.train.saves import Checkpoints, require_own
 from megabatch.train.screen import Screen
 from megabatch.train.tensorboard import EventFile
 from megabatch.train.timeline import recorded
+from megabatch.train.training_state import restore_training_state
 
 
 def run(config: RunConfig, info: RankInfo, resume: str, store: RankStore, retune: bool = False) -> int:
@@ -126,7 +126,8 @@ def begin(config: RunConfig, resume: str, training: Training, stack: ExitStack) 
             with numbering_lock() if is_numbered(config, resume) else nullcontext():
                 start = choose_start(config, resume, newest_of)
                 folder = stack.enter_context(RunFolder(start.folder))
-            checkpoint = read_start(start, report)
+            require_own(start.folder / CHECKPOINTS)
+            checkpoint = read_start(start, report, training)
             if checkpoint:
                 totals, computed_by = checkpoint.description.totals, checkpoint.description.computed_by
                 require_same_images(start.folder, checkpoint.description.data, training)
@@ -175,10 +176,6 @@ def require_same_images(folder: Path, before: str, training: Training) -> None:
             f"{folder} was trained on other images than are there now (other files, or in another order); "
             "bring back those, or train again in another run.dir"
         )
-
-
-def report(problem: str) -> None:
-    print(f"megabatch: {problem}; it is passed over", file=sys.stderr)
 
 
 class Recorder:

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from megabatch.errors import UserError
 from megabatch.runs.files import CHECKPOINTS, WEIGHTS
 from megabatch.runs.model_card import METADATA, ModelCard, decode_card
-from megabatch.train.checkpoint import STATE, DamagedCheckpoint, model_state, newest_good, read_description
+from megabatch.train.checkpoint import STATE, DamagedCheckpoint, newest_good, read_description
+from megabatch.train.training_state import model_state
 
 MAX_HEADER_BYTES = 100 << 20  # of a safetensors file, as its own readers have it
 

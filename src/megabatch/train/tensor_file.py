@@ -4,6 +4,7 @@ The bytes are those of safetensors' own writer, whose file would have to be read
 held for moments only: training goes on meanwhile.
 """
 
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from megabatch.disk import read_hashed, write_hashed
+from megabatch.runs.tensor_header import LENGTH_BYTES, MAX_HEADER_BYTES, Entry, Header, parse_header
 
 # The wider come first in a file, and of equally wide ones the later in this table: so each tensor is aligned.
 DTYPES = {
@@ -66,17 +68,23 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def read_flat(path: Path) -> tuple[torch.Tensor, str]:
     """The file's bytes, and their sha256."""
-    flat = torch.empty(path.stat().st_size, dtype=torch.uint8)
-    return flat, read_hashed(path, flat.numpy().data)
+    flat = np.empty(path.stat().st_size, dtype=np.uint8)
+    return torch.from_numpy(flat), read_hashed(path, flat.data)
+
+
+def header_of(flat: torch.Tensor) -> Header:
+    return parse_header(io.BytesIO(flat[: LENGTH_BYTES + MAX_HEADER_BYTES].numpy().data), len(flat))
 
 
 def tensors_in(flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of a file that `write_tensors` has written: they share its memory."""
-    data_begin = 8 + int.from_bytes(flat[:8].numpy().tobytes(), "little")
-    header = json.loads(flat[8:data_begin].numpy().tobytes())
-    header.pop("__metadata__", None)
-    data = flat[data_begin:]
-    return {
-        name: data[slice(*entry["data_offsets"])].view(DTYPES[entry["dtype"]]).view(entry["shape"])
-        for name, entry in header.items()
-    }
+    """They share its memory.  `NotTensors` if it is no file of them."""
+    header = header_of(flat)
+    data = flat[header.data_begin :]
+    return {name: tensor_in(data, entry) for name, entry in header.tensors.items()}
+
+
+def tensor_in(data: torch.Tensor, entry: Entry) -> torch.Tensor:
+    part, dtype = data[slice(*entry.data_offsets)], DTYPES[entry.dtype]
+    if part.storage_offset() % dtype.itemsize:  # not as we write them, and a view would be refused
+        part = part.clone()
+    return part.view(dtype).view(entry.shape)
