@@ -25,8 +25,10 @@ from megabatch.models.catalog import ModelSettings, build_model
 from megabatch.precision.place import place_model
 from megabatch.precision.policy import PrecisionSettings
 from megabatch.runs.model_card import ModelCard
+from megabatch.runs.tensor_header import Entry
 from megabatch.train.card import pixels_of
 from megabatch.train.saved_weights import SavedWeights, find_weights
+from megabatch.train.tensor_file import DTYPES
 
 Picture = Image.Image | torch.Tensor
 
@@ -43,12 +45,15 @@ def load(
 
 def make_classifier(weights: SavedWeights, device: torch.device, network: nn.Module | None = None) -> "Classifier":
     card = weights.card
-    settings = msgspec.convert({key: value for key, value in card.model.items() if value is not None}, ModelSettings)
+    settings = settings_of(weights)
     precision = PrecisionSettings(name=card.precision)
-    model = network
-    if model is None:
-        model = build_model(settings, 0, len(card.classes), card.num_channels, card.image_size)
+    layout = weights.layout()
+    if network is None and not settings.is_users_own:
+        with torch.device("meta"):  # before there is memory for whatever the card asks for
+            require_fit(weights, layout, build(settings, card))
+    model = build(settings, card) if network is None else network
     model.to(precision.formats.update)  # fp64 would be rounded
+    require_fit(weights, layout, model)
     try:
         model.load_state_dict(weights.read())
     except RuntimeError as error:
@@ -57,6 +62,32 @@ def make_classifier(weights: SavedWeights, device: torch.device, network: nn.Mod
     place_model(model, precision, device, settings.wants_channels_last)
     normalise = Normalise(pixels_of(card), device, precision.formats.model, settings.wants_channels_last)
     return Classifier(model, normalise, card)
+
+
+def settings_of(weights: SavedWeights) -> ModelSettings:
+    given = {key: value for key, value in weights.card.model.items() if value is not None}
+    try:
+        return msgspec.convert(given, ModelSettings)
+    except msgspec.ValidationError as error:
+        raise UserError(f"{weights.path} does not say which model it is of ({error}); train it again") from None
+
+
+def build(settings: ModelSettings, card: ModelCard) -> nn.Module:
+    return build_model(settings, 0, len(card.classes), card.num_channels, card.image_size)
+
+
+def require_fit(weights: SavedWeights, layout: dict[str, Entry], model: nn.Module) -> None:
+    """By shapes, and by what numbers are: torch would round an int8 to a weight."""
+    for name, tensor in model.state_dict().items():
+        if not isinstance(tensor, torch.Tensor) or name not in layout:  # which load_state_dict will say
+            continue
+        entry = layout[name]
+        is_number = DTYPES[entry.dtype].is_floating_point == tensor.dtype.is_floating_point
+        if list(tensor.shape) != entry.shape or not is_number or DTYPES[entry.dtype].is_complex:
+            raise UserError(
+                f"{weights.path} does not fit {weights.card.model['name']}: {name} is {entry} there, and "
+                f"{tensor.dtype} {list(tensor.shape)} in the model; give the network of the run"
+            )
 
 
 class Classifier(nn.Module):

@@ -17,7 +17,7 @@ from megabatch.runs.totals import RunTotals
 from megabatch.train.loop import Training
 from megabatch.train.snapshot import is_finite
 from megabatch.train.tensor_file import NAMES
-from megabatch.train.training_state import LOSS_SCALE, MODEL, NUMBER, OPTIMIZER, named_parameters, split_name
+from megabatch.train.training_state import LOSS_SCALE, NUMBER, OPTIMIZER, named_parameters, split_name
 from megabatch.train.training_state import training_state as state_of
 
 # What torch's optimizers keep for every element of a parameter, in its dtype.
@@ -126,10 +126,3 @@ def totals_problems(totals: RunTotals, training: Training) -> Problems:
         yield f"its global batch is {totals.global_batch}, expected {plan.global_batch}"
     if totals.steps > plan.num_steps:
         yield f"it is of step {totals.steps:,}, and the run has {plan.num_steps:,}"
-
-
-def model_problems(found: Tensors, model: Mapping[str, torch.Tensor], prefix: str = MODEL) -> Problems:
-    """Of weights for a model, of which no more than their header is known; `prefix` begins their names there."""
-    expected = {f"{prefix}{name}": tensor for name, tensor in model.items()}
-    yield from differences(found, expected)
-    yield from (f"{name} ({entry}) is not of the model" for name, entry in found.items() if name not in expected)

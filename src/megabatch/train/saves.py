@@ -49,6 +49,7 @@ class Checkpoints:
         times: SaveTimes | None = None,  # is added to
     ) -> None:
         self.folder, self.settings = run_folder / CHECKPOINTS, settings
+        require_own(self.folder)
         self.outage, self.sync_rows = outage or Outage(), sync_rows
         self.saved_s = time.monotonic()
         self.saving_took_s = 0.0
@@ -58,7 +59,6 @@ class Checkpoints:
         self.retry_s = 0.0
         self.times = times or SaveTimes()
         self.background = BackgroundWriter(self.write, keeps_all=settings.keep > COPIES)
-        require_own(self.folder)
         remove_unfinished(self.folder)
         self.forget_after(first_step)
 
