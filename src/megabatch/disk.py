@@ -75,23 +75,27 @@ def write_all(file: BinaryIO, content: memoryview) -> None:
 
 def read_hashed(path: Path, into: memoryview) -> str:
     """Fills it from the file; the sha256 of what was read."""
+    with open_regular(path) as file:
+        return fill_hashed(file, into)
+
+
+def fill_hashed(file: BinaryIO, into: memoryview) -> str:
     digest, begin = hashlib.sha256(), 0
-    with open_regular(path, buffering=0) as file:
-        while begin < len(into):
-            count = file.readinto(into[begin : begin + CHUNK_BYTES])  # type: ignore[attr-defined]
-            if not count:
-                raise OSError(errno.EIO, f"it ends after {begin:,} of {len(into):,} bytes", str(path))
-            digest.update(into[begin : begin + count])
-            begin += count
+    while begin < len(into):
+        count = file.readinto(into[begin : begin + CHUNK_BYTES])  # type: ignore[attr-defined]
+        if not count:
+            raise OSError(errno.EIO, f"it ends after {begin:,} of {len(into):,} bytes", file.name)
+        digest.update(into[begin : begin + count])
+        begin += count
     return digest.hexdigest()
 
 
-def open_regular(path: Path, buffering: int = -1) -> BinaryIO:
+def open_regular(path: Path) -> BinaryIO:
     """For reading, and nothing but a file: a FIFO would wait for a writer, a device may never end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         require_regular(descriptor, path)
-        return os.fdopen(descriptor, "rb", buffering)
+        return os.fdopen(descriptor, "rb")
     except OSError:
         os.close(descriptor)
         raise

@@ -11,6 +11,7 @@ and what it keeps, is in `saves.py`.
 """
 
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from megabatch.planning.sound import require_sound
 from megabatch.planning.tuning import Tuning
 from megabatch.runs.files import CHECKPOINTS
 from megabatch.runs.model_card import METADATA, ModelCard
-from megabatch.runs.tensor_header import Entry, NotTensors, read_header
+from megabatch.runs.tensor_header import Entry, Header, NotTensors, parse_header
 from megabatch.runs.totals import RunTotals, totals_problem
 from megabatch.text import one_line
 from megabatch.train.card import with_results
@@ -162,10 +163,13 @@ def read_checkpoint(path: Path, check: Check | None = None, check_values: CheckV
     """
     with damage_named(path):
         description = decode_description(path)
-        require(path, check and check(description, read_header(path / STATE).tensors))
-        flat, found = read_flat(path / STATE)
+
+        def check_header(header: Header) -> None:
+            require(path, check and check(description, header.tensors))
+
+        flat, found = read_flat(path / STATE, check_header)
         require_checksum(path, description, found)
-        require(path, check and check(description, header_of(flat).tensors))  # the file may have been another
+        check_header(header_of(flat))  # somebody may have written to the file meanwhile
         state = tensors_in(flat)
         require(path, check_values and check_values(description, state))
     return Checkpoint(path, description, state)
@@ -175,8 +179,9 @@ def read_description(path: Path) -> Description:
     """Checks a checkpoint, and says where in the run it stands."""
     with damage_named(path):
         description = decode_description(path)
-        read_header(path / STATE)
         with open_regular(path / STATE) as file:
+            parse_header(file, os.fstat(file.fileno()).st_size)
+            file.seek(0)
             found = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
         require_checksum(path, description, found)
     return description

@@ -6,13 +6,14 @@ held for moments only: training goes on meanwhile.
 
 import io
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from megabatch.disk import read_hashed, write_hashed
+from megabatch.disk import fill_hashed, open_regular, write_hashed
 from megabatch.runs.tensor_header import LENGTH_BYTES, MAX_HEADER_BYTES, Entry, Header, parse_header
 
 # The wider come first in a file, and of equally wide ones the later in this table: so each tensor is aligned.
@@ -66,10 +67,15 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return np.ascontiguousarray(integers).reshape(-1).view(np.uint8).data
 
 
-def read_flat(path: Path) -> tuple[torch.Tensor, str]:
-    """The file's bytes, and their sha256."""
-    flat = np.empty(path.stat().st_size, dtype=np.uint8)
-    return torch.from_numpy(flat), read_hashed(path, flat.data)
+def read_flat(path: Path, check: Callable[[Header], None] | None = None) -> tuple[torch.Tensor, str]:
+    """The file's bytes, and their sha256.  What `check` says of its header is raised before memory is taken."""
+    with open_regular(path) as file:
+        file_bytes = os.fstat(file.fileno()).st_size
+        if check:
+            check(parse_header(file, file_bytes))
+            file.seek(0)
+        flat = np.empty(file_bytes, dtype=np.uint8)
+        return torch.from_numpy(flat), fill_hashed(file, flat.data)
 
 
 def header_of(flat: torch.Tensor) -> Header:
