@@ -103,7 +103,7 @@ def match(model: nn.Module, weights: Weights) -> MatchReport:
 
 
 def require_kind(name: str, given: torch.Tensor, own: torch.Tensor) -> None:
-    """Numbers as the model has them: torch would take an int8 for a weight.  Counters may have been cast with others."""
+    """Numbers as the model has them: torch would take an int8 for a weight.  Counters may be cast."""
     if (own.is_floating_point() and not given.is_floating_point()) or given.is_complex() != own.is_complex():
         raise UserError(f"{name} is {given.dtype} there and {own.dtype} here; give weights of that kind of number")
 

@@ -82,8 +82,9 @@ def require_fit(weights: SavedWeights, layout: dict[str, Entry], model: nn.Modul
         if not isinstance(tensor, torch.Tensor) or name not in layout:  # which load_state_dict will say
             continue
         entry = layout[name]
-        is_number = DTYPES[entry.dtype].is_floating_point == tensor.dtype.is_floating_point
-        if list(tensor.shape) != entry.shape or not is_number or DTYPES[entry.dtype].is_complex:
+        dtype = DTYPES[entry.dtype]
+        is_other = dtype.is_complex or (tensor.is_floating_point() and not dtype.is_floating_point)
+        if list(tensor.shape) != entry.shape or is_other:
             raise UserError(
                 f"{weights.path} does not fit {weights.card.model['name']}: {name} is {entry} there, and "
                 f"{tensor.dtype} {list(tensor.shape)} in the model; give the network of the run"

@@ -22,6 +22,7 @@ from megabatch.runs.folder import RunFolder
 from megabatch.runs.numbering import numbering_lock
 from megabatch.runs.records import Record, Status, StepRecord, Summary
 from megabatch.runs.totals import RunTotals
+from megabatch.text import one_line
 from megabatch.train.card import with_results
 from megabatch.train.checkpoint import describe_arithmetic, save_weights
 from megabatch.train.environment import describe_environment
@@ -129,7 +130,7 @@ def begin(config: RunConfig, resume: str, training: Training, stack: ExitStack) 
             require_own(start.folder / CHECKPOINTS)
             checkpoint = read_start(start, report, training)
             if checkpoint:
-                totals, computed_by = checkpoint.description.totals, checkpoint.description.computed_by
+                totals, computed_by = checkpoint.description.totals, one_line(checkpoint.description.computed_by, 200)
                 require_same_images(start.folder, checkpoint.description.data, training)
                 totals.resumed_from_step = totals.steps
                 state = checkpoint.state
@@ -198,6 +199,8 @@ class Recorder:
         if totals.steps:
             self.screen.show_resumption(totals.steps, computed_by, describe_arithmetic(training))
             self.screen.show_drift(training.gradients.plans.drift)
+        if training.gradients.plans.is_chosen_again:
+            self.say("allreduce", "what was chosen before does not fit these ranks and gradients; it is chosen again")
 
     def say(self, name: str, text: str) -> None:
         self.screen.say(name, text)
