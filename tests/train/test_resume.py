@@ -15,6 +15,7 @@ from megabatch.runs.folder import RunFolder
 from megabatch.runs.records import Status
 from megabatch.runs.totals import RunTotals
 from megabatch.text import one_line
+from megabatch.train.checkpoint import Description, write_checkpoint
 from megabatch.train.resume import Start, choose_start, newest_of, read_start, stored_tuning, why_other
 from megabatch.train.saves import Checkpoints
 
@@ -182,6 +183,14 @@ def test_what_is_only_called_like_a_checkpoint_is_passed_over_and_left(tmp_path:
     Checkpoints(found.folder, CheckpointSettings(keep=1), first_step=0).close()
     assert {path.name for path in folder.iterdir()} == set(STRAYS)
     assert (tmp_path / "outside/step-00000009/thesis.txt").read_text() == "precious"
+
+
+def test_a_file_in_the_place_of_a_checkpoint_is_not_taken_for_one_that_was_saved(tmp_path: Path) -> None:
+    (tmp_path / "step-00000003").touch()
+    totals = RunTotals(global_batch=1, target_top1=None, steps=3)
+    description = Description(step=3, computed_by="", totals=totals, checksum="")
+    with pytest.raises(NotADirectoryError):
+        write_checkpoint(tmp_path, {}, description)
 
 
 @pytest.mark.parametrize("link", ["last", "best"])

@@ -31,7 +31,6 @@ from megabatch.runs.files import CHECKPOINTS
 from megabatch.runs.model_card import METADATA, ModelCard
 from megabatch.runs.tensor_header import Entry, Header, NotTensors, parse_header
 from megabatch.runs.totals import RunTotals, totals_problem
-from megabatch.text import one_line
 from megabatch.train.card import with_results
 from megabatch.train.compiled import is_compiled
 from megabatch.train.loop import Training
@@ -92,7 +91,7 @@ def describe(training: Training, totals: RunTotals) -> Description:
 def write_checkpoint(folder: Path, state: dict[str, torch.Tensor], description: Description) -> str:
     """All of it or nothing; its name.  One that is there has failed at what comes after it, and is whole."""
     name = name_of(description.step)
-    if (folder / name).exists():
+    if is_own(folder / name):
         return name
     with writing(folder / name) as new:
         new.mkdir()
@@ -139,11 +138,8 @@ def newest_good(run_folder: Path, report: Callable[[str], None]) -> Path | None:
     return None
 
 
-class DamagedCheckpoint(Exception):
-    """In one line, whatever was quoted in it."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(one_line(text))
+class DamagedCheckpoint(UserError):
+    """Whoever can do with another one passes it over."""
 
 
 class Checkpoint(NamedTuple):
@@ -240,4 +236,5 @@ def step_of(path: Path) -> int:
 
 
 def read_state(path: Path) -> dict[str, torch.Tensor]:
-    return tensors_in(read_flat(path / STATE)[0])
+    with damage_named(path):
+        return tensors_in(read_flat(path / STATE)[0])
