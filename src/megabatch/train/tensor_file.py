@@ -79,7 +79,9 @@ def read_flat(path: Path, check: Callable[[Header], None] | None = None) -> tupl
 
 
 def header_of(flat: torch.Tensor) -> Header:
-    return parse_header(io.BytesIO(flat[: LENGTH_BYTES + MAX_HEADER_BYTES].numpy().data), len(flat))
+    length = int.from_bytes(flat[:LENGTH_BYTES].numpy().tobytes(), "little")
+    begin = flat[: LENGTH_BYTES + min(length, MAX_HEADER_BYTES)].numpy()  # a copy of no more than it needs
+    return parse_header(io.BytesIO(begin.data), len(flat))
 
 
 def tensors_in(flat: torch.Tensor) -> dict[str, torch.Tensor]:
