@@ -165,7 +165,7 @@ def test_what_is_private_is_its_users_alone_and_what_is_shared_follows_the_umask
         disk.make_private(tmp_path / "folder")
         disk.write_file(tmp_path / "private", "x", is_private=True)
         disk.write_file(tmp_path / "shared", "x")
-        disk.append_privately(tmp_path / "log").close()
+        disk.open_own(tmp_path / "log").close()
         disk.take_lock(tmp_path / "lock").close()
         disk.write_hashed(tmp_path / "hashed", [memoryview(b"x")])
     finally:
@@ -174,7 +174,7 @@ def test_what_is_private_is_its_users_alone_and_what_is_shared_follows_the_umask
     assert {mode_of(tmp_path / name) for name in ("private", "log", "lock", "hashed")} == {file}
 
 
-@pytest.mark.parametrize("write", [disk.append_privately, disk.take_lock, lambda path: disk.write_hashed(path, [])])
+@pytest.mark.parametrize("write", [disk.open_own, disk.take_lock, lambda path: disk.write_hashed(path, [])])
 def test_nothing_private_is_written_through_a_link(tmp_path: Path, write: Callable[[Path], object]) -> None:
     (tmp_path / "victim").write_text("theirs")
     (tmp_path / "link").symlink_to("victim")

@@ -26,7 +26,7 @@ LAYERS = [
     {"planning"},
     {"disk"},
     {"errors", "recipes", ""},
-    {"text"},
+    {"text", "decoding"},
 ]
 LEVEL = {part: -depth for depth, layer in enumerate(LAYERS) for part in layer}
 

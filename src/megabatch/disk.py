@@ -14,6 +14,7 @@ import hashlib
 import os
 import secrets
 import shutil
+import stat
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -64,10 +65,6 @@ def private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
-def append_privately(path: Path) -> TextIO:
-    return open(path, "a", opener=private)
-
-
 def make_private(folder: Path) -> None:
     """One that is there stays as it is: its owner has said who may enter.  Its parents follow the umask."""
     folder.mkdir(0o700, parents=True, exist_ok=True)
@@ -100,15 +97,44 @@ def write_all(file: BinaryIO, content: memoryview) -> None:
 
 def read_hashed(path: Path, into: memoryview) -> str:
     """Fills it from the file; the sha256 of what was read."""
+    with open_regular(path) as file:
+        return fill_hashed(file, into)
+
+
+def fill_hashed(file: BinaryIO, into: memoryview) -> str:
     digest, begin = hashlib.sha256(), 0
-    with path.open("rb", buffering=0) as file:
-        while begin < len(into):
-            count = file.readinto(into[begin : begin + CHUNK_BYTES])
-            if not count:
-                raise OSError(errno.EIO, f"it ends after {begin:,} of {len(into):,} bytes", str(path))
-            digest.update(into[begin : begin + count])
-            begin += count
+    while begin < len(into):
+        count = file.readinto(into[begin : begin + CHUNK_BYTES])  # type: ignore[attr-defined]
+        if not count:
+            raise OSError(errno.EIO, f"it ends after {begin:,} of {len(into):,} bytes", file.name)
+        digest.update(into[begin : begin + count])
+        begin += count
     return digest.hexdigest()
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """For reading, and nothing but a file: a FIFO would wait for a writer, a device may never end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        require_regular(descriptor, path)
+        return os.fdopen(descriptor, "rb")
+    except OSError:
+        os.close(descriptor)
+        raise
+
+
+def require_regular(descriptor: int, path: Path) -> None:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """The whole file, if it is one and not larger."""
+    with open_regular(path) as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"more than {most_bytes:,} bytes", str(path))
+    return content
 
 
 def remedy(error: OSError) -> str:
@@ -157,7 +183,7 @@ class Locked(BlockingIOError):
 def take_lock(path: Path, *, wait: bool = False, patience_s: float | None = None) -> TextIO:
     """The lock, until the file is closed.  Raises `Locked` if another process holds it, or waits for that one."""
     with ExitStack() as opened:
-        file = opened.enter_context(open(path, "a+", opener=private))
+        file = opened.enter_context(open_own(path))
         patience_s = PATIENCE_S if patience_s is None else patience_s
         deadline_s = time.monotonic() + patience_s
         while True:
@@ -177,18 +203,25 @@ def take_lock(path: Path, *, wait: bool = False, patience_s: float | None = None
         return file
 
 
+def open_own(path: Path) -> TextIO:
+    """To be appended to and read: never through a link, and a FIFO is not waited for."""
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        require_regular(descriptor, path)
+        return os.fdopen(descriptor, "a+")
+    except OSError:
+        os.close(descriptor)
+        raise
+
+
 def is_locked(path: Path) -> bool:
-    # Of another user's nothing is known.  A pipe in its place is not waited for.
-    with suppress(FileNotFoundError, PermissionError), open(path, opener=unwaiting) as file:
+    with suppress(OSError), open_regular(path) as file:  # what is no file, or closed to this user, nobody holds
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
     return False
-
-
-def unwaiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def cache_folder() -> Path | None:

@@ -17,21 +17,12 @@ from megabatch.optim.optimizers import MakeOptimizer, OptimSettings
 from megabatch.ranks.world import World
 from megabatch.runs.totals import RunTotals
 from megabatch.train.assemble import Own
-from megabatch.train.checkpoint import (
-    DamagedCheckpoint,
-    newest_good,
-    number_to_tensor,
-    read_checkpoint,
-    read_description,
-    read_state,
-    restore_training_state,
-    tensor_to_number,
-    training_state,
-)
+from megabatch.train.checkpoint import DamagedCheckpoint, newest_good, read_checkpoint, read_description, read_state
 from megabatch.train.loop import train
 from megabatch.train.prepare import ready_to_train
 from megabatch.train.run import require_same_images
 from megabatch.train.saves import Checkpoints
+from megabatch.train.training_state import number_to_tensor, restore_training_state, tensor_to_number, training_state
 from tests.support.rank_pool import RankPool
 from tests.support.small_runs import small_run
 

@@ -16,9 +16,10 @@ from megabatch.data.sources import load_data_set
 from megabatch.errors import UserError
 from megabatch.ranks.world import World, connect, current_rank
 from megabatch.runs.records import EvaluationRecord, StepRecord
-from megabatch.train.checkpoint import describe_arithmetic, training_state
+from megabatch.train.checkpoint import describe_arithmetic
 from megabatch.train.loop import Training, train
 from megabatch.train.prepare import prepare, ready_to_train
+from megabatch.train.training_state import training_state
 from tests.support.rank_pool import RankPool
 from tests.support.small_runs import small_run
 

@@ -11,8 +11,8 @@ from megabatch.errors import Diverged, NotRepeated, RanksDiffer, UserError
 from megabatch.ranks.world import World
 from megabatch.runs.records import StepRecord
 from megabatch.train import loop
-from megabatch.train.checkpoint import training_state
 from megabatch.train.loop import Training, train
+from megabatch.train.training_state import training_state
 from tests.support.rank_pool import RankPool
 from tests.support.rehearsals import state_of
 from tests.support.small_runs import begin_small

@@ -19,10 +19,10 @@ from megabatch.data.sources import load_data_set
 from megabatch.errors import Diverged, UserError
 from megabatch.ranks.world import World
 from megabatch.runs.records import StepRecord
-from megabatch.train.checkpoint import restore_training_state, training_state
 from megabatch.train.evaluate import Evaluation
 from megabatch.train.loop import Training, train
 from megabatch.train.prepare import ready_to_train
+from megabatch.train.training_state import restore_training_state, training_state
 from tests.support.rank_pool import RankPool
 from tests.support.small_runs import small_run
 

@@ -337,7 +337,8 @@ def resume_and_count(world: World, folder: str) -> int:
     is_counting = [True]
 
     def hear(event: str, given: tuple[Any, ...]) -> None:
-        if is_counting and event == "open" and "r" in str(given[1]) and str(given[0]).endswith("state.safetensors"):
+        is_written = ".writing-" in str(given[0]) if given else False
+        if is_counting and event == "open" and str(given[0]).endswith("state.safetensors") and not is_written:
             opened.append(str(given[0]))
 
     sys.addaudithook(hear)

@@ -1,4 +1,7 @@
 import os
+import random
+import zipfile
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +13,10 @@ from torch import nn
 from megabatch.errors import UserError
 from megabatch.models.catalog import MODELS
 from megabatch.models.resnet import resnet18
-from megabatch.models.weights import match, read_weights
+from megabatch.models.weights import match, read_weights, require_finite
 from megabatch.runs.files import WEIGHTS
-from megabatch.train.checkpoint import MODEL, STATE
+from megabatch.train.checkpoint import STATE
+from megabatch.train.training_state import MODEL
 
 
 def small(num_classes: int = 5, in_channels: int = 1) -> nn.Module:
@@ -136,3 +140,72 @@ def test_what_is_not_there_or_holds_nothing_is_one_line(tmp_path: Path) -> None:
     torch.save([torch.ones(3)], tmp_path / "list.pth")
     with pytest.raises(UserError, match=r"list.pth holds no tensors by name"):
         read_weights(tmp_path / "list.pth")
+
+
+def test_weights_of_another_kind_of_number_are_refused() -> None:
+    state = small().state_dict()
+    name = next(iter(state))
+    for dtype in (torch.int8, torch.complex64):
+        with pytest.raises(UserError, match=f"{name} is {dtype} there and torch.float32 here"):
+            match(small(), state | {name: state[name].to(dtype)})
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e300])
+def test_weights_that_are_no_numbers_in_the_model_are_refused(value: float) -> None:
+    state = small().state_dict()
+    name = next(iter(state))
+    spoiled = match(small(), state | {name: torch.full(state[name].shape, value, dtype=torch.float64)})
+    with pytest.raises(UserError, match=f"{name} has inf or NaN"):
+        require_finite(spoiled.tensors)
+    require_finite(match(small(), state).tensors)
+
+
+def test_a_compressed_pickle_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+    torch.save(small().state_dict(), tmp_path / "a.pth")
+    with zipfile.ZipFile(tmp_path / "a.pth") as plain, zipfile.ZipFile(tmp_path / "b.pth", "w") as packed:
+        for member in plain.namelist():
+            packed.writestr(member, plain.read(member), zipfile.ZIP_DEFLATED)
+    with pytest.raises(UserError, match="is compressed, which torch does not do"):
+        read_weights(tmp_path / "b.pth")
+
+
+def test_what_a_pickle_puts_into_its_objects_is_not_called(tmp_path: Path) -> None:
+    state = OrderedDict(small().state_dict())
+    state.get = "no method"  # type: ignore[assignment, method-assign]
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.to = "no method"  # type: ignore[assignment, method-assign]
+    state["own"] = parameter
+    torch.save(state, tmp_path / "a.pth")
+    assert read_weights(tmp_path / "a.pth").keys() == {*small().state_dict(), "own"}
+    assert type(read_weights(tmp_path / "a.pth")["own"]) is torch.Tensor
+
+
+def test_sparse_tensors_are_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch.eye(3).to_sparse()}, tmp_path / "a.pth")
+    with pytest.raises(UserError, match="a is no plain tensor"):
+        read_weights(tmp_path / "a.pth")
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_damage_is_one_line_or_weights(tmp_path: Path, suffix: str) -> None:
+    path, draw, refused = tmp_path / f"a{suffix}", random.Random(1), 0
+    (save_file if suffix == ".safetensors" else torch.save)(small().state_dict(), path)  # type: ignore[operator]
+    content = path.read_bytes()
+    for _ in range(300):
+        damaged = bytearray(content)
+        for _ in range(draw.choice([1, 2, 8])):
+            damaged[draw.randrange(draw.choice([16, 2_000, len(damaged)]))] = draw.randrange(256)
+        path.write_bytes(damaged[: draw.choice([len(damaged), len(damaged), draw.randrange(len(damaged))])])
+        try:
+            match(small(), read_weights(path)).lines("a")
+        except UserError as error:
+            refused += 1
+            assert "\n" not in str(error)
+    assert refused > 100
+
+
+def test_only_files_are_opened(tmp_path: Path) -> None:
+    for suffix in (".pth", ".safetensors"):
+        os.mkfifo(tmp_path / f"a{suffix}")
+        with pytest.raises(UserError, match="not a regular file"):
+            read_weights(tmp_path / f"a{suffix}")

@@ -6,9 +6,9 @@ import torch
 
 from benchmarks.rehearsal import fake_cuda
 from megabatch.ranks.world import World
-from megabatch.train.checkpoint import training_state
 from megabatch.train.loop import train
 from megabatch.train.snapshot import Snapshot
+from megabatch.train.training_state import training_state
 from tests.support.rank_pool import RankPool
 from tests.support.rehearsals import begin, on, state_of, tiny
 

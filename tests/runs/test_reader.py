@@ -1,3 +1,5 @@
+import contextlib
+import os
 import re
 from pathlib import Path
 
@@ -6,7 +8,16 @@ import pytest
 
 from megabatch.errors import UserError
 from megabatch.runs.folder import RunFolder
-from megabatch.runs.reader import epoch_losses, is_run, last_record, list_runs, read_records
+from megabatch.runs.reader import (
+    epoch_losses,
+    is_run,
+    last_record,
+    length_up_to,
+    list_runs,
+    read_environment,
+    read_records,
+    started_in,
+)
 from megabatch.runs.records import EvaluationRecord, Record
 from megabatch.runs.totals import RunTotals
 from tests.support.records import step_record
@@ -88,3 +99,72 @@ def test_runs_are_listed_with_how_they_ended(tmp_path: Path) -> None:
             ("b", "killed"),
             ("c", "running"),
         ]
+
+
+LIES = [b"", b"[]", b"\xff", b"[" * 100_000, b'{"status": "finished"}', b'{"status": 5}']
+
+
+@pytest.mark.parametrize("content", LIES)
+def test_a_summary_that_cannot_be_one_is_listed_as_damaged(tmp_path: Path, content: bytes) -> None:
+    write_run(tmp_path / "a", RECORDS, "finished")
+    (tmp_path / "a/summary.json").write_bytes(content)
+    assert [(run.status, run.summary) for run in list_runs(tmp_path)] == [("damaged", None)]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("steps", -1), ("steps", 10**30), ("wall_s", 1e300), ("top1", 7.0), ("images_per_s", -1)]
+)
+def test_figures_that_no_run_has_are_damage(tmp_path: Path, key: str, value: float) -> None:
+    write_run(tmp_path / "a", RECORDS, "finished")
+    path = tmp_path / "a/summary.json"
+    path.write_bytes(msgspec.json.encode(msgspec.json.decode(path.read_bytes()) | {key: value}))
+    assert list_runs(tmp_path)[0].status == "damaged"
+
+
+def test_files_that_are_none_are_not_waited_for(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write_run(run, RECORDS)
+    for name in ("summary.json", "metrics.jsonl", "env.json"):
+        (run / name).unlink(missing_ok=True)
+        os.mkfifo(run / name)
+    assert last_record(run) is None and read_environment(run) == {}
+    assert list_runs(tmp_path)[0].status == "damaged"
+
+
+@pytest.mark.parametrize(
+    "config", [b"x = " + b"[" * 100_000, b"\xff", b"name = 5", b'name = "\\u001b[31m"', b"batch = 1"]
+)
+def test_a_recipe_of_anything_is_listed_in_plain_letters(tmp_path: Path, config: bytes) -> None:
+    write_run(tmp_path / "a", RECORDS, "finished")
+    (tmp_path / "a/config.toml").write_bytes(config)
+    assert list_runs(tmp_path)[0].recipe in (None, "?[31m")
+
+
+@pytest.mark.parametrize(
+    "row", [b"[" * 100_000, b"5", b"{}", b'{"step": "x"}', b'{"step": -1}', b'{"step": 1e30}', b"\xff"]
+)
+def test_rows_are_kept_up_to_the_first_that_is_none(tmp_path: Path, row: bytes) -> None:
+    write_run(tmp_path, RECORDS)
+    path = tmp_path / "metrics.jsonl"
+    good = path.read_bytes()
+    path.write_bytes(good + row + b"\n" + good)
+    assert length_up_to(path, 9) == len(good)
+    with pytest.raises(UserError, match="row 4") as caught:
+        list(read_records(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "train.log", ".lock"])
+def test_nothing_is_written_through_a_link(tmp_path: Path, name: str) -> None:
+    (tmp_path / "thesis.txt").write_text("precious")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(tmp_path / "thesis.txt")
+    with contextlib.suppress(OSError):
+        write_run(tmp_path / "run", RECORDS)
+    assert (tmp_path / "thesis.txt").read_text() == "precious"
+
+
+@pytest.mark.parametrize("content", [*LIES, b'{"directory": 5}', b'{"directory": "a\\u0000b"}'])
+def test_where_a_run_was_started_is_here_if_it_does_not_say(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "env.json").write_bytes(content)
+    assert started_in(tmp_path) == Path()

@@ -21,9 +21,9 @@ from megabatch.planning.topology import Topology, regular
 from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.world import World, connect
 from megabatch.runs.records import StepRecord
-from megabatch.train.checkpoint import restore_training_state, training_state
 from megabatch.train.loop import Training, train
 from megabatch.train.prepare import ready_to_train
+from megabatch.train.training_state import restore_training_state, training_state
 from tests.support.rank_pool import Join
 
 # 14 steps of four microbatches of four, with an evaluation after the seventh and the last.

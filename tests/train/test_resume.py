@@ -1,5 +1,6 @@
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -7,12 +8,16 @@ import pytest
 
 from megabatch.cli.train import choose_recipe
 from megabatch.config.loading import load_config
-from megabatch.config.schema import RunConfig
+from megabatch.config.schema import CheckpointSettings, RunConfig
+from megabatch.disk import point
 from megabatch.errors import UserError
 from megabatch.runs.folder import RunFolder
 from megabatch.runs.records import Status
 from megabatch.runs.totals import RunTotals
-from megabatch.train.resume import Start, choose_start, newest_of, read_start, why_other
+from megabatch.text import one_line
+from megabatch.train.checkpoint import Description, write_checkpoint
+from megabatch.train.resume import Start, choose_start, newest_of, read_start, stored_tuning, why_other
+from megabatch.train.saves import Checkpoints
 from tests.support.users import as_another_user
 
 
@@ -165,3 +170,95 @@ def test_a_run_that_its_user_keeps_to_themselves_is_refused_on_one_line(given: s
     for path, mode in modes.items():
         path.chmod(mode)
     assert said.endswith("theirs is closed to this user; ask its owner to open it, or give another")
+
+
+def outside(tmp_path: Path) -> Path:
+    """A folder that belongs to somebody else, and looks like a run's."""
+    (tmp_path / "outside/step-00000009").mkdir(parents=True)
+    (tmp_path / "outside/step-00000009/thesis.txt").write_text("precious")
+    return tmp_path / "outside"
+
+
+STRAYS: dict[str, Callable[[Path], object]] = {
+    "step-junk": Path.mkdir,
+    "step--1": Path.mkdir,
+    "step-": Path.mkdir,
+    "step-9": Path.mkdir,
+    "step-00000005 (copy)": Path.mkdir,
+    "step-\x1b[31m": Path.mkdir,
+    "step-00000009": Path.touch,
+    "step-00000010": os.mkfifo,
+    "step-00000011": lambda path: path.symlink_to(path.name),
+    "step-00000012": lambda path: path.symlink_to("../../../outside/step-00000009"),
+}
+
+
+def test_what_is_only_called_like_a_checkpoint_is_passed_over_and_left(tmp_path: Path) -> None:
+    outside(tmp_path)
+    make_run("runs/fashion-001", config_of())
+    folder = Path("runs/fashion-001/checkpoints")
+    folder.mkdir()
+    for name, make in STRAYS.items():
+        make(folder / name)
+    reports: list[str] = []
+    found = start()
+    assert found.checkpoint is None and read_start(found, reports.append) is None
+    assert len(reports) == len(STRAYS) and not any("\x1b" in one_line(report) for report in reports)
+    Checkpoints(found.folder, CheckpointSettings(keep=1), first_step=0).close()
+    assert {path.name for path in folder.iterdir()} == set(STRAYS)
+    assert (tmp_path / "outside/step-00000009/thesis.txt").read_text() == "precious"
+
+
+def test_a_file_in_the_place_of_a_checkpoint_is_not_taken_for_one_that_was_saved(tmp_path: Path) -> None:
+    (tmp_path / "step-00000003").touch()
+    totals = RunTotals(global_batch=1, target_top1=None, steps=3)
+    description = Description(step=3, computed_by="", totals=totals, checksum="")
+    with pytest.raises(NotADirectoryError):
+        write_checkpoint(tmp_path, {}, description)
+
+
+@pytest.mark.parametrize("link", ["last", "best"])
+def test_a_link_that_leads_elsewhere_is_replaced_and_not_followed(tmp_path: Path, link: str) -> None:
+    elsewhere = outside(tmp_path)
+    for target in (elsewhere, Path("nowhere"), Path(link)):
+        folder = tmp_path / f"run-{target.name}/checkpoints"
+        folder.mkdir(parents=True)
+        (folder / link).symlink_to(target)
+        Checkpoints(folder.parent, CheckpointSettings(), first_step=0).close()
+        point(folder / link, "step-00000001")
+        assert (folder / link).readlink() == Path("step-00000001")
+    assert (elsewhere / "step-00000009/thesis.txt").read_text() == "precious"
+
+
+def test_checkpoints_that_lie_elsewhere_are_refused_and_nothing_there_is_removed(tmp_path: Path) -> None:
+    elsewhere = outside(tmp_path)
+    (tmp_path / "run").mkdir()
+    makers: list[Callable[[Path], object]] = [
+        Path.touch,
+        os.mkfifo,
+        lambda path: path.symlink_to(elsewhere),
+        lambda path: path.symlink_to("nowhere"),
+        lambda path: path.symlink_to(path),
+    ]
+    for make in makers:
+        folder = tmp_path / "run/checkpoints"
+        make(folder)
+        with pytest.raises(UserError, match=r"checkpoints is not a folder of its own run"):
+            Checkpoints(tmp_path / "run", CheckpointSettings(), first_step=0)
+        folder.unlink()
+    for name in ("last", "best"):
+        (tmp_path / "run/checkpoints" / name).mkdir(parents=True)
+        with pytest.raises(UserError, match=f"checkpoints/{name} is not the link that it should be"):
+            Checkpoints(tmp_path / "run", CheckpointSettings(), first_step=0)
+        (tmp_path / "run/checkpoints" / name).rmdir()
+    assert (elsewhere / "step-00000009/thesis.txt").read_text() == "precious"
+
+
+def test_a_stored_plan_that_is_none_is_reported_and_passed_over(capsys: pytest.CaptureFixture[str]) -> None:
+    make_run("runs/fashion-001", config_of())
+    assert stored_tuning(config_of(), "auto") is None and capsys.readouterr().err == ""
+    for content in (b"", b"[" * 100_000, b"{}", b"\xff"):
+        Path("runs/fashion-001/plan.json").write_bytes(content)
+        assert stored_tuning(config_of(), "auto") is None
+        said = capsys.readouterr().err
+        assert said.startswith("megabatch: runs/fashion-001/plan.json does not say") and said.count("\n") == 1

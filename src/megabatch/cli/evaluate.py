@@ -30,4 +30,4 @@ def evaluate(
     for line in result.unreadable:
         console.print(f"left out: {line}", markup=False)
     for name, top1 in zip(names, result.class_top1, strict=True):
-        console.print(f"  {name:<16} {'-' if top1 is None else f'{top1:.4f}'}")
+        console.print(f"  {name:<16} {'-' if top1 is None else f'{top1:.4f}'}", markup=False)

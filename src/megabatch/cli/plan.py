@@ -8,10 +8,13 @@ import typer
 from megabatch.cli.bench import require_folder_of
 from megabatch.cli.overrides import Arguments, Ranks, split_arguments
 from megabatch.cli.ranks import be_a_rank, choose_ranks, start_ranks
+from megabatch.text import one_line
 
 if TYPE_CHECKING:
     from megabatch.planning.tuning import Bucket, PricedPlan, Tuning
     from megabatch.ranks.store import RankStore
+
+LONGEST_NAMES = 200  # letters of a bucket's gradients: the file may hold anything
 
 
 def plan(
@@ -80,6 +83,7 @@ def keep_for_simulate(tuning: "Tuning") -> None:
 
 def print_plan(tuning: "Tuning") -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console(highlight=False, soft_wrap=True)
@@ -105,7 +109,7 @@ def print_plan(tuning: "Tuning") -> None:
     for index, (bucket, passage) in enumerate(zip(tuning.buckets, tuning.passages, strict=True)):
         table.add_row(
             str(index),
-            describe_tensors(bucket),
+            escape(one_line(describe_tensors(bucket), LONGEST_NAMES)),
             f"{bucket.num_bytes / 1e6:,.2f}",
             f"{1e3 * bucket.ready_s:,.1f}",
             *map(describe, bucket.candidates),
@@ -115,7 +119,7 @@ def print_plan(tuning: "Tuning") -> None:
     console.print(table)
     console.print("\n[bold]why[/bold]")
     for reason, indices in reasons(tuning).items():
-        console.print(f"bucket{'s' * (len(indices) > 1)} {', '.join(map(str, indices))}: {reason}")
+        console.print(f"bucket{'s' * (len(indices) > 1)} {', '.join(map(str, indices))}: {reason}", markup=False)
     console.print("\n[bold]a step[/bold]")
     num_bytes = sum(bucket.num_bytes for bucket in tuning.buckets)
     num_tensors = sum(len(bucket.gradients) for bucket in tuning.buckets)
@@ -132,7 +136,7 @@ def reasons(tuning: "Tuning") -> "dict[str, list[int]]":
     """The buckets for which each holds."""
     found: dict[str, list[int]] = {}
     for index, bucket in enumerate(tuning.buckets):
-        found.setdefault(f"{bucket.plan}; {bucket.reason}", []).append(index)
+        found.setdefault(one_line(f"{bucket.plan}; {bucket.reason}"), []).append(index)
     return found
 
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megabatch.text import one_line
+
 if TYPE_CHECKING:
     from megabatch.runs.reader import Listing
 
@@ -57,7 +59,7 @@ def cells_of(run: "Listing", name: str) -> dict[str, str]:
 
     written = None if run.written_s is None else time.localtime(run.written_s)
     return {
-        "run": name,
+        "run": one_line(name),
         "status": run.status,
         "recipe": show(run.recipe),
         "batch": show(run.batch, ","),

@@ -105,6 +105,7 @@ class GradientAllReduce:
                 if self.topology.num_nodes > 1:  # elsewhere there is no choice that links could change
                     self.plans.drift = measure_drift(self.reducer, stored, self.settings)
             else:
+                self.plans.is_chosen_again = stored is not None
                 stored = tune(self.reducer, self.plans.candidates, backward, self.settings)
             self.plans.tuning = stored
             self.reducer.groups.close_others(self.plans.axes)

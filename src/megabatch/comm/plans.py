@@ -22,6 +22,7 @@ class PlansInUse:
             self.candidates = candidate_plans(algorithm, settings.dtype, shape, in_memory, on_accelerators)
         self.tuning: Tuning | None = None  # None: the default plan for all
         self.drift = 1.0  # see planning.choosing.drift
+        self.is_chosen_again = False  # what was stored is not for these ranks and gradients
 
     @property
     def axes(self) -> set[Axis]:

@@ -23,7 +23,7 @@ import torch
 from megabatch.comm.progress import WAITS, BackwardProgress
 from megabatch.comm.rank_states import RankStates
 from megabatch.comm.stream_times import Collective
-from megabatch.disk import append_privately
+from megabatch.disk import open_own
 from megabatch.ranks.activity import BACKWARD, Activity, LastWords
 
 LOOK_EVERY_S = 2.0  # at most
@@ -115,7 +115,7 @@ class Watchdog:
         path = None if self.stacks else self.last_words.log_path()
         if path:
             with suppress(OSError):
-                self.stacks = append_privately(path)
+                self.stacks = open_own(path)
         if self.stacks:
             faulthandler.dump_traceback_later(patience_s, file=self.stacks)
 

@@ -4,8 +4,12 @@ A head of another size is left as it was initialised, weight and bias together: 
 Whatever else is missing or has another shape is left so too, and listed.  Files are data: nothing in them is executed.
 """
 
+import os
 import pickle
 import re
+import struct
+import warnings
+import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +20,27 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+from megabatch.disk import open_regular
 from megabatch.errors import UserError
 from megabatch.models.layers import head_parameters
 from megabatch.runs.files import WEIGHTS
+from megabatch.runs.tensor_header import NotTensors, read_header
+from megabatch.text import one_line
 
 Weights = dict[str, torch.Tensor]
 CHECKPOINT, CHECKPOINT_PREFIX = "state.safetensors", "model."  # of a run: see `train/checkpoint.py`
+PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 WRAPPED_IN = ("state_dict", "model", "model_state")  # what training scripts put a state dict under
 ADDED_PREFIXES = ("module.", "_orig_mod.")  # by DistributedDataParallel and torch.compile
 COUNTER = "num_batches_tracked"  # of a BatchNorm: older files have none, and nothing depends on it
 MOST_NAMED = 3  # of tensors that do not fit
+LONGEST_NAME = 200  # letters of one
+# What torch's reader of damaged zips and pickles raises, beside `pickle.UnpicklingError`: it takes its steps as they
+# come, and fails as Python does.  MemoryError: a size that is a lie.
+DAMAGE = (
+    *(RuntimeError, OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, AssertionError),
+    *(ArithmeticError, MemoryError, struct.error),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +69,7 @@ class MatchReport:
 
 def shorten(names: Sequence[str]) -> str:
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(names[:MOST_NAMED]) + more
+    return ", ".join(one_line(name, LONGEST_NAME) for name in names[:MOST_NAMED]) + more
 
 
 def match(model: nn.Module, weights: Weights) -> MatchReport:
@@ -68,6 +83,9 @@ def match(model: nn.Module, weights: Weights) -> MatchReport:
     unusable = {*missing, *differing, *renewed}
     parameters = [name for name, _ in model.named_parameters()]
     fitting = [name for name in parameters if name not in unusable]
+    for name in own:
+        if name not in unusable:
+            require_kind(name, weights[name], own[name])
     if not fitting:
         raise UserError(
             f"none of its {len(weights)} tensors ({shorten(list(weights))}) fits the model ({shorten(parameters)}); "
@@ -82,6 +100,19 @@ def match(model: nn.Module, weights: Weights) -> MatchReport:
         unexpected=[name for name in weights if name not in own],
         other_shapes=[describe(name, own, weights) for name in differing if name not in renewed],
     )
+
+
+def require_kind(name: str, given: torch.Tensor, own: torch.Tensor) -> None:
+    """Numbers as the model has them: torch would take an int8 for a weight.  Counters may be cast."""
+    if (own.is_floating_point() and not given.is_floating_point()) or given.is_complex() != own.is_complex():
+        raise UserError(f"{name} is {given.dtype} there and {own.dtype} here; give weights of that kind of number")
+
+
+def require_finite(tensors: Weights) -> None:
+    """In the model's dtype, to which they are rounded."""
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise UserError(f"{name} has inf or NaN; give other weights")
 
 
 def describe(name: str, own: Weights, weights: Weights) -> str:
@@ -126,15 +157,18 @@ def file_of(path: Path) -> Path:
 
 def read_safetensors(path: Path) -> Weights:
     try:
+        read_header(path)  # it refuses more than the library does
         return load_file(path)
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, NotTensors, OSError) as error:
         raise UserError(f"{path} cannot be read as safetensors ({first_line(error)}); copy it again") from None
 
 
 def read_pickle(path: Path) -> Weights:
     """By torch's loader of tensors alone: whatever else a pickle names is refused before it is imported."""
+    require_stored_as_is(path)
     try:
-        content: Any = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings(action="ignore"):  # what torch says of a pickle that is not its own
+            content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
         what = f"more than tensors ({named[1]})" if named else f"what is no state dict ({first_line(error)})"
@@ -142,14 +176,37 @@ def read_pickle(path: Path) -> Weights:
             f"{path} holds {what}, and loading that could run code; "
             "where it comes from, save the state dict alone: torch.save(model.state_dict(), path)"
         ) from None
-    except (RuntimeError, OSError, EOFError, ValueError, KeyError, IndexError) as error:  # of a damaged file
+    except DAMAGE as error:
         raise UserError(f"{path} cannot be read ({first_line(error)}); copy it again") from None
+    # By the methods of dict and Tensor themselves: a pickle may have put others into the objects.
+    members = dict(dict.items(content)) if isinstance(content, dict) else {}
     for key in WRAPPED_IN:
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
+        if isinstance(members.get(key), dict):
+            members = dict(dict.items(members[key]))
             break
-    members = content.items() if isinstance(content, dict) else ()
-    return {name: value for name, value in members if isinstance(name, str) and isinstance(value, torch.Tensor)}
+    found = {
+        name: value for name, value in members.items() if isinstance(name, str) and isinstance(value, torch.Tensor)
+    }
+    for name, value in found.items():
+        if type(value) not in PLAIN_TENSORS or value.layout is not torch.strided or value.is_quantized or value.is_meta:
+            raise UserError(f"{path}: {name} is no plain tensor; save it as one")
+    return {name: torch.Tensor.detach(value) for name, value in found.items()}
+
+
+def require_stored_as_is(path: Path) -> None:
+    """As torch writes them: what is compressed may be a thousand times as large in memory as in the file."""
+    try:
+        with open_regular(path) as file:
+            if not zipfile.is_zipfile(file):
+                return
+            file_bytes = os.fstat(file.fileno()).st_size
+            with zipfile.ZipFile(file) as archive:
+                members = archive.infolist()
+    except (OSError, zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, struct.error) as error:
+        raise UserError(f"{path} cannot be read ({first_line(error)}); copy it again") from None
+    is_compressed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
+    if is_compressed or sum(member.file_size for member in members) > file_bytes:
+        raise UserError(f"{path} is compressed, which torch does not do; save the state dict again: torch.save")
 
 
 def first_line(error: Exception) -> str:

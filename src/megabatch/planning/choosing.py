@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from megabatch.planning.backward import ELEMENT_BYTES, GradientDtype, RecordedBackward
+from megabatch.planning.backward import ELEMENT_BYTES, Gradient, GradientDtype, RecordedBackward
 from megabatch.planning.buckets import MIB, ddp_buckets, ddp_caps, fuse
 from megabatch.planning.cost import Link, phase_seconds
 from megabatch.planning.merging import merge
@@ -283,4 +283,13 @@ def is_made_for(tuning: Tuning, topology: Topology, backward: RecordedBackward, 
         is_same = {gradient.dtype for gradient in gradients} <= {bucket.dtype}
         if not is_same or sum(gradient.num_bytes for gradient in gradients) != bucket.num_bytes:
             return False
-    return all(bucket.plan in candidates for bucket in tuning.buckets)
+    return cuts_as_stored(tuning, of_name) and all(bucket.plan in candidates for bucket in tuning.buckets)
+
+
+def cuts_as_stored(tuning: Tuning, of_name: Mapping[str, Gradient]) -> bool:
+    """Whether DDP makes these buckets with these caps; a choice of an older version has none."""
+    if not tuning.caps_mb:
+        return True
+    names = [name for bucket in tuning.buckets for name in bucket.gradients]
+    cut = ddp_buckets([of_name[name] for name in names], [int(cap_mb * MIB) for cap_mb in tuning.caps_mb])
+    return sorted([names[index] for index in indices] for indices in cut) == sorted(b.gradients for b in tuning.buckets)

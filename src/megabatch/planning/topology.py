@@ -78,8 +78,11 @@ class Topology(Struct, frozen=True, dict=True):  # dict: of what is computed onc
 
     def __post_init__(self) -> None:
         ranks = sorted(rank for node in self.nodes for rank in node)
-        assert ranks and ranks == list(range(len(ranks))), f"every rank from 0 belongs to one node: {self.nodes}"
-        assert all(self.nodes) and self.nodes == tuple(sorted(tuple(sorted(node)) for node in self.nodes)), self.nodes
+        # Errors, not asserts: it is also read from files.
+        if not ranks or ranks != list(range(len(ranks))):
+            raise ValueError("every rank from 0 on belongs to one node")
+        if not all(self.nodes) or self.nodes != tuple(sorted(tuple(sorted(node)) for node in self.nodes)):
+            raise ValueError("the ranks of a node ascend, and nodes come in the order of their first rank")
 
     @cached_property
     def shape(self) -> ClusterShape:

@@ -86,6 +86,23 @@ class LossScale:
     def state(self) -> torch.Tensor:
         return torch.tensor([self.value, self.clean_steps, self.overflows_in_a_row], dtype=torch.float64)
 
+    def problem_with(self, state: torch.Tensor, num_steps: int) -> str | None:
+        """Why it cannot be the `state` of this scale after so many steps; None if it can."""
+        value, *counts = state.tolist()
+        if not self.fits(value):
+            return f"is {value:g}, which this run cannot have come to"
+        most = min(num_steps, GROWTH_INTERVAL - 1) if self.kind == "dynamic" else num_steps
+        for count, limit in zip(counts, (most, num_steps), strict=True):
+            if not (0 <= count <= limit and count == int(count)):
+                return f"counts {count:g} steps, expected up to {limit}"
+        return None
+
+    def fits(self, value: float) -> bool:
+        """A dynamic scale is halved and doubled from where it began, down to 1; what lies on the device is fp32."""
+        if self.kind != "dynamic":
+            return value == self.value
+        return MIN_SCALE <= value <= torch.finfo(torch.float32).max
+
     def restore(self, state: torch.Tensor) -> None:
         self.value, clean_steps, overflows = state.tolist()
         self.clean_steps, self.overflows_in_a_row = int(clean_steps), int(overflows)

@@ -15,7 +15,7 @@ from typing import Self, TextIO
 
 import msgspec
 
-from megabatch.disk import Locked, append_privately, make_private, remove_unfinished, take_lock, write_file
+from megabatch.disk import Locked, make_private, open_own, remove_unfinished, take_lock, write_file
 from megabatch.errors import NotSaved, UserError
 from megabatch.runs.files import CONFIG, ENVIRONMENT, LOCK, LOG, METRICS, SUMMARY
 from megabatch.runs.outage import FIRST_PAUSE_S, Outage
@@ -117,7 +117,7 @@ class RunFolder:
 def append_to_log(folder: Path, text: str) -> bool:
     """Whether it is there: nobody fails for the sake of the log."""
     try:
-        with append_privately(folder / LOG) as file:
+        with open_own(folder / LOG) as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text.rstrip()}\n")
         return True
     except OSError:

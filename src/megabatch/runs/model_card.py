@@ -4,33 +4,38 @@ It lies in every checkpoint (state.json), in the metadata of model.safetensors, 
 It depends on model, data and numerics alone, so two equal runs have equal bytes; floats are read back to the bit.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
+from megabatch.decoding import Undecodable, decode_json
 from megabatch.errors import UserError
+from megabatch.runs.records import Count, Share
+from megabatch.text import is_plain
 
 FORMAT = 1
 METADATA = "megabatch"  # the key in the metadata of a safetensors file
+Mean = Annotated[float, Meta(ge=-1e30, le=1e30)]
+Deviation = Annotated[float, Meta(ge=1e-30, le=1e30)]
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):
     format: int = FORMAT
     model: dict[str, Any]  # the recipe's section: its name and options
-    classes: list[str]  # in the order of the scores
-    num_channels: int
-    image_size: int
-    center_crop: float  # of the shorter side
-    mean: list[float]  # of pixels from 0 to 255, per channel; they are subtracted,
-    deviation: list[float]  # and divided by
+    classes: Annotated[list[str], Meta(min_length=1)]  # in the order of the scores
+    num_channels: Annotated[int, Meta(ge=1, le=65536)]
+    image_size: Annotated[int, Meta(ge=1, le=8192)]
+    center_crop: Annotated[float, Meta(gt=0, le=1)]  # of the shorter side
+    mean: list[Mean]  # of pixels from 0 to 255, per channel; they are subtracted,
+    deviation: list[Deviation]  # and divided by
     precision: str
     recipe: dict[str, Any]  # every setting that decides the numbers, by its dotted name
-    steps: int = 0
-    top1: float | None = None  # of the newest evaluation; None before the first
-    top5: float | None = None
+    steps: Count = 0
+    top1: Share | None = None  # of the newest evaluation; None before the first
+    top5: Share | None = None
     test_loss: float | None = None
-    samples_evaluated: int = 0
+    samples_evaluated: Count = 0
 
     def to_json(self) -> str:
         return msgspec.json.format(msgspec.json.encode(self), indent=2).decode() + "\n"
@@ -38,12 +43,29 @@ class ModelCard(Struct, frozen=True, kw_only=True):
 
 def decode_card(content: bytes | str, where: str) -> ModelCard:
     try:
-        card = msgspec.json.decode(content, type=ModelCard)
-    except msgspec.MsgspecError as error:
+        card = decode_json(content, ModelCard)
+    except Undecodable as error:
         raise UserError(f"{where} does not describe a model ({error}); train it again") from None
+    return require_card(card, where)
+
+
+def require_card(card: ModelCard, where: str) -> ModelCard:
+    """It, if it can be one; `where` it is from."""
     if card.format != FORMAT:
         raise UserError(
             f"{where} was written by another version of megabatch (format {card.format}, this one has {FORMAT}); "
             "use that version"
         )
+    problem = card_problem(card)
+    if problem:
+        raise UserError(f"{where} does not describe a model ({problem}); train it again")
     return card
+
+
+def card_problem(card: ModelCard) -> str | None:
+    """What no model can have, if anything."""
+    if not len(card.mean) == len(card.deviation) == card.num_channels:
+        return f"it has {len(card.mean)} means and {len(card.deviation)} deviations for {card.num_channels} channels"
+    if not all(is_plain(name) for name in card.classes):
+        return "the name of a class is not printable"
+    return None

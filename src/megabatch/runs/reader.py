@@ -1,6 +1,5 @@
 """What a run has left, read without torch: by `megabatch runs`, by whoever resumes, by sweeps and studies."""
 
-import json
 import math
 import os
 import tomllib
@@ -13,21 +12,28 @@ from typing import Any, BinaryIO, Literal
 import msgspec
 from msgspec import Struct
 
-from megabatch.disk import is_locked
+from megabatch.decoding import Undecodable, decode_json
+from megabatch.disk import is_locked, open_regular, read_regular
 from megabatch.errors import UserError
+from megabatch.planning.sound import MAX_BYTES, decode_tuning
 from megabatch.planning.tuning import Tuning
 from megabatch.runs import files
-from megabatch.runs.records import EvaluationRecord, Record, Status, StepRecord, Summary
+from megabatch.runs.records import Count, EvaluationRecord, Record, Status, StepRecord, Summary
+from megabatch.text import one_line
 
 TAIL_BYTES = 16 << 10  # of metrics.jsonl, which mostly holds its last row: one that skipped images is longer
+MAX_JSON_BYTES = 64 << 20  # of a row or a file: a row that skipped half a million images
+MAX_CONFIG_BYTES = 4 << 20
+LONGEST_NAME = 60  # letters of a recipe's
+YEAR_9999_S = 253_402_300_800  # since 1970
 
 
 class Listing(Struct, frozen=True):
     """A run in a folder of runs."""
 
     path: Path
-    status: Status | Literal["running", "killed"]
-    summary: Summary | None  # None while it runs, and after a kill
+    status: Status | Literal["running", "killed", "damaged"]
+    summary: Summary | None  # None while it runs, after a kill, and where it cannot be read
     recipe: str | None = None  # None where config.toml cannot be read
     batch: int | None = None
     written_s: float | None = None  # when it was last heard of, in seconds since 1970
@@ -42,27 +48,30 @@ def listing_of(path: Path) -> Listing:
     if is_running(path):
         return Listing(path, "running", None, recipe, batch, last_written_s(path))
     summary = read_summary(path)
-    return Listing(path, summary.status if summary else "killed", summary, recipe, batch, last_written_s(path))
+    without: Literal["killed", "damaged"] = "damaged" if os.path.lexists(path / files.SUMMARY) else "killed"
+    return Listing(path, summary.status if summary else without, summary, recipe, batch, last_written_s(path))
 
 
 def read_recipe_and_batch(path: Path) -> tuple[str | None, int | None]:
     """The name of a run's recipe and its global batch, from its config.toml; None for what that does not say."""
     try:
-        settings = tomllib.loads((path / files.CONFIG).read_text())
-    except (OSError, ValueError):  # of which TOMLDecodeError is one
+        settings = tomllib.loads(read_regular(path / files.CONFIG, MAX_CONFIG_BYTES).decode())
+    except (OSError, ValueError, RecursionError):  # of which TOMLDecodeError is one
         return None, None
     name, section = settings.get("name"), settings.get("batch")
     batch = section.get("global") if isinstance(section, dict) else None
-    return name if isinstance(name, str) else None, batch if isinstance(batch, int) else None
+    is_number = isinstance(batch, int) and 0 < batch < 2**63
+    return one_line(name, LONGEST_NAME) if isinstance(name, str) else None, batch if is_number else None
 
 
 def last_written_s(path: Path) -> float | None:
     """When a run ended, or while it runs its newest row: what a copy of the folder keeps too."""
     for name in (files.SUMMARY, files.METRICS, files.CONFIG):
         try:
-            return (path / name).stat().st_mtime
+            written_s = (path / name).stat().st_mtime
         except OSError:
             continue
+        return written_s if 0 <= written_s < YEAR_9999_S else None
     return None
 
 
@@ -80,26 +89,34 @@ def is_running(path: Path) -> bool:
 
 
 def read_summary(path: Path) -> Summary | None:
-    """None for a run that runs, or that was killed."""
+    """None for a run that runs, that was killed, or whose summary is damaged."""
     try:
-        return msgspec.json.decode((path / files.SUMMARY).read_bytes(), type=Summary)
-    except (OSError, msgspec.MsgspecError):
+        return decode_json(read_regular(path / files.SUMMARY, MAX_JSON_BYTES), Summary)
+    except (OSError, Undecodable):
         return None
 
 
 def read_records(path: Path) -> Iterator[Record]:
     """Every whole row; the last may be being written."""
-    with (path / files.METRICS).open("rb") as rows:
-        for number, row in enumerate(rows, 1):
+    with open_regular(path / files.METRICS) as file:
+        for number, row in enumerate(lines_of(file), 1):
+            where = f"{path / files.METRICS}, row {number}"
+            if len(row) > MAX_JSON_BYTES:
+                raise UserError(f"{where}: more than {MAX_JSON_BYTES:,} bytes; it is damaged: remove the run")
             if row.endswith(b"\n"):
-                yield decode_row(row, f"{path / files.METRICS}, row {number}")
+                yield decode_row(row, where)
+
+
+def lines_of(file: BinaryIO) -> Iterator[bytes]:
+    """One that is longer than any row of ours comes in pieces: it need not fit into memory."""
+    return iter(lambda: file.readline(MAX_JSON_BYTES + 1), b"")
 
 
 def last_record(path: Path) -> Record | None:
     """The newest whole row; None before the first."""
     rows = path / files.METRICS
     try:
-        with rows.open("rb") as file:
+        with open_regular(rows) as file:
             row = last_line(file)
     except OSError:
         return None
@@ -112,7 +129,7 @@ def last_line(file: BinaryIO) -> bytes:
     while True:
         file.seek(max(0, size - tail_bytes))
         *lines, _ = file.read(tail_bytes).split(b"\n")
-        if len(lines) > 1 or tail_bytes >= size:
+        if len(lines) > 1 or tail_bytes >= min(size, MAX_JSON_BYTES):
             return lines[-1] if lines else b""
         tail_bytes *= 4
 
@@ -120,11 +137,11 @@ def last_line(file: BinaryIO) -> bytes:
 def decode_row(row: bytes, where: str) -> Record:
     """Rows of older runs do not say what they are; only steps have a learning rate."""
     try:
-        fields = msgspec.json.decode(row, type=dict[str, Any])
+        fields = decode_json(row, dict[str, Any])
         fields.setdefault("kind", "step" if "lr" in fields else "evaluation")
         record: Record = msgspec.convert(fields, StepRecord | EvaluationRecord)
         return record
-    except msgspec.MsgspecError as error:
+    except (Undecodable, msgspec.ValidationError) as error:
         raise UserError(f"{where}: {error}; it is damaged: remove the run, or train it again") from None
 
 
@@ -134,40 +151,52 @@ def epoch_losses(path: Path) -> dict[int, float]:
     for record in read_records(path):
         if isinstance(record, StepRecord):
             losses[math.ceil(record.epoch)].append(record.loss)
-    return {epoch: fmean(found) for epoch, found in losses.items()}
+    return {epoch: mean_of(found) for epoch, found in losses.items()}
+
+
+def mean_of(values: list[float]) -> float:
+    try:
+        return fmean(values)
+    except OverflowError:  # of numbers that have a sum beyond all numbers
+        return math.inf
 
 
 def read_environment(path: Path) -> dict[str, object]:
-    """What the run has said of the machine that it was made on."""
-    return msgspec.json.decode((path / files.ENVIRONMENT).read_bytes(), type=dict[str, object])
+    """What the run has said of the machine that it was made on; {} where that cannot be read."""
+    try:
+        return decode_json(read_regular(path / files.ENVIRONMENT, MAX_JSON_BYTES), dict[str, object])
+    except (OSError, Undecodable):
+        return {}
 
 
 def started_in(path: Path) -> Path:
     """The folder in which the run was started: what its relative paths are relative to."""
-    try:
-        return Path(str(read_environment(path).get("directory", ".")))
-    except (OSError, msgspec.MsgspecError):
-        return Path()
+    directory = read_environment(path).get("directory")
+    return Path(directory) if isinstance(directory, str) and "\0" not in directory else Path()
 
 
 def read_plan(path: Path) -> Tuning:
     """How a run all-reduces its gradients, from its folder or from the file itself."""
     path = path / files.PLAN if path.is_dir() else path
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Tuning)
-    except (OSError, msgspec.MsgspecError) as error:
+        return decode_tuning(read_regular(path, MAX_BYTES))
+    except (OSError, Undecodable) as error:
         raise UserError(f"{path} is not a plan ({error}); give a recipe, or the folder of a run") from None
+
+
+class RowStep(Struct):
+    step: Count
 
 
 def length_up_to(rows: Path, step: int) -> int:
     """The bytes of the rows that a checkpoint knows.  A kill may have left later ones, or half of one."""
     length = 0
-    with rows.open("rb") as file:
-        for line in file:
+    with open_regular(rows) as file:
+        for line in lines_of(file):
             try:
-                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                if not line.endswith(b"\n") or decode_json(line, RowStep).step > step:
                     break
-            except ValueError:
+            except Undecodable:
                 break
             length += len(line)
     return length

@@ -1,64 +1,72 @@
-"""The rows of metrics.jsonl, and summary.json.  Every row says what it is (`kind`)."""
+"""The rows of metrics.jsonl, and summary.json.  Every row says what it is (`kind`).
 
-from typing import Literal
+Limits hold where a file is read: it may say anything.
+"""
 
-from msgspec import Struct, field
+from typing import Annotated, Literal
 
-from megabatch.runs.time_breakdown import TimeBreakdown
+from msgspec import Meta, Struct, field
 
+from megabatch.runs.time_breakdown import Seconds, TimeBreakdown
+
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+Passes = Annotated[float, Meta(ge=0, le=1e9)]  # over the training set
+Amount = Annotated[float, Meta(ge=0, le=1e15)]  # images per second, MB, seconds in all
+Share = Annotated[float, Meta(ge=0, le=1)]
+Scale = Annotated[float, Meta(gt=0, le=1e300)]
 Status = Literal["finished", "stopped", "diverged", "failed"]
 
 
 class StepRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="step"):
-    step: int  # optimizer steps taken, from 1
-    epoch: float  # passes over the training set
+    step: Count  # optimizer steps taken, from 1
+    epoch: Passes  # passes over the training set
     loss: float  # mean over the global batch, before the update
     lr: float
-    loss_scale: float  # 1 where there is none
+    loss_scale: Scale  # 1 where there is none
     skipped: bool  # gradients overflowed: weights, optimizer and statistics were left as they are
-    images_per_s: float
-    data_wait_s: float  # rank 0 waited for images
+    images_per_s: Amount
+    data_wait_s: Seconds  # rank 0 waited for images
     data_wait: TimeBreakdown = field(default_factory=TimeBreakdown)  # the same, by what was being done to them
     skipped_images: list[str] = field(default_factory=list)  # not readable, and why; another stood in for each
-    comm_wait_s: float  # rank 0 waited for other ranks, after all its gradients were ready
-    straggler: int  # the rank that has waited least for others so far, since they waited for it
-    straggler_delay_s: float  # by how much less than the median of the others, a step
+    comm_wait_s: Seconds  # rank 0 waited for other ranks, after all its gradients were ready
+    straggler: Count  # the rank that has waited least for others so far, since they waited for it
+    straggler_delay_s: Amount  # by how much less than the median of the others, a step
     evaluated: bool = False  # an evaluation follows: the next row
 
 
 class Evaluation(Struct, frozen=True, kw_only=True):
-    top1: float
-    top5: float
+    top1: Share
+    top5: Share
     test_loss: float  # mean cross-entropy, without label smoothing
-    class_top1: list[float | None]  # None for a class without test images
-    samples_evaluated: int
+    class_top1: list[Share | None]  # None for a class without test images
+    samples_evaluated: Count
     unreadable: list[str] = field(default_factory=list)  # test images that were left out, and why
 
 
 class EvaluationRecord(Evaluation, frozen=True, kw_only=True, tag_field="kind", tag="evaluation"):
-    step: int
-    epoch: float
-    resident_mb: float | None = None  # memory of rank 0's process
-    device_mb: float | None = None  # the most that rank 0 has taken of its accelerator so far; None on a CPU
+    step: Count
+    epoch: Passes
+    resident_mb: Amount | None = None  # memory of rank 0's process
+    device_mb: Amount | None = None  # the most that rank 0 has taken of its accelerator so far; None on a CPU
 
 
 Record = StepRecord | EvaluationRecord
 
 
 class Straggler(Struct, frozen=True):
-    rank: int
-    delay_s: float  # a step, for which the others waited
-    share: float  # of the time of training steps
+    rank: Count
+    delay_s: Amount  # a step, for which the others waited
+    share: Amount  # of the time of training steps
 
 
 class SaveTimes(Struct, kw_only=True):
     """What checkpoints have cost the steps."""
 
-    count: int = 0  # that were written
-    failed: int = 0  # attempts to write one
-    overtaken: int = 0  # that were due, and passed over for newer ones because the disk was not done
-    stall_s: float = 0.0  # training was held by them, in all
-    longest_stall_s: float = 0.0
+    count: Count = 0  # that were written
+    failed: Count = 0  # attempts to write one
+    overtaken: Count = 0  # that were due, and passed over for newer ones because the disk was not done
+    stall_s: Amount = 0.0  # training was held by them, in all
+    longest_stall_s: Amount = 0.0
 
     def add_stall(self, stall_s: float) -> None:
         self.stall_s += stall_s
@@ -67,24 +75,24 @@ class SaveTimes(Struct, kw_only=True):
 
 class Summary(Struct, frozen=True, kw_only=True):
     status: Status
-    top1: float | None
-    top5: float | None
-    best_top1: float | None
+    top1: Share | None
+    top5: Share | None
+    best_top1: Share | None
     test_loss: float | None
-    class_top1: list[float | None] | None
-    samples_evaluated: int
-    steps: int
-    skipped_steps: int  # of them, since their gradients overflowed
-    loss_scale: float | None  # the last
-    resumed_from_step: int | None  # where the last resumption began
-    wall_s: float  # of training, evaluations included; what a resumption repeats is counted once
-    images_per_s: float | None  # over all training steps, evaluations left out
-    data_wait_share: float | None  # of the time of training steps
+    class_top1: list[Share | None] | None
+    samples_evaluated: Count
+    steps: Count
+    skipped_steps: Count  # of them, since their gradients overflowed
+    loss_scale: Scale | None  # the last
+    resumed_from_step: Count | None  # where the last resumption began
+    wall_s: Amount  # of training, evaluations included; what a resumption repeats is counted once
+    images_per_s: Amount | None  # over all training steps, evaluations left out
+    data_wait_share: Seconds | None  # of the time of training steps
     data_wait: TimeBreakdown | None  # the same, by what was being done to the images
-    skipped_images: int  # that could not be read, each counted once, and for which others stood in
-    comm_wait_share: float | None
+    skipped_images: Count  # that could not be read, each counted once, and for which others stood in
+    comm_wait_share: Seconds | None
     straggler: Straggler | None  # the rank that delayed the others most, since the last resumption; None on one rank
-    resident_mb: float | None  # memory of rank 0's process at the last evaluation
-    device_mb: float | None = None  # the most that rank 0 has taken of its accelerator; None on a CPU
+    resident_mb: Amount | None  # memory of rank 0's process at the last evaluation
+    device_mb: Amount | None = None  # the most that rank 0 has taken of its accelerator; None on a CPU
     saves: SaveTimes | None = None  # None for a run of an older version
-    time_to_target_s: float | None  # wall time of the first evaluation that reached train.target_top1
+    time_to_target_s: Amount | None  # wall time of the first evaluation that reached train.target_top1

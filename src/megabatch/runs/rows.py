@@ -9,10 +9,11 @@ import os
 import threading
 from pathlib import Path
 
-from megabatch.disk import CHUNK_BYTES, private, writing
+from megabatch.disk import CHUNK_BYTES, require_regular, writing
 from megabatch.runs.reader import length_up_to
 
-FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT
+# Nothing is appended through a link, or to a FIFO.
+FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class RowFile:
@@ -24,8 +25,13 @@ class RowFile:
         self.lock = threading.Lock()
         self.waiting = bytearray()
         self.is_suspect = False  # a sync has failed: the kernel may have forgotten what it was to write
-        self.descriptor = private(str(path), FLAGS)
-        os.ftruncate(self.descriptor, length_up_to(path, step))
+        self.descriptor = os.open(path, FLAGS, 0o600)
+        try:
+            require_regular(self.descriptor, path)
+            os.ftruncate(self.descriptor, length_up_to(path, step))
+        except OSError:
+            os.close(self.descriptor)
+            raise
 
     def append(self, row: bytes) -> None:
         with self.lock:

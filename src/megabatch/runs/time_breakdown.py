@@ -1,15 +1,19 @@
 """What the time of making batches is spent on."""
 
-from msgspec import Struct
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+Seconds = Annotated[float, Meta(ge=-1e6, le=1e15)]  # a difference of clocks may be a little less than nothing
 
 
 class TimeBreakdown(Struct):
     """Seconds, by what they were spent on."""
 
-    read: float = 0.0
-    decode: float = 0.0
-    augment: float = 0.0  # crop, resize, flip
-    copy: float = 0.0  # to the device
+    read: Seconds = 0.0
+    decode: Seconds = 0.0
+    augment: Seconds = 0.0  # crop, resize, flip
+    copy: Seconds = 0.0  # to the device
 
     @property
     def total(self) -> float:

@@ -2,31 +2,44 @@
 
 from msgspec import Struct, field
 
-from megabatch.runs.records import EvaluationRecord, Record, SaveTimes, Status, StepRecord, Straggler, Summary
-from megabatch.runs.time_breakdown import TimeBreakdown
+from megabatch.runs.records import (
+    Amount,
+    Count,
+    EvaluationRecord,
+    Passes,
+    Record,
+    SaveTimes,
+    Scale,
+    Share,
+    Status,
+    StepRecord,
+    Straggler,
+    Summary,
+)
+from megabatch.runs.time_breakdown import Seconds, TimeBreakdown
 
 
 class RunTotals(Struct, kw_only=True):
     """It goes into checkpoints, so that a resumed run adds on."""
 
-    global_batch: int
+    global_batch: Count
     target_top1: float | None
-    steps: int = 0
-    epoch: float = 0.0
-    skipped_steps: int = 0
-    loss_scale: float | None = None
-    wall_s: float = 0.0
-    training_s: float = 0.0
+    steps: Count = 0
+    epoch: Passes = 0.0
+    skipped_steps: Count = 0
+    loss_scale: Scale | None = None
+    wall_s: Amount = 0.0
+    training_s: Amount = 0.0
     data_wait: TimeBreakdown = field(default_factory=TimeBreakdown)
     unreadable: set[str] = field(default_factory=set)  # training images, each once: every epoch finds them again
-    epoch_skipped: int = 0  # since the epoch began
-    comm_wait_s: float = 0.0
+    epoch_skipped: Count = 0  # since the epoch began
+    comm_wait_s: Seconds = 0.0
     straggler: Straggler | None = None
     evaluation: EvaluationRecord | None = None
-    best_top1: float | None = None
-    best_step: int | None = None
-    time_to_target_s: float | None = None
-    resumed_from_step: int | None = None
+    best_top1: Share | None = None
+    best_step: Count | None = None
+    time_to_target_s: Amount | None = None
+    resumed_from_step: Count | None = None
     saves: SaveTimes = field(default_factory=SaveTimes)
 
     def add(self, record: Record, wall_s: float) -> None:
@@ -62,7 +75,7 @@ class RunTotals(Struct, kw_only=True):
 
     def summary(self, status: Status) -> Summary:
         last = self.evaluation
-        waited = self.data_wait.scaled(1 / self.training_s) if self.steps else None
+        waited = self.data_wait.scaled(1 / self.training_s) if self.training_s else None
         return Summary(
             status=status,
             top1=last.top1 if last else None,
@@ -76,14 +89,28 @@ class RunTotals(Struct, kw_only=True):
             loss_scale=self.loss_scale,
             resumed_from_step=self.resumed_from_step,
             wall_s=self.wall_s,
-            images_per_s=self.steps * self.global_batch / self.training_s if self.steps else None,
+            images_per_s=self.steps * self.global_batch / self.training_s if self.training_s else None,
             data_wait_share=waited.total if waited else None,
             data_wait=waited,
             skipped_images=len(self.unreadable),
-            comm_wait_share=self.comm_wait_s / self.training_s if self.steps else None,
+            comm_wait_share=self.comm_wait_s / self.training_s if self.training_s else None,
             straggler=self.straggler,
             resident_mb=last.resident_mb if last else None,
             device_mb=last.device_mb if last else None,
             saves=self.saves,
             time_to_target_s=self.time_to_target_s,
         )
+
+
+def totals_problem(totals: RunTotals) -> str | None:
+    """What in totals from a file contradicts itself, if anything: nothing is counted that was not yet."""
+    counted = {
+        "skipped_steps": totals.skipped_steps,
+        "best_step": totals.best_step or 0,
+        "resumed_from_step": totals.resumed_from_step or 0,
+        "evaluation.step": totals.evaluation.step if totals.evaluation else 0,
+    }
+    for name, count in counted.items():
+        if count > totals.steps:
+            return f"totals.{name} is {count}, and totals.steps {totals.steps}"
+    return None

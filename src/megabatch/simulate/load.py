@@ -17,9 +17,10 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from megabatch.disk import cache_folder
+from megabatch.decoding import Undecodable
+from megabatch.disk import cache_folder, read_regular
 from megabatch.errors import UserError, nearest
-from megabatch.planning.tuning import Tuning
+from megabatch.planning.sound import MAX_BYTES, decode_tuning
 from megabatch.simulate.cluster import Cluster
 from megabatch.simulate.measured import describe_measured
 
@@ -114,7 +115,7 @@ def read_own(path: Path) -> Tables:
     """A cluster file, or what `megabatch plan --json` has written."""
     try:
         if path.suffix == ".json":
-            return describe_measured(msgspec.json.decode(path.read_bytes(), type=Tuning))
+            return describe_measured(decode_tuning(read_regular(path, MAX_BYTES)))
         return parse(path.read_bytes().decode("utf-8"), str(path))
     except OSError as error:
         raise UserError(f"--cluster {path}: cannot be read ({error.strerror}); give another file") from None
@@ -122,7 +123,7 @@ def read_own(path: Path) -> Tables:
         raise UserError(
             f"--cluster {path} is not text in UTF-8 ({error.reason} at byte {error.start}); save it so, or give another"
         ) from None
-    except (msgspec.DecodeError, AssertionError) as error:
+    except Undecodable as error:
         raise UserError(
             f"--cluster {path} is no plan ({error}); write one: megabatch plan RECIPE --json FILE"
         ) from None

@@ -68,7 +68,7 @@ def versions_of(folders: Sequence[Path]) -> dict[str, str]:
     """Those that the runs were made with, which may have been begun long ago."""
     environments = [read_environment(folder) for folder in folders]
     return {
-        name: " and ".join(sorted({str(environment[name]) for environment in environments}))
+        name: " and ".join(sorted({str(environment.get(name, "unknown")) for environment in environments}))
         for name in ("megabatch", "torch", "python")
     }
 

@@ -17,7 +17,8 @@ from megabatch.data.normalise import Normalise, measure_pixels
 from megabatch.data.sources import load_data_set
 from megabatch.runs.files import CHECKPOINTS, CONFIG
 from megabatch.studies.evidence import Curve
-from megabatch.train.checkpoint import model_state, read_state, step_of
+from megabatch.train.checkpoint import newest_first, read_state, step_of
+from megabatch.train.training_state import model_state
 
 NUM_IMAGES = 512
 
@@ -33,7 +34,7 @@ def layer_variance(folder: Path, layer: str) -> Curve:
     pixels = Normalise(measure_pixels(data.train), torch.device("cpu"), torch.float32)(images)
     microbatches = pixels.split(config.batch.microbatch)
     curve: Curve = []
-    for path in sorted((folder / CHECKPOINTS).glob("step-*")):
+    for path in reversed(newest_first(folder / CHECKPOINTS)):
         model.load_state_dict(model_state(read_state(path)))
         curve.append((plan.epochs_after(step_of(path)), variance_of(model, layer, microbatches)))
     return curve

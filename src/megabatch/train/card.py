@@ -10,8 +10,10 @@ from megabatch.config.schema import RunConfig
 from megabatch.data.encoded import EncodedImages
 from megabatch.data.images import DataSet
 from megabatch.data.normalise import PixelStatistics
+from megabatch.disk import read_regular
 from megabatch.runs.files import MODEL
 from megabatch.runs.model_card import ModelCard, decode_card
+from megabatch.runs.reader import MAX_JSON_BYTES
 from megabatch.runs.totals import RunTotals
 
 # The names of folders and files decide nothing; what was in them does.
@@ -54,4 +56,4 @@ def pixels_of(card: ModelCard) -> PixelStatistics:
 def read_card(folder: Path) -> ModelCard | None:
     """That of a run, as it was begun; None for a run that has none (of an older version, or killed at once)."""
     path = folder / MODEL
-    return decode_card(path.read_bytes(), str(path)) if path.is_file() else None
+    return decode_card(read_regular(path, MAX_JSON_BYTES), str(path)) if path.is_file() else None

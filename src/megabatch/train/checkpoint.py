@@ -11,40 +11,52 @@ and what it keeps, is in `saves.py`.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import torch
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from megabatch.disk import make_private, private, writing
+from megabatch.decoding import Undecodable, decode_json
+from megabatch.disk import make_private, open_regular, private, read_regular, writing
 from megabatch.errors import UserError
+from megabatch.planning.sound import require_sound
 from megabatch.planning.tuning import Tuning
 from megabatch.runs.files import CHECKPOINTS
 from megabatch.runs.model_card import METADATA, ModelCard
-from megabatch.runs.totals import RunTotals
+from megabatch.runs.tensor_header import Entry, Header, NotTensors, parse_header
+from megabatch.runs.totals import RunTotals, totals_problem
 from megabatch.train.card import with_results
 from megabatch.train.compiled import is_compiled
 from megabatch.train.loop import Training
-from megabatch.train.tensor_file import read_flat, tensors_in, write_tensors
+from megabatch.train.tensor_file import header_of, read_flat, tensors_in, write_tensors
 
 FORMAT = 2  # of a checkpoint; another one is refused
 STATE, DESCRIPTION = "state.safetensors", "state.json"
-MODEL, OPTIMIZER, LOSS_SCALE = "model.", "optimizer.", "loss_scale"
-NUMBER = "optimizer_number."  # what an optimizer keeps as a Python number, or as None
+MAX_DESCRIPTION_BYTES = 64 << 20  # a thousand classes and a thousand unreadable images have a tenth of a MB
+NAME = re.compile(r"step-[0-9]{8,18}")
 
 
 class Description(Struct, frozen=True, kw_only=True):
     format: int = FORMAT
-    step: int
+    step: Annotated[int, Meta(ge=1)]
     computed_by: str  # see `describe_arithmetic`
     data: str = ""  # which images it was trained on
     tuning: Tuning | None = None  # how its gradients are all-reduced
     totals: RunTotals
     card: ModelCard | None = None  # what belongs to the weights
     checksum: str  # sha256 of the tensors' file
+
+    def problem(self) -> str | None:
+        """What in it contradicts itself, if anything."""
+        if self.totals.steps != self.step:
+            return f"its totals are of step {self.totals.steps}, and it is of step {self.step}"
+        return None
 
 
 def describe_arithmetic(training: Training) -> str:
@@ -63,72 +75,6 @@ def save_weights(training: Training, totals: RunTotals, path: Path) -> None:
         write_tensors(new, training.master_weights.state_dict(), {METADATA: card})
 
 
-def training_state(training: Training) -> dict[str, torch.Tensor]:
-    """Every tensor that the next step depends on, by name."""
-    state = {f"{MODEL}{name}": tensor for name, tensor in training.master_weights.state_dict().items()}
-    state[LOSS_SCALE] = training.loss_scale.state()
-    for name, parameter in named_parameters(training.optimizer):
-        for key, value in training.optimizer.state[parameter].items():
-            if isinstance(value, torch.Tensor):
-                state[f"{OPTIMIZER}{name}.{key}"] = value
-            else:
-                state[f"{NUMBER}{name}.{key}"] = number_to_tensor(value, key, training.optimizer)
-    return state
-
-
-def model_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The part of a `training_state` that is the model's state dict."""
-    return {name.removeprefix(MODEL): tensor for name, tensor in state.items() if name.startswith(MODEL)}
-
-
-def restore_training_state(training: Training, state: dict[str, torch.Tensor]) -> None:
-    """The inverse of `training_state`."""
-    training.master_weights.load_state_dict(model_state(state))
-    training.loss_scale.restore(state[LOSS_SCALE])
-    parameters = dict(named_parameters(training.optimizer))
-    for name, tensor in state.items():
-        if name.startswith((OPTIMIZER, NUMBER)):
-            parameter_name, _, key = name.partition(".")[2].rpartition(".")
-            parameter = parameters[parameter_name]
-            of_parameter = training.optimizer.state[parameter]
-            of_parameter[key] = tensor_to_number(tensor) if name.startswith(NUMBER) else placed(tensor, parameter)
-    defaults = training.optimizer.defaults
-    if not defaults.get("fused") and not defaults.get("capturable"):
-        for of_parameter in training.optimizer.state.values():
-            if isinstance(of_parameter.get("step"), torch.Tensor):
-                of_parameter["step"] = of_parameter[
-                    "step"
-                ].cpu()  # where torch's optimizers count, beside weights on CUDA
-
-
-def placed(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """In the parameter's memory order (channels_last), which fused kernels rely on; other shapes stay as they are."""
-    if tensor.shape != parameter.shape:
-        return tensor.clone()
-    return torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
-
-
-def number_to_tensor(value: Any, key: str, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    if value is None:
-        return torch.empty(0)
-    if isinstance(value, bool | int | float):
-        return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-    raise UserError(
-        f"{type(optimizer).__name__} keeps {key!r} of a parameter as a {type(value).__name__}; "
-        "a checkpoint holds tensors and numbers, so keep it as one of them"
-    )
-
-
-def tensor_to_number(tensor: torch.Tensor) -> bool | int | float | None:
-    """The inverse of `number_to_tensor`."""
-    return tensor.item() if tensor.numel() else None
-
-
-def named_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    for group in optimizer.param_groups:
-        yield from zip(group["param_names"], group["params"], strict=True)
-
-
 def describe(training: Training, totals: RunTotals) -> Description:
     """What is known before the tensors are written."""
     return Description(
@@ -144,8 +90,8 @@ def describe(training: Training, totals: RunTotals) -> Description:
 
 def write_checkpoint(folder: Path, state: dict[str, torch.Tensor], description: Description) -> str:
     """All of it or nothing; its name.  One that is there has failed at what comes after it, and is whole."""
-    name = f"step-{description.step:08d}"
-    if (folder / name).exists():
+    name = name_of(description.step)
+    if is_own(folder / name):
         return name
     with writing(folder / name) as new:
         make_private(new)
@@ -156,9 +102,30 @@ def write_checkpoint(folder: Path, state: dict[str, torch.Tensor], description: 
     return name
 
 
+def name_of(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def is_checkpoint_name(name: str) -> bool:
+    return bool(NAME.fullmatch(name)) and name == name_of(step_of(Path(name)))
+
+
 def newest_first(folder: Path) -> list[Path]:
-    """The checkpoints in it."""
-    return sorted(folder.glob("step-*"), reverse=True)
+    """The checkpoints in it: folders of its own, and nothing that only looks like one."""
+    return sorted((path for path in entries(folder) if is_own(path)), key=step_of, reverse=True)
+
+
+def strays(folder: Path) -> list[Path]:
+    """What is called like a checkpoint and is none: a copy, a link, a file."""
+    return [path for path in entries(folder) if path.name.startswith("step-") and not is_own(path)]
+
+
+def entries(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def is_own(path: Path) -> bool:
+    return is_checkpoint_name(path.name) and path.is_dir() and not path.is_symlink()
 
 
 def newest_good(run_folder: Path, report: Callable[[str], None]) -> Path | None:
@@ -172,8 +139,8 @@ def newest_good(run_folder: Path, report: Callable[[str], None]) -> Path | None:
     return None
 
 
-class DamagedCheckpoint(Exception):
-    pass
+class DamagedCheckpoint(UserError):
+    """Whoever can do with another one passes it over."""
 
 
 class Checkpoint(NamedTuple):
@@ -182,33 +149,65 @@ class Checkpoint(NamedTuple):
     state: dict[str, torch.Tensor]
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
-    """All of it, in one pass over the file: its checksum is that of the bytes that are used."""
-    try:
+Check = Callable[[Description, Mapping[str, Entry]], str | None]  # what does not fit; None if all does
+CheckValues = Callable[[Description, Mapping[str, torch.Tensor]], str | None]
+
+
+def read_checkpoint(path: Path, check: Check | None = None, check_values: CheckValues | None = None) -> Checkpoint:
+    """All of it, in one pass over the file: its checksum is that of the bytes that are used.
+
+    What `check` says of the description and the tensors' header is heard before there is memory for the tensors.
+    """
+    with damage_named(path):
         description = decode_description(path)
-        flat, found = read_flat(path / STATE)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise DamagedCheckpoint(f"checkpoint {path} cannot be read ({error})") from error
-    require_checksum(path, description, found)
-    return Checkpoint(path, description, tensors_in(flat))
+
+        def check_header(header: Header) -> None:
+            require(path, check and check(description, header.tensors))
+
+        flat, found = read_flat(path / STATE, check_header)
+        require_checksum(path, description, found)
+        check_header(header_of(flat))  # somebody may have written to the file meanwhile
+        state = tensors_in(flat)
+        require(path, check_values and check_values(description, state))
+    return Checkpoint(path, description, state)
 
 
 def read_description(path: Path) -> Description:
     """Checks a checkpoint, and says where in the run it stands."""
-    try:
+    with damage_named(path):
         description = decode_description(path)
-        with (path / STATE).open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-    except (OSError, msgspec.MsgspecError) as error:
-        raise DamagedCheckpoint(f"checkpoint {path} cannot be read ({error})") from error
-    require_checksum(path, description, found)
+        with open_regular(path / STATE) as file:
+            parse_header(file, os.fstat(file.fileno()).st_size)
+            file.seek(0)
+            found = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+        require_checksum(path, description, found)
     return description
 
 
+@contextmanager
+def damage_named(path: Path) -> Iterator[None]:
+    """Around the reading of a checkpoint, whose bytes may be anything."""
+    try:
+        yield
+    except (OSError, Undecodable, NotTensors, MemoryError) as error:
+        raise DamagedCheckpoint(f"checkpoint {path} cannot be read ({error})") from error
+
+
+def require(path: Path, problem: str | None) -> None:
+    if problem:
+        raise DamagedCheckpoint(f"checkpoint {path} does not fit this run: {problem}")
+
+
 def decode_description(path: Path) -> Description:
-    content = (path / DESCRIPTION).read_bytes()
+    content = read_regular(path / DESCRIPTION, MAX_DESCRIPTION_BYTES)
     require_format(content, path)
-    return msgspec.json.decode(content, type=Description)
+    description = decode_json(content, Description)
+    problem = description.problem() or totals_problem(description.totals)
+    if not problem and is_checkpoint_name(path.name) and step_of(path) != description.step:
+        problem = f"it says that it is of step {description.step}"
+    if problem:
+        raise DamagedCheckpoint(f"checkpoint {path} is damaged: {problem}")
+    return description
 
 
 def require_checksum(path: Path, description: Description, found: str) -> None:
@@ -217,30 +216,26 @@ def require_checksum(path: Path, description: Description, found: str) -> None:
 
 
 def read_tuning(description: Path) -> Tuning | None:
-    """How the run all-reduced its gradients, without a look at the tensors."""
-    return msgspec.json.decode(description.read_bytes(), type=Description).tuning
+    """How the run all-reduced its gradients, without a look at the tensors; `Undecodable` or OSError if damaged."""
+    stored = decode_json(read_regular(description, MAX_DESCRIPTION_BYTES), Description).tuning
+    return stored and require_sound(stored)
 
 
 def require_format(description: bytes, path: Path) -> None:
-    found = msgspec.json.decode(description, type=dict[str, Any]).get("format", 1)
-    if found != FORMAT:
+    found = decode_json(description, dict[str, Any]).get("format", 1)
+    if type(found) is not int or found != FORMAT:
         raise UserError(
-            f"checkpoint {path} was written by another version of megabatch (format {found}, this one has {FORMAT}); "
-            "finish the run with that version, or begin a new one in another folder (or with --resume never)"
+            f"checkpoint {path} was written by another version of megabatch (format {str(found)[:20]}, this one has "
+            f"{FORMAT}); finish the run with that version, or begin a new one in another folder (or with --resume "
+            "never)"
         )
 
 
 def step_of(path: Path) -> int:
     """By the checkpoint's name."""
-    return int(path.name.rpartition("-")[2])
+    return int(path.name.removeprefix("step-"))
 
 
 def read_state(path: Path) -> dict[str, torch.Tensor]:
-    return tensors_in(read_flat(path / STATE)[0])
-
-
-def what_is(name: str) -> str:
-    """A tensor of a `training_state`, in a user's words."""
-    part = next((part for part in (MODEL, OPTIMIZER) if name.startswith(part)), "")
-    of = {MODEL: "the model's", OPTIMIZER: "the optimizer's"}.get(part, "the")
-    return f"{of} {name.removeprefix(part)}"
+    with damage_named(path):
+        return tensors_in(read_flat(path / STATE)[0])

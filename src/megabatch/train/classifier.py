@@ -6,6 +6,7 @@ classifier.classes[scores[0].argmax()]
 """
 
 import io
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from megabatch.data.crops import central_box
 from megabatch.data.decode import Unreadable, decode_crop, eight_bits, resize
@@ -25,9 +27,12 @@ from megabatch.models.catalog import ModelSettings, build_model
 from megabatch.precision.place import place_model
 from megabatch.precision.policy import PrecisionSettings
 from megabatch.runs.model_card import ModelCard
+from megabatch.runs.tensor_header import Entry
 from megabatch.train.card import pixels_of
 from megabatch.train.saved_weights import SavedWeights, find_weights
+from megabatch.train.tensor_file import DTYPES
 
+NO_MODELS = ("torch", "megabatch", "numpy", "PIL", "safetensors", "msgspec", "rich", "typer")
 Picture = Image.Image | torch.Tensor
 
 
@@ -43,12 +48,17 @@ def load(
 
 def make_classifier(weights: SavedWeights, device: torch.device, network: nn.Module | None = None) -> "Classifier":
     card = weights.card
-    settings = msgspec.convert({key: value for key, value in card.model.items() if value is not None}, ModelSettings)
+    settings = settings_of(weights)
     precision = PrecisionSettings(name=card.precision)
-    model = network
-    if model is None:
-        model = build_model(settings, 0, len(card.classes), card.num_channels, card.image_size)
+    layout = weights.layout()
+    if network is None and settings.is_users_own:
+        require_model_code(weights, settings)
+    elif network is None:
+        with NotInitialised(), torch.device("meta"):  # before there is memory for whatever the card asks for
+            require_fit(weights, layout, build(settings, card))
+    model = build(settings, card) if network is None else network
     model.to(precision.formats.update)  # fp64 would be rounded
+    require_fit(weights, layout, model)
     try:
         model.load_state_dict(weights.read())
     except RuntimeError as error:
@@ -57,6 +67,52 @@ def make_classifier(weights: SavedWeights, device: torch.device, network: nn.Mod
     place_model(model, precision, device, settings.wants_channels_last)
     normalise = Normalise(pixels_of(card), device, precision.formats.model, settings.wants_channels_last)
     return Classifier(model, normalise, card)
+
+
+class NotInitialised(TorchFunctionMode):
+    """Tensors on meta have no values; to draw normal ones there torch first imports for seconds."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.normal_, nn.init.normal_):
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+def settings_of(weights: SavedWeights) -> ModelSettings:
+    given = {key: value for key, value in weights.card.model.items() if value is not None}
+    try:
+        return msgspec.convert(given, ModelSettings)
+    except msgspec.ValidationError as error:
+        raise UserError(f"{weights.path} does not say which model it is of ({error}); train it again") from None
+
+
+def require_model_code(weights: SavedWeights, settings: ModelSettings) -> None:
+    """A file says what is called: torch.hub.load with a folder that came with the file would run what lies there."""
+    package = settings.name.partition(":")[0].partition(".")[0]
+    if package in sys.stdlib_module_names or package in NO_MODELS:
+        raise UserError(
+            f"{weights.path} names {settings.name!r}, which is not called for a file; build the network yourself: "
+            "megabatch.load(run, network=...)"
+        )
+
+
+def build(settings: ModelSettings, card: ModelCard) -> nn.Module:
+    return build_model(settings, 0, len(card.classes), card.num_channels, card.image_size)
+
+
+def require_fit(weights: SavedWeights, layout: dict[str, Entry], model: nn.Module) -> None:
+    """By shapes, and by what numbers are: torch would round an int8 to a weight."""
+    for name, tensor in model.state_dict().items():
+        if not isinstance(tensor, torch.Tensor) or name not in layout:  # which load_state_dict will say
+            continue
+        entry = layout[name]
+        dtype = DTYPES[entry.dtype]
+        is_other = dtype.is_complex or (tensor.is_floating_point() and not dtype.is_floating_point)
+        if list(tensor.shape) != entry.shape or is_other:
+            raise UserError(
+                f"{weights.path} does not fit {weights.card.model['name']}: {name} is {entry} there, and "
+                f"{tensor.dtype} {list(tensor.shape)} in the model; give the network of the run"
+            )
 
 
 class Classifier(nn.Module):

@@ -8,7 +8,7 @@ from torch import nn
 
 from megabatch.data.normalise import PixelStatistics
 from megabatch.errors import UserError
-from megabatch.models.weights import match, read_weights
+from megabatch.models.weights import match, read_weights, require_finite
 from megabatch.ranks.world import World
 from megabatch.runs.files import CHECKPOINTS
 from megabatch.train.card import pixels_of
@@ -30,6 +30,7 @@ def load_initial_weights(model: nn.Module, source: str, world: World) -> Initial
         try:
             path = Path(source)
             report = match(model, read_weights(path))
+            require_finite(report.tensors)
             lines = report.lines(str(path) if path.is_dir() else path.name)
             found, tensors = InitialWeights(None, lines, pixels_of_run(path)), report.tensors
         except UserError as error:

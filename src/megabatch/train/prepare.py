@@ -65,7 +65,9 @@ def prepare(
         stored = find_stored(config, resume, world) if resume else Stored()
         tuning = None if retune else stored.tuning
         starting = without_weights(config) if stored.has_checkpoint else config
-        yield Prepared(config, ready_to_train(starting, data, world, own, stop_requested, tuning, stored.pixels))
+        is_of_these = stored.pixels is not None and len(stored.pixels.mean) == data.num_channels
+        pixels = stored.pixels if is_of_these else None
+        yield Prepared(config, ready_to_train(starting, data, world, own, stop_requested, tuning, pixels))
 
 
 def ready_to_train(

@@ -6,10 +6,13 @@ PATH    resumes the run, or from the checkpoint, at PATH
 """
 
 import contextlib
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
-import msgspec
+import torch
 from msgspec import Struct
 
 from megabatch.config.loading import load_config, silent
@@ -17,21 +20,29 @@ from megabatch.config.messages import show_value
 from megabatch.config.resolve import decisive_settings
 from megabatch.config.schema import RunConfig
 from megabatch.data.normalise import PixelStatistics
-from megabatch.disk import WRITING
+from megabatch.decoding import Undecodable
+from megabatch.disk import WRITING, read_regular
 from megabatch.errors import UserError
+from megabatch.planning.sound import MAX_BYTES, decode_tuning
 from megabatch.planning.tuning import Tuning
 from megabatch.runs.files import CHECKPOINTS, CONFIG, LOCK, PLAN
 from megabatch.runs.numbering import next_folder, numbered_runs
-from megabatch.runs.reader import is_run, is_running, read_plan, read_summary, started_in
+from megabatch.runs.reader import is_run, is_running, read_summary, started_in
+from megabatch.runs.tensor_header import Entry
+from megabatch.text import one_line
 from megabatch.train.card import pixels_of, read_card
 from megabatch.train.checkpoint import (
     DESCRIPTION,
     Checkpoint,
     DamagedCheckpoint,
+    Description,
     newest_first,
     read_checkpoint,
     read_tuning,
+    strays,
 )
+from megabatch.train.expected_state import layout_problems, totals_problems, value_problems
+from megabatch.train.loop import Training
 
 Newest = Callable[[Path], Path | None]
 
@@ -54,15 +65,23 @@ def stored_tuning(config: RunConfig, resume: str) -> Tuning | None:
     except UserError:  # `begin` will say what is wrong with the run
         return None
     # The folder's is that of the latest attempt; a checkpoint that is asked for has its own.
-    from_checkpoints = sorted((start.folder / CHECKPOINTS).glob(f"step-*/{DESCRIPTION}"), reverse=True)
+    from_checkpoints = [path / DESCRIPTION for path in newest_first(start.folder / CHECKPOINTS)]
     is_folder = resume == "auto" or is_run(Path(resume))
     paths = [start.folder / PLAN, *from_checkpoints] if is_folder else []
     if start.checkpoint and not is_folder:
         paths = [start.checkpoint / DESCRIPTION]
     for path in paths:
-        with contextlib.suppress(OSError, msgspec.MsgspecError, UserError):
-            return read_plan(path) if path.name == PLAN else read_tuning(path)
+        try:
+            return decode_tuning(read_regular(path, MAX_BYTES)) if path.name == PLAN else read_tuning(path)
+        except FileNotFoundError:
+            continue
+        except (OSError, Undecodable) as error:
+            report(f"{path} does not say how gradients are all-reduced ({error})")
     return None
+
+
+def report(problem: str) -> None:
+    print(f"megabatch: {one_line(problem)}; it is passed over", file=sys.stderr)
 
 
 def stored_pixels(config: RunConfig, resume: str) -> PixelStatistics | None:
@@ -83,7 +102,7 @@ def has_checkpoint(config: RunConfig, resume: str) -> bool:
 
 def newest_of(folder: Path) -> Path | None:
     """The newest checkpoint, whole or not: hashing takes time, and what is wanted here lies beside it."""
-    return max((folder / CHECKPOINTS).glob("step-*"), default=None)
+    return next(iter(newest_first(folder / CHECKPOINTS)), None)
 
 
 def choose_start(config: RunConfig, resume: str, newest: Newest) -> Start:
@@ -135,21 +154,34 @@ def refuse_if(reason: str | None, folder: Path) -> None:
         raise UserError(f"{folder} {reason}; give another run.dir")
 
 
-def read_start(start: Start, report: Callable[[str], None]) -> Checkpoint | None:
-    """The newest that is whole, or the one that is given; each file is read once.
+def read_start(start: Start, report: Callable[[str], None], training: Training | None = None) -> Checkpoint | None:
+    """The newest that is whole and fits the training, or the one that is given; each file is read once.
 
-    None if the run was ended before its first; `report` hears of damaged ones that were passed over.
+    None if the run was ended before its first; `report` hears of damaged ones that were passed over.  Nothing of the
+    training is changed.
     """
+    for path in [] if start.is_given else strays(start.folder / CHECKPOINTS):
+        report(f"{path} is no checkpoint of this run")
     if start.checkpoint is None:
         return None
+    checks = (partial(layout_problem, training), partial(value_problem, training)) if training else (None, None)
     for path in [start.checkpoint] if start.is_given else newest_first(start.folder / CHECKPOINTS):
         try:
-            return read_checkpoint(path)
+            return read_checkpoint(path, *checks)
         except DamagedCheckpoint as damage:
             if start.is_given:
                 raise UserError(f"{damage}; give another") from damage
             report(str(damage))
     raise UserError(f"{start.folder} has no checkpoint that is whole; train again in another run.dir, or remove it")
+
+
+def layout_problem(training: Training, description: Description, found: Mapping[str, Entry]) -> str | None:
+    totals = description.totals
+    return next(chain(totals_problems(totals, training), layout_problems(found, training, totals)), None)
+
+
+def value_problem(training: Training, description: Description, state: Mapping[str, torch.Tensor]) -> str | None:
+    return next(value_problems(state, training, description.totals), None)
 
 
 def why_not(folder: Path, config: RunConfig) -> str | None:

@@ -1,7 +1,6 @@
 """A whole run on one rank: prepare, begin or resume, train, and on rank 0 record everything."""
 
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext, suppress
@@ -18,21 +17,23 @@ from megabatch.planning.batch import StepPlan
 from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.signals import StopRequest
 from megabatch.ranks.store import RUN_FOLDER, USER_ERROR, RankStore
-from megabatch.runs.files import MODEL, PLAN, SUMMARY, WEIGHTS
+from megabatch.runs.files import CHECKPOINTS, MODEL, PLAN, SUMMARY, WEIGHTS
 from megabatch.runs.folder import RunFolder
 from megabatch.runs.numbering import RUNS, numbering_lock
 from megabatch.runs.records import Record, Status, StepRecord, Summary
 from megabatch.runs.totals import RunTotals
+from megabatch.text import one_line
 from megabatch.train.card import with_results
-from megabatch.train.checkpoint import describe_arithmetic, restore_training_state, save_weights
+from megabatch.train.checkpoint import describe_arithmetic, save_weights
 from megabatch.train.environment import describe_environment
 from megabatch.train.loop import Training, never, train
 from megabatch.train.prepare import prepare
-from megabatch.train.resume import choose_start, is_numbered, newest_of, read_start
-from megabatch.train.saves import Checkpoints
+from megabatch.train.resume import choose_start, is_numbered, newest_of, read_start, report
+from megabatch.train.saves import Checkpoints, require_own
 from megabatch.train.screen import Screen
 from megabatch.train.tensorboard import EventFile
 from megabatch.train.timeline import recorded
+from megabatch.train.training_state import restore_training_state
 
 
 def run(config: RunConfig, info: RankInfo, resume: str, store: RankStore, retune: bool = False) -> int:
@@ -126,9 +127,10 @@ def begin(config: RunConfig, resume: str, training: Training, stack: ExitStack) 
             with numbering_lock() if is_numbered(config, resume) else nullcontext():
                 start = choose_start(config, resume, newest_of)
                 folder = stack.enter_context(RunFolder(start.folder))
-            checkpoint = read_start(start, report)
+            require_own(start.folder / CHECKPOINTS)
+            checkpoint = read_start(start, report, training)
             if checkpoint:
-                totals, computed_by = checkpoint.description.totals, checkpoint.description.computed_by
+                totals, computed_by = checkpoint.description.totals, one_line(checkpoint.description.computed_by, 200)
                 require_same_images(start.folder, checkpoint.description.data, training)
                 totals.resumed_from_step = totals.steps
                 state = checkpoint.state
@@ -177,10 +179,6 @@ def require_same_images(folder: Path, before: str, training: Training) -> None:
         )
 
 
-def report(problem: str) -> None:
-    print(f"megabatch: {problem}; it is passed over", file=sys.stderr)
-
-
 class Recorder:
     """Rank 0's eyes: every record goes to the folder, the screen and, when it is time, into a checkpoint."""
 
@@ -201,6 +199,8 @@ class Recorder:
         if totals.steps:
             self.screen.show_resumption(totals.steps, computed_by, describe_arithmetic(training))
             self.screen.show_drift(training.gradients.plans.drift)
+        if training.gradients.plans.is_chosen_again:
+            self.say("allreduce", "what was chosen before does not fit these ranks and gradients; it is chosen again")
 
     def say(self, name: str, text: str) -> None:
         self.screen.say(name, text)

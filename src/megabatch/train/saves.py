@@ -16,22 +16,16 @@ import torch
 
 from megabatch.config.schema import CheckpointSettings
 from megabatch.disk import make_private, point, remove_unfinished, sync
+from megabatch.errors import UserError
 from megabatch.runs.files import CHECKPOINTS
 from megabatch.runs.outage import Outage, pause_s
 from megabatch.runs.records import EvaluationRecord, Record, SaveTimes
 from megabatch.runs.totals import RunTotals
 from megabatch.train.background import COPIES, BackgroundWriter, Save
-from megabatch.train.checkpoint import (
-    NUMBER,
-    describe,
-    newest_first,
-    step_of,
-    training_state,
-    what_is,
-    write_checkpoint,
-)
+from megabatch.train.checkpoint import describe, newest_first, step_of, write_checkpoint
 from megabatch.train.loop import Training
 from megabatch.train.snapshot import is_finite
+from megabatch.train.training_state import NUMBER, training_state, what_is
 
 LAST, BEST = "last", "best"  # links
 AUTO_SHARE = 0.01  # of a run's time may be spent on writing, where the recipe does not say how often
@@ -55,6 +49,7 @@ class Checkpoints:
         times: SaveTimes | None = None,  # is added to
     ) -> None:
         self.folder, self.settings = run_folder / CHECKPOINTS, settings
+        require_own(self.folder)
         self.outage, self.sync_rows = outage or Outage(), sync_rows
         self.saved_s = time.monotonic()
         self.saving_took_s = 0.0
@@ -177,6 +172,15 @@ class Checkpoints:
         for path in newest_first(self.folder)[self.settings.keep :]:
             if path.name not in pointed:
                 shutil.rmtree(path)
+
+
+def require_own(folder: Path) -> None:
+    """Checkpoints are removed: nothing that lies elsewhere, or is no checkpoint, may be taken for one."""
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise UserError(f"{folder} is not a folder of its own run, but a link or a file; move it away")
+    for link in (folder / LAST, folder / BEST):
+        if link.exists() and not link.is_symlink():
+            raise UserError(f"{link} is not the link that it should be; move it away")
 
 
 def is_sound(name: str, tensor: torch.Tensor) -> bool:

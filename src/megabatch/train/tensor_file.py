@@ -4,14 +4,17 @@ The bytes are those of safetensors' own writer, whose file would have to be read
 held for moments only: training goes on meanwhile.
 """
 
+import io
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from megabatch.disk import read_hashed, write_hashed
+from megabatch.disk import fill_hashed, open_regular, write_hashed
+from megabatch.runs.tensor_header import LENGTH_BYTES, MAX_HEADER_BYTES, Entry, Header, parse_header
 
 # The wider come first in a file, and of equally wide ones the later in this table: so each tensor is aligned.
 DTYPES = {
@@ -64,19 +67,32 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return np.ascontiguousarray(integers).reshape(-1).view(np.uint8).data
 
 
-def read_flat(path: Path) -> tuple[torch.Tensor, str]:
-    """The file's bytes, and their sha256."""
-    flat = torch.empty(path.stat().st_size, dtype=torch.uint8)
-    return flat, read_hashed(path, flat.numpy().data)
+def read_flat(path: Path, check: Callable[[Header], None] | None = None) -> tuple[torch.Tensor, str]:
+    """The file's bytes, and their sha256.  What `check` says of its header is raised before memory is taken."""
+    with open_regular(path) as file:
+        file_bytes = os.fstat(file.fileno()).st_size
+        if check:
+            check(parse_header(file, file_bytes))
+            file.seek(0)
+        flat = np.empty(file_bytes, dtype=np.uint8)
+        return torch.from_numpy(flat), fill_hashed(file, flat.data)
+
+
+def header_of(flat: torch.Tensor) -> Header:
+    length = int.from_bytes(flat[:LENGTH_BYTES].numpy().tobytes(), "little")
+    begin = flat[: LENGTH_BYTES + min(length, MAX_HEADER_BYTES)].numpy()  # a copy of no more than it needs
+    return parse_header(io.BytesIO(begin.data), len(flat))
 
 
 def tensors_in(flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of a file that `write_tensors` has written: they share its memory."""
-    data_begin = 8 + int.from_bytes(flat[:8].numpy().tobytes(), "little")
-    header = json.loads(flat[8:data_begin].numpy().tobytes())
-    header.pop("__metadata__", None)
-    data = flat[data_begin:]
-    return {
-        name: data[slice(*entry["data_offsets"])].view(DTYPES[entry["dtype"]]).view(entry["shape"])
-        for name, entry in header.items()
-    }
+    """They share its memory.  `NotTensors` if it is no file of them."""
+    header = header_of(flat)
+    data = flat[header.data_begin :]
+    return {name: tensor_in(data, entry) for name, entry in header.tensors.items()}
+
+
+def tensor_in(data: torch.Tensor, entry: Entry) -> torch.Tensor:
+    part, dtype = data[slice(*entry.data_offsets)], DTYPES[entry.dtype]
+    if part.storage_offset() % dtype.itemsize:  # not as we write them, and a view would be refused
+        part = part.clone()
+    return part.view(dtype).view(entry.shape)

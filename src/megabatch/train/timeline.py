@@ -23,7 +23,7 @@ def recorded(
 ) -> Iterator[Iterator[Record]]:
     """The same records, while what happens in between goes to the timeline.  Rank 0 knows the run's folder."""
     if folder:
-        shutil.rmtree(folder / TIMELINE, ignore_errors=True)  # of the attempt before
+        shutil.rmtree(folder / TIMELINE, ignore_errors=True)  # of the attempt before; of a link, nothing
     world, topology, timeline = training.world, training.gradients.topology, training.gradients.timeline
     assert isinstance(timeline, Timeline)
     run_folder = Path(world.broadcast_text(str(folder.resolve() if folder else "")))
