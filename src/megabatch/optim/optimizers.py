@@ -14,22 +14,28 @@ from megabatch.optim.lars_in_fp16 import LarsInFp16
 
 class OptimSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str = "sgd"
-    learning_rate: Annotated[float, Meta(gt=0)]  # the peak; `schedule` shapes it
-    head_learning_rate: Annotated[float, Meta(gt=0)] | None = None  # of the last layer; by default as of the others
+    learning_rate: Annotated[float, Meta(gt=0, le=1e6)]  # the peak; `schedule` shapes it
+    head_learning_rate: Annotated[float, Meta(gt=0, le=1e6)] | None = None  # of the last layer; by default as of the others
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     nesterov: bool | None = None  # of sgd, by default where there is momentum; lars has no such form
-    weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    weight_decay: Annotated[float, Meta(ge=0, le=1000)] = 0.0
     decay_all: bool = False  # biases and normalisation layers too
-    clip_norm: Annotated[float, Meta(ge=0)] = 0.0  # of the whole gradient; 0 leaves it alone
+    clip_norm: Annotated[float, Meta(ge=0, le=1e12)] = 0.0  # of the whole gradient; 0 leaves it alone
     # Of lars; sgd has no use for them, so that optim.name=sgd is all it takes to compare the two.
     variant: str = "you2017"
     # How far a weight moves at a learning rate of 1, as a share of its norm.
-    trust_coefficient: Annotated[float, Meta(gt=0)] = TRUST_COEFFICIENT
-    eps: Annotated[float, Meta(ge=0)] = 0.0  # beside the gradient's norm in the trust ratio
+    trust_coefficient: Annotated[float, Meta(gt=0, le=1e6)] = TRUST_COEFFICIENT
+    eps: Annotated[float, Meta(ge=0, le=1e6)] = 0.0  # beside the gradient's norm in the trust ratio
 
     def __post_init__(self) -> None:
         require_one_of("optim.name", self.name, OPTIMIZERS)
         require_one_of("optim.variant", self.variant, VARIANTS)
+        ratio = (self.head_learning_rate or self.learning_rate) / self.learning_rate
+        if not 1e-9 <= ratio <= 1e9:
+            raise UserError(
+                f"optim.head_learning_rate={self.head_learning_rate:g} is {ratio:.0e} times optim.learning_rate="
+                f"{self.learning_rate:g}; expected at most 1e9, and its inverse at least"
+            )
         if self.nesterov and self.name != "sgd":
             raise UserError(
                 f"optim.nesterov=true with optim.name={self.name}: LARS has no Nesterov form; leave nesterov out"
