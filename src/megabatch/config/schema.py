@@ -16,10 +16,11 @@ from megabatch.optim.optimizers import OptimSettings
 from megabatch.optim.schedules import ScheduleSettings
 from megabatch.planning.batch import BatchSettings
 from megabatch.precision.policy import PrecisionSettings
+from megabatch.ranks.backends import BACKENDS
 from megabatch.text import one_line
 
 Settings = dict[str, Any]
-MOST_STEPS = 10**12
+MOST_STEPS = 10**9  # so that samples are counted in 64 bits
 LONGEST_NAME = 100
 NAME = re.compile(rf"\w[\w.-]{{0,{LONGEST_NAME - 1}}}")
 Threads = Annotated[int, Meta(ge=1, le=4096)]
@@ -27,7 +28,7 @@ PREEMPT_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")  # what batch systems can be
 
 
 class TrainSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    epochs: Annotated[float, Meta(gt=0, le=1e6)] | None = None
+    epochs: Annotated[float, Meta(gt=0, le=10**6)] | None = None
     steps: Annotated[int, Meta(ge=1, le=MOST_STEPS)] | None = None  # decide, where they are given: see `config.length`
     target_top1: Annotated[float, Meta(gt=0, le=1)] | None = None  # the accuracy whose time is reported
     evaluate_every: Annotated[int, Meta(ge=0, le=10**6)] = 1  # epochs, and after the last; 0: after the last alone
@@ -46,7 +47,7 @@ class CheckpointSettings(Struct, frozen=True, kw_only=True, forbid_unknown_field
     """With neither `every_steps` nor `every_minutes`, as often as costs a hundredth of the time."""
 
     every_steps: Annotated[int, Meta(ge=0, le=MOST_STEPS)] = 0
-    every_minutes: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    every_minutes: Annotated[float, Meta(ge=0, le=10**6)] = 0.0
     keep: Annotated[int, Meta(ge=1, le=10**6)] = 2  # the newest; the best is kept besides
 
 
@@ -60,6 +61,7 @@ class RunSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     deterministic: bool = False  # only deterministic algorithms; convolutions are chosen by rule, and not by timing
 
     def __post_init__(self) -> None:
+        require_one_of("run.device", self.device, ["auto", *BACKENDS])
         require_one_of("run.preempt_signal", self.preempt_signal, PREEMPT_SIGNALS)
 
 

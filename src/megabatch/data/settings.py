@@ -19,7 +19,7 @@ class SyntheticSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     train: Count = 10_000
     test: Count = 2_000
-    classes: Annotated[int, Meta(ge=2, le=10**6)] = 10
+    classes: Annotated[int, Meta(ge=2, le=100_000)] = 10
     channels: Annotated[int, Meta(ge=1, le=1024)] = 3
 
 

@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 
 from megabatch.errors import require_one_of
 
-NonNegative = Annotated[float, Meta(ge=0, le=1e6)]
+NonNegative = Annotated[float, Meta(ge=0, le=10**6)]
 
 
 def poly(progress: float, power: float) -> float:
