@@ -25,8 +25,8 @@ LAYERS = [
     {"simulate"},
     {"planning"},
     {"disk"},
-    {"errors", "recipes", ""},
-    {"text"},
+    {"errors", "recipes", "", "terminal", "toml"},
+    {"text", "given_files"},
 ]
 LEVEL = {part: -depth for depth, layer in enumerate(LAYERS) for part in layer}
 

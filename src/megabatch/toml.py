@@ -4,19 +4,17 @@ tomllib calls itself for every bracket, and keeps a list of every beginning of a
 take gigabytes.  What comes out of here is at most DEEPEST tables and arrays deep, so that whoever walks it can recurse.
 """
 
-import errno
-import os
 import re
-import stat
 import tomllib
 from pathlib import Path
 from typing import Any
+
+from megabatch.given_files import NotText, read_text
 
 Tables = dict[str, Any]
 
 LONGEST_BYTES = 1 << 20  # of a file: a recipe is a page
 DEEPEST = 32  # tables and arrays within each other, and parts of a dotted key
-OPENED_ALREADY = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")  # what the shell has opened for us, perhaps as a pipe
 
 # From the beginning of a part, and never back into one: linear in the text.
 PART = r"""(?:[A-Za-z0-9_-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""
@@ -33,7 +31,10 @@ class TooMuch(NotToml):
 
 def read_toml(path: str | Path) -> Tables:
     """OSError if it cannot be read, NotToml if it is something else."""
-    return parse_toml(read_text(path))
+    try:
+        return parse_toml(read_text(path, LONGEST_BYTES))
+    except NotText as error:
+        raise NotToml(str(error)) from None
 
 
 def parse_toml(text: str) -> Tables:
@@ -66,22 +67,3 @@ def is_deep(value: Any) -> bool:
 
 def members(outer: dict[str, Any] | list[Any]) -> Any:
     return outer.values() if isinstance(outer, dict) else outer
-
-
-def read_text(path: str | Path) -> str:
-    """Of a regular file, or of what this process was given open.  A FIFO would be waited for, a device has no end."""
-    is_given = str(path).startswith(OPENED_ALREADY)
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if is_given else os.O_NONBLOCK))
-    with open(descriptor, "rb") as file:
-        kind = os.fstat(descriptor).st_mode
-        if stat.S_ISDIR(kind):
-            raise IsADirectoryError(errno.EISDIR, "Is a directory")
-        if not (stat.S_ISREG(kind) or (is_given and stat.S_ISFIFO(kind))):
-            raise OSError(errno.EINVAL, "not a regular file")
-        content = file.read(LONGEST_BYTES + 1)
-    if len(content) > LONGEST_BYTES:
-        raise TooMuch(f"it has more than the {LONGEST_BYTES:,} bytes that are read")
-    try:
-        return content.decode("utf-8-sig")  # some editors begin a file with a mark of its byte order
-    except UnicodeDecodeError as error:
-        raise NotToml(f"it is not text in UTF-8 ({error.reason} at byte {error.start})") from None

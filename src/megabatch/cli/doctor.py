@@ -52,12 +52,11 @@ def doctor(
 
 
 def print_diagnosis(found: "Diagnosis") -> None:
-    from rich.console import Console
-
+    from megabatch.terminal import Terminal
     from megabatch.train.doctor import advise
     from megabatch.train.screen import describe_breakdown
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal()
     ranks = f"{found.num_ranks} rank{'s' * (found.num_ranks > 1)}"
     threads = f" x {found.decode_threads} decoding thread{'s' * (found.decode_threads > 1)}" * (
         found.decode_threads > 0
@@ -69,6 +68,5 @@ def print_diagnosis(found: "Diagnosis") -> None:
         "verdict": advise(found),
     }
     for name, text in figures.items():
-        console.print(f"[bold]{name:<9}[/bold] ", end="")
-        console.print(text, markup=False)
+        console.row(name, text)
     sys.stdout.flush()

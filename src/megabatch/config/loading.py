@@ -83,9 +83,7 @@ def default_name(recipe: str) -> str:
 def parse_override(text: str) -> Override:
     used_key, equals, value_text = text.partition("=")
     if not equals:
-        raise UserError(
-            f"{show_value(text)} is not an override; expected section.key=value, such as batch.global=512"
-        )
+        raise UserError(f"{show_value(text)} is not an override; expected section.key=value, such as batch.global=512")
     if used_key.count(".") >= DEEPEST:
         raise UserError(f"{show_key(used_key)}: there is no such setting; {suggest(used_key)}")
     if not is_plain(text):
@@ -131,7 +129,9 @@ def apply_override(settings: Settings, override: Override) -> None:
     for section in sections:
         members = members.setdefault(section, {})
         if not isinstance(members, dict):
-            raise UserError(f"{show_value(override.text)}: {show_key(section)} is not a section; {suggest(override.key)}")
+            raise UserError(
+                f"{show_value(override.text)}: {show_key(section)} is not a section; {suggest(override.key)}"
+            )
     members[name] = override.value
 
 

@@ -1,6 +1,5 @@
 """The recipes that come with megabatch, and those of a user: TOML files."""
 
-import errno
 from importlib import resources
 
 from megabatch.config.schema import Settings
@@ -20,18 +19,11 @@ def read_recipe(recipe: str) -> Settings:
     if recipe in recipe_names():
         return parse_toml((RECIPES / f"{recipe}.toml").read_text("utf-8"))
     try:
-        require_path(recipe)
         return read_toml(recipe)
     except NotToml as error:
         raise UserError(f"{one_line(recipe, LONGEST_PATH)} is not TOML: {error}") from None
     except OSError as error:
         raise UserError(
-            f"recipe {one_line(repr(recipe), LONGEST_PATH)} is neither one of `megabatch recipes` nor a readable TOML file "
-            f"({error.strerror}); nearest: {nearest(recipe, recipe_names())}"
+            f"recipe {one_line(repr(recipe), LONGEST_PATH)} is neither one of `megabatch recipes` nor a readable TOML "
+            f"file ({error.strerror}); nearest: {nearest(recipe, recipe_names())}"
         ) from None
-
-
-def require_path(text: str) -> None:
-    """What the system would refuse with something else than OSError."""
-    if "\0" in text:
-        raise FileNotFoundError(errno.ENOENT, "no file has a name with a NUL")

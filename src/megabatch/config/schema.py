@@ -20,9 +20,10 @@ from megabatch.ranks.backends import BACKENDS
 from megabatch.text import one_line
 
 Settings = dict[str, Any]
-MOST_STEPS = 10**9  # so that samples are counted in 64 bits
+MOST_STEPS = 10**12
 LONGEST_NAME = 100
 NAME = re.compile(rf"\w[\w.-]{{0,{LONGEST_NAME - 1}}}")
+StepCount = Annotated[int, Meta(ge=0, le=MOST_STEPS)]
 Threads = Annotated[int, Meta(ge=1, le=4096)]
 PREEMPT_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")  # what batch systems can be told to send
 
@@ -46,7 +47,7 @@ class TrainSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class CheckpointSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """With neither `every_steps` nor `every_minutes`, as often as costs a hundredth of the time."""
 
-    every_steps: Annotated[int, Meta(ge=0, le=MOST_STEPS)] = 0
+    every_steps: StepCount = 0
     every_minutes: Annotated[float, Meta(ge=0, le=10**6)] = 0.0
     keep: Annotated[int, Meta(ge=1, le=10**6)] = 2  # the newest; the best is kept besides
 
@@ -57,7 +58,7 @@ class RunSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     threads: Threads | None = None  # of a rank; by default its share of the cores
     decode_threads: Threads | None = None  # beside them, for images; by default as many
     preempt_signal: str = "SIGTERM"  # sent by who will take this host, besides SIGTERM: save, and end
-    compare_every: Annotated[int, Meta(ge=0, le=MOST_STEPS)] = 100  # steps after which ranks compare their weights; 0: never
+    compare_every: StepCount = 100  # steps after which ranks compare their weights; 0: never
     deterministic: bool = False  # only deterministic algorithms; convolutions are chosen by rule, and not by timing
 
     def __post_init__(self) -> None:

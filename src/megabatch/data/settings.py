@@ -25,7 +25,8 @@ class SyntheticSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     source: str  # a name of NAMED_SOURCES, a folder of class folders, of tars or of IDX files, a .tar or an .npz file
-    also: list[Annotated[str, Meta(min_length=1)]] = field(default_factory=list)  # further folders and tars, joined by the names of their classes
+    # Further folders and tars, joined by the names of their classes.
+    also: list[Annotated[str, Meta(min_length=1)]] = field(default_factory=list)
     image_size: Annotated[int, Meta(ge=8, le=8192)]
     crop_area: Share | None = None  # a random crop takes this share of the image, or more
     crop_ratio: Annotated[float, Meta(ge=1, le=100)] = 4 / 3  # the widest random crop, and its inverse the highest

@@ -33,7 +33,8 @@ VIEW_REFUSED = "view size is not compatible with input tensor's size and stride"
 class ModelSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
     options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the factory
-    weights: Annotated[str, Meta(min_length=1)] | None = None  # what it starts from: a file, or the folder of a run; by default the seed decides
+    # What it starts from: a file, or the folder of a run; by default the seed decides.
+    weights: Annotated[str, Meta(min_length=1)] | None = None
     freeze: list[str] | None = None  # modules that are not trained
     channels_last: bool | Literal["auto"] = "auto"  # the memory order of images; auto: for the models of MODELS
     compile: bool = False  # by torch.compile, for training

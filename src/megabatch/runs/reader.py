@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from megabatch.errors import UserError
 from megabatch.planning.tuning import Tuning
 from megabatch.runs import files
 from megabatch.runs.records import EvaluationRecord, Record, Status, StepRecord, Summary
+from megabatch.toml import NotToml, read_toml
 
 TAIL_BYTES = 16 << 10  # of metrics.jsonl, which mostly holds its last row: one that skipped images is longer
 
@@ -48,12 +48,22 @@ def listing_of(path: Path) -> Listing:
 def read_recipe_and_batch(path: Path) -> tuple[str | None, int | None]:
     """The name of a run's recipe and its global batch, from its config.toml; None for what that does not say."""
     try:
-        settings = tomllib.loads((path / files.CONFIG).read_text())
-    except (OSError, ValueError):  # of which TOMLDecodeError is one
+        settings = read_toml(path / files.CONFIG)
+    except (OSError, NotToml):
         return None, None
     name, section = settings.get("name"), settings.get("batch")
     batch = section.get("global") if isinstance(section, dict) else None
     return name if isinstance(name, str) else None, batch if isinstance(batch, int) else None
+
+
+def read_source(path: Path) -> str:
+    """data.source of a run, as its config.toml has it; nothing where that does not say."""
+    try:
+        section = read_toml(path / files.CONFIG).get("data")
+    except (OSError, NotToml):
+        return ""  # whoever loads the recipe says so
+    source = section.get("source") if isinstance(section, dict) else None
+    return source if isinstance(source, str) and "\0" not in source else ""
 
 
 def last_written_s(path: Path) -> float | None:

@@ -7,7 +7,6 @@ is what `megabatch plan` has measured; `this` is the last one of this machine.
 
 import copy
 import math
-import tomllib
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import resources
@@ -19,15 +18,19 @@ from msgspec import inspect
 
 from megabatch.disk import cache_folder
 from megabatch.errors import UserError, nearest
+from megabatch.given_files import NotJson, NotText, read_json, read_text
 from megabatch.planning.tuning import Tuning
 from megabatch.simulate.cluster import Cluster
 from megabatch.simulate.measured import describe_measured
+from megabatch.text import is_plain
+from megabatch.toml import LONGEST_BYTES, NotToml, parse_toml
 
 FOLDER = resources.files("megabatch.simulate")
 THIS = "this.json"  # what `megabatch plan` has measured last
 SUFFIXES = (".toml", ".json")
 MAX_BASES = 8
 ABSURD = 1e12  # no number in a cluster file is as large
+LONGEST_RULE = 200  # of why: it may name a key of the file
 LONGEST_SHOWN = 60  # characters of what is refused
 
 Tables = dict[str, Any]
@@ -60,7 +63,7 @@ def explain(error: msgspec.ValidationError, name: str, tables: Tables, before: T
     """The key with its value, the rule, and what the file itself has."""
     rule, _, path = str(error).partition(" - at `$.")
     key = path.rstrip("`")
-    rule = f"{rule[:1].lower()}{rule[1:]}".replace("`", "")
+    rule = abbreviated(f"{rule[:1].lower()}{rule[1:]}".replace("`", ""), LONGEST_RULE)
     value, own = (value_at(each, key) for each in (tables, before))
     if value is None or isinstance(value, dict | list):
         return f"{name}: {rule}{f' in {key}' if key else ''}; the presets show how such a file looks"
@@ -113,15 +116,13 @@ def read_own(path: Path) -> Tables:
     """A cluster file, or what `megabatch plan --json` has written."""
     try:
         if path.suffix == ".json":
-            return describe_measured(msgspec.json.decode(path.read_bytes(), type=Tuning))
-        return parse(path.read_bytes().decode("utf-8"), str(path))
+            return describe_measured(read_json(path, Tuning))
+        return parse(read_text(path, LONGEST_BYTES), str(path))
     except OSError as error:
         raise UserError(f"--cluster {path}: cannot be read ({error.strerror}); give another file") from None
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"--cluster {path} is not text in UTF-8 ({error.reason} at byte {error.start}); save it so, or give another"
-        ) from None
-    except (msgspec.DecodeError, AssertionError) as error:
+    except NotText as error:
+        raise UserError(f"--cluster {path}: {error}; give another file") from None
+    except (NotJson, AssertionError) as error:
         raise UserError(
             f"--cluster {path} is no plan ({error}); write one: megabatch plan RECIPE --json FILE"
         ) from None
@@ -129,8 +130,8 @@ def read_own(path: Path) -> Tables:
 
 def parse(text: str, name: str) -> Tables:
     try:
-        tables = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # also integers of thousands of digits
+        tables = parse_toml(text)
+    except NotToml as error:
         raise UserError(f"{name} is not TOML: {error}") from None
     for key, value in numbers(tables):
         require_sane(key, value)
@@ -197,10 +198,14 @@ def with_device(tables: Tables, name: str = "the cluster's file") -> Tables:
 def apply(tables: Tables, override: str, name: str) -> None:
     key, equals, text = override.partition("=")
     if not equals:
-        raise UserError(f"{override!r} is not an override; expected section.key=value, such as network.gbps=400")
+        raise UserError(
+            f"{abbreviated(repr(override))} is not an override; expected section.key=value, such as network.gbps=400"
+        )
+    if not is_plain(override):
+        raise UserError(f"{abbreviated(override)}: expected text without control characters; leave them out")
     known = keys_of_cluster()
     if key not in known:
-        rule = f"a cluster has no {key}" if "." in key else "overrides of a cluster are section.key=value"
+        rule = f"a cluster has no {abbreviated(key)}" if "." in key else "overrides of a cluster are section.key=value"
         meant = [name for name in known if name.endswith(f".{key}")] if "." not in key else [nearest(key, known)]
         remedy = f"nearest: {meant[0]}" if meant else "for example network.gbps=400"
         raise UserError(f"{abbreviated(override)}: {rule}; {remedy}")
@@ -224,14 +229,14 @@ def put(tables: Tables, sections: Sequence[str], key: str, value: Any) -> None:
 def parse_value(text: str) -> Any:
     """As TOML has it, or text; 2e0 is as good an integer as 2."""
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except (ValueError, RecursionError):
+        value = parse_toml(f"value = {text}")["value"]
+    except NotToml:
         return text
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def abbreviated(text: str) -> str:
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+def abbreviated(text: str, longest: int = LONGEST_SHOWN) -> str:
+    return text if len(text) <= longest else f"{text[:longest]}..."
 
 
 @cache

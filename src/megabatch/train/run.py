@@ -1,7 +1,6 @@
 """A whole run on one rank: prepare, begin or resume, train, and on rank 0 record everything."""
 
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext, suppress
@@ -23,6 +22,7 @@ from megabatch.runs.folder import RunFolder
 from megabatch.runs.numbering import numbering_lock
 from megabatch.runs.records import Record, Status, StepRecord, Summary
 from megabatch.runs.totals import RunTotals
+from megabatch.text import print_line
 from megabatch.train.card import with_results
 from megabatch.train.checkpoint import describe_arithmetic, restore_training_state, save_weights
 from megabatch.train.environment import describe_environment
@@ -52,7 +52,7 @@ def run(config: RunConfig, info: RankInfo, resume: str, store: RankStore, retune
     code = stop.exit_code()
     if info.rank == 0:  # for a batch system's script, as the exit code is
         name = signal.Signals(code - 128).name
-        print(
+        print_line(
             f"requeue   {name} after step {summary.steps}, which is saved: the same command resumes, exit code {code}"
         )
     return code
@@ -178,7 +178,7 @@ def require_same_images(folder: Path, before: str, training: Training) -> None:
 
 
 def report(problem: str) -> None:
-    print(f"megabatch: {problem}; it is passed over", file=sys.stderr)
+    print_line(f"megabatch: {problem}; it is passed over", to_stderr=True)
 
 
 class Recorder:
