@@ -78,6 +78,7 @@ def test_what_is_as_deep_as_can_be_is_read() -> None:
         ('model.options={"a\\u001b"=1}', "model.options.a?: a name of a setting holds control characters"),
         ("run.dir=" + "x" * 5_000, "5,000 letters are more than 4,096; shorten it"),
         ("run.dir=''", "run.dir='': expected str of length >= 1"),
+        ("data.source=a/" + "x" * 300, "the name of a file or folder has at most 255 bytes"),
         (f"{ESCAPE}=1", "expected one line of text"),
         ("=1", "there is no setting"),
     ],

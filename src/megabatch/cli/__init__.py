@@ -1,5 +1,6 @@
 """The command line: one small file per command.  Commands import torch only when they run, so help is instant."""
 
+import errno
 import sys
 from typing import Annotated
 
@@ -86,6 +87,10 @@ def main() -> None:
         sys.exit(app(standalone_mode=False))
     except UserError as error:
         print_line(f"megabatch: {error}", to_stderr=True)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:  # of any path on the command line
+            raise
+        print_line(f"megabatch: {one_line(str(error.filename), LONGEST_USAGE)}: {error.strerror}", to_stderr=True)
     except UsageError as error:
         if type(error).__name__ != "NoArgsIsHelpError":  # which has printed the help
             print_line(f"megabatch: {describe_usage(error)}", to_stderr=True)

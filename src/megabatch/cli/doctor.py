@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megabatch.cli.overrides import Arguments, Ranks, split_arguments_or_run
+from megabatch.cli.overrides import MOST, Arguments, Ranks, split_arguments_or_run
 from megabatch.cli.ranks import be_a_rank, choose_ranks, start_ranks
 from megabatch.errors import UserError
 
@@ -18,7 +18,7 @@ def doctor(
     given: Arguments = None,
     ranks: Ranks = None,
     seconds: Annotated[
-        float, typer.Option(min=0.1, help="How long to run input, compute and both, each of them.")
+        float, typer.Option(min=0.1, max=MOST, help="How long to run input, compute and both, each of them.")
     ] = 10.0,
 ) -> None:
     """Run a recipe's input alone, its compute alone and both; say what limits the run, and what to change.

@@ -1,6 +1,7 @@
 """What every value of a recipe is, whatever it is of: a finite number, plain text, a list or table of those."""
 
 import math
+import os
 from collections.abc import Iterator
 from datetime import date, time
 from typing import Any
@@ -10,6 +11,8 @@ from megabatch.config.schema import FIELDS, Settings
 from megabatch.errors import UserError
 from megabatch.text import is_plain
 
+PATHS = ("data.source", "data.also", "model.weights", "run.dir")
+LONGEST_FILE_NAME = 255  # bytes, of what lies between slashes
 LONGEST_TEXT = 4096  # letters: as long as a path may be
 
 
@@ -43,6 +46,8 @@ def check_leaf(key: str, value: Any) -> None:
         raise UserError(f"{shown}: expected one line of text without control characters; leave them out")
     if isinstance(value, str) and len(value) > LONGEST_TEXT:
         raise UserError(f"{shown}: {len(value):,} letters are more than {LONGEST_TEXT:,}; shorten it")
+    if isinstance(value, str) and key in PATHS and max(map(len, os.fsencode(value).split(b"/"))) > LONGEST_FILE_NAME:
+        raise UserError(f"{shown}: the name of a file or folder has at most {LONGEST_FILE_NAME} bytes; give another")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise UserError(f"{shown}: expected a whole number of 64 bits; {remedy(key, value)}")
     if isinstance(value, float) and not math.isfinite(value):

@@ -77,7 +77,10 @@ def last_written_s(path: Path) -> float | None:
 
 
 def is_run(path: Path) -> bool:
-    return (path / files.CONFIG).is_file()
+    try:
+        return (path / files.CONFIG).is_file()
+    except OSError:  # a name that is too long, a folder that may not be entered
+        return False
 
 
 def is_running(path: Path) -> bool:

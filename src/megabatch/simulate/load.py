@@ -102,7 +102,7 @@ def read_cluster(name: str, depth: int = 0) -> Tables:
     if base is None:
         return tables
     if depth == MAX_BASES:
-        raise UserError(f"{name}: base={base!r} leads to more than {MAX_BASES} files; is it a circle?")
+        raise UserError(f"{name}: base={abbreviated(repr(base))} leads to more than {MAX_BASES} files; is it a circle?")
     return merged(read_cluster(beside(name, str(base)), depth + 1), tables, name)
 
 
@@ -190,7 +190,7 @@ def with_device(tables: Tables, name: str = "the cluster's file") -> Tables:
         return tables
     known = [entry.name.removesuffix(".toml") for entry in (FOLDER / "devices").iterdir()]
     if like not in known:
-        raise UserError(f"device.like={like!r} is none of {', '.join(sorted(known))}")
+        raise UserError(f"device.like={abbreviated(repr(like))} is none of {', '.join(sorted(known))}")
     shared = parse((FOLDER / "devices" / f"{like}.toml").read_text("utf-8"), like)
     return merged(shared, tables, name)
 
