@@ -25,8 +25,9 @@ LAYERS = [
     {"simulate"},
     {"planning"},
     {"disk"},
-    {"errors", "recipes", ""},
-    {"text", "decoding"},
+    {"errors", "recipes", "", "terminal", "toml"},
+    {"given_files"},
+    {"text", "decoding", "regular_files"},
 ]
 LEVEL = {part: -depth for depth, layer in enumerate(LAYERS) for part in layer}
 

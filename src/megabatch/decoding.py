@@ -6,15 +6,20 @@ import msgspec
 
 Kind = TypeVar("Kind")
 
+LONGEST_REASON = 200  # letters of what is wrong, which may quote the file
+
 
 class Undecodable(ValueError):
     """Bytes that are not what they should be, and why."""
 
 
 def decode_json(content: bytes | str, kind: type[Kind]) -> Kind:
+    """msgspec raises three kinds of errors, of which one is its own."""
     try:
         return msgspec.json.decode(content, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise Undecodable(str(error)) from None
-    except RecursionError:  # brackets, a thousand deep
-        raise Undecodable("it is nested too deeply") from None
+    except msgspec.MsgspecError as error:
+        raise Undecodable(str(error)[:LONGEST_REASON]) from error.__cause__
+    except UnicodeDecodeError as error:
+        raise Undecodable(f"it is not text in UTF-8 ({error.reason})") from None
+    except RecursionError:
+        raise Undecodable("brackets within brackets without end") from None

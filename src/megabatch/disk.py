@@ -14,8 +14,6 @@ import hashlib
 import os
 import secrets
 import shutil
-import stat
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,7 +21,8 @@ from functools import cache
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
-from megabatch.text import one_line
+from megabatch.regular_files import open_regular, reading
+from megabatch.text import print_line
 
 WRITING = ".writing-"  # begins the name of what is not whole yet
 PATIENCE_S = 1.0  # `is_locked` touches a lock for a moment
@@ -97,7 +96,7 @@ def write_all(file: BinaryIO, content: memoryview) -> None:
 
 def read_hashed(path: Path, into: memoryview) -> str:
     """Fills it from the file; the sha256 of what was read."""
-    with open_regular(path) as file:
+    with reading(path) as file:
         return fill_hashed(file, into)
 
 
@@ -110,31 +109,6 @@ def fill_hashed(file: BinaryIO, into: memoryview) -> str:
         digest.update(into[begin : begin + count])
         begin += count
     return digest.hexdigest()
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """For reading, and nothing but a file: a FIFO would wait for a writer, a device may never end."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        require_regular(descriptor, path)
-        return os.fdopen(descriptor, "rb")
-    except OSError:
-        os.close(descriptor)
-        raise
-
-
-def require_regular(descriptor: int, path: Path) -> None:
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-
-
-def read_regular(path: Path, most_bytes: int) -> bytes:
-    """The whole file, if it is one and not larger."""
-    with open_regular(path) as file:
-        content = file.read(most_bytes + 1)
-    if len(content) > most_bytes:
-        raise OSError(errno.EFBIG, f"more than {most_bytes:,} bytes", str(path))
-    return content
 
 
 def remedy(error: OSError) -> str:
@@ -203,20 +177,18 @@ def take_lock(path: Path, *, wait: bool = False, patience_s: float | None = None
         return file
 
 
+def open_to_append(path: Path) -> int:
+    """A descriptor: this user's file alone, never through a link, and a FIFO is not waited for."""
+    return open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+
+
 def open_own(path: Path) -> TextIO:
-    """To be appended to and read: never through a link, and a FIFO is not waited for."""
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o600)
-    try:
-        require_regular(descriptor, path)
-        return os.fdopen(descriptor, "a+")
-    except OSError:
-        os.close(descriptor)
-        raise
+    """The same as a file, to be appended to and read."""
+    return os.fdopen(open_to_append(path), "a+")
 
 
 def is_locked(path: Path) -> bool:
-    with suppress(OSError), open_regular(path) as file:  # what is no file, or closed to this user, nobody holds
+    with suppress(OSError), reading(path) as file:  # what is no file, or closed to this user, nobody holds
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -241,7 +213,7 @@ def cache_folder() -> Path | None:
         return None
     problem = why_untrusted(found.st_uid, found.st_mode, os.geteuid())
     if problem:
-        say_once(f"{one_line(str(path))} is not used: {problem}")
+        say_once(f"{path} is not used: {problem}")
     return None if problem else path
 
 
@@ -257,4 +229,4 @@ def why_untrusted(owner: int, mode: int, user: int) -> str | None:
 def say_once(text: str) -> None:
     """To the user: by the launcher, or by the first rank of a host."""
     if "MEGABATCH_LAUNCHER" not in os.environ and os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"megabatch: {text}", file=sys.stderr)
+        print_line(f"megabatch: {text}", to_stderr=True)

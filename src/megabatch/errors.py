@@ -5,6 +5,8 @@ from difflib import get_close_matches
 
 from megabatch.text import one_line
 
+LONGEST_QUOTED = 120  # letters of a wrong value, so that the rule and the remedy after it are read
+
 
 class UserError(ValueError):
     """Something only the user can fix. Its text is the one line the user sees, whatever was quoted in it."""
@@ -31,10 +33,11 @@ class RanksDiffer(RuntimeError):
 
 def nearest(value: str, choices: Iterable[str]) -> str:
     """The choice that looks most like `value`."""
-    return get_close_matches(value, list(choices), n=1, cutoff=0.0)[0]
+    return get_close_matches(value[:LONGEST_QUOTED], list(choices), n=1, cutoff=0.0)[0]
 
 
 def require_one_of(key: str, value: str, choices: Iterable[str]) -> None:
     choices = list(choices)
     if value not in choices:
-        raise UserError(f"{key}={value!r} is not one of {', '.join(choices)}; nearest: {key}={nearest(value, choices)}")
+        shown = one_line(repr(value), LONGEST_QUOTED)
+        raise UserError(f"{key}={shown} is not one of {', '.join(choices)}; nearest: {key}={nearest(value, choices)}")

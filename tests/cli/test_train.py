@@ -306,14 +306,17 @@ def test_a_mistake_is_shown_once_under_torchrun_too() -> None:
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_on_one_line_and_is_not_mended_by_restarts() -> None:
-    words = ["optim.learning_rate=1e300", "checkpoint.every_steps=1", "run.dir=run", "model.options={}"]
+    # Weights grow by up to a billion times a step, and leave fp64 after about 30.
+    words = ["optim.learning_rate=1e6", "optim.weight_decay=1000", "schedule.warmup_epochs=0"]
+    words += ["checkpoint.every_steps=1", "run.dir=run", "model.options={}"]
     result = train(*SMALL_RUN, *words, "--ranks", "2", "--max-restarts", "1")
     assert result.returncode == 2
-    assert len(result.stderr.splitlines()) == 1 and "the loss is nan at step 2: microbatch 0," in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert re.search(r"the loss is (nan|inf) at step \d+: microbatch 0,", result.stderr)
     log = Path("run/train.log").read_text()
     assert log.count("begins at step") == 1  # the restarted ranks have not tried again
     assert summary()["status"] == "diverged"
-    state = load_file("run/checkpoints/last/state.safetensors")  # of the first step
+    state = load_file("run/checkpoints/last/state.safetensors")  # of a step before
     assert all(tensor.isfinite().all() for tensor in state.values())
 
 

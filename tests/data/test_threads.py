@@ -16,10 +16,10 @@ import torch
 from megabatch.data.encoded import EncodedImages
 from megabatch.data.files import Content
 from megabatch.data.folders import FolderFiles
+from megabatch.data.image_files import MOST_BYTES
 from megabatch.data.pack import pack
 from megabatch.data.pack_identity import PackSettings
 from megabatch.data.reader import Reader, Request
-from megabatch.data.regular_files import MOST_BYTES
 from megabatch.data.settings import DataSettings
 from megabatch.data.sources import read_encoded
 from megabatch.data.threads import TICKS, Threads, Watch

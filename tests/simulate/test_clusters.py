@@ -154,8 +154,8 @@ def test_a_wrong_file_gives_one_line(tmp_path: Path) -> None:
         (broken, "is not TOML"),
         (circle, "circle"),
         (empty, "device"),
-        (latin, r"is not text in UTF-8 \(.* at byte 10\); save it so"),
-        (long, "is not TOML: Exceeds the limit"),
+        (latin, r"is not text in UTF-8 \(.* at byte 10\); give another"),
+        (long, "is not TOML: a whole number has too many digits"),
         (tmp_path / "none.toml", "read"),
     ):
         with pytest.raises(UserError, match=message):

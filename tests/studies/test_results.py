@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parents[2] / "docs" / "studies"
 
 
 def without_prose(config: RunConfig) -> RunConfig:
-    return msgspec.structs.replace(config, name="", about="", provenance={})
+    return msgspec.structs.replace(config, name="any", about="", provenance={})
 
 
 def words_of(svg: str) -> list[str]:

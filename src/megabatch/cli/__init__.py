@@ -1,5 +1,6 @@
 """The command line: one small file per command.  Commands import torch only when they run, so help is instant."""
 
+import errno
 import sys
 from typing import Annotated
 
@@ -27,6 +28,11 @@ from megabatch.cli import (
     train,
 )
 from megabatch.errors import UserError
+from megabatch.text import one_line, print_line
+
+# Click's, of which typer has a copy of its own from 0.26 on.
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+LONGEST_USAGE = 500  # letters of its message, which quotes what was given
 
 app = typer.Typer(
     help="Trains image classifiers with huge batches, as fast as the hardware allows.",
@@ -57,7 +63,7 @@ app.add_typer(study.app, name="study")
 
 def print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"megabatch {__version__}")
+        print_line(f"megabatch {__version__}")
         raise typer.Exit
 
 
@@ -70,9 +76,24 @@ def options(
     pass
 
 
+def describe_usage(error: Exception) -> str:
+    """Such as: Invalid value for '--ranks': 'x' is not a valid integer; see megabatch train --help."""
+    command = getattr(getattr(error, "ctx", None), "command_path", "megabatch")
+    message = getattr(error, "format_message", error.__str__)()
+    return f"{one_line(message, LONGEST_USAGE).rstrip('.')}; see {command} --help"
+
+
 def main() -> None:
+    """A user's mistake is one line, also where typer finds it: its own frame of several has the words as given."""
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
     except UserError as error:
-        print(f"megabatch: {error}", file=sys.stderr)
-        sys.exit(2)
+        print_line(f"megabatch: {error}", to_stderr=True)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:  # of any path on the command line
+            raise
+        print_line(f"megabatch: {one_line(str(error.filename), LONGEST_USAGE)}: {error.strerror}", to_stderr=True)
+    except UsageError as error:
+        if type(error).__name__ != "NoArgsIsHelpError":  # which has printed the help
+            print_line(f"megabatch: {describe_usage(error)}", to_stderr=True)
+    sys.exit(2)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from megabatch.cli.overrides import MOST
 from megabatch.cli.ranks import be_a_rank, speaking_for_ranks, start_ranks
 from megabatch.errors import UserError, require_one_of
 
@@ -29,8 +30,8 @@ def benches() -> None:
 @app.command()
 def train(
     json: Json = None,
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks on this machine.")] = 2,
-    rounds: Annotated[int, typer.Option(min=3, help="Blocks of steps for each arm; the median counts.")] = 81,
+    ranks: Annotated[int, typer.Option(min=1, max=MOST, help="Ranks on this machine.")] = 2,
+    rounds: Annotated[int, typer.Option(min=3, max=MOST, help="Blocks of steps for each arm; the median counts.")] = 81,
     device: Device = "auto",
     models: Models = None,
 ) -> None:
@@ -52,9 +53,13 @@ def train(
 @app.command()
 def allreduce(
     json: Json = None,
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks on this machine.")] = 2,
-    rounds: Annotated[int, typer.Option(min=9, help="Turns of each arm; the median of all its calls counts.")] = 25,
-    sizes: Annotated[list[int] | None, typer.Option("--bytes", help="A size; repeat for several.")] = None,
+    ranks: Annotated[int, typer.Option(min=1, max=MOST, help="Ranks on this machine.")] = 2,
+    rounds: Annotated[
+        int, typer.Option(min=9, max=MOST, help="Turns of each arm; the median of all its calls counts.")
+    ] = 25,
+    sizes: Annotated[
+        list[int] | None, typer.Option("--bytes", min=1, max=1 << 40, help="A size; repeat for several.")
+    ] = None,
 ) -> None:
     """The all-reduce in a host's shared memory against Gloo's and MPICH's."""
     from megabatch.ranks.discover import discover
@@ -73,14 +78,14 @@ def allreduce(
 @app.command()
 def cluster(
     json: Json = None,
-    hosts: Annotated[int, typer.Option(help="Hosts, 2 to 4: network namespaces of this machine.")] = 2,
+    hosts: Annotated[int, typer.Option(min=2, max=4, help="Hosts, 2 to 4: network namespaces of this machine.")] = 2,
     ranks_per_host: Annotated[
         str | None, typer.Option(help="Set-ups to try.  2,4: so many on every host; 2+1: on each its own number.")
     ] = None,
     gbps: Annotated[str | None, typer.Option(help="Rates of the hosts' network cards to try: 1,2.5.")] = None,
     wire: Annotated[str | None, typer.Option(help="What travels between hosts: some of fp32,bf16,fp16.")] = None,
     models: Models = None,
-    rounds: Annotated[int, typer.Option(min=9, help="Turns of each arm; the median counts.")] = 9,
+    rounds: Annotated[int, typer.Option(min=9, max=MOST, help="Turns of each arm; the median counts.")] = 9,
     compare: Annotated[bool, typer.Option("--compare", help="Force each algorithm in turn, too.")] = False,
     train: Annotated[bool, typer.Option("--train", help="Instead, train AlexNet-BN beside stock DDP.")] = False,
 ) -> None:
@@ -95,7 +100,7 @@ def cluster(
 @app.command()
 def planning(
     json: Json = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Choices for each cluster; the median counts.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, max=MOST, help="Choices for each cluster; the median counts.")] = 5,
 ) -> None:
     """How long the choice of buckets and plans takes for 2,048 ranks, and for 16,384."""
     bench = load_bench("planning")
@@ -107,7 +112,7 @@ def planning(
 def startup(
     json: Json = None,
     ranks: Annotated[str, typer.Option(help="Numbers of ranks to try, of which 8 make a node.")] = "8,256,2048",
-    rounds: Annotated[int, typer.Option(min=1, help="Starts for each number; the median counts.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, max=MOST, help="Starts for each number; the median counts.")] = 3,
 ) -> None:
     """What one of thousands of ranks does until its first step, and in a step: rehearsed without the others."""
     bench = load_bench("startup")
@@ -118,8 +123,8 @@ def startup(
 @app.command()
 def soak(
     json: Json = None,
-    steps: Annotated[int, typer.Option(min=1000, help="Steps of the run.")] = 20_000,
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks on this machine.")] = 2,
+    steps: Annotated[int, typer.Option(min=1000, max=MOST, help="Steps of the run.")] = 20_000,
+    ranks: Annotated[int, typer.Option(min=1, max=MOST, help="Ranks on this machine.")] = 2,
 ) -> None:
     """Whether a long run stays as it was: memory, threads, files and speed.  Exit code 1 if not."""
     bench = load_bench("soak")
@@ -148,7 +153,9 @@ def simulator(
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw predicted against measured to this SVG file.")] = None,
     docs: Annotated[Path | None, typer.Option(help="Write the tables into this page.")] = None,
-    rounds: Annotated[int, typer.Option(min=3, help="Turns of each arm on this machine; the median counts.")] = 5,
+    rounds: Annotated[
+        int, typer.Option(min=3, max=MOST, help="Turns of each arm on this machine; the median counts.")
+    ] = 5,
 ) -> None:
     """What the simulator predicts beside what was measured: on this machine, on published clusters, in the paper."""
     bench = load_bench("simulator")
@@ -165,7 +172,7 @@ def simulator(
 @app.command()
 def optimizer(
     json: Json = None,
-    rounds: Annotated[int, typer.Option(min=3, help="Steps of each arm; the median counts.")] = 31,
+    rounds: Annotated[int, typer.Option(min=3, max=MOST, help="Steps of each arm; the median counts.")] = 31,
     models: Models = None,
 ) -> None:
     """A step of LARS against its peers' and against fused SGD, on one core and on all."""
@@ -178,13 +185,15 @@ def optimizer(
 def input_pipelines(
     source: Annotated[Path, typer.Option(help="A folder of photos: class/photo.jpg.")],
     json: Json = None,
-    image_size: Annotated[int, typer.Option(min=8, help="The side of the crops, in pixels.")] = 224,
-    batch: Annotated[int, typer.Option(min=1, help="Images of a batch.")] = 64,
-    images: Annotated[int, typer.Option(min=1, help="At most so many photos, evenly spread.")] = 2000,
-    rounds: Annotated[int, typer.Option(min=1, help="Epochs of each arm; the median counts.")] = 7,
+    image_size: Annotated[int, typer.Option(min=8, max=MOST, help="The side of the crops, in pixels.")] = 224,
+    batch: Annotated[int, typer.Option(min=1, max=MOST, help="Images of a batch.")] = 64,
+    images: Annotated[int, typer.Option(min=1, max=MOST, help="At most so many photos, evenly spread.")] = 2000,
+    rounds: Annotated[int, typer.Option(min=1, max=MOST, help="Epochs of each arm; the median counts.")] = 7,
     workers: Annotated[
         list[int] | None,
-        typer.Option(min=0, help="Workers that the peers are tried with; repeat.  Default: none to 2 a core."),
+        typer.Option(
+            min=0, max=MOST, help="Workers that the peers are tried with; repeat.  Default: none to 2 a core."
+        ),
     ] = None,
     sets: Annotated[
         list[str] | None, typer.Option("--set", help="as_is or full_size (longer side 500, 100 KB); repeat for both.")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from megabatch.cli.bench import require_folder_of
-from megabatch.cli.overrides import Ranks, split_arguments
+from megabatch.cli.overrides import MOST, Ranks, split_arguments
 from megabatch.cli.ranks import choose_ranks
 from megabatch.errors import UserError
 
@@ -35,14 +35,15 @@ def chaos(
             show_default=False,
         ),
     ] = None,
-    kills: Annotated[int, typer.Option(min=1, help="Faults to inject.")] = 50,
-    seed: Annotated[int, typer.Option(min=0, help="Decides which faults come when.")] = 7,
+    kills: Annotated[int, typer.Option(min=1, max=MOST, help="Faults to inject.")] = 50,
+    seed: Annotated[int, typer.Option(min=0, max=MOST, help="Decides which faults come when.")] = 7,
     ranks: Ranks = None,
     hosts: Annotated[
         int, typer.Option(min=1, max=2, help="2: on two network namespaces, with torchrun; needs root and iproute2.")
     ] = 1,
     only: Annotated[
-        int | None, typer.Option(min=1, help="Repeat the disturbed run of this number alone.", show_default=False)
+        int | None,
+        typer.Option(min=1, max=MOST, help="Repeat the disturbed run of this number alone.", show_default=False),
     ] = None,
     json: Annotated[Path | None, typer.Option("--json", help="Write all that was found to this file.")] = None,
 ) -> None:

@@ -4,26 +4,27 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from megabatch.chaos.faults import FAULTS_A_RUN, TITLES, Kind
 from megabatch.chaos.progress import PHASES
 from megabatch.chaos.report import DisturbedRun, Injected, Report, Spread, Tally
 from megabatch.chaos.run import Request
+from megabatch.terminal import Terminal, plain_table
+
+WIDTH = 11  # of the names before lines
 
 
 class ChaosScreen:
     def __init__(self, command: Sequence[str], request: Request) -> None:
-        self.console = Console(highlight=False, soft_wrap=True)
+        self.console = Terminal()
         self.command = command
         ranks = f"{request.num_ranks} rank{'s' * (request.num_ranks > 1)}"
         hosts = f" on {request.num_hosts} hosts" * (request.num_hosts > 1)
         self.say("chaos", f"{request.kills} faults, {FAULTS_A_RUN} a run, seed {request.seed}, {ranks}{hosts}")
 
     def say(self, name: str, text: str) -> None:
-        self.console.print(f"[bold]{name:<11}[/bold] {escape(text)}")
+        self.console.row(name, text, WIDTH)
 
     def begin(self, report: Report, folder: Path) -> None:
         for line in report.left_out:
@@ -37,9 +38,9 @@ class ChaosScreen:
         verdict = "to the bit" if not run.problems else "FAILED"
         self.say(f"run {run.number}", f"{verdict}, {run.seconds:.0f} s: {hits or 'ended before a fault'}")
         for problem in run.problems:
-            self.console.print(f"{'':<11} {escape(problem)}")
+            self.console.row("", problem, WIDTH)
         if run.problems:
-            self.console.print(f"{'':<11} {escape(f'kept in {run.folder}; again: {self.repeat(run)}')}")
+            self.console.row("", f"kept in {run.folder}; again: {self.repeat(run)}", WIDTH)
 
     def repeat(self, run: DisturbedRun) -> str:
         """The command that runs this one alone, with as many faults."""
@@ -67,7 +68,7 @@ def rows_of(report: Report) -> list[tuple[str, Kind | None]]:
 
 
 def tabulate(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = plain_table()
     for place, column in enumerate(columns):
         table.add_column(column, justify="right" if place else "left", no_wrap=True)
     for row in rows:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megabatch.cli.overrides import Arguments, Ranks, split_arguments_or_run
+from megabatch.cli.overrides import MOST, Arguments, Ranks, split_arguments_or_run
 from megabatch.cli.ranks import be_a_rank, choose_ranks, start_ranks
 from megabatch.errors import UserError
 
@@ -18,7 +18,7 @@ def doctor(
     given: Arguments = None,
     ranks: Ranks = None,
     seconds: Annotated[
-        float, typer.Option(min=0.1, help="How long to run input, compute and both, each of them.")
+        float, typer.Option(min=0.1, max=MOST, help="How long to run input, compute and both, each of them.")
     ] = 10.0,
 ) -> None:
     """Run a recipe's input alone, its compute alone and both; say what limits the run, and what to change.
@@ -52,12 +52,11 @@ def doctor(
 
 
 def print_diagnosis(found: "Diagnosis") -> None:
-    from rich.console import Console
-
+    from megabatch.terminal import Terminal
     from megabatch.train.doctor import advise
     from megabatch.train.screen import describe_breakdown
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal()
     ranks = f"{found.num_ranks} rank{'s' * (found.num_ranks > 1)}"
     threads = f" x {found.decode_threads} decoding thread{'s' * (found.decode_threads > 1)}" * (
         found.decode_threads > 0
@@ -69,6 +68,5 @@ def print_diagnosis(found: "Diagnosis") -> None:
         "verdict": advise(found),
     }
     for name, text in figures.items():
-        console.print(f"[bold]{name:<9}[/bold] ", end="")
-        console.print(text, markup=False)
+        console.row(name, text)
     sys.stdout.flush()

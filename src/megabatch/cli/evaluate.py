@@ -17,17 +17,17 @@ def evaluate(
     ] = None,
 ) -> None:
     """Evaluate a run again from its saved weights."""
-    from rich.console import Console
-
+    from megabatch.terminal import Terminal
+    from megabatch.text import one_line
     from megabatch.train.reevaluate import evaluate_run
 
     result, names = evaluate_run(run, data, checkpoint)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal()
     console.print(
         f"top-1 {result.top1:.4f}, top-5 {result.top5:.4f}, loss {result.test_loss:.6f} "
         f"on {result.samples_evaluated:,} samples"
     )
     for line in result.unreadable:
-        console.print(f"left out: {line}", markup=False)
+        console.print(one_line(f"left out: {line}"))
     for name, top1 in zip(names, result.class_top1, strict=True):
-        console.print(f"  {name:<16} {'-' if top1 is None else f'{top1:.4f}'}", markup=False)
+        console.print(f"  {one_line(name):<16} {'-' if top1 is None else f'{top1:.4f}'}")

@@ -32,9 +32,7 @@ def export(
     for out in (torch, onnx, torchvision):
         if out and not out.parent.is_dir():
             raise UserError(f"{out} cannot be written: there is no folder {out.parent}; make it, or give another")
-    from rich.console import Console
-    from rich.markup import escape
-
+    from megabatch.terminal import Terminal
     from megabatch.train.classifier import load
     from megabatch.train.export import CHECKED_IMAGES, Exported, export_onnx, export_torch, export_torchvision
 
@@ -50,12 +48,12 @@ def export(
     )
     size = f"{exported.num_channels}, {exported.image_size}, {exported.image_size}"
     takes = f"uint8 [N, {size}]" if preprocessing else f"float32 [N, {size}], normalised"
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal()
     for name, out, write in (("torch", torch, export_torch), ("onnx", onnx, export_onnx)):
         if out:
             difference = write(exported, out)
             line = f"{out}: takes {takes}; checked on {CHECKED_IMAGES} images of noise, scores to {difference:.0e}"
-            console.print(f"[bold]{name:<11}[/bold] {escape(line)}")
+            console.row(name, line, width=11)
     if torchvision:
         line = f"{torchvision}: {export_torchvision(exported, torchvision)}"
-        console.print(f"[bold]torchvision[/bold] {escape(line)}")
+        console.row("torchvision", line, width=11)

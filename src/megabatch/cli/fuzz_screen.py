@@ -2,20 +2,18 @@
 
 import threading
 
-from rich.console import Console
-from rich.markup import escape
 from rich.progress import Progress
-from rich.table import Table
 
 from megabatch.fuzz.outcome import Outcome, Report, alike
 from megabatch.fuzz.run import Request, inputs_of
+from megabatch.terminal import Terminal, plain_table
 
 MOST_SHOWN = 20
 
 
 class FuzzScreen:
     def __init__(self, request: Request) -> None:
-        self.console = Console(highlight=False, soft_wrap=True)
+        self.console = Terminal()
         self.progress = Progress(console=self.console, transient=True, disable=not self.console.is_terminal)
         self.task = self.progress.add_task("inputs", total=len(inputs_of(request)))
         self.lock = threading.Lock()
@@ -34,7 +32,8 @@ class FuzzScreen:
             self.progress.update(self.task, advance=1, description=f"inputs, {self.num_escaped:,} escaped")
 
     def finish(self, report: Report) -> None:
-        table = Table("format", box=None, pad_edge=False)
+        table = plain_table()
+        table.add_column("format")
         for column in ("inputs", "ok", "one line", "escaped", "past the header"):
             table.add_column(column, justify="right")
         for count in report.counts:
@@ -44,14 +43,13 @@ class FuzzScreen:
         self.console.print(table)
         kinds = alike(report.escapes)
         for example, how_many in kinds[:MOST_SHOWN]:
-            self.console.print(f"[bold]escaped[/bold]  {how_many:,} of {example.format}: {escape(example.detail)}")
+            self.console.row("escaped", f"{how_many:,} of {example.format}: {example.detail}")
             if example.where:
-                self.console.print(f"         {escape(example.where)}")
-            again = f"megabatch fuzz {example.format} --seed {report.seed} --only {example.number} --keep escaped"
-            self.console.print(f"         again: {again}")
+                self.console.row("", example.where)
+            command = f"megabatch fuzz {example.format} --seed {report.seed} --only {example.number} --keep escaped"
+            self.console.row("again", command)
         if len(kinds) > MOST_SHOWN:
-            self.console.print(f"         and {len(kinds) - MOST_SHOWN:,} more kinds: --json has all")
+            self.console.row("", f"and {len(kinds) - MOST_SHOWN:,} more kinds: --json has all")
         escaped = f"{len(report.escapes):,} escaped" if report.escapes else "nothing escaped"
-        self.console.print(
-            f"[bold]verdict[/bold]  {report.inputs:,} inputs, seed {report.seed}: {escaped}, {report.seconds:.0f} s"
-        )
+        inputs = f"{report.inputs:,} inputs, seed {report.seed}"
+        self.console.row("verdict", f"{inputs}: {escaped}, {report.seconds:.0f} s")

@@ -59,17 +59,16 @@ def lr_range(
     screen.console.print(tabulate(results))
     best, text = conclude(results)
     screen.say("best", text)
-    screen.console.print(command_for(search, best), markup=False)
+    screen.console.print(command_for(search, best))
 
 
 def tabulate(results: "dict[float, Summary]") -> "Table":
-    from rich.table import Table
-
     from megabatch.sweep.screen import show_duration
     from megabatch.sweep.search import best_learning_rate
     from megabatch.sweep.trials import scores_of
+    from megabatch.terminal import plain_table
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = plain_table()
     for column in ("learning rate", "held-out top-1", "loss", "time"):
         table.add_column(column, justify="right")
     table.add_column("status")

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 DEFAULT_RECIPE = "fashion"
+MOST = 1_000_000  # of what is counted on a command line: ranks, rounds, seconds, megabytes
 
 Arguments = Annotated[
     list[str] | None,

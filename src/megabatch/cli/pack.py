@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
+from megabatch.cli.overrides import MOST
 from megabatch.errors import UserError, require_one_of
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from megabatch.data.pack_identity import PackSettings
+    from megabatch.terminal import Terminal
 
 QUIET_S = 10.0  # where there is no live bar, a line at least this often
 MOST_NAMED = 20  # of images that were skipped or are damaged
@@ -26,10 +26,10 @@ def pack(
     ],
     out: Annotated[Path | None, typer.Argument(help="A new folder for the shards.", show_default=False)] = None,
     shorter_side: Annotated[
-        int | None, typer.Option(min=1, help="Make larger images this small. Default: all bytes as they are.")
+        int | None, typer.Option(min=1, max=MOST, help="Make larger images this small. Default: all bytes as they are.")
     ] = None,
     quality: Annotated[int, typer.Option(min=1, max=100, help="JPEG quality of images that are made smaller.")] = 90,
-    shard_mb: Annotated[int, typer.Option(min=1, help="The most megabytes of a shard.")] = 256,
+    shard_mb: Annotated[int, typer.Option(min=1, max=MOST, help="The most megabytes of a shard.")] = 256,
     on_error: Annotated[
         str, typer.Option(metavar="raise|skip", help="What to do with images that cannot be read.")
     ] = "raise",
@@ -43,9 +43,9 @@ def pack(
     require_one_of("--on-error", on_error, ("raise", "skip"))
     if out is None and not verify:
         raise UserError(f"megabatch pack {source} needs a folder to write to: megabatch pack {source} OUT")
-    from rich.console import Console
+    from megabatch.terminal import Terminal
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal()
     if out is not None:
         from megabatch.data.pack_identity import PackSettings
 
@@ -59,10 +59,10 @@ def pack(
     if verify:
         verify_pack(out or source, console)
     recipe = "resnet50-imagenet-256" if imagenet else "photos"
-    say(console, "train", f"megabatch train {recipe} {shlex.quote(f'data.source={out or source}')}")
+    console.row("train", f"megabatch train {recipe} {shlex.quote(f'data.source={out or source}')}")
 
 
-def pack_to(out: Path, source: Path, settings: "PackSettings", console: "Console", imagenet: bool) -> None:
+def pack_to(out: Path, source: Path, settings: "PackSettings", console: "Terminal", imagenet: bool) -> None:
     from megabatch.data.imagenet import read_imagenet
     from megabatch.data.pack import Progress, pack
     from megabatch.data.sources import read_encoded
@@ -81,17 +81,17 @@ def pack_to(out: Path, source: Path, settings: "PackSettings", console: "Console
     images = f"{packed.num_images:,} images of {packed.num_classes:,} classes in {shards}"
     progress = packed.progress
     if progress is None:
-        say(console, "complete", f"{out} holds this pack already: {images}, {packed.written_bytes / 1e6:,.1f} MB")
+        console.row("complete", f"{out} holds this pack already: {images}, {packed.written_bytes / 1e6:,.1f} MB")
         return
-    say(console, "packed", f"{images}: {out}")
-    say(console, "size", f"{progress.read_bytes / 1e6:,.1f} MB in, {packed.written_bytes / 1e6:,.1f} MB out")
+    console.row("packed", f"{images}: {out}")
+    console.row("size", f"{progress.read_bytes / 1e6:,.1f} MB in, {packed.written_bytes / 1e6:,.1f} MB out")
     num_new = progress.images - progress.begun_with
     before = f", after {progress.begun_with:,} of an earlier command" if progress.begun_with else ""
-    say(console, "time", f"{packed.wall_s:.1f} s, {num_new / packed.wall_s:,.0f} images/s{before}")
+    console.row("time", f"{packed.wall_s:.1f} s, {num_new / packed.wall_s:,.0f} images/s{before}")
     say_some(console, "skipped", progress.skipped)
 
 
-def verify_pack(folder: Path, console: "Console") -> None:
+def verify_pack(folder: Path, console: "Terminal") -> None:
     from megabatch.data.verify import verify
 
     with Bar(console) as bar:
@@ -99,33 +99,27 @@ def verify_pack(folder: Path, console: "Console") -> None:
     if damaged:
         say_some(console, "damaged", damaged)
         raise UserError(f"{folder} is damaged, {len(damaged):,} x: first {damaged[0]}; copy or pack it again")
-    say(console, "verified", f"{folder}: every byte is as it was packed")
+    console.row("verified", f"{folder}: every byte is as it was packed")
 
 
-def say(console: "Console", name: str, text: str) -> None:
-    from rich.markup import escape
-
-    console.print(f"[bold]{name:<9}[/bold] {escape(text)}")
-
-
-def say_some(console: "Console", name: str, lines: list[str]) -> None:
+def say_some(console: "Terminal", name: str, lines: list[str]) -> None:
     for line in lines[:MOST_NAMED]:
-        say(console, name, line)
+        console.row(name, line)
     if len(lines) > 1:
-        say(console, name, f"{len(lines):,} in all")
+        console.row(name, f"{len(lines):,} in all")
 
 
 class Bar:
     """Images, MB/s and the time that is left: live on a terminal, a line now and then elsewhere."""
 
-    def __init__(self, console: "Console") -> None:
+    def __init__(self, console: "Terminal") -> None:
         from rich.progress import BarColumn, Progress, TextColumn
 
         self.console = console
         self.bar = Progress(
-            TextColumn("{task.completed:,}/{task.total:,} images"),
+            TextColumn("{task.completed:,}/{task.total:,} images", markup=False),
             BarColumn(bar_width=24),
-            TextColumn("{task.fields[text]}"),
+            TextColumn("{task.fields[text]}", markup=False),
             console=console,
             disable=not console.is_terminal,
             transient=True,

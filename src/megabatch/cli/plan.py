@@ -82,25 +82,24 @@ def keep_for_simulate(tuning: "Tuning") -> None:
 
 
 def print_plan(tuning: "Tuning") -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+    from megabatch.terminal import Terminal, plain_table
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal()
     sizes = [len(node) for node in tuning.topology.nodes]
     each = str(sizes[0]) if len(set(sizes)) == 1 else " + ".join(map(str, sizes))
-    console.print(f"\n[bold]ranks[/bold]\n{len(sizes)} host{'s' * (len(sizes) > 1)} of {each}")
+    console.title("ranks")
+    console.print(f"{len(sizes)} host{'s' * (len(sizes) > 1)} of {each}")
     if tuning.links:
-        console.print("\n[bold]links[/bold]")
-        table = Table(box=None, pad_edge=False, header_style="bold")
+        console.title("links")
+        table = plain_table()
         table.add_column("axis")
         for column in ("latency us", "carries GB/s", "adds GB/s"):
             table.add_column(column, justify="right")
         for axis, link in tuning.links.items():
             table.add_row(axis, f"{1e6 * link.alpha_s:,.0f}", rate(link.beta_s_per_byte), rate(link.gamma_s_per_byte))
         console.print(table)
-    console.print("\n[bold]buckets[/bold] milliseconds; of a plan: predicted, measured")
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    console.title("buckets", "milliseconds; of a plan: predicted, measured")
+    table = plain_table()
     table.add_column("", justify="right")
     table.add_column("tensors")
     for column in ("MB", "ready", *(candidate.plan.name for candidate in tuning.buckets[0].candidates), "reduced"):
@@ -109,7 +108,7 @@ def print_plan(tuning: "Tuning") -> None:
     for index, (bucket, passage) in enumerate(zip(tuning.buckets, tuning.passages, strict=True)):
         table.add_row(
             str(index),
-            escape(one_line(describe_tensors(bucket), LONGEST_NAMES)),
+            one_line(describe_tensors(bucket), LONGEST_NAMES),
             f"{bucket.num_bytes / 1e6:,.2f}",
             f"{1e3 * bucket.ready_s:,.1f}",
             *map(describe, bucket.candidates),
@@ -117,10 +116,10 @@ def print_plan(tuning: "Tuning") -> None:
             bucket.plan.name,
         )
     console.print(table)
-    console.print("\n[bold]why[/bold]")
+    console.title("why")
     for reason, indices in reasons(tuning).items():
-        console.print(f"bucket{'s' * (len(indices) > 1)} {', '.join(map(str, indices))}: {reason}", markup=False)
-    console.print("\n[bold]a step[/bold]")
+        console.print(f"bucket{'s' * (len(indices) > 1)} {', '.join(map(str, indices))}: {reason}")
+    console.title("a step")
     num_bytes = sum(bucket.num_bytes for bucket in tuning.buckets)
     num_tensors = sum(len(bucket.gradients) for bucket in tuning.buckets)
     buckets = f"{len(tuning.buckets)} bucket{'s' * (len(tuning.buckets) > 1)}"

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megabatch.cli.overrides import MOST
 from megabatch.errors import UserError
+from megabatch.text import one_line, print_line, print_text
 
 if TYPE_CHECKING:
     from megabatch.train.predict import Prediction
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 def predict(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or its model.safetensors.")],
     images: Annotated[list[str], typer.Argument(metavar="IMAGE|FOLDER|-...", help="Images; - is standard input.")],
-    top: Annotated[int, typer.Option(min=1, help="Classes to name for each image.")] = 5,
+    top: Annotated[int, typer.Option(min=1, max=MOST, help="Classes to name for each image.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="image,rank,class,probability.")] = False,
     checkpoint: Annotated[
@@ -48,7 +50,7 @@ def write_text(predictions: "Iterable[Prediction]") -> bool:
             complain(found)
         else:
             classes = ", ".join(f"{name} {share:.1%}" for name, share in found.classes)
-            print(f"{found.image}: {classes}")
+            print_line(f"{found.image}: {classes}")
     return any_read
 
 
@@ -61,7 +63,7 @@ def write_json(predictions: "Iterable[Prediction]") -> bool:
             row["error"] = found.problem
         else:
             row["classes"] = [{"class": name, "probability": share} for name, share in found.classes]
-        print(json.dumps(row))
+        print_text(json.dumps(row))
     return any_read
 
 
@@ -74,9 +76,9 @@ def write_csv(predictions: "Iterable[Prediction]") -> bool:
         if found.problem:
             complain(found)
         for rank, (name, share) in enumerate(found.classes, 1):
-            table.writerow([found.image, rank, name, share])
+            table.writerow([found.image, rank, one_line(name), share])
     return any_read
 
 
 def complain(found: "Prediction") -> None:
-    print(f"megabatch: {found.image} cannot be read: {found.problem}", file=sys.stderr)
+    print_line(f"megabatch: {found.image} cannot be read: {found.problem}", to_stderr=True)

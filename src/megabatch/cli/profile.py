@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megabatch.cli.bench import require_folder_of
-from megabatch.cli.overrides import Arguments, split_arguments_or_run
+from megabatch.cli.overrides import MOST, Arguments, split_arguments_or_run
 from megabatch.cli.ranks import be_a_rank, choose_ranks, start_ranks
 from megabatch.errors import UserError
+from megabatch.text import print_line
 
 if TYPE_CHECKING:
     from megabatch.config.schema import RunConfig
@@ -28,7 +29,9 @@ def profile(
         int | None,
         typer.Option(help="Ranks that would share this machine: one is timed, with its share of the cores."),
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0, help="How long to record; three rounds are taken in any case.")] = 20,
+    seconds: Annotated[
+        float, typer.Option(min=0, max=MOST, help="How long to record; three rounds are taken in any case.")
+    ] = 20,
     json: Annotated[
         Path | None, typer.Option("--json", help="The file to write. Default: profile-RECIPE.json in this folder.")
     ] = None,
@@ -84,11 +87,10 @@ def print_next(file: Path, arguments: Sequence[str], config: "RunConfig") -> Non
     from megabatch.planning.batch import most_ranks
 
     recipe, num_ranks = shlex.join(arguments), most_ranks(config.batch, MANY_RANKS)
-    print(
-        f"\nwritten to {file}; measure the links, and see what several such ranks would do:\n"
-        f"megabatch plan {recipe}\n"
-        f"megabatch simulate {recipe} --cluster this --profile {shlex.quote(str(file))} --ranks {num_ranks}"
-    )
+    print_line("")
+    print_line(f"written to {file}; measure the links, and see what several such ranks would do:")
+    print_line(f"megabatch plan {recipe}")
+    print_line(f"megabatch simulate {recipe} --cluster this --profile {shlex.quote(str(file))} --ranks {num_ranks}")
 
 
 def write(found: "Profile", file: Path) -> None:
@@ -103,18 +105,18 @@ def write(found: "Profile", file: Path) -> None:
 
 
 def print_profile(found: "Profile") -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     from megabatch.simulate.profile import layer_times
+    from megabatch.terminal import Terminal, plain_table
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal()
     threads = f"{found.threads} thread{'s' * (found.threads > 1)}"
-    console.print(
-        f"\n[bold]{found.model}[/bold] {found.image_size} pixels, {found.num_classes:,} classes, {found.precision}, "
-        f"on one rank: {found.device}, {threads}\n",
+    console.title(
+        found.model,
+        f"{found.image_size} pixels, {found.num_classes:,} classes, {found.precision}, "
+        f"on one rank: {found.device}, {threads}",
     )
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    console.print()
+    table = plain_table()
     for column in ("images", "forward ms", "backward ms", "images/s"):
         table.add_column(column, justify="right")
     for point in found.points:
@@ -130,8 +132,8 @@ def print_profile(found: "Profile") -> None:
     largest = found.points[-1]
     layers = layer_times(found, largest)
     pass_s = largest.forward_s + largest.backward_s
-    console.print(f"\n[bold]slowest layers[/bold] at {largest.microbatch:,} images")
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    console.title("slowest layers", f"at {largest.microbatch:,} images")
+    table = plain_table()
     table.add_column("layer")
     for column in ("forward ms", "backward ms", "share", "parameters"):
         table.add_column(column, justify="right")

@@ -11,10 +11,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from megabatch.cli.overrides import MOST
 from megabatch.errors import UserError
 from megabatch.ranks.activity import LastWords
 from megabatch.ranks.signals import die_with_launcher, was_launched
-from megabatch.text import one_line
+from megabatch.text import print_line, print_text
 
 # Before torch is imported, which takes seconds.
 die_with_launcher(os.getppid())
@@ -44,7 +45,7 @@ def start_ranks(
 
 
 def say(line: str) -> None:
-    print(f"megabatch: {line}", file=sys.stderr, flush=True)
+    print_line(f"megabatch: {line}", to_stderr=True)
 
 
 @contextmanager
@@ -61,7 +62,7 @@ def speaking_for_ranks() -> Iterator[None]:
         if failed.exit_code > 128:  # it was asked to stop, and has said so
             sys.exit(failed.exit_code)
         rank = "" if failed.exit_code == 2 else f"rank {failed.rank}: "  # a user's mistake is made on all ranks
-        print(f"{printable(failed.trace)}megabatch: {rank}{one_line(str(failed))}", file=sys.stderr)
+        print_failure(f"megabatch: {rank}{failed}", failed.trace)
         sys.exit(failed.exit_code)
 
 
@@ -107,12 +108,13 @@ def speak(error: BaseException, code: int, info: "RankInfo", store: "RankStore |
     report_to_torchrun(report)
     has_rank = code != 2 or info.num_local_ranks != info.num_ranks  # hosts may differ in what they have
     rank = f"rank {info.rank} on {platform.node()}: " if has_rank else ""
-    print(f"{printable(trace)}megabatch: {rank}{one_line(line)}", file=sys.stderr)
+    print_failure(f"megabatch: {rank}{line}", trace)
 
 
-def printable(trace: str) -> str:
-    """Errors quote names of files, and whatever a store was told."""
-    return "".join(f"{one_line(line)}\n" for line in trace.splitlines())
+def print_failure(line: str, trace: str) -> None:
+    if trace:
+        print_text(trace.rstrip("\n"), to_stderr=True)
+    print_line(line, to_stderr=True)
 
 
 class RankLastWords(LastWords):
@@ -140,12 +142,15 @@ class RankLastWords(LastWords):
 
 def choose_ranks(config: "RunConfig", wanted: int | None) -> int:
     """The ranks that were asked for, or one per GPU, on CPU one per core, as far as they divide the microbatches."""
+    from megabatch.config.messages import show_value
     from megabatch.planning.batch import check_ranks, most_ranks
     from megabatch.ranks.world import choose_device
 
     device_type = choose_device(config.run.device)
     if wanted is not None and wanted < 1:
         raise UserError(f"--ranks {wanted}: a run needs at least one rank; nearest: --ranks 1")
+    if wanted is not None and wanted > MOST:
+        raise UserError(f"--ranks {show_value(wanted)}: expected at most {MOST:,}; give fewer")
     if wanted is not None:
         try:
             check_ranks(config.batch, wanted)

@@ -20,14 +20,13 @@ DROPPED = ("images/s", "seconds", "steps", "best", "at", "status", "date", "batc
 
 def runs(folder: Annotated[Path, typer.Argument(help="Where the runs' folders are.")] = Path("runs")) -> None:
     """List runs with their status, recipe, batch, accuracy and date; a wider terminal shows more of each."""
-    from rich.console import Console
-
     from megabatch.runs.reader import list_runs
+    from megabatch.terminal import Terminal
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal()
     found = list_runs(folder)
     if not found:
-        console.print(f"no runs in {folder}", markup=False)
+        console.print(one_line(f"no runs in {folder}"))
         return
     rows = [cells_of(run, str(run.path)) for run in found]
     columns = choose_columns(widths_of(rows), console.width)
@@ -37,7 +36,7 @@ def runs(folder: Annotated[Path, typer.Argument(help="Where the runs' folders ar
     widths = widths_of(rows)
     console.print(line_of({column: column for column in COLUMNS}, columns, widths), style="bold")
     for row in rows:
-        console.print(line_of(row, columns, widths), markup=False)
+        console.print(line_of(row, columns, widths))
 
 
 def line_of(cells: Mapping[str, str], columns: Sequence[str], widths: Mapping[str, int]) -> str:
@@ -52,7 +51,7 @@ def cells_of(run: "Listing", name: str) -> dict[str, str]:
     """What a run shows in each column; - where it has nothing to show."""
 
     def show(value: float | str | None, form: str = "") -> str:
-        return "-" if value is None else format(value, form)
+        return "-" if value is None else one_line(format(value, form))
 
     def figure(name: str, form: str = "") -> str:
         return show(getattr(run.summary, name, None), form)  # without a summary there is none

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megabatch.cli.bench import require_folder_of
+from megabatch.cli.overrides import MOST
 from megabatch.cli.ranks import be_a_rank, count_devices, start_ranks
 from megabatch.errors import UserError
+from megabatch.text import print_line
 
 if TYPE_CHECKING:
     from megabatch.ranks.store import RankStore
@@ -38,6 +40,8 @@ def selftest(
     info, device_type = discover(), choose_device(device)
     if info is None:
         num_ranks = ranks or (count_devices(device_type) if device_type != "cpu" else MOST_RANKS)
+        if num_ranks > MOST:
+            raise UserError(f"--ranks {ranks}: expected at most {MOST:,}; give fewer")
         if num_ranks < 1:
             raise UserError(f"--ranks {ranks}: a self-test needs at least one rank; nearest: --ranks 1")
         options = ["--device", device_type, "--json", str(json), *["--laws"] * laws]
@@ -61,18 +65,20 @@ def show_newest(report: "Report", file: Path) -> None:
 
     if len(report.checks) == 1:
         hosts = " + ".join(map(str, report.hosts_of))
-        print(f"megabatch {report.megabatch}, torch {report.torch}, {report.device}, {report.backend}")
-        print(f"{report.num_ranks} ranks, taken for hosts of {hosts}\n", flush=True)
+        print_line(f"megabatch {report.megabatch}, torch {report.torch}, {report.device}, {report.backend}")
+        print_line(f"{report.num_ranks} ranks, taken for hosts of {hosts}")
+        print_line("")
     check = report.checks[-1]
     outcome = {True: "ok", False: "FAILED", None: ""}[check.passed]
-    print(f"{outcome:6} {check.name:44} {check.found}", flush=True)
+    print_line(f"{outcome:6} {check.name:44} {check.found}")
     write_file(file, msgspec.json.format(msgspec.json.encode(report), indent=1).decode())
 
 
 def print_end(report: "Report", file: Path) -> None:
     asked = [check for check in report.checks if check.passed is not None]
     good = len(asked) - len(report.failed)
-    print(f"\n{good} of {len(asked)} laws hold; {report.seconds:.0f} s; written to {file}", flush=True)
+    print_line("")
+    print_line(f"{good} of {len(asked)} laws hold; {report.seconds:.0f} s; written to {file}")
     if report.failed:
         names = "; ".join(check.name for check in report.failed)
         raise UserError(f"{len(report.failed)} of {len(asked)} laws do not hold here ({names}); please send us {file}")

@@ -9,13 +9,13 @@ import typer
 from megabatch.cli.overrides import Arguments, ClusterOption, ProfileOption, Ranks, split_arguments_or_run
 from megabatch.cli.ranks import choose_ranks, count_devices
 from megabatch.errors import UserError
+from megabatch.text import one_line, print_text
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from megabatch.config.schema import RunConfig
     from megabatch.preflight.commands import Devices
     from megabatch.preflight.preview import Preview
+    from megabatch.terminal import Terminal
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 
@@ -39,7 +39,7 @@ def show(
     recipe, overrides = split_arguments_or_run(given)
     config = load_config(recipe, overrides, needs_source=toml)
     if toml:
-        print(config.to_toml(), end="")
+        print_text(config.to_toml().rstrip("\n"))
         return
     num_ranks = choose_ranks(config, ranks)
     time = expected_time(config, num_ranks, cluster, profile)
@@ -54,37 +54,33 @@ def print_preview(
     lists_parameters: bool = False,
     time: str = "",  # that is expected on some cluster
 ) -> None:
-    from rich.console import Console
-    from rich.markup import escape
     from rich.syntax import Syntax
 
     from megabatch.preflight.commands import Devices
     from megabatch.preflight.device import warn_of_device
     from megabatch.preflight.preview import preview
     from megabatch.ranks.world import choose_device
+    from megabatch.terminal import Terminal
 
     seen = preview(config, num_ranks, needs_images)
     device_type = choose_device(config.run.device)
     is_telling = device_type != "cpu" or config.run.device == "cpu"
     here = Devices(device_type, count_devices(device_type), is_telling)
     plan = seen.plan
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal()
 
-    def title(text: str) -> None:
-        console.print(f"\n[bold]{text}[/bold]")
-
-    title("start")
+    console.title("start")
     for name, text in answer(config, seen, arguments, here, time).items():
-        console.print(f"{name:<9} {escape(text)}")
-    title("recipe")
+        console.print(one_line(f"{name:<9} {text}"))
+    console.title("recipe")
     console.print(Syntax(config.to_toml().strip(), "toml", background_color="default"))
-    title("batch")
+    console.title("batch")
     console.print(
         f"global {plan.global_batch:,} = micro {plan.microbatch:,} x accumulation {plan.accumulation:,} "
         f"x ranks {plan.num_ranks:,}"
     )
     console.print(describe_steps(config, seen))
-    title("learning rate")
+    console.title("learning rate")
     if seen.has_images:
         console.print(draw_curve(seen.learning_rate, config.optim.learning_rate, plan.num_steps), end="")
     elif config.train.steps is None:
@@ -93,19 +89,19 @@ def print_preview(
     else:
         console.print(f"peak {config.optim.learning_rate:g}; how long its warm-up is depends on the number of images")
     if lists_parameters:
-        title("parameters")
+        console.title("parameters")
         print_parameters(console, seen)
-    title("parameter groups")
+    console.title("parameter groups")
     print_groups(console, seen)
-    title("memory of a rank")
+    console.title("memory of a rank")
     print_memory(console, seen)
-    title("preflight")
+    console.title("preflight")
     for line in seen.findings.references:
-        console.print(f"reference  {escape(line)}")
+        console.print(f"reference  {one_line(line)}")
     if not seen.has_images:
         console.print("reference  not compared before the images are there")
     for line in [*seen.findings.warnings, *warn_of_device(config.precision, here.kind_for(num_ranks))]:
-        console.print(f"warning    {escape(line)}")
+        console.print(f"warning    {one_line(line)}")
 
 
 def answer(
@@ -196,10 +192,10 @@ def describe_steps(config: "RunConfig", seen: "Preview") -> str:
     )
 
 
-def print_groups(console: "Console", seen: "Preview") -> None:
-    from rich.table import Table
+def print_groups(console: "Terminal", seen: "Preview") -> None:
+    from megabatch.terminal import plain_table
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = plain_table()
     table.add_column("group")
     for column in ("decay", "tensors", "parameters"):
         table.add_column(column, justify="right")
@@ -209,7 +205,7 @@ def print_groups(console: "Console", seen: "Preview") -> None:
     console.print(table)
 
 
-def print_memory(console: "Console", seen: "Preview") -> None:
+def print_memory(console: "Terminal", seen: "Preview") -> None:
     memory = seen.memory
     console.print(f"weights      {megabytes(memory.weights)}")
     if memory.master_weights:
@@ -225,10 +221,10 @@ def print_memory(console: "Console", seen: "Preview") -> None:
     console.print(f"expected     {megabytes(memory.total)}  beside the data set and torch itself")
 
 
-def print_parameters(console: "Console", seen: "Preview") -> None:
-    from rich.table import Table
+def print_parameters(console: "Terminal", seen: "Preview") -> None:
+    from megabatch.terminal import plain_table
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = plain_table()
     for column in ("parameter", "shape", "group", "decay", "trust ratio"):
         table.add_column(column, no_wrap=True)
     for row in seen.parameters:

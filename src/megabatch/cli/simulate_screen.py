@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from megabatch.cli.simulate_numbers import (
     describe_links,
@@ -24,6 +23,8 @@ from megabatch.simulate.search import Search
 from megabatch.simulate.step import Step
 from megabatch.simulate.training import Training
 from megabatch.simulate.whatif import changes, exposed_by_algorithm, losses
+from megabatch.terminal import BOLD, Terminal, plain_table
+from megabatch.text import one_line
 
 BAR = 64  # characters
 WIDE = 100  # columns, from which a table has room
@@ -36,7 +37,8 @@ def print_report(
 ) -> None:
     console = begin(job, cluster, remarks)
     if search:
-        console.print(f"[bold]{escape(answer(search, within))}[/bold]\n")
+        console.print(one_line(answer(search, within)), style=BOLD)
+        console.print()
     console.print(main_table(console, results))
     largest = max(results, key=lambda result: result.scenario.num_ranks)
     print_plan(console, largest)
@@ -47,33 +49,35 @@ def print_report(
     print_assumed(console, cluster)
 
 
-def begin(job: Job, cluster: Cluster, remarks: Sequence[str]) -> Console:
+def begin(job: Job, cluster: Cluster, remarks: Sequence[str]) -> Terminal:
     """What is simulated, and what to know of it."""
-    console = Console(highlight=False)
+    console = Terminal(soft_wrap=False)
     workload, device, profile = job.workload, cluster.device, job.profile
     model = f"{workload.model} at {workload.image_size} pixels in {job.precision}"
     name = f"{job.name}: " if job.name != workload.model else ""
     computing = f"{device.name}, {device.stack}"
     if profile:
         computing = f"as recorded on {profile.device}, {profile.threads} thread{'s' * (profile.threads > 1)} a rank"
-    console.print(f"\n{escape(f'{name}{model} on {cluster.name} ({computing})')}")
-    console.print(escape(describe_links(cluster)))
+    console.print()
+    console.print(one_line(f"{name}{model} on {cluster.name} ({computing})"))
+    console.print(one_line(describe_links(cluster)))
     for remark in remarks:
-        console.print(f"note: {escape(remark)}")
+        console.print(f"note: {one_line(remark)}")
     console.print()
     return console
 
 
-def print_assumed(console: Console, cluster: Cluster) -> None:
+def print_assumed(console: Terminal, cluster: Cluster) -> None:
     """What no source gives."""
     assumed = [key for key, source in cluster.sources.items() if source.startswith("assumed")]
     if assumed:
-        console.print(f"\nassumed, since no source gives them: {escape(', '.join(assumed))}")
+        console.print()
+        console.print(one_line(f"assumed, since no source gives them: {', '.join(assumed)}"))
 
 
-def new_table(console: Console) -> Table:
+def new_table(console: Terminal) -> Table:
     gap = 2 if console.width >= WIDE else 1
-    return Table(box=None, pad_edge=False, header_style="bold", padding=(0, gap, 0, 0))
+    return plain_table(padding=(0, gap, 0, 0))
 
 
 def in_lines(heading: str) -> str:
@@ -81,7 +85,7 @@ def in_lines(heading: str) -> str:
     return heading.replace(" ", "\n").replace("-", "-\n").replace("/fp", "\n/fp").replace("/bf", "\n/bf")
 
 
-def main_table(console: Console, results: Sequence[Simulated]) -> Table:
+def main_table(console: Terminal, results: Sequence[Simulated]) -> Table:
     table = new_table(console)
     has_end, has_price = (any(map(each, results)) for each in (training_of, usd_of))
     columns = ["ranks", "batch", "step ms", "images/s", "interval", "effi-ciency", "exposed ms"]
@@ -107,10 +111,10 @@ def main_table(console: Console, results: Sequence[Simulated]) -> Table:
     return table
 
 
-def print_plan(console: Console, result: Simulated) -> None:
+def print_plan(console: Terminal, result: Simulated) -> None:
     buckets = result.step.buckets
     scenario = result.scenario
-    console.print(f"\n[bold]all-reduce at {ranks_of(result)}[/bold] {escape(result.plan)}")
+    console.title(f"all-reduce at {ranks_of(result)}", result.plan)
     if not buckets:
         return
     if scenario.all_reduce.algorithm == "auto":
@@ -123,13 +127,13 @@ def print_plan(console: Console, result: Simulated) -> None:
         for plan in dict.fromkeys(bucket.plan for bucket in buckets):
             sizes = [bucket.num_bytes for bucket in buckets if bucket.plan == plan]
             plural = "s" * (len(sizes) > 1)
-            console.print(f"{len(sizes)} bucket{plural}, {sum(sizes) / 1e6:,.1f} MB: {escape(str(plan))}")
+            console.print(f"{len(sizes)} bucket{plural}, {sum(sizes) / 1e6:,.1f} MB: {plan}")
         return
     console.print(buckets_table(console, buckets))
     for plan in dict.fromkeys(bucket.plan for bucket in buckets):
-        console.print(escape(str(plan)))
+        console.print(str(plan))
     for reason, indices in reasons(buckets).items():
-        console.print(f"bucket{'s' * (len(indices) > 1)} {', '.join(map(str, indices))}: {escape(reason)}")
+        console.print(f"bucket{'s' * (len(indices) > 1)} {', '.join(map(str, indices))}: {one_line(reason)}")
 
 
 def reasons(buckets: Sequence[Bucket]) -> dict[str, list[int]]:
@@ -140,7 +144,7 @@ def reasons(buckets: Sequence[Bucket]) -> dict[str, list[int]]:
     return found
 
 
-def buckets_table(console: Console, buckets: Sequence[Bucket]) -> Table:
+def buckets_table(console: Terminal, buckets: Sequence[Bucket]) -> Table:
     """With the price of every plan, that of the chosen one bold."""
     table = new_table(console)
     names = [candidate.plan.name for candidate in buckets[0].candidates]
@@ -148,22 +152,22 @@ def buckets_table(console: Console, buckets: Sequence[Bucket]) -> Table:
         table.add_column(in_lines(column), justify="right", vertical="bottom", no_wrap=True)
     table.add_column("last tensor", vertical="bottom", overflow="fold")
     for index, bucket in enumerate(buckets):
-        prices = [milliseconds(candidate.predicted_s) for candidate in bucket.candidates]
-        prices[bucket.chosen] = f"[bold]{prices[bucket.chosen]}[/bold]"
+        prices = [Text(milliseconds(candidate.predicted_s)) for candidate in bucket.candidates]
+        prices[bucket.chosen].stylize(BOLD)
         table.add_row(
             str(index),
             str(len(bucket.gradients)),
             f"{bucket.num_bytes / 1e6:,.2f}",
             milliseconds(bucket.ready_s),
             *prices,
-            escape(bucket.gradients[-1]),
+            bucket.gradients[-1],
         )
     return table
 
 
-def print_step(console: Console, result: Simulated) -> None:
+def print_step(console: Terminal, result: Simulated) -> None:
     step, lost = result.step, losses(result)
-    console.print(f"\n[bold]where a step of {milliseconds(step.total_s)} ms goes[/bold]")
+    console.title(f"where a step of {milliseconds(step.total_s)} ms goes")
     console.print(bar(step))
     details = {
         "exposed all-reduce": f"of {milliseconds(step.all_reduce_s)} ms that the buckets take",
@@ -202,24 +206,25 @@ def bar(step: Step) -> str:
     return marks
 
 
-def print_changes(console: Console, result: Simulated) -> None:
-    console.print(f"\n[bold]what one change would buy at {ranks_of(result)}[/bold]")
+def print_changes(console: Terminal, result: Simulated) -> None:
+    console.title(f"what one change would buy at {ranks_of(result)}")
     found = changes(result)
     for change in found:
         console.print(
-            f"{'+' + figures(change.gained):>11} images/s {100 * change.share:>+6.1f} %  {escape(change.label)}"
+            f"{'+' + figures(change.gained):>11} images/s {100 * change.share:>+6.1f} %  {one_line(change.label)}"
         )
     if not found:
         console.print("none of those that were tried gains half a percent")
 
 
-def print_faults(console: Console, training: Training) -> None:
+def print_faults(console: Terminal, training: Training) -> None:
     if training.num_interruptions > MATTERS and training.checkpoint_minutes is not None:
-        console.print(
-            f"\n[bold]interruptions[/bold] {figures(training.num_interruptions)} expected; a checkpoint every "
+        console.title(
+            "interruptions",
+            f"{figures(training.num_interruptions)} expected; a checkpoint every "
             f"{duration(training.checkpoint_minutes)} costs least (Young 1974, Daly 2006); "
             f"checkpoints, repeated steps and restarts then take {duration(training.faults_s / 60)} of "
-            f"{duration(training.total_s / 60)}"
+            f"{duration(training.total_s / 60)}",
         )
 
 

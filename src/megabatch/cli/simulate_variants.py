@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from megabatch.cli.simulate_numbers import algorithms, figures, interval, milliseconds, percent
@@ -11,6 +9,7 @@ from megabatch.cli.simulate_screen import begin, in_lines, new_table, print_assu
 from megabatch.simulate.cluster import Cluster
 from megabatch.simulate.job import Job
 from megabatch.simulate.whatif import Variant
+from megabatch.terminal import Terminal
 
 
 def print_variants(
@@ -59,7 +58,7 @@ def print_ladder(
         for variant, result in found:
             table.add_row(
                 f"{num_ranks:,}" if result is first else "",
-                escape(variant.label),
+                variant.label,
                 milliseconds(result.step.total_s),
                 figures(result.images_per_s),
                 percent(result.efficiency),
@@ -73,7 +72,7 @@ def print_ladder(
     print_assumed(console, cluster)
 
 
-def variants_table(console: Console, heading: str, columns: Sequence[str]) -> Table:
+def variants_table(console: Terminal, heading: str, columns: Sequence[str]) -> Table:
     table = new_table(console)
     table.add_column("ranks", justify="right", vertical="bottom")
     table.add_column(heading.replace(".", ".\n"), vertical="bottom", no_wrap=True)
@@ -83,4 +82,4 @@ def variants_table(console: Console, heading: str, columns: Sequence[str]) -> Ta
 
 
 def shown(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else escape(str(value))
+    return f"{value:g}" if isinstance(value, float) else str(value)

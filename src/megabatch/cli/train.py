@@ -1,17 +1,24 @@
 """megabatch train: validates the recipe, starts ranks, or joins them if it was started as one."""
 
-import tomllib
 from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from megabatch.cli.overrides import DEFAULT_RECIPE, Arguments, ClusterOption, ProfileOption, Ranks, split_arguments
+from megabatch.cli.overrides import (
+    DEFAULT_RECIPE,
+    MOST,
+    Arguments,
+    ClusterOption,
+    ProfileOption,
+    Ranks,
+    split_arguments,
+)
 from megabatch.cli.ranks import be_a_rank, choose_ranks, start_ranks
 from megabatch.errors import UserError
 from megabatch.runs.files import CONFIG
-from megabatch.runs.reader import is_run, read_recipe_and_batch, started_in
+from megabatch.runs.reader import is_run, read_recipe_and_batch, read_source, started_in
 
 
 def train(
@@ -27,7 +34,9 @@ def train(
     retune: Annotated[
         bool, typer.Option("--retune", help="Choose again how a resumed run fuses and all-reduces its gradients.")
     ] = False,
-    max_restarts: Annotated[int, typer.Option(min=0, help="Times to restart the ranks after one has failed.")] = 0,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, max=MOST, help="Times to restart the ranks after one has failed.")
+    ] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run, and end.")] = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="Refuse a recipe that lies outside what is known to converge.")
@@ -102,8 +111,8 @@ def choose_recipe(given: Sequence[str] | None, resume: str, names: Container[str
 
 def found_source(folder: Path) -> list[str]:
     """data.source, where it is relative to the folder in which the run was started, and not to this one."""
-    source = tomllib.loads((folder / CONFIG).read_text()).get("data", {}).get("source", "")
-    before = started_in(folder) / str(source)
+    source = read_source(folder)
+    before = started_in(folder) / source
     return [f"data.source={before}"] if source and not Path(source).exists() and before.exists() else []
 
 

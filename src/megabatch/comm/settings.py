@@ -8,12 +8,14 @@ from megabatch.errors import require_one_of
 from megabatch.planning.algorithms import ALGORITHMS, ON_REQUEST
 from megabatch.planning.plan import COMM_DTYPES, CommDtype
 
+WEEK_S = 7 * 86_400
+
 
 class CommSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     algorithm: str = "auto"  # auto, or one of planning.algorithms
     dtype: CommDtype = "fp32"  # what travels between hosts
-    bucket_mb: Annotated[float, Meta(gt=0)] | Literal["auto"] = "auto"  # gradients are fused up to this
-    timeout_s: Annotated[float, Meta(gt=0)] = 60.0  # once steps run; a rank that is stuck for so long is named
+    bucket_mb: Annotated[float, Meta(gt=0, le=10**6)] | Literal["auto"] = "auto"  # gradients are fused up to this
+    timeout_s: Annotated[float, Meta(ge=0.1, le=WEEK_S)] = 60.0  # once steps run; who is stuck so long is named
     timeline: bool = False  # every rank writes what it did when
 
     def __post_init__(self) -> None:

@@ -1,6 +1,7 @@
 """The sentences of a recipe's errors: the value, the rule, the remedy."""
 
 import difflib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,10 +10,14 @@ import msgspec
 from megabatch.config.recipes import read_recipe
 from megabatch.config.schema import FIELDS, Settings, kind_of
 from megabatch.errors import nearest
+from megabatch.text import one_line
+
+LONGEST_SHOWN = 120  # letters of a key or a value
 
 
 def suggest(key: str) -> str:
     """The setting that looks most like `key`: first without sections, since a section is easily forgotten."""
+    key = key[:LONGEST_SHOWN]
     name = key.rpartition(".")[2]
     by_name = {known.rpartition(".")[2]: known for known in FIELDS}
     by_initials = {"".join(part[0] for part in known.split("_")): known for known in by_name if "_" in known}  # lr
@@ -30,7 +35,7 @@ def explain(error: str, settings: Settings) -> str:
     value: Any = settings
     for name in path.split("."):
         value = value[name] if isinstance(value, dict) else value
-    return f"{path}={show_value(value)}: {rule[0].lower()}{rule[1:]}; {remedy(path, value)}"
+    return f"{show_key(path)}={show_value(value)}: {rule[0].lower()}{rule[1:]}; {remedy(path, value)}"
 
 
 def choices(key: str) -> Iterator[str]:
@@ -69,8 +74,15 @@ def example(key: str) -> str:
     return f"for example {key}={show_value(value)}" if value is not None else f"leave {key} out for its default"
 
 
+def show_key(key: str) -> str:
+    """A setting's name, of which a user may have given more than there is."""
+    return one_line(key, LONGEST_SHOWN)
+
+
 def show_value(value: Any) -> str:
-    """As it would stand in TOML."""
+    """As it would stand in TOML; cut in its middle, so that the rule and the remedy after it are read."""
     if isinstance(value, bool):
         return str(value).lower()
-    return repr(value) if isinstance(value, int | float | str | dict | list) else str(value)
+    if isinstance(value, int) and abs(value) >= 2**64:  # Python prints none of thousands of digits
+        return f"{'-' * (value < 0)}1e{math.log10(abs(value)):.0f}"
+    return one_line(repr(value) if isinstance(value, int | float | str | dict | list) else str(value), LONGEST_SHOWN)

@@ -6,7 +6,7 @@ optim.learning_rate = "interpolated: 12.8 at 13,056 and 21.2 at 32,768, log-log"
 import re
 from collections.abc import Sequence
 
-from megabatch.config.messages import show_value, suggest
+from megabatch.config.messages import show_key, show_value, suggest
 from megabatch.config.schema import FIELDS, RunConfig, Settings, flatten
 from megabatch.errors import UserError
 
@@ -26,9 +26,9 @@ def settle_provenance(settings: Settings, overridden: Sequence[str]) -> None:
 
 
 def check_entry(key: str, text: object) -> None:
-    entry = f"provenance.{key}={show_value(text)}"
+    entry = f"provenance.{show_key(key)}={show_value(text)}"
     if key not in FIELDS:
-        raise UserError(f"{entry}: there is no setting {key}; {suggest(key)}")
+        raise UserError(f"{entry}: there is no setting {show_key(key)}; {suggest(key)}")
     if not isinstance(text, str) or not re.fullmatch(rf"({'|'.join(KINDS)}): \S.*", text):
         raise UserError(
             f"{entry}: expected one line that begins with {': or '.join(KINDS)}:, and says why; "

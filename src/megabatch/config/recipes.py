@@ -1,12 +1,13 @@
 """The recipes that come with megabatch, and those of a user: TOML files."""
 
-import tomllib
 from importlib import resources
-from pathlib import Path
 
 from megabatch.config.schema import Settings
 from megabatch.errors import UserError, nearest
+from megabatch.text import one_line
+from megabatch.toml import NotToml, parse_toml, read_toml
 
+LONGEST_PATH = 300  # letters of one that are shown
 RECIPES = resources.files("megabatch.recipes")
 
 
@@ -16,14 +17,13 @@ def recipe_names() -> list[str]:
 
 def read_recipe(recipe: str) -> Settings:
     if recipe in recipe_names():
-        return tomllib.loads((RECIPES / f"{recipe}.toml").read_text())
-    path = Path(recipe)
+        return parse_toml((RECIPES / f"{recipe}.toml").read_text("utf-8"))
     try:
-        return tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path} is not TOML: {error}") from None
-    except (OSError, UnicodeDecodeError) as error:
+        return read_toml(recipe)
+    except NotToml as error:
+        raise UserError(f"{one_line(recipe, LONGEST_PATH)} is not TOML: {error}") from None
+    except OSError as error:
         raise UserError(
-            f"recipe {recipe!r} is neither one of `megabatch recipes` nor a readable TOML file "
-            f"({getattr(error, 'strerror', None) or error}); nearest: {nearest(recipe, recipe_names())}"
+            f"recipe {one_line(repr(recipe), LONGEST_PATH)} is neither one of `megabatch recipes` nor a readable TOML "
+            f"file ({error.strerror}); nearest: {nearest(recipe, recipe_names())}"
         ) from None

@@ -1,5 +1,6 @@
 """RunConfig: everything that a recipe can say.  Each section is a frozen Struct beside the code that reads it."""
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any
 
@@ -8,23 +9,30 @@ from msgspec import Meta, Struct, field
 
 from megabatch.comm.settings import CommSettings
 from megabatch.data.settings import DataSettings
-from megabatch.errors import UserError, require_one_of
+from megabatch.errors import LONGEST_QUOTED, UserError, require_one_of
 from megabatch.models.catalog import ModelSettings
 from megabatch.models.loss import LossSettings
 from megabatch.optim.optimizers import OptimSettings
 from megabatch.optim.schedules import ScheduleSettings
 from megabatch.planning.batch import BatchSettings
 from megabatch.precision.policy import PrecisionSettings
+from megabatch.ranks.backends import BACKENDS
+from megabatch.text import one_line
 
 Settings = dict[str, Any]
+MOST_STEPS = 10**12
+LONGEST_NAME = 100
+NAME = re.compile(rf"\w[\w.-]{{0,{LONGEST_NAME - 1}}}")
+StepCount = Annotated[int, Meta(ge=0, le=MOST_STEPS)]
+Threads = Annotated[int, Meta(ge=1, le=4096)]
 PREEMPT_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")  # what batch systems can be told to send
 
 
 class TrainSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    epochs: Annotated[float, Meta(gt=0)] | None = None
-    steps: Annotated[int, Meta(ge=1)] | None = None  # decide, where they are given: see `config.length`
+    epochs: Annotated[float, Meta(gt=0, le=10**6)] | None = None
+    steps: Annotated[int, Meta(ge=1, le=MOST_STEPS)] | None = None  # decide, where they are given: see `config.length`
     target_top1: Annotated[float, Meta(gt=0, le=1)] | None = None  # the accuracy whose time is reported
-    evaluate_every: Annotated[int, Meta(ge=0)] = 1  # epochs, and after the last; 0: after the last alone
+    evaluate_every: Annotated[int, Meta(ge=0, le=10**6)] = 1  # epochs, and after the last; 0: after the last alone
 
     def __post_init__(self) -> None:
         if self.epochs is None and self.steps is None:
@@ -39,26 +47,27 @@ class TrainSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class CheckpointSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """With neither `every_steps` nor `every_minutes`, as often as costs a hundredth of the time."""
 
-    every_steps: Annotated[int, Meta(ge=0)] = 0
-    every_minutes: Annotated[float, Meta(ge=0)] = 0.0
-    keep: Annotated[int, Meta(ge=1)] = 2  # the newest; the best is kept besides
+    every_steps: StepCount = 0
+    every_minutes: Annotated[float, Meta(ge=0, le=10**6)] = 0.0
+    keep: Annotated[int, Meta(ge=1, le=10**6)] = 2  # the newest; the best is kept besides
 
 
 class RunSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    dir: str | None = None  # the run's folder; by default runs/<recipe>-<nnn>
+    dir: Annotated[str, Meta(min_length=1)] | None = None  # the run's folder; by default runs/<recipe>-<nnn>
     device: str = "auto"  # cuda where there is one, else cpu
-    threads: Annotated[int, Meta(ge=1)] | None = None  # of a rank; by default its share of the cores
-    decode_threads: Annotated[int, Meta(ge=1)] | None = None  # beside them, for images; by default as many
+    threads: Threads | None = None  # of a rank; by default its share of the cores
+    decode_threads: Threads | None = None  # beside them, for images; by default as many
     preempt_signal: str = "SIGTERM"  # sent by who will take this host, besides SIGTERM: save, and end
-    compare_every: Annotated[int, Meta(ge=0)] = 100  # steps after which ranks compare their weights; 0: never
+    compare_every: StepCount = 100  # steps after which ranks compare their weights; 0: never
     deterministic: bool = False  # only deterministic algorithms; convolutions are chosen by rule, and not by timing
 
     def __post_init__(self) -> None:
+        require_one_of("run.device", self.device, ["auto", *BACKENDS])
         require_one_of("run.preempt_signal", self.preempt_signal, PREEMPT_SIGNALS)
 
 
 class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=False):
-    name: Annotated[str, Meta(pattern=r"^[\w.-]*$")] = ""  # of the recipe; by default that of its file
+    name: str  # of the recipe, by default that of its file: of folders too, and so a plain one
     about: str = ""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 1
     model: ModelSettings
@@ -75,6 +84,17 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, o
     provenance: dict[str, str] = field(default_factory=dict)  # of values that no source gives: what they rest on
 
     def __post_init__(self) -> None:
+        if not NAME.fullmatch(self.name):
+            raise UserError(
+                f"name={one_line(repr(self.name), LONGEST_QUOTED)}: it begins the names of folders, and so takes 1 to "
+                f"{LONGEST_NAME} letters, digits, _, - and ., and begins with one of the first three; for example "
+                "name='my-recipe'"
+            )
+        if self.schedule.decay != "constant" and self.schedule.end > self.optim.learning_rate:
+            raise UserError(
+                f"schedule.end={self.schedule.end:g} is more than optim.learning_rate={self.optim.learning_rate:g}, "
+                "from which the learning rate decays; for example schedule.end=0"
+            )
         if self.train.epochs is not None and self.schedule.warmup_epochs >= self.train.epochs:
             raise UserError(
                 f"train.epochs={self.train.epochs:g} is no longer than schedule.warmup_epochs="

@@ -17,8 +17,8 @@ from megabatch.data.class_names import class_names_of, labels_of
 from megabatch.data.images import ArrayImages, DataSet
 from megabatch.data.npy import NotArrays
 from megabatch.data.npz import read_arrays, require_expansion
-from megabatch.data.regular_files import opened
 from megabatch.errors import UserError
+from megabatch.regular_files import opened
 
 Arrays = dict[str, NDArray[np.generic]]
 

@@ -12,8 +12,8 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from megabatch.data.image_files import MOST_BYTES
 from megabatch.data.npz import fingerprint
-from megabatch.data.regular_files import MOST_BYTES
 
 Content = bytes | bytearray | memoryview
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".tif", ".tiff")

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from megabatch.data.class_names import class_names_of
 from megabatch.data.files import IMAGE_SUFFIXES, Content, EncodedDataset
+from megabatch.data.image_files import MOST_BYTES, read_file
 from megabatch.data.index_cache import cached_index, settled_mtime
 from megabatch.data.npz import Arrays, Texts, fingerprint
-from megabatch.data.regular_files import MOST_BYTES, read_file
 from megabatch.errors import UserError
 from megabatch.text import is_plain, one_line
 

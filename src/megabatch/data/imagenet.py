@@ -24,13 +24,14 @@ import numpy as np
 
 from megabatch.data.files import IMAGE_SUFFIXES, EncodedDataset
 from megabatch.data.folders import FolderFiles, Walk, list_classes
+from megabatch.data.image_files import read_file
 from megabatch.data.matlab import read_structs
 from megabatch.data.npz import Texts
-from megabatch.data.regular_files import open_regular, read_file
 from megabatch.data.shard_files import ShardFiles, Shards
 from megabatch.data.tar_scan import read_in_chunks
 from megabatch.data.tars import Damaged, Member, walk_members
 from megabatch.errors import UserError
+from megabatch.regular_files import open_regular
 
 PLACES = (".", "ILSVRC/Data/CLS-LOC", "Data/CLS-LOC")  # Kaggle's archive has the latter
 TRAIN = ("ILSVRC2012_img_train.tar", "train", "ILSVRC2012_img_train")

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from megabatch import disk
 from megabatch.data.npy import NotArrays, read_array
-from megabatch.data.regular_files import open_regular
+from megabatch.regular_files import open_regular
 
 Arrays = dict[str, NDArray[Any]]
 

@@ -13,7 +13,7 @@ from msgspec import Struct
 from megabatch import disk
 from megabatch.data.files import EncodedDataset
 from megabatch.data.folders import FolderFiles
-from megabatch.data.regular_files import read_file
+from megabatch.data.image_files import read_file
 from megabatch.data.shard_files import ShardFiles
 from megabatch.data.shard_index import INDEX, read_index
 from megabatch.data.shards import UNFINISHED

@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from megabatch.data.image_files import MOST_BYTES, require_modest
 from megabatch.data.npz import fingerprint
-from megabatch.data.regular_files import MOST_BYTES, open_regular, require_modest
 from megabatch.data.tars import Damaged, member_name
+from megabatch.regular_files import open_regular
 from megabatch.text import one_line
 
 SPARE_DESCRIPTORS = 512

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megabatch.data.class_names import LONGEST_NAME, require_names
-from megabatch.data.regular_files import read_file
+from megabatch.data.image_files import read_file
 from megabatch.data.shapes import MOST_CLASSES
 from megabatch.data.tars import Member, Read
 from megabatch.errors import UserError

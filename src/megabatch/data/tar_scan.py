@@ -17,11 +17,11 @@ from msgspec import Struct
 from megabatch.data.files import IMAGE_SUFFIXES
 from megabatch.data.index_cache import settled_mtime
 from megabatch.data.npz import Arrays
-from megabatch.data.regular_files import open_regular
 from megabatch.data.shard_index import COLUMNS, TEST, TRAIN, require_consistent
 from megabatch.data.tar_labels import number_classes, read_label
 from megabatch.data.tars import Damaged, Member, Read, walk_members
 from megabatch.errors import UserError
+from megabatch.regular_files import open_regular
 from megabatch.text import one_line
 
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")

@@ -137,11 +137,11 @@ def bomb_archive(members: dict[str, bytes], rng: Random) -> bytes:
             made.writestr(name, packed if name == bombed else member)
     written = bytearray(content.getvalue())
     claimed = struct.pack("<I", rng.choice((len(members[bombed]), 2**32 - 2)))
-    for signature, method_at, size_at, name_at in ((b"PK\3\4", 8, 22, 30), (b"PK\1\2", 10, 24, 46)):
-        begin = written.index(bombed.encode(), written.index(packed) if signature == b"PK\1\2" else 0) - name_at
-        assert written[begin : begin + 4] == signature
-        written[begin + method_at : begin + method_at + 2] = struct.pack("<H", zipfile.ZIP_DEFLATED)
-        written[begin + size_at : begin + size_at + 4] = claimed
+    local = written.index(bombed.encode() + packed) - 30
+    listed = written.index(bombed.encode(), written.index(b"PK\1\2", local + len(packed))) - 46
+    for header, method_at, size_at in ((local, 8, 22), (listed, 10, 24)):
+        written[header + method_at : header + method_at + 2] = struct.pack("<H", zipfile.ZIP_DEFLATED)
+        written[header + size_at : header + size_at + 4] = claimed
     return bytes(written)
 
 

@@ -63,11 +63,12 @@ def lie_in_array(array: NDArray[Any], rng: Random) -> NDArray[Any]:
     """Another dtype, shape or value."""
     what = rng.randrange(5)
     if what == 0:
-        return np.array(nonsense(rng), dtype=object).astype(rng.choice(("U", "S")))
+        text = np.array(str(nonsense(rng)))
+        return text if rng.random() < 0.5 else np.char.encode(text, "utf-8")
     if what == 1:
         with np.errstate(all="ignore"):
             dtype = rng.choice(("i1", "u8", "i8", "f4", "f8", ">i4", "?", "c16", "m8[s]"))
-            return array.astype(dtype) if array.dtype.kind in "iufb" else array.astype("S")
+            return array.astype(dtype) if array.dtype.kind in "iufb" else np.char.encode(array.astype("U"), "utf-8")
     if what == 2:
         return array.reshape(rng.choice(((-1,), (1, -1), (-1, 1), (1, -1, 1))))
     if what == 3:

@@ -22,11 +22,12 @@ from megabatch.ranks.world import current_rank
 from megabatch.runs.files import CHECKPOINTS, CONFIG, METRICS, MODEL, SUMMARY, WEIGHTS
 from megabatch.runs.reader import epoch_losses, last_record, length_up_to, list_runs, read_records
 from megabatch.train.card import pixels_of, read_card
-from megabatch.train.checkpoint import DESCRIPTION, STATE, restore_training_state
+from megabatch.train.checkpoint import DESCRIPTION, STATE
 from megabatch.train.loop import Training
 from megabatch.train.prepare import prepare
 from megabatch.train.resume import Start, newest_of, read_start
 from megabatch.train.run import train_and_record
+from megabatch.train.training_state import restore_training_state
 
 SMALL = (
     "model.name=small_cnn",
@@ -81,7 +82,7 @@ def set_up_checkpoints(scratch: Path, stack: ExitStack) -> Bench:
 
     def read(folder: Path) -> None:
         complaints: list[str] = []
-        checkpoint = read_start(Start(folder, newest_of(folder)), complaints.append)
+        checkpoint = read_start(Start(folder, newest_of(folder)), complaints.append, run.training)
         if checkpoint:
             restore_training_state(run.training, checkpoint.state)
         if complaints:

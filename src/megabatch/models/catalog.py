@@ -6,10 +6,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
 from torch import nn
 
 from megabatch.errors import UserError, nearest, require_one_of
@@ -33,7 +33,8 @@ VIEW_REFUSED = "view size is not compatible with input tensor's size and stride"
 class ModelSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
     options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the factory
-    weights: str | None = None  # what it starts from: a file, or the folder of a run; by default the seed decides
+    # What it starts from: a file, or the folder of a run; by default the seed decides.
+    weights: Annotated[str, Meta(min_length=1)] | None = None
     freeze: list[str] | None = None  # modules that are not trained
     channels_last: bool | Literal["auto"] = "auto"  # the memory order of images; auto: for the models of MODELS
     compile: bool = False  # by torch.compile, for training

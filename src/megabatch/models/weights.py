@@ -20,9 +20,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from megabatch.disk import open_regular
 from megabatch.errors import UserError
 from megabatch.models.layers import head_parameters
+from megabatch.regular_files import reading
 from megabatch.runs.files import WEIGHTS
 from megabatch.runs.tensor_header import NotTensors, read_header
 from megabatch.text import one_line
@@ -196,7 +196,7 @@ def read_pickle(path: Path) -> Weights:
 def require_stored_as_is(path: Path) -> None:
     """As torch writes them: what is compressed may be a thousand times as large in memory as in the file."""
     try:
-        with open_regular(path) as file:
+        with reading(path) as file:
             if not zipfile.is_zipfile(file):
                 return
             file_bytes = os.fstat(file.fileno()).st_size

@@ -11,25 +11,34 @@ from megabatch.optim.groups import LR_FACTOR
 from megabatch.optim.lars import LARS, TRUST_COEFFICIENT, VARIANTS
 from megabatch.optim.lars_in_fp16 import LarsInFp16
 
+LearningRate = Annotated[float, Meta(gt=0, le=10**6)]
+WIDEST_RATIO = 1e9  # of the head's learning rate to that of the others, and its inverse
+
 
 class OptimSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str = "sgd"
-    learning_rate: Annotated[float, Meta(gt=0)]  # the peak; `schedule` shapes it
-    head_learning_rate: Annotated[float, Meta(gt=0)] | None = None  # of the last layer; by default as of the others
+    learning_rate: LearningRate  # the peak; `schedule` shapes it
+    head_learning_rate: LearningRate | None = None  # of the last layer; by default as of the others
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     nesterov: bool | None = None  # of sgd, by default where there is momentum; lars has no such form
-    weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    weight_decay: Annotated[float, Meta(ge=0, le=1000)] = 0.0
     decay_all: bool = False  # biases and normalisation layers too
-    clip_norm: Annotated[float, Meta(ge=0)] = 0.0  # of the whole gradient; 0 leaves it alone
+    clip_norm: Annotated[float, Meta(ge=0, le=10**12)] = 0.0  # of the whole gradient; 0 leaves it alone
     # Of lars; sgd has no use for them, so that optim.name=sgd is all it takes to compare the two.
     variant: str = "you2017"
     # How far a weight moves at a learning rate of 1, as a share of its norm.
-    trust_coefficient: Annotated[float, Meta(gt=0)] = TRUST_COEFFICIENT
-    eps: Annotated[float, Meta(ge=0)] = 0.0  # beside the gradient's norm in the trust ratio
+    trust_coefficient: Annotated[float, Meta(gt=0, le=10**6)] = TRUST_COEFFICIENT
+    eps: Annotated[float, Meta(ge=0, le=10**6)] = 0.0  # beside the gradient's norm in the trust ratio
 
     def __post_init__(self) -> None:
         require_one_of("optim.name", self.name, OPTIMIZERS)
         require_one_of("optim.variant", self.variant, VARIANTS)
+        head, rate = self.head_learning_rate, self.learning_rate
+        if head is not None and not rate / WIDEST_RATIO <= head <= rate * WIDEST_RATIO:
+            raise UserError(
+                f"optim.head_learning_rate={head:g} is more than {WIDEST_RATIO:g} times optim.learning_rate={rate:g}, "
+                f"or less than its inverse; nearest: optim.head_learning_rate={rate:g}"
+            )
         if self.nesterov and self.name != "sgd":
             raise UserError(
                 f"optim.nesterov=true with optim.name={self.name}: LARS has no Nesterov form; leave nesterov out"

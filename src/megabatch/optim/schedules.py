@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 
 from megabatch.errors import require_one_of
 
-NonNegative = Annotated[float, Meta(ge=0)]
+NonNegative = Annotated[float, Meta(ge=0, le=10**6)]
 
 
 def poly(progress: float, power: float) -> float:
@@ -34,7 +34,7 @@ DECAYS = {"poly": poly, "cosine": cosine, "constant": constant}
 class ScheduleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     warmup_epochs: NonNegative = 0.0
     decay: str = "poly"
-    power: Annotated[float, Meta(gt=0)] = 2.0  # of `poly`; the others have none
+    power: Annotated[float, Meta(gt=0, le=20)] = 2.0  # of `poly`; the others have none
     end: NonNegative = 0.0  # the learning rate that the decay runs towards
 
     def __post_init__(self) -> None:

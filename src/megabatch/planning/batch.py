@@ -12,7 +12,7 @@ from msgspec import Meta, Struct, field
 
 from megabatch.errors import UserError
 
-Count = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=1, le=2**30)]  # of samples: a thousand times the largest batch there was
 
 
 class BatchSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

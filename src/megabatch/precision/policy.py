@@ -47,7 +47,7 @@ PRECISIONS = {
 
 class PrecisionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str = "fp32"
-    loss_scale: Annotated[float, Meta(ge=1)] | None = None  # a fixed one; by default dynamic
+    loss_scale: Annotated[float, Meta(ge=1, le=2**32)] | None = None  # a fixed one; by default dynamic
 
     def __post_init__(self) -> None:
         require_one_of("precision.name", self.name, PRECISIONS)

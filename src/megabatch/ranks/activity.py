@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from megabatch.text import print_line
+
 START_UP_TIMEOUT_S = 600.0  # until steps run: images are indexed, models compiled
 LONGER = 3.0  # than anything took so far is too long, even if the recipe is less patient
 FRAMES = 3  # of a stack, in a line
@@ -119,7 +121,7 @@ class LastWords:
         self.rank = rank
 
     def speak(self, error: BaseException) -> None:
-        print(f"megabatch: rank {self.rank}: {error}", file=sys.stderr, flush=True)
+        print_line(f"megabatch: rank {self.rank}: {error}", to_stderr=True)
 
     def log(self, text: str) -> None:
         """Into the run's log, where there is one."""

@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 from types import FrameType, TracebackType
 from typing import Self
 
+from megabatch.text import print_text
+
 LAUNCHER = "MEGABATCH_LAUNCHER"  # the launcher's process id; says that a rank is ours, and whom it must not outlive
 PRCTL, PR_SET_PDEATHSIG = getattr(ctypes.CDLL(None), "prctl", None), 1  # Linux has it
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -70,7 +72,7 @@ class LauncherSignals(Listening):
         if self.number is not None:
             os._exit(128 + number)  # and the kernel kills the ranks: see `die_with`
         self.number = number
-        print("\nstopping  after this step; once more to end at once", flush=True)
+        print_text("\nstopping  after this step; once more to end at once")
 
 
 def was_launched() -> bool:

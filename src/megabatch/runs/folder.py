@@ -21,6 +21,7 @@ from megabatch.runs.files import CONFIG, ENVIRONMENT, LOCK, LOG, METRICS, SUMMAR
 from megabatch.runs.outage import FIRST_PAUSE_S, Outage
 from megabatch.runs.records import Record, Summary
 from megabatch.runs.rows import RowFile
+from megabatch.text import lines_of
 
 ROWS = "rows of metrics"
 MOST_WAITING_BYTES = 256 << 20  # of rows: half a million steps
@@ -118,10 +119,15 @@ def append_to_log(folder: Path, text: str) -> bool:
     """Whether it is there: nobody fails for the sake of the log."""
     try:
         with open_own(folder / LOG) as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text.rstrip()}\n")
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {as_record(text)}\n")
         return True
     except OSError:
         return False
+
+
+def as_record(text: str) -> str:
+    """Its further lines are set in: a line that begins with a date is a record of its own, whatever a name holds."""
+    return lines_of(text.rstrip()).replace("\n", "\n  ")
 
 
 def hold(folder: Path, setting: str = "run.dir") -> TextIO:

@@ -1,19 +1,19 @@
 """What cannot be written for now: said when it begins, for each reason once, and when all is written again."""
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from megabatch.disk import remedy
+from megabatch.text import print_line
 
 Say = Callable[[str, str], None]  # a name of at most nine letters, and one line
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # before the next attempt
 
 
 def say_on_stderr(name: str, text: str) -> None:
-    print(f"megabatch: {name}: {text}", file=sys.stderr)
+    print_line(f"megabatch: {name}: {text}", to_stderr=True)
 
 
 def pause_s(num_failures: int) -> float:

@@ -2,7 +2,6 @@
 
 import math
 import os
-import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,13 +12,15 @@ import msgspec
 from msgspec import Struct
 
 from megabatch.decoding import Undecodable, decode_json
-from megabatch.disk import is_locked, open_regular, read_regular
+from megabatch.disk import is_locked
 from megabatch.errors import UserError
 from megabatch.planning.sound import MAX_BYTES, decode_tuning
 from megabatch.planning.tuning import Tuning
+from megabatch.regular_files import read_regular, reading
 from megabatch.runs import files
 from megabatch.runs.records import Count, EvaluationRecord, Record, Status, StepRecord, Summary
 from megabatch.text import one_line
+from megabatch.toml import NotToml, read_toml
 
 TAIL_BYTES = 16 << 10  # of metrics.jsonl, which mostly holds its last row: one that skipped images is longer
 MAX_JSON_BYTES = 64 << 20  # of a row or a file: a row that skipped half a million images
@@ -55,13 +56,23 @@ def listing_of(path: Path) -> Listing:
 def read_recipe_and_batch(path: Path) -> tuple[str | None, int | None]:
     """The name of a run's recipe and its global batch, from its config.toml; None for what that does not say."""
     try:
-        settings = tomllib.loads(read_regular(path / files.CONFIG, MAX_CONFIG_BYTES).decode())
-    except (OSError, ValueError, RecursionError):  # of which TOMLDecodeError is one
+        settings = read_toml(path / files.CONFIG)
+    except (OSError, NotToml):
         return None, None
     name, section = settings.get("name"), settings.get("batch")
     batch = section.get("global") if isinstance(section, dict) else None
     is_number = isinstance(batch, int) and 0 < batch < 2**63
     return one_line(name, LONGEST_NAME) if isinstance(name, str) else None, batch if is_number else None
+
+
+def read_source(path: Path) -> str:
+    """data.source of a run, as its config.toml has it; nothing where that does not say."""
+    try:
+        section = read_toml(path / files.CONFIG).get("data")
+    except (OSError, NotToml):
+        return ""  # whoever loads the recipe says so
+    source = section.get("source") if isinstance(section, dict) else None
+    return source if isinstance(source, str) and "\0" not in source else ""
 
 
 def last_written_s(path: Path) -> float | None:
@@ -79,7 +90,7 @@ def is_run(path: Path) -> bool:
     """One that this user can read."""
     try:
         return (path / files.CONFIG).is_file()
-    except PermissionError:
+    except OSError:  # a name that is too long, a folder that may not be entered
         return False
 
 
@@ -98,7 +109,7 @@ def read_summary(path: Path) -> Summary | None:
 
 def read_records(path: Path) -> Iterator[Record]:
     """Every whole row; the last may be being written."""
-    with open_regular(path / files.METRICS) as file:
+    with reading(path / files.METRICS) as file:
         for number, row in enumerate(lines_of(file), 1):
             where = f"{path / files.METRICS}, row {number}"
             if len(row) > MAX_JSON_BYTES:
@@ -116,7 +127,7 @@ def last_record(path: Path) -> Record | None:
     """The newest whole row; None before the first."""
     rows = path / files.METRICS
     try:
-        with open_regular(rows) as file:
+        with reading(rows) as file:
             row = last_line(file)
     except OSError:
         return None
@@ -191,7 +202,7 @@ class RowStep(Struct):
 def length_up_to(rows: Path, step: int) -> int:
     """The bytes of the rows that a checkpoint knows.  A kill may have left later ones, or half of one."""
     length = 0
-    with open_regular(rows) as file:
+    with reading(rows) as file:
         for line in lines_of(file):
             try:
                 if not line.endswith(b"\n") or decode_json(line, RowStep).step > step:

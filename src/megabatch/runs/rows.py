@@ -9,11 +9,8 @@ import os
 import threading
 from pathlib import Path
 
-from megabatch.disk import CHUNK_BYTES, require_regular, writing
+from megabatch.disk import CHUNK_BYTES, open_to_append, private, writing
 from megabatch.runs.reader import length_up_to
-
-# Nothing is appended through a link, or to a FIFO.
-FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class RowFile:
@@ -25,9 +22,8 @@ class RowFile:
         self.lock = threading.Lock()
         self.waiting = bytearray()
         self.is_suspect = False  # a sync has failed: the kernel may have forgotten what it was to write
-        self.descriptor = os.open(path, FLAGS, 0o600)
+        self.descriptor = open_to_append(path)
         try:
-            require_regular(self.descriptor, path)
             os.ftruncate(self.descriptor, length_up_to(path, step))
         except OSError:
             os.close(self.descriptor)
@@ -66,7 +62,7 @@ class RowFile:
                 while chunk := os.pread(self.descriptor, CHUNK_BYTES, begin):
                     file.write(chunk)
                     begin += len(chunk)
-            before, self.descriptor = self.descriptor, private(str(self.path), FLAGS)
+            before, self.descriptor = self.descriptor, open_to_append(self.path)
             os.close(before)
             self.is_suspect = False
 

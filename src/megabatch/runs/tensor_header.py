@@ -16,7 +16,7 @@ from typing import Annotated, Any, BinaryIO, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
-from megabatch.disk import open_regular
+from megabatch.regular_files import reading
 
 METADATA = "__metadata__"
 LENGTH_BYTES = 8
@@ -64,7 +64,7 @@ class Header(NamedTuple):
 
 def read_header(path: Path) -> Header:
     """Of a file, of which no more is read."""
-    with open_regular(path) as file:
+    with reading(path) as file:
         return parse_header(file, os.fstat(file.fileno()).st_size)
 
 

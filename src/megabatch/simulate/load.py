@@ -7,7 +7,6 @@ is what `megabatch plan` has measured; `this` is the last one of this machine.
 
 import copy
 import math
-import tomllib
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import resources
@@ -18,17 +17,22 @@ import msgspec
 from msgspec import inspect
 
 from megabatch.decoding import Undecodable
-from megabatch.disk import cache_folder, read_regular
+from megabatch.disk import cache_folder
 from megabatch.errors import UserError, nearest
+from megabatch.given_files import NotText, read_text
 from megabatch.planning.sound import MAX_BYTES, decode_tuning
+from megabatch.regular_files import read_regular
 from megabatch.simulate.cluster import Cluster
 from megabatch.simulate.measured import describe_measured
+from megabatch.text import is_plain
+from megabatch.toml import LONGEST_BYTES, NotToml, parse_toml
 
 FOLDER = resources.files("megabatch.simulate")
 THIS = "this.json"  # what `megabatch plan` has measured last
 SUFFIXES = (".toml", ".json")
 MAX_BASES = 8
 ABSURD = 1e12  # no number in a cluster file is as large
+LONGEST_RULE = 200  # of why: it may name a key of the file
 LONGEST_SHOWN = 60  # characters of what is refused
 
 Tables = dict[str, Any]
@@ -61,7 +65,7 @@ def explain(error: msgspec.ValidationError, name: str, tables: Tables, before: T
     """The key with its value, the rule, and what the file itself has."""
     rule, _, path = str(error).partition(" - at `$.")
     key = path.rstrip("`")
-    rule = f"{rule[:1].lower()}{rule[1:]}".replace("`", "")
+    rule = abbreviated(f"{rule[:1].lower()}{rule[1:]}".replace("`", ""), LONGEST_RULE)
     value, own = (value_at(each, key) for each in (tables, before))
     if value is None or isinstance(value, dict | list):
         return f"{name}: {rule}{f' in {key}' if key else ''}; the presets show how such a file looks"
@@ -101,7 +105,7 @@ def read_cluster(name: str, depth: int = 0) -> Tables:
     if base is None:
         return tables
     if depth == MAX_BASES:
-        raise UserError(f"{name}: base={base!r} leads to more than {MAX_BASES} files; is it a circle?")
+        raise UserError(f"{name}: base={abbreviated(repr(base))} leads to more than {MAX_BASES} files; is it a circle?")
     return merged(read_cluster(beside(name, str(base)), depth + 1), tables, name)
 
 
@@ -116,13 +120,11 @@ def read_own(path: Path) -> Tables:
     try:
         if path.suffix == ".json":
             return describe_measured(decode_tuning(read_regular(path, MAX_BYTES)))
-        return parse(path.read_bytes().decode("utf-8"), str(path))
+        return parse(read_text(path, LONGEST_BYTES), str(path))
     except OSError as error:
         raise UserError(f"--cluster {path}: cannot be read ({error.strerror}); give another file") from None
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"--cluster {path} is not text in UTF-8 ({error.reason} at byte {error.start}); save it so, or give another"
-        ) from None
+    except NotText as error:
+        raise UserError(f"--cluster {path}: {error}; give another file") from None
     except Undecodable as error:
         raise UserError(
             f"--cluster {path} is no plan ({error}); write one: megabatch plan RECIPE --json FILE"
@@ -131,8 +133,8 @@ def read_own(path: Path) -> Tables:
 
 def parse(text: str, name: str) -> Tables:
     try:
-        tables = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # also integers of thousands of digits
+        tables = parse_toml(text)
+    except NotToml as error:
         raise UserError(f"{name} is not TOML: {error}") from None
     for key, value in numbers(tables):
         require_sane(key, value)
@@ -191,7 +193,7 @@ def with_device(tables: Tables, name: str = "the cluster's file") -> Tables:
         return tables
     known = [entry.name.removesuffix(".toml") for entry in (FOLDER / "devices").iterdir()]
     if like not in known:
-        raise UserError(f"device.like={like!r} is none of {', '.join(sorted(known))}")
+        raise UserError(f"device.like={abbreviated(repr(like))} is none of {', '.join(sorted(known))}")
     shared = parse((FOLDER / "devices" / f"{like}.toml").read_text("utf-8"), like)
     return merged(shared, tables, name)
 
@@ -199,10 +201,14 @@ def with_device(tables: Tables, name: str = "the cluster's file") -> Tables:
 def apply(tables: Tables, override: str, name: str) -> None:
     key, equals, text = override.partition("=")
     if not equals:
-        raise UserError(f"{override!r} is not an override; expected section.key=value, such as network.gbps=400")
+        raise UserError(
+            f"{abbreviated(repr(override))} is not an override; expected section.key=value, such as network.gbps=400"
+        )
+    if not is_plain(override):
+        raise UserError(f"{abbreviated(override)}: expected text without control characters; leave them out")
     known = keys_of_cluster()
     if key not in known:
-        rule = f"a cluster has no {key}" if "." in key else "overrides of a cluster are section.key=value"
+        rule = f"a cluster has no {abbreviated(key)}" if "." in key else "overrides of a cluster are section.key=value"
         meant = [name for name in known if name.endswith(f".{key}")] if "." not in key else [nearest(key, known)]
         remedy = f"nearest: {meant[0]}" if meant else "for example network.gbps=400"
         raise UserError(f"{abbreviated(override)}: {rule}; {remedy}")
@@ -226,14 +232,14 @@ def put(tables: Tables, sections: Sequence[str], key: str, value: Any) -> None:
 def parse_value(text: str) -> Any:
     """As TOML has it, or text; 2e0 is as good an integer as 2."""
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except (ValueError, RecursionError):
+        value = parse_toml(f"value = {text}")["value"]
+    except NotToml:
         return text
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def abbreviated(text: str) -> str:
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+def abbreviated(text: str, longest: int = LONGEST_SHOWN) -> str:
+    return text if len(text) <= longest else f"{text[:longest]}..."
 
 
 @cache

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-import msgspec
 from msgspec import Meta, Struct
 
+from megabatch.decoding import Undecodable, decode_json
 from megabatch.errors import UserError
+from megabatch.given_files import LONGEST_JSON, NotText, read_bytes
 from megabatch.planning.backward import ELEMENT_BYTES, Gradient, GradientDtype, RecordedBackward
 from megabatch.simulate.line import Line
 
@@ -147,12 +148,12 @@ class Header(Struct):
 def read_profile(path: Path) -> Profile:
     again = "record it again: megabatch profile RECIPE --json FILE"
     try:
-        content = path.read_bytes()
-        found = msgspec.json.decode(content, type=Header).format
+        content = read_bytes(path, LONGEST_JSON)
+        found = decode_json(content, Header).format
         if found != FORMAT:
             raise UserError(f"{path} has format {found}, and this version reads {FORMAT}; {again}")
-        return msgspec.json.decode(content, type=Profile)
+        return decode_json(content, Profile)
     except OSError as error:
         raise UserError(f"profile {path} cannot be read ({error.strerror}); {again}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (NotText, Undecodable) as error:
         raise UserError(f"{path} is no profile ({error}); {again}") from None

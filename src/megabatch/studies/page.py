@@ -6,8 +6,10 @@ from pathlib import Path
 
 import msgspec
 
+from megabatch.decoding import Undecodable
 from megabatch.disk import write_file
 from megabatch.errors import UserError
+from megabatch.given_files import read_json
 from megabatch.studies.evidence import Arm, Study, slug
 from megabatch.studies.figures import Drawing, curve_names, draw_figures, mean_curve
 from megabatch.studies.verdict import (
@@ -51,10 +53,10 @@ def to_json(study: Study) -> bytes:
 
 def load_study(path: Path) -> Study:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Study)
+        return read_json(path, Study)
     except FileNotFoundError:
         raise UserError(f"{str(path)!r} is not there; `megabatch study` writes it") from None
-    except msgspec.DecodeError as error:
+    except Undecodable as error:
         raise UserError(
             f"{str(path)!r} is not the JSON of a study: {error}; `megabatch study` writes it again"
         ) from None

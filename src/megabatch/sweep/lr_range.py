@@ -22,6 +22,7 @@ from megabatch.sweep.search import HELD_OUT, best_learning_rate, coarse_grid, is
 from megabatch.sweep.trials import Trial, run_trials, scores_of
 
 SPAN = 8.0  # below and above the recipe's own rate
+MOST_TRIALS = 1000
 RATE = "optim.learning_rate"
 
 
@@ -73,6 +74,8 @@ def plan_search(
 def plan_grid(low: float | None, high: float | None, rate: float, num_coarse: int, num_trials: int) -> list[float]:
     low = rate / SPAN if low is None else low
     high = rate * SPAN if high is None else high
+    if num_trials > MOST_TRIALS:
+        raise UserError(f"--trials {num_trials}: expected at most {MOST_TRIALS:,}; nearest: --trials {MOST_TRIALS}")
     if not 0 < low < math.inf:
         raise UserError(f"--low {low:g}: a learning rate is above 0 and finite; for example --low {rate / SPAN:g}")
     if not low < high < math.inf:

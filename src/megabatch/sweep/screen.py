@@ -5,27 +5,28 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from megabatch.errors import UserError
 from megabatch.runs.reader import last_record
 from megabatch.runs.records import Summary
 from megabatch.sweep.trials import Trial
+from megabatch.terminal import Terminal
+from megabatch.text import one_line
 
 
 class SweepScreen:
     """`num_trials` are all that there will be, also those that are not known yet."""
 
     def __init__(self, num_trials: int, jobs: int) -> None:
-        self.console = Console(highlight=False, soft_wrap=True)
+        self.console = Terminal()
         self.num_trials, self.jobs = num_trials, jobs
         self.trials: dict[str, Trial] = {}
         self.done: dict[str, Summary] = {}
-        self.live = self.console.status("")
+        self.live = self.console.status(Text(""))
 
     def say(self, name: str, text: str) -> None:
-        self.console.print(f"[bold]{name:<9}[/bold] {escape(text)}")
+        self.console.row(name, text)
 
     def expect(self, trials: Sequence[Trial], done: Mapping[str, Summary]) -> None:
         """Before trials are run: those, and the results that are there already."""
@@ -47,7 +48,7 @@ class SweepScreen:
     def show_running(self, folders: Sequence[Path]) -> None:
         if self.console.is_terminal:
             text = ", ".join(f"{folder.name} epoch {epoch_of(folder):.1f}" for folder in folders)
-            self.live.update(text[: self.console.width - 3])  # one line
+            self.live.update(Text(one_line(text)[: self.console.width - 3]))  # one line
             self.live.start()
 
     def show_stop(self, num_running: int, by_signal: bool) -> None:

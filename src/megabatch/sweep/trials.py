@@ -36,6 +36,7 @@ from megabatch.train.resume import why_other
 if TYPE_CHECKING:
     from megabatch.sweep.screen import SweepScreen
 
+MOST_JOBS = 4096  # at a time
 POLL_S = 0.2
 STOP_TIMEOUT_S = 600  # a step, an evaluation or a checkpoint may be under way
 
@@ -203,4 +204,6 @@ def choose_jobs(wanted: int | None, device: str) -> int:
     """How many trials run at a time: one per core; on CUDA one, for all would take the first GPU."""
     if wanted is not None and wanted < 1:
         raise UserError(f"--jobs {wanted}: at least one trial must run at a time; nearest: --jobs 1")
+    if wanted is not None and wanted > MOST_JOBS:
+        raise UserError(f"--jobs {wanted}: expected at most {MOST_JOBS:,} at a time; nearest: --jobs {MOST_JOBS}")
     return wanted or (1 if choose_device(device) == "cuda" else len(usable_cores()))

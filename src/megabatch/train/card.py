@@ -10,7 +10,7 @@ from megabatch.config.schema import RunConfig
 from megabatch.data.encoded import EncodedImages
 from megabatch.data.images import DataSet
 from megabatch.data.normalise import PixelStatistics
-from megabatch.disk import read_regular
+from megabatch.regular_files import read_regular
 from megabatch.runs.files import MODEL
 from megabatch.runs.model_card import ModelCard, decode_card
 from megabatch.runs.reader import MAX_JSON_BYTES

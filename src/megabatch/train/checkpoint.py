@@ -23,10 +23,11 @@ import torch
 from msgspec import Meta, Struct
 
 from megabatch.decoding import Undecodable, decode_json
-from megabatch.disk import make_private, open_regular, private, read_regular, writing
+from megabatch.disk import make_private, private, writing
 from megabatch.errors import UserError
 from megabatch.planning.sound import require_sound
 from megabatch.planning.tuning import Tuning
+from megabatch.regular_files import read_regular, reading
 from megabatch.runs.files import CHECKPOINTS
 from megabatch.runs.model_card import METADATA, ModelCard
 from megabatch.runs.tensor_header import Entry, Header, NotTensors, parse_header
@@ -176,7 +177,7 @@ def read_description(path: Path) -> Description:
     """Checks a checkpoint, and says where in the run it stands."""
     with damage_named(path):
         description = decode_description(path)
-        with open_regular(path / STATE) as file:
+        with reading(path / STATE) as file:
             parse_header(file, os.fstat(file.fileno()).st_size)
             file.seek(0)
             found = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]

@@ -13,8 +13,8 @@ from msgspec import Struct
 
 from megabatch.data.encoded import EncodedImages
 from megabatch.data.files import IMAGE_SUFFIXES, Content
+from megabatch.data.image_files import MOST_BYTES, read_file
 from megabatch.data.reader import Reader, Request
-from megabatch.data.regular_files import MOST_BYTES, read_file
 from megabatch.data.settings import DataSettings
 from megabatch.errors import UserError
 from megabatch.text import one_line

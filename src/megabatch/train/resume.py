@@ -6,7 +6,6 @@ PATH    resumes the run, or from the checkpoint, at PATH
 """
 
 import contextlib
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
@@ -21,15 +20,16 @@ from megabatch.config.resolve import decisive_settings
 from megabatch.config.schema import RunConfig
 from megabatch.data.normalise import PixelStatistics
 from megabatch.decoding import Undecodable
-from megabatch.disk import WRITING, read_regular
+from megabatch.disk import WRITING
 from megabatch.errors import UserError
 from megabatch.planning.sound import MAX_BYTES, decode_tuning
 from megabatch.planning.tuning import Tuning
+from megabatch.regular_files import read_regular
 from megabatch.runs.files import CHECKPOINTS, CONFIG, LOCK, PLAN
 from megabatch.runs.numbering import next_folder, numbered_runs
 from megabatch.runs.reader import is_run, is_running, read_summary, started_in
 from megabatch.runs.tensor_header import Entry
-from megabatch.text import one_line
+from megabatch.text import print_line
 from megabatch.train.card import pixels_of, read_card
 from megabatch.train.checkpoint import (
     DESCRIPTION,
@@ -81,7 +81,7 @@ def stored_tuning(config: RunConfig, resume: str) -> Tuning | None:
 
 
 def report(problem: str) -> None:
-    print(f"megabatch: {one_line(problem)}; it is passed over", file=sys.stderr)
+    print_line(f"megabatch: {problem}; it is passed over", to_stderr=True)
 
 
 def stored_pixels(config: RunConfig, resume: str) -> PixelStatistics | None:

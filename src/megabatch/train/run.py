@@ -22,7 +22,7 @@ from megabatch.runs.folder import RunFolder
 from megabatch.runs.numbering import RUNS, numbering_lock
 from megabatch.runs.records import Record, Status, StepRecord, Summary
 from megabatch.runs.totals import RunTotals
-from megabatch.text import one_line
+from megabatch.text import one_line, print_line
 from megabatch.train.card import with_results
 from megabatch.train.checkpoint import describe_arithmetic, save_weights
 from megabatch.train.environment import describe_environment
@@ -53,7 +53,7 @@ def run(config: RunConfig, info: RankInfo, resume: str, store: RankStore, retune
     code = stop.exit_code()
     if info.rank == 0:  # for a batch system's script, as the exit code is
         name = signal.Signals(code - 128).name
-        print(
+        print_line(
             f"requeue   {name} after step {summary.steps}, which is saved: the same command resumes, exit code {code}"
         )
     return code

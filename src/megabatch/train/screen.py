@@ -9,8 +9,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megabatch import __version__
@@ -25,6 +23,7 @@ from megabatch.preflight.device import warn_of_device
 from megabatch.runs.files import TIMELINE, WEIGHTS
 from megabatch.runs.records import EvaluationRecord, Record, SaveTimes, StepRecord, Summary
 from megabatch.runs.time_breakdown import TimeBreakdown
+from megabatch.terminal import Terminal
 from megabatch.train.device import accelerator_name
 from megabatch.train.loop import Training
 
@@ -36,7 +35,7 @@ QUIET_S = 10.0  # where there is no live bar, a line at least this often
 
 class Screen:
     def __init__(self, config: RunConfig, training: Training, folder: Path) -> None:
-        self.console = Console(highlight=False, soft_wrap=True)
+        self.console = Terminal()
         self.plan, self.folder, self.target_top1 = training.plan, folder, config.train.target_top1
         self.has_timeline = config.comm.timeline
         self.from_python = config.data.source.startswith(FROM_PYTHON)
@@ -45,9 +44,9 @@ class Screen:
         self.complaints: set[str] = set()
         self.spoke_s = time.monotonic()
         self.bar = Progress(
-            TextColumn("epoch {task.fields[epoch]:.2f} step {task.completed}/{task.total}"),
+            TextColumn("epoch {task.fields[epoch]:.2f} step {task.completed}/{task.total}", markup=False),
             BarColumn(bar_width=6),
-            TextColumn("{task.fields[text]}"),
+            TextColumn("{task.fields[text]}", markup=False),
             TimeRemainingColumn(compact=True),
             console=self.console,
             disable=not self.console.is_terminal,
@@ -66,11 +65,8 @@ class Screen:
         self.say("folder", str(folder))
 
     def say(self, name: str, text: str) -> None:
-        self.print(f"[bold]{name:<9}[/bold] {escape(text)}")
-
-    def print(self, line: str) -> None:
         with suppress(OSError):  # a pipe that nobody reads any more, or a file on a disk that is full
-            self.console.print(line)
+            self.console.row(name, text)
 
     def show_resumption(self, step: int, computed_by: str, now: str) -> None:
         note = "" if computed_by == now else f", which {computed_by} took: the same run to rounding, not to the bit"
@@ -123,7 +119,8 @@ class Screen:
         if not self.console.is_terminal:
             left_s = (self.plan.num_steps - step.step) * self.plan.global_batch / images_per_s
             result += f"  {self.waits(steps)} ETA {left_s:.0f} s"
-        self.print(line + result)
+        with suppress(OSError):
+            self.console.print(line + result)
         self.unsaid, self.spoke_s = [], time.monotonic()
 
     def waits(self, steps: Sequence[StepRecord]) -> str:

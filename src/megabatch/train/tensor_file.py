@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megabatch.disk import fill_hashed, open_regular, write_hashed
+from megabatch.disk import fill_hashed, write_hashed
+from megabatch.regular_files import reading
 from megabatch.runs.tensor_header import LENGTH_BYTES, MAX_HEADER_BYTES, Entry, Header, parse_header
 
 # The wider come first in a file, and of equally wide ones the later in this table: so each tensor is aligned.
@@ -69,7 +70,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def read_flat(path: Path, check: Callable[[Header], None] | None = None) -> tuple[torch.Tensor, str]:
     """The file's bytes, and their sha256.  What `check` says of its header is raised before memory is taken."""
-    with open_regular(path) as file:
+    with reading(path) as file:
         file_bytes = os.fstat(file.fileno()).st_size
         if check:
             check(parse_header(file, file_bytes))

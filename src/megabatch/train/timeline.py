@@ -5,7 +5,6 @@ much for one.  A host that does not see the folder leaves its ranks out, and say
 """
 
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from megabatch.comm.timeline import STEPS, TRAINING, Timeline, common_moment, wa
 from megabatch.disk import make_private
 from megabatch.runs.files import TIMELINE
 from megabatch.runs.records import Record, StepRecord
+from megabatch.text import print_line
 from megabatch.train.loop import Training
 
 
@@ -36,7 +36,7 @@ def recorded(
         problem = write(timeline, run_folder)
         if problem and world.rank == own_host[0]:
             ranks = f"ranks {own_host[0]} to {own_host[-1]}" if len(own_host) > 1 else f"rank {own_host[0]}"
-            print(f"megabatch: no timeline of {ranks}: {problem}", file=sys.stderr)
+            print_line(f"megabatch: no timeline of {ranks}: {problem}", to_stderr=True)
 
 
 def marked(records: Iterator[Record], timeline: Timeline) -> Iterator[Record]:
