@@ -69,11 +69,12 @@ def main() -> None:
         lines += [f"## {title}", "| package | version | licence |", "|---|---|---|"]
         for name in [name for subject in subjects for name in pinned_names(subject)]:
             metadata = distribution(name).metadata
+            version = metadata["Version"].partition("+")[0]  # torch with CUDA or without
             licence = licence_of(metadata)  # type: ignore[arg-type]
             if not is_allowed(licence) and name not in EXCEPTIONS:
-                refused.append(f"{name} {metadata['Version']}: {licence}")
+                refused.append(f"{name} {version}: {licence}")
             reason = f"; {EXCEPTIONS[name].partition(': ')[2]}" if name in EXCEPTIONS else ""
-            lines.append(f"| {name} | {metadata['Version']} | {licence}{reason} |")
+            lines.append(f"| {name} | {version} | {licence}{reason} |")
         lines.append("")
     PAGE.write_text("\n".join(lines).rstrip("\n") + "\n")
     if refused:
