@@ -7,7 +7,15 @@ from typing import Annotated
 
 import typer
 
-from megabatch.cli.overrides import DEFAULT_RECIPE, Arguments, ClusterOption, ProfileOption, Ranks, split_arguments
+from megabatch.cli.overrides import (
+    DEFAULT_RECIPE,
+    Arguments,
+    ClusterOption,
+    ProfileOption,
+    Ranks,
+    require_named_model,
+    split_arguments,
+)
 from megabatch.cli.ranks import be_a_rank, choose_ranks, start_ranks
 from megabatch.errors import UserError
 from megabatch.runs.files import CONFIG
@@ -57,6 +65,7 @@ def train(
         if info and ranks not in (None, info.num_ranks):
             raise UserError(f"--ranks {ranks}, but this is one of {info.num_ranks} ranks already; leave --ranks out")
         config = load_config(recipe, overrides, report=silent if info and info.rank else print_to_stderr)
+        require_named_model(config, recipe, overrides)
         if strict:
             require_known(config, infer_shape(config.data).num_train)
         return config

@@ -22,6 +22,7 @@ from megabatch.data.normalise import Normalise
 from megabatch.data.settings import MAX_PIXELS
 from megabatch.errors import UserError
 from megabatch.models.catalog import ModelSettings, build_model
+from megabatch.models.named_code import require_named
 from megabatch.precision.place import place_model
 from megabatch.precision.policy import PrecisionSettings
 from megabatch.runs.model_card import ModelCard
@@ -32,21 +33,32 @@ Picture = Image.Image | torch.Tensor
 
 
 def load(
-    run: str | Path, checkpoint: str | None = None, *, device: str = "cpu", network: nn.Module | None = None
+    run: str | Path,
+    checkpoint: str | None = None,
+    *,
+    device: str = "cpu",
+    network: nn.Module | None = None,
+    model: str | None = None,
 ) -> "Classifier":
     """The model of a run's folder (or of its model.safetensors): the final one, or that of a checkpoint such as `best`.
 
-    A model that was trained by `fit` needs its `network`, which gets the weights.
+    A model that was trained by `fit` needs its `network`, which gets the weights.  One that is Python code of its own
+    needs its name as `model`, "package.module:factory": a file does not decide what is imported and run.
     """
-    return make_classifier(find_weights(Path(run), checkpoint), torch.device(device), network)
+    return make_classifier(find_weights(Path(run), checkpoint), torch.device(device), network, model)
 
 
-def make_classifier(weights: SavedWeights, device: torch.device, network: nn.Module | None = None) -> "Classifier":
+def make_classifier(
+    weights: SavedWeights, device: torch.device, network: nn.Module | None = None, named: str | None = None
+) -> "Classifier":
     card = weights.card
     settings = msgspec.convert({key: value for key, value in card.model.items() if value is not None}, ModelSettings)
     precision = PrecisionSettings(name=card.precision)
     model = network
     if model is None:
+        require_named(
+            settings, named, str(weights.path), f"--model {settings.name} (in Python: model={settings.name!r})"
+        )
         model = build_model(settings, 0, len(card.classes), card.num_channels, card.image_size)
     model.to(precision.formats.update)  # fp64 would be rounded
     try:
