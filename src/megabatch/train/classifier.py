@@ -56,9 +56,8 @@ def make_classifier(
     precision = PrecisionSettings(name=card.precision)
     model = network
     if model is None:
-        require_named(
-            settings, named, str(weights.path), f"--model {settings.name} (in Python: model={settings.name!r})"
-        )
+        remedy = f"--model {settings.name} (in Python: model={settings.name!r}, or the network itself)"
+        require_named(settings, named, str(weights.path), remedy)
         model = build_model(settings, 0, len(card.classes), card.num_channels, card.image_size)
     model.to(precision.formats.update)  # fp64 would be rounded
     try:
