@@ -1,10 +1,11 @@
 # Two commands to know: `make train` and `make test`.  Both install into .venv first, if they have to.
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := PIP_CONSTRAINT=constraints.txt $(BIN)/pip --disable-pip-version-check install --quiet
-SPECIFIED := pyproject.toml constraints.txt
+PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-deps
+# Only files whose sha256 is in requirements/, and none that has to be built: a build would fetch what has no hash.
+LOCKED := $(PIP) --require-hashes --only-binary :all:
 
-.PHONY: train test lint bench clean
+.PHONY: train test lint bench audit licences clean
 
 train: .venv/installed
 	$(BIN)/megabatch train $(ARGS)
@@ -26,15 +27,32 @@ bench: .venv/installed-dev
 	$(BIN)/megabatch bench startup --json bench-startup.json
 	$(if $(PHOTOS),$(BIN)/megabatch bench input --source $(PHOTOS) --json bench-input.json)
 
-clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist bench-*.json
+# Known vulnerabilities of the pinned versions.  --strict: what could not be looked up is no clean result.
+audit: .venv-audit/installed
+	.venv-audit/bin/pip-audit --strict --disable-pip --progress-spinner off \
+		-r requirements/train.txt -r requirements/torch.txt -r requirements/dev.txt || \
+		{ echo "make audit: not clean: a package above has a known vulnerability, or the database cannot be reached"; exit 1; }
 
-.venv/installed: $(SPECIFIED)
+licences: .venv/installed-dev
+	$(BIN)/python tools/licences.py
+
+clean:
+	rm -rf .venv .venv-audit .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist bench-*.json
+
+# Where pip finds torch without CUDA (by --find-links or an index that it is told of), that is the one to take.
+.venv/installed: pyproject.toml requirements/train.txt requirements/torch.txt requirements/torch-cpu.txt
 	$(PYTHON) -m venv .venv
-	$(PIP) --editable .
+	if $(PIP) --dry-run $$(grep -o '^torch==[^ ]*' requirements/torch-cpu.txt) 2>/dev/null; \
+		then $(LOCKED) -r requirements/train.txt -r requirements/torch-cpu.txt; \
+		else $(LOCKED) -r requirements/train.txt -r requirements/torch.txt; fi
+	$(PIP) --no-build-isolation --editable .
 	touch $@
 
-.venv/installed-dev: .venv/installed
-	$(PIP) --editable '.[dev]'
-	$(PIP) --no-deps torchvision timm
+.venv/installed-dev: .venv/installed requirements/dev.txt
+	$(LOCKED) -r requirements/dev.txt
+	touch $@
+
+.venv-audit/installed: requirements/audit.txt
+	$(PYTHON) -m venv .venv-audit
+	.venv-audit/bin/pip install --quiet --no-deps --require-hashes --only-binary :all: -r requirements/audit.txt
 	touch $@

@@ -19,7 +19,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     classifier = SimpleNamespace(
         network=MODELS["small_cnn"](3, 1), card=card, classes=("a", "b", "c"), image_size=12, num_channels=1
     )
-    module.load = lambda run, checkpoint=None: classifier  # type: ignore[attr-defined]
+    module.load = lambda run, checkpoint=None, model=None: classifier  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "megabatch.train.classifier", module)
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from megabatch.cli.bench import require_folder_of
-from megabatch.cli.overrides import MOST, Ranks, split_arguments
+from megabatch.cli.overrides import MOST, Ranks, require_named_model, split_arguments
 from megabatch.cli.ranks import choose_ranks
 from megabatch.errors import UserError
 
@@ -75,6 +75,7 @@ def chaos(
         raise UserError("run.dir cannot be given to chaos, which trains in folders of its own; leave it out")
     before = [*(LONGER if recipe == DEFAULT else ()), TIMEOUT, *([PINNED] if hosts > 1 else [])]
     config = load_config(recipe, [*before, *overrides])
+    require_named_model(config, recipe, overrides)
     if config.data.source.startswith(FROM_PYTHON):
         raise UserError(f"{recipe} is of a run from Python, where its model and images are; give another")
     infer_shape(config.data)  # what ranks would refuse is said at once

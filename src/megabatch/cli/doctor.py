@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megabatch.cli.overrides import MOST, Arguments, Ranks, split_arguments_or_run
+from megabatch.cli.overrides import MOST, Arguments, Ranks, require_named_model, split_arguments_or_run
 from megabatch.cli.ranks import be_a_rank, choose_ranks, start_ranks
 from megabatch.errors import UserError
 
@@ -34,6 +34,7 @@ def doctor(
     info = discover()
     recipe, overrides = split_arguments_or_run(given)
     config = load_config(recipe, overrides, report=silent if info and info.rank else print_to_stderr)
+    require_named_model(config, recipe, overrides)
     if config.data.source.startswith(FROM_PYTHON):
         raise UserError(f"{recipe} is of a run from Python, where its model and images are; give another")
     if info is None:

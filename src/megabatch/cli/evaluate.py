@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from megabatch.cli.overrides import ModelOption
+
 
 def evaluate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
@@ -15,13 +17,14 @@ def evaluate(
     checkpoint: Annotated[
         str | None, typer.Option(help="best, last or step-...; by default the final model.", show_default=False)
     ] = None,
+    model: ModelOption = None,
 ) -> None:
     """Evaluate a run again from its saved weights."""
     from megabatch.terminal import Terminal
     from megabatch.text import one_line
     from megabatch.train.reevaluate import evaluate_run
 
-    result, names = evaluate_run(run, data, checkpoint)
+    result, names = evaluate_run(run, data, checkpoint, model)
     console = Terminal()
     console.print(
         f"top-1 {result.top1:.4f}, top-5 {result.top5:.4f}, loss {result.test_loss:.6f} "

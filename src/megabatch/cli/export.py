@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from megabatch.cli.overrides import ModelOption
 from megabatch.errors import UserError
 
 
@@ -25,6 +26,7 @@ def export(
     checkpoint: Annotated[
         str | None, typer.Option(metavar="last|best", help="A checkpoint's weights instead of the final ones.")
     ] = None,
+    model: ModelOption = None,
 ) -> None:
     """Export a run's model: --torch, --onnx or --torchvision, or several of them."""
     if not (torch or onnx or torchvision):
@@ -36,7 +38,7 @@ def export(
     from megabatch.train.classifier import load
     from megabatch.train.export import CHECKED_IMAGES, Exported, export_onnx, export_torch, export_torchvision
 
-    classifier = load(run, checkpoint=checkpoint)
+    classifier = load(run, checkpoint=checkpoint, model=model)
     exported = Exported(
         network=classifier.network,
         mean=list(classifier.card.mean),

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megabatch.cli.overrides import Arguments, split_arguments
+from megabatch.cli.overrides import Arguments, require_named_model, split_arguments
 from megabatch.cli.ranks import speaking_for_ranks
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def lr_range(
 
     recipe, overrides = split_arguments(given)
     search = plan_search(recipe, overrides, low=low, high=high, num_coarse=coarse, num_trials=trials, folder=folder)
+    require_named_model(search.config, recipe, overrides)
     jobs = choose_jobs(jobs, search.config.run.device)
     screen = SweepScreen(trials, jobs)
     length, num_held_out = search.config.train.length, search.shape.num_test

@@ -2,9 +2,12 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from megabatch.config.schema import RunConfig
 
 DEFAULT_RECIPE = "fashion"
 MOST = 1_000_000  # of what is counted on a command line: ranks, rounds, seconds, megabytes
@@ -40,6 +43,16 @@ ProfileOption = Annotated[
     ),
 ]
 
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="MODULE:FACTORY",
+        help="The run's model, if that is Python code of your own: it is imported only if you name it.",
+        show_default=False,
+    ),
+]
+
 
 def split_arguments(arguments: Sequence[str] | None, default: str = DEFAULT_RECIPE) -> tuple[str, list[str]]:
     """The recipe, which may only come first, and the overrides."""
@@ -58,3 +71,17 @@ def split_arguments_or_run(arguments: Sequence[str] | None) -> tuple[str, list[s
     recipe, overrides = split_arguments(arguments)
     stands_for_run = recipe not in recipe_names() and is_run(Path(recipe))
     return str(Path(recipe) / CONFIG) if stands_for_run else recipe, overrides
+
+
+def require_named_model(config: "RunConfig", recipe: str, overrides: Sequence[str]) -> None:
+    """A run's config.toml may come from anybody, unlike a recipe: Python code that it names is not run for that."""
+    from megabatch.runs.files import CONFIG
+
+    if Path(recipe).name == CONFIG:
+        from megabatch.config.length import dotted_keys
+        from megabatch.config.loading import parse_override
+        from megabatch.models.named_code import require_named
+
+        given = [key for parsed in map(parse_override, overrides) for key in dotted_keys(parsed.key, parsed.value)]
+        named = config.model.name if "model.name" in given else None
+        require_named(config.model, named, recipe, f"model.name={config.model.name}")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megabatch.cli.bench import require_folder_of
-from megabatch.cli.overrides import Arguments, Ranks, split_arguments
+from megabatch.cli.overrides import Arguments, Ranks, require_named_model, split_arguments
 from megabatch.cli.ranks import be_a_rank, choose_ranks, start_ranks
 from megabatch.text import one_line
 
@@ -43,12 +43,14 @@ def plan(
     info = discover()
     if not info:
         config = load_config(recipe, overrides)
+        require_named_model(config, recipe, overrides)
         arguments = ["plan", RECIPE, *(["--json", str(json)] if json else [])]
         start_ranks(arguments, choose_ranks(config, ranks), recipe=config.to_toml())
         return
 
     def work(store: "RankStore") -> int:
         config = load_config(recipe, overrides, report=silent if info.rank else print_to_stderr)
+        require_named_model(config, recipe, overrides)
         tuning = plan_all_reduce(config, info, store)
         if info.rank == 0:
             report(tuning, json)

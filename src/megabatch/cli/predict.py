@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megabatch.cli.overrides import MOST
+from megabatch.cli.overrides import MOST, ModelOption
 from megabatch.errors import UserError
 from megabatch.text import one_line, print_line, print_text
 
@@ -26,6 +26,7 @@ def predict(
     checkpoint: Annotated[
         str | None, typer.Option(help="best, last or step-...; by default the final model.", show_default=False)
     ] = None,
+    model: ModelOption = None,
 ) -> None:
     """Name the most likely classes of images, with their probabilities."""
     from megabatch.ranks.machine import usable_cores
@@ -36,7 +37,7 @@ def predict(
     if as_json and as_csv:
         raise UserError("--json and --csv: give one of them")
     files = find_images(images)
-    predictions = predict_images(load(run, checkpoint), files, top, threads=len(usable_cores()))
+    predictions = predict_images(load(run, checkpoint, model=model), files, top, threads=len(usable_cores()))
     write = write_json if as_json else write_csv if as_csv else write_text
     if not write(predictions):
         sys.exit(1)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megabatch.cli.bench import require_folder_of
-from megabatch.cli.overrides import MOST, Arguments, split_arguments_or_run
+from megabatch.cli.overrides import MOST, Arguments, require_named_model, split_arguments_or_run
 from megabatch.cli.ranks import be_a_rank, choose_ranks, start_ranks
 from megabatch.errors import UserError
 from megabatch.text import print_line
@@ -56,6 +56,7 @@ def profile(
     config = load_config(
         recipe, overrides, report=silent if info and info.rank else print_to_stderr, needs_source=False
     )
+    require_named_model(config, recipe, overrides)
     file = json or Path(f"profile-{config.name}.json")
     require_folder_of(file)
     if config.data.source.startswith(FROM_PYTHON):

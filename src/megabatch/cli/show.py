@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megabatch.cli.overrides import Arguments, ClusterOption, ProfileOption, Ranks, split_arguments_or_run
+from megabatch.cli.overrides import (
+    Arguments,
+    ClusterOption,
+    ProfileOption,
+    Ranks,
+    require_named_model,
+    split_arguments_or_run,
+)
 from megabatch.cli.ranks import choose_ranks, count_devices
 from megabatch.errors import UserError
 from megabatch.text import one_line, print_text
@@ -41,6 +48,7 @@ def show(
     if toml:
         print_text(config.to_toml().rstrip("\n"))
         return
+    require_named_model(config, recipe, overrides)
     num_ranks = choose_ranks(config, ranks)
     time = expected_time(config, num_ranks, cluster, profile)
     print_preview(config, num_ranks, [recipe, *overrides], needs_images=False, lists_parameters=parameters, time=time)

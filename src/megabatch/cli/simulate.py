@@ -242,12 +242,13 @@ def is_recipe(subject: str) -> bool:
 
 
 def read_recipe(recipe: str, overrides: Sequence[str]) -> "tuple[Job, list[str]]":
-    from megabatch.cli.overrides import split_arguments_or_run
+    from megabatch.cli.overrides import require_named_model, split_arguments_or_run
     from megabatch.config.loading import load_config
     from megabatch.preflight.job import job_of_recipe
 
     recipe, overrides = split_arguments_or_run([recipe, *overrides])
     config = load_config(recipe, overrides, needs_source=False)
+    require_named_model(config, recipe, overrides)
     job, has_images = job_of_recipe(config)
     source = f"data.source={config.data.source!r} is not there" if config.data.source else "data.source is not set"
     return job, [] if has_images else [f"{source}: as many images and classes as ImageNet has are assumed"]

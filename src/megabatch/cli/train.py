@@ -13,6 +13,7 @@ from megabatch.cli.overrides import (
     ClusterOption,
     ProfileOption,
     Ranks,
+    require_named_model,
     split_arguments,
 )
 from megabatch.cli.ranks import be_a_rank, choose_ranks, start_ranks
@@ -66,6 +67,7 @@ def train(
         if info and ranks not in (None, info.num_ranks):
             raise UserError(f"--ranks {ranks}, but this is one of {info.num_ranks} ranks already; leave --ranks out")
         config = load_config(recipe, overrides, report=silent if info and info.rank else print_to_stderr)
+        require_named_model(config, recipe, overrides)
         if strict:
             require_known(config, infer_shape(config.data).num_train)
         return config

@@ -6,7 +6,6 @@ classifier.classes[scores[0].argmax()]
 """
 
 import io
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from megabatch.data.normalise import Normalise
 from megabatch.data.settings import MAX_PIXELS
 from megabatch.errors import UserError
 from megabatch.models.catalog import ModelSettings, build_model
+from megabatch.models.named_code import require_named
 from megabatch.precision.place import place_model
 from megabatch.precision.policy import PrecisionSettings
 from megabatch.runs.model_card import ModelCard
@@ -32,31 +32,39 @@ from megabatch.train.card import pixels_of
 from megabatch.train.saved_weights import SavedWeights, find_weights
 from megabatch.train.tensor_file import DTYPES
 
-NO_MODELS = ("torch", "megabatch", "numpy", "PIL", "safetensors", "msgspec", "rich", "typer")
 Picture = Image.Image | torch.Tensor
 
 
 def load(
-    run: str | Path, checkpoint: str | None = None, *, device: str = "cpu", network: nn.Module | None = None
+    run: str | Path,
+    checkpoint: str | None = None,
+    *,
+    device: str = "cpu",
+    network: nn.Module | None = None,
+    model: str | None = None,
 ) -> "Classifier":
     """The model of a run's folder (or of its model.safetensors): the final one, or that of a checkpoint such as `best`.
 
-    A model that was trained by `fit` needs its `network`, which gets the weights.
+    A model that was trained by `fit` needs its `network`, which gets the weights.  One that is Python code of its own
+    needs its name as `model`, "package.module:factory": a file does not decide what is imported and run.
     """
-    return make_classifier(find_weights(Path(run), checkpoint), torch.device(device), network)
+    return make_classifier(find_weights(Path(run), checkpoint), torch.device(device), network, model)
 
 
-def make_classifier(weights: SavedWeights, device: torch.device, network: nn.Module | None = None) -> "Classifier":
+def make_classifier(
+    weights: SavedWeights, device: torch.device, network: nn.Module | None = None, named: str | None = None
+) -> "Classifier":
     card = weights.card
     settings = settings_of(weights)
     precision = PrecisionSettings(name=card.precision)
-    layout = weights.layout()
-    if network is None and settings.is_users_own:
-        require_model_code(weights, settings)
-    elif network is None:
-        with NotInitialised(), torch.device("meta"):  # before there is memory for whatever the card asks for
-            require_fit(weights, layout, build(settings, card))
-    model = build(settings, card) if network is None else network
+    layout, model = weights.layout(), network
+    if model is None:
+        remedy = f"--model {settings.name} (in Python: model={settings.name!r}, or the network itself)"
+        require_named(settings, named, str(weights.path), remedy)
+        if not settings.is_users_own:
+            with NotInitialised(), torch.device("meta"):  # before there is memory for whatever the card asks for
+                require_fit(weights, layout, build(settings, card))
+        model = build(settings, card)
     model.to(precision.formats.update)  # fp64 would be rounded
     require_fit(weights, layout, model)
     try:
@@ -84,16 +92,6 @@ def settings_of(weights: SavedWeights) -> ModelSettings:
         return msgspec.convert(given, ModelSettings)
     except msgspec.ValidationError as error:
         raise UserError(f"{weights.path} does not say which model it is of ({error}); train it again") from None
-
-
-def require_model_code(weights: SavedWeights, settings: ModelSettings) -> None:
-    """A file says what is called: torch.hub.load with a folder that came with the file would run what lies there."""
-    package = settings.name.partition(":")[0].partition(".")[0]
-    if package in sys.stdlib_module_names or package in NO_MODELS:
-        raise UserError(
-            f"{weights.path} names {settings.name!r}, which is not called for a file; build the network yourself: "
-            "megabatch.load(run, network=...)"
-        )
 
 
 def build(settings: ModelSettings, card: ModelCard) -> nn.Module:

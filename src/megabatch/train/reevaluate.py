@@ -23,7 +23,9 @@ from megabatch.train.evaluate import evaluate
 from megabatch.train.saved_weights import find_weights
 
 
-def evaluate_run(folder: Path, source: str | None, checkpoint: str | None = None) -> tuple[Evaluation, tuple[str, ...]]:
+def evaluate_run(
+    folder: Path, source: str | None, checkpoint: str | None = None, model: str | None = None
+) -> tuple[Evaluation, tuple[str, ...]]:
     """The run's own test images, or those of another source, prepared as in training; and the names of the classes.
 
     With the run's own threads and batches the logits are the same to the bit, and so are all figures.
@@ -43,7 +45,7 @@ def evaluate_run(folder: Path, source: str | None, checkpoint: str | None = None
         connect(RankInfo(0, 1, 0, 1), device) as world,
         arithmetic(PrecisionSettings(name=weights.card.precision), config.run.deterministic),
     ):
-        classifier = make_classifier(weights, world.device)
+        classifier = make_classifier(weights, world.device, named=model)
         num_classes = len(classifier.classes)
         result = evaluate(classifier.network, test, classifier.normalise, num_classes, config.batch.microbatch, world)
     return result, classifier.classes

@@ -39,6 +39,7 @@ class Screen:
         self.plan, self.folder, self.target_top1 = training.plan, folder, config.train.target_top1
         self.has_timeline = config.comm.timeline
         self.from_python = config.data.source.startswith(FROM_PYTHON)
+        self.own_model = config.model.name if config.model.is_users_own else None  # a run's folder does not decide it
         self.last_step: StepRecord | None = None
         self.unsaid: list[StepRecord] = []  # the steps since the last line
         self.complaints: set[str] = set()
@@ -167,9 +168,11 @@ class Screen:
             self.say("timeline", f"{self.folder / TIMELINE}: a trace of each rank, for ui.perfetto.dev")
         if not self.from_python:  # there, calling `fit` again resumes
             if summary.status == "finished":
-                self.say("again", f"megabatch eval {self.folder}")
+                named = f" --model {self.own_model}" if self.own_model else ""
+                self.say("again", f"megabatch eval {self.folder}{named}")
             else:
-                self.say("resume", f"megabatch train --resume {self.folder} --ranks {self.plan.num_ranks}")
+                named = f" model.name={self.own_model}" if self.own_model else ""
+                self.say("resume", f"megabatch train{named} --resume {self.folder} --ranks {self.plan.num_ranks}")
 
     def target_text(self, summary: Summary) -> str:
         if self.target_top1 is None:

@@ -1,0 +1,163 @@
+"""What is installed is used, what is used is declared, and every version of it is pinned with its hashes."""
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tools.licences import is_allowed
+from tools.lock import is_for_us
+
+ROOT = Path(__file__).parents[1]
+OURS = {"megabatch", "tests", "benchmarks", "tools"}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+DISTRIBUTIONS = {"PIL": "pillow"}  # where the module has another name
+# No file of ours imports these: what imports them, and the words in our code that make it do so.
+THROUGH = {
+    "tomli-w": ("msgspec", "msgspec.toml.encode"),
+    "onnx": ("torch", "torch.onnx.export"),
+    "onnxscript": ("torch", "torch.onnx.export"),
+    "tensorboard": ("torch", "torch.utils.tensorboard"),
+    "mpich": ("mpi4py", "mpiexec"),
+}
+TEST_TOOLS = {"pytest-xdist", "pytest-timeout", "ruff", "mypy"}  # run by the Makefile and pyproject.toml
+BESIDE = {"torchvision", "timm"}  # installed by the Makefile, without what they ask for
+NOT_INSTALLED = {"timm": {"huggingface-hub"}}
+
+
+def declared(extra: str | None = None) -> set[str]:
+    lines = PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]
+    return {canonicalize_name(Requirement(line).name) for line in lines}
+
+
+def pinned(subject: str) -> dict[str, str]:
+    text = (ROOT / f"requirements/{subject}.txt").read_text()
+    return dict(re.findall(r"^([\w.-]+)==(\S+)", text, flags=re.MULTILINE))
+
+
+def modules_named(node: ast.AST) -> Iterator[str]:
+    """By import statements, and by calls such as import_module("onnxruntime")."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        yield str(node.module)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+        name = node.args[0]
+        if node.func.attr in ("import_module", "importorskip") and isinstance(name, ast.Constant):
+            yield str(name.value)
+
+
+def imported(*folders: str) -> set[str]:
+    """Distributions that the files of our folders import."""
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
+    modules = {name.split(".")[0] for node in nodes for name in modules_named(node)}
+    return {
+        canonicalize_name(DISTRIBUTIONS.get(module, module))
+        for module in modules - OURS
+        if module not in sys.stdlib_module_names
+    }
+
+
+def imported_through(*folders: str) -> set[str]:
+    text = "".join(path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    direct = imported(*folders)
+    return {name for name, (via, words) in THROUGH.items() if via in direct and words in text}
+
+
+def test_every_import_of_the_package_is_declared() -> None:
+    extras = declared("studies") | declared("export")
+    assert imported("src") <= declared() | extras
+
+
+def test_every_dependency_is_imported_by_the_package() -> None:
+    assert declared() <= imported("src") | imported_through("src")
+
+
+def test_every_extra_is_imported_by_the_package() -> None:
+    assert declared("studies") | declared("export") <= imported("src") | imported_through("src")
+
+
+def test_no_extra_is_imported_before_it_is_asked_for() -> None:
+    """A plain install has none: a module that is imported must not need one, only the function that is called."""
+    extras = declared("studies") | declared("export")
+    for path in (ROOT / "src").rglob("*.py"):
+        at_once = {name.split(".")[0] for node in ast.parse(path.read_text()).body for name in modules_named(node)}
+        assert not at_once & extras, path
+
+
+def test_every_import_of_tests_and_benches_is_declared_and_the_other_way_round() -> None:
+    used = imported("tests", "benchmarks", "src") | imported_through("benchmarks", "src")
+    # pytest brings packaging.
+    assert used - {"packaging"} <= declared() | declared("dev") | BESIDE
+    assert declared("dev") | BESIDE <= used | TEST_TOOLS
+
+
+def test_every_version_is_pinned_once_and_has_a_hash() -> None:
+    train, torch, dev = (pinned(subject) for subject in ("train", "torch", "dev"))
+    assert not train.keys() & torch.keys() | train.keys() & dev.keys() | torch.keys() & dev.keys()
+    assert declared() <= train.keys() | torch.keys()
+    assert declared("dev") | BESIDE <= dev.keys()
+    assert pinned("torch-cpu") == {"torch": f"{torch['torch']}+cpu"}
+    for path in (ROOT / "requirements").glob("*.txt"):
+        entries = re.sub(r" \\\n +", " ", re.sub(r"^#.*\n", "", path.read_text(), flags=re.MULTILINE)).splitlines()
+        assert entries and all(
+            re.fullmatch(r"[\w.-]+==[^\\]*?( --hash=sha256:[0-9a-f]{64})+", line) for line in entries
+        )
+
+
+def test_what_a_pinned_package_requires_is_pinned_in_a_version_that_it_allows() -> None:
+    """They are installed without dependencies, so nobody else would say that one is missing."""
+    versions = pinned("train") | pinned("torch") | pinned("dev")
+    for name in versions:
+        try:
+            lines = [Requirement(line) for line in requires(name) or []]
+        except PackageNotFoundError:  # CUDA's libraries, and what this platform does not need
+            continue
+        for line in lines:
+            required = canonicalize_name(line.name)
+            if (line.marker and not line.marker.evaluate({"extra": ""})) or required in NOT_INSTALLED.get(name, ()):
+                continue
+            assert line.specifier.contains(versions[required], prereleases=True), f"{name} requires {line}"
+
+
+def test_the_list_of_licences_is_of_the_pinned_versions() -> None:
+    """`make licences` writes it."""
+    rows = re.findall(r"^\| ([\w.-]+) \| (\d\S*) \| \S", (ROOT / "docs/licences.md").read_text(), flags=re.MULTILINE)
+    assert dict(rows) == pinned("train") | {"torch": pinned("torch")["torch"]} | pinned("dev")
+
+
+@pytest.mark.parametrize("licence", ["MIT", "Apache-2.0 OR BSD-2-Clause", "(MIT AND Zlib) OR BSD-3-Clause"])
+def test_a_licence_in_the_list_is_allowed(licence: str) -> None:
+    assert is_allowed(licence)
+
+
+@pytest.mark.parametrize("licence", ["GPL-3.0-only", "MIT AND LGPL-2.1-or-later", "UNKNOWN", "", "None"])
+def test_any_other_licence_is_refused(licence: str) -> None:
+    assert not is_allowed(licence)
+
+
+@pytest.mark.parametrize(
+    ("wheel", "is_ours"),
+    [
+        ("rich-15.0.0-py3-none-any.whl", True),
+        ("six-1.17.0-py2.py3-none-any.whl", True),
+        ("torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl", True),
+        ("torch-2.13.0-cp312-cp312-macosx_14_0_arm64.whl", True),
+        ("safetensors-0.8.0-cp38-abi3-manylinux_2_17_aarch64.manylinux2014_aarch64.whl", True),
+        ("torch-2.13.0-cp310-cp310-manylinux_2_28_x86_64.whl", False),
+        ("torch-2.13.0-cp314-cp314t-manylinux_2_28_x86_64.whl", False),
+        ("torch-2.13.0-cp311-cp311-win_amd64.whl", False),
+        ("pillow-13.0.0-cp311-cp311-musllinux_1_2_x86_64.whl", False),
+        ("numpy-2.4.6-pp311-pypy311_pp73-manylinux_2_28_x86_64.whl", False),
+    ],
+)
+def test_hashes_are_of_wheels_that_our_platforms_can_install(wheel: str, is_ours: bool) -> None:
+    assert is_for_us(wheel) == is_ours
