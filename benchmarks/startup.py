@@ -53,6 +53,9 @@ AGREEING, WEIGHTS, LINKS = "agreeing", "weights", "links"  # what bytes are sent
 class CountingStore(counting_store.CountingStore):
     """Also of requests with many keys."""
 
+    def has_extended_api(self) -> bool:
+        return bool(self.inner.has_extended_api())  # nobody is asked
+
     def multi_get(self, keys: list[str]) -> list[bytes]:
         values: list[bytes] = self.inner.multi_get(keys)
         self.count("multi_get", *keys, *values)

@@ -94,7 +94,7 @@ def test_only_these_files_print() -> None:
 
 def test_no_text_of_ours_is_markup_that_is_not_seen_as_such() -> None:
     """Nothing is markup any more: what still has some would be printed with it."""
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in sorted(set(PACKAGE.rglob("*.py")) - set((PACKAGE / "fuzz").glob("*.py"))):  # whose texts are to be odd
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and "[/" in node.value:
                 assert "megabatch " in node.value, f"{path}: {node.value}"  # help, which typer prints

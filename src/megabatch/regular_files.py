@@ -16,7 +16,7 @@ FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 
 def require_regular(mode: int, path: str | Path) -> None:
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 
 def open_regular(path: str | Path, flags: int = FLAGS, mode: int = 0o666) -> int:

@@ -15,7 +15,7 @@ from megabatch.fuzz.catalog import FORMATS
 
 
 def test_nothing_escapes_of_a_thousand_inputs(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "megabatch", "fuzz", "--inputs", "1000", "--json", "fuzz.json"]
+    command = [sys.executable, "-m", "megabatch", "fuzz", "--inputs", "1000", "--seconds", "60", "--json", "fuzz.json"]
     environment = os.environ | {"TMPDIR": str(tmp_path), "COLUMNS": "80"}
     found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110)
     assert (found.returncode, found.stderr) == (0, ""), found.stdout + found.stderr

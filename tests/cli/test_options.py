@@ -20,7 +20,7 @@ from megabatch.sweep.trials import choose_jobs
 
 HUGE = "1" + 30 * "0"
 # What has a sentence of its own, which says the nearest: see below.
-CHECKED_LATER = {"ranks", "jobs", "trials", "coarse", "low", "high", "batch_per_rank"}
+CHECKED_LATER = {"ranks", "hosts", "jobs", "trials", "coarse", "low", "high", "batch_per_rank"}
 
 
 def commands(group: typer.Typer) -> Iterator[Any]:

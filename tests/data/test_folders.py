@@ -176,7 +176,7 @@ def test_only_regular_files_of_a_modest_size_are_read(photos: Path) -> None:
     number_of = {files.where(number).rpartition("/")[2]: number for number in range(len(files))}
     assert files.content(number_of["link.jpg"]) == (photos / "b/2.jpg").read_bytes()
     for name in ("to_fifo.jpg", "to_null.jpg"):
-        with pytest.raises(OSError, match="it is no regular file"):
+        with pytest.raises(OSError, match="it is not a regular file"):
             files.content(number_of[name])
     with pytest.raises(OSError, match=r"its 6,442,450,944 bytes are more than data.max_file_mb=256"):
         files.content(number_of["sparse.jpg"])

@@ -297,7 +297,7 @@ def test_a_member_that_is_announced_and_not_there_has_no_name() -> None:
 def test_a_shard_that_is_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "x.tar").symlink_to(tmp_path / "fifo")
-    with pytest.raises(UserError, match=r"x\.tar cannot be read \(it is no regular file\)"):
+    with pytest.raises(UserError, match=r"x\.tar cannot be read \(it is not a regular file\)"):
         read_shards(tmp_path)
 
 

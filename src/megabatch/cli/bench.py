@@ -78,7 +78,7 @@ def allreduce(
 @app.command()
 def cluster(
     json: Json = None,
-    hosts: Annotated[int, typer.Option(min=2, max=4, help="Hosts, 2 to 4: network namespaces of this machine.")] = 2,
+    hosts: Annotated[int, typer.Option(help="Hosts, 2 to 4: network namespaces of this machine.")] = 2,
     ranks_per_host: Annotated[
         str | None, typer.Option(help="Set-ups to try.  2,4: so many on every host; 2+1: on each its own number.")
     ] = None,

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from megabatch.cli.bench import require_folder_of
+from megabatch.cli.overrides import MOST
 from megabatch.errors import UserError, require_one_of
 
 
@@ -17,9 +18,9 @@ def fuzz(
     inputs: Annotated[
         int, typer.Option(min=1, max=100_000_000, help="Inputs to make, of all formats together.")
     ] = 20_000,
-    seed: Annotated[int, typer.Option(min=0, help="Decides every byte of every input.")] = 7,
+    seed: Annotated[int, typer.Option(min=0, max=MOST, help="Decides every byte of every input.")] = 7,
     only: Annotated[
-        int | None, typer.Option(min=0, help="Read the input of this number alone.", show_default=False)
+        int | None, typer.Option(min=0, max=MOST, help="Read the input of this number alone.", show_default=False)
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.1, max=3600, help="That reading one input may take.")] = 10.0,
     memory: Annotated[int, typer.Option(min=16, max=1 << 20, help="MB that reading one input may take.")] = 1024,

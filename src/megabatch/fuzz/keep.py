@@ -11,8 +11,9 @@ from megabatch.fuzz.outcome import Report
 
 def keep_inputs(report: Report, folder: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="megabatch-fuzz-") as scratch, ExitStack() as stack:
+        names = {escape.format for escape in report.escapes}
+        benches = {name: FORMATS[name].set_up(Path(scratch), stack) for name in names}
         for escape in report.escapes:
-            made = FORMATS[escape.format]
-            bench = made.set_up(Path(scratch, escape.format), stack)
-            files, _ = make_input(escape.format, made, bench.specimens, report.seed, escape.number)
-            write_input(files, folder / f"{escape.format}-{escape.number}")
+            name, number = escape.format, escape.number
+            files, _ = make_input(name, FORMATS[name], benches[name].specimens, report.seed, number)
+            write_input(files, folder / f"{name}-{number}")

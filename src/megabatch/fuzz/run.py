@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from megabatch.disk import remove
 from megabatch.fuzz.outcome import Outcome, Report, count_by_format
-from megabatch.fuzz.worker import Job
+from megabatch.fuzz.worker import READY, Job
 from megabatch.text import one_line
 
 WORKER = [sys.executable, "-m", "megabatch.fuzz.worker"]
@@ -108,7 +108,7 @@ class Worker:
             if not chunk:
                 return
             *lines, buffer = (buffer + chunk).split(b"\n")
-            yield from (msgspec.json.decode(line, type=Outcome) for line in lines)
+            yield from (msgspec.json.decode(line, type=Outcome) for line in lines if line != READY)
             deadline_s = time.monotonic() + most_s
 
     def end(self) -> str:

@@ -8,7 +8,7 @@ import os
 import resource
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from megabatch.text import LONGEST_SHOWN, one_line
 
 REFUSALS = (UserError, Unreadable)
 MEGABYTE = 1 << 20
+READY = b"ready"  # said before the first outcome: from then on, time counts
 HARMLESS = 4  # times the memory that an input may take: an attempt at more fails
 SHOWN_FRAMES = 3
 PACKAGE = "megabatch"
@@ -42,17 +43,18 @@ def main() -> None:
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
     os.chdir(job.folder)
     with os.fdopen(job.results, "wb", buffering=0) as results:
-        for outcome in work(job):
+        for outcome in work(job, on_ready=lambda: results.write(READY + b"\n")):
             results.write(msgspec.json.encode(outcome) + b"\n")
 
 
-def work(job: Job) -> Iterator[Outcome]:
+def work(job: Job, on_ready: Callable[[], object] = lambda: None) -> Iterator[Outcome]:
     benches, folder = Path(job.folder, "benches"), Path(job.folder, "input")
     benches.mkdir()
     with ExitStack() as stack:
         set_up = {name: FORMATS[name].set_up(benches, stack) for name in {name for name, _ in job.inputs}}
         before_mb = peak_mb()
         limit_memory(HARMLESS * job.most_mb)
+        on_ready()
         for name, number in job.inputs:
             outcome = judge(name, number, set_up[name], job.seed, folder)
             taken_mb = peak_mb() - before_mb
@@ -90,12 +92,19 @@ def what_is_wrong(refusal: Exception, is_whole: bool) -> str | None:
         return f"an input that is as it should be was refused: {one_line(text)}"
     if not text or not text.isprintable() or len(text) > LONGEST_SHOWN:
         return f"it was refused by what is not one line: {one_line(text)!r}"
-    cause: BaseException | None = refusal
-    while cause:
-        if isinstance(cause, MemoryError):
-            return "it tried to take more memory than there is"
-        cause = cause.__cause__ or cause.__context__
+    if any(isinstance(cause, MemoryError) for cause in causes(refusal)):
+        return "it tried to take more memory than there is"
     return None
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Of an error that was raised again, one of them may be itself."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 def innermost(error: Exception) -> str:
