@@ -36,6 +36,7 @@ def test_export_writes_a_program_and_says_what_it_takes(tmp_path: Path) -> None:
     [
         ([], "megabatch export runs/x needs --torch OUT, --onnx OUT or --torchvision OUT"),
         (["--torch", "no/such/model.pt2"], "no/such/model.pt2 cannot be written: there is no folder no/such"),
+        (["--torch", "."], ". cannot be written: it is a folder; give a file in it"),
         (["--torchvision", "model.pth"], "torchvision has no such network under its names"),
     ],
 )

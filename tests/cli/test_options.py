@@ -51,6 +51,9 @@ def test_every_number_on_the_command_line_has_bounds() -> None:
         ["train", "--max-restarts", "-1"],
         ["train", "--max-restarts", HUGE],
         ["train", "--resume", "x" * 300],
+        ["train", "--resume", "loop"],
+        ["pack", "loop", "packed"],
+        ["eval", "loop"],
         ["show", "--ranks", "nan"],
         ["show", "--cluster", "x" * 300 + ".toml"],
         ["show", "--cluster", "p40-roce100", "--profile", "x" * 300],
@@ -79,13 +82,14 @@ def test_nonsense_is_one_line_and_exit_code_2(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
     monkeypatch.setattr(sys, "argv", ["megabatch", *words])
     with pytest.raises(SystemExit) as ended:
         main()
     out, errors = capfd.readouterr()
     assert ended.value.code == 2 and out == ""
     assert len(errors.splitlines()) == 1 and errors.startswith("megabatch: ") and len(errors) < 700
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["loop"]
 
 
 def test_what_is_checked_later_is_refused_with_the_nearest() -> None:

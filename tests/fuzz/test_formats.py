@@ -1,5 +1,6 @@
 """Inputs are functions of their number, and what is right is told from what is wrong."""
 
+import json
 import zlib
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,7 +14,7 @@ from megabatch.fuzz.formats import Bench, make_input
 from megabatch.fuzz.mutations import MUTATIONS, zeros_deflated
 from megabatch.fuzz.nonsense import lie_in_json
 from megabatch.fuzz.outcome import Outcome, alike, count_by_format
-from megabatch.fuzz.trained import RUNS
+from megabatch.fuzz.trained import RUNS, without_times
 from megabatch.fuzz.worker import judge
 
 WHOLE = [{"image": b"\xff\xd8\xff\xe0\0\x04ab\xff\xd9"}]
@@ -114,3 +115,14 @@ def test_escapes_at_one_place_are_counted_together() -> None:
     png, tar = count_by_format(["png", "tar"], outcomes)
     assert (png.inputs, png.ok, png.past_header, png.escaped) == (1, 1, 1, 0)
     assert (tar.inputs, tar.escaped, tar.ok) == (4, 4, 0)
+
+
+def test_what_a_run_has_measured_does_not_change_its_inputs() -> None:
+    slow, fast = (
+        json.dumps(
+            {"step": 3, "loss": 0.5, "wall_s": time, "data_wait": {"read": time}, "buckets": [{"ready_s": time}]}
+        )
+        for time in (1.5, 0.1)
+    )
+    assert without_times(slow.encode()) == without_times(fast.encode())
+    assert json.loads(without_times(slow.encode()))["loss"] == 0.5

@@ -79,6 +79,12 @@ def test_a_tensor_that_is_no_weight_of_the_model_is_refused(tmp_path: Path, tens
         megabatch.load(write(tmp_path / "a", CARD, {"0.0.weight": tensor}))
 
 
+def test_images_that_are_too_small_for_the_network_are_one_line(tmp_path: Path) -> None:
+    classifier = megabatch.load(write(tmp_path / "a", CARD | {"image_size": 1}))
+    with pytest.raises(UserError, match=r"model.name='small_cnn'.* fails on images \[1, 3, 1, 1\]"):
+        classifier(torch.zeros(3, 20, 20, dtype=torch.uint8))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_of_any_size_takes_no_memory_to_be_compared(name: str) -> None:
     with NotInitialised(), torch.device("meta"):

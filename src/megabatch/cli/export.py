@@ -34,6 +34,9 @@ def export(
     for out in (torch, onnx, torchvision):
         if out and not out.parent.is_dir():
             raise UserError(f"{out} cannot be written: there is no folder {out.parent}; make it, or give another")
+        if out and out.is_dir():
+            raise UserError(f"{out} cannot be written: it is a folder; give a file in it")
+    from megabatch.disk import remedy
     from megabatch.terminal import Terminal
     from megabatch.train.classifier import load
     from megabatch.train.export import CHECKED_IMAGES, Exported, export_onnx, export_torch, export_torchvision
@@ -51,11 +54,15 @@ def export(
     size = f"{exported.num_channels}, {exported.image_size}, {exported.image_size}"
     takes = f"uint8 [N, {size}]" if preprocessing else f"float32 [N, {size}], normalised"
     console = Terminal()
-    for name, out, write in (("torch", torch, export_torch), ("onnx", onnx, export_onnx)):
-        if out:
-            difference = write(exported, out)
-            line = f"{out}: takes {takes}; checked on {CHECKED_IMAGES} images of noise, scores to {difference:.0e}"
-            console.row(name, line, width=11)
-    if torchvision:
-        line = f"{torchvision}: {export_torchvision(exported, torchvision)}"
-        console.row("torchvision", line, width=11)
+    try:
+        for name, out, write in (("torch", torch, export_torch), ("onnx", onnx, export_onnx)):
+            if out:
+                difference = write(exported, out)
+                line = f"{out}: takes {takes}; checked on {CHECKED_IMAGES} images of noise, scores to {difference:.0e}"
+                console.row(name, line, width=11)
+        if torchvision:
+            line = f"{torchvision}: {export_torchvision(exported, torchvision)}"
+            console.row("torchvision", line, width=11)
+    except OSError as error:
+        place = error.filename or out or torchvision
+        raise UserError(f"{place} cannot be written ({error.strerror or error}); {remedy(error)}") from None

@@ -1,5 +1,6 @@
 """megabatch train: validates the recipe, starts ranks, or joins them if it was started as one."""
 
+import os
 from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -120,5 +121,6 @@ def found_source(folder: Path) -> list[str]:
 
 def run_of(resume: str) -> Path | None:
     """The folder of the run to resume, if `resume` is its path or that of one of its checkpoints."""
-    folders = [Path(resume), *Path(resume).resolve().parents[:2]] if resume not in ("auto", "never") else []
+    real = Path(os.path.realpath(resume))  # unlike Path.resolve, also of a link that leads to itself
+    folders = [Path(resume), *real.parents[:2]] if resume not in ("auto", "never") else []
     return next((folder for folder in folders if is_run(folder)), None)

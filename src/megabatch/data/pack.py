@@ -93,7 +93,7 @@ def pack(
 ) -> Packed:
     """`show` is called after every image; `read` says what the source holds."""
     begin_s = time.monotonic()
-    if out.resolve().is_relative_to(source.resolve()):
+    if Path(os.path.realpath(out)).is_relative_to(os.path.realpath(source)):
         raise UserError(f"{out} lies inside of {source}, which is to be packed; give a place outside of it")
     dataset = read(source)
     identity = identify(dataset, settings)

@@ -153,7 +153,8 @@ def set_up_packs(scratch: Path, stack: ExitStack) -> Bench:
         image, label = sample(number)
         write_input({f"{part}/class {label}/{number}.jpg": image for part in ("train", "val")}, source)
     pack(source, packed, PackSettings())
-    return Bench([{name: content for name, content in read_back(packed).items() if name[0] != "."}], read_pack)
+    files = {name: content for name, content in read_back(packed).items() if name[0] != "."}
+    return Bench([files | {INDEX: archive(arrays_in(files[INDEX]))}], read_pack)  # which says when it was packed
 
 
 def read_pack(folder: Path) -> None:

@@ -57,8 +57,22 @@ def array_specimens() -> list[Arrays]:
 
 
 def archive(arrays: Arrays, compressed: bool = False) -> bytes:
+    """As numpy.savez writes it, but for the time: an input is the same whenever it is made."""
+    members = {}
+    for name, array in arrays.items():
+        npy = io.BytesIO()
+        np.lib.format.write_array(npy, array, allow_pickle=False)
+        members[f"{name}.npy"] = npy.getvalue()
+    return zip_of(members, zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED)
+
+
+def zip_of(members: dict[str, bytes], method: int = zipfile.ZIP_STORED, also: str | None = None) -> bytes:
+    """`also` is the name of one more, which may be there already."""
     content = io.BytesIO()
-    (np.savez_compressed if compressed else np.savez)(content, **arrays)  # type: ignore[arg-type]
+    with warnings.catch_warnings(), zipfile.ZipFile(content, "w") as made:
+        warnings.simplefilter("ignore")
+        for name, member in [*members.items(), *([(also, b"")] if also else [])]:
+            made.writestr(zipfile.ZipInfo(name), member, method)  # of 1980
     return content.getvalue()
 
 
@@ -108,37 +122,30 @@ def lie_about_npy(npy: bytes, rng: Random) -> bytes:
 
 def zipped(members: dict[str, bytes], rng: Random) -> bytes:
     """With a member too many, twice, compressed otherwise, or that claims another size."""
-    content = io.BytesIO()
     what = rng.randrange(6)
-    methods = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
-    method = rng.choice(methods) if what == 0 else zipfile.ZIP_STORED
-    with warnings.catch_warnings(), zipfile.ZipFile(content, "w", method) as made:
-        for name, member in members.items():
-            made.writestr(name, member)
-        if what == 1:
-            warnings.simplefilter("ignore")  # one of the names is there already
-            made.writestr(rng.choice(("../evil.npy", "/evil.npy", "class_names.npy", "x", "a\x1b[31m.npy")), member)
-    written = bytearray(content.getvalue())
-    if what == 2:  # a size in the directory
-        at = written.rindex(b"PK\1\2") + rng.choice((20, 24))
-        written[at : at + 4] = struct.pack("<I", rng.choice((0, 1, 2**31, 2**32 - 1)))
-    elif what == 3:  # flags and method
-        at = written.rindex(b"PK\1\2") + rng.choice((8, 10))
-        written[at : at + 2] = rng.randbytes(2)
-    elif what == 4:  # zeros that were packed to a thousandth
+    if what == 0:
+        return zip_of(members, rng.choice((zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)))
+    if what == 1:
+        return zip_of(members, also=rng.choice(("../evil.npy", "/evil.npy", "class_names.npy", "x", "a\x1b[31m.npy")))
+    if what == 2:  # zeros that were packed to a thousandth
         return bomb_archive(members, rng)
+    written = bytearray(zip_of(members))
+    listed = written.rindex(b"PK\1\2")
+    if what == 3:  # a size in the directory
+        at = listed + rng.choice((20, 24))
+        written[at : at + 4] = struct.pack("<I", rng.choice((0, 1, 2**31, 2**32 - 1)))
+    elif what == 4:  # flags and method
+        at = listed + rng.choice((8, 10))
+        written[at : at + 2] = rng.randbytes(2)
     return bytes(written)
 
 
 def bomb_archive(members: dict[str, bytes], rng: Random) -> bytes:
     """One member goes on with zeros that were packed to a thousandth; it may say how many, or not."""
-    content, bombed = io.BytesIO(), rng.choice(sorted(members))
+    bombed = rng.choice(sorted(members))
     packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)
     packed = packer.compress(members[bombed]) + packer.flush(zlib.Z_FULL_FLUSH) + zeros_deflated(BOMB)
-    with zipfile.ZipFile(content, "w") as made:
-        for name, member in members.items():
-            made.writestr(name, packed if name == bombed else member)
-    written = bytearray(content.getvalue())
+    written = bytearray(zip_of(members | {bombed: packed}))
     claimed = struct.pack("<I", rng.choice((len(members[bombed]), 2**32 - 2)))
     local = written.index(bombed.encode() + packed) - 30
     listed = written.index(bombed.encode(), written.index(b"PK\1\2", local + len(packed))) - 46

@@ -20,9 +20,12 @@ from megabatch.fuzz.texts import is_json
 from megabatch.models.weights import read_weights
 from megabatch.ranks.world import current_rank
 from megabatch.runs.files import CHECKPOINTS, CONFIG, METRICS, MODEL, SUMMARY, WEIGHTS
+from megabatch.runs.model_card import METADATA
 from megabatch.runs.reader import epoch_losses, last_record, length_up_to, list_runs, read_records
+from megabatch.text import is_plain
 from megabatch.train.card import pixels_of, read_card
 from megabatch.train.checkpoint import DESCRIPTION, STATE
+from megabatch.train.classifier import load
 from megabatch.train.loop import Training
 from megabatch.train.prepare import prepare
 from megabatch.train.resume import Start, newest_of, read_start
@@ -47,6 +50,7 @@ SMALL = (
     "run.threads=1",
     "run.device=cpu",
 )
+MEASURED = ("_s", "_mb", "_share", "data_wait", "costs")  # ends of the names of what is
 CHECKPOINT_NAMES = (
     "step-junk",
     "step--1",
@@ -75,10 +79,25 @@ def train_small(scratch: Path, stack: ExitStack) -> Trained:
     return Trained(folder, ready.training)
 
 
+def without_times(document: bytes) -> bytes:
+    """A JSON document in which what was measured is always the same, so that an input can be made again."""
+    return json.dumps(replace_times(json.loads(document))).encode()
+
+
+def replace_times(value: Any, is_time: bool = False) -> Any:
+    if isinstance(value, dict):
+        return {key: replace_times(member, is_time or key.endswith(MEASURED)) for key, member in value.items()}
+    if isinstance(value, list):
+        return [replace_times(member, is_time) for member in value]
+    return 0.25 if is_time and isinstance(value, float) else value
+
+
 def set_up_checkpoints(scratch: Path, stack: ExitStack) -> Bench:
     run = train_small(scratch, stack)
     kept = {f"{CHECKPOINTS}/{name}": content for name, content in read_back(run.folder / CHECKPOINTS).items()}
-    specimen = {name: content for name, content in kept.items() if "/step-" in name}
+    both = {name: content for name, content in kept.items() if "/step-" in name}
+    both |= {name: without_times(content) for name, content in both.items() if name.endswith(DESCRIPTION)}
+    newest = {name: content for name, content in both.items() if name.startswith(newest_folder(both))}
 
     def read(folder: Path) -> None:
         complaints: list[str] = []
@@ -88,11 +107,15 @@ def set_up_checkpoints(scratch: Path, stack: ExitStack) -> Bench:
         if complaints:
             raise UserError(complaints[0])
 
-    return Bench([specimen], read)
+    return Bench([newest, both], read)
+
+
+def newest_folder(files: Files) -> str:
+    return max(name.rpartition("/")[0] for name in files)
 
 
 def lie_about_checkpoint(files: Files, rng: Random) -> Files:
-    newest = max(name.rpartition("/")[0] for name in files)
+    newest = newest_folder(files)
     description, state = f"{newest}/{DESCRIPTION}", f"{newest}/{STATE}"
     what = rng.random()
     if what < 0.3:
@@ -166,14 +189,14 @@ def lie_about_weights(files: Files, rng: Random) -> Files:
         return {WEIGHTS: lie_about_tensors(files[WEIGHTS], rng)}
     content = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(files[PICKLED])) as found, zipfile.ZipFile(content, "w") as made:
-        for name in found.namelist():
-            member = found.read(name)
+        for listed in found.infolist():  # which says when, too
+            name, member = listed.filename, found.read(listed)
             if name.endswith("data.pkl") and rng.random() < 0.7:
                 at = rng.randrange(len(member))
                 changed = (EVIL_PICKLE, EVIL_PICKLE[:-1] + member, member[:at] + rng.randbytes(1) + member[at + 1 :])
                 member = rng.choice(changed)
             if rng.random() < 0.95:
-                made.writestr(name, member)
+                made.writestr(zipfile.ZipInfo(name), member)
     return {PICKLED: EVIL_PICKLE if rng.random() < 0.05 else content.getvalue()}
 
 
@@ -186,7 +209,10 @@ def has_weights_header(files: Files) -> bool:
 
 def files_of_run(scratch: Path, stack: ExitStack, *names: str) -> Files:
     folder = train_small(scratch, stack).folder
-    return {name: (folder / name).read_bytes() for name in names}
+    files = {name: (folder / name).read_bytes() for name in names}
+    if METRICS in files:
+        files[METRICS] = b"".join(without_times(row) + b"\n" for row in files[METRICS].splitlines())
+    return files | {name: without_times(files[name]) for name in names if name in (SUMMARY, MODEL)}
 
 
 def set_up_rows(scratch: Path, stack: ExitStack) -> Bench:
@@ -223,14 +249,35 @@ def lie_about_summary(files: Files, rng: Random) -> Files:
     return files | {name: lie_in_json(files[name], rng)}
 
 
-def set_up_cards(scratch: Path, stack: ExitStack) -> Bench:
-    return Bench([files_of_run(scratch, stack, MODEL)], read_model_card)
+def set_up_models(scratch: Path, stack: ExitStack) -> Bench:
+    return Bench([files_of_run(scratch, stack, MODEL, WEIGHTS)], read_model)
 
 
-def read_model_card(folder: Path) -> None:
+def read_model(folder: Path) -> None:
+    """As `predict` does, and as a run that resumes reads the card."""
     card = read_card(folder)
     if card:
         pixels_of(card)
+    classifier = load(folder)
+    shape = (classifier.card.num_channels, classifier.card.image_size, classifier.card.image_size)
+    scores = classifier(torch.zeros(shape, dtype=torch.uint8))
+    assert scores.shape == (1, len(classifier.classes)) and all(map(is_plain, classifier.classes))
+
+
+def lie_about_model(files: Files, rng: Random) -> Files:
+    """In the card beside the weights, in the one that they carry, or in the weights."""
+    what = rng.random()
+    if what < 0.2:
+        return files | {MODEL: lie_in_json(files[MODEL], rng)}
+    if what < 0.4:
+        return files | {WEIGHTS: lie_about_tensors(files[WEIGHTS], rng)}
+    content = files[WEIGHTS]
+    begin = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:begin])
+    metadata = header["__metadata__"]
+    metadata[METADATA] = lie_in_json(metadata[METADATA].encode(), rng).decode("utf-8", "replace")
+    text = json.dumps(header).encode()
+    return files | {WEIGHTS: len(text).to_bytes(8, "little") + text + content[begin:]}
 
 
 RUNS = {
@@ -238,7 +285,5 @@ RUNS = {
     "weights": Format(set_up_weights, lie_about_weights, has_weights_header),
     "metrics": Format(set_up_rows, lie_about_rows, lambda files: all(map(is_json, files[METRICS].splitlines()))),
     "summary": Format(set_up_summaries, lie_about_summary, lambda files: is_json(files[f"run-001/{SUMMARY}"])),
-    "card": Format(
-        set_up_cards, lambda files, rng: {MODEL: lie_in_json(files[MODEL], rng)}, lambda files: is_json(files[MODEL])
-    ),
+    "model": Format(set_up_models, lie_about_model, lambda files: has_weights_header({WEIGHTS: files[WEIGHTS]})),
 }

@@ -22,7 +22,7 @@ from megabatch.data.decode import Unreadable, decode_crop, eight_bits, resize
 from megabatch.data.normalise import Normalise
 from megabatch.data.settings import MAX_PIXELS
 from megabatch.errors import UserError
-from megabatch.models.catalog import ModelSettings, build_model
+from megabatch.models.catalog import ModelSettings, build_model, model_errors
 from megabatch.models.named_code import require_named
 from megabatch.precision.place import place_model
 from megabatch.precision.policy import PrecisionSettings
@@ -74,7 +74,7 @@ def make_classifier(
         raise UserError(f"{weights.path} does not fit {settings.name} ({line}); give the network of the run") from None
     place_model(model, precision, device, settings.wants_channels_last)
     normalise = Normalise(pixels_of(card), device, precision.formats.model, settings.wants_channels_last)
-    return Classifier(model, normalise, card)
+    return Classifier(model, normalise, card, settings)
 
 
 class NotInitialised(TorchFunctionMode):
@@ -116,14 +116,16 @@ def require_fit(weights: SavedWeights, layout: dict[str, Entry], model: nn.Modul
 class Classifier(nn.Module):
     """Takes a PIL image, a uint8 tensor [C, H, W] or [N, C, H, W], or a list of either; returns scores [N, classes]."""
 
-    def __init__(self, network: nn.Module, normalise: Normalise, card: ModelCard) -> None:
+    def __init__(self, network: nn.Module, normalise: Normalise, card: ModelCard, settings: ModelSettings) -> None:
         super().__init__()
-        self.network, self.normalise, self.card = network.eval(), normalise, card
+        self.network, self.normalise, self.card, self.settings = network.eval(), normalise, card, settings
         self.classes = tuple(card.classes)
         self.image_size, self.num_channels = card.image_size, card.num_channels
 
     def forward(self, images: Picture | Sequence[Picture]) -> torch.Tensor:
-        return self.network(self.normalise(self.prepare(images))).float()  # type: ignore[no-any-return]
+        prepared = self.prepare(images)
+        with model_errors(self.settings, prepared.shape):  # a card may say that images are too small for the network
+            return self.network(self.normalise(prepared)).float()  # type: ignore[no-any-return]
 
     def train(self, mode: bool = True) -> "Classifier":
         """It stays as evaluation has it."""

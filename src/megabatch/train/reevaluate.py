@@ -10,6 +10,7 @@ from megabatch.config.schema import RunConfig
 from megabatch.data.images import ImageSet
 from megabatch.data.sources import FROM_PYTHON, NAMED_SOURCES, load_data_set, load_other_images
 from megabatch.errors import UserError
+from megabatch.models.catalog import model_errors
 from megabatch.precision.policy import PrecisionSettings
 from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.world import choose_device, connect
@@ -47,7 +48,10 @@ def evaluate_run(
     ):
         classifier = make_classifier(weights, world.device, named=model)
         num_classes = len(classifier.classes)
-        result = evaluate(classifier.network, test, classifier.normalise, num_classes, config.batch.microbatch, world)
+        with model_errors(classifier.settings):
+            result = evaluate(
+                classifier.network, test, classifier.normalise, num_classes, config.batch.microbatch, world
+            )
     return result, classifier.classes
 
 

@@ -6,6 +6,7 @@ PATH    resumes the run, or from the checkpoint, at PATH
 """
 
 import contextlib
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
@@ -207,7 +208,7 @@ def why_other(folder: Path, config: RunConfig) -> str | None:
 def is_same_folder(config: RunConfig, earlier: RunConfig, folder: Path) -> bool:
     """Whether the images lie in the same place, under a path that is relative to another folder."""
     before = started_in(folder) / earlier.data.source
-    return before.exists() and Path(config.data.source).resolve() == before.resolve()
+    return before.exists() and os.path.realpath(config.data.source) == os.path.realpath(before)
 
 
 def new_folder(config: RunConfig) -> Path:
