@@ -1,5 +1,6 @@
 """megabatch fuzz: files that were made wrong, read by every reader of files."""
 
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -61,6 +62,7 @@ def fuzz(
         workers=1 if only is not None else len(usable_cores()),
         only=only,
     )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # which leaves no process and no folder
     with FuzzScreen(request) as screen:
         report = run_fuzz(request, screen.show)
     screen.finish(report)
