@@ -72,7 +72,7 @@ def lie_in_array(array: NDArray[Any], rng: Random) -> NDArray[Any]:
     if what == 2:
         return array.reshape(rng.choice(((-1,), (1, -1), (-1, 1), (1, -1, 1))))
     if what == 3:
-        return array[: rng.randrange(len(array))] if array.ndim else array[None]
+        return array[: rng.randrange(max(1, len(array)))] if array.ndim else array[None]
     return with_value(array, rng)
 
 
