@@ -1,5 +1,6 @@
 """An input that holds up its process, ends it, or takes its memory has escaped, and the others are read as well."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +14,14 @@ from megabatch.fuzz.formats import Bench, Format
 from megabatch.fuzz.outcome import Outcome
 from megabatch.fuzz.run import Request, fuzz
 from megabatch.fuzz.worker import Job, work
+from tests.support.processes import descendants, is_alive, wait_until
 
 # A worker to which what the first argument says happens at every third input.
 PRETENDED = """
 import json, os, sys, time
 job = json.load(sys.stdin)
 results = os.fdopen(job["results"], "w", buffering=1)
+print("ready", file=results)
 for name, number in job["inputs"]:
     if number % 3 == 1:
         if sys.argv[1] == "hangs":
@@ -80,7 +83,18 @@ def test_what_takes_more_memory_than_it_may_has_escaped_and_the_next_is_judged_b
     monkeypatch.setitem(FORMATS, "jpeg", harmless)
     monkeypatch.setattr(worker, "limit_memory", lambda more_mb: None)  # this process is that of the tests
     monkeypatch.setattr(worker, "peak_mb", lambda: next(peaks_mb))
-    job = Job(seed=7, inputs=[("jpeg", number) for number in range(3)], most_mb=500, folder=str(tmp_path), results=0)
+    inputs = [("jpeg", number) for number in range(3)]
+    job = Job(seed=7, inputs=inputs, most_mb=500, folder=str(tmp_path), results=0, parent=0)
     outcomes = list(work(job))
     assert [outcome.kind for outcome in outcomes] == ["ok", "escaped", "ok"]
     assert outcomes[1].detail == "it took 800 MB of memory"
+
+
+def test_workers_end_with_a_fuzzer_that_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megabatch", "fuzz", "jpeg", "--inputs", "1000000"]
+    with subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"TMPDIR": str(tmp_path)}) as fuzzer:
+        wait_until(lambda: len(descendants(fuzzer.pid)) >= len(os.sched_getaffinity(0)))
+        wait_until(lambda: any(tmp_path.glob("*/*/input")))  # they read
+        workers = descendants(fuzzer.pid)
+        fuzzer.kill()
+    wait_until(lambda: not any(is_alive(worker) for worker in workers))

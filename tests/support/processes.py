@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -20,8 +21,9 @@ def is_alive(process: int) -> bool:
 
 
 def descendants(process: int) -> list[int]:
-    try:
-        children = [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
-    except (FileNotFoundError, ProcessLookupError):  # it has ended
-        return []
+    """Whichever of its threads has started them."""
+    children = []
+    for listed in Path(f"/proc/{process}/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            children += [int(child) for child in listed.read_text().split()]
     return children + [other for child in children for other in descendants(child)]

@@ -124,7 +124,14 @@ class Worker:
 def started_worker(inputs: Inputs, request: Request, folder: Path) -> Iterator[Worker]:
     results, theirs = os.pipe()
     errors = folder / "stderr"
-    job = Job(seed=request.seed, inputs=inputs, most_mb=request.most_mb, folder=str(folder), results=theirs)
+    job = Job(
+        seed=request.seed,
+        inputs=inputs,
+        most_mb=request.most_mb,
+        folder=str(folder),
+        results=theirs,
+        parent=os.getpid(),
+    )
     with errors.open("wb") as stderr:
         process = subprocess.Popen(
             WORKER,

@@ -21,6 +21,7 @@ from megabatch.errors import UserError
 from megabatch.fuzz.catalog import FORMATS
 from megabatch.fuzz.formats import Bench, make_input, write_input
 from megabatch.fuzz.outcome import Outcome
+from megabatch.ranks.signals import die_with
 from megabatch.text import LONGEST_SHOWN, one_line
 
 REFUSALS = (UserError, Unreadable)
@@ -37,10 +38,12 @@ class Job(Struct, frozen=True, kw_only=True):
     most_mb: int  # of memory that an input may take
     folder: str  # for this process alone
     results: int  # the descriptor that outcomes are written to
+    parent: int  # the process with which this one ends, whatever it is at
 
 
 def main() -> None:
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
+    die_with(job.parent)
     os.chdir(job.folder)
     with os.fdopen(job.results, "wb", buffering=0) as results:
         for outcome in work(job, on_ready=lambda: results.write(READY + b"\n")):
