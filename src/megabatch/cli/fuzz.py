@@ -17,7 +17,7 @@ def fuzz(
         typer.Argument(metavar="[FORMAT]...", help="Which formats; by default all.", show_default=False),
     ] = None,
     inputs: Annotated[
-        int, typer.Option(min=1, max=100_000_000, help="Inputs to make, of all formats together.")
+        int, typer.Option(min=1, max=1_000_000, help="Inputs to make, of all formats together.")
     ] = 20_000,
     seed: Annotated[int, typer.Option(min=0, max=MOST, help="Decides every byte of every input.")] = 7,
     only: Annotated[
