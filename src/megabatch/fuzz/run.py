@@ -140,8 +140,8 @@ def started_worker(inputs: Inputs, request: Request, folder: Path) -> Iterator[W
             stdout=subprocess.DEVNULL,
             stderr=stderr,
             pass_fds=[theirs],
-            # Its caches are its own, and one thread is as much as it needs.
-            env=os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"},
+            # Its caches and what libraries leave are its own, and one thread is as much as it needs.
+            env=os.environ | {"XDG_CACHE_HOME": str(folder), "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"},
         )
     os.close(theirs)
     try:
