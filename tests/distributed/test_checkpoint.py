@@ -82,6 +82,7 @@ def train_with_stops(
             with pytest.raises(UserError, match="was trained on other images than are there now"):
                 require_same_images(Path(folder), "of others", training)
         world.all_reduce(torch.zeros(1, device=world.device))  # the others wait for it to be written
+    checkpoints.close()
     return losses, {name: tensor.cpu().numpy() for name, tensor in training_state(training).items()}
 
 
