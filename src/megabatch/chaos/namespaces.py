@@ -43,9 +43,23 @@ class Host(NamedTuple):
         return ["ip", "netns", "exec", self.name, *words]
 
     def start(self, command: Sequence[str], **options: object) -> "subprocess.Popen[str]":
-        """In a session of its own: Ctrl-C is for us alone."""
+        """In a session of its own: Ctrl-C is for us alone.  When this returns it is inside, where it is found."""
         words = self.command(command)
-        return subprocess.Popen(words, text=True, start_new_session=True, **options)  # type: ignore[call-overload,no-any-return]
+        process: subprocess.Popen[str] = subprocess.Popen(words, text=True, start_new_session=True, **options)  # type: ignore[call-overload]
+        try:
+            deadline_s = time.monotonic() + KILL_TIMEOUT_S
+            while process.poll() is None and not self.holds(process.pid) and time.monotonic() < deadline_s:
+                time.sleep(0.001)
+        except BaseException:
+            process.kill()
+            raise
+        return process
+
+    def holds(self, process: int) -> bool:
+        try:
+            return os.path.samestat(Path(f"/proc/{process}/ns/net").stat(), (NAMESPACES / self.name).stat())
+        except OSError:  # it has ended
+            return False
 
     def plug(self, is_in: bool) -> None:
         """Pulls the cable out of the switch, or puts it back: the host keeps its address."""
