@@ -20,6 +20,7 @@ from megabatch.cli import (
     predict,
     profile,
     recipes,
+    report,
     runs,
     selftest,
     show,
@@ -53,6 +54,7 @@ app.command()(export.export)
 app.command()(doctor.doctor)
 app.command(name="lr-range")(lr_range.lr_range)
 app.command()(runs.runs)
+app.command()(report.report)
 app.command()(pack.pack)
 app.command()(selftest.selftest)
 app.command()(chaos.chaos)

@@ -34,6 +34,7 @@ LOG_LINE = re.compile(r"^(?P<at>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?P<text>.*(?:\n
 LOG_STEP = re.compile(r"\bstep (\d{1,15})\b")
 LONGEST_NAME = 60  # letters of a recipe's
 YEAR_9999_S = 253_402_300_800  # since 1970
+ROW: "msgspec.json.Decoder[Record]" = msgspec.json.Decoder(StepRecord | EvaluationRecord)
 
 
 class Listing(Struct, frozen=True):
@@ -151,6 +152,10 @@ def last_line(file: BinaryIO) -> bytes:
 
 def decode_row(row: bytes, where: str) -> Record:
     """Rows of older runs do not say what they are; only steps have a learning rate."""
+    try:
+        return ROW.decode(row)  # three times as fast as by way of a dict
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        pass  # an older row, or what the lines below say is wrong with it
     try:
         fields = decode_json(row, dict[str, Any])
         fields.setdefault("kind", "step" if "lr" in fields else "evaluation")

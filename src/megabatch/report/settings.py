@@ -1,0 +1,86 @@
+"""The recipe of a run, what differs from the recipe that it came from, and where it ran."""
+
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+from megabatch.report.figure import folded, table
+from megabatch.report.html import Child, Markup, tag
+from megabatch.report.view import RunView, flatten
+from megabatch.text import one_line
+from megabatch.toml import NotToml, parse_toml
+
+LONGEST_VALUE = 200
+LONGEST_CONFIG = 40_000  # letters that the page shows
+UNSET = "not set"
+UNCOMPARED = ("about", "name")
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, str):
+        return one_line(value, LONGEST_VALUE)
+    return one_line(str(value).lower() if isinstance(value, bool) else str(value), LONGEST_VALUE)
+
+
+def own_recipe(name: str | None) -> dict[str, Any] | None:
+    """Of the recipes that come with megabatch, the one of this name."""
+    if not name:
+        return None
+    for entry in resources.files("megabatch.recipes").iterdir():
+        if entry.name == f"{name}.toml":
+            try:
+                return flatten(parse_toml(entry.read_text("utf-8")))
+            except NotToml:
+                return None
+    return None
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Settings that the recipe has and the run has otherwise.  What the recipe leaves open is a default, not a change."""
+    return [
+        (key, shown(value), shown(after[key]) if key in after else UNSET)
+        for key, value in before.items()
+        if key not in UNCOMPARED and after.get(key) != value
+    ]
+
+
+def recipe_block(view: RunView) -> Markup | None:
+    if not view.config:
+        return None
+    before = own_recipe(view.recipe)
+    parts: list[Child] = []
+    command = view.environment.get("command")
+    if isinstance(command, str) and command:
+        parts += [tag("h3", "Command"), tag("pre", one_line(command), class_="command")]
+    if before is not None:
+        changed = differences(before, view.config)
+        parts.append(tag("h3", f"What differs from the recipe {view.recipe}"))
+        parts.append(
+            table(("setting", "recipe", "this run"), changed, left=(0, 1, 2))
+            if changed
+            else tag("p", "Nothing that the recipe sets.", class_="about")
+        )
+    elif view.recipe:
+        parts += [
+            tag("h3", "Recipe"),
+            tag("p", f"{view.recipe} is not a recipe that comes with megabatch: here it is in full.", class_="about"),
+        ]
+    text = (
+        view.config_text if len(view.config_text) <= LONGEST_CONFIG else view.config_text[:LONGEST_CONFIG] + "\n[...]"
+    )
+    parts.append(folded("Every setting (config.toml)", tag("pre", text, tabindex="0")))
+    return tag("div", *parts, class_="block")
+
+
+def environment_block(view: RunView) -> Markup | None:
+    rows: list[Sequence[str]] = []
+    for key, value in view.environment.items():
+        if key == "command":
+            continue
+        if isinstance(value, dict):
+            rows += [(shown(name), shown(of)) for name, of in value.items()]
+        elif isinstance(value, list):
+            rows += [(shown(key), ", ".join(map(shown, value)) or "none")]
+        else:
+            rows.append((shown(key), shown(value)))
+    return tag("div", tag("h3", "Environment"), table(("", ""), rows, left=(0, 1)), class_="block") if rows else None
