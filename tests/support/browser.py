@@ -1,6 +1,6 @@
 """Headless Chromium, spoken to through two pipes: what a page looks like, says on its console and asks the network for.
 
-    python -m tests.support.browser page.html shot.png --width 390 --dark
+python -m tests.support.browser page.html shot.png --width 390 --dark
 """
 
 import argparse
@@ -76,7 +76,9 @@ class Page:
             self.events.append(self.read())
 
     def resize(self, width: int, height: int = 900) -> None:
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+        )
 
     def run(self, expression: str) -> Any:
         result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
@@ -100,7 +102,11 @@ class Page:
     def requests(self) -> list[str]:
         """Addresses that the page asked for; what is in the page itself is none."""
         self.run("0")
-        urls = [event["params"]["request"]["url"] for event in self.events if event.get("method") == "Network.requestWillBeSent"]
+        urls = [
+            event["params"]["request"]["url"]
+            for event in self.events
+            if event.get("method") == "Network.requestWillBeSent"
+        ]
         return [url for url in urls if not url.startswith("data:")]
 
     def screenshot(self, path: Path, clip: dict[str, float] | None = None) -> None:

@@ -11,6 +11,7 @@ import json
 import math
 import random
 import struct
+import time
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -85,7 +86,10 @@ def made_up_plan(ranks: int, hosts: int = 2) -> Tuning:
     tuning = choose(backward, plans, topology, links, bucket_mb=None)  # type: ignore[arg-type]
     generator = random.Random(5)
     for ask in (open_questions, all_questions):
-        taken = {question: question.count * generator.uniform(0.002, 0.02) for question in ask(tuning)[:4]}
+        taken = {
+            question: question.count * question.num_elements * 4e-9 * generator.uniform(0.4, 0.6)
+            for question in ask(tuning)[:4]
+        }
         tuning = with_measurements(tuning, taken)
     return confirm(tuning)
 
@@ -245,16 +249,17 @@ def log_of(steps: int, seconds: float) -> str:
     """A fault after two fifths, from which the run resumes a little earlier."""
 
     def at(second: float) -> str:
-        return f"2026-11-{10 + int(second // 86400):02d} {int(second // 3600) % 24:02d}:{int(second // 60) % 60:02d}:{int(second) % 60:02d}"
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(1_794_000_000 + second))
 
     resumed = int(0.38 * steps)
     fault_s = 0.4 * seconds
     return (
         f"{at(0)} begins at step 0\n"
-        f"{at(0.15 * seconds)} warning: checkpoints cannot be written to /scratch: No space left on device; training goes on\n"
+        f"{at(0.15 * seconds)} warning: checkpoints cannot be written to /scratch: No space left on device\n"
         f"{at(0.17 * seconds)} saved: again, with all that waited\n"
         f"{at(fault_s)} rank 5: RuntimeError: Connection closed by peer [10.0.0.2]\n"
-        '  Traceback (most recent call last):\n    File "loop.py", line 1\n  RuntimeError: Connection closed by peer [10.0.0.2]\n'
+        '  Traceback (most recent call last):\n    File "loop.py", line 1\n'
+        "  RuntimeError: Connection closed by peer [10.0.0.2]\n"
         f"{at(fault_s + 60)} begins at step {resumed}\n"
         f"{at(seconds + 120)} finished after step {steps}\n"
     )

@@ -212,8 +212,8 @@ def picture(view: RunView, example: Example) -> Markup:
             "img",
             src=f"data:image/png;base64,{example.picture}",
             alt=f"Test image {example.sample}, {label}, taken for {predicted} with {sure}",
-            loading="lazy",
         ),
         tag("span", label, class_="was"),
-        tag("span", f"taken for {predicted}, {sure}", class_="taken"),
+        tag("span", f"taken for {predicted}", class_="taken"),
+        tag("span", sure, class_="taken"),
     )

@@ -43,7 +43,9 @@ WALL_TIME = Along("end_s", "time", figures.seconds)
 
 
 def x_scale(x: Along, series: Sequence[Series]) -> Scale:
-    ends = [(min(known), max(known)) for known in (finite(s.curve.x) for s in series) if known] or [(0.0, 1.0)]
+    ends = [(min(known), max(known)) for known in (finite((s.faint or s.curve).x) for s in series) if known] or [
+        (0.0, 1.0)
+    ]
     low, high = min(end[0] for end in ends), max(end[1] for end in ends)
     if x is WALL_TIME:
         return along_time(high)

@@ -15,6 +15,7 @@ from megabatch.report import figures, learning
 from megabatch.report.classes import class_chart, confusion_chart, pictures
 from megabatch.report.events import Event, events_of, marked
 from megabatch.report.figure import grid, section
+from megabatch.report.findings import Finding
 from megabatch.report.html import Child, Markup, raw, tag
 from megabatch.report.overlay import overlay
 from megabatch.report.pipeline_chart import pipeline_chart
@@ -23,7 +24,7 @@ from megabatch.report.rank_charts import rank_charts
 from megabatch.report.settings import environment_block, recipe_block
 from megabatch.report.time_charts import mean_chart, over_time_chart
 from megabatch.report.timeline import event_chart
-from megabatch.report.verdict import Finding, findings_of, headline
+from megabatch.report.verdict import findings_of, headline
 from megabatch.report.view import RunView
 
 TITLES = {  # of sections, in their order
@@ -147,7 +148,7 @@ def verdict_section(view: RunView, findings: Sequence[Finding]) -> Markup | None
     ]
     return tag(
         "section",
-        tag("h2", headline(view, list(findings)), id="verdict-heading", class_="headline"),
+        tag("h2", headline(view, findings), id="verdict-heading", class_="headline"),
         tiles(view),
         tag("ul", *cards, class_="findings") if cards else None,
         id="verdict",

@@ -128,9 +128,9 @@ def pipeline_chart(view: RunView) -> Markup | None:
         about(view),
         svg.plot("pipeline-plot", "One step as a pipeline", f"Lanes, {told}.", height_px, drawing, style="lanes"),
         keys=[
-            *(Key(style_of(0), "a bucket, by its number", form="box") for _ in range(1)),
+            Key(style_of(0), "a bucket, by its number", form="box"),
             Key("ready", "ready to be all-reduced"),
-            *([Key("bucket-0 waits", "waiting for others", form="box")] if trace else []),
+            *([Key("part-comm waits", "exposed: training waits", form="box")] if trace else []),
         ],
         numbers=span_table(groups),
         wide=True,
@@ -162,9 +162,9 @@ def draw(groups: Sequence[Group], end_s: float) -> tuple[Markup, float]:
                 left, width = scale.share(bar.begin_s), scale.share(bar.end_s) - scale.share(bar.begin_s)
                 parts.append(svg.box(left, top, max(width, 0.001), LANE_PX, bar.style, bar.tip))
                 if width > NAMED_SHARE * max(1.0, len(bar.text) / 2.5):
-                    parts.append(
-                        svg.label(left + width / 2, top + LANE_PX / 2 + 4, bar.text, style=svg.text_on(bar.style))
-                    )
+                    is_bucket = bar.style.startswith("bucket")
+                    at, anchor = (left + width / 2, "middle") if is_bucket else (left + 0.008, "start")
+                    parts.append(svg.label(at, top + LANE_PX / 2 + 4, bar.text, anchor, svg.text_on(bar.style)))
             top += LANE_PX + LANE_GAP_PX
         ready = [ready_s for lane in group.lanes for ready_s in lane.ready_s][:MOST_BARS]
         parts += [svg.vertical(scale.share(at), begin, begin + LANE_PX, "ready") for at in ready]

@@ -7,7 +7,7 @@ from megabatch.report import figures, svg
 from megabatch.report.figure import figure, grid, table
 from megabatch.report.html import Markup
 from megabatch.report.ranks import RankDelay, RankDelays
-from megabatch.report.scales import Scale, scale_of
+from megabatch.report.scales import scale_of, up_to_time
 from megabatch.report.svg import Frame
 from megabatch.report.view import RunView
 
@@ -46,7 +46,7 @@ def bars_of(delays: Sequence[float], most: int = MOST_BARS) -> list[tuple[int, i
 
 def delay_chart(delays: RankDelays, ordered: Sequence[RankDelay], nodes: dict[int, int]) -> Markup:
     bars = bars_of(delays.delay_s)
-    y = in_seconds(scale_of([0.0, *delays.delay_s], zero=True, most_ticks=4))
+    y = up_to_time(max(delays.delay_s))
     frame = Frame(y, y, BARS_PX)
     width = 1 / len(bars)
     boxes = []
@@ -102,13 +102,9 @@ def top_table(delays: RankDelays, ordered: Sequence[RankDelay], nodes: dict[int,
     return table(head, rows, left=())
 
 
-def in_seconds(scale: Scale) -> Scale:
-    return scale._replace(ticks=[(tick, figures.seconds(tick) if tick else "0") for tick, _ in scale.ticks])
-
-
 def histogram(delays: Sequence[float]) -> Markup:
     """How many ranks were waited for how long."""
-    x = scale_of([0.0, *delays], zero=True, most_ticks=5)
+    x = up_to_time(max(delays), most_ticks=6)
     edges = [x.high * place / HISTOGRAM_BINS for place in range(HISTOGRAM_BINS + 1)]
     counts = [0] * HISTOGRAM_BINS
     for delay_s in delays:
@@ -128,7 +124,7 @@ def histogram(delays: Sequence[float]) -> Markup:
         frame.height_px + svg.FOOT_PX,
         svg.y_axis(frame),
         *boxes,
-        svg.x_axis(in_seconds(x), frame.height_px),
+        svg.x_axis(x, frame.height_px),
     )
     rows = [
         (f"{figures.seconds(edges[place])} to {figures.seconds(edges[place + 1])}", f"{number:,}")

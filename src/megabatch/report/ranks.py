@@ -6,6 +6,7 @@ delayed the others by the wait of the rank that waited most, less its own.
 
 import math
 from array import array
+from itertools import count
 from typing import NamedTuple
 
 from megabatch.runs.records import EvaluationRecord, StepRecord
@@ -58,7 +59,7 @@ class RankDelays:
 
     def by_delay(self) -> list[RankDelay]:
         """The one that was waited for most first."""
-        rows = [RankDelay(*row) for row in zip(range(self.num_ranks), self.delay_s, self.wait_s, self.num_last)]
+        rows = [RankDelay(*row) for row in zip(count(), self.delay_s, self.wait_s, self.num_last, strict=False)]
         return sorted(rows, key=lambda row: -row.delay_s)
 
 

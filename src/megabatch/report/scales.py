@@ -81,6 +81,14 @@ def along_time(end_s: float, most_ticks: int = 5) -> Scale:
     return Scale(0.0, end_s, [(place * step, short_time(place * step, step)) for place in range(int(end_s / step) + 1)])
 
 
+def up_to_time(high_s: float, most_ticks: int = 4) -> Scale:
+    """A y axis of times, from 0 to the next tick above."""
+    scale = along_time(high_s, most_ticks)
+    step = scale.ticks[1][0] if len(scale.ticks) > 1 else high_s or 1.0
+    count = max(1, math.ceil(high_s / step - 1e-9))
+    return Scale(0.0, count * step, [(place * step, short_time(place * step, step)) for place in range(count + 1)])
+
+
 def short_time(value_s: float, step_s: float) -> str:
     """0, 30 s, 5 min, 1:30 h, 2 d: no longer than a tick's label may be."""
     if value_s == 0:

@@ -36,7 +36,7 @@ def own_recipe(name: str | None) -> dict[str, Any] | None:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Settings that the recipe has and the run has otherwise.  What the recipe leaves open is a default, not a change."""
+    """Settings that the recipe has, and the run has otherwise."""
     return [
         (key, shown(value), shown(after[key]) if key in after else UNSET)
         for key, value in before.items()
@@ -44,16 +44,23 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str
     ]
 
 
+def given_besides(command: str, before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Settings that the recipe leaves to their defaults, and the command line does not."""
+    keys = [word.partition("=")[0].strip("'\"") for word in command.split() if "=" in word]
+    return [(key, "default", shown(after[key])) for key in dict.fromkeys(keys) if key in after and key not in before]
+
+
 def recipe_block(view: RunView) -> Markup | None:
     if not view.config:
         return None
     before = own_recipe(view.recipe)
     parts: list[Child] = []
-    command = view.environment.get("command")
-    if isinstance(command, str) and command:
+    said = view.environment.get("command")
+    command = said if isinstance(said, str) else ""
+    if command:
         parts += [tag("h3", "Command"), tag("pre", one_line(command), class_="command")]
     if before is not None:
-        changed = differences(before, view.config)
+        changed = [*differences(before, view.config), *given_besides(command, before, view.config)]
         parts.append(tag("h3", f"What differs from the recipe {view.recipe}"))
         parts.append(
             table(("setting", "recipe", "this run"), changed, left=(0, 1, 2))

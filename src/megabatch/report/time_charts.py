@@ -8,11 +8,12 @@ from megabatch.report.events import Event
 from megabatch.report.figure import Key, figure, swatch, table
 from megabatch.report.html import Markup, join, tag
 from megabatch.report.scales import Scale, along_time
-from megabatch.report.shares import PARTS, Part, bins_of, shares_of
+from megabatch.report.shares import NUM_BINS, PARTS, Part, bins_of, shares_of
 from megabatch.report.svg import Frame
 from megabatch.report.view import RunView
 
 BAR_PX = 44
+FEWEST_BINS = 20
 NAMED_SHARE = 0.09  # of the bar, from which on there is room for a part's figure
 PERCENT = Scale(0.0, 1.0, [(tick / 4, f"{25 * tick} %") for tick in range(5)])
 OLDER = (
@@ -83,19 +84,25 @@ def mean_chart(view: RunView) -> Markup | None:
     )
 
 
+def num_bins(view: RunView) -> int:
+    """With many evaluations a stretch for each, so that what is drawn is no comb of them."""
+    num_evaluations = len(view.evaluations)
+    return min(NUM_BINS, num_evaluations) if num_evaluations >= FEWEST_BINS else NUM_BINS
+
+
 def over_time_chart(view: RunView, events: Sequence[Event]) -> Markup | None:
     """Stacked shares of stretches of equal wall time."""
-    bins = bins_of(view.times)
+    bins = bins_of(view.times, num_bins(view))
     parts = [part for part in PARTS if part.key in bins.parts]
     if not parts or view.wall_s <= 0:
         return None
     frame = Frame(along_time(view.wall_s), PERCENT, 240)
-    num_bins = len(bins.edges_s) - 1
-    lengths = [sum(bins.parts[part.key][place] for part in parts) or 1.0 for place in range(num_bins)]
-    shares = {part.key: [s / length for s, length in zip(bins.parts[part.key], lengths, strict=True)] for part in parts}
+    length = len(bins.edges_s) - 1
+    totals = [sum(bins.parts[part.key][place] for part in parts) or 1.0 for place in range(length)]
+    shares = {part.key: [s / total for s, total in zip(bins.parts[part.key], totals, strict=True)] for part in parts}
     # Each stretch is a step of the drawing: its two edges.
-    x = [edge for place in range(num_bins) for edge in bins.edges_s[place : place + 2]]
-    low, areas = [0.0] * num_bins, []
+    x = [edge for place in range(length) for edge in bins.edges_s[place : place + 2]]
+    low, areas = [0.0] * length, []
     for part in parts:
         high = [below + share for below, share in zip(low, shares[part.key], strict=True)]
         areas.append(svg.area(frame, x, doubled(low), doubled(high), f"part-{part.key}"))
@@ -104,7 +111,7 @@ def over_time_chart(view: RunView, events: Sequence[Event]) -> Markup | None:
     drawing = svg.plot(
         "time-over",
         "Where the time goes as the run goes on",
-        f"Shares of {num_bins} stretches of {figures.seconds(bins.edges_s[1])} each.",
+        f"Shares of {length} stretches of {figures.seconds(bins.edges_s[1])} each.",
         frame.height_px + svg.FOOT_PX,
         svg.stretched(frame, areas),
         svg.y_axis(frame),
@@ -130,7 +137,7 @@ def over_time_chart(view: RunView, events: Sequence[Event]) -> Markup | None:
     )
     rows = [
         (figures.seconds(middles[place]), *(figures.percent(shares[part.key][place], 1) for part in parts))
-        for place in range(0, num_bins, max(1, num_bins // 25))
+        for place in range(0, length, max(1, length // 25))
     ]
     return figure(
         "time-over-figure",

@@ -58,7 +58,7 @@ class Columns:
         return len(self.end_s)
 
     def curve(self, name: str, along: str = "step") -> Curve:
-        return Curve(self.of[along] if along in self.of else self.end_s, self.of[name])
+        return Curve(self.of.get(along, self.end_s), self.of[name])
 
 
 class RunView:
