@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megabatch.report import figures, svg
 from megabatch.report.figure import Key, figure, table
-from megabatch.report.html import Markup, join, tag
+from megabatch.report.html import Markup, tag
 from megabatch.report.scales import Scale
 from megabatch.report.svg import Frame
 from megabatch.report.view import RunView
@@ -17,6 +17,7 @@ FEW_CLASSES = 24  # all of which have a row of their own
 ENDS = 10  # of many classes, the best and the worst
 LARGEST_MATRIX = 24
 TOP_CONFUSIONS = 20
+FIRST_CONFUSIONS = 6
 LONGEST_NAME = 28
 ROW_PX = 22
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -34,19 +35,22 @@ def short_name(view: RunView, number: int) -> str:
     return one_line(view.class_name(number), LONGEST_NAME)
 
 
-def class_chart(view: RunView) -> Markup | None:
+def class_charts(view: RunView) -> list[Markup | None]:
+    """Accuracy by class and what is taken for what; of many classes their distribution, and both ends of it."""
     found = sorted(class_top1(view), key=lambda row: -row[1])
     if len(found) < 2:
-        return None
+        return [confusion_chart(view)]
     if len(found) <= FEW_CLASSES:
-        return bars("classes", "By class", "Top-1 of every class, the best first.", view, found)
-    return join(
-        (
-            histogram(found),
-            bars("classes-worst", f"The {ENDS} worst classes", "Top-1, the worst first.", view, found[::-1][:ENDS]),
-            bars("classes-best", f"The {ENDS} best classes", "Top-1, the best first.", view, found[:ENDS]),
-        )
-    )
+        return [
+            bars("classes", "By class", "Top-1 of every class, the best first.", view, found),
+            confusion_chart(view),
+        ]
+    return [
+        histogram(found),
+        confusion_chart(view),
+        bars("classes-worst", f"The {ENDS} worst classes", "Top-1, the worst first.", view, found[::-1][:ENDS]),
+        bars("classes-best", f"The {ENDS} best classes", "Top-1, the best first.", view, found[:ENDS]),
+    ]
 
 
 def bars(key: str, title: str, about: str, view: RunView, rows: Sequence[tuple[int, float]]) -> Markup:
@@ -125,7 +129,9 @@ def confusion_chart(view: RunView) -> Markup | None:
             keys=[Key("heat-right", "right", form="box"), Key("heat-wrong", "wrong: the darker, the more", form="box")],
             numbers=numbers,
         )
-    return tag("div", tag("h3", "Taken for each other most often"), numbers, class_="chart", id="confusion")
+    shown = pair_table(view, mistakes, pairs[:FIRST_CONFUSIONS])
+    about = "Pairs of classes, the most frequent first."
+    return figure("confusion", "Taken for each other", about, shown, numbers=numbers)
 
 
 def pair_table(view: RunView, mistakes: Mistakes, pairs: Sequence[Confusion]) -> Markup:

@@ -18,6 +18,7 @@ from megabatch.report.thin import Curve, finite, thin
 TABLE_POINTS = 40
 MOST_DOTS = 60  # of evaluations: more would hide the line
 MOST_MARKS = 100
+FOOT_MARK_PX = 12
 
 
 class Series(NamedTuple):
@@ -65,6 +66,7 @@ def line_chart(
     events: Sequence[Event] = (),
     target: tuple[float, str] | None = None,
     y_scale: Scale | None = None,
+    ticks: Sequence[float] = (),  # places along x that are marked at the foot
     unit: str = "",
     note: str = "",
 ) -> Markup | None:
@@ -94,6 +96,7 @@ def line_chart(
         svg.x_axis(frame.x, frame.height_px),
         event_marks(frame, events, x),
         svg.stretched(frame, lines),
+        foot_marks(frame, ticks),
         *(svg.dots(frame, one.curve, one.style) for one in series if one.dotted and len(one.curve.y) <= MOST_DOTS),
         target_line(frame, *target) if target else join(()),
         data=data_of(frame, series, x, unit),
@@ -115,6 +118,12 @@ def event_marks(frame: Frame, events: Sequence[Event], x: Along) -> Markup:
         if where is not None and x is not EPOCHS:
             marks.append(svg.vertical(frame.x.share(where), 0, frame.height_px, f"event {event.kind}"))
     return join(marks)
+
+
+def foot_marks(frame: Frame, places: Sequence[float]) -> Markup:
+    """As many as can be told apart."""
+    shares = dict.fromkeys(round(frame.x.share(place), 3) for place in places)
+    return join(svg.vertical(share, frame.height_px - FOOT_MARK_PX, frame.height_px, "skip") for share in shares)
 
 
 def data_of(frame: Frame, series: Sequence[Series], x: Along, unit: str) -> dict[str, object]:

@@ -39,24 +39,26 @@ def swatch(key: Key) -> Markup:
 
 
 def table(
-    head: Sequence[str], rows: Iterable[Sequence[Child]], left: Sequence[int] = (0,), most: int = MOST_ROWS
+    head: Sequence[str],
+    rows: Iterable[Sequence[Child]],
+    left: Sequence[int] = (0,),
+    most: int = MOST_ROWS,
+    hint: int | None = None,
 ) -> Markup:
-    """The columns `left` are text; the others are numbers.  Of a long one, its beginning."""
+    """The columns `left` are text, the others numbers.  Of a long one, its beginning.  A phone leaves out `hint`."""
     rows = list(rows)
 
     def cell(place: int, content: Child, kind: str = "td", **attributes: str) -> Markup:
-        return tag(kind, content, class_=None if place in left else "number", **attributes)
+        style = "hint" if place == hint else None if place in left else "number"
+        return tag(kind, content, class_=style, **attributes)
 
     body = [tag("tr", *(cell(place, content) for place, content in enumerate(row))) for row in rows[:most]]
     if len(rows) > most:
         body.append(tag("tr", tag("td", f"and {len(rows) - most:,} more", colspan=len(head), class_="more")))
+    names = tag("tr", *(cell(place, name, "th", scope="col") for place, name in enumerate(head)))
     return tag(
         "div",
-        tag(
-            "table",
-            tag("thead", tag("tr", *(cell(place, name, "th", scope="col") for place, name in enumerate(head)))),
-            tag("tbody", *body),
-        ),
+        tag("table", tag("thead", names) if any(head) else None, tag("tbody", *body)),
         class_="scroll",
         tabindex="0",
         role="region",

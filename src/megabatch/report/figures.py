@@ -74,7 +74,7 @@ def milliseconds(value: float | None) -> str:
 def megabytes(value: float | None) -> str:
     if value is None:
         return NOTHING
-    return f"{value / 1000:,.2f} GB" if value >= 10_000 else f"{value:,.0f} MB"
+    return f"{number(value / 1000)} GB" if value >= 1_000 else f"{value:,.0f} MB"
 
 
 def size_mb(num_bytes: float) -> str:

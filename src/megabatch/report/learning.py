@@ -99,17 +99,16 @@ def loss_scale_chart(view: RunView, events: Sequence[Event]) -> Markup | None:
         return None
     curve = Curve(view.steps.of["step"], [math.log2(scale) if scale > 0 else math.nan for scale in scales])
     skipped = figures.plural(len(view.skipped_steps), "step")
-    resumptions = [event for event in events if event.kind == "resumed"]
     return line_chart(
         "loss-scale",
         "Loss scale",
-        f"A power of two. {skipped} skipped, since gradients overflowed.",
+        f"{skipped} skipped, since gradients overflowed: the red marks at the foot." if view.skipped_steps else "",
         [Series("loss scale", "series-0", curve, value=figures.count(scales[-1]))],
-        y_label=lambda exponent: figures.count(2.0**exponent) if abs(exponent) < 1000 else figures.NOTHING,
+        y_label=lambda exponent: figures.number(2.0**exponent) if abs(exponent) < 1000 else figures.NOTHING,
         y_scale=along_powers(scales),
-        events=[*(Event("fault", "", step, None, "") for step in view.skipped_steps), *resumptions],
+        events=events,
+        ticks=view.skipped_steps,
         unit="2^",
-        note="Red lines: skipped steps." if view.skipped_steps else "",
     )
 
 

@@ -143,4 +143,8 @@ def bars(views: Sequence[RunView]) -> Markup | None:
             )
         )
     keys = [Key(f"part-{part.key}", part.name, form="box") for part in PARTS if part.key in parts]
-    return figure("time-bars", "Shares of the wall time", "", join(rows), keys=keys, wide=True) if rows else None
+    return (
+        figure("time-bars", "Shares of the wall time", "", tag("div", *rows, class_="stacked"), keys=keys, wide=True)
+        if rows
+        else None
+    )

@@ -12,7 +12,7 @@ from importlib import resources
 
 from megabatch import __version__
 from megabatch.report import figures, learning
-from megabatch.report.classes import class_chart, confusion_chart, pictures
+from megabatch.report.classes import class_charts, pictures
 from megabatch.report.events import Event, events_of, marked
 from megabatch.report.figure import grid, section
 from megabatch.report.findings import Finding
@@ -80,9 +80,7 @@ def one_run(view: RunView) -> str:
         "communication": communication_section(view),
         "ranks": section("ranks", TITLES["ranks"], rank_charts(view)),
         "events": section("events", TITLES["events"], event_chart(view, events)),
-        "classes": section(
-            "classes-section", TITLES["classes"], grid(class_chart(view), confusion_chart(view)), pictures(view)
-        ),
+        "classes": section("classes-section", TITLES["classes"], grid(*class_charts(view)), pictures(view)),
         "settings": section("settings", TITLES["settings"], recipe_block(view), environment_block(view)),
     }
     found = {key: content for key, content in sections.items() if content is not None}

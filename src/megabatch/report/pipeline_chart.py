@@ -16,6 +16,7 @@ from megabatch.report.view import RunView
 from megabatch.runs.step_trace import StepTrace
 
 LANE_PX, LANE_GAP_PX, HEAD_PX = 26, 6, 26
+READY_PX = 20  # of a lane, below its letters, from where marks begin
 NAMED_SHARE = 0.03  # of the width, from which on a bucket's number has room
 MOST_BARS = 600
 COLOURS = 4  # of buckets, in turn
@@ -167,7 +168,7 @@ def draw(groups: Sequence[Group], end_s: float) -> tuple[Markup, float]:
                     parts.append(svg.label(at, top + LANE_PX / 2 + 4, bar.text, anchor, svg.text_on(bar.style)))
             top += LANE_PX + LANE_GAP_PX
         ready = [ready_s for lane in group.lanes for ready_s in lane.ready_s][:MOST_BARS]
-        parts += [svg.vertical(scale.share(at), begin, begin + LANE_PX, "ready") for at in ready]
+        parts += [svg.vertical(scale.share(at), begin + READY_PX, begin + LANE_PX + 4, "ready") for at in ready]
         top += LANE_GAP_PX
     parts.append(svg.x_axis(scale, top))
     return join(parts), top + svg.FOOT_PX

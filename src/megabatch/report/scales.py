@@ -113,4 +113,4 @@ def along_powers(values: Sequence[float]) -> Scale:
         low, high = low - 1, high + 1
     step = max(1, round(nice_step(high - low, 4)))
     ticks = list(range(low - low % step, high + step, step))
-    return Scale(ticks[0], ticks[-1], [(tick, figures.number(2.0**tick, 3)) for tick in ticks])
+    return Scale(ticks[0], ticks[-1], [(tick, f"2^{tick}") for tick in ticks])

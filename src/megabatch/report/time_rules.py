@@ -86,7 +86,7 @@ def straggler(facts: Facts) -> Finding | None:
         f"It delayed the others by {figures.seconds(delay_s)} more than a usual rank did{each}. See what else runs on "
         "its host, whether that clocks down, and whether its disk is slower."
     )
-    return takes_time("limit", share, f"Rank {rank:,} was waited for", advice)
+    return takes_time("limit", share, f"Waiting for rank {rank:,}", advice)
 
 
 def evaluates_often(facts: Facts) -> Finding | None:

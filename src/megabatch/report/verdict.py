@@ -37,9 +37,8 @@ def headline(view: RunView, findings: Sequence[Finding]) -> str:
     limit = next((found for found in findings if found.kind == "limit" and found.share >= LIMITS), None)
     compute = next((found for found in findings if found.kind == "good"), None)
     verb = "limits" if view.status == "running" else "limited"
-    if limit and (compute is None or limit.share >= LIMITS):
-        name = limit.title[0].upper() + limit.title[1:]
-        return f"{begin}{name}: that {verb} this run, by {limit.figure}."
+    if limit:
+        return f"{begin}{limit.title} {verb} this run: {limit.figure}."
     if compute:
         return f"{begin}Compute {verb} this run, as it should: {compute.figure}."
     return begin.strip() or "Nothing by itself limited this run."

@@ -114,9 +114,10 @@ def read_summary(path: Path) -> Summary | None:
 
 def read_records(path: Path) -> Iterator[Record]:
     """Every whole row; the last may be being written."""
-    with reading(path / files.METRICS) as file:
+    name = str(path / files.METRICS)
+    with reading(name) as file:
         for number, row in enumerate(lines_of(file), 1):
-            where = f"{path / files.METRICS}, row {number}"
+            where = f"{name}, row {number}"
             if len(row) > MAX_JSON_BYTES:
                 raise UserError(f"{where}: more than {MAX_JSON_BYTES:,} bytes; it is damaged: remove the run")
             if row.endswith(b"\n"):
