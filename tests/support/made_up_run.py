@@ -176,8 +176,16 @@ def made_up_mistakes(step: int, classes: int, generator: random.Random) -> Mista
 
 
 def made_up_records(
-    steps: int, ranks: int, classes: int, seed: int, fp16: bool, speed: float = 1.0, evaluations: int = 30
+    steps: int,
+    ranks: int = 4,
+    classes: int = 10,
+    seed: int = 1,
+    fp16: bool = True,
+    speed: float = 1.0,
+    evaluations: int = 30,
+    learning_rate: float = 12.0,
 ) -> Iterator[Record]:
+    """A file server is busy for a while, rank 5 is slow, gradients overflow now and then."""
     generator = random.Random(seed)
     wall_s, scale, per_epoch = 0.0, 65536.0, max(1, steps // 90)
     every = max(1, steps // evaluations)
@@ -192,10 +200,11 @@ def made_up_records(
         parts = [speed * part for part in (data_s, forward_s, backward_s, comm_s, update_s)]
         wall_s += sum(parts) + checkpoint_s + other_s
         skipped = fp16 and generator.random() < 0.0008
-        scale = scale / 2 if skipped else min(scale * 2, 2.0**20) if step % 2000 == 0 else scale
+        scale = scale / 2 if skipped else min(scale * 2, 2.0**17) if step % 500 == 0 else scale
         loss = (
             6.9 * math.exp(-3.1 * done)
             + 0.9
+            + abs(learning_rate - 12) / 20
             + generator.gauss(0, 0.12) * (1.2 - done)
             + (3.0 if generator.random() < 2e-4 else 0)
         )
@@ -203,7 +212,7 @@ def made_up_records(
             step=step,
             epoch=step / per_epoch,
             loss=loss,
-            lr=12.0 * min(1.0, 18 * done) * (1 - done) ** 2,
+            lr=learning_rate * min(1.0, 18 * done) * (1 - done) ** 2,
             loss_scale=scale if fp16 else 1.0,
             skipped=skipped,
             images_per_s=BATCH / sum(parts),
@@ -226,7 +235,7 @@ def made_up_records(
         )
         if step % every == 0 or step == steps:
             wall_s += 9.0
-            top1 = 0.765 * (1 - math.exp(-4.5 * done)) + generator.gauss(0, 0.004)
+            top1 = (0.765 - abs(learning_rate - 12) / 400) * (1 - math.exp(-4.5 * done)) + generator.gauss(0, 0.004)
             waits = [max(0.0, generator.gauss(0.024, 0.003)) * every for _ in range(ranks)]
             waits[min(5, ranks - 1)] *= 0.35
             yield EvaluationRecord(
@@ -294,7 +303,7 @@ def make_run(
     totals = RunTotals(global_batch=BATCH, target_top1=0.75)
     encoder = msgspec.json.Encoder()
     with (folder / files.METRICS).open("wb") as rows:
-        for record in made_up_records(steps, ranks, len(classes), seed, fp16, speed, evaluations):
+        for record in made_up_records(steps, ranks, len(classes), seed, fp16, speed, evaluations, learning_rate):
             totals.add(record, record.wall_s or 0.0)
             rows.write(encoder.encode(record) + b"\n")
     (folder / files.LOG).write_text(log_of(steps, totals.wall_s))
