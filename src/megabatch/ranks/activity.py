@@ -11,14 +11,44 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 from megabatch.text import print_line
 
 START_UP_TIMEOUT_S = 600.0  # until steps run: images are indexed, models compiled
 LONGER = 3.0  # than anything took so far is too long, even if the recipe is less patient
+START_UP = "start-up"  # the first activity
 FRAMES = 3  # of a stack, in a line
 BACKWARD = "backward"  # an activity of which the all-reduce knows more
+ALL_REDUCE = "all-reduce"  # what is left of it after backward
 INTERRUPT = signal.SIGURG  # which nobody minds who does not listen
+
+
+class HostTimes:
+    """The seconds of each activity since they were last taken, by the host's clock."""
+
+    def __init__(self) -> None:
+        self.what, self.since_s = START_UP, time.monotonic()
+        self.spent_s: dict[str, float] = {}
+
+    def begin(self, what: str) -> None:
+        now_s = time.monotonic()
+        self.spent_s[self.what] = self.spent_s.get(self.what, 0.0) + now_s - self.since_s
+        self.what, self.since_s = what, now_s
+
+    def take(self) -> dict[str, float]:
+        """Of the one that is under way, what there is of it."""
+        self.begin(self.what)
+        spent_s, self.spent_s = self.spent_s, {}
+        return spent_s
+
+
+class Times(Protocol):
+    """`HostTimes`, or what takes the time of a device."""
+
+    def begin(self, what: str) -> None: ...
+
+    def take(self) -> dict[str, float]: ...
 
 
 class Activity:
@@ -30,16 +60,18 @@ class Activity:
     def __init__(self, timeout_s: float, is_followed: bool = True) -> None:
         self.timeout_s, self.is_followed = timeout_s, is_followed
         self.thread = threading.get_ident()
-        self.what, self.waits, self.step = "start-up", False, 0  # waits: for other ranks; step: from 1
+        self.what, self.waits, self.step = START_UP, False, 0  # waits: for other ranks; step: from 1
         self.since_s = time.monotonic()
         self.longest_s: float | None = None  # of what it did since steps run
         self.error: BaseException | None = None
+        self.times: Times = HostTimes()
 
     def begin(self, what: str, waits: bool = False) -> None:
         now_s = time.monotonic()
         if self.longest_s is not None and now_s - self.since_s > self.longest_s:
             self.longest_s = now_s - self.since_s
         self.what, self.waits, self.since_s = what, waits, now_s
+        self.times.begin(what)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -81,6 +81,7 @@ def train_and_record(
         try:
             for record in records:
                 totals.add(record, wall_s=time.perf_counter() - started_s)
+                record = msgspec.structs.replace(record, wall_s=round(totals.wall_s, 6))
                 if recorder:
                     recorder.see(record)
                     if observe:
