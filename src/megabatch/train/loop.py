@@ -36,6 +36,7 @@ from megabatch.runs.time_breakdown import TimeBreakdown
 from megabatch.train.batch_norm import RunningStatistics
 from megabatch.train.device import device_mb, seed_dropout
 from megabatch.train.drift import Comparison, compare_ranks
+from megabatch.train.mistakes import MistakeCounter
 from megabatch.train.not_finite import check_gradients, check_loss, check_scale, check_test_loss
 from megabatch.train.step_metrics import Numbers, StepMetrics, StepTotals
 from megabatch.train.step_times import step_times, times_on
@@ -63,6 +64,7 @@ class Parts:
     learning_rate: Callable[[int], float]
     clip_norm: float
     evaluate: Callable[[], Evaluation]
+    mistakes: MistakeCounter  # of the newest evaluation
     comparison: Comparison
     stop_requested: Callable[[], bool]
     initial_weights: tuple[str, ...] = ()  # what to say of the weights that the run starts from, if it was given some

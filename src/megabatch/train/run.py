@@ -17,10 +17,10 @@ from megabatch.planning.batch import StepPlan
 from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.signals import StopRequest
 from megabatch.ranks.store import RUN_FOLDER, USER_ERROR, RankStore
-from megabatch.runs.files import CHECKPOINTS, MODEL, PLAN, SUMMARY, WEIGHTS
+from megabatch.runs.files import CHECKPOINTS, MISTAKES, MODEL, PLAN, SUMMARY, WEIGHTS
 from megabatch.runs.folder import RunFolder
 from megabatch.runs.numbering import RUNS, numbering_lock
-from megabatch.runs.records import Record, Status, StepRecord, Summary
+from megabatch.runs.records import EvaluationRecord, Record, Status, StepRecord, Summary
 from megabatch.runs.totals import RunTotals
 from megabatch.text import one_line, print_line
 from megabatch.train.card import with_results
@@ -213,6 +213,8 @@ class Recorder:
             self.checkpoints.reserve(self.training)
         self.folder.write(record)
         self.events.write(record)
+        if isinstance(record, EvaluationRecord):
+            self.write_mistakes(record.step)
         self.screen.show(record)
         # On an accelerator the next step may have been begun: then the weights are not those of the record any more.
         is_current = record.step == self.training.gradients.num_steps
@@ -261,6 +263,13 @@ class Recorder:
         if self.checkpoints.saved_step != self.totals.steps:
             return self.checkpoints.why_not_saved(self.totals.steps)
         return None
+
+    def write_mistakes(self, step: int) -> None:
+        """For whoever looks at the run; it ends for the sake of no picture."""
+        newest = self.training.mistakes.newest
+        if newest:
+            with suppress(OSError):
+                self.folder.describe(MISTAKES, msgspec.json.encode(msgspec.structs.replace(newest, step=step)).decode())
 
     def write_card(self) -> None:
         self.folder.describe(MODEL, with_results(self.training.card, self.totals).to_json())
