@@ -159,7 +159,8 @@ def begin(config: RunConfig, resume: str, training: Training, stack: ExitStack) 
 def begin_folder(config: RunConfig, training: Training, folder: RunFolder, totals: RunTotals) -> Checkpoints:
     """Writes what describes the run, and removes what comes after where it stands."""
     # Without its folder, so that the recipe can be run again, elsewhere.
-    folder.begin(config.with_run(dir=None).to_toml(), describe_environment(), totals.steps)
+    environment = describe_environment(training.world.num_ranks, training.gradients.topology.num_nodes)
+    folder.begin(config.with_run(dir=None).to_toml(), environment, totals.steps)
     if training.gradients.plans.tuning:
         folder.describe(PLAN, msgspec.json.encode(training.gradients.plans.tuning).decode())
     folder.describe(MODEL, with_results(training.card, totals).to_json())
@@ -205,7 +206,7 @@ class Recorder:
 
     def say(self, name: str, text: str) -> None:
         self.screen.say(name, text)
-        self.folder.log(f"{name}: {text}")
+        self.folder.log(f"{name} after step {self.totals.steps}: {text}")
 
     def see(self, record: Record) -> None:
         if not self.has_seen:
