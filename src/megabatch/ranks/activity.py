@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from megabatch.text import print_line
 
@@ -24,21 +24,33 @@ ALL_REDUCE = "all-reduce"  # what is left of it after backward
 INTERRUPT = signal.SIGURG  # which nobody minds who does not listen
 
 
+class Done(NamedTuple):
+    """An activity that was traced; by a clock of the host's seconds."""
+
+    what: str
+    step: int
+    began_s: float
+    ended_s: float
+
+
 class HostTimes:
     """The seconds of each activity since they were last taken, by the host's clock."""
 
     def __init__(self) -> None:
-        self.what, self.since_s = START_UP, time.monotonic()
+        self.what, self.step, self.since_s = START_UP, 0, time.perf_counter()
         self.spent_s: dict[str, float] = {}
+        self.traced: list[Done] | None = None  # while somebody wants to know of each
 
-    def begin(self, what: str) -> None:
-        now_s = time.monotonic()
+    def begin(self, what: str, step: int) -> None:
+        now_s = time.perf_counter()
         self.spent_s[self.what] = self.spent_s.get(self.what, 0.0) + now_s - self.since_s
-        self.what, self.since_s = what, now_s
+        if self.traced is not None:
+            self.traced.append(Done(self.what, self.step, self.since_s, now_s))
+        self.what, self.step, self.since_s = what, step, now_s
 
     def take(self) -> dict[str, float]:
         """Of the one that is under way, what there is of it."""
-        self.begin(self.what)
+        self.begin(self.what, self.step)
         spent_s, self.spent_s = self.spent_s, {}
         return spent_s
 
@@ -46,7 +58,9 @@ class HostTimes:
 class Times(Protocol):
     """`HostTimes`, or what takes the time of a device."""
 
-    def begin(self, what: str) -> None: ...
+    traced: list[Done] | None
+
+    def begin(self, what: str, step: int) -> None: ...
 
     def take(self) -> dict[str, float]: ...
 
@@ -71,7 +85,7 @@ class Activity:
         if self.longest_s is not None and now_s - self.since_s > self.longest_s:
             self.longest_s = now_s - self.since_s
         self.what, self.waits, self.since_s = what, waits, now_s
-        self.times.begin(what)
+        self.times.begin(what, self.step)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -110,7 +110,7 @@ def train(run: Training, first_step: int = 0, is_due: Callable[[int], bool] = ne
     Where an evaluation follows, or `is_due` of the steps taken says on some rank that somebody wants the weights, no
     rank begins a further step before the record.
     """
-    run.world.activity.times = times_on(run.world.device)
+    run.world.activity.times = times_on(run.world.device, run.gradients.device_clock)
     with run.images.stream(run.world.rank, first_step) as microbatches:
         yield from train_on(microbatches, run, first_step, is_due)
     run.world.activity.end_steps()

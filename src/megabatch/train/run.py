@@ -17,10 +17,11 @@ from megabatch.planning.batch import StepPlan
 from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.signals import StopRequest
 from megabatch.ranks.store import RUN_FOLDER, USER_ERROR, RankStore
-from megabatch.runs.files import CHECKPOINTS, MISTAKES, MODEL, PLAN, SUMMARY, WEIGHTS
+from megabatch.runs.files import CHECKPOINTS, MISTAKES, MODEL, PLAN, STEP_TRACE, SUMMARY, WEIGHTS
 from megabatch.runs.folder import RunFolder
 from megabatch.runs.numbering import RUNS, numbering_lock
 from megabatch.runs.records import EvaluationRecord, Record, Status, StepRecord, Summary
+from megabatch.runs.step_trace import StepTrace
 from megabatch.runs.totals import RunTotals
 from megabatch.text import one_line, print_line
 from megabatch.train.card import with_results
@@ -31,6 +32,7 @@ from megabatch.train.prepare import prepare
 from megabatch.train.resume import choose_start, is_numbered, newest_of, read_start, report
 from megabatch.train.saves import Checkpoints, require_own
 from megabatch.train.screen import Screen
+from megabatch.train.step_trace import traced
 from megabatch.train.tensorboard import EventFile
 from megabatch.train.timeline import recorded
 from megabatch.train.training_state import restore_training_state
@@ -77,6 +79,8 @@ def train_and_record(
         if config.comm.timeline:
             folder = recorder.folder.path if recorder else None
             records = stack.enter_context(recorded(records, totals.steps, training, folder))
+        if recorder:
+            records = traced(records, totals.steps, training, recorder.write_trace)
         started_s = time.perf_counter() - totals.wall_s
         try:
             for record in records:
@@ -264,6 +268,10 @@ class Recorder:
         if self.checkpoints.saved_step != self.totals.steps:
             return self.checkpoints.why_not_saved(self.totals.steps)
         return None
+
+    def write_trace(self, trace: StepTrace) -> None:
+        with suppress(OSError):
+            self.folder.describe(STEP_TRACE, msgspec.json.encode(trace).decode())
 
     def write_mistakes(self, step: int) -> None:
         """For whoever looks at the run; it ends for the sake of no picture."""

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 
 import torch
 
-from megabatch.ranks.activity import ALL_REDUCE, BACKWARD, START_UP, HostTimes, Times
+from megabatch.comm.stream_times import DeviceClock
+from megabatch.ranks.activity import ALL_REDUCE, BACKWARD, START_UP, Done, HostTimes, Times
 from megabatch.runs.records import StepTimes
 
 PARTS = ("data", "forward", BACKWARD, "update", "evaluation", "checkpoint")  # activities that are parts by that name
@@ -31,25 +32,28 @@ def step_times(spent_s: Mapping[str, float], comm_s: float = 0.0) -> StepTimes:
 class DeviceTimes:
     """The seconds of each activity on an accelerator, as far as it has come to them; `take` waits for nothing."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.begun: deque[tuple[str, torch.Event]] = deque()  # the first is under way, as far as the device has come
+    def __init__(self, device: torch.device, clock: DeviceClock | None) -> None:
+        self.device, self.clock = device, clock
+        self.begun: deque[tuple[str, int, torch.Event]] = deque()  # the device is at the first
         self.spare: list[torch.Event] = []
-        self.begin(START_UP)
+        self.traced: list[Done] | None = None
+        self.begin(START_UP, 0)
 
-    def begin(self, what: str) -> None:
+    def begin(self, what: str, step: int) -> None:
         event = self.spare.pop() if self.spare else torch.Event(self.device, enable_timing=True)
         event.record(torch.accelerator.current_stream(self.device))
-        self.begun.append((what, event))
+        self.begun.append((what, step, event))
 
     def take(self) -> dict[str, float]:
         spent_s: dict[str, float] = {}
-        while len(self.begun) > 1 and self.begun[1][1].query():
-            what, began = self.begun.popleft()
-            spent_s[what] = spent_s.get(what, 0.0) + began.elapsed_time(self.begun[0][1]) / 1e3
+        while len(self.begun) > 1 and self.begun[1][2].query():
+            (what, step, began), (_, _, ended) = self.begun.popleft(), self.begun[0]
+            spent_s[what] = spent_s.get(what, 0.0) + began.elapsed_time(ended) / 1e3
+            if self.traced is not None and self.clock:
+                self.traced.append(Done(what, step, self.clock.seconds_at(began), self.clock.seconds_at(ended)))
             self.spare.append(began)
         return spent_s
 
 
-def times_on(device: torch.device) -> Times:
-    return HostTimes() if device.type == "cpu" else DeviceTimes(device)
+def times_on(device: torch.device, clock: DeviceClock | None) -> Times:
+    return HostTimes() if device.type == "cpu" else DeviceTimes(device, clock)
