@@ -19,7 +19,8 @@ from megabatch.ranks.world import World
 from megabatch.runs.mistakes import MOST_CLASSES, MOST_CONFUSIONS, Confusion, Example, Mistakes
 
 PICTURE_SIZE = 96  # pixels of the longer side, at most
-QUALITY = 80  # of pictures in colour, which are JPEGs
+LARGEST_PNG = 48  # pixels of the longer side; of what is larger, a JPEG takes a fifth of the bytes
+QUALITY = 80
 NO_SAMPLE = -1.0
 FIELDS = 4  # of a candidate: confidence, sample, label, predicted
 
@@ -88,10 +89,10 @@ class MistakeCounter:
 
 
 def picture_of(image: torch.Tensor) -> str:
-    """A small JPEG of an image in colour, a small PNG of another; in base64."""
-    in_colour = len(image) >= 3
-    pixels = image[:3].permute(1, 2, 0) if in_colour else image[0]
+    """Small, in base64: a PNG, of a photo a JPEG."""
+    pixels = image[:3].permute(1, 2, 0) if len(image) >= 3 else image[0]
     picture, file = Image.fromarray(pixels.contiguous().numpy()), io.BytesIO()
+    is_photo = picture.mode == "RGB" and max(picture.size) > LARGEST_PNG
     picture.thumbnail((PICTURE_SIZE, PICTURE_SIZE))
-    picture.save(file, "JPEG" if in_colour else "PNG", quality=QUALITY)
+    picture.save(file, "JPEG" if is_photo else "PNG", quality=QUALITY)
     return base64.b64encode(file.getvalue()).decode()
