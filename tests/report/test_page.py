@@ -19,7 +19,7 @@ from megabatch.report.view import read_run
 from megabatch.report.write import write_report
 from megabatch.runs import files
 from megabatch.runs.mistakes import Mistakes
-from megabatch.runs.records import Record, StepRecord
+from megabatch.runs.records import Record
 from tests.support.made_up_run import as_of_an_older_version, made_up_records, make_run, png
 
 HOSTILE = "<script>alert(1)</script>"
@@ -73,8 +73,7 @@ def test_a_whole_run_has_every_section_and_the_same_bytes_again(tmp_path: Path) 
     for text in ("exposed communication", "torus", "Ankle boot", "begins at step 114", "lars", "NVIDIA A100"):
         assert text in elements.text
     assert elements.names.count("img") == 24
-    charts = elements.names.count("svg") - elements.names.count("rect") * 0
-    assert charts > 12 and elements.names.count("details") >= 10
+    assert elements.names.count("details") >= 10
 
 
 def test_only_its_own_style_and_script_may_run(tmp_path: Path) -> None:
@@ -89,7 +88,7 @@ def test_only_its_own_style_and_script_may_run(tmp_path: Path) -> None:
 
 
 def test_whatever_a_run_says_is_text(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / f"run{HOSTILE.replace('/', '')}", steps=40, classes=[HOSTILE] + list("bcdefghij"))
+    folder = make_run(tmp_path / f"run{HOSTILE.replace('/', '')}", steps=40, classes=[HOSTILE, *"bcdefghij"])
     usual = read(page_of([read_run(make_run(tmp_path / "usual", steps=40))]))
     config = (folder / files.CONFIG).read_text()
     (folder / files.CONFIG).write_text(config.replace("/data/imagenet", HOSTILE).replace("resnet50", HOSTILE))
@@ -176,15 +175,11 @@ def test_an_older_run_says_so(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_no_number_is_a_gap_and_a_finding(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", steps=60, status="diverged")
-    records = list(made_up_records(60))
-    lost = [replace(r, loss=math.nan) if isinstance(r, StepRecord) and r.step > 40 else r for r in records]
-    rewrite(folder, lost)
-    # JSON has no NaN: the row is written with null, which no row of ours has.
-    rows = (folder / files.METRICS).read_bytes().replace(b'"loss":null', b'"loss":1e400')
-    (folder / files.METRICS).write_bytes(rows)
-    text = read(page_of([read_run(folder)])).text
-    assert "The loss was not a number" in text and "first time in step 41" in text
+    view = read_run(make_run(tmp_path / "run", steps=60, status="diverged"))
+    for place in range(40, 60):  # no row has such a loss today: the run ends before it is written
+        view.steps.of["loss"][place] = math.nan
+    text = read(page_of([view])).text
+    assert "The loss was not a number" in text and "first time in step 41" in text and "Gaps" in text
 
 
 def test_pictures_are_pngs_and_no_more_than_there_is_room_for(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ DATA = ("read", "decode", "augment", "copy", "data")
 COMPUTE = ("forward", "backward", "compute", "update")
 STAGES = ("read", "decode", "augment", "copy")
 NUM_BINS = 100
+ROUNDING = 1e-12  # of a wall time
 
 Seconds = dict[str, float]  # by the key of a part
 
@@ -72,7 +73,8 @@ class TimeColumns:
         factor = duration_s / told_s if told_s > duration_s else 1.0
         for key, column in self.parts.items():
             column.append(factor * parts.get(key, 0.0))
-        self.parts["other"][-1] += max(0.0, duration_s - told_s)
+        if duration_s - told_s > ROUNDING * end_s:
+            self.parts["other"][-1] += duration_s - told_s
         self.end_s.append(end_s)
 
     def end(self, wall_s: float) -> None:
@@ -129,7 +131,7 @@ def bins_of(times: TimeColumns, num_bins: int = NUM_BINS) -> Bins:
     """A row that lies in several stretches is shared out among them."""
     wall_s = times.wall_s
     num_bins = max(1, min(num_bins, len(times.end_s)))
-    edges = [wall_s * place / num_bins for place in range(num_bins + 1)]
+    edges = [*(wall_s * place / num_bins for place in range(num_bins)), wall_s]
     binned = {}
     for key, column in times.parts.items():
         if any(column):
