@@ -8,6 +8,7 @@ import base64
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+PATIENCE_S = 5.0
 FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -123,7 +125,7 @@ def browser() -> Iterator[Page]:
     assert CHROMIUM
     read_end, to_browser = os.pipe()
     from_browser, write_end = os.pipe()
-    with tempfile.TemporaryDirectory() as profile:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         # Chromium reads from descriptor 3 and writes to 4.
         command = ["bash", "-c", f'exec "$0" "$@" 3<&{read_end} 4>&{write_end}', CHROMIUM, *FLAGS]
         process = subprocess.Popen(
@@ -131,16 +133,20 @@ def browser() -> Iterator[Page]:
             pass_fds=(read_end, write_end),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
         os.close(read_end)
         os.close(write_end)
         try:
             yield Page(to_browser, from_browser)
         finally:
-            os.close(to_browser)
+            os.close(to_browser)  # upon which it ends by itself, and its children with it
             os.close(from_browser)
-            process.kill()
-            process.wait()
+            try:
+                process.wait(PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 if __name__ == "__main__":

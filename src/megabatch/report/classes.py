@@ -5,7 +5,7 @@ import binascii
 from collections.abc import Sequence
 
 from megabatch.report import figures, svg
-from megabatch.report.figure import Key, figure, table
+from megabatch.report.figure import figure, table
 from megabatch.report.html import Markup, tag
 from megabatch.report.scales import Scale
 from megabatch.report.svg import Frame
@@ -124,9 +124,8 @@ def confusion_chart(view: RunView) -> Markup | None:
         return figure(
             "confusion",
             "Confusion matrix",
-            "Rows: what an image shows. Columns: what it was taken for, in the same order.",
+            "Rows: what an image shows; columns, in the same order: what it was taken for. The diagonal is right.",
             matrix(view, mistakes, pairs),
-            keys=[Key("heat-right", "right", form="box"), Key("heat-wrong", "wrong: the darker, the more", form="box")],
             numbers=numbers,
         )
     shown = pair_table(view, mistakes, pairs[:FIRST_CONFUSIONS])

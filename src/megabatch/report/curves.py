@@ -44,13 +44,10 @@ WALL_TIME = Along("end_s", "time", figures.seconds)
 
 
 def x_scale(x: Along, series: Sequence[Series]) -> Scale:
-    ends = [(min(known), max(known)) for known in (finite((s.faint or s.curve).x) for s in series) if known] or [
-        (0.0, 1.0)
-    ]
-    low, high = min(end[0] for end in ends), max(end[1] for end in ends)
-    if x is WALL_TIME:
-        return along_time(high)
-    return along(0.0 if low <= 1 or low < 0.05 * high else low, high, x.label)
+    """From 0 on, so that neighbouring charts have the same x at the same place."""
+    ends = [max(known) for known in (finite((one.faint or one.curve).x) for one in series) if known]
+    high = max(ends, default=1.0)
+    return along_time(high) if x is WALL_TIME else along(0.0, high, x.label)
 
 
 def line_chart(

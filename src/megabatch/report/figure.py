@@ -6,6 +6,7 @@ from typing import NamedTuple
 from megabatch.report.html import Child, Markup, join, tag
 
 MOST_ROWS = 256
+LONG = 24  # rows, from which on a table scrolls
 
 
 class Key(NamedTuple):
@@ -59,7 +60,7 @@ def table(
     return tag(
         "div",
         tag("table", tag("thead", names) if any(head) else None, tag("tbody", *body)),
-        class_="scroll",
+        class_="scroll long" if len(rows) > LONG else "scroll",
         tabindex="0",
         role="region",
         aria_label="Table",

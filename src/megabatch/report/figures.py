@@ -57,7 +57,7 @@ def seconds(value: float | None) -> str:
             large, small = divmod(whole, int(unit_s / smaller_s))
             return f"{large:,} {unit} {small:02d} {smaller}"
     if value >= 1:
-        return f"{value:.3g} s"
+        return f"{value:.2f} s" if value < 9.995 else f"{value:.1f} s"
     return milliseconds(value)
 
 
@@ -66,9 +66,13 @@ def milliseconds(value: float | None) -> str:
         return NOTHING
     if value == 0:
         return "0 ms"
-    if abs(value) < 1e-3:
-        return f"{number(1e6 * value, 3)} us"
-    return f"{number(1e3 * value, 3)} ms"
+    return f"{digits(1e6 * value)} us" if abs(value) < 1e-3 else f"{digits(1e3 * value)} ms"
+
+
+def digits(value: float) -> str:
+    """Three of them, zeros too, so that a column of times can be compared."""
+    places = min(2, max(0, 2 - math.floor(math.log10(abs(value))))) if value else 0
+    return f"{value:,.{places}f}"
 
 
 def megabytes(value: float | None) -> str:

@@ -157,44 +157,31 @@ def verdict_section(view: RunView, findings: Sequence[Finding]) -> Markup | None
 def tiles(view: RunView) -> Markup:
     """The figures that people ask for first."""
     last, summary = view.last_evaluation, view.summary
-    best = max(view.evaluations.of["top1"], default=None)
-    rows = [
-        (
-            "top-1",
-            figures.accuracy(last.top1) if last else None,
-            f"best {figures.accuracy(best)}" if best is not None and last and best > last.top1 else "",
-        ),
-        ("wall time", figures.seconds(view.wall_s) if view.wall_s else None, ""),
-        (
-            "images/s",
-            figures.count(summary.images_per_s) if summary and summary.images_per_s else None,
-            "while training",
-        ),
-        (
-            "steps",
-            figures.count(view.num_steps),
-            f"{figures.number(view.last_step.epoch)} epochs" if view.last_step else "",
-        ),
-        (
-            "to the target",
-            figures.seconds(summary.time_to_target_s) if summary and summary.time_to_target_s else None,
-            target_text(view),
-        ),
-    ]
+    best = max(view.evaluations.of["top1"], default=0.0)
+    rate = summary.images_per_s if summary else None
+    epochs = f"{figures.number(view.last_step.epoch, 3)} epochs" if view.last_step else ""
+    rows: list[tuple[str, str, str]] = []
+    if last:
+        rows.append(
+            ("top-1", figures.accuracy(last.top1), f"best {figures.accuracy(best)}" if best > last.top1 else "")
+        )
+    if view.wall_s:
+        rows.append(("wall time", figures.seconds(view.wall_s), "of training and tests"))
+    if rate:
+        rows.append(("images/s", figures.count(rate), "while training"))
+    rows.append(("steps", figures.count(view.num_steps), epochs))
+    target = view.setting("train.target_top1")
+    if isinstance(target, float) and summary:
+        reached = figures.seconds(summary.time_to_target_s) if summary.time_to_target_s is not None else "not reached"
+        rows.append(("to the target", reached, f"top-1 of {figures.percent(target, 1)}"))
     return tag(
         "dl",
         *(
             tag("div", tag("dt", name), tag("dd", value), tag("dd", more, class_="more") if more else None)
             for name, value, more in rows
-            if value
         ),
         class_="tiles",
     )
-
-
-def target_text(view: RunView) -> str:
-    target = view.setting("train.target_top1")
-    return f"top-1 of {figures.percent(target, 1)}" if isinstance(target, float) else ""
 
 
 def time_section(view: RunView, events: Sequence[Event]) -> Markup | None:

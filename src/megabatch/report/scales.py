@@ -94,7 +94,13 @@ def short_time(value_s: float, step_s: float) -> str:
     if value_s == 0:
         return "0"
     if step_s < 1:
-        return figures.milliseconds(value_s)
+        return (
+            f"{figures.number(value_s)} s"
+            if value_s >= 1
+            else f"{figures.number(1e3 * value_s)} ms"
+            if value_s >= 1e-3
+            else f"{figures.number(1e6 * value_s)} us"
+        )
     if step_s < 60:
         return f"{value_s:,.0f} s"
     if step_s < 3600:

@@ -19,6 +19,8 @@ UNCOMPARED = ("about", "name")
 def shown(value: Any) -> str:
     if isinstance(value, str):
         return one_line(value, LONGEST_VALUE)
+    if isinstance(value, float):
+        return f"{value:.10g}"
     return one_line(str(value).lower() if isinstance(value, bool) else str(value), LONGEST_VALUE)
 
 

@@ -14,6 +14,7 @@ from megabatch.report.view import RunView
 
 BAR_PX = 44
 FEWEST_BINS = 20
+STEPS_OF_BIN = 4
 NAMED_SHARE = 0.09  # of the bar, from which on there is room for a part's figure
 PERCENT = Scale(0.0, 1.0, [(tick / 4, f"{25 * tick} %") for tick in range(5)])
 OLDER = (
@@ -85,9 +86,11 @@ def mean_chart(view: RunView) -> Markup | None:
 
 
 def num_bins(view: RunView) -> int:
-    """With many evaluations a stretch for each, so that what is drawn is no comb of them."""
+    """With many evaluations a stretch for each, so that what is drawn is no comb of them; else of a few steps each."""
     num_evaluations = len(view.evaluations)
-    return min(NUM_BINS, num_evaluations) if num_evaluations >= FEWEST_BINS else NUM_BINS
+    if num_evaluations >= FEWEST_BINS:
+        return min(NUM_BINS, num_evaluations)
+    return min(NUM_BINS, max(FEWEST_BINS, len(view.steps) // STEPS_OF_BIN))
 
 
 def over_time_chart(view: RunView, events: Sequence[Event]) -> Markup | None:

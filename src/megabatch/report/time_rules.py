@@ -10,6 +10,7 @@ from megabatch.report.view import RunView
 from megabatch.text import one_line
 
 LONGEST_SOURCE = 60
+UNEXPLAINED = 3.0  # times what was predicted
 MOSTLY = 0.5  # of the exposed communication
 IN_MEMORY = ("fashion-mnist", "synthetic")  # sources that are not packed: their images are arrays
 
@@ -59,6 +60,11 @@ def comm_advice(facts: Facts) -> str:
     if tuning and view.num_steps:
         took, predicted = figures.milliseconds(exposed_s / view.num_steps), figures.milliseconds(tuning.exposed_s)
         advice.append(f"It was {took} a step, where {tuning.algorithms} was predicted to expose {predicted}.")
+        if exposed_s / view.num_steps > UNEXPLAINED * tuning.exposed_s:
+            advice.append(
+                "So ranks waited for each other, and hardly for the network: their steps are not equally long. See "
+                "what else their hosts do, and whether threads of ranks share cores."
+            )
     if tuning and tuning.topology.num_nodes > 1 and view.setting("comm.dtype") == "fp32":
         advice.append("comm.dtype=bf16 halves the bytes between hosts.")
     if view.setting("comm.algorithm") not in (None, "auto"):
