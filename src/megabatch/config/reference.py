@@ -38,8 +38,8 @@ HEADER = """\
 # Settings
 
 Written by `megabatch settings --markdown > docs/settings.md`; a test asks that it is current. `megabatch settings
-optim` prints a part of it on the terminal, and `megabatch show RECIPE --toml` the values of a recipe. [Recipes](recipes.md)
-says how they are given: in a TOML file, and on the command line as `section.key=value`.
+optim` prints a part of it on the terminal, and `megabatch show RECIPE --toml` the values of a recipe.
+[Recipes](recipes.md) says how they are given: in a TOML file, and on the command line as `section.key=value`.
 
 `[` and `]` are bounds that belong to a range, `(` and `)` bounds that do not.
 """
