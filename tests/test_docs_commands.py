@@ -71,7 +71,7 @@ STANDS_FOR = {
     "runs/fashion-001": "runs/photos-001",
     "runs/fashion-002": "runs/photos-002",
     "step-00000390": "last",
-    "8..2048": "8..16",
+    "8..2048": "8",
 }
 # Options of torchrun that a page leaves to its reader.
 TORCHRUN = {
@@ -82,7 +82,13 @@ TORCHRUN = {
 # Python in pages that another test runs.
 PYTHON_ELSEWHERE = {"docs/attach.md": "tests/distributed/test_attach_scripts.py"}
 
-FOUND = list({(command.before, command.words): command for page in pages() for command in commands(page)}.values())
+
+def with_names(words: tuple[str, ...]) -> list[str]:
+    return [STANDS_FOR.get(word, word) for word in words]
+
+
+ALL = [command for page in pages() for command in commands(page)]
+FOUND = list({(command.before, *with_names(command.words)): command for command in reversed(ALL)}.values())
 
 
 @pytest.fixture(scope="module")
@@ -119,10 +125,6 @@ def parse(words: list[str]) -> tuple[str, dict[str, Any]]:
         path.append(name)
         context = group.make_context(name, rest, parent=context)
     return path[0], context.params
-
-
-def with_names(words: tuple[str, ...]) -> list[str]:
-    return [STANDS_FOR.get(word, word) for word in words]
 
 
 def check_torchrun(before: str) -> None:
