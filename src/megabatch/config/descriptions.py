@@ -108,6 +108,10 @@ MEANINGS = {
     "train.evaluate_every": (
         "epochs between evaluations; one follows the last step in any case, and with 0 that is the only one"
     ),
+    "train.examples": (
+        "pictures of the test images that the newest evaluation was most confidently wrong about, kept in the run "
+        "(`mistakes.json`) for its [report](report.md); 0 keeps none"
+    ),
     "checkpoint.every_steps": "steps between checkpoints",
     "checkpoint.every_minutes": (
         "minutes between checkpoints; with neither, so often that writing takes 1 % of the time"

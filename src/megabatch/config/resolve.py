@@ -20,7 +20,7 @@ from megabatch.planning.batch import StepPlan, plan_steps
 # What does not change what is computed: sections, and settings.
 IRRELEVANT = (
     *("name", "about", "provenance", "run", "checkpoint"),
-    *("data.image_timeout_s", "comm.timeout_s", "comm.timeline", "model.compile"),
+    *("data.image_timeout_s", "comm.timeout_s", "comm.timeline", "model.compile", "train.examples"),
 )
 # What "auto" was in recipes before there was one.  Where it comes to something else, the images' fingerprint differs.
 BEFORE_AUTO = {"data.center_crop": CENTER_CROP, "data.validation": AUTO_HELD_OUT}
