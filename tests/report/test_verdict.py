@@ -60,7 +60,7 @@ def test_what_took_the_time_comes_first_with_its_share_and_a_remedy(
     part = sum(seconds for key, seconds in view.times.totals().items() if key == stage or key in times)
     if times:
         assert findings[0].share == pytest.approx(part / total, rel=0.02)
-    assert headline(view, findings).startswith(title)
+    assert headline(view, findings).startswith(title)  # each takes a third of the time
 
 
 def test_frequent_evaluations_are_told_how_rare_they_should_be(tmp_path: Path) -> None:

@@ -22,15 +22,15 @@ from megabatch.report.pipeline_chart import pipeline_chart
 from megabatch.report.plan_table import bucket_table, plan_facts
 from megabatch.report.rank_charts import rank_charts
 from megabatch.report.settings import environment_block, recipe_block
-from megabatch.report.time_charts import mean_chart, over_time_chart
+from megabatch.report.time_charts import mean_table, over_time_chart, summary_bar
 from megabatch.report.timeline import event_chart
 from megabatch.report.verdict import findings_of, headline
 from megabatch.report.view import RunView
 
 TITLES = {  # of sections, in their order
     "verdict": "Verdict",
-    "time": "Where the time goes",
     "learning": "Learning",
+    "time": "Where the time goes",
     "communication": "Communication",
     "ranks": "Stragglers",
     "events": "Resumptions and faults",
@@ -75,8 +75,8 @@ def one_run(view: RunView) -> str:
     findings, events = findings_of(view), events_of(view)
     sections = {
         "verdict": verdict_section(view, findings),
-        "time": time_section(view, events),
         "learning": learning_section(view, events),
+        "time": time_section(view, events),
         "communication": communication_section(view),
         "ranks": section("ranks", TITLES["ranks"], rank_charts(view)),
         "events": section("events", TITLES["events"], event_chart(view, events)),
@@ -148,6 +148,7 @@ def verdict_section(view: RunView, findings: Sequence[Finding]) -> Markup | None
         "section",
         tag("h2", headline(view, findings), id="verdict-heading", class_="headline"),
         tiles(view),
+        summary_bar(view),
         tag("ul", *cards, class_="findings") if cards else None,
         id="verdict",
         aria_labelledby="verdict-heading",
@@ -185,7 +186,7 @@ def tiles(view: RunView) -> Markup:
 
 
 def time_section(view: RunView, events: Sequence[Event]) -> Markup | None:
-    return section("time", TITLES["time"], mean_chart(view), over_time_chart(view, marked(list(events))))
+    return section("time", TITLES["time"], over_time_chart(view, marked(list(events))), mean_table(view))
 
 
 def learning_section(view: RunView, events: Sequence[Event]) -> Markup | None:

@@ -42,7 +42,7 @@ PARTS = (
 DATA = ("read", "decode", "augment", "copy", "data")
 COMPUTE = ("forward", "backward", "compute", "update")
 STAGES = ("read", "decode", "augment", "copy")
-NUM_BINS = 100
+NUM_BINS = 60
 ROUNDING = 1e-12  # of a wall time
 
 Seconds = dict[str, float]  # by the key of a part

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 MOST_POINTS = 1_000
-MEANS = 160  # of the line through a noisy curve
+MOST_MEANS, FEWEST_MEANS, STEPS_OF_MEAN = 160, 20, 8  # of the line through a noisy curve
 
 
 class Curve(NamedTuple):
@@ -49,9 +49,11 @@ def at(curve: Curve, places: Sequence[int]) -> Curve:
     return Curve([curve.x[place] for place in places], [curve.y[place] for place in places])
 
 
-def means(curve: Curve, num_spans: int = MEANS) -> Curve:
+def means(curve: Curve, num_spans: int | None = None) -> Curve:
     """The mean of each span, at its middle; a span without a number is a gap."""
     length = len(curve.y)
+    if num_spans is None:
+        num_spans = min(MOST_MEANS, max(FEWEST_MEANS, length // STEPS_OF_MEAN))
     num_spans = min(num_spans, length)
     x, y = [], []
     for span in range(num_spans):

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from megabatch.report import figures, svg
 from megabatch.report.curves import WALL_TIME, event_marks, rounded
 from megabatch.report.events import Event
-from megabatch.report.figure import Key, figure, swatch, table
+from megabatch.report.figure import Key, figure, legend, swatch, table
 from megabatch.report.html import Markup, join, tag
 from megabatch.report.scales import Scale, along_time
 from megabatch.report.shares import NUM_BINS, PARTS, Part, bins_of, shares_of
@@ -14,6 +14,7 @@ from megabatch.report.view import RunView
 
 BAR_PX = 44
 FEWEST_BINS = 20
+SHOWN_SHARE = 0.005  # of less, the legend says nothing
 STEPS_OF_BIN = 4
 NAMED_SHARE = 0.09  # of the bar, from which on there is room for a part's figure
 PERCENT = Scale(0.0, 1.0, [(tick / 4, f"{25 * tick} %") for tick in range(5)])
@@ -69,20 +70,27 @@ def share_table(seconds: Mapping[str, float], num_steps: int) -> Markup:
     return table(("rank 0", "share", "time", "a step", ""), rows, left=(0, 4), hint=4)
 
 
-def mean_chart(view: RunView) -> Markup | None:
+def summary_bar(view: RunView) -> Markup | None:
+    """The bar, with its legend."""
     seconds = view.times.totals()
     if not present(seconds):
         return None
-    return figure(
-        "time-mean",
-        "On average",
-        f"All of the wall time of rank 0, {figures.seconds(view.wall_s)}.",
-        join(
-            (mean_bar("time-bar", "Where the time goes", seconds, view.num_steps), share_table(seconds, view.num_steps))
-        ),
-        note="" if view.times.has_times else OLDER,
-        wide=True,
-    )
+    shares = shares_of(seconds)
+    keys = [
+        Key(f"part-{part.key}", part.name, figures.percent(shares[part.key]), form="box")
+        for part in present(seconds)
+        if shares[part.key] >= SHOWN_SHARE
+    ]
+    bar = mean_bar("time-bar", "Where the time goes", seconds, view.num_steps)
+    return tag("figure", bar, legend(keys), class_="summary", id="time-mean")
+
+
+def mean_table(view: RunView) -> Markup | None:
+    seconds = view.times.totals()
+    if not present(seconds):
+        return None
+    note = None if view.times.has_times else tag("p", OLDER, class_="note")
+    return tag("div", tag("h3", "On average"), share_table(seconds, view.num_steps), note, class_="block")
 
 
 def num_bins(view: RunView) -> int:

@@ -6,12 +6,14 @@ its time, the most first; where nothing of that is worth a change, compute is wh
 
 from collections.abc import Sequence
 
+from megabatch.report import figures
 from megabatch.report.ending_rules import ENDING_RULES
 from megabatch.report.findings import LIMITS, Facts, Finding
-from megabatch.report.shares import shares_of
+from megabatch.report.shares import COMPUTE, shares_of
 from megabatch.report.time_rules import TIME_RULES, computes
 from megabatch.report.view import RunView
 
+MUCH = 0.25  # of the wall time, from which on it comes before compute
 BEGINNINGS = {
     "diverged": "This run diverged. ",
     "failed": "This run failed. ",
@@ -34,11 +36,16 @@ def headline(view: RunView, findings: Sequence[Finding]) -> str:
     if not view.num_steps:
         return "This run has not taken a step."
     begin = BEGINNINGS.get(view.status, "")
-    limit = next((found for found in findings if found.kind == "limit" and found.share >= LIMITS), None)
-    compute = next((found for found in findings if found.kind == "good"), None)
     verb = "limits" if view.status == "running" else "limited"
-    if limit:
-        return f"{begin}{limit.title} {verb} this run: {limit.figure}."
-    if compute:
-        return f"{begin}Compute {verb} this run, as it should: {compute.figure}."
+    computed = Facts(view, shares_of(view.times.totals())).share(*COMPUTE)
+    limit = max((found for found in findings if found.kind == "limit"), key=lambda found: found.share, default=None)
+    if limit and limit.share >= LIMITS:
+        if limit.share >= MUCH or limit.share > computed:
+            return f"{begin}{limit.title} {verb} this run: {limit.figure}."
+        what = limit.title[0].lower() + limit.title[1:]
+        return (
+            f"{begin}{figures.percent(computed)} of the time was compute; {what} took {figures.percent(limit.share)}."
+        )
+    if computed:
+        return f"{begin}Compute {verb} this run, as it should: {figures.percent(computed)} of the time."
     return begin.strip() or "Nothing by itself limited this run."
