@@ -66,7 +66,10 @@ class Comparison(Struct, frozen=True, kw_only=True):
 
 def compare(paths: Sequence[Path], target: float | None = None) -> Comparison:
     """One line where one of them is no run, or is damaged.  A run that is given twice is there once."""
-    paths = list({os.path.realpath(path): path for path in reversed(paths)}.values())[::-1]
+    given: dict[str, Path] = {}
+    for path in paths:
+        given.setdefault(os.path.realpath(path), path)
+    paths = list(given.values())
     if not paths:
         raise UserError("no run is given; for example runs/fashion-001 runs/fashion-002, or runs/*")
     settings = [read_settings(path) for path in paths]
