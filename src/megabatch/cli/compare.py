@@ -19,7 +19,7 @@ def compare(
         typer.Option(min=0, max=1, help="Time to this top-1, instead of train.target_top1.", show_default=False),
     ] = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="A row for each run, with the settings that differ.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything; docs/compare.md says what.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
 ) -> None:
     """Show runs side by side: settings that differ, results, and accuracy over seeds with 95 % intervals."""
     from megabatch.runs.comparison import compare as compare_runs
