@@ -79,22 +79,8 @@ def installed(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
     """The commands of an environment that has megabatch from the wheel, and the rest from here."""
     folder = tmp_path_factory.mktemp("venv")
     venv.create(folder)
-    run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "--python",
-            folder,
-            "install",
-            "--quiet",
-            "--no-compile",
-            "--no-deps",
-            "--no-index",
-            built[0],
-        ],
-        folder,
-    )
+    install = [sys.executable, "-m", "pip", "--python", folder, "install", "--quiet", "--no-compile"]
+    run([*install, "--no-deps", "--no-index", built[0]], folder)
     (packages,) = folder.glob("lib/python*/site-packages")
     # Behind its own packages.  Of a folder that stands there, .pth files are not read: not that of the checkout either.
     (packages / "rest.pth").write_text(sysconfig.get_path("purelib"))

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,8 @@ from typer.testing import CliRunner
 
 from megabatch.cli import app
 from megabatch.cli.compare_screen import GAP, LONGEST_NAME, Field, lines_by_row, short_names
-from megabatch.runs.comparison import Comparison, compare
+from megabatch.runs.comparison import Comparison, SeedGroup, compare
+from megabatch.runs.outcome import Outcome
 from tests.support.recorded_runs import record_run
 
 HOSTILE = "a[red]b[/] \x1b[31m\x1b]0;title\x07\x9b2J\r\x7f\u202e\n\u2028,\"'="
@@ -55,7 +57,7 @@ def test_two_runs_stand_side_by_side_with_the_change_to_the_first() -> None:
         ["top-1", "0.9000", "0.9123"],
         ["vs", "first", "+0.0123"],
         ["s", "to", "0.9", "3.0", "6.0"],
-        ["straggler", "rank", "1", "rank", "1"],
+        ["straggler", "rank", "1", "4%", "rank", "1", "6%"],
     ):
         assert line in lines, line
     assert not any("seeds" in line for line in lines)  # one of each: nothing to say of their means
@@ -185,3 +187,12 @@ def test_runs_are_compared_without_torch_and_one_alone_without_numpy() -> None:
         )
         result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
         assert result.returncode == 0 and "fashion-000-0" in result.stdout, result.stderr
+
+
+def test_the_page_lists_every_field_of_the_json() -> None:
+    text = (Path(__file__).parents[2] / "docs/compare.md").read_text()
+    _, *tables = text.split("| field | what it is |")
+    for table, kind in zip(tables, (Comparison, Outcome, SeedGroup), strict=True):
+        rows = re.findall(r"^\| (`.*?) \|", table, flags=re.MULTILINE)
+        listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+        assert sorted(listed) == sorted(kind.__struct_fields__)

@@ -43,7 +43,7 @@ def records_of(top1s: Sequence[float], has_wall: bool = True) -> list[Record]:
         for step in (2 * number + 1, 2 * number + 2):
             wall_s = float(step + number) if has_wall else None
             changes = {"images_per_s": 100.0 * step, "data_wait_s": 0.1, "comm_wait_s": 0.2, "wall_s": wall_s}
-            late = {"straggler": 1, "straggler_delay_s": 0.05}
+            late = {"straggler": 1, "straggler_delay_s": 0.04}
             records.append(msgspec.structs.replace(step_record(step, step / 2, 1.0), **changes, **late))
         records.append(
             EvaluationRecord(

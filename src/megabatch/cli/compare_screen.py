@@ -13,6 +13,7 @@ from rich.text import Text
 from megabatch.intervals import Spread
 from megabatch.runs.comparison import Comparison, Difference, GapToFirst, SeedGroup
 from megabatch.runs.outcome import Outcome
+from megabatch.runs.records import Straggler
 from megabatch.runs.settings import Value
 from megabatch.terminal import BOLD, Terminal
 from megabatch.text import one_line
@@ -116,8 +117,7 @@ def result_fields(compared: Comparison, shows_groups: bool) -> list[Field]:
         change("vs first", lambda run: run.images_per_s, show_ratio),
         field("data wait", lambda run: show_number(run.data_wait_share, ".1%")),
         field("comm wait", lambda run: show_number(run.comm_wait_share, ".1%")),
-        field("straggler", lambda run: f"rank {run.straggler.rank}" if run.straggler else NOTHING),
-        field("its delay", lambda run: show_number(run.straggler.share if run.straggler else None, ".1%")),
+        field("straggler", lambda run: show_straggler(run.straggler)),
         field("ranks", lambda run: show_number(run.ranks, ",")),
         field("hosts", lambda run: show_number(run.hosts if any((one.hosts or 1) > 1 for one in runs) else None, ",")),
         field("resumed from", lambda run: show_number(run.resumed_from_step, ",")),
@@ -128,6 +128,10 @@ def result_fields(compared: Comparison, shows_groups: bool) -> list[Field]:
 
 def show_number(value: float | None, form: str) -> str:
     return NOTHING if value is None else format(value, form)
+
+
+def show_straggler(late: Straggler | None) -> str:
+    return f"rank {late.rank:,} {late.share:.0%}" if late else NOTHING
 
 
 def show_ratio(value: float, start: float) -> str:
