@@ -23,6 +23,7 @@ from megabatch.cli import (
     recipes,
     runs,
     selftest,
+    settings,
     show,
     simulate,
     study,
@@ -48,6 +49,7 @@ app.command()(plan.plan)
 app.command()(profile.profile)
 app.command()(simulate.simulate)
 app.command()(recipes.recipes)
+app.command()(settings.settings)
 app.command(name="eval")(evaluate.evaluate)
 app.command()(predict.predict)
 app.command()(export.export)

@@ -25,11 +25,11 @@ class Example(Struct, frozen=True, kw_only=True):
     label: Count
     predicted: Count
     confidence: Share  # softmax of the class that it was taken for
-    picture: Annotated[str, Meta(max_length=1 << 20)]  # a small PNG, in base64
+    picture: Annotated[str, Meta(max_length=1 << 20)]  # a small PNG or JPEG, in base64
 
 
 class Mistakes(Struct, frozen=True, kw_only=True):
-    step: Count  # after which it was evaluated
+    step: Count = 0  # after which it was evaluated
     class_counts: list[Count]  # test images of each class
     confusions: list[Confusion] | None  # the most frequent first; None: too many classes
     examples: list[Example] = field(default_factory=list)  # the most confident first; [] with train.examples=0

@@ -14,7 +14,7 @@ from megabatch.toml import NotToml, read_toml
 # What does not change what is computed: sections, and settings.
 IRRELEVANT = (
     *("name", "about", "provenance", "run", "checkpoint"),
-    *("data.image_timeout_s", "comm.timeout_s", "comm.timeline", "model.compile"),
+    *("data.image_timeout_s", "comm.timeout_s", "comm.timeline", "model.compile", "train.examples"),
 )
 SEED, SOURCE, TARGET = "seed", "data.source", "train.target_top1"
 Value = bool | int | float | str | list[Any]  # as in JSON
