@@ -10,6 +10,7 @@ from megabatch import __version__
 from megabatch.cli import (
     bench,
     chaos,
+    compare,
     doctor,
     evaluate,
     export,
@@ -55,6 +56,7 @@ app.command()(export.export)
 app.command()(doctor.doctor)
 app.command(name="lr-range")(lr_range.lr_range)
 app.command()(runs.runs)
+app.command()(compare.compare)
 app.command()(pack.pack)
 app.command()(selftest.selftest)
 app.command()(chaos.chaos)
