@@ -58,6 +58,7 @@ STANDS_FOR = {
     "RECIPE": "fashion",
     "runs/fashion-001": "runs/photos-001",
     "runs/fashion-002": "runs/photos-002",
+    "runs/fashion-*": "runs/photos-001",  # by a shell, both
     "step-00000390": "last",
     "8..2048": "8",
 }

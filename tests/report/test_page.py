@@ -163,7 +163,7 @@ def test_a_damaged_row_is_one_line_and_a_cut_one_is_none(tmp_path: Path) -> None
     (folder / files.METRICS).write_bytes(rows.replace(b'"loss"', b'"lost"', 1))
     with pytest.raises(UserError, match=r"metrics\.jsonl, row 1: .*damaged"):
         write_report([folder])
-    with pytest.raises(UserError, match=r"not the folder of a run"):
+    with pytest.raises(UserError, match=r"is no run's folder"):
         write_report([tmp_path])
 
 

@@ -10,6 +10,7 @@ from megabatch import __version__
 from megabatch.cli import (
     bench,
     chaos,
+    compare,
     doctor,
     evaluate,
     export,
@@ -57,6 +58,7 @@ app.command()(doctor.doctor)
 app.command(name="lr-range")(lr_range.lr_range)
 app.command()(runs.runs)
 app.command()(report.report)
+app.command()(compare.compare)
 app.command()(pack.pack)
 app.command()(selftest.selftest)
 app.command()(chaos.chaos)

@@ -1,8 +1,8 @@
 """Several runs on one page: their curves over each other, and a table of what differs."""
 
 from collections.abc import Sequence
-from typing import Any
 
+from megabatch.intervals import Interval
 from megabatch.report import figures
 from megabatch.report.curves import EPOCHS, WALL_TIME, Along, Series, line_chart
 from megabatch.report.figure import Key, figure, grid, legend, section, table
@@ -14,9 +14,9 @@ from megabatch.report.thin import Curve, means
 from megabatch.report.time_charts import mean_bar, present
 from megabatch.report.verdict import findings_of, headline
 from megabatch.report.view import RunView
+from megabatch.runs.comparison import Comparison, Difference, compare
 
 COLOURS = 6  # with a line style each; beyond that they come again
-UNCOMPARED = ("about",)
 
 
 def style_of(place: int) -> str:
@@ -24,9 +24,10 @@ def style_of(place: int) -> str:
 
 
 def overlay(views: Sequence[RunView]) -> list[Markup | None]:
+    compared = compare([view.path for view in views])
     return [
-        section("verdict", "What came of them", verdicts(views), results(views)),
-        section("differences", "What differs in their settings", setting_table(views)),
+        section("verdict", "What came of them", verdicts(views), results(views), seed_table(compared)),
+        differences_section(views, compared),
         section("learning", "Learning", curves(views)),
         section("time", "Where the time goes", bars(views)),
     ]
@@ -61,20 +62,48 @@ def results(views: Sequence[RunView]) -> Markup:
     return table(("", *(view.name for view in views)), rows)
 
 
-def differing(views: Sequence[RunView]) -> list[tuple[str, list[Any]]]:
-    """Settings that not all runs have alike, by name."""
-    names = dict.fromkeys(name for view in views for name in view.config if name not in UNCOMPARED)
-    rows = [(name, [view.config.get(name) for view in views]) for name in names]
-    return [(name, values) for name, values in rows if any(value != values[0] for value in values)]
+def difference_table(views: Sequence[RunView], found: Sequence[Difference]) -> Markup | None:
+    if not found:
+        return None
+    rows = [(one.name, *(UNSET if value is None else shown(value) for value in one.values)) for one in found]
+    return table(("", *(view.name for view in views)), rows, left=range(len(views) + 1))
 
 
-def setting_table(views: Sequence[RunView]) -> Markup:
-    rows = [
-        (name, *(UNSET if value is None else shown(value) for value in values)) for name, values in differing(views)
-    ]
-    if not rows:
-        return tag("p", "No setting differs.", class_="about")
-    return table(("setting", *(view.name for view in views)), rows, left=range(len(views) + 1))
+def differences_section(views: Sequence[RunView], compared: Comparison) -> Markup | None:
+    """As `megabatch compare` finds them."""
+    parts = []
+    settings = difference_table(views, compared.settings)
+    parts.append(settings or tag("p", "No setting differs.", class_="about"))
+    environment = difference_table(views, compared.environment)
+    if environment:
+        parts.append(tag("div", tag("h3", "Environment"), environment, class_="block"))
+    return section("differences", "What differs", *parts)
+
+
+def seed_table(compared: Comparison) -> Markup | None:
+    """Where runs differ in the seed alone."""
+    if all(len(group.seeds) < 2 for group in compared.groups):
+        return None
+    rows = []
+    for group in compared.groups:
+        told = ", ".join(f"{name}={shown(value)}" for name, value in group.settings.items() if value is not None)
+        gap = group.gap_to_first
+        rows.append(
+            (
+                told or "all",
+                ", ".join(map(str, group.seeds)) or figures.NOTHING,
+                figures.accuracy(group.top1.mean) if group.top1 else figures.NOTHING,
+                interval_text(group.top1.interval if group.top1 else None),
+                f"{100 * gap.size:+.2f}" if gap else figures.NOTHING,
+                interval_text(gap.interval if gap else None),
+            )
+        )
+    head = ("settings", "seeds", "top-1", "95 % interval", "to the first, points", "95 % interval")
+    return tag("div", tag("h3", "Over seeds"), table(head, rows, left=(0, 1)), class_="block")
+
+
+def interval_text(interval: Interval | None) -> str:
+    return f"{100 * interval.low:.2f} to {100 * interval.high:.2f}" if interval else figures.NOTHING
 
 
 def curves(views: Sequence[RunView]) -> Markup | None:

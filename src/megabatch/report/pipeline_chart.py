@@ -19,6 +19,7 @@ LANE_PX, LANE_GAP_PX, HEAD_PX = 26, 6, 26
 READY_PX = 20  # of a lane, below its letters, from where marks begin
 NAMED_SHARE = 0.03  # of the width, from which on a bucket's number has room
 MOST_BARS = 600
+UNLIKE = 1.5  # times as long: then prediction and measurement are of different backwards
 COLOURS = 4  # of buckets, in turn
 
 
@@ -68,7 +69,7 @@ def predicted(tuning: Tuning, start_s: float) -> Group:
         "backward",
     )
     lanes = [Lane("backward", [backward], [start_s + bucket.ready_s for bucket in tuning.buckets]), Lane("node", node)]
-    return Group("predicted", [*lanes, Lane("network", network)] if network else lanes)
+    return Group("predicted", [lane for lane in (*lanes, Lane("network", network)) if lane.bars])
 
 
 def measured(trace: StepTrace) -> Group:
@@ -104,16 +105,16 @@ def span_text(begin_s: float, end_s: float) -> str:
     return f"{figures.milliseconds(begin_s)} to {figures.milliseconds(end_s)}"
 
 
-def backward_begin_s(trace: StepTrace) -> float:
-    """Of the last microbatch: its backward is the one during which gradients are all-reduced."""
-    begins = [span.begin_s for span in trace.spans if span.lane == "training" and "backward" in span.name]
-    return max(begins, default=0.0)
+def last_backward(trace: StepTrace) -> tuple[float, float]:
+    """When that of the last microbatch began and ended: the one during which gradients are all-reduced."""
+    backwards = [span for span in trace.spans if span.lane == "training" and "backward" in span.name]
+    return max(((span.begin_s, span.end_s) for span in backwards), default=(0.0, 0.0))
 
 
 def pipeline_chart(view: RunView) -> Markup | None:
     tuning, trace = view.tuning, view.trace
     groups = []
-    start_s = backward_begin_s(trace) if trace else 0.0
+    start_s = last_backward(trace)[0] if trace else 0.0
     if tuning and tuning.topology.num_ranks > 1:
         groups.append(predicted(tuning, start_s))
     if trace and trace.spans:
@@ -147,6 +148,14 @@ def about(view: RunView) -> str:
         waits = [span for span in view.trace.spans if span.lane == "training" and training_part(span.name) == "comm"]
         exposed_s = sum(span.end_s - span.begin_s for span in waits)
         told.append(f"Measured in step {view.trace.step:,}: {figures.milliseconds(exposed_s)}.")
+    if view.tuning and view.trace and view.tuning.topology.num_ranks > 1:
+        begin_s, end_s = last_backward(view.trace)
+        took_s = end_s - begin_s
+        if took_s > UNLIKE * view.tuning.backward_s or view.tuning.backward_s > UNLIKE * took_s:
+            planned = figures.milliseconds(view.tuning.backward_s)
+            told.append(
+                f"Backward took {planned} when this was planned, and {figures.milliseconds(took_s)} in that step."
+            )
     return " ".join(told)
 
 

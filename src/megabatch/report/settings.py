@@ -6,7 +6,8 @@ from typing import Any
 
 from megabatch.report.figure import folded, table
 from megabatch.report.html import Child, Markup, tag
-from megabatch.report.view import RunView, flatten
+from megabatch.report.view import RunView
+from megabatch.runs.settings import Value, flatten
 from megabatch.text import one_line
 from megabatch.toml import NotToml, parse_toml
 
@@ -24,20 +25,20 @@ def shown(value: Any) -> str:
     return one_line(str(value).lower() if isinstance(value, bool) else str(value), LONGEST_VALUE)
 
 
-def own_recipe(name: str | None) -> dict[str, Any] | None:
+def own_recipe(name: str | None) -> dict[str, Value] | None:
     """Of the recipes that come with megabatch, the one of this name."""
     if not name:
         return None
     for entry in resources.files("megabatch.recipes").iterdir():
         if entry.name == f"{name}.toml":
             try:
-                return flatten(parse_toml(entry.read_text("utf-8")))
+                return dict(flatten(parse_toml(entry.read_text("utf-8"))))
             except NotToml:
                 return None
     return None
 
 
-def differences(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str, str, str]]:
+def differences(before: dict[str, Value], after: dict[str, Value]) -> list[tuple[str, str, str]]:
     """Settings that the recipe has, and the run has otherwise."""
     return [
         (key, shown(value), shown(after[key]) if key in after else UNSET)
@@ -46,7 +47,7 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str
     ]
 
 
-def given_besides(command: str, before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str, str, str]]:
+def given_besides(command: str, before: dict[str, Value], after: dict[str, Value]) -> list[tuple[str, str, str]]:
     """Settings that the recipe leaves to their defaults, and the command line does not."""
     keys = [word.partition("=")[0].strip("'\"") for word in command.split() if "=" in word]
     return [(key, "default", shown(after[key])) for key in dict.fromkeys(keys) if key in after and key not in before]

@@ -50,7 +50,7 @@ def at(curve: Curve, places: Sequence[int]) -> Curve:
 
 
 def means(curve: Curve, num_spans: int | None = None) -> Curve:
-    """The mean of each span, at its middle; a span without a number is a gap."""
+    """The mean of each span, at its middle step; a span without a number is a gap."""
     length = len(curve.y)
     if num_spans is None:
         num_spans = min(MOST_MEANS, max(FEWEST_MEANS, length // STEPS_OF_MEAN))
@@ -59,7 +59,7 @@ def means(curve: Curve, num_spans: int | None = None) -> Curve:
     for span in range(num_spans):
         begin, end = span * length // num_spans, (span + 1) * length // num_spans
         found = [value for value in curve.y[begin:end] if math.isfinite(value)]
-        x.append((curve.x[begin] + curve.x[end - 1]) / 2)
+        x.append(curve.x[(begin + end - 1) // 2])
         y.append(mean(found))
     return Curve(x, y)
 

@@ -24,7 +24,6 @@ from megabatch.runs.reader import (
     MAX_CONFIG_BYTES,
     MAX_JSON_BYTES,
     LogEntry,
-    is_run,
     listing_of,
     read_environment,
     read_log,
@@ -34,6 +33,7 @@ from megabatch.runs.reader import (
     read_step_trace,
 )
 from megabatch.runs.records import EvaluationRecord, StepRecord, Summary
+from megabatch.runs.settings import Value, flatten, require_run
 from megabatch.runs.step_trace import StepTrace
 from megabatch.toml import NotToml, parse_toml
 
@@ -80,7 +80,7 @@ class RunView:
         self.global_batch: int | None = None
         self.written_s: float | None = None
         self.config_text = ""
-        self.config: dict[str, Any] = {}
+        self.config: dict[str, Value] = {}  # by dotted names
         self.environment: dict[str, object] = {}
         self.log: list[LogEntry] = []
         self.tuning: Tuning | None = None
@@ -114,11 +114,7 @@ class RunView:
 
 
 def read_run(path: Path) -> RunView:
-    if not is_run(path):
-        raise UserError(
-            f"{path} is not the folder of a run: it has no {files.CONFIG} that can be read; "
-            "give one that `megabatch runs` lists"
-        )
+    require_run(path)
     view = RunView(path)
     listing = listing_of(path)
     view.status, view.summary, view.written_s = listing.status, listing.summary, listing.written_s
@@ -171,14 +167,6 @@ def read_rows(view: RunView) -> None:
 def read_config(view: RunView) -> None:
     try:
         view.config_text = read_regular(view.path / files.CONFIG, MAX_CONFIG_BYTES).decode(errors="replace")
-        view.config = flatten(parse_toml(view.config_text))
+        view.config = dict(flatten(parse_toml(view.config_text)))
     except (OSError, NotToml):
         view.notes.append(f"{files.CONFIG} cannot be read: settings are left out")
-
-
-def flatten(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings by their dotted names."""
-    flat: dict[str, Any] = {}
-    for key, value in tables.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat

@@ -1,5 +1,6 @@
 """megabatch report: runs in, one file out."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
     """Where it is.  For its user alone, as a run's other files: it shows images and paths."""
     if len(paths) > MOST_RUNS:
         raise UserError(f"{len(paths)} runs are more than the {MOST_RUNS} that one page can show; give fewer")
+    paths = list({os.path.realpath(path): path for path in reversed(paths)}.values())[::-1]  # each once
     views = [read_run(path) for path in paths]
     out = default_path(paths) if out is None else out
     try:

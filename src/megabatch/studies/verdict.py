@@ -2,8 +2,8 @@
 
 from msgspec import Struct
 
+from megabatch.intervals import Gap, Interval, Spread, gap, spread
 from megabatch.studies.evidence import Arm, Claim, Criterion, Study
-from megabatch.studies.statistics import Gap, Interval, Spread, gap, spread
 
 UNTOLD = "these seeds do not tell them apart"
 EXACT_PLACES = 9  # rounding error is not a gap: 93.0 - 92.7 lies at a criterion of 0.3, not beyond it
