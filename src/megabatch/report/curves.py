@@ -11,7 +11,7 @@ from megabatch.report import figures, svg
 from megabatch.report.events import Event
 from megabatch.report.figure import Key, figure, table
 from megabatch.report.html import Markup, join
-from megabatch.report.scales import Scale, along, along_time, scale_of
+from megabatch.report.scales import LARGEST, Scale, along, along_time, scale_of
 from megabatch.report.svg import Frame
 from megabatch.report.thin import Curve, finite, thin
 
@@ -141,7 +141,7 @@ def data_of(frame: Frame, series: Sequence[Series], x: Along, unit: str) -> dict
 
 def rounded(values: Sequence[float]) -> list[float | None]:
     """Five digits are more than a screen can show; JSON has no NaN."""
-    return [whole(float(f"{value:.5g}")) if math.isfinite(value) else None for value in values]
+    return [whole(float(f"{value:.5g}")) if abs(value) < LARGEST else None for value in values]
 
 
 def whole(value: float) -> float:

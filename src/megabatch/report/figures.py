@@ -82,7 +82,7 @@ def megabytes(value: float | None) -> str:
 
 
 def size_mb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e6:,.2f}"
+    return f"{num_bytes / 1e6:,.2f}" if num_bytes >= 5e3 or not num_bytes else "< 0.01"
 
 
 def plural(value: int, one: str, more: str | None = None) -> str:

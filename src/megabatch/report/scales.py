@@ -9,6 +9,8 @@ from megabatch.report.thin import finite
 
 CLIP = 4.0  # times what nearly all values stay below: more is a spike, which would flatten the rest
 NEARLY_ALL = 0.98
+LARGEST = 1e290  # beyond which numbers are taken for it
+ALIKE = 1e-9
 
 
 class Scale(NamedTuple):
@@ -39,17 +41,17 @@ def scale_of(
     label: Callable[[float], str] = figures.number,
 ) -> Scale:
     """Over all values that are numbers.  `zero`: from 0 on.  `clip`: without the spikes."""
-    known = finite(values) or [0.0, 1.0]
-    low, high = min(known), min(max(known), 1e300)
-    low = max(low, -1e300)
+    known = [min(max(value, -LARGEST), LARGEST) for value in finite(values)] or [0.0, 1.0]
+    low, high = min(known), max(known)
     if clip:
         usual = sorted(known)[int(NEARLY_ALL * (len(known) - 1))]
-        high = min(high, CLIP * usual) if usual > 0 else high
+        high = max(low, min(high, CLIP * usual)) if usual > 0 else high
     if zero:
         low, high = min(0.0, low), max(0.0, high)
-    if high - low <= 1e-12 * max(abs(low), abs(high)) or high == low:
-        low, high = low - (abs(low) * 0.1 or 0.5), high + (abs(high) * 0.1 or 0.5)
-        low = max(0.0, low) if min(known) >= 0 else low
+    largest = max(abs(low), abs(high))
+    if high - low <= max(ALIKE * largest, 1 / LARGEST):  # no two ticks would differ
+        around = 0.1 * largest if largest > 1 / LARGEST else 0.5
+        low, high = low - around if low < 0 else max(0.0, low - around), high + around
     step = nice_step(high - low, most_ticks)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     ticks = [place * step for place in range(first, last + 1)]

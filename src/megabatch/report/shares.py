@@ -44,6 +44,7 @@ COMPUTE = ("forward", "backward", "compute", "update")
 STAGES = ("read", "decode", "augment", "copy")
 NUM_BINS = 60
 ROUNDING = 1e-12  # of a wall time
+LONGEST_S = 1e9  # that a step can have taken
 
 Seconds = dict[str, float]  # by the key of a part
 
@@ -95,7 +96,8 @@ def parts_of(record: Record, global_batch: int | None) -> tuple[Seconds, float]:
         return {}, 0.0
     parts = {**by_stage(max(0.0, record.data_wait_s), record.data_wait), "comm": max(0.0, record.comm_wait_s)}
     waited_s = math.fsum(parts.values())
-    step_s = global_batch / record.images_per_s if global_batch and record.images_per_s else waited_s
+    has_rate = global_batch and record.images_per_s > global_batch / LONGEST_S
+    step_s = global_batch / record.images_per_s if global_batch and has_rate else waited_s
     parts["compute"] = max(0.0, step_s - waited_s)
     return parts, step_s
 
