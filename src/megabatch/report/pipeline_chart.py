@@ -11,13 +11,13 @@ from megabatch.planning.tuning import Tuning
 from megabatch.report import figures, svg
 from megabatch.report.figure import Key, figure, table
 from megabatch.report.html import Markup, join, tag
-from megabatch.report.scales import along_time
+from megabatch.report.scales import Scale, along_time
 from megabatch.report.view import RunView
 from megabatch.runs.step_trace import StepTrace
 
 LANE_PX, LANE_GAP_PX, HEAD_PX = 26, 6, 26
 READY_PX = 20  # of a lane, below its letters, from where marks begin
-NAMED_SHARE = 0.03  # of the width, from which on a bucket's number has room
+NARROWEST_PX, LETTER_PX = 270, 7  # the plot of a phone, in which letters must have room
 MOST_BARS = 600
 UNLIKE = 1.5  # times as long: then prediction and measurement are of different backwards
 COLOURS = 4  # of buckets, in turn
@@ -111,18 +111,23 @@ def last_backward(trace: StepTrace) -> tuple[float, float]:
     return max(((span.begin_s, span.end_s) for span in backwards), default=(0.0, 0.0))
 
 
+def is_alike(tuning: Tuning, trace: StepTrace) -> bool:
+    """Whether backward took as long in the traced step as when it was planned for."""
+    begin_s, end_s = last_backward(trace)
+    return tuning.backward_s <= UNLIKE * (end_s - begin_s) and end_s - begin_s <= UNLIKE * tuning.backward_s
+
+
 def pipeline_chart(view: RunView) -> Markup | None:
     tuning, trace = view.tuning, view.trace
     groups = []
-    start_s = last_backward(trace)[0] if trace else 0.0
+    is_shared = not (tuning and trace) or is_alike(tuning, trace)
     if tuning and tuning.topology.num_ranks > 1:
-        groups.append(predicted(tuning, start_s))
+        groups.append(predicted(tuning, last_backward(trace)[0] if trace and is_shared else 0.0))
     if trace and trace.spans:
         groups.append(measured(trace))
     if not groups:
         return None
-    end_s = max((bar.end_s for group in groups for lane in group.lanes for bar in lane.bars), default=1.0)
-    drawing, height_px = draw(groups, end_s)
+    drawing, height_px = draw(groups, is_shared)
     told = "; ".join(f"{group.name}: {', '.join(lane.name for lane in group.lanes)}" for group in groups)
     return figure(
         "pipeline",
@@ -132,6 +137,7 @@ def pipeline_chart(view: RunView) -> Markup | None:
         keys=[
             Key(style_of(0), "a bucket, by its number", form="box"),
             Key("ready", "ready to be all-reduced"),
+            *(Key(f"part-{part}", part, form="box") for part in ("forward", "backward", "update") if trace),
             *([Key("part-comm waits", "exposed: training waits", form="box")] if trace else []),
         ],
         numbers=span_table(groups),
@@ -148,39 +154,49 @@ def about(view: RunView) -> str:
         waits = [span for span in view.trace.spans if span.lane == "training" and training_part(span.name) == "comm"]
         exposed_s = sum(span.end_s - span.begin_s for span in waits)
         told.append(f"Measured in step {view.trace.step:,}: {figures.milliseconds(exposed_s)}.")
-    if view.tuning and view.trace and view.tuning.topology.num_ranks > 1:
+    if view.tuning and view.trace and not is_alike(view.tuning, view.trace):
         begin_s, end_s = last_backward(view.trace)
-        took_s = end_s - begin_s
-        if took_s > UNLIKE * view.tuning.backward_s or view.tuning.backward_s > UNLIKE * took_s:
-            planned = figures.milliseconds(view.tuning.backward_s)
-            told.append(
-                f"Backward took {planned} when this was planned, and {figures.milliseconds(took_s)} in that step."
-            )
+        planned, took = figures.milliseconds(view.tuning.backward_s), figures.milliseconds(end_s - begin_s)
+        told.append(
+            f"Backward took {planned} when this was planned, and {took} in that step: each has a time axis of its own."
+        )
     return " ".join(told)
 
 
-def draw(groups: Sequence[Group], end_s: float) -> tuple[Markup, float]:
-    scale, parts, top = along_time(end_s), [], 0.0
-    for group in groups:
+def draw(groups: Sequence[Group], is_shared: bool) -> tuple[Markup, float]:
+    """On one time axis, or each on its own; and how high that is."""
+    ends = [max((bar.end_s for lane in group.lanes for bar in lane.bars), default=1.0) for group in groups]
+    parts, top = [], 0.0
+    for place, (group, end_s) in enumerate(zip(groups, ends, strict=True)):
+        scale = along_time(max(ends) if is_shared else end_s)
         parts.append(tag("text", group.name, x=-72, y=top + 16, class_="strong"))
         top += HEAD_PX
-        begin = top
-        for lane in group.lanes:
-            parts.append(tag("text", lane.name, x=-8, y=top + LANE_PX / 2 + 4, text_anchor="end"))
-            parts.append(svg.box(0, top, 1, LANE_PX, "lane"))
-            for bar in lane.bars[:MOST_BARS]:
-                left, width = scale.share(bar.begin_s), scale.share(bar.end_s) - scale.share(bar.begin_s)
-                parts.append(svg.box(left, top, max(width, 0.001), LANE_PX, bar.style, bar.tip))
-                if width > NAMED_SHARE * max(1.0, len(bar.text) / 2.5):
-                    is_bucket = bar.style.startswith("bucket")
-                    at, anchor = (left + width / 2, "middle") if is_bucket else (left + 0.008, "start")
-                    parts.append(svg.label(at, top + LANE_PX / 2 + 4, bar.text, anchor, svg.text_on(bar.style)))
-            top += LANE_PX + LANE_GAP_PX
         ready = [ready_s for lane in group.lanes for ready_s in lane.ready_s][:MOST_BARS]
-        parts += [svg.vertical(scale.share(at), begin + READY_PX, begin + LANE_PX + 4, "ready") for at in ready]
+        marks = [svg.vertical(scale.share(at), top + READY_PX, top + LANE_PX + 4, "ready") for at in ready]
+        for lane in group.lanes:
+            parts += draw_lane(lane, scale, top)
+            top += LANE_PX + LANE_GAP_PX
+        parts += marks
         top += LANE_GAP_PX
-    parts.append(svg.x_axis(scale, top))
-    return join(parts), top + svg.FOOT_PX
+        if not is_shared or place == len(groups) - 1:
+            parts.append(svg.x_axis(scale, top))
+            top += svg.FOOT_PX
+    return join(parts), top
+
+
+def draw_lane(lane: Lane, scale: Scale, top: float) -> list[Markup]:
+    parts = [
+        tag("text", lane.name, x=-8, y=top + LANE_PX / 2 + 4, text_anchor="end"),
+        svg.box(0, top, 1, LANE_PX, "lane"),
+    ]
+    for bar in lane.bars[:MOST_BARS]:
+        left, width = scale.share(bar.begin_s), scale.share(bar.end_s) - scale.share(bar.begin_s)
+        parts.append(svg.box(left, top, max(width, 0.001), LANE_PX, bar.style, bar.tip))
+        if bar.text and width * NARROWEST_PX > LETTER_PX * len(bar.text) + 2 * LETTER_PX:
+            is_bucket = bar.style.startswith("bucket")
+            at, anchor = (left + width / 2, "middle") if is_bucket else (left + 0.008, "start")
+            parts.append(svg.label(at, top + LANE_PX / 2 + 4, bar.text, anchor, svg.text_on(bar.style)))
+    return parts
 
 
 def span_table(groups: Iterable[Group]) -> Markup:
