@@ -112,7 +112,7 @@ def test_whatever_a_run_says_is_text(tmp_path: Path) -> None:
         assert len(scripts) <= usual.names.count("script")
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.text(st.characters(exclude_categories=("Cs", "Cc", "Zl", "Zp")), min_size=1, max_size=40))
 def test_any_class_name_leaves_the_elements_as_they_are(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"

@@ -39,6 +39,7 @@ PARTS = (
     Part("checkpoint", "checkpoints", "training was held by a checkpoint"),
     Part("other", "other", "records, the screen, comparing ranks, and what was not recorded"),
 )
+KEYS = tuple(part.key for part in PARTS)
 DATA = ("read", "decode", "augment", "copy", "data")
 COMPUTE = ("forward", "backward", "compute", "update")
 STAGES = ("read", "decode", "augment", "copy")
@@ -54,12 +55,15 @@ class TimeColumns:
 
     def __init__(self) -> None:
         self.end_s = array("d")
-        self.parts = {part.key: array("d") for part in PARTS}
+        self.rows = array("d")  # the parts of one row after another: to append to many columns takes longer
         self.has_times = True  # False: some rows are of an older version
 
     @property
     def wall_s(self) -> float:
         return self.end_s[-1] if self.end_s else 0.0
+
+    def column(self, key: str) -> Sequence[float]:
+        return self.rows[KEYS.index(key) :: len(KEYS)]
 
     def add(self, record: Record, global_batch: int | None) -> None:
         if record.times is None:
@@ -71,11 +75,11 @@ class TimeColumns:
     def append(self, parts: Seconds, end_s: float) -> None:
         duration_s = end_s - self.wall_s
         told_s = math.fsum(parts.values())
-        factor = duration_s / told_s if told_s > duration_s else 1.0
-        for key, column in self.parts.items():
-            column.append(factor * parts.get(key, 0.0))
-        if duration_s - told_s > ROUNDING * end_s:
-            self.parts["other"][-1] += duration_s - told_s
+        if told_s > duration_s:
+            parts = {key: seconds * duration_s / told_s for key, seconds in parts.items()}
+        elif duration_s - told_s > ROUNDING * end_s:
+            parts["other"] = parts.get("other", 0.0) + duration_s - told_s
+        self.rows.extend([parts.get(key, 0.0) for key in KEYS])
         self.end_s.append(end_s)
 
     def end(self, wall_s: float) -> None:
@@ -84,7 +88,7 @@ class TimeColumns:
             self.append({}, wall_s)
 
     def totals(self) -> Seconds:
-        return {key: math.fsum(column) for key, column in self.parts.items()}
+        return {key: math.fsum(self.column(key)) for key in KEYS}
 
 
 def parts_of(record: Record, global_batch: int | None) -> tuple[Seconds, float]:
@@ -135,7 +139,8 @@ def bins_of(times: TimeColumns, num_bins: int = NUM_BINS) -> Bins:
     num_bins = max(1, min(num_bins, len(times.end_s)))
     edges = [*(wall_s * place / num_bins for place in range(num_bins)), wall_s]
     binned = {}
-    for key, column in times.parts.items():
+    for key in KEYS:
+        column = times.column(key)
         if any(column):
             binned[key] = spread(times.end_s, column, edges)
     return Bins(edges, binned)
