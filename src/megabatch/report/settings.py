@@ -1,5 +1,6 @@
 """The recipe of a run, what differs from the recipe that it came from, and where it ran."""
 
+from collections import Counter
 from collections.abc import Sequence
 from importlib import resources
 from typing import Any
@@ -7,14 +8,14 @@ from typing import Any
 from megabatch.report.figure import folded, table
 from megabatch.report.html import Child, Markup, tag
 from megabatch.report.view import RunView
-from megabatch.runs.settings import Value, flatten
+from megabatch.runs.comparison import is_listed
+from megabatch.runs.settings import Value, flatten, is_same
 from megabatch.text import one_line
 from megabatch.toml import NotToml, parse_toml
 
 LONGEST_VALUE = 200
 LONGEST_CONFIG = 40_000  # letters that the page shows
 UNSET = "not set"
-UNCOMPARED = ("about", "name")
 
 
 def shown(value: Any) -> str:
@@ -43,7 +44,7 @@ def differences(before: dict[str, Value], after: dict[str, Value]) -> list[tuple
     return [
         (key, shown(value), shown(after[key]) if key in after else UNSET)
         for key, value in before.items()
-        if key not in UNCOMPARED and after.get(key) != value
+        if key != "name" and is_listed(key) and not is_same(after.get(key), value)
     ]
 
 
@@ -90,7 +91,8 @@ def environment_block(view: RunView) -> Markup | None:
         if isinstance(value, dict):
             rows += [(shown(name), shown(of)) for name, of in value.items()]
         elif isinstance(value, list):
-            rows += [(shown(key), ", ".join(map(shown, value)) or "none")]
+            counted = Counter(map(shown, value)).items()
+            rows.append((shown(key), ", ".join(f"{n} x {one}" if n > 1 else one for one, n in counted) or "none"))
         else:
             rows.append((shown(key), shown(value)))
     return tag("div", tag("h3", "Environment"), table(("", ""), rows, left=(0, 1)), class_="block") if rows else None

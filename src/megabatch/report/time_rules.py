@@ -11,7 +11,7 @@ from megabatch.text import one_line
 
 LONGEST_SOURCE = 60
 UNEXPLAINED = 3.0  # times what was predicted
-MOSTLY = 0.5  # of the exposed communication
+MOSTLY = 0.5
 IN_MEMORY = ("fashion-mnist", "synthetic")  # sources that are not packed: their images are arrays
 
 
@@ -105,7 +105,7 @@ def evaluates_often(facts: Facts) -> Finding | None:
     told = f"{figures.plural(len(view.evaluations), 'evaluation')}; {saving(share, 'them')}."
     advice = f"train.evaluate_every={fewer} brings them to about {figures.percent(WORTH)}."
     if len(view.evaluations) < 2 * times:
-        advice = "They are few already: train.evaluate_every=0 leaves the last alone."
+        advice = "train.evaluate_every=0 leaves that after the last epoch alone."
     return takes_time("limit", share, "Evaluations", f"{told} {advice}")
 
 
@@ -135,7 +135,7 @@ def other_time(facts: Facts) -> Finding | None:
 def computes(facts: Facts) -> Finding | None:
     """The good case."""
     share, waits = facts.share(*COMPUTE), facts.share(*DATA, "comm")
-    if not share or waits >= LIMITS:
+    if share < MOSTLY or waits >= LIMITS:
         return None
     rest = "nothing to gain from input or network" if waits < WORTH else f"waits are {figures.percent(waits)}"
     advice = f"Rank 0 computed; {rest}. Faster from here: more ranks, a lower precision.name, or model.compile=true."
