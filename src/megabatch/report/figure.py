@@ -44,14 +44,14 @@ def table(
     rows: Iterable[Sequence[Child]],
     left: Sequence[int] = (0,),
     most: int = MOST_ROWS,
-    hint: int | None = None,
+    hints: Sequence[int] = (),
 ) -> Markup:
-    """The columns `left` are text, the others numbers.  Of a long one, its beginning.  A phone leaves out `hint`."""
+    """The columns `left` are text, the others numbers.  Of a long one, its beginning.  A phone leaves out `hints`."""
     rows = list(rows)
 
     def cell(place: int, content: Child, kind: str = "td", **attributes: str) -> Markup:
-        style = "hint" if place == hint else None if place in left else "number"
-        return tag(kind, content, class_=style, **attributes)
+        style = " hint" * (place in hints) if place in left else "number" + " hint" * (place in hints)
+        return tag(kind, content, class_=style.strip() or None, **attributes)
 
     body = [tag("tr", *(cell(place, content) for place, content in enumerate(row))) for row in rows[:most]]
     if len(rows) > most:

@@ -67,7 +67,7 @@ def share_table(seconds: Mapping[str, float], num_steps: int) -> Markup:
     total_s = sum(seconds.values())
     each = figures.milliseconds(total_s / num_steps) if num_steps else figures.NOTHING
     rows.append((tag("b", "wall time"), tag("b", "100 %"), tag("b", figures.seconds(total_s)), tag("b", each), ""))
-    return table(("rank 0", "share", "time", "a step", ""), rows, left=(0, 4), hint=4)
+    return table(("rank 0", "share", "time", "a step", ""), rows, left=(0, 4), hints=(2, 4))
 
 
 def summary_bar(view: RunView) -> Markup | None:

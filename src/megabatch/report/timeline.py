@@ -50,7 +50,9 @@ def event_chart(view: RunView, events: Sequence[Event]) -> Markup | None:
         "events-figure",
         "What happened when",
         "From train.log, along the wall time of training. What a resumption repeats is counted once.",
-        tag("div", drawing, table(("", "at", "in the run", "log"), rows, left=(0, 1, 2, 3), most=MOST_ROWS, hint=1)),
+        tag(
+            "div", drawing, table(("", "at", "in the run", "log"), rows, left=(0, 1, 2, 3), most=MOST_ROWS, hints=(1,))
+        ),
         keys=[Key(f"mark {kind}", names[kind], form="box") for kind in kinds],
         wide=True,
     )
