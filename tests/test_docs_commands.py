@@ -47,6 +47,7 @@ NOT_RUN = {
 # Lines of which the same is true, by a part of them.
 NOT_RUN_HERE = {
     "/data/": "ImageNet is not here",
+    "--open": "it opens a browser; tests/report/test_command.py",
     "torchvision.models:resnet18": "torchvision may not be installed; tests/distributed/test_initial_weights.py",
     "timm:create_model": "timm may not be installed",
     "runs/photos-003": "the same as those of docs/use.md, and exporting takes seconds",
