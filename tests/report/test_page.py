@@ -182,7 +182,7 @@ def test_a_loss_that_is_no_number_is_a_gap_and_a_finding(tmp_path: Path) -> None
     assert "The loss was not a number" in text and "first time in step 41" in text and "Gaps" in text
 
 
-def test_pictures_are_pngs_and_no_more_than_there_is_room_for(tmp_path: Path) -> None:
+def test_pictures_are_pngs_or_jpegs_and_no_more_than_there_is_room_for(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=20)
     mistakes = msgspec.json.decode((folder / files.MISTAKES).read_bytes(), type=Mistakes)
     example = mistakes.examples[0]
@@ -191,9 +191,11 @@ def test_pictures_are_pngs_and_no_more_than_there_is_room_for(tmp_path: Path) ->
         replace(example, picture=base64.b64encode(b"<svg onload=alert(1)>").decode()),
         replace(example, picture=png(1) + "!"),
     ]
-    kept = [replace(example, picture=png(3))]
+    photo = base64.b64encode(b"\xff\xd8\xff\xe0" + bytes(20)).decode()
+    kept = [replace(example, picture=png(3)), replace(example, picture=photo)]
     (folder / files.MISTAKES).write_bytes(msgspec.json.encode(replace(mistakes, examples=wrong + kept)))
-    assert read(page_of([read_run(folder)])).names.count("img") == 1
+    page = page_of([read_run(folder)])
+    assert read(page).names.count("img") == 2 and f"data:image/jpeg;base64,{photo}" in page
     many = [replace(example, picture=png(3, size=120))] * 400
     (folder / files.MISTAKES).write_bytes(msgspec.json.encode(replace(mistakes, examples=many)))
     assert len(page_of([read_run(folder)])) < 1_000_000

@@ -20,7 +20,7 @@ TOP_CONFUSIONS = 20
 FIRST_CONFUSIONS = 6
 LONGEST_NAME = 28
 ROW_PX = 22
-PNG = b"\x89PNG\r\n\x1a\n"
+BEGINNINGS = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg"}  # of pictures that a run keeps
 MOST_PICTURE_CHARACTERS = 360_000  # in all, so that the page stays below a megabyte
 HISTOGRAM_BINS = 20
 
@@ -178,14 +178,13 @@ def matrix(view: RunView, mistakes: Mistakes, pairs: Sequence[Confusion]) -> Mar
     )
 
 
-def is_png(picture: str) -> bool:
-    """In base64, as the page takes it over."""
+def type_of(picture: str) -> str | None:
+    """Of a picture in base64, as the page takes it over; None if it is none."""
     try:
-        return base64.b64decode(picture[:64], validate=True)[: len(PNG)] == PNG and bool(
-            base64.b64decode(picture, validate=True)
-        )
+        content = base64.b64decode(picture, validate=True)
     except (binascii.Error, ValueError):
-        return False
+        return None
+    return next((kind for beginning, kind in BEGINNINGS.items() if content.startswith(beginning)), None)
 
 
 def pictures(view: RunView) -> Markup | None:
@@ -193,9 +192,10 @@ def pictures(view: RunView) -> Markup | None:
         return None
     shown, room = [], MOST_PICTURE_CHARACTERS
     for example in view.mistakes.examples:
-        if is_png(example.picture) and len(example.picture) <= room:
+        kind = type_of(example.picture)
+        if kind and len(example.picture) <= room:
             room -= len(example.picture)
-            shown.append(picture(view, example))
+            shown.append(picture(view, example, kind))
     if not shown:
         return None
     return tag(
@@ -208,14 +208,14 @@ def pictures(view: RunView) -> Markup | None:
     )
 
 
-def picture(view: RunView, example: Example) -> Markup:
+def picture(view: RunView, example: Example, kind: str) -> Markup:
     label, predicted = short_name(view, example.label), short_name(view, example.predicted)
     sure = figures.percent(example.confidence, 1)
     return tag(
         "li",
         tag(
             "img",
-            src=f"data:image/png;base64,{example.picture}",
+            src=f"data:{kind};base64,{example.picture}",
             alt=f"Test image {example.sample}, {label}, taken for {predicted} with {sure}",
         ),
         tag("span", label, class_="was"),

@@ -62,8 +62,8 @@ def comm_advice(facts: Facts) -> str:
         advice.append(f"It was {took} a step, where {tuning.algorithms} was predicted to expose {predicted}.")
         if exposed_s / view.num_steps > UNEXPLAINED * tuning.exposed_s:
             advice.append(
-                "So ranks waited for each other, and hardly for the network: their steps are not equally long. See "
-                "what else their hosts do, and whether threads of ranks share cores."
+                "That is more than the links as they were measured explain: either steps are not equally long on all "
+                "ranks (see what else their hosts do, and whether threads share cores), or the links became slower."
             )
     if tuning and tuning.topology.num_nodes > 1 and view.setting("comm.dtype") == "fp32":
         advice.append("comm.dtype=bf16 halves the bytes between hosts.")
