@@ -32,7 +32,7 @@ def test_the_step_of_median_duration_that_nothing_followed_is_kept_with_its_buck
     events = [
         bucket("b", BUCKETS, "bucket 0", 12, 10.5, 10.5, 0),
         bucket("e", BUCKETS, "bucket 0", 12, 10.75, 10.75, 0),
-        bucket("b", BUCKETS, "bucket 1", 12, 10.8, 10.8, 1),  # not reduced, as far as was seen
+        bucket("b", BUCKETS, "bucket 1", 12, 10.875, 10.875, 1),  # not reduced, as far as was seen
         bucket("b", BUCKETS, "the step's metrics", 12, 10.1, 10.1, -1),
         bucket("e", BUCKETS, "the step's metrics", 12, 10.2, 10.2, -1),
         bucket("X", NETWORK, "bucket 0: all_reduce between nodes", 12, 10.6, 10.7, 0),
@@ -46,6 +46,7 @@ def test_the_step_of_median_duration_that_nothing_followed_is_kept_with_its_buck
         ("data", 0.0),
         ("forward", 0.25),
         ("backward", 1.75),
+        ("all-reduce", 1.875),  # backward has waited since its last gradient
     ]
     others = [(span.lane, span.name, span.bucket, span.is_wait) for span in trace.spans if span.lane != "training"]
     assert others == [

@@ -4,18 +4,19 @@ A few steps are traced soon after the start; of those that no evaluation or chec
 duration is kept.  On an accelerator all of it is the device's time, by events.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from megabatch.comm.timeline import BUCKETS, IN_NODE, NETWORK, Event, Timeline
-from megabatch.ranks.activity import Done
+from megabatch.ranks.activity import ALL_REDUCE, BACKWARD, Done
 from megabatch.runs.records import Record, StepRecord
 from megabatch.runs.step_trace import Lane, Span, StepTrace, TracedBucket
 from megabatch.train.loop import Training
 
 PASSED_OVER = 10  # steps after a start, in which caches and DDP's buckets settle
 TRACED = 7
-ORDINARY = {"data", "forward", "backward", "all-reduce", "update", "the device's results", "records"}
+ORDINARY = {"data", "forward", BACKWARD, ALL_REDUCE, "update", "the device's results", "records"}
 LANES: Mapping[str, Lane] = {IN_NODE: "node", NETWORK: "network"}
 DIGITS = 6
 
@@ -68,10 +69,12 @@ def trace_of(done: Sequence[Done], events: Sequence[Event], wanted: range) -> St
     def at(seconds: float) -> float:
         return round(seconds - origin_s, DIGITS)
 
-    buckets = buckets_of([event for event in events if event.step == step], at)
+    of_step = [event for event in events if event.step == step]
+    buckets = buckets_of(of_step, at)
+    ready_s = [event.began_s for event in of_step if event.kind == "b" and event.about["bucket"] >= 0]
     spans = [
         Span(lane="training", name=activity.what, begin_s=at(activity.began_s), end_s=at(activity.ended_s))
-        for activity in joined(by_step[step])
+        for activity in joined(without_waits(by_step[step], ready_s))
     ]
     spans += [
         Span(
@@ -82,10 +85,21 @@ def trace_of(done: Sequence[Done], events: Sequence[Event], wanted: range) -> St
             bucket=bucket if (bucket := event.about["bucket"]) >= 0 else None,
             is_wait=": waits for" in event.name,
         )
-        for event in sorted(events, key=lambda event: event.began_s)
-        if event.step == step and event.kind == "X" and event.lane in LANES
+        for event in sorted(of_step, key=lambda event: event.began_s)
+        if event.kind == "X" and event.lane in LANES
     ]
     return StepTrace(step=step, duration_s=round(durations_s[step], DIGITS), spans=spans, buckets=buckets)
+
+
+def without_waits(done: Sequence[Done], ready_s: Sequence[float]) -> list[Done]:
+    """Backward ends with its last gradient: DDP then waits for the all-reduce before it hands back."""
+    last_s, result = max(ready_s, default=math.inf), list[Done]()
+    for activity in done:
+        if activity.what == BACKWARD and activity.began_s < last_s < activity.ended_s:
+            result += [activity._replace(ended_s=last_s), activity._replace(what=ALL_REDUCE, began_s=last_s)]
+        else:
+            result.append(activity)
+    return result
 
 
 def joined(done: Sequence[Done]) -> list[Done]:
