@@ -13,32 +13,33 @@ from megabatch.runs.reader import epoch_losses, read_environment
 from megabatch.runs.records import Summary
 from megabatch.studies.design import ArmDesign, Design
 from megabatch.studies.evidence import Arm, Curve, SeedRun, Study, slug
-from megabatch.sweep.search import best_learning_rate, next_learning_rates
+from megabatch.studies.points import Point, best_point, next_points
 from megabatch.sweep.trials import Trial, score_of, scores_of
 
 SEARCH_SEED = 1_000  # none of those that count
 Run = Callable[[Sequence[Trial]], list[Summary]]
-Tried = dict[float, Summary]  # by rate
+Tried = dict[Point, Summary]
 
 
 def conduct(design: Design, folder: Path, command: str, run: Run, follow: Callable[[Path, str], Curve]) -> Study:
     """`run` runs trials in `folder`; `follow` has the variance of a layer's output in a run's checkpoints."""
-    found = search_all(design, run)
-    rates = choose_learning_rates(design, found)
-    trials = {  # seed by seed: whoever looks in before the end sees all arms
-        (arm.name, seed): seed_trial(design, arm, rate, seed)
-        for seed in range(1, design.seeds + 1)
-        for arm in design.arms
-        if (rate := rates[arm.name]) is not None
-    }
-    summaries = run_all(run, list(trials.values()))
+    found: dict[str, Tried] = {}
+    chosen: dict[str, Point | None] = {}
+    trials: dict[tuple[str, int], Trial] = {}
+    summaries: dict[str, Summary] = {}
+    for stage in design.stages():
+        found |= search_all(design, stage, run)
+        chosen |= choose_points(stage, found, chosen)
+        wanted = seed_trials(design, stage, chosen)
+        summaries |= run_all(run, list(wanted.values()))
+        trials |= wanted
     arms = [
         Arm(
             name=arm.name,
             about=arm.about,
             settings=list(arm.overrides),
-            learning_rate=rates[arm.name],
-            tuned=sorted(scores_of(found.get(arm.name, {})).items()),
+            learning_rate=point.learning_rate if (point := chosen[arm.name]) else None,
+            tuned=sorted((p.learning_rate, score) for p, score in scores_of(found.get(arm.name, {})).items()),
             runs=[
                 seed_run(seed, folder / trial.name, summaries[trial.name], follow, design.layer)
                 for (name, seed), trial in trials.items()
@@ -73,53 +74,79 @@ def versions_of(folders: Sequence[Path]) -> dict[str, str]:
     }
 
 
-def search_all(design: Design, run: Run) -> dict[str, Tried]:
-    """For every arm that searches: the rates it has tried, and what came of them."""
-    searching = [arm for arm in design.arms if arm.grid]
+def search_all(design: Design, arms: Sequence[ArmDesign], run: Run) -> dict[str, Tried]:
+    """For every arm that searches: where it has, and what came of it."""
+    searching = [arm for arm in arms if arm.grid]
     found: dict[str, Tried] = {arm.name: {} for arm in searching}
-    wanted = {arm.name: list(arm.grid) for arm in searching}
-    while any(wanted.values()):
-        trials = {(arm.name, rate): search_trial(design, arm, rate) for arm in searching for rate in wanted[arm.name]}
+    while True:
+        trials = {
+            (arm.name, point): search_trial(design, arm, point)
+            for arm in searching
+            for point in next_points(scores_of(found[arm.name]), arm.grid, arm.momenta, design.trials)
+        }
+        if not trials:
+            return found
         summaries = run_all(run, list(trials.values()))
-        for (name, rate), trial in trials.items():
-            found[name][rate] = summaries[trial.name]
-        wanted = {name: next_learning_rates(scores_of(tried), design.trials) for name, tried in found.items()}
-    return found
+        for (name, point), trial in trials.items():
+            found[name][point] = summaries[trial.name]
 
 
-def choose_learning_rates(design: Design, found: Mapping[str, Tried]) -> dict[str, float | None]:
-    """None where all rates diverged."""
-    rates: dict[str, float | None] = {}
-    for name, tried in found.items():
-        scores = scores_of(tried)
-        rates[name] = best_learning_rate(scores) if any(score is not None for score in scores.values()) else None
-    for arm in design.arms:
+def choose_points(
+    arms: Sequence[ArmDesign], found: Mapping[str, Tried], before: Mapping[str, Point | None]
+) -> dict[str, Point | None]:
+    """None where all diverged."""
+    chosen: dict[str, Point | None] = {}
+    for arm in arms:
+        if arm.grid:
+            scores = scores_of(found[arm.name])
+            chosen[arm.name] = best_point(scores) if any(score is not None for score in scores.values()) else None
+    for arm in arms:
         if arm.learning_rate_of:
-            rate = rates[arm.learning_rate_of]
-            rates[arm.name] = None if rate is None else float(f"{rate * arm.learning_rate_times:.4g}")
-    return rates
+            point = {**before, **chosen}[arm.learning_rate_of]
+            rate = point and float(f"{point.learning_rate * arm.learning_rate_times:.4g}")
+            chosen[arm.name] = Point(rate, point.momentum) if point and rate else None
+    return chosen
+
+
+def seed_trials(
+    design: Design, arms: Sequence[ArmDesign], chosen: Mapping[str, Point | None]
+) -> dict[tuple[str, int], Trial]:
+    """Seed by seed: whoever looks in before the end sees all arms."""
+    most = max(design.num_seeds(arm) for arm in arms)
+    return {
+        (arm.name, seed): seed_trial(design, arm, point, seed)
+        for seed in range(1, most + 1)
+        for arm in arms
+        if seed <= design.num_seeds(arm) and (point := chosen[arm.name]) is not None
+    }
 
 
 def run_all(run: Run, trials: Sequence[Trial]) -> dict[str, Summary]:
     return {trial.name: summary for trial, summary in zip(trials, run(trials), strict=True)}
 
 
-def search_trial(design: Design, arm: ArmDesign, rate: float) -> Trial:
-    overrides = trial_overrides(arm, rate, SEARCH_SEED)
+def search_trial(design: Design, arm: ArmDesign, point: Point) -> Trial:
+    overrides = trial_overrides(arm, point, SEARCH_SEED)
     held_out = f"data.validation={design.validation!r}"
-    return Trial(f"search-{slug(arm.name)}-{rate:g}", design.recipe, (*design.overrides, *overrides, held_out))
+    name = f"search-{slug(arm.name)}-{point.learning_rate:g}"
+    if point.momentum is not None:
+        name += f"-momentum-{point.momentum:g}"
+    return Trial(name, design.recipe, (*design.overrides, *overrides, held_out))
 
 
-def seed_trial(design: Design, arm: ArmDesign, rate: float, seed: int) -> Trial:
-    overrides = trial_overrides(arm, rate, seed)
+def seed_trial(design: Design, arm: ArmDesign, point: Point, seed: int) -> Trial:
+    overrides = trial_overrides(arm, point, seed)
     return Trial(
         f"seed-{seed}-{slug(arm.name)}", design.recipe, (*design.overrides, *overrides, *design.final_overrides)
     )
 
 
-def trial_overrides(arm: ArmDesign, rate: float, seed: int) -> tuple[str, ...]:
+def trial_overrides(arm: ArmDesign, point: Point, seed: int) -> tuple[str, ...]:
     """Tested once, after the last epoch."""
-    return (*arm.overrides, f"seed={seed}", f"optim.learning_rate={rate:g}", "train.evaluate_every=0")
+    searched = [f"optim.learning_rate={point.learning_rate:g}"]
+    if point.momentum is not None:
+        searched.append(f"optim.momentum={point.momentum:g}")
+    return (*arm.overrides, f"seed={seed}", *searched, "train.evaluate_every=0")
 
 
 def seed_run(seed: int, folder: Path, summary: Summary, follow: Callable[[Path, str], Curve], layer: str) -> SeedRun:

@@ -14,6 +14,8 @@ class ArmDesign(Struct, frozen=True, kw_only=True):
     grid: tuple[float, ...] = ()
     learning_rate_of: str = ""  # the arm whose rate it takes
     learning_rate_times: float = 1.0
+    momenta: tuple[float, ...] = ()  # searched within the same budget; the grid is tried with the first
+    seeds: int | None = None  # by default the study's
 
     def __post_init__(self) -> None:
         assert bool(self.grid) != bool(self.learning_rate_of), f"{self.name}: a grid or another's rate"
@@ -39,4 +41,18 @@ class Design(Struct, frozen=True, kw_only=True):
     @property
     def num_trials(self) -> int:
         """With every search and every seed."""
-        return sum(self.trials for arm in self.arms if arm.grid) + self.seeds * len(self.arms)
+        return sum(self.trials for arm in self.arms if arm.grid) + sum(self.num_seeds(arm) for arm in self.arms)
+
+    def num_seeds(self, arm: ArmDesign) -> int:
+        return self.seeds if arm.seeds is None else arm.seeds
+
+    def stages(self) -> list[tuple[ArmDesign, ...]]:
+        """Arms in the order in which they are run: first those that a criterion is about, and whose rates they take.
+
+        Whoever looks in before the end sees what the study set out to show.
+        """
+        named = {name for criterion in self.criteria for name in (criterion.arm, criterion.baseline)}
+        named |= {arm.learning_rate_of for arm in self.arms if arm.name in named}
+        judged = tuple(arm for arm in self.arms if arm.name in named)
+        others = tuple(arm for arm in self.arms if arm.name not in named)
+        return [stage for stage in (judged, others) if stage]

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from msgspec import Struct
 
@@ -165,9 +165,11 @@ def score_of(summary: Summary) -> float | None:
     return summary.top1 if summary.status == "finished" else None
 
 
-def scores_of(results: Mapping[float, Summary]) -> dict[float, float | None]:
-    """By learning rate."""
-    return {rate: score_of(summary) for rate, summary in results.items()}
+Tried = TypeVar("Tried")  # a learning rate, or one with a momentum
+
+
+def scores_of(results: Mapping[Tried, Summary]) -> dict[Tried, float | None]:
+    return {tried: score_of(summary) for tried, summary in results.items()}
 
 
 def require_result(process: Process, folder: Path, config: RunConfig) -> Summary:
