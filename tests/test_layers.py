@@ -24,7 +24,7 @@ LAYERS = [
     {"runs"},
     {"simulate"},
     {"planning"},
-    {"disk"},
+    {"disk", "own_code"},
     {"errors", "recipes", "", "terminal", "toml"},
     {"given_files"},
     {"text", "decoding", "regular_files"},

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from megabatch.optim import LARS
-from megabatch.optim.lars_in_fp16 import LarsInFp16
+from megabatch.studies.lars_in_fp16 import LarsInFp16
 
 SETTINGS = {"lr": 2.0, "momentum": 0.9, "trust_coefficient": 0.01, "eps": 0.0}
 
