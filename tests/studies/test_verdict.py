@@ -1,9 +1,8 @@
 import msgspec
 import pytest
 
-from megabatch.studies.evidence import Arm
 from megabatch.studies.verdict import judge, judge_claim, rate_at_edge
-from tests.support.made_up_study import BASELINE, TRIAL, arm, pair, study
+from tests.support.made_up_study import BASELINE, TRIAL, arm, pair, searched, study, untrained
 
 BASE = [0.9300, 0.9310, 0.9290]  # in points, a deviation of 0.1
 
@@ -111,8 +110,8 @@ def test_diverged_seeds_are_counted_and_leave_no_mean() -> None:
 
 
 def test_an_arm_without_runs_is_not_judged_unless_every_rate_diverged() -> None:
-    unsearched = Arm(name="later", about="", settings=[], learning_rate=None)
-    lost = Arm(name="lost", about="", settings=[], learning_rate=None, tuned=[(1.0, None), (2.0, None)])
+    unsearched = untrained("later")
+    lost = untrained("lost", [searched(1.0, None), searched(2.0, None)])
     made = study([arm(BASELINE, BASE), unsearched, lost])
     later, failed = (judge(made, criterion) for criterion in made.criteria)
     assert later.holds is None and "later: not run" in later.text
