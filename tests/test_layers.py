@@ -14,8 +14,9 @@ PACKAGE = Path(megabatch.__file__).parent
 LAYERS = [
     {"__main__"},
     {"cli"},
+    {"fuzz"},
     {"studies"},
-    {"sweep", "selftest", "chaos", "fuzz"},
+    {"sweep", "selftest", "chaos"},
     {"train"},
     {"preflight"},
     {"config"},

@@ -3,7 +3,8 @@ import torch
 from torch import nn
 
 from megabatch.optim import LARS
-from megabatch.studies.lars_in_fp16 import LarsInFp16
+from megabatch.studies.fc6 import fc6_alone
+from megabatch.studies.lars_in_fp16 import LarsInFp16, norm, trust_ratio
 
 SETTINGS = {"lr": 2.0, "momentum": 0.9, "trust_coefficient": 0.01, "eps": 0.0}
 
@@ -57,3 +58,57 @@ def test_it_resumes_from_its_state() -> None:
     optimizer.step()
     again.step()
     assert all(map(torch.equal, once, twice))
+
+
+FC6, LARGEST_OF_TINY_CNN = 37_748_736, 50_176  # weights
+ONE_PERCENT = {"lr": 1.0, "momentum": 0.9, "trust_coefficient": 0.01, "eps": 0.0}
+
+
+def layer(num_weights: int, gradient_norm: float) -> nn.Parameter:
+    """Weights as NVCaffe's fc6 begins with, and a gradient that they share evenly."""
+    parameter = nn.Parameter(torch.full((num_weights,), 0.005).half().float())
+    parameter.grad = torch.full_like(parameter, gradient_norm / num_weights**0.5)
+    return parameter
+
+
+def moved(parameter: nn.Parameter) -> float:
+    """As a share of the weights, which were all alike."""
+    first, last = torch.aminmax(parameter.detach())
+    assert first == last
+    return abs(1 - first.item() / torch.tensor(0.005).half().item())
+
+
+def test_the_larger_a_layer_the_larger_a_gradient_has_no_norm_in_fp16() -> None:
+    group = {"trust_ratio": True, "trust_coefficient": 0.01, "weight_decay": 0.0, "eps": 0.0}
+    for num_weights, is_lost in ((FC6, True), (LARGEST_OF_TINY_CNN, False)):
+        parameter = layer(num_weights, gradient_norm=0.5)
+        assert parameter.grad is not None
+        weight, gradient = parameter.detach().half(), parameter.grad.half()
+        exact = 0.01 * 0.005 * num_weights**0.5 / 0.5
+        assert (norm(gradient) == 0) == is_lost
+        assert trust_ratio(group, weight, gradient).item() == (1.0 if is_lost else pytest.approx(exact, rel=1e-2))
+
+
+def test_a_layer_as_large_as_fc6_stands_still_in_fp16_and_moves_with_fp32_master_weights() -> None:
+    parameter = layer(FC6, gradient_norm=0.005)
+    optimizer = LarsInFp16([parameter], **ONE_PERCENT)
+    for _ in range(2):
+        optimizer.step()
+        assert moved(parameter) == 0
+    # With master weights: the gradient comes in fp16, scaled, and is unscaled in fp32.
+    parameter = layer(FC6, gradient_norm=0.005)
+    assert parameter.grad is not None
+    parameter.grad = (1000 * parameter.grad).half().float() / 1000
+    lars = LARS([parameter], **ONE_PERCENT)
+    for step, share in enumerate(
+        (0.01, 0.01 + 0.019 - 0.0001), start=1
+    ):  # the second: 1 % of 0.99, and 0.9 of the first
+        lars.step()
+        assert moved(parameter) == pytest.approx(share, rel=1e-2), step
+
+
+def test_a_study_trains_that_layer() -> None:
+    with torch.device("meta"):
+        network = fc6_alone(num_classes=10, in_channels=1)
+        assert network(torch.empty(2, 1, 28, 28)).shape == (2, 10)
+    assert network.get_parameter("fc6.weight").numel() == FC6

@@ -27,10 +27,18 @@ CONFIGS = {
 @pytest.mark.parametrize("name", STUDIES)
 def test_arms_have_equal_epochs_and_differ_in_what_they_say(name: str) -> None:
     configs = CONFIGS[name].values()
-    assert len({config.train.epochs for config in configs}) == 1
-    assert (
-        len({(config.data.source, config.schedule.warmup_epochs, config.batch.microbatch) for config in configs}) == 1
-    )
+    alike = {
+        (
+            arm.baseline,
+            config.model.name,
+            config.train.epochs,
+            config.data.source,
+            config.schedule.warmup_epochs,
+            config.batch.microbatch,
+        )
+        for arm, config in zip(STUDIES[name].arms, configs, strict=True)
+    }
+    assert len(alike) == len({arm.baseline for arm in STUDIES[name].arms})
     rates = [(arm.learning_rates, arm.learning_rate_of, arm.learning_rate_times) for arm in STUDIES[name].arms]
     told_apart = {(config.to_toml(), rate) for config, rate in zip(configs, rates, strict=True)}
     assert len(told_apart) == len(STUDIES[name].arms)
