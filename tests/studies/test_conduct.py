@@ -168,7 +168,7 @@ def test_a_page_of_some_runs_says_so_and_judges_nothing(runs: FakeRuns) -> None:
     conduct(runs, design, written.append)
     pages = [page(study, []) for study in written]
     assert "**1 of 17 runs have been made**" in pages[0] and "search under way" in pages[0]
-    assert "not judged before all seeds are there (1 of 2 of scaled, 2 of 2 of small, 1)" in pages[7]
+    assert "not judged before all seeds are there (scaled: 1 of 2; small, 1: 2 of 2)" in pages[7]
     assert not any(": holds" in text for text in pages[:8])
     assert all(": holds" in text for text in pages[8:])
     assert "have been made**" not in pages[-1]

@@ -52,4 +52,4 @@ def test_what_is_not_there_is_not_judged() -> None:
         waiting, arms=[waiting.arms[0], msgspec.structs.replace(waiting.arms[1], num_seeds=3)]
     )
     verdict = judge_curves(waiting, CLAIM)
-    assert verdict.holds is None and f"(2 of 3 of {TRIAL}, 2 of 2 of {BASELINE})" in verdict.text
+    assert verdict.holds is None and f"({TRIAL}: 2 of 3; {BASELINE}: 2 of 2)" in verdict.text

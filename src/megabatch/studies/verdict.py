@@ -69,7 +69,7 @@ def seeds_awaited(*arms: Arm) -> str:
     """How many there are, where some are not there yet."""
     if all(arm.is_complete for arm in arms):
         return ""
-    return ", ".join(f"{len(arm.runs)} of {arm.num_seeds} of {arm.name}" for arm in arms)
+    return "; ".join(f"{arm.name}: {len(arm.runs)} of {arm.num_seeds}" for arm in arms)
 
 
 def lies(arm: Arm, other: Arm, found: Gap, places: int = 2) -> str:
