@@ -1,5 +1,6 @@
 """A study's file: what is wrong with it is one line, before anything runs."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from typer.testing import CliRunner
 
 from megabatch.cli import app
 from megabatch.errors import UserError
+from megabatch.studies.design import ArmDesign, Design, SearchDesign
 from megabatch.studies.files import read_design
 
 HEAD = 'title = "T"\nquestion = "Q"\nsetup = "S"\nrecipe = "smoke"\nbaseline = "a"\nseeds = 2\n'
@@ -75,3 +77,12 @@ def test_arms_are_checked_before_anything_runs(tmp_path: Path) -> None:
     path = write(tmp_path, HEAD + "[curves]\nsize = 'no.such.module:size'\n" + A)
     result = CliRunner().invoke(app, ["study", path, "--out", str(tmp_path / "out")])
     assert "curves.size='no.such.module:size' cannot be imported" in str(result.exception)
+
+
+def test_the_study_of_the_docs_is_one(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "studies.md").read_text()
+    (example,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    design = read_design(write(tmp_path, example))
+    assert design.num_trials == 5 + 2 * 5
+    fields = {name for struct in (Design, ArmDesign, SearchDesign) for name in struct.__struct_encode_fields__}
+    assert all(f"`{name}`" in text or f"`[[{name}]]`" in text or f"`[{name}]`" in text for name in fields)
