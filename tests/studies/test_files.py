@@ -86,3 +86,19 @@ def test_the_study_of_the_docs_is_one(tmp_path: Path) -> None:
     assert design.num_trials == 5 + 2 * 5
     fields = {name for struct in (Design, ArmDesign, SearchDesign) for name in struct.__struct_encode_fields__}
     assert all(f"`{name}`" in text or f"`[[{name}]]`" in text or f"`[{name}]`" in text for name in fields)
+
+
+def test_a_study_runs_and_another_machine_takes_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One real run; then without its folder."""
+    monkeypatch.chdir(tmp_path)
+    settings = 'settings = ["train.steps=2", "data.synthetic.train=256", "data.synthetic.test=20"]\n'
+    path = write(tmp_path, HEAD.replace("seeds = 2", "seeds = 1") + settings + A)
+    first = CliRunner().invoke(app, ["study", path, "--out", "out", "--jobs", "1"], env={"COLUMNS": "200"})
+    assert first.exit_code == 0 and "1/1  seed-1-a: 0." in first.output, first.output
+    written = {file.name: file.read_bytes() for file in Path("out").iterdir()}
+    assert "my-study.md" in written and b"have been made**" not in written["my-study.md"]
+    Path("runs").rename("elsewhere")
+    again = CliRunner().invoke(app, ["study", path, "--out", "out", "--jobs", "1"], env={"COLUMNS": "200"})
+    assert again.exit_code == 0 and "1 runs are in out/my-study.json; not again" in again.output, again.output
+    assert not Path("runs").exists()
+    assert {file.name: file.read_bytes() for file in Path("out").iterdir()} == written

@@ -51,8 +51,7 @@ class Conductor:
             ]:
                 self.run_all(rates)
             self.run_all(missing_seeds(self.design, stage, self.results))
-        self.write(study := self.study())
-        return study
+        return self.study()
 
     def run_all(self, wanted: Sequence[Planned]) -> None:
         if not wanted:

@@ -62,7 +62,7 @@ def load_study(path: Path) -> Study:
         raise UserError(f"{str(path)!r} is not there; `megabatch study` writes it") from None
     except Undecodable as error:
         raise UserError(
-            f"{str(path)!r} is not the JSON of a study: {error}; `megabatch study` writes it again"
+            f"{str(path)!r} is not the JSON of a study: {error}; move it away, and `megabatch study` makes it again"
         ) from None
 
 
