@@ -3,13 +3,19 @@
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from megabatch.cli import app
+from megabatch.config.loading import load_config
 from megabatch.errors import UserError
+from megabatch.runs.totals import RunTotals
 from megabatch.studies.design import ArmDesign, Design, SearchDesign
 from megabatch.studies.files import read_design
+from megabatch.studies.plan import seed_trial
+from megabatch.studies.points import Point
+from tests.support.records import step_record
 
 HEAD = 'title = "T"\nquestion = "Q"\nsetup = "S"\nrecipe = "smoke"\nbaseline = "a"\nseeds = 2\n'
 SEARCH = "[search]\ntrials = 3\nheld_out = 0.2\n"
@@ -88,15 +94,24 @@ def test_the_study_of_the_docs_is_one(tmp_path: Path) -> None:
     assert all(f"`{name}`" in text or f"`[[{name}]]`" in text or f"`[{name}]`" in text for name in fields)
 
 
-def test_a_study_runs_and_another_machine_takes_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One real run; then without its folder."""
+def test_a_study_without_its_folder_takes_the_results_that_were_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on another machine.  The run is there when the study starts, as if it had been stopped before."""
     monkeypatch.chdir(tmp_path)
-    settings = 'settings = ["train.steps=2", "data.synthetic.train=256", "data.synthetic.test=20"]\n'
-    path = write(tmp_path, HEAD.replace("seeds = 2", "seeds = 1") + settings + A)
+    path = write(tmp_path, HEAD.replace("seeds = 2", "seeds = 1") + A)
+    design = read_design(path)
+    trial = seed_trial(design, design.arms[0], Point(0.1), seed=1)
+    folder = Path("runs/study-my-study") / trial.name
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(load_config(trial.recipe, trial.overrides).to_toml())
+    (folder / "metrics.jsonl").write_bytes(msgspec.json.Encoder().encode_lines([step_record(1, 1.0, 2.0)]))
+    summary = RunTotals(global_batch=1, target_top1=None).summary("diverged")
+    (folder / "summary.json").write_bytes(msgspec.json.encode(summary))
     first = CliRunner().invoke(app, ["study", path, "--out", "out", "--jobs", "1"], env={"COLUMNS": "200"})
-    assert first.exit_code == 0 and "1/1  seed-1-a: 0." in first.output, first.output
+    assert first.exit_code == 0 and "1 trial has been run; not again" in first.output, first.output
     written = {file.name: file.read_bytes() for file in Path("out").iterdir()}
-    assert "my-study.md" in written and b"have been made**" not in written["my-study.md"]
+    assert b"| a |  | 0.1 | - | - | - | baseline | 1 of 1 |" in written["my-study.md"]
     Path("runs").rename("elsewhere")
     again = CliRunner().invoke(app, ["study", path, "--out", "out", "--jobs", "1"], env={"COLUMNS": "200"})
     assert again.exit_code == 0 and "1 runs are in out/my-study.json; not again" in again.output, again.output
