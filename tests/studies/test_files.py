@@ -114,6 +114,6 @@ def test_a_study_without_its_folder_takes_the_results_that_were_written(
     assert b"| a |  | 0.1 | - | - | - | baseline | 1 of 1 |" in written["my-study.md"]
     Path("runs").rename("elsewhere")
     again = CliRunner().invoke(app, ["study", path, "--out", "out", "--jobs", "1"], env={"COLUMNS": "200"})
-    assert again.exit_code == 0 and "1 runs are in out/my-study.json; not again" in again.output, again.output
+    assert again.exit_code == 0 and "1 run is in out/my-study.json; not again" in again.output, again.output
     assert not Path("runs").exists()
     assert {file.name: file.read_bytes() for file in Path("out").iterdir()} == written

@@ -1,5 +1,6 @@
 """megabatch study: claims about accuracy, put to the test at a size that a desktop can repeat."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -34,7 +35,7 @@ def study(
     if name is None:
         list_studies()
     else:
-        run_study(read_design(name), f"megabatch study {name}", folder, out, jobs)
+        run_study(read_design(name), shlex.join(["megabatch", "study", name]), folder, out, jobs)
 
 
 def list_studies() -> None:
@@ -77,7 +78,8 @@ def run_study(design: "Design", command: str, folder: Path | None, out: Path, jo
     screen.say("study", f"{design.name}: {design.title}")
     screen.say("runs", f"{design.num_trials} in {folder}, {jobs} at a time; stopped, the same command resumes")
     if before:
-        screen.say("kept", f"{before.num_runs} runs are in {json_file(design, out)}; not again")
+        are = "runs are" if before.num_runs != 1 else "run is"
+        screen.say("kept", f"{before.num_runs} {are} in {json_file(design, out)}; not again")
     with speaking_for_ranks():
         found = conductor.conduct()
     for criterion in found.criteria:
