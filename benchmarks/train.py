@@ -5,7 +5,8 @@ of one, then of the other, the order swapped every round.  A block's time is tha
 ends it); `ratio` is the median over rounds of stock's time by ours in the same round, since neighbours in time share
 the machine's mood.  Ours writes every row of metrics.jsonl, as `megabatch train` does; evaluation is left out of both.
 `check_percent` is what ours spends of a step on the search for inf and NaN in the gradients, call by call: on CPUs the
-time that the core has worked on it, since another thread may have had the core meanwhile.
+time that the core has worked on it, since another thread may have had the core meanwhile.  `record_percent` is what it
+spends so on knowing where the time of a step goes.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from megabatch.config.loading import load_config
 from megabatch.config.resolve import make_model
 from megabatch.data.images import ArrayImages, DataSet
 from megabatch.data.sources import load_data_set
+from megabatch.ranks.activity import HostTimes
 from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.store import RankStore
 from megabatch.ranks.world import World, choose_device, connect
@@ -40,6 +42,7 @@ from megabatch.train.arithmetic import arithmetic
 from megabatch.train.evaluate import NOT_EVALUATED
 from megabatch.train.loop import train
 from megabatch.train.prepare import ready_to_train
+from megabatch.train.step_times import DeviceTimes
 from megabatch.train.warm_up import now, seconds_between
 
 # Overrides of the recipe `fashion`, steps in a block, and rounds as a share of those asked for.
@@ -62,6 +65,11 @@ WORKLOADS = {
         0.3,
     ),
 }
+
+# What looks for inf and NaN: in a rank's gradients, and in its part of their sums.
+CHECKS = [(loop, "clip_and_check"), (shared_memory, "product_of_halves")]
+# What sees how long each activity takes, and makes the times of a row of it.
+RECORDING = [(HostTimes, "begin"), (DeviceTimes, "begin"), (loop, "step_times")]
 
 
 def run_rank(
@@ -88,7 +96,8 @@ def compare(overrides: Sequence[str], steps_a_block: int, rounds: int, world: Wo
         tempfile.TemporaryDirectory() as folder,
         RunFolder(Path(folder)) as run_folder,
         arithmetic(config.precision, config.run.deterministic),
-        timed_checks(world.device) as checks,
+        timed(world.device, CHECKS) as checks,
+        timed(world.device, RECORDING) as recording,
     ):
         run_folder.begin(config.to_toml(), {}, 0)
         arms = {"ours": our_steps(config, data, world, run_folder), "stock_ddp": stock_steps(config, data, world)}
@@ -96,6 +105,7 @@ def compare(overrides: Sequence[str], steps_a_block: int, rounds: int, world: Wo
             time_block(take_step, steps_a_block)
         times: dict[str, list[float]] = {arm: [] for arm in arms}
         checks.clear()
+        recording.clear()
         for turn in range(rounds):
             for arm in sorted(arms, reverse=turn % 2 == 1):
                 times[arm].append(time_block(arms[arm], steps_a_block))
@@ -111,28 +121,28 @@ def compare(overrides: Sequence[str], steps_a_block: int, rounds: int, world: Wo
         "stock_ddp_images_per_s": images / statistics.median(stock),
         "ratio": statistics.median(theirs / mine for theirs, mine in zip(stock, ours, strict=True)),
         "check_percent": 100 * sum(seconds_between(*check) for check in checks) / sum(ours),
+        "record_percent": 100 * sum(seconds_between(*call) for call in recording) / sum(ours),
     }
 
 
 @contextmanager
-def timed_checks(device: torch.device) -> Iterator[list[tuple[Any, Any]]]:
-    """When this rank began and ended to look for inf and NaN: in its gradients, and in its part of their sums."""
+def timed(device: torch.device, functions: Sequence[tuple[Any, str]]) -> Iterator[list[tuple[Any, Any]]]:
+    """When this rank began and ended each call of these functions."""
     moments = list[tuple[Any, Any]]()
     clock = time.thread_time if device.type == "cpu" else partial(now, device)
 
-    def timed(check: Callable[..., Any]) -> Callable[..., Any]:
+    def with_times(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
             began = clock()
-            found = check(*arguments)
+            found = function(*arguments)
             moments.append((began, clock()))
             return found
 
         return call
 
-    with (
-        patch.object(loop, "clip_and_check", timed(loop.clip_and_check)),
-        patch.object(shared_memory, "product_of_halves", timed(shared_memory.product_of_halves)),
-    ):
+    with ExitStack() as stack:
+        for owner, name in functions:
+            stack.enter_context(patch.object(owner, name, with_times(getattr(owner, name))))
         yield moments
 
 

@@ -18,7 +18,7 @@ from tools.lock import is_for_us
 ROOT = Path(__file__).parents[1]
 OURS = {"megabatch", "tests", "benchmarks", "tools"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-DISTRIBUTIONS = {"PIL": "pillow"}  # where the module has another name
+DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml"}  # where the module has another name
 # No file of ours imports these: what imports them, and the words in our code that make it do so.
 THROUGH = {
     "tomli-w": ("msgspec", "msgspec.toml.encode"),

@@ -28,7 +28,7 @@ LAYERS = [
     {"disk", "own_code"},
     {"errors", "recipes", "", "terminal", "toml"},
     {"given_files"},
-    {"text", "decoding", "regular_files"},
+    {"text", "decoding", "regular_files", "intervals"},
 ]
 LEVEL = {part: -depth for depth, layer in enumerate(LAYERS) for part in layer}
 
@@ -69,7 +69,7 @@ def test_planning_is_pure() -> None:
     assert used <= {"math", "typing", "msgspec", "megabatch", "itertools", "collections", "functools", "hashlib"}
 
 
-@pytest.mark.parametrize("room", ["planning", "simulate", "runs", "disk"])
+@pytest.mark.parametrize("room", ["planning", "simulate", "runs", "disk", "intervals"])
 def test_what_reads_and_plans_does_not_import_torch(room: str) -> None:
     path = PACKAGE / room
     modules = [f"megabatch.{room}.{file.stem}" for file in path.glob("[!_]*.py")] or [f"megabatch.{room}"]

@@ -47,7 +47,11 @@ def resolve(wanted: str, known: str, *arguments: str) -> Packages:
         kept.write_text(known)
         command = ["uv", "pip", "compile", "--quiet", "--universal", "--python-version", f"3.{FIRST_PYTHON}"]
         subprocess.run([*command, *arguments, asked, "-c", kept, "-o", lock], cwd=ROOT, check=True)
-        return {package["name"]: package for package in tomllib.loads(lock.read_text())["packages"]}
+        found = tomllib.loads(lock.read_text())["packages"]
+    packages = {package["name"]: package for package in found}
+    # Where the newest has left our oldest Python, uv takes two; an older one that all of them can install will do.
+    assert len(packages) == len(found), f"two versions of one package: write the older into {OUT}, and run this again"
+    return packages
 
 
 def known_versions() -> str:

@@ -61,7 +61,7 @@ def cut(name: str, num_bytes: int) -> Callable[[Path], None]:
 
 def test_equal_runs_have_no_difference_and_neither_have_their_times(runs: tuple[Path, Path]) -> None:
     assert differences(*runs) == []
-    change_row(0, images_per_s=7.0, data_wait_s=9.9, straggler=0, data_wait={"read": 1.0})(runs[1])
+    change_row(0, images_per_s=7.0, data_wait_s=9.9, straggler=0, data_wait={"read": 1.0}, times={"data": 1.0})(runs[1])
     change_row(1, resident_mb=1.0)(runs[1])
     (runs[1] / "summary.json").write_text(json.dumps(SUMMARY | {"wall_s": 99.0}))
     assert differences(*runs) == []

@@ -35,6 +35,7 @@ def output(*words: str) -> str:
         ["--help"],
         ["train", "--help"],
         ["lr-range", "--help"],
+        ["compare", "--help"],
         ["bench", "train", "--help"],
         ["--version"],
         ["runs", "."],

@@ -112,7 +112,7 @@ def test_a_run_leaves_its_rows_its_summary_and_its_recipe(finished: tuple[Path, 
     evaluations = [row for row in rows(folder) if "lr" not in row]
     assert [row["step"] for row in steps] == list(range(1, 51))
     fields = {"step", "epoch", "loss", "lr", "loss_scale", "skipped", "images_per_s", "data_wait_s", "comm_wait_s"}
-    fields |= {"kind", "data_wait", "skipped_images", "straggler", "straggler_delay_s", "evaluated"}
+    fields |= {"kind", "data_wait", "skipped_images", "straggler", "straggler_delay_s", "evaluated", "wall_s", "times"}
     assert all(set(row) == fields for row in steps)
     assert steps[-1]["epoch"] == 8.0
     assert [row["step"] for row in evaluations] == [7, 13, 19, 25, 32, 38, 44, 50]

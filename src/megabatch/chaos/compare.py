@@ -10,7 +10,7 @@ from megabatch.train.checkpoint import STATE
 from megabatch.train.saves import LAST
 
 # Of a row: what clocks and memory say.  All other fields count, also those that are yet to come.
-TIMES = ("data_wait", "straggler")
+TIMES = ("data_wait", "straggler", "times")
 TIME_SUFFIXES = ("_s", "_mb")
 SUMMED_UP = ("status", "steps", "skipped_steps", "top1", "top5", "best_top1", "test_loss", "samples_evaluated")
 

@@ -10,6 +10,7 @@ from megabatch import __version__
 from megabatch.cli import (
     bench,
     chaos,
+    compare,
     doctor,
     evaluate,
     export,
@@ -22,6 +23,7 @@ from megabatch.cli import (
     recipes,
     runs,
     selftest,
+    settings,
     show,
     simulate,
     study,
@@ -47,12 +49,14 @@ app.command()(plan.plan)
 app.command()(profile.profile)
 app.command()(simulate.simulate)
 app.command()(recipes.recipes)
+app.command()(settings.settings)
 app.command(name="eval")(evaluate.evaluate)
 app.command()(predict.predict)
 app.command()(export.export)
 app.command()(doctor.doctor)
 app.command(name="lr-range")(lr_range.lr_range)
 app.command()(runs.runs)
+app.command()(compare.compare)
 app.command()(pack.pack)
 app.command()(selftest.selftest)
 app.command()(chaos.chaos)

@@ -23,7 +23,7 @@ from megabatch.comm.reducer import Reducer
 from megabatch.comm.settings import CommSettings
 from megabatch.comm.stream_reducer import StreamReducer
 from megabatch.comm.stream_times import StreamTimes
-from megabatch.comm.timeline import NoTimeline, Timeline
+from megabatch.comm.timeline import ALL_STEPS, NO_STEPS, NoTimeline, Timeline
 from megabatch.comm.tune import measure_drift, tune
 from megabatch.comm.watchdog import Watchdog
 from megabatch.comm.work import STEP_METRICS
@@ -62,8 +62,11 @@ class GradientAllReduce:
             on_accelerators = device.type != "cpu"
             self.plans = PlansInUse(settings, self.topology.shape, self.has_room(groups), on_accelerators, tunes)
             groups.open(self.plans.axes)
-            self.timeline = Timeline(groups.rank) if settings.timeline else NoTimeline()
+            self.timeline: Timeline | NoTimeline = NoTimeline()
+            if tunes or settings.timeline:  # a trainer's, which may want to see a few steps
+                self.timeline = Timeline(groups.rank, ALL_STEPS if settings.timeline else NO_STEPS)
             times = StreamTimes(device, self.timeline) if on_accelerators else None
+            self.device_clock = times.clock if times else None
             self.progress = BackwardProgress(self.layouts, times)
             watchdog = Watchdog(
                 groups.store,

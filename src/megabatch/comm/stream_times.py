@@ -84,7 +84,7 @@ class StreamTimes:
         began, ended = self.spare_event(), self.spare_event()
         began.record(stream)
         num_bytes = (transfer.end - transfer.begin) * work.whole.element_size()
-        about = {"bytes": num_bytes, "plan": work.plan.name}
+        about = {"bytes": num_bytes, "plan": work.plan.name, "bucket": work.key}
         self.pending.append(Collective(work.header, phase, about, began, ended))
 
     def leave_phase(self, phase: Phase, waited_s: float) -> None:
@@ -96,13 +96,16 @@ class StreamTimes:
         return self.spare.pop() if self.spare else torch.Event(self.device, enable_timing=True)
 
     def note_ready(self, work: Work) -> None:
-        if self.clock:
-            about = {"bytes": work.whole.nbytes, "plan": work.plan.name}
+        if self.is_wanted(work.header):
+            about = {"bytes": work.whole.nbytes, "plan": work.plan.name, "bucket": work.key}
             self.moments.append(Moment(self.event(), work.header, True, about))
 
     def note_reduced(self, work: Work) -> None:
-        if self.clock:
-            self.moments.append(Moment(self.event(), work.header, False, {}))
+        if self.is_wanted(work.header):
+            self.moments.append(Moment(self.event(), work.header, False, {"bucket": work.key}))
+
+    def is_wanted(self, header: Header) -> bool:
+        return isinstance(self.timeline, Timeline) and header.step + 1 in self.timeline.steps
 
     def note_step_end(self, backward_ended: torch.Event) -> None:
         """The current stream has issued the last all-reduce of a step."""
@@ -132,7 +135,7 @@ class StreamTimes:
         while self.pending and self.pending[0].is_through:
             collective = self.pending.popleft()
             self.seconds_in_collectives += collective.began.elapsed_time(collective.ended) / 1e3
-            if self.clock:
+            if self.clock and self.is_wanted(collective.header):
                 self.add_span(self.clock, collective)
             self.spare += [collective.began, collective.ended]
         while self.steps and self.steps[0].reduced.query():

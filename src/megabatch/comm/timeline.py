@@ -16,6 +16,7 @@ On accelerators buckets, node and network are what streams did, by events (strea
 import json
 import platform
 import statistics
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -36,6 +37,8 @@ from megabatch.ranks.world import World
 
 STEPS, TRAINING, BUCKETS, IN_NODE, NETWORK = LANES = ("steps", "training", "buckets", "in the node", "network")
 NUMBERS = {lane: 1 + index for index, lane in enumerate(LANES)}
+ALL_STEPS = range(sys.maxsize)
+NO_STEPS = range(0)
 KEPT_STEPS = 50  # the newest, and the one under way
 ROUNDS = 9  # of agreeing on a moment: one alone may be milliseconds off, where a rank waits for a core
 
@@ -51,10 +54,10 @@ class Event(NamedTuple):
 
 
 class Timeline:
-    """Of one rank.  Times are written relative to `origin_s`."""
+    """Of one rank, while it is `is_on`: in the steps that somebody wants.  Times are written relative to `origin_s`."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, steps: range = ALL_STEPS) -> None:
+        self.rank, self.steps = rank, steps
         self.collect: Callable[[], None] = lambda: None  # adds what an accelerator's events have shown since
         self.restart(origin_s=0.0, first_step=1)
 
@@ -62,17 +65,22 @@ class Timeline:
         """Forgets what was before the first step."""
         self.origin_s = origin_s
         self.step = first_step  # under way; from 1, as in the records
+        self.is_on = first_step in self.steps
         self.events: deque[Event] = deque()
         self.under_way: dict[str, Event] = {}
 
     def begin_step(self, step: int) -> None:
-        self.step = step
+        self.step, self.is_on = step, step in self.steps
+        if not self.is_on:
+            return
         while self.events and self.events[0].step < step - KEPT_STEPS:
             self.events.popleft()
         self.enter(STEPS, f"step {step}")
         self.enter(TRAINING, "input")
 
     def enter(self, lane: str, name: str, **about: Any) -> None:
+        if not self.is_on:
+            return
         now_s = self.leave(lane)
         self.under_way[lane] = Event("X", lane, name, self.step, now_s, now_s, about)
 
@@ -90,32 +98,38 @@ class Timeline:
         return now_s
 
     def enter_phase(self, work: Work, phase: Phase, transfer: Transfer) -> None:
+        if not self.is_on:
+            return
         num_bytes = (transfer.end - transfer.begin) * work.whole.element_size()
-        self.enter(lane_of(phase), f"{name_bucket(work.key)}: {phase}", bytes=num_bytes, plan=work.plan.name)
+        name = f"{name_bucket(work.key)}: {phase}"
+        self.enter(lane_of(phase), name, bytes=num_bytes, plan=work.plan.name, bucket=work.key)
 
     def leave_phase(self, phase: Phase, waited_s: float) -> None:
         self.leave(lane_of(phase), waited_s)
 
     def enter_wait(self, work: Work) -> None:
-        self.enter(IN_NODE, f"{name_bucket(work.key)}: waits for the network")
+        if self.is_on:
+            self.enter(IN_NODE, f"{name_bucket(work.key)}: waits for the network", bucket=work.key)
 
     def add(
         self, kind: str, lane: str, name: str, step: int, began_s: float, ended_s: float, about: dict[str, Any]
     ) -> None:
         """What events on an accelerator's streams have shown, when they are known."""
-        if began_s >= self.origin_s:
+        if step in self.steps and began_s >= self.origin_s:
             self.events.append(Event(kind, lane, name, step, began_s, ended_s, about))
 
     def note_ready(self, key: int, tensor: torch.Tensor, plan: Plan) -> None:
-        now_s, about = time.perf_counter(), {"bytes": tensor.nbytes, "plan": plan.name}
+        if not self.is_on:
+            return
+        now_s, about = time.perf_counter(), {"bytes": tensor.nbytes, "plan": plan.name, "bucket": key}
         self.events.append(Event("i", BUCKETS, f"{name_bucket(key)} ready", self.step, now_s, now_s, about))
         self.events.append(Event("b", BUCKETS, name_bucket(key), self.step, now_s, now_s, about))
 
     def note_reduced(self, work: Work) -> None:
         """With its last part."""
-        if work.end == len(work.whole):
-            now_s = time.perf_counter()
-            self.events.append(Event("e", BUCKETS, name_bucket(work.key), self.step, now_s, now_s, {}))
+        if self.is_on and work.end == len(work.whole):
+            now_s, about = time.perf_counter(), {"bucket": work.key}
+            self.events.append(Event("e", BUCKETS, name_bucket(work.key), self.step, now_s, now_s, about))
 
     def write(self, path: Path) -> None:
         """The whole file or the one before it.  What is still under way lasts until now."""
@@ -149,7 +163,7 @@ class Timeline:
 
 
 class NoTimeline:
-    """Records nothing, where nobody has asked for it."""
+    """Records nothing, where nobody ever asks for it."""
 
     def add(
         self, kind: str, lane: str, name: str, step: int, began_s: float, ended_s: float, about: dict[str, Any]

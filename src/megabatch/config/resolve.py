@@ -16,12 +16,8 @@ from megabatch.models.layers import freeze, head_of, head_parameters
 from megabatch.optim.groups import parameter_groups, split_head
 from megabatch.optim.schedules import schedule
 from megabatch.planning.batch import StepPlan, plan_steps
+from megabatch.runs.settings import is_decisive
 
-# What does not change what is computed: sections, and settings.
-IRRELEVANT = (
-    *("name", "about", "provenance", "run", "checkpoint"),
-    *("data.image_timeout_s", "comm.timeout_s", "comm.timeline", "model.compile"),
-)
 # What "auto" was in recipes before there was one.  Where it comes to something else, the images' fingerprint differs.
 BEFORE_AUTO = {"data.center_crop": CENTER_CROP, "data.validation": AUTO_HELD_OUT}
 
@@ -38,7 +34,7 @@ def decisive_settings(config: RunConfig) -> dict[str, Any]:
             flattened[name] = BEFORE_AUTO[name] if value == "auto" and name in BEFORE_AUTO else value
 
     add(msgspec.to_builtins(config), "")
-    return {key: value for key, value in flattened.items() if not {key, key.partition(".")[0]} & set(IRRELEVANT)}
+    return {key: value for key, value in flattened.items() if is_decisive(key)}
 
 
 def in_epochs(config: RunConfig, num_samples: int) -> RunConfig:

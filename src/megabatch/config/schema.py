@@ -33,6 +33,7 @@ class TrainSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     steps: Annotated[int, Meta(ge=1, le=MOST_STEPS)] | None = None  # decide, where they are given: see `config.length`
     target_top1: Annotated[float, Meta(gt=0, le=1)] | None = None  # the accuracy whose time is reported
     evaluate_every: Annotated[int, Meta(ge=0, le=10**6)] = 1  # epochs, and after the last; 0: after the last alone
+    examples: Annotated[int, Meta(ge=0, le=1000)] = 24  # pictures of the most confident mistakes, which a run keeps
 
     def __post_init__(self) -> None:
         if self.epochs is None and self.steps is None:

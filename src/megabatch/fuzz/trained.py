@@ -19,8 +19,10 @@ from megabatch.fuzz.nonsense import lie_in_json, lie_in_tree, nonsense
 from megabatch.fuzz.texts import is_json
 from megabatch.models.weights import read_weights
 from megabatch.ranks.world import current_rank
+from megabatch.runs.comparison import compare
 from megabatch.runs.files import CHECKPOINTS, CONFIG, METRICS, MODEL, SUMMARY, WEIGHTS
 from megabatch.runs.model_card import METADATA
+from megabatch.runs.outcome import add_up
 from megabatch.runs.reader import epoch_losses, last_record, length_up_to, list_runs, read_records
 from megabatch.text import is_plain
 from megabatch.train.card import pixels_of, read_card
@@ -225,6 +227,7 @@ def read_rows(folder: Path) -> None:
     for record in read_records(folder):
         assert record.step >= 0 and record.epoch >= 0
     epoch_losses(folder)
+    add_up(folder, batch=16, target=0.5)
 
 
 def lie_about_rows(files: Files, rng: Random) -> Files:
@@ -240,8 +243,10 @@ def set_up_summaries(scratch: Path, stack: ExitStack) -> Bench:
 
 
 def read_runs(folder: Path) -> None:
-    for listing in list_runs(folder):
+    found = list_runs(folder)
+    for listing in found:
         assert listing.summary is None or listing.summary.steps >= 0
+    compare([listing.path for listing in found], target=0.5)
 
 
 def lie_about_summary(files: Files, rng: Random) -> Files:

@@ -11,14 +11,58 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple, Protocol
 
 from megabatch.text import print_line
 
 START_UP_TIMEOUT_S = 600.0  # until steps run: images are indexed, models compiled
 LONGER = 3.0  # than anything took so far is too long, even if the recipe is less patient
+START_UP = "start-up"  # the first activity
 FRAMES = 3  # of a stack, in a line
 BACKWARD = "backward"  # an activity of which the all-reduce knows more
+ALL_REDUCE = "all-reduce"  # what is left of it after backward
 INTERRUPT = signal.SIGURG  # which nobody minds who does not listen
+
+
+class Done(NamedTuple):
+    """An activity that was traced; by a clock of the host's seconds."""
+
+    what: str
+    step: int
+    began_s: float
+    ended_s: float
+
+
+class HostTimes:
+    """The seconds of each activity since they were last taken, by the host's clock."""
+
+    def __init__(self) -> None:
+        self.what, self.step, self.since_s = START_UP, 0, time.perf_counter()
+        self.spent_s: dict[str, float] = {}
+        self.traced: list[Done] | None = None  # while somebody wants to know of each
+
+    def begin(self, what: str, step: int) -> None:
+        now_s = time.perf_counter()
+        self.spent_s[self.what] = self.spent_s.get(self.what, 0.0) + now_s - self.since_s
+        if self.traced is not None:
+            self.traced.append(Done(self.what, self.step, self.since_s, now_s))
+        self.what, self.step, self.since_s = what, step, now_s
+
+    def take(self) -> dict[str, float]:
+        """Of the one that is under way, what there is of it."""
+        self.begin(self.what, self.step)
+        spent_s, self.spent_s = self.spent_s, {}
+        return spent_s
+
+
+class Times(Protocol):
+    """`HostTimes`, or what takes the time of a device."""
+
+    traced: list[Done] | None
+
+    def begin(self, what: str, step: int) -> None: ...
+
+    def take(self) -> dict[str, float]: ...
 
 
 class Activity:
@@ -30,16 +74,18 @@ class Activity:
     def __init__(self, timeout_s: float, is_followed: bool = True) -> None:
         self.timeout_s, self.is_followed = timeout_s, is_followed
         self.thread = threading.get_ident()
-        self.what, self.waits, self.step = "start-up", False, 0  # waits: for other ranks; step: from 1
+        self.what, self.waits, self.step = START_UP, False, 0  # waits: for other ranks; step: from 1
         self.since_s = time.monotonic()
         self.longest_s: float | None = None  # of what it did since steps run
         self.error: BaseException | None = None
+        self.times: Times = HostTimes()
 
     def begin(self, what: str, waits: bool = False) -> None:
         now_s = time.monotonic()
         if self.longest_s is not None and now_s - self.since_s > self.longest_s:
             self.longest_s = now_s - self.since_s
         self.what, self.waits, self.since_s = what, waits, now_s
+        self.times.begin(what, self.step)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

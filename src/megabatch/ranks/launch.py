@@ -6,6 +6,7 @@ and a launcher that is killed leaves nothing.
 """
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from megabatch.ranks.sockets import LOOPBACK, listening_on
 from megabatch.ranks.store import STORE_FILE
 from megabatch.ranks.store_file import make_store_file, mend
 
+COMMAND = "MEGABATCH_COMMAND"  # the variable in which ranks find what the user typed
 RECIPE = "{recipe}"  # in the arguments of ranks: the file with the recipe
 LOOK_EVERY_S = 0.05
 GRACE_S = 5.0  # for ranks to notice that another one has failed, and to end
@@ -65,6 +67,7 @@ def start(
 ) -> "subprocess.Popen[bytes]":
     ours = {
         LAUNCHER: str(os.getpid()),
+        COMMAND: shlex.join(["megabatch", *sys.argv[1:]]),
         "RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_RANK": str(rank),

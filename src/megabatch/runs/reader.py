@@ -2,11 +2,12 @@
 
 import math
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -18,13 +19,19 @@ from megabatch.planning.sound import MAX_BYTES, decode_tuning
 from megabatch.planning.tuning import Tuning
 from megabatch.regular_files import read_regular, reading
 from megabatch.runs import files
+from megabatch.runs.mistakes import Mistakes
 from megabatch.runs.records import Count, EvaluationRecord, Record, Status, StepRecord, Summary
+from megabatch.runs.step_trace import StepTrace
 from megabatch.text import one_line
 from megabatch.toml import NotToml, read_toml
 
+Content = TypeVar("Content")
 TAIL_BYTES = 16 << 10  # of metrics.jsonl, which mostly holds its last row: one that skipped images is longer
 MAX_JSON_BYTES = 64 << 20  # of a row or a file: a row that skipped half a million images
 MAX_CONFIG_BYTES = 4 << 20
+MAX_LOG_BYTES = 4 << 20
+LOG_LINE = re.compile(r"^(?P<at>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?P<text>.*(?:\n  .*)*)", re.MULTILINE)
+LOG_STEP = re.compile(r"\bstep (\d{1,15})\b")
 LONGEST_NAME = 60  # letters of a recipe's
 YEAR_9999_S = 253_402_300_800  # since 1970
 
@@ -101,10 +108,7 @@ def is_running(path: Path) -> bool:
 
 def read_summary(path: Path) -> Summary | None:
     """None for a run that runs, that was killed, or whose summary is damaged."""
-    try:
-        return decode_json(read_regular(path / files.SUMMARY, MAX_JSON_BYTES), Summary)
-    except (OSError, Undecodable):
-        return None
+    return read_if_sound(path / files.SUMMARY, Summary)
 
 
 def read_records(path: Path) -> Iterator[Record]:
@@ -193,6 +197,47 @@ def read_plan(path: Path) -> Tuning:
         return decode_tuning(read_regular(path, MAX_BYTES))
     except (OSError, Undecodable) as error:
         raise UserError(f"{path} is not a plan ({error}); give a recipe, or the folder of a run") from None
+
+
+def read_mistakes(path: Path) -> Mistakes | None:
+    """What the newest evaluation took for what; None where that was not recorded, or cannot be read."""
+    return read_if_sound(path / files.MISTAKES, Mistakes)
+
+
+def read_step_trace(path: Path) -> StepTrace | None:
+    """One step in detail; None where that was not recorded, or cannot be read."""
+    return read_if_sound(path / files.STEP_TRACE, StepTrace)
+
+
+def read_if_sound(path: Path, kind: type[Content]) -> Content | None:
+    try:
+        return decode_json(read_regular(path, MAX_JSON_BYTES), kind)
+    except (OSError, Undecodable):
+        return None
+
+
+class LogEntry(Struct, frozen=True):
+    """A line of train.log, and the lines that are set in below it."""
+
+    at: str  # 2026-11-17 20:15:03, by the clock of rank 0's host
+    step: int | None  # after which it was written, if it says so
+    text: str
+
+
+def read_log(path: Path) -> list[LogEntry]:
+    """Starts, resumptions, warnings and failures, in order; [] where there is no log.  Of a long one, its end."""
+    try:
+        with reading(path / files.LOG) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_LOG_BYTES))
+            text = file.read(MAX_LOG_BYTES).decode(errors="replace")
+    except OSError:
+        return []
+    entries = []
+    for match in LOG_LINE.finditer(text):
+        at, said = match["at"], match["text"]
+        step = LOG_STEP.search(said)
+        entries.append(LogEntry(at, int(step[1]) if step else None, said))
+    return entries
 
 
 class RowStep(Struct):

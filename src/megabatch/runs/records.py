@@ -3,6 +3,7 @@
 Limits hold where a file is read: it may say anything.
 """
 
+import math
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, field
@@ -15,6 +16,27 @@ Amount = Annotated[float, Meta(ge=0, le=1e15)]  # images per second, MB, seconds
 Share = Annotated[float, Meta(ge=0, le=1)]
 Scale = Annotated[float, Meta(gt=0, le=1e300)]
 Status = Literal["finished", "stopped", "diverged", "failed"]
+
+
+class StepTimes(Struct, frozen=True, kw_only=True):
+    """The time since the row before, on rank 0, by what it was spent on.  All of them add up to the run's wall time.
+
+    On an accelerator forward, backward, comm and update are its own; data is what it was idle for while the host waited
+    for images, and other what it was idle for besides.
+    """
+
+    data: Seconds = 0.0  # waited for images
+    forward: Seconds = 0.0
+    backward: Seconds = 0.0
+    comm: Seconds = 0.0  # waited for other ranks and the network, after all own gradients were ready
+    update: Seconds = 0.0
+    evaluation: Seconds = 0.0
+    checkpoint: Seconds = 0.0  # training was held by one
+    other: Seconds = 0.0  # rows, the screen, comparing ranks
+
+    @property
+    def total(self) -> float:
+        return math.fsum(getattr(self, part) for part in self.__struct_fields__)
 
 
 class StepRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="step"):
@@ -32,6 +54,8 @@ class StepRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="step"
     straggler: Count  # the rank that has waited least for others so far, since they waited for it
     straggler_delay_s: Amount  # by how much less than the median of the others, a step
     evaluated: bool = False  # an evaluation follows: the next row
+    wall_s: Amount | None = None  # of the run, as in its summary; None in a run of an older version
+    times: StepTimes | None = None  # None in a run of an older version
 
 
 class Evaluation(Struct, frozen=True, kw_only=True):
@@ -48,6 +72,10 @@ class EvaluationRecord(Evaluation, frozen=True, kw_only=True, tag_field="kind", 
     epoch: Passes
     resident_mb: Amount | None = None  # memory of rank 0's process
     device_mb: Amount | None = None  # the most that rank 0 has taken of its accelerator so far; None on a CPU
+    wall_s: Amount | None = None  # of the run, as in its summary; None in a run of an older version
+    times: StepTimes | None = None  # None in a run of an older version
+    # Each rank waited for others so long, in the steps since the last evaluation or start: the straggler least.
+    rank_waits_s: list[Seconds] = field(default_factory=list)
 
 
 Record = StepRecord | EvaluationRecord

@@ -7,8 +7,8 @@ interval; what is said is the ratio of the geometric means.
 import math
 from collections.abc import Sequence
 
+from megabatch.intervals import gap
 from megabatch.studies.evidence import Arm, CurveClaim, Study
-from megabatch.studies.statistics import gap
 from megabatch.studies.verdict import Verdict, divergence, seeds_awaited
 
 

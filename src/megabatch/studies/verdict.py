@@ -2,9 +2,8 @@
 
 from msgspec import Struct
 
+from megabatch.intervals import Gap, Interval, Spread, gap, paired_gap, spread
 from megabatch.studies.evidence import Arm, Claim, Criterion, Study
-from megabatch.studies.paired import paired_gap
-from megabatch.studies.statistics import Gap, Interval, Spread, gap, spread
 
 UNTOLD = "these seeds do not tell them apart"
 EXACT_PLACES = 9  # rounding error is not a gap: 93.0 - 92.7 lies at a criterion of 0.3, not beyond it
@@ -26,7 +25,8 @@ def top1_gap(study: Study, arm: Arm, baseline: Arm) -> Gap | None:
         return None
     if study.paired:
         ours, theirs = ({run.seed: 100 * run.top1 for run in of.runs if run.top1 is not None} for of in (arm, baseline))
-        return paired_gap(ours, theirs)
+        seeds = sorted(ours.keys() & theirs.keys())
+        return paired_gap([ours[seed] for seed in seeds], [theirs[seed] for seed in seeds]) if seeds else None
     return gap(percents(arm), percents(baseline))
 
 

@@ -26,6 +26,7 @@ from megabatch.train.drift import Comparison
 from megabatch.train.evaluate import evaluate
 from megabatch.train.initial_weights import InitialWeights, load_initial_weights
 from megabatch.train.loop import Parts
+from megabatch.train.mistakes import MistakeCounter
 
 
 class Own(NamedTuple):
@@ -73,6 +74,8 @@ def assemble(
         pixels = pixels or initial_weights.pixels
     pixels = pixels or world.from_rank_0(partial(measure_pixels, data.train), PixelStatistics)
     normalise = Normalise(pixels, world.device, formats.model, config.model.wants_channels_last)
+    num_classes = len(data.class_names)
+    mistakes = MistakeCounter(data.test, num_classes, config.train.examples, world)
     return Parts(
         world=world,
         seed=config.seed,
@@ -91,7 +94,10 @@ def assemble(
         optimizer=make(groups, config.optim),
         learning_rate=plan_learning_rate(config, plan),
         clip_norm=config.optim.clip_norm,
-        evaluate=partial(evaluate, model, data.test, normalise, len(data.class_names), config.batch.microbatch, world),
+        evaluate=partial(
+            evaluate, model, data.test, normalise, num_classes, config.batch.microbatch, world, mistakes=mistakes
+        ),
+        mistakes=mistakes,
         comparison=Comparison(config.run.compare_every),
         stop_requested=stop_requested,
         initial_weights=tuple(initial_weights.lines),

@@ -10,6 +10,7 @@ from megabatch.errors import UserError
 from megabatch.models.loss import LossSettings, summed_loss
 from megabatch.ranks.world import World
 from megabatch.runs.records import Evaluation
+from megabatch.train.mistakes import MistakeCounter
 
 # For benches and the doctor, which take steps alone.
 NOT_EVALUATED = Evaluation(top1=0.0, top5=0.0, test_loss=0.0, class_top1=[], samples_evaluated=0)
@@ -17,7 +18,13 @@ NOT_EVALUATED = Evaluation(top1=0.0, top5=0.0, test_loss=0.0, class_top1=[], sam
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, images: ImageSet, normalise: Normalise, num_classes: int, batch_size: int, world: World
+    model: nn.Module,
+    images: ImageSet,
+    normalise: Normalise,
+    num_classes: int,
+    batch_size: int,
+    world: World,
+    mistakes: MistakeCounter | None = None,
 ) -> Evaluation:
     """Top-1, top-5, loss and top-1 per class over all of `images`, shared out over the ranks."""
     # Per class: right at first guess, right within five, seen.
@@ -39,6 +46,8 @@ def evaluate(
         right = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
         marks = torch.stack([right[:, 0], right.any(1), torch.ones_like(labels, dtype=torch.bool)])
         counts.index_add_(1, labels, marks.long())
+        if mistakes:
+            mistakes.see(number * batch_size, labels, logits, is_whole=not batch.skipped)
     model.train(was_training)
     for module in frozen:
         module.training = False
@@ -53,6 +62,8 @@ def evaluate(
     if not total:
         raise UserError(f"no test image can be read, such as {unreadable[0]}; fix the set")
     first, _, seen = counts.tolist()
+    if mistakes:
+        mistakes.collect(seen)
     return Evaluation(
         top1=top1 / total,
         top5=top5 / total,

@@ -27,7 +27,7 @@ from megabatch.optim.optimizers import clip_gradients, has_bad_gradient, set_lea
 from megabatch.planning.batch import StepPlan
 from megabatch.precision.loss_scale import LossScale
 from megabatch.precision.master_weights import MasterWeights
-from megabatch.ranks.activity import BACKWARD
+from megabatch.ranks.activity import ALL_REDUCE, BACKWARD
 from megabatch.ranks.machine import resident_mb
 from megabatch.ranks.world import World
 from megabatch.runs.model_card import ModelCard
@@ -36,8 +36,10 @@ from megabatch.runs.time_breakdown import TimeBreakdown
 from megabatch.train.batch_norm import RunningStatistics
 from megabatch.train.device import device_mb, seed_dropout
 from megabatch.train.drift import Comparison, compare_ranks
+from megabatch.train.mistakes import MistakeCounter
 from megabatch.train.not_finite import check_gradients, check_loss, check_scale, check_test_loss
 from megabatch.train.step_metrics import Numbers, StepMetrics, StepTotals
+from megabatch.train.step_times import step_times, times_on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,7 @@ class Parts:
     learning_rate: Callable[[int], float]
     clip_norm: float
     evaluate: Callable[[], Evaluation]
+    mistakes: MistakeCounter  # of the newest evaluation
     comparison: Comparison
     stop_requested: Callable[[], bool]
     initial_weights: tuple[str, ...] = ()  # what to say of the weights that the run starts from, if it was given some
@@ -107,6 +110,7 @@ def train(run: Training, first_step: int = 0, is_due: Callable[[int], bool] = ne
     Where an evaluation follows, or `is_due` of the steps taken says on some rank that somebody wants the weights, no
     rank begins a further step before the record.
     """
+    run.world.activity.times = times_on(run.world.device, run.gradients.device_clock)
     with run.images.stream(run.world.rank, first_step) as microbatches:
         yield from train_on(microbatches, run, first_step, is_due)
     run.world.activity.end_steps()
@@ -145,6 +149,8 @@ def train_on(
                 epoch=record.epoch,
                 resident_mb=resident_mb(),
                 device_mb=device_mb(run.world.device),
+                times=step_times(run.world.activity.times.take()),
+                rank_waits_s=run.metrics.take_waits(),
                 **msgspec.structs.asdict(result),
             )
         if stop and not begun:
@@ -158,7 +164,7 @@ def begin_step(microbatches: Stream, run: Training, step: int, is_due: Callable[
     # Others hear of it when they read this step: by then they have begun as many as are begun ahead.
     save = is_due(step + 1 + run.steps_ahead)
     data_wait, skipped_images = forward_backward(microbatches, run, step, save)
-    activity.begin("all-reduce", waits=True)
+    activity.begin(ALL_REDUCE, waits=True)
     run.metrics.receive()
     waited_s = time.perf_counter() - run.gradients.ready_s
     activity.begin("update")
@@ -239,6 +245,7 @@ def end_step(run: Training, begun: BegunStep, previous_ended_s: float) -> tuple[
     # A step that was begun while the one before was under way has taken the time since that ended.
     taken_s = time.perf_counter() - max(begun.began_s, previous_ended_s)
     exposed_s = run.gradients.exposed_wait_s  # on an accelerator, whose time the host's clock does not show
+    comm_wait_s = begun.comm_wait_s if exposed_s is None else exposed_s
     record = StepRecord(
         step=step + 1,
         epoch=run.plan.epochs_after(step + 1),
@@ -250,9 +257,10 @@ def end_step(run: Training, begun: BegunStep, previous_ended_s: float) -> tuple[
         data_wait_s=begun.data_wait.total,
         data_wait=begun.data_wait,
         skipped_images=totals.skipped,
-        comm_wait_s=begun.comm_wait_s if exposed_s is None else exposed_s,
+        comm_wait_s=comm_wait_s,
         straggler=totals.straggler,
         straggler_delay_s=totals.straggler_delay_s,
         evaluated=run.plan.should_evaluate_after(step + 1),
+        times=step_times(run.world.activity.times.take(), comm_wait_s),
     )
     return record, totals

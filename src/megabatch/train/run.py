@@ -17,10 +17,11 @@ from megabatch.planning.batch import StepPlan
 from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.signals import StopRequest
 from megabatch.ranks.store import RUN_FOLDER, USER_ERROR, RankStore
-from megabatch.runs.files import CHECKPOINTS, MODEL, PLAN, SUMMARY, WEIGHTS
+from megabatch.runs.files import CHECKPOINTS, MISTAKES, MODEL, PLAN, STEP_TRACE, SUMMARY, WEIGHTS
 from megabatch.runs.folder import RunFolder
 from megabatch.runs.numbering import RUNS, numbering_lock
-from megabatch.runs.records import Record, Status, StepRecord, Summary
+from megabatch.runs.records import EvaluationRecord, Record, Status, StepRecord, Summary
+from megabatch.runs.step_trace import StepTrace
 from megabatch.runs.totals import RunTotals
 from megabatch.text import one_line, print_line
 from megabatch.train.card import with_results
@@ -31,6 +32,7 @@ from megabatch.train.prepare import prepare
 from megabatch.train.resume import choose_start, is_numbered, newest_of, read_start, report
 from megabatch.train.saves import Checkpoints, require_own
 from megabatch.train.screen import Screen
+from megabatch.train.step_trace import traced
 from megabatch.train.tensorboard import EventFile
 from megabatch.train.timeline import recorded
 from megabatch.train.training_state import restore_training_state
@@ -77,10 +79,13 @@ def train_and_record(
         if config.comm.timeline:
             folder = recorder.folder.path if recorder else None
             records = stack.enter_context(recorded(records, totals.steps, training, folder))
+        if recorder:
+            records = traced(records, totals.steps, training, recorder.write_trace)
         started_s = time.perf_counter() - totals.wall_s
         try:
             for record in records:
                 totals.add(record, wall_s=time.perf_counter() - started_s)
+                record = msgspec.structs.replace(record, wall_s=round(totals.wall_s, 6))
                 if recorder:
                     recorder.see(record)
                     if observe:
@@ -158,7 +163,8 @@ def begin(config: RunConfig, resume: str, training: Training, stack: ExitStack) 
 def begin_folder(config: RunConfig, training: Training, folder: RunFolder, totals: RunTotals) -> Checkpoints:
     """Writes what describes the run, and removes what comes after where it stands."""
     # Without its folder, so that the recipe can be run again, elsewhere.
-    folder.begin(config.with_run(dir=None).to_toml(), describe_environment(), totals.steps)
+    environment = describe_environment(training.world.num_ranks, training.gradients.topology.num_nodes)
+    folder.begin(config.with_run(dir=None).to_toml(), environment, totals.steps)
     if training.gradients.plans.tuning:
         folder.describe(PLAN, msgspec.json.encode(training.gradients.plans.tuning).decode())
     folder.describe(MODEL, with_results(training.card, totals).to_json())
@@ -204,7 +210,7 @@ class Recorder:
 
     def say(self, name: str, text: str) -> None:
         self.screen.say(name, text)
-        self.folder.log(f"{name}: {text}")
+        self.folder.log(f"{name} after step {self.totals.steps}: {text}")
 
     def see(self, record: Record) -> None:
         if not self.has_seen:
@@ -212,6 +218,8 @@ class Recorder:
             self.checkpoints.reserve(self.training)
         self.folder.write(record)
         self.events.write(record)
+        if isinstance(record, EvaluationRecord):
+            self.write_mistakes(record.step)
         self.screen.show(record)
         # On an accelerator the next step may have been begun: then the weights are not those of the record any more.
         is_current = record.step == self.training.gradients.num_steps
@@ -260,6 +268,17 @@ class Recorder:
         if self.checkpoints.saved_step != self.totals.steps:
             return self.checkpoints.why_not_saved(self.totals.steps)
         return None
+
+    def write_trace(self, trace: StepTrace) -> None:
+        with suppress(OSError):
+            self.folder.describe(STEP_TRACE, msgspec.json.encode(trace).decode())
+
+    def write_mistakes(self, step: int) -> None:
+        """For whoever looks at the run; it ends for the sake of no picture."""
+        newest = self.training.mistakes.newest
+        if newest:
+            with suppress(OSError):
+                self.folder.describe(MISTAKES, msgspec.json.encode(msgspec.structs.replace(newest, step=step)).decode())
 
     def write_card(self) -> None:
         self.folder.describe(MODEL, with_results(self.training.card, self.totals).to_json())

@@ -68,6 +68,7 @@ class StepMetrics:
         self.message = torch.zeros(sum(lengths), dtype=dtype, device=world.device)
         self.head, self.waits, self.averages = self.message.split(lengths)
         self.all_waits = torch.zeros(world.num_ranks, dtype=torch.float64, device=world.device)
+        self.taken_waits = torch.zeros_like(self.all_waits)
         # 1 from the first step on whose loss or gradients are inf or NaN.  Nothing changes from then on, also in a step
         # that was begun before the host has read this: so what went wrong can be repeated.
         self.has_failed = torch.zeros((), device=world.device)
@@ -95,6 +96,12 @@ class StepMetrics:
         """From here on `head` and `statistics` are those of all ranks; on an accelerator, for kernels that follow."""
         self.future.wait()
         self.all_waits += self.waits
+
+    def take_waits(self) -> list[float]:
+        """Of each rank, since this was last asked; the host waits for the device."""
+        waits_s: list[float] = (self.all_waits - self.taken_waits).tolist()
+        self.taken_waits = self.all_waits.clone()
+        return [round(wait_s, 6) for wait_s in waits_s]
 
     def note_gradients(self, are_bad: torch.Tensor | None) -> None:
         """After `receive`.  `are_bad`: 1 if a gradient of the step is inf or NaN, else 0; None: none is."""

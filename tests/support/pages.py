@@ -1,0 +1,99 @@
+"""What a reader of README and docs sees: fenced blocks, the commands in them, links and headings."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+FENCED = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+INLINE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
+SHELL = ("", "bash", "sh")
+
+
+def pages() -> list[Path]:
+    """Those that a reader opens: what lies in the root, and docs."""
+    found = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+    assert len(found) > 20
+    return found
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+class Command(NamedTuple):
+    """A line of a shell that ends with a command of ours."""
+
+    page: str
+    line: str  # without its comment
+    before: str  # what is piped into it, or starts it: cat x |, torchrun ... -m
+    words: tuple[str, ...]  # after `megabatch`
+    into: str  # the file that its output goes to
+    said: str  # the line of ours that the page shows below it, if one
+
+
+def blocks(page: Path, *languages: str) -> Iterator[str]:
+    for language, text in FENCED.findall(page.read_text()):
+        if language in languages:
+            yield text
+
+
+def shell_lines(text: str) -> Iterator[tuple[str, str]]:
+    """Commands, each with the line below it.  Where some begin with $, the other lines are what they printed."""
+    lines = text.replace("\\\n", " ").splitlines()
+    prompts = any(line.strip().startswith("$ ") for line in lines)
+    for number, line in enumerate(lines):
+        if prompts and not line.strip().startswith("$ "):
+            continue
+        below = lines[number + 1].strip() if number + 1 < len(lines) else ""
+        yield line.strip().removeprefix("$ "), below
+
+
+def commands(page: Path) -> Iterator[Command]:
+    for text in blocks(page, *SHELL):
+        for line, below in shell_lines(text):
+            line = line.partition("  #")[0].rstrip()
+            place = re.search(r"(?:^| )megabatch(?= |$)", line)
+            if not place:
+                continue
+            rest, _, into = line[place.end() :].partition(" > ")
+            words = tuple(word for word in shlex.split(rest, comments=True) if word != "...")
+            said = below.removeprefix("megabatch: ") if below.startswith("megabatch: ") else ""
+            yield Command(name_of(page), line, line[: place.start()].strip(), words, into.strip(), said)
+
+
+def inline_commands(page: Path) -> Iterator[str]:
+    """Such as `megabatch bench train` in a sentence or a table."""
+    for text in INLINE.findall(FENCED.sub("", page.read_text())):
+        if re.match(r"megabatch [a-z]", text):
+            yield " ".join(text.split())
+
+
+def headings(text: str) -> Iterator[str]:
+    """The anchors of a page by GitHub's rule: small letters, no punctuation, hyphens for spaces, -1 for a second."""
+    seen: dict[str, int] = {}
+    for title in re.findall(r"^#{1,6} +(.*?) *$", FENCED.sub("", text), re.MULTILINE):
+        title = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).replace("`", "")
+        slug = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+        count = seen[slug] = seen.get(slug, -1) + 1
+        yield f"{slug}-{count}" if count else slug
+
+
+class Link(NamedTuple):
+    text: str
+    target: str
+    is_picture: bool
+
+
+def links(text: str) -> Iterator[Link]:
+    """Those of Markdown and of HTML, without what is code."""
+    text = INLINE.sub(lambda code: "x" * len(code[0]), FENCED.sub("", text))
+    for mark, words, target in re.findall(r"(!?)\[((?:[^][]|\[[^]]*\])*)\]\(([^()\s]+)\)", text):
+        yield Link(words, target, bool(mark))
+        yield from links(words)  # a picture that is a link
+    for tag in re.findall(r"<(?:img|source|a)\b[^>]*>", text):
+        attributes = dict(re.findall(r'(\w+)="([^"]*)"', tag))
+        target = attributes.get("src") or attributes.get("srcset") or attributes.get("href") or ""
+        yield Link(attributes.get("alt", ""), target, tag.startswith("<img"))

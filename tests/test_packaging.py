@@ -1,0 +1,110 @@
+"""What is distributed: a wheel and a source archive that work where the checkout is not."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import venv
+import zipfile
+from email.parser import BytesParser
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src/megabatch"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+DIST_INFO = f"megabatch-{PROJECT['version']}.dist-info"
+
+
+def run(command: list[str | Path], inside: Path) -> str:
+    """Without what the tests themselves are told of where megabatch is."""
+    told = {"PYTHONPATH", "VIRTUAL_ENV", "PYTEST_CURRENT_TEST"}
+    environment = {name: value for name, value in os.environ.items() if name not in told}
+    done = subprocess.run(command, cwd=inside, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def build(folder: Path, out: Path, *targets: str) -> list[Path]:
+    """By the build tool that pyproject.toml names, which is installed: nothing is downloaded."""
+    run(
+        [sys.executable, "-m", "hatchling", "build", "-d", out, *(word for one in targets for word in ("-t", one))],
+        folder,
+    )
+    return sorted(out.iterdir())
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The wheel, and the source archive."""
+    wheel, archive = build(ROOT, tmp_path_factory.mktemp("dist"), "wheel", "sdist")
+    assert (wheel.suffix, archive.suffix) == (".whl", ".gz")
+    return wheel, archive
+
+
+def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(built: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(built[0]) as wheel:
+        found = {name for name in wheel.namelist() if not name.startswith(DIST_INFO)}
+        for name in found:
+            assert wheel.read(name) == (ROOT / "src" / name).read_bytes(), name
+    files = {path for path in SOURCE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert found == {path.relative_to(ROOT / "src").as_posix() for path in files}
+    assert {Path(name).suffix for name in found} >= {".py", ".toml", ".npz", ".json", ".LICENSE"}
+
+
+def test_the_wheel_asks_for_what_pyproject_says_and_carries_the_licences(built: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(built[0]) as wheel:
+        metadata = BytesParser().parsebytes(wheel.read(f"{DIST_INFO}/METADATA"))
+        licences = {Path(name).name for name in wheel.namelist() if name.startswith(f"{DIST_INFO}/licenses/")}
+    asked = {Requirement(line) for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line}
+    assert asked == {Requirement(line) for line in PROJECT["dependencies"]}
+    assert licences == {"LICENSE", "fashion_mnist_10k.LICENSE"}
+
+
+def test_the_source_archive_builds_the_same_wheel(built: tuple[Path, Path], tmp_path: Path) -> None:
+    with tarfile.open(built[1]) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (again,) = build(tmp_path / f"megabatch-{PROJECT['version']}", tmp_path / "dist", "wheel")
+    assert again.read_bytes() == built[0].read_bytes()
+    assert (tmp_path / f"megabatch-{PROJECT['version']}/CITATION.cff").is_file()
+
+
+@pytest.fixture(scope="module")
+def installed(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The commands of an environment that has megabatch from the wheel, and the rest from here."""
+    folder = tmp_path_factory.mktemp("venv")
+    venv.create(folder)
+    install = [sys.executable, "-m", "pip", "--python", folder, "install", "--quiet", "--no-compile"]
+    run([*install, "--no-deps", "--no-index", built[0]], folder)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    # Behind its own packages.  Of a folder that stands there, .pth files are not read: not that of the checkout either.
+    (packages / "rest.pth").write_text(sysconfig.get_path("purelib"))
+    return folder / "bin"
+
+
+def test_an_installed_wheel_trains_compares_and_simulates_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
+    where = run([installed / "python", "-c", "import megabatch; print(megabatch.__file__)"], tmp_path)
+    assert Path(where).is_relative_to(installed.parent)
+    trained = run([installed / "megabatch", "train", "smoke"], tmp_path)
+    assert "finished" in trained and [path.name for path in tmp_path.iterdir()] == ["runs"]
+    assert "finished" in run([installed / "megabatch", "compare", "runs/smoke-001"], tmp_path)
+    simulated = run(
+        [installed / "megabatch", "simulate", "resnet50", "--cluster", "dgx-h100", "--ranks", "8"], tmp_path
+    )
+    assert "images/s" in simulated
+
+
+def test_the_citation_is_of_this_version_and_names_the_paper() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    # What the format asks for: https://github.com/citation-file-format/citation-file-format, schema 1.2.0.
+    assert cited["cff-version"] == "1.2.0" and all(cited[key] for key in ("message", "title", "authors"))
+    assert (cited["title"], cited["version"]) == (PROJECT["name"], PROJECT["version"])
+    assert (cited["type"], cited["license"]) == ("software", PROJECT["license"])
+    (paper,) = cited["references"]
+    assert paper["type"] == "article" and paper["authors"] and "1807.11205" in paper["url"]
+    assert all({"given-names", "family-names"} <= author.keys() or "name" in author for author in cited["authors"])
