@@ -32,7 +32,6 @@ from tests.support.use import train_photos
 # Run as they stand.
 QUICK = {"compare", "eval", "export", "pack", "predict", "recipes", "report", "runs", "settings", "show", "simulate"}
 QUICK |= {"train"}
-COMING = {"compare", "report"} - set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 # Commands of which options, recipe and settings are checked, and no more: why, and what runs them.
 NOT_RUN = {
     "bench": "it measures, for minutes; tests/benchmarks",
@@ -48,6 +47,7 @@ NOT_RUN = {
 # Lines of which the same is true, by a part of them.
 NOT_RUN_HERE = {
     "/data/": "ImageNet is not here",
+    "--open": "it opens a browser; tests/report/test_command.py",
     "torchvision.models:resnet18": "torchvision may not be installed; tests/distributed/test_initial_weights.py",
     "timm:create_model": "timm may not be installed",
     "runs/photos-003": "the same as those of docs/use.md, and exporting takes seconds",
@@ -136,8 +136,6 @@ def test_what_is_not_run_here_is_run_by_the_tests_that_are_named() -> None:
 
 @pytest.mark.parametrize("command", FOUND, ids=lambda command: f"{command.page}: {command.line[:60]}")
 def test_a_command_of_a_page_works(command: Command, inside: Path) -> None:
-    if command.words[0] in COMING:
-        pytest.skip("not merged yet")
     words = with_names(command.words)
     name, given = parse(words)
     assert name in QUICK | set(NOT_RUN), f"a new command: say in {Path(__file__).name} whether it is quick"
@@ -166,8 +164,6 @@ def test_a_command_of_a_page_works(command: Command, inside: Path) -> None:
 @pytest.mark.parametrize("page", pages(), ids=name_of)
 def test_a_command_in_a_sentence_has_the_options_that_it_names(page: Path) -> None:
     for text in inline_commands(page):
-        if text.split()[1] in COMING:
-            continue
         words = [word.strip("[],.") for word in text.split()[1:]]
         group: Any = typer.main.get_command(app)
         for word in words:

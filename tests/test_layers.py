@@ -21,7 +21,7 @@ LAYERS = [
     {"preflight"},
     {"config"},
     {"comm", "precision", "optim", "models", "data"},
-    {"ranks"},
+    {"ranks", "report"},
     {"runs"},
     {"simulate"},
     {"planning"},
@@ -69,7 +69,7 @@ def test_planning_is_pure() -> None:
     assert used <= {"math", "typing", "msgspec", "megabatch", "itertools", "collections", "functools", "hashlib"}
 
 
-@pytest.mark.parametrize("room", ["planning", "simulate", "runs", "disk", "intervals"])
+@pytest.mark.parametrize("room", ["planning", "simulate", "runs", "report", "disk", "intervals"])
 def test_what_reads_and_plans_does_not_import_torch(room: str) -> None:
     path = PACKAGE / room
     modules = [f"megabatch.{room}.{file.stem}" for file in path.glob("[!_]*.py")] or [f"megabatch.{room}"]

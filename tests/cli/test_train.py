@@ -25,6 +25,7 @@ from megabatch.config.loading import load_config
 from megabatch.data.sources import load_data_set
 from megabatch.errors import UserError
 from megabatch.ranks.world import World
+from megabatch.runs.reader import read_mistakes, read_step_trace
 from megabatch.train.prepare import ready_to_train
 from megabatch.train.reevaluate import evaluate_run
 from megabatch.train.run import train_and_record
@@ -94,7 +95,7 @@ def ranks_of(launcher: int, num_ranks: int = 2) -> list[int]:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of a run on two ranks, and what it has printed."""
     inside = tmp_path_factory.mktemp("finished")
-    words = [*SMALL_RUN, "precision.name=fp32", "train.target_top1=0.5", "--ranks", "2"]
+    words = [*SMALL_RUN, "precision.name=fp32", "train.target_top1=0.5", "--ranks", "2", "--report"]
     command = [sys.executable, "-m", "megabatch", "train", *words]
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=inside)
     assert result.returncode == 0, result.stderr
@@ -128,6 +129,17 @@ def test_a_run_leaves_its_rows_its_summary_and_its_recipe(finished: tuple[Path, 
     resolved = tomllib.loads((Path(folder) / "config.toml").read_text())
     assert resolved["batch"] == {"global": 32, "micro": 4} and resolved["run"]["threads"] >= 1
     assert load_config(f"{folder}/config.toml").train.target_top1 == 0.5
+
+
+def test_a_run_leaves_a_step_its_mistakes_and_a_page_that_says_what_limited_it(finished: tuple[Path, str]) -> None:
+    path, stdout = finished
+    assert "report    runs/fashion-001/report.html" in stdout
+    assert "of the time" in (path / "report.html").read_text()
+    trace, mistakes = read_step_trace(path), read_mistakes(path)
+    assert trace and trace.buckets and {"forward", "backward"} <= {span.name for span in trace.spans}
+    assert mistakes and mistakes.step == 50 and sum(mistakes.class_counts) == 37
+    written, wall_s = rows(str(path)), summary(str(path))["wall_s"]
+    assert abs(sum(sum(row["times"].values()) for row in written) - wall_s) < 0.05 * wall_s
 
 
 def test_a_line_has_the_pace_of_all_steps_since_the_line_before(finished: tuple[Path, str]) -> None:
@@ -309,9 +321,10 @@ def test_a_loss_that_is_not_finite_ends_the_run_on_one_line_and_is_not_mended_by
     # Weights grow by up to a billion times a step, and leave fp64 after about 30.
     words = ["optim.learning_rate=1e6", "optim.weight_decay=1000", "schedule.warmup_epochs=0"]
     words += ["checkpoint.every_steps=1", "run.dir=run", "model.options={}"]
-    result = train(*SMALL_RUN, *words, "--ranks", "2", "--max-restarts", "1")
+    result = train(*SMALL_RUN, *words, "--ranks", "2", "--max-restarts", "1", "--report")
     assert result.returncode == 2
     assert len(result.stderr.splitlines()) == 1
+    assert "This run diverged." in Path("run/report.html").read_text()
     assert re.search(r"the loss is (nan|inf) at step \d+: microbatch 0,", result.stderr)
     log = Path("run/train.log").read_text()
     assert log.count("begins at step") == 1  # the restarted ranks have not tried again

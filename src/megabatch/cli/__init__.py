@@ -21,6 +21,7 @@ from megabatch.cli import (
     predict,
     profile,
     recipes,
+    report,
     runs,
     selftest,
     settings,
@@ -56,6 +57,7 @@ app.command()(export.export)
 app.command()(doctor.doctor)
 app.command(name="lr-range")(lr_range.lr_range)
 app.command()(runs.runs)
+app.command()(report.report)
 app.command()(compare.compare)
 app.command()(pack.pack)
 app.command()(selftest.selftest)

@@ -1,9 +1,10 @@
 """megabatch train: validates the recipe, starts ranks, or joins them if it was started as one."""
 
 import os
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,6 +22,10 @@ from megabatch.cli.ranks import be_a_rank, choose_ranks, start_ranks
 from megabatch.errors import UserError
 from megabatch.runs.files import CONFIG
 from megabatch.runs.reader import is_run, read_recipe_and_batch, read_source, started_in
+from megabatch.text import print_line
+
+if TYPE_CHECKING:
+    from megabatch.ranks.store import RankStore
 
 
 def train(
@@ -42,6 +47,9 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run, and end.")] = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="Refuse a recipe that lies outside what is known to converge.")
+    ] = False,
+    report: Annotated[
+        bool, typer.Option("--report", help="Write report.html into the run's folder when it ends, however it ends.")
     ] = False,
     cluster: ClusterOption = None,
     profile: ProfileOption = None,
@@ -78,7 +86,12 @@ def train(
             raise UserError(f"{option} {value} says what time to expect, and trains nothing; add --dry-run")
     info = discover()
     if info and not dry_run:
-        be_a_rank(info, lambda store: run(resolve(), info, resume, store, retune))
+
+        def work(store: "RankStore") -> int:
+            with reported(store) if report and info.rank == 0 else nullcontext():
+                return run(resolve(), info, resume, store, retune)
+
+        be_a_rank(info, work)
     config = resolve()
     if dry_run:
         arguments = [*(given or [DEFAULT_RECIPE]), *(["--resume", resume] if resume != "auto" else [])]
@@ -90,9 +103,25 @@ def train(
         infer_shape(config.data)
         choose_start(config, resume, newest_of)
         # Ranks read what was resolved here: a file may change, and a pipe can be read only once.
-        arguments = ["train", RECIPE, "--resume", resume, *["--retune"] * retune]
+        arguments = ["train", RECIPE, "--resume", resume, *["--retune"] * retune, *["--report"] * report]
         signal, timeout_s = config.run.preempt_signal, config.comm.timeout_s
         start_ranks(arguments, num_ranks, max_restarts, config.to_toml(), signal, timeout_s)
+
+
+@contextmanager
+def reported(store: "RankStore") -> Iterator[None]:
+    """Its page, after whatever has become of the run; that it cannot be written is no failure of the run's."""
+    from megabatch.report.write import write_report
+
+    try:
+        yield
+    finally:
+        folder = store.run_folder()
+        try:
+            if folder:
+                print_line(f"report    {write_report([folder])}")
+        except UserError as error:
+            print_line(f"megabatch: no report: {error}", to_stderr=True)
 
 
 def choose_recipe(given: Sequence[str] | None, resume: str, names: Container[str]) -> tuple[str, list[str]]:

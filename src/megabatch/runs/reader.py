@@ -34,6 +34,7 @@ LOG_LINE = re.compile(r"^(?P<at>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?P<text>.*(?:\n
 LOG_STEP = re.compile(r"\bstep (\d{1,15})\b")
 LONGEST_NAME = 60  # letters of a recipe's
 YEAR_9999_S = 253_402_300_800  # since 1970
+ROW: "msgspec.json.Decoder[Record]" = msgspec.json.Decoder(StepRecord | EvaluationRecord)
 
 
 class Listing(Struct, frozen=True):
@@ -113,9 +114,10 @@ def read_summary(path: Path) -> Summary | None:
 
 def read_records(path: Path) -> Iterator[Record]:
     """Every whole row; the last may be being written."""
-    with reading(path / files.METRICS) as file:
+    name = str(path / files.METRICS)
+    with reading(name) as file:
         for number, row in enumerate(lines_of(file), 1):
-            where = f"{path / files.METRICS}, row {number}"
+            where = f"{name}, row {number}"
             if len(row) > MAX_JSON_BYTES:
                 raise UserError(f"{where}: more than {MAX_JSON_BYTES:,} bytes; it is damaged: remove the run")
             if row.endswith(b"\n"):
@@ -151,6 +153,10 @@ def last_line(file: BinaryIO) -> bytes:
 
 def decode_row(row: bytes, where: str) -> Record:
     """Rows of older runs do not say what they are; only steps have a learning rate."""
+    try:
+        return ROW.decode(row)  # three times as fast as by way of a dict
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        pass  # an older row, or what the lines below say is wrong with it
     try:
         fields = decode_json(row, dict[str, Any])
         fields.setdefault("kind", "step" if "lr" in fields else "evaluation")

@@ -1,0 +1,100 @@
+"""Starts, resumptions and faults of a run, from its log, placed on its time axis.
+
+The log has the clock of the host, and rows have the wall time of training.  They are tied together at every start: a
+line that is said so many seconds after a start at step N lies so many seconds after the wall time of step N.  Some of
+that is starting, so it may lie a little early in the run; a line that names its step lies there.
+"""
+
+import re
+from bisect import bisect_left
+from datetime import datetime
+from typing import Literal, NamedTuple
+
+from megabatch.report.view import RunView
+from megabatch.runs.reader import LogEntry
+
+Kind = Literal["start", "resumed", "fault", "warning", "said", "end"]
+LONGEST_TEXT = 300
+BEGINS = re.compile(r"begins at step (\d+)$")
+ENDS = re.compile(r"(finished|stopped|diverged|failed) after step (\d+)$")
+FAULT = re.compile(r"^(rank \d+: |diverged|failed )|Error|Traceback|does not answer|killed|stuck|hangs", re.IGNORECASE)
+WARNING = re.compile(r"^(warning|drift|corrupt|unsaved)\b", re.IGNORECASE)
+NAMES: dict[Kind, str] = {
+    "start": "started",
+    "resumed": "resumed",
+    "fault": "fault",
+    "warning": "warning",
+    "said": "note",
+    "end": "ended",
+}
+
+
+class Event(NamedTuple):
+    kind: Kind
+    at: str  # by the clock of rank 0's host
+    step: float | None
+    wall_s: float | None
+    text: str
+
+
+def events_of(view: RunView) -> list[Event]:
+    events: list[Event] = []
+    start_at: datetime | None = None
+    start_s = 0.0
+    for entry in view.log:
+        kind, at = kind_of(entry), clock(entry.at)
+        begins = BEGINS.search(entry.text)
+        if begins:
+            start_at, start_s = at, wall_at_step(view, int(begins[1]))
+        if entry.step is not None and (begins or entry.step <= view.num_steps):
+            wall_s: float | None = wall_at_step(view, entry.step)
+        elif start_at and at:
+            wall_s = min(view.wall_s, start_s + max(0.0, (at - start_at).total_seconds()))
+        else:
+            wall_s = None
+        step = entry.step if entry.step is not None else (None if wall_s is None else step_at_wall(view, wall_s))
+        events.append(Event(kind, entry.at, step, wall_s, shortened(entry.text)))
+    return events
+
+
+def kind_of(entry: LogEntry) -> Kind:
+    begins, ends = BEGINS.search(entry.text), ENDS.search(entry.text)
+    if begins:
+        return "start" if int(begins[1]) == 0 else "resumed"
+    if ends:
+        return "fault" if ends[1] in ("diverged", "failed") else "end"
+    if FAULT.search(entry.text):
+        return "fault"
+    return "warning" if WARNING.search(entry.text) else "said"
+
+
+def shortened(text: str) -> str:
+    """Its first line, and of what is set in below, such as a traceback, the last one: that is what went wrong."""
+    first, *rest = text.split("\n")
+    told = f"{first} ... {rest[-1].strip()}" if rest and rest[-1].strip() not in first else first
+    return told if len(told) <= LONGEST_TEXT else f"{told[:LONGEST_TEXT]} [...]"
+
+
+def clock(at: str) -> datetime | None:
+    try:
+        return datetime.strptime(at, "%Y-%m-%d %H:%M:%S")
+    except ValueError:
+        return None
+
+
+def wall_at_step(view: RunView, step: int) -> float:
+    steps = view.steps.of["step"]
+    place = bisect_left(steps, step + 0.5) - 1  # the last row up to that step
+    return view.steps.end_s[place] if place >= 0 else 0.0
+
+
+def step_at_wall(view: RunView, wall_s: float) -> float:
+    if not len(view.steps):
+        return 0.0
+    place = min(len(view.steps) - 1, bisect_left(view.steps.end_s, wall_s))
+    return view.steps.of["step"][place]
+
+
+def marked(events: list[Event]) -> list[Event]:
+    """Those that are drawn on time axes."""
+    return [event for event in events if event.kind in ("resumed", "fault", "warning") and event.wall_s is not None]

@@ -1,0 +1,221 @@
+"""The page: one HTML file with everything in it, that asks nobody for anything.
+
+Its Content-Security-Policy allows its own style and script, by their hashes, and pictures that are in it; nothing else
+would run or be fetched, whatever stood in it.
+"""
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from functools import cache
+from importlib import resources
+
+from megabatch import __version__
+from megabatch.report import figures, learning
+from megabatch.report.classes import class_charts, pictures
+from megabatch.report.events import Event, events_of, marked
+from megabatch.report.figure import grid, section
+from megabatch.report.findings import Finding
+from megabatch.report.html import Child, Markup, raw, tag
+from megabatch.report.overlay import overlay
+from megabatch.report.pipeline_chart import pipeline_chart
+from megabatch.report.plan_table import bucket_table, plan_facts
+from megabatch.report.rank_charts import rank_charts
+from megabatch.report.settings import environment_block, recipe_block
+from megabatch.report.time_charts import mean_table, over_time_chart, summary_bar
+from megabatch.report.timeline import event_chart
+from megabatch.report.verdict import findings_of, headline
+from megabatch.report.view import RunView
+
+TITLES = {  # of sections, in their order
+    "verdict": "Verdict",
+    "learning": "Learning",
+    "time": "Where the time goes",
+    "communication": "Communication",
+    "ranks": "Stragglers",
+    "events": "Resumptions and faults",
+    "classes": "What it gets wrong",
+    "settings": "Recipe and environment",
+}
+
+
+@cache
+def part(name: str) -> str:
+    return (resources.files("megabatch.report") / name).read_text("utf-8")
+
+
+def sha256(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def page_of(views: Sequence[RunView]) -> str:
+    return one_run(views[0]) if len(views) == 1 else several(views)
+
+
+def document(title: str, *body: Child) -> str:
+    style, script = part("report.css"), part("report.js")
+    policy = (
+        f"default-src 'none'; img-src data:; style-src '{sha256(style)}'; script-src '{sha256(script)}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("meta", name="generator", content=f"megabatch {__version__}"),
+        tag("title", title),
+        raw("style", style),
+    )
+    return f"<!doctype html>\n{tag('html', head, tag('body', *body, raw('script', script)), lang='en')}\n"
+
+
+def one_run(view: RunView) -> str:
+    findings, events = findings_of(view), events_of(view)
+    sections = {
+        "verdict": verdict_section(view, findings),
+        "learning": learning_section(view, events),
+        "time": time_section(view, events),
+        "communication": communication_section(view),
+        "ranks": section("ranks", TITLES["ranks"], rank_charts(view)),
+        "events": section("events", TITLES["events"], event_chart(view, events)),
+        "classes": section("classes-section", TITLES["classes"], grid(*class_charts(view)), pictures(view)),
+        "settings": section("settings", TITLES["settings"], recipe_block(view), environment_block(view)),
+    }
+    found = {key: content for key, content in sections.items() if content is not None}
+    links = [(("classes-section" if key == "classes" else key), TITLES[key]) for key in found]
+    return document(
+        f"{view.name}: megabatch report",
+        header(view.name, facts_of(view), links),
+        tag("main", *found.values(), notes(view.notes), id="main"),
+        footer(),
+    )
+
+
+def several(views: Sequence[RunView]) -> str:
+    sections = [part for part in overlay(views) if part is not None]
+    names = [view.name for view in views]
+    damaged = [f"{view.name}: {note}" for view in views for note in view.notes]
+    return document(
+        f"{len(views)} runs: megabatch report",
+        header(f"{len(views)} runs", names, []),
+        tag("main", *sections, notes(damaged), id="main"),
+        footer(),
+    )
+
+
+def header(title: str, facts: Sequence[str], links: Sequence[tuple[str, str]]) -> Markup:
+    navigation = tag("nav", *(tag("a", name, href=f"#{key}") for key, name in links[1:]), aria_label="Sections")
+    return tag(
+        "header",
+        tag("p", "megabatch report", class_="brand"),
+        tag("h1", title),
+        tag("ul", *(tag("li", fact) for fact in facts), class_="facts"),
+        navigation if links else None,
+    )
+
+
+def facts_of(view: RunView) -> list[str]:
+    setting = view.setting
+    ranks = view.num_ranks
+    hosts = view.tuning.topology.num_nodes if view.tuning else None
+    on_hosts = f" on {figures.plural(hosts, 'host')}" if hosts else ""
+    where = figures.plural(ranks, "rank") + on_hosts if ranks else None
+    facts = [
+        view.status,
+        f"recipe {view.recipe}" if view.recipe else None,
+        str(setting("model.name")) if setting("model.name") else None,
+        f"global batch {view.global_batch:,}" if view.global_batch else None,
+        str(setting("precision.name")) if setting("precision.name") else None,
+        where,
+        view.written,
+    ]
+    return [fact for fact in facts if fact]
+
+
+def verdict_section(view: RunView, findings: Sequence[Finding]) -> Markup | None:
+    cards = [
+        tag(
+            "li",
+            tag("div", tag("b", found.figure, class_="figure"), class_="measure"),
+            tag("div", tag("h3", found.title), tag("p", found.advice)),
+            class_=f"finding {found.kind}",
+        )
+        for found in findings
+    ]
+    return tag(
+        "section",
+        tag("h2", headline(view, findings), id="verdict-heading", class_="headline"),
+        tiles(view),
+        summary_bar(view),
+        tag("ul", *cards, class_="findings") if cards else None,
+        id="verdict",
+        aria_labelledby="verdict-heading",
+    )
+
+
+def tiles(view: RunView) -> Markup:
+    """The figures that people ask for first."""
+    last, summary = view.last_evaluation, view.summary
+    best = max(view.evaluations.of["top1"], default=0.0)
+    rate = summary.images_per_s if summary else None
+    epochs = f"{figures.number(view.last_step.epoch, 3)} epochs" if view.last_step else ""
+    rows: list[tuple[str, str, str]] = []
+    if last:
+        rows.append(
+            ("top-1", figures.accuracy(last.top1), f"best {figures.accuracy(best)}" if best > last.top1 else "")
+        )
+    if view.wall_s:
+        rows.append(("wall time", figures.seconds(view.wall_s), "of training and tests"))
+    if rate:
+        rows.append(("images/s", figures.count(rate), "while training"))
+    rows.append(("steps", figures.count(view.num_steps), epochs))
+    target = view.setting("train.target_top1")
+    if isinstance(target, float) and summary:
+        reached = figures.seconds(summary.time_to_target_s) if summary.time_to_target_s is not None else "not reached"
+        rows.append(("to the target", reached, f"top-1 of {figures.percent(target, 1)}"))
+    return tag(
+        "dl",
+        *(
+            tag("div", tag("dt", name), tag("dd", value), tag("dd", more, class_="more") if more else None)
+            for name, value, more in rows
+        ),
+        class_="tiles",
+    )
+
+
+def time_section(view: RunView, events: Sequence[Event]) -> Markup | None:
+    return section("time", TITLES["time"], over_time_chart(view, marked(list(events))), mean_table(view))
+
+
+def learning_section(view: RunView, events: Sequence[Event]) -> Markup | None:
+    marks = marked(list(events))
+    charts = (
+        learning.loss_chart,
+        learning.accuracy_chart,
+        learning.learning_rate_chart,
+        learning.throughput_chart,
+        learning.loss_scale_chart,
+        learning.memory_chart,
+    )
+    about = "Vertical lines: where the run resumed, and in red where something failed." if marks else None
+    return section("learning", TITLES["learning"], grid(*(chart(view, marks) for chart in charts)), about=about)
+
+
+def communication_section(view: RunView) -> Markup | None:
+    about = plan_facts(view.tuning) if view.tuning and view.tuning.topology.num_ranks > 1 else None
+    return section("communication", TITLES["communication"], pipeline_chart(view), bucket_table(view), about=about)
+
+
+def notes(texts: Sequence[str]) -> Markup | None:
+    return (
+        tag("section", tag("h2", "What could not be read"), tag("ul", *(tag("li", text) for text in texts)))
+        if texts
+        else None
+    )
+
+
+def footer() -> Markup:
+    text = f"Written by megabatch {__version__} from the records in the run's folder. Nothing was fetched."
+    return tag("footer", tag("p", text), tag("div", role="status", aria_live="polite", id="tip", hidden=True))
