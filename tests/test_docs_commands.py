@@ -24,6 +24,7 @@ from megabatch.cli.overrides import split_arguments_or_run
 from megabatch.config.loading import load_config
 from megabatch.config.recipes import recipe_names
 from megabatch.errors import UserError
+from megabatch.studies.files import read_design
 from tests.support.pages import ROOT, Command, blocks, commands, inline_commands, name_of, pages
 from tests.support.photos import make_folder
 from tests.support.use import train_photos
@@ -202,6 +203,8 @@ def test_the_recipes_of_a_page_are_recipes(page: Path, tmp_path: Path) -> None:
         path.write_text(text)
         if "[model]" in text:
             load_config(str(path))
+        elif "[[arm]]" in text:
+            read_design(str(path))
         else:  # a part of one
             assert tomllib.loads(text).keys() <= {"provenance"}
 

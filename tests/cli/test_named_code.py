@@ -76,6 +76,15 @@ def test_code_that_a_run_names_is_not_imported(arguments: list[str]) -> None:
     assert not Path("ran").exists()
 
 
+@pytest.mark.parametrize("arguments", [["train", "--resume", "run"], ["lr-range", f"run/{CONFIG}"]])
+def test_an_optimizer_that_a_run_names_is_not_imported(arguments: list[str]) -> None:
+    settings = ["optim.name=code_of_a_stranger:net", "data.synthetic={train=64,test=10,classes=4,channels=3}"]
+    Path(f"run/{CONFIG}").write_text(load_config("smoke", settings).to_toml())
+    result = CliRunner().invoke(app, arguments)
+    assert isinstance(result.exception, UserError) and "its optimizer is Python code, code_of" in str(result.exception)
+    assert not Path("ran").exists()
+
+
 def test_code_that_the_user_names_too_is_run() -> None:
     result = CliRunner().invoke(app, ["eval", "run", "--model", FACTORY])
     assert result.exit_code == 0, result.output

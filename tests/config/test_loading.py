@@ -95,7 +95,7 @@ def test_a_users_recipe_needs_only_what_has_no_default(tmp_path: Path) -> None:
             "batch.global=250",
             r"batch.global=250 is not a whole number of microbatches of 64; nearest: batch.global=256",
         ),
-        ("optim.name=sdg", r"optim.name='sdg' is not one of sgd, lars, lars_in_fp16; nearest: optim.name=sgd"),
+        ("optim.name=sdg", r"optim.name='sdg' is not one of sgd, lars; nearest: optim.name=sgd"),
         ("data.on_error=ignore", r"data.on_error='ignore': expected raise or skip; for example data.on_error='raise'"),
         ("comm.bucket_mb=big", r"comm.bucket_mb='big': expected a number or auto; for example comm.bucket_mb='auto'"),
         ("optim.variant=lark", r"optim.variant='lark' is not one of you2017, .*nearest: optim.variant=larc"),

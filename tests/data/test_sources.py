@@ -223,6 +223,30 @@ def test_held_out_images_are_the_same_share_of_every_class(tmp_path: Path, sourc
     assert infer_shape(DataSettings(source=source, image_size=28, validation=0.2)) == data.shape
 
 
+@pytest.mark.parametrize("source", ["fashion-mnist-10k", "photos"])
+def test_so_many_training_images_of_each_class_are_taken_and_tests_left_alone(tmp_path: Path, source: str) -> None:
+    if source == "photos":
+        make_folder(tmp_path / "photos" / "val", per_class=2)
+        make_folder(tmp_path / "photos" / "train", per_class=10)
+        source = str(tmp_path / "photos")
+    whole = load_with(source)
+    data, again, other, more = (
+        load_with(source, train_per_class=number, validation_seed=seed)
+        for number, seed in ((4, 1), (4, 1), (4, 2), (6, 1))
+    )
+    assert {*Counter(data.train.labels.tolist()).values()} == {4} and data.test.labels.equal(whole.test.labels)
+    every, more_images = np.arange(len(data.train)), more.train.read(np.arange(len(more.train)))
+    images = data.train.read(every)
+    assert torch.equal(images, again.train.read(every)) and not torch.equal(images, other.train.read(every))
+    assert all(any(torch.equal(image, one) for one in more_images) for image in images)
+    assert infer_shape(DataSettings(source=source, image_size=28, train_per_class=4)) == data.shape
+    held_out = load_with(source, train_per_class=4, validation=0.25)  # of those that were taken
+    assert {*Counter(held_out.train.labels.tolist()).values()} == {3}
+    assert {*Counter(held_out.test.labels.tolist()).values()} == {1}
+    with pytest.raises(UserError, match=r"data.train_per_class=2000: class .* nearest: data.train_per_class="):
+        load_with(source, train_per_class=2000)
+
+
 def test_no_image_is_both_trained_and_tested_on(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "photos", per_class=9)
     data = load_with(folder, validation=0.3)

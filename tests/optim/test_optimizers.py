@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from megabatch.errors import UserError
-from megabatch.optim.optimizers import OPTIMIZERS, OptimSettings, clip_gradients, set_learning_rate
+from megabatch.optim.optimizers import OPTIMIZERS, OptimSettings, clip_gradients, make_optimizer, set_learning_rate
+from megabatch.studies.lars_in_fp16 import LarsInFp16
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -41,6 +42,24 @@ def test_sgd_has_nesterov_by_default_where_there_is_momentum_and_lars_refuses_it
         assert OPTIMIZERS["sgd"]([{"params": [torch.zeros(1)]}], settings).defaults["nesterov"] is expected
     with pytest.raises(UserError, match=r"optim.nesterov=true with optim.name=lars: .*leave nesterov out"):
         OptimSettings(name="lars", learning_rate=0.1, nesterov=True)
+
+
+def forgetful(groups: object, settings: OptimSettings) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([torch.zeros(1)], lr=settings.learning_rate)
+
+
+def test_an_optimizer_of_ones_own_is_named_by_its_module() -> None:
+    groups = [{"params": [torch.zeros(3, requires_grad=True)], "weight_decay": 0.1, "param_names": ["w"]}]
+    settings = OptimSettings(name="megabatch.studies.lars_in_fp16:lars_in_fp16", learning_rate=0.1, momentum=0.8)
+    optimizer = make_optimizer(groups, settings)
+    assert isinstance(optimizer, LarsInFp16) and optimizer.param_groups[0]["momentum"] == 0.8
+    for name, reason in (
+        ("no.such:thing", r"optim.name='no.such:thing' cannot be imported"),
+        (f"{__name__}:pytest", "is a module; it must be a function or a class"),
+        (f"{__name__}:forgetful", "of other parameter groups than it was given"),
+    ):
+        with pytest.raises(UserError, match=reason):
+            make_optimizer(groups, OptimSettings(name=name, learning_rate=0.1))
 
 
 def test_nesterov_without_momentum_is_refused() -> None:

@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 
 from megabatch.errors import UserError
 from megabatch.studies.drawing import spread_apart
-from megabatch.studies.evidence import Arm, Curve
+from megabatch.studies.evidence import Curve
 from megabatch.studies.figures import Drawing, accuracy_limits, draw_figures, focus, mean_curve, shared_points
-from tests.support.made_up_study import BASELINE, TRIAL, arm, pair, study
+from tests.support.made_up_study import BASELINE, TRIAL, arm, pair, searched, study, untrained
 
 MADE = study(
     [
         arm(BASELINE, [0.93, 0.931, 0.929]),
         arm(TRIAL, [0.928, 0.929, 0.927]),
         arm("costs $5 & <more>", [0.5, 0.51, None]),
-        Arm(name="later", about="", settings=[], learning_rate=None),
+        untrained("later"),
     ]
 )
 
@@ -56,13 +56,13 @@ def test_the_same_study_gives_the_same_bytes_whatever_the_user_has_set(drawings:
 
 
 def test_a_study_of_diverged_seeds_alone_can_be_drawn() -> None:
-    lost = Arm(name="lost", about="", settings=[], learning_rate=None, tuned=[(1.0, None)])
+    lost = untrained("lost", [searched(1.0, None)])
     drawings = draw_figures(study([arm(BASELINE, [None, None]), lost]))
     assert "2 of 2 diverged" in texts(drawings[0].svg) and "diverged at every rate" in texts(drawings[0].svg)
 
 
 def test_figures_without_values_are_left_out() -> None:
-    assert draw_figures(study([Arm(name="later", about="", settings=[], learning_rate=None)])) == []
+    assert draw_figures(study([untrained("later")])) == []
 
 
 def test_without_matplotlib_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

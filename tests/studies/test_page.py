@@ -5,8 +5,9 @@ import msgspec
 import pytest
 
 from megabatch.errors import UserError
+from megabatch.studies.figures import draw_figures
 from megabatch.studies.page import load_study, page, write_study
-from tests.support.made_up_study import BASELINE, TRIAL, arm, pair, study
+from tests.support.made_up_study import BASELINE, TRIAL, arm, pair, searched, study
 
 BASE = [0.9300, 0.9310, 0.9290]
 
@@ -29,6 +30,20 @@ def test_the_page_answers_first_and_states_every_figure() -> None:
         "1.5 core hours",
     ):
         assert said in text
+
+
+def test_momenta_that_were_searched_are_named() -> None:
+    tuned = [searched(0.2, 0.9, 0.9), searched(0.1, 0.93, 0.95), searched(0.4, None, 0.9)]
+    trial = msgspec.structs.replace(arm(TRIAL, BASE, rate=0.1), tuned=tuned, num_trials=3, momentum=0.95)
+    made = study([arm(BASELINE, BASE), trial])
+    text = page(made, [])
+    assert f"| {TRIAL} | what {TRIAL} is | 0.1, momentum 0.95 | 93.00 |" in text
+    assert (
+        f"| {TRIAL} | 0.1, momentum 0.95 | 0.2 with 0.9: 90.00 · 0.4 with 0.9: diverged · **0.1 with 0.95: 93.00** |"
+        in text
+    )
+    (search,) = (drawing for drawing in draw_figures(made) if drawing.name == "search")
+    assert f"{TRIAL}, momentum 0.9<" in search.svg and f"{TRIAL}, momentum 0.95<" in search.svg
 
 
 def test_a_gap_beyond_the_bar_does_not_hold() -> None:

@@ -1,9 +1,9 @@
 import msgspec
 import pytest
 
-from megabatch.studies.evidence import Arm
+from megabatch.studies.evidence import Criterion
 from megabatch.studies.verdict import judge, judge_claim, rate_at_edge
-from tests.support.made_up_study import BASELINE, TRIAL, arm, pair, study
+from tests.support.made_up_study import BASELINE, TRIAL, arm, pair, searched, study, untrained
 
 BASE = [0.9300, 0.9310, 0.9290]  # in points, a deviation of 0.1
 
@@ -29,6 +29,41 @@ def test_a_bar_holds_as_far_as_the_mean_lies(trial: list[float], holds: bool, se
     assert verdict.holds is holds
     assert verdict.text.startswith(f"{TRIAL} lies {sentence}")
     assert ("does not hold" in verdict.text) is not holds
+
+
+@pytest.mark.parametrize(
+    ("most", "upper", "holds", "ends"),
+    [
+        # The interval of the first case above, -0.13 to 0.37 around 0.12.
+        (0.5, 0.38, True, "; the criterion is 0.5, and an interval whose upper end lies below 0.38: holds"),
+        (0.5, 0.36, False, "; the criterion is 0.5, and an interval whose upper end lies below 0.36: does not hold"),
+        (0.1, 0.38, False, "below 0.38: does not hold"),
+        (None, 0.38, True, "; the criterion is an interval whose upper end lies below 0.38: holds"),
+        (None, 0.36, False, "below 0.36: does not hold"),
+    ],
+)
+def test_a_criterion_may_bound_the_interval(most: float | None, upper: float, holds: bool, ends: str) -> None:
+    made = pair(BASE, [0.9288, 0.9289, 0.9287])
+    criterion = Criterion(arm=TRIAL, baseline=BASELINE, max_gap_points=most, max_upper_points=upper)
+    verdict = judge(made, criterion)
+    assert verdict.holds is holds and verdict.text.endswith(ends)
+    one = pair(BASE, [0.9288])
+    assert not judge(one, criterion).holds  # one seed has no interval
+
+
+def test_gaps_of_a_paired_study_are_taken_seed_by_seed() -> None:
+    made = msgspec.structs.replace(pair([0.90, 0.92, 0.94], [0.899, 0.917, 0.938]), paired=True)
+    # By hand: differences 0.1, 0.3 and 0.2 points, and t(2) = 4.303.
+    assert "lies 0.20 points below SGD at 128 (95 % interval -0.05 to 0.45)" in judge(made, made.criteria[0]).text
+
+
+def test_nothing_is_judged_before_all_seeds_are_there() -> None:
+    made = pair(BASE, BASE)
+    waiting = msgspec.structs.replace(made.arms[1], num_seeds=5)
+    made = msgspec.structs.replace(made, arms=[made.arms[0], waiting])
+    for verdict in (judge(made, made.criteria[0]), judge_claim(made, made.claims[0])):
+        assert verdict.holds is None and verdict.text.startswith("so far ")
+        assert f"not judged before all seeds are there ({TRIAL}: 3 of 5; {BASELINE}: 3 of 3)" in verdict.text
 
 
 UNTOLD = "these seeds do not tell them apart"
@@ -111,8 +146,8 @@ def test_diverged_seeds_are_counted_and_leave_no_mean() -> None:
 
 
 def test_an_arm_without_runs_is_not_judged_unless_every_rate_diverged() -> None:
-    unsearched = Arm(name="later", about="", settings=[], learning_rate=None)
-    lost = Arm(name="lost", about="", settings=[], learning_rate=None, tuned=[(1.0, None), (2.0, None)])
+    unsearched = untrained("later")
+    lost = untrained("lost", [searched(1.0, None), searched(2.0, None)])
     made = study([arm(BASELINE, BASE), unsearched, lost])
     later, failed = (judge(made, criterion) for criterion in made.criteria)
     assert later.holds is None and "later: not run" in later.text
@@ -129,3 +164,8 @@ def test_a_rate_at_the_edge_of_the_search_is_said() -> None:
     assert rate_at_edge(arm(TRIAL, [], rate=0.2)) is None
     assert "smallest" in str(rate_at_edge(arm(TRIAL, [], rate=0.1)))
     assert "largest" in str(rate_at_edge(arm(TRIAL, [], rate=0.8)))
+    # With another momentum half the rate is as fast: 0.1 with 0.95 lies between 0.1 and 0.4 with 0.9.
+    tuned = [searched(0.1, 0.9, 0.9), searched(0.4, 0.9, 0.9), searched(0.1, 0.91, 0.95)]
+    chosen = msgspec.structs.replace(arm(TRIAL, [], rate=0.1), tuned=tuned, num_trials=3, momentum=0.95)
+    assert rate_at_edge(chosen) is None
+    assert "smallest" in str(rate_at_edge(msgspec.structs.replace(chosen, momentum=0.9)))

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megabatch.studies.evidence import Arm, Claim, Criterion, SeedRun, Study
+from megabatch.studies.evidence import Arm, Claim, Criterion, SearchRun, SeedRun, Study
 
 BASELINE, TRIAL = "SGD at 128", "LARS at 3,072"
 
@@ -12,7 +12,25 @@ def seed_run(seed: int, top1: float | None) -> SeedRun:
     loss: list[tuple[float, float | None]] = [(1.0, 1 - 0.5 * end), (2.0, 1 - 0.9 * end), (3.0, 1 - end)]
     variance: list[tuple[float, float | None]] = [(1.0, 0.1 * seed), (2.0, 1.0 * seed), (3.0, 30.0 * seed)]
     curves = {"training loss": loss, "variance of pool5's output": variance}
-    return SeedRun(seed=seed, top1=top1, test_loss=0.3, wall_s=60.0, curves=curves)
+    return SeedRun(
+        trial=f"seed-{seed}", fingerprint="f", seed=seed, top1=top1, test_loss=0.3, wall_s=60.0, curves=curves
+    )
+
+
+def searched(rate: float, top1: float | None, momentum: float | None = None) -> SearchRun:
+    return SearchRun(trial=f"search-{rate}", fingerprint="f", learning_rate=rate, momentum=momentum, top1=top1)
+
+
+def untrained(name: str, tuned: Sequence[SearchRun] = (), num_seeds: int = 3) -> Arm:
+    return Arm(
+        name=name,
+        about="",
+        settings=[],
+        learning_rate=None,
+        num_trials=len(tuned),
+        num_seeds=num_seeds,
+        tuned=list(tuned),
+    )
 
 
 def arm(name: str, top1s: Sequence[float | None], rate: float | None = 0.2) -> Arm:
@@ -21,7 +39,9 @@ def arm(name: str, top1s: Sequence[float | None], rate: float | None = 0.2) -> A
         about=f"what {name} is",
         settings=["batch.global=3072", "optim.name=lars"],
         learning_rate=rate,
-        tuned=[(0.1, 0.91), (0.2, 0.93), (0.4, 0.5), (0.8, None)],
+        num_trials=4,
+        num_seeds=len(top1s),
+        tuned=[searched(0.1, 0.91), searched(0.2, 0.93), searched(0.4, 0.5), searched(0.8, None)],
         runs=[seed_run(seed, top1) for seed, top1 in enumerate(top1s, start=1)],
     )
 

@@ -64,7 +64,7 @@ app.command()(selftest.selftest)
 app.command()(chaos.chaos)
 app.command()(fuzz.fuzz)
 app.add_typer(bench.app, name="bench")
-app.add_typer(study.app, name="study")
+app.command()(study.study)
 
 
 def print_version(wanted: bool) -> None:

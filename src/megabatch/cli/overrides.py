@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megabatch.errors import UserError
+
 if TYPE_CHECKING:
     from megabatch.config.schema import RunConfig
 
@@ -81,7 +83,13 @@ def require_named_model(config: "RunConfig", recipe: str, overrides: Sequence[st
         from megabatch.config.length import dotted_keys
         from megabatch.config.loading import parse_override
         from megabatch.models.named_code import require_named
+        from megabatch.own_code import is_own_code
 
         given = [key for parsed in map(parse_override, overrides) for key in dotted_keys(parsed.key, parsed.value)]
         named = config.model.name if "model.name" in given else None
         require_named(config.model, named, recipe, f"model.name={config.model.name}")
+        if is_own_code(config.optim.name) and "optim.name" not in given:
+            raise UserError(
+                f"{recipe} says that its optimizer is Python code, {config.optim.name}, which would be imported and "
+                f"run; if you trust it, add optim.name={config.optim.name}"
+            )

@@ -1,7 +1,7 @@
 """megabatch study: claims about accuracy, put to the test at a size that a desktop can repeat."""
 
 import shlex
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,76 +12,109 @@ from megabatch.errors import UserError
 
 if TYPE_CHECKING:
     from megabatch.studies.design import Design
-
-app = typer.Typer(
-    help="Find out on a desktop whether huge batches and 16 bits lose accuracy; takes hours, and resumes when stopped.",
-    no_args_is_help=True,
-)
-Folder = Annotated[
-    Path | None,
-    typer.Option(help="Where the runs are kept, and resume.  Default: runs/study-<name>.", show_default=False),
-]
-Out = Annotated[Path, typer.Option(help="Where the page, its figures and its JSON go.")]
-Jobs = Annotated[int | None, typer.Option(help="Runs at a time, of one rank each.  Default: one per core.")]
+    from megabatch.studies.evidence import Study
 
 
-@app.command("large-batch")
-def large_batch(folder: Folder = None, out: Out = Path("docs/studies"), jobs: Jobs = None) -> None:
-    """Batches of 128, 3,072 and 8,192, Nesterov and LARS, equal epochs: 71 runs on full Fashion-MNIST."""
-    from megabatch.studies.studies import LARGE_BATCH
+def study(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[STUDY]", help="A name, or a TOML file.  Without it, names are listed.")
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Where the runs are kept, and resume.  Default: runs/study-<name>.", show_default=False),
+    ] = None,
+    out: Annotated[
+        Path,
+        typer.Option(help="Where the page, its figures and its JSON go; runs that are in the JSON are not repeated."),
+    ] = Path("docs/studies"),
+    jobs: Annotated[int | None, typer.Option(help="Runs at a time, of one rank each.  Default: one per core.")] = None,
+) -> None:
+    """Find out by many runs whether one way to train is as good as another; takes hours, and resumes when stopped."""
+    from megabatch.studies.files import read_design
 
-    run_study(LARGE_BATCH, folder, out, jobs)
+    if name is None:
+        list_studies()
+    else:
+        run_study(read_design(name), shlex.join(["megabatch", "study", name]), folder, out, jobs)
 
 
-@app.command()
-def ablation(folder: Folder = None, out: Out = Path("docs/studies"), jobs: Jobs = None) -> None:
-    """A small AlexNet-BN with and without BatchNorm behind pool5, and with decay on everything: 27 runs."""
-    from megabatch.studies.studies import ABLATION
+def list_studies() -> None:
+    from rich.text import Text
 
-    run_study(ABLATION, folder, out, jobs)
+    from megabatch.studies.files import read_design, study_names
+    from megabatch.terminal import BOLD, Terminal
 
-
-@app.command()
-def precision(folder: Folder = None, out: Out = Path("docs/studies"), jobs: Jobs = None) -> None:
-    """fp32, fp16, bf16, and LARS in fp16: 33 runs."""
-    from megabatch.studies.studies import PRECISION
-
-    run_study(PRECISION, folder, out, jobs)
+    console = Terminal()
+    for design in map(read_design, study_names()):
+        console.print(Text.assemble((design.name, BOLD), f"  {design.num_trials} runs: {design.title}"))
+    console.print("\nmegabatch study STUDY runs one of these, or the study of a TOML file (docs/studies.md).")
 
 
-def run_study(design: "Design", folder: Path | None, out: Path, jobs: int | None) -> None:
+def run_study(design: "Design", command: str, folder: Path | None, out: Path, jobs: int | None) -> None:
     from functools import partial
 
+    from megabatch.own_code import import_own_code
+    from megabatch.studies.conduct import Conductor, End
+    from megabatch.studies.drawing import require_matplotlib
+    from megabatch.studies.page import write_study
+    from megabatch.studies.verdict import judge
+    from megabatch.sweep.screen import SweepScreen
+    from megabatch.sweep.trials import Trial, choose_jobs, run_trials
+
+    require_matplotlib()  # all that can be wrong is found before the hours that it takes
+    check_arms(design)
+    probes = {curve: import_own_code(f"curves.{curve}", code) for curve, code in design.curves.items()}
+    jobs = choose_jobs(jobs, "auto")
+    before = read_before(design, out)
+    folder = folder or Path("runs") / f"study-{design.name}"
+    screen = SweepScreen(design.num_trials - (before.num_runs if before else 0), jobs)
+
+    def run(trials: Sequence[Trial], on_end: End) -> None:
+        run_trials(trials, folder, jobs, screen, on_end)
+
+    conductor = Conductor(
+        design, folder, command, run, probes, partial(write_study, folder=out), before, str(json_file(design, out))
+    )
+    screen.say("study", f"{design.name}: {design.title}")
+    screen.say("runs", f"{design.num_trials} in {folder}, {jobs} at a time; stopped, the same command resumes")
+    if before:
+        are = "runs are" if before.num_runs != 1 else "run is"
+        screen.say("kept", f"{before.num_runs} {are} in {json_file(design, out)}; not again")
+    with speaking_for_ranks():
+        found = conductor.conduct()
+    for criterion in found.criteria:
+        verdict = judge(found, criterion)
+        screen.say({True: "holds", False: "missed", None: "untold"}[verdict.holds], verdict.text)
+    for path in write_study(found, out):
+        screen.say("written", str(path))
+
+
+def check_arms(design: "Design") -> None:
     from megabatch.config.loading import load_config, silent
     from megabatch.config.resolve import plan_run
     from megabatch.data.sources import infer_shape
-    from megabatch.studies.conduct import conduct, search_trial
-    from megabatch.studies.drawing import require_matplotlib
-    from megabatch.studies.page import write_study
-    from megabatch.studies.variance import layer_variance
-    from megabatch.studies.verdict import judge
-    from megabatch.sweep.screen import SweepScreen
-    from megabatch.sweep.trials import choose_jobs, run_trials
+    from megabatch.studies.plan import search_trial, seed_trial
+    from megabatch.studies.points import Point
 
-    require_matplotlib()  # all that can be wrong is found before the hours that it takes
     for arm in design.arms:
-        config = load_config(design.recipe, search_trial(design, arm, rate=1.0).overrides, report=silent)
-        plan_run(config, infer_shape(config.data), num_ranks=1)
-    jobs = choose_jobs(jobs, "auto")
+        trials = [seed_trial(design, arm, Point(1.0), seed=1)]
+        trials += [search_trial(design, arm, Point(1.0))] if arm.learning_rates else []
+        for trial in trials:
+            config = load_config(trial.recipe, trial.overrides, report=silent)
+            plan_run(config, infer_shape(config.data), num_ranks=1)
+
+
+def read_before(design: "Design", out: Path) -> "Study | None":
+    """The results that are there already."""
+    from megabatch.studies.page import load_study
+
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {out} cannot be used ({error.strerror}); give another folder") from None
-    folder = folder or Path("runs") / f"study-{design.name}"
-    screen = SweepScreen(design.num_trials, jobs)
-    screen.say("study", f"{design.name}: {design.title}")
-    screen.say("runs", f"{design.num_trials} in {folder}, {jobs} at a time; stopped, the same command resumes")
-    command = shlex.join(["megabatch", *sys.argv[1:]])
-    with speaking_for_ranks():
-        run = partial(run_trials, folder=folder, jobs=jobs, screen=screen)
-        study = conduct(design, folder, command, run, layer_variance)
-    for criterion in study.criteria:
-        verdict = judge(study, criterion)
-        screen.say({True: "holds", False: "missed", None: "untold"}[verdict.holds], verdict.text)
-    for path in write_study(study, out):
-        screen.say("written", str(path))
+    path = json_file(design, out)
+    return load_study(path) if path.exists() else None
+
+
+def json_file(design: "Design", out: Path) -> Path:
+    return out / f"{design.name}.json"

@@ -45,11 +45,12 @@ MEANINGS = {
     ),
     "data.crop_padding": ("zeros around an image before it is cropped back at random; fewer than `data.image_size`"),
     "data.flip": "mirrors half of the images",
+    "data.train_per_class": "takes so many training images of each class, before any are held out; by default all",
     "data.validation": (
         "holds out this share of every class of the training images, and tests on it; 0 tests on the source's own test "
         "images, and `auto` does so where it has some and otherwise holds out a tenth"
     ),
-    "data.validation_seed": "chooses which images are held out",
+    "data.validation_seed": "chooses which images are held out, and which are taken by `data.train_per_class`",
     "data.on_error": "[what to do](data.md#images-that-cannot-be-read) with images that cannot be read",
     "data.skip_limit": "of an epoch's images, that may be skipped",
     "data.max_pixels": "larger images are refused before they are decoded",
@@ -63,7 +64,10 @@ MEANINGS = {
     "data.synthetic.channels": "channels of its images",
     "batch.global": "samples of an optimizer step, over all ranks",
     "batch.micro": "samples of one forward and backward pass, and so of one BatchNorm; `batch.global` is a multiple",
-    "optim.name": "the optimizer; `lars_in_fp16` is the control of a [study](studies.md), not to train with",
+    "optim.name": (
+        "the optimizer; or your own as `package.module:function`, called with parameter groups and these settings as "
+        "[`fit`'s](python.md) is"
+    ),
     "optim.learning_rate": "the peak",
     "optim.head_learning_rate": "the peak of the last layer's learning rate, which follows the same schedule",
     "optim.momentum": "of `sgd` and `lars`",

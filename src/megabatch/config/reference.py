@@ -19,7 +19,7 @@ from megabatch.ranks.backends import BACKENDS
 # Texts of which the Structs take these alone (`require_one_of`); model.name takes a factory's besides.
 CHOICES = {
     "model.name": [*MODELS, "package.module:factory"],
-    "optim.name": OPTIMIZERS,
+    "optim.name": [*OPTIMIZERS, "package.module:function"],
     "optim.variant": VARIANTS,
     "schedule.decay": DECAYS,
     "comm.algorithm": ["auto", *ALGORITHMS, *ON_REQUEST],

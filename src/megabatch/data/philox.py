@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-ORDER, AUGMENT, DROPOUT, SYNTHETIC, VALIDATION = range(5)
+ORDER, AUGMENT, DROPOUT, SYNTHETIC, VALIDATION, PER_CLASS = range(6)
 CROP = 16  # and the streams after it, one for each attempt at a crop that fits
 
 Words = NDArray[np.uint64]  # each holds 32 random bits

@@ -36,9 +36,10 @@ class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     center_crop: Share | Auto = "auto"
     crop_padding: Annotated[int, Meta(ge=0, le=8192)] = 0
     flip: bool = False
+    train_per_class: Count | None = None  # so many training images of each class; by default all
     # Of the training images, to test on; 0 takes the source's own; auto: a tenth where the source has none.
     validation: Annotated[float, Meta(ge=0, lt=1)] | Auto = 0.0
-    validation_seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 1
+    validation_seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 1  # chooses these, and those of train_per_class
     on_error: Literal["raise", "skip"] = "raise"  # where an image cannot be read
     skip_limit: Share = 0.01  # of the images of an epoch, that may be skipped
     max_pixels: Count = MAX_PIXELS  # of an encoded image

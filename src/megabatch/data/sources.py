@@ -14,7 +14,7 @@ from megabatch.data.encoded import EncodedImages
 from megabatch.data.files import EncodedDataset, EncodedFiles, Subset, concatenate, with_classes
 from megabatch.data.folders import FolderFiles, read_folder
 from megabatch.data.images import DataSet, ImageSet, ImageSubset, SyntheticImages
-from megabatch.data.philox import VALIDATION, draw
+from megabatch.data.philox import PER_CLASS, VALIDATION, draw
 from megabatch.data.settings import CENTER_CROP, DataSettings, SyntheticSettings
 from megabatch.data.shapes import FASHION_MNIST_10K, FULL_FASHION_MNIST, IMAGENET, DataShape
 from megabatch.data.shards import holds_shards, read_shards
@@ -42,6 +42,10 @@ def load_data_set(settings: DataSettings, threads: int = 1) -> DataSet:
             f"data.also={settings.also}: only folders and tars can be joined, and data.source={settings.source!r} is "
             "neither; leave it out"
         )
+    if settings.train_per_class is not None:
+        labels = source.train.labels.numpy()
+        chosen = some_of_each_class(settings, settings.train_per_class, labels, source.class_names, settings.source)
+        source = DataSet(ImageSubset(source.train, chosen), source.test, source.class_names, source.num_channels)
     share = settings.held_out(has_tests=True)
     return hold_out(settings, share, source) if share else source
 
@@ -107,6 +111,9 @@ def from_encoded(settings: DataSettings, dataset: EncodedDataset, threads: int) 
             raise UserError(f"data.also={settings.also}: {also} is neither a folder nor a .tar file; leave it out")
         dataset = concatenate(dataset, read_encoded(path))
     train, test = dataset.train, dataset.test
+    if settings.train_per_class is not None:
+        names, place = dataset.class_names, dataset.place
+        train = Subset(train, some_of_each_class(settings, settings.train_per_class, train.labels, names, place))
     share = settings.held_out(has_tests=test is not None)
     if share:
         kept, held_out = split(settings, share, train.labels, dataset.class_names, dataset.place)
@@ -178,9 +185,27 @@ def split(
     return np.sort(by_class[~held_out]), np.sort(by_class[held_out])
 
 
+def some_of_each_class(
+    settings: DataSettings, wanted: int, labels: NDArray[np.int64], class_names: tuple[str, ...], place: str
+) -> NDArray[np.int64]:
+    """`wanted` training images of each class, chosen by the seed.  More of them hold the fewer."""
+    counts = np.bincount(labels, minlength=len(class_names))
+    for name, count in zip(class_names, counts, strict=True):
+        if 0 < count < wanted:  # a class without images has none to choose from, as in `split`
+            raise UserError(
+                f"data.train_per_class={wanted}: class {name!r} of {place} has {count:,} training images; "
+                f"nearest: data.train_per_class={min(counts[counts > 0])}"
+            )
+    high, low, *_ = draw(settings.validation_seed, PER_CLASS, np.arange(len(labels)), 0)
+    by_class = np.lexsort((low, high, labels))
+    places = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)  # within the class
+    return np.sort(by_class[places < wanted])
+
+
 def infer_shape(settings: DataSettings) -> DataShape:
     """What `load_data_set` will find.  Sets with a name need not be there for it."""
-    if settings.source in NAMED_SHAPES and not settings.held_out(has_tests=True) and not settings.also:
+    is_whole = settings.train_per_class is None and not settings.held_out(has_tests=True)
+    if settings.source in NAMED_SHAPES and is_whole and not settings.also:
         return NAMED_SHAPES[settings.source](settings.synthetic)
     return load_data_set(settings).shape
 

@@ -1,4 +1,4 @@
-"""Recipes, overrides of them, and plans of an all-reduce."""
+"""Recipes, overrides of them, studies, and plans of an all-reduce."""
 
 import json
 import tomllib
@@ -23,6 +23,8 @@ from megabatch.planning.topology import Axis, regular
 from megabatch.planning.tuning import Tuning
 from megabatch.runs.files import PLAN
 from megabatch.runs.reader import read_plan
+from megabatch.studies.files import DESIGNS, read_design, study_names
+from megabatch.studies.plan import search_so_far, seeds_of
 
 RECIPE, OVERRIDE = "recipe.toml", "override"
 # As they stand in TOML.
@@ -99,6 +101,19 @@ def read_recipe_file(folder: Path) -> None:
     decisive_settings(config)
 
 
+def studies() -> list[Files]:
+    return [{RECIPE: (DESIGNS / f"{name}.toml").read_bytes()} for name in study_names()]
+
+
+def read_study_file(folder: Path) -> None:
+    """With all that is computed from it before anything is run, but its recipes: those are read as such."""
+    design = read_design(str(folder / RECIPE))
+    assert design.num_trials > 0 and design.stages()
+    for arm in design.arms:
+        seeds_of(design, arm, {})
+        search_so_far(design, arm, {})
+
+
 def overrides() -> list[Files]:
     return [
         {OVERRIDE: text}
@@ -155,6 +170,7 @@ def is_json(content: bytes) -> bool:
 
 TEXTS = {
     "toml": Format(by_functions(recipes, read_recipe_file), lie_about_recipe, is_toml),
+    "study": Format(by_functions(studies, read_study_file), lie_about_recipe, is_toml),
     "override": Format(
         by_functions(overrides, read_override), lie_about_override, lambda files: b"=" in files[OVERRIDE]
     ),

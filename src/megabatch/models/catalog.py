@@ -1,11 +1,8 @@
 """Models by name, and a user's own by "package.module:factory"."""
 
-import importlib
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -16,6 +13,7 @@ from megabatch.errors import UserError, nearest, require_one_of
 from megabatch.models.alexnet import alexnet, alexnet_bn, small_alexnet_bn
 from megabatch.models.resnet import RESNETS
 from megabatch.models.small import shallow_cnn, small_cnn, small_resnet, tiny_cnn
+from megabatch.own_code import import_own_code, is_own_code
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "small_resnet": small_resnet,
@@ -45,7 +43,7 @@ class ModelSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def is_users_own(self) -> bool:
-        return ":" in self.name
+        return is_own_code(self.name)
 
     @property
     def wants_channels_last(self) -> bool:
@@ -59,7 +57,7 @@ def build_model(settings: ModelSettings, seed: int, num_classes: int, in_channel
     A factory is called with `num_classes`, with `in_channels` and `image_size` if it names them, and with
     the options of the recipe.
     """
-    factory = import_factory(settings.name) if settings.is_users_own else MODELS[settings.name]
+    factory = import_own_code("model.name", settings.name) if settings.is_users_own else MODELS[settings.name]
     try:
         named = inspect.signature(factory).parameters
     except ValueError:  # built-in types have none
@@ -106,19 +104,3 @@ def check_logits(settings: ModelSettings, logits: object, expected: tuple[int, i
     if not isinstance(logits, torch.Tensor) or tuple(logits.shape) != expected:
         got = list(logits.shape) if isinstance(logits, torch.Tensor) else f"a {type(logits).__name__}"
         raise UserError(f"model.name={settings.name!r} returned {got}; it must return logits {list(expected)}")
-
-
-def import_factory(name: str) -> Callable[..., nn.Module]:
-    module_name, _, attribute = name.partition(":")
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))  # last: what lies here shadows nothing
-    try:
-        factory = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise UserError(
-            f"model.name={name!r} cannot be imported ({error}); "
-            "expected package.module:factory, installed, on PYTHONPATH or in the current folder"
-        ) from error
-    if not callable(factory):
-        raise UserError(f"model.name={name!r} is a {type(factory).__name__}; it must be a function or a class")
-    return factory  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Optimizers by name."""
+"""Optimizers by name, and a user's own by "package.module:function"."""
 
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any
@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 from megabatch.errors import UserError, require_one_of
 from megabatch.optim.groups import LR_FACTOR
 from megabatch.optim.lars import LARS, TRUST_COEFFICIENT, VARIANTS
-from megabatch.optim.lars_in_fp16 import LarsInFp16
+from megabatch.own_code import import_own_code, is_own_code
 
 LearningRate = Annotated[float, Meta(gt=0, le=10**6)]
 WIDEST_RATIO = 1e9  # of the head's learning rate to that of the others, and its inverse
@@ -31,7 +31,8 @@ class OptimSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     eps: Annotated[float, Meta(ge=0, le=10**6)] = 0.0  # beside the gradient's norm in the trust ratio
 
     def __post_init__(self) -> None:
-        require_one_of("optim.name", self.name, OPTIMIZERS)
+        if not is_own_code(self.name):
+            require_one_of("optim.name", self.name, OPTIMIZERS)
         require_one_of("optim.variant", self.variant, VARIANTS)
         head, rate = self.head_learning_rate, self.learning_rate
         if head is not None and not rate / WIDEST_RATIO <= head <= rate * WIDEST_RATIO:
@@ -41,7 +42,7 @@ class OptimSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             )
         if self.nesterov and self.name != "sgd":
             raise UserError(
-                f"optim.nesterov=true with optim.name={self.name}: LARS has no Nesterov form; leave nesterov out"
+                f"optim.nesterov=true with optim.name={self.name}: only sgd has a Nesterov form; leave nesterov out"
             )
         if self.nesterov and self.momentum == 0:
             raise UserError("optim.nesterov=true needs momentum, and optim.momentum=0; nearest: optim.nesterov=false")
@@ -73,18 +74,15 @@ def lars(groups: Iterable[dict[str, Any]], settings: OptimSettings) -> torch.opt
     )
 
 
-def lars_in_fp16(groups: Iterable[dict[str, Any]], settings: OptimSettings) -> torch.optim.Optimizer:
-    return LarsInFp16(
-        groups,
-        lr=settings.learning_rate,
-        momentum=settings.momentum,
-        trust_coefficient=settings.trust_coefficient,
-        eps=settings.eps,
-    )
-
-
 MakeOptimizer = Callable[[list[dict[str, Any]], OptimSettings], torch.optim.Optimizer]
-OPTIMIZERS: dict[str, MakeOptimizer] = {"sgd": sgd, "lars": lars, "lars_in_fp16": lars_in_fp16}
+OPTIMIZERS: dict[str, MakeOptimizer] = {"sgd": sgd, "lars": lars}
+
+
+def make_optimizer(groups: list[dict[str, Any]], settings: OptimSettings) -> torch.optim.Optimizer:
+    """That which the recipe names: one of ours, or a user's own."""
+    if is_own_code(settings.name):
+        return own_optimizer(import_own_code("optim.name", settings.name), groups, settings)
+    return OPTIMIZERS[settings.name](groups, settings)
 
 
 def own_optimizer(make: MakeOptimizer, groups: list[dict[str, Any]], settings: OptimSettings) -> torch.optim.Optimizer:

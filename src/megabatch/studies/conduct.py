@@ -1,8 +1,8 @@
 """Conducts a study: searches the arms' learning rates on held-out images, then trains every arm with every seed.
 
-All rates of one round of the search, and then all seeds of all arms, are trials in one queue, so that no core waits.
-The runs that count are trained on all training images and tested once, after their last epoch, on the test images, by
-which no rate was chosen.
+Of the arms that a criterion is about, and then of the others, all rates of one round of the search, and then all seeds,
+are trials in one queue, so that no core waits.  The runs that count are trained on all training images and tested once,
+after their last epoch, on the test images, by which no rate was chosen.  Whenever a run ends, what is known is written.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,124 +12,134 @@ from megabatch.ranks.machine import cpu_name, usable_cores
 from megabatch.runs.reader import epoch_losses, read_environment
 from megabatch.runs.records import Summary
 from megabatch.studies.design import ArmDesign, Design
-from megabatch.studies.evidence import Arm, Curve, SeedRun, Study, slug
-from megabatch.sweep.search import best_learning_rate, next_learning_rates
-from megabatch.sweep.trials import Trial, score_of, scores_of
+from megabatch.studies.evidence import Arm, Curve, SearchRun, SeedRun, Study
+from megabatch.studies.kept import fingerprint, take_over
+from megabatch.studies.plan import Planned, Results, chosen_point, is_searched, search_so_far, seeds_of
+from megabatch.sweep.trials import Trial, score_of
 
-SEARCH_SEED = 1_000  # none of those that count
-Run = Callable[[Sequence[Trial]], list[Summary]]
-Tried = dict[float, Summary]  # by rate
+LOSS = "training loss"
+End = Callable[[Trial, Summary], None]
+Run = Callable[[Sequence[Trial], End], object]
+Probes = Mapping[str, Callable[[Path], Curve]]  # curves of a run's folder, by name
 
 
-def conduct(design: Design, folder: Path, command: str, run: Run, follow: Callable[[Path, str], Curve]) -> Study:
-    """`run` runs trials in `folder`; `follow` has the variance of a layer's output in a run's checkpoints."""
-    found = search_all(design, run)
-    rates = choose_learning_rates(design, found)
-    trials = {  # seed by seed: whoever looks in before the end sees all arms
-        (arm.name, seed): seed_trial(design, arm, rate, seed)
-        for seed in range(1, design.seeds + 1)
-        for arm in design.arms
-        if (rate := rates[arm.name]) is not None
-    }
-    summaries = run_all(run, list(trials.values()))
-    arms = [
-        Arm(
-            name=arm.name,
-            about=arm.about,
-            settings=list(arm.overrides),
-            learning_rate=rates[arm.name],
-            tuned=sorted(scores_of(found.get(arm.name, {})).items()),
-            runs=[
-                seed_run(seed, folder / trial.name, summaries[trial.name], follow, design.layer)
-                for (name, seed), trial in trials.items()
-                if name == arm.name
-            ],
+class Conductor:
+    """Holds what is known so far.  `run` runs trials in `folder`, and tells of each when it ends."""
+
+    def __init__(
+        self,
+        design: Design,
+        folder: Path,
+        command: str,
+        run: Run,
+        probes: Probes,
+        write: Callable[[Study], object],
+        before: Study | None = None,
+        where: str = "",  # `before` was found
+    ) -> None:
+        self.design, self.folder, self.command = design, folder, command
+        self.run, self.probes, self.write = run, probes, write
+        self.results: dict[str, SearchRun | SeedRun] = take_over(design, before, where) if before else {}
+        self.took_s = before.took_s if before else 0.0
+        self.versions = dict(before.versions) if before else {}
+        self.machine = before.machine if before else ""
+
+    def conduct(self) -> Study:
+        for stage in self.design.stages():
+            while rates := [
+                planned for arm in stage for planned in search_so_far(self.design, arm, self.results).wanted
+            ]:
+                self.run_all(rates)
+            self.run_all(missing_seeds(self.design, stage, self.results))
+        return self.study()
+
+    def run_all(self, wanted: Sequence[Planned]) -> None:
+        if not wanted:
+            return
+        by_name = {planned.trial.name: planned for planned in wanted}
+
+        def keep(trial: Trial, summary: Summary) -> None:
+            self.results[trial.name] = self.result(by_name[trial.name], summary)
+            self.took_s += summary.wall_s
+            environment = read_environment(self.folder / trial.name)
+            for name in ("megabatch", "torch", "python"):
+                self.versions[name] = joined(self.versions.get(name, ""), str(environment.get(name, "unknown")))
+            self.machine = joined(self.machine, f"{len(usable_cores())} cores of {cpu_name()}")
+            self.write(self.study())
+
+        self.run([planned.trial for planned in wanted], keep)
+
+    def result(self, planned: Planned, summary: Summary) -> SearchRun | SeedRun:
+        trial, point = planned.trial, planned.point
+        if planned.seed is None:
+            return SearchRun(
+                trial=trial.name,
+                fingerprint=fingerprint(trial),
+                learning_rate=point.learning_rate,
+                momentum=point.momentum,
+                top1=score_of(summary),
+            )
+        folder = self.folder / trial.name
+        curves: dict[str, Curve] = {LOSS: [(float(epoch), loss) for epoch, loss in epoch_losses(folder).items()]}
+        return SeedRun(
+            trial=trial.name,
+            fingerprint=fingerprint(trial),
+            seed=planned.seed,
+            top1=score_of(summary),
+            test_loss=summary.test_loss,
+            wall_s=summary.wall_s,
+            curves=curves | {name: probe(folder) for name, probe in self.probes.items()},
         )
-        for arm in design.arms
-    ]
-    spent = [*summaries.values(), *(summary for tried in found.values() for summary in tried.values())]
-    return Study(
-        name=design.name,
-        title=design.title,
-        question=design.question,
-        command=command,
-        setup=design.setup,
-        baseline=design.baseline,
-        arms=arms,
-        criteria=list(design.criteria),
-        took_s=sum(summary.wall_s for summary in spent),
-        versions=versions_of([folder / trial.name for trial in trials.values()]),
-        machine=f"{len(usable_cores())} cores of {cpu_name()}",
-        claims=list(design.claims),
+
+    def study(self) -> Study:
+        """As far as it is known."""
+        design = self.design
+        return Study(
+            name=design.name,
+            title=design.title,
+            question=design.question,
+            command=self.command,
+            setup=design.setup,
+            baseline=design.baseline,
+            paired=design.paired,
+            arms=[arm_so_far(design, arm, self.results) for arm in design.arms],
+            criteria=list(design.criteria),
+            took_s=self.took_s,
+            versions=self.versions,
+            machine=self.machine,
+            claims=list(design.claims),
+            curve_claims=list(design.curve_claims),
+        )
+
+
+def missing_seeds(design: Design, arms: Sequence[ArmDesign], results: Results) -> list[Planned]:
+    """Seed by seed: whoever looks in before the end sees all arms."""
+    wanted = [planned for arm in arms for planned in seeds_of(design, arm, results)]
+    return sorted(
+        (planned for planned in wanted if planned.trial.name not in results), key=lambda planned: planned.seed or 0
     )
 
 
-def versions_of(folders: Sequence[Path]) -> dict[str, str]:
-    """Those that the runs were made with, which may have been begun long ago."""
-    environments = [read_environment(folder) for folder in folders]
-    return {
-        name: " and ".join(sorted({str(environment.get(name, "unknown")) for environment in environments}))
-        for name in ("megabatch", "torch", "python")
-    }
-
-
-def search_all(design: Design, run: Run) -> dict[str, Tried]:
-    """For every arm that searches: the rates it has tried, and what came of them."""
-    searching = [arm for arm in design.arms if arm.grid]
-    found: dict[str, Tried] = {arm.name: {} for arm in searching}
-    wanted = {arm.name: list(arm.grid) for arm in searching}
-    while any(wanted.values()):
-        trials = {(arm.name, rate): search_trial(design, arm, rate) for arm in searching for rate in wanted[arm.name]}
-        summaries = run_all(run, list(trials.values()))
-        for (name, rate), trial in trials.items():
-            found[name][rate] = summaries[trial.name]
-        wanted = {name: next_learning_rates(scores_of(tried), design.trials) for name, tried in found.items()}
-    return found
-
-
-def choose_learning_rates(design: Design, found: Mapping[str, Tried]) -> dict[str, float | None]:
-    """None where all rates diverged."""
-    rates: dict[str, float | None] = {}
-    for name, tried in found.items():
-        scores = scores_of(tried)
-        rates[name] = best_learning_rate(scores) if any(score is not None for score in scores.values()) else None
-    for arm in design.arms:
-        if arm.learning_rate_of:
-            rate = rates[arm.learning_rate_of]
-            rates[arm.name] = None if rate is None else float(f"{rate * arm.learning_rate_times:.4g}")
-    return rates
-
-
-def run_all(run: Run, trials: Sequence[Trial]) -> dict[str, Summary]:
-    return {trial.name: summary for trial, summary in zip(trials, run(trials), strict=True)}
-
-
-def search_trial(design: Design, arm: ArmDesign, rate: float) -> Trial:
-    overrides = trial_overrides(arm, rate, SEARCH_SEED)
-    held_out = f"data.validation={design.validation!r}"
-    return Trial(f"search-{slug(arm.name)}-{rate:g}", design.recipe, (*design.overrides, *overrides, held_out))
-
-
-def seed_trial(design: Design, arm: ArmDesign, rate: float, seed: int) -> Trial:
-    overrides = trial_overrides(arm, rate, seed)
-    return Trial(
-        f"seed-{seed}-{slug(arm.name)}", design.recipe, (*design.overrides, *overrides, *design.final_overrides)
+def arm_so_far(design: Design, arm: ArmDesign, results: Results) -> Arm:
+    search = search_so_far(design, arm, results)
+    is_found = is_searched(design, arm, results)
+    point = chosen_point(design, arm, results) if is_found else None
+    found = [results.get(planned.trial.name) for planned in seeds_of(design, arm, results)]
+    most = design.search.trials if design.search and arm.learning_rates else 0
+    return Arm(
+        name=arm.name,
+        about=arm.about,
+        settings=list(arm.settings),
+        baseline=arm.baseline,
+        learning_rate=point.learning_rate if point else None,
+        momentum=point.momentum if point else None,
+        num_trials=most if search.wanted else len(search.tried),  # a search may end before its budget does
+        num_seeds=0 if is_found and point is None else design.num_seeds(arm),
+        tuned=sorted(search.tried.values(), key=lambda run: (run.learning_rate, run.momentum or 0.0)),
+        runs=[run for run in found if isinstance(run, SeedRun)],
     )
 
 
-def trial_overrides(arm: ArmDesign, rate: float, seed: int) -> tuple[str, ...]:
-    """Tested once, after the last epoch."""
-    return (*arm.overrides, f"seed={seed}", f"optim.learning_rate={rate:g}", "train.evaluate_every=0")
-
-
-def seed_run(seed: int, folder: Path, summary: Summary, follow: Callable[[Path, str], Curve], layer: str) -> SeedRun:
-    curves: dict[str, Curve] = {"training loss": [(float(epoch), loss) for epoch, loss in epoch_losses(folder).items()]}
-    if layer:
-        curves[f"variance of {layer}'s output"] = follow(folder, layer)
-    return SeedRun(
-        seed=seed,
-        top1=score_of(summary),
-        test_loss=summary.test_loss,
-        wall_s=summary.wall_s,
-        curves=curves,
-    )
+def joined(before: str, now: str) -> str:
+    """Runs may have been begun long ago, and elsewhere."""
+    return " and ".join(sorted({*before.split(" and "), now} - {""}))

@@ -1,6 +1,8 @@
 """What a study found, as it stands in its JSON.  Every figure of its page is computed from this.
 
-Top-1 is a share of 1 here.  What is not finite becomes null in JSON, and is read back as None.
+Every run that has finished is in it, by the name of its trial and a fingerprint of its settings: a later start, on
+whatever machine, takes it from here and does not run it again.  Top-1 is a share of 1.  What is not finite becomes null
+in JSON, and is read back as None.
 """
 
 import re
@@ -10,20 +12,34 @@ from msgspec import Struct, field
 Curve = list[tuple[float, float | None]]  # epoch, and the value there; None: not finite
 
 
+class SearchRun(Struct, frozen=True, kw_only=True):
+    trial: str
+    fingerprint: str  # of its settings
+    learning_rate: float
+    momentum: float | None = None  # None: it was not searched
+    top1: float | None  # on held-out images; None: diverged
+
+
 class SeedRun(Struct, frozen=True, kw_only=True):
+    trial: str
+    fingerprint: str
     seed: int
     top1: float | None  # None: diverged
     test_loss: float | None
     wall_s: float
-    curves: dict[str, Curve]  # by name: the training loss, the variance of a layer's output
+    curves: dict[str, Curve]  # by name: the training loss, and what else the study asks for
 
 
 class Arm(Struct, frozen=True, kw_only=True):
     name: str
     about: str
     settings: list[str]  # that distinguish it: section.key=value
-    learning_rate: float | None  # of its runs; None: none was found
-    tuned: list[tuple[float, float | None]] = field(default_factory=list)  # rate, held-out top-1; None: diverged
+    baseline: str = ""  # that its gap is taken to, if not the study's
+    learning_rate: float | None  # of its runs; None: not found, or not yet
+    momentum: float | None = None  # None: the recipe's
+    num_trials: int = 0  # that its search has when it is complete
+    num_seeds: int  # likewise
+    tuned: list[SearchRun] = field(default_factory=list)
     runs: list[SeedRun] = field(default_factory=list)
 
     @property
@@ -35,22 +51,40 @@ class Arm(Struct, frozen=True, kw_only=True):
     def num_diverged(self) -> int:
         return len(self.runs) - len(self.top1s)
 
+    @property
+    def is_searched(self) -> bool:
+        return len(self.tuned) >= self.num_trials
 
-class Criterion(Struct, frozen=True, kw_only=True):
-    """What a study set out to show: the arm's mean top-1 lies at most so far below the baseline's."""
+    @property
+    def is_complete(self) -> bool:
+        return self.is_searched and len(self.runs) >= self.num_seeds
+
+
+class Criterion(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a study set out to show: how far the arm's mean top-1 lies below the baseline's, in percentage points."""
 
     arm: str
     baseline: str
-    max_gap_points: float  # percentage points
+    max_gap_points: float | None = None  # at most
+    max_upper_points: float | None = None  # the upper end of the 95 % interval lies below
 
 
-class Claim(Struct, frozen=True, kw_only=True):
+class Claim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What somebody has found elsewhere: that one arm is better than another, or (by 0 points) that it is not."""
 
     text: str  # a sentence
     better: str
     worse: str
     points: float | None = None  # by which, there; None: not told
+
+
+class CurveClaim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """That a curve, from its first value to its last, grows by a larger factor in one arm than in another."""
+
+    text: str
+    curve: str
+    more: str
+    less: str
 
 
 class Study(Struct, frozen=True, kw_only=True):
@@ -60,12 +94,14 @@ class Study(Struct, frozen=True, kw_only=True):
     command: str  # that ran it
     setup: str  # data set, network, epochs, held-out images: in prose
     baseline: str  # the arm that gaps are taken to
+    paired: bool = False  # gaps are taken seed by seed
     arms: list[Arm]
     criteria: list[Criterion]
     took_s: float  # core seconds
     versions: dict[str, str]
     machine: str  # cores and the like, no names of hosts
     claims: list[Claim] = field(default_factory=list)  # of the paper and others
+    curve_claims: list[CurveClaim] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         names = [arm.name for arm in self.arms]
@@ -73,12 +109,25 @@ class Study(Struct, frozen=True, kw_only=True):
             raise ValueError(f"two arms have one name: {names}")
         of_criteria = [name for criterion in self.criteria for name in (criterion.arm, criterion.baseline)]
         of_claims = [name for claim in self.claims for name in (claim.better, claim.worse)]
-        for name in [self.baseline, *of_criteria, *of_claims]:
+        of_claims += [name for claim in self.curve_claims for name in (claim.more, claim.less)]
+        of_arms = [arm.baseline for arm in self.arms if arm.baseline]
+        for name in [self.baseline, *of_criteria, *of_claims, *of_arms]:
             if name not in names:
                 raise ValueError(f"{name!r} is not an arm: {names}")
 
     def arm(self, name: str) -> Arm:
         return next(arm for arm in self.arms if arm.name == name)
+
+    def baseline_of(self, arm: Arm) -> Arm:
+        return self.arm(arm.baseline or self.baseline)
+
+    @property
+    def num_runs(self) -> int:
+        return sum(len(arm.tuned) + len(arm.runs) for arm in self.arms)
+
+    @property
+    def num_planned(self) -> int:
+        return sum(arm.num_trials + arm.num_seeds for arm in self.arms)
 
 
 def slug(name: str) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from megabatch.studies.drawing import GREY, color_of, dash_of, label_ends, mark_log_ticks, to_svg
-from megabatch.studies.evidence import Arm, Curve, Study, slug
+from megabatch.studies.evidence import Arm, Curve, SearchRun, Study, slug
 from megabatch.studies.verdict import divergence, gap_words, has_diverged, percents, top1_gap, top1_spread
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ ROW_INCHES = 0.42
 # What lies further below the best is marked at the edge of the axis: to scale, it would press all others together.
 ACCURACY_POINTS = 5.0
 SEARCH_POINTS, SEARCH_CONTEXT_POINTS = 15.0, 3.0  # context: below the best rate of the worst arm that is shown
+MARKERS = (".", "s", "^", "D", "P", "X")  # of momenta, if several are searched
 LOG_RATIO = 20.0  # values that differ more are drawn on a logarithmic axis
 
 
@@ -74,19 +75,18 @@ def draw_accuracy(study: Study, figure: "Figure") -> None:
         if beyond:
             axes.plot([low], [row], "<", color=color, ms=6, clip_on=False)
             axes.text(0.03, row, " ".join(f"{value:.1f}" for value in beyond), **beside)
-        axes.text(1.02, row, beside_row(arm, baseline), **beside)
-    for criterion in study.criteria:
-        row = arms.index(study.arm(criterion.arm))
-        if spread := top1_spread(study.arm(criterion.baseline)):
-            edge = spread.mean - criterion.max_gap_points
-            axes.plot([edge, edge], [row - 0.42, row + 0.42], color=GREY, lw=1, ls=(0, (2, 1.5)))
+        axes.text(1.02, row, beside_row(study, arm), **beside)
+    for row, edge in criterion_edges(study):
+        axes.plot([edge, edge], [row - 0.42, row + 0.42], color=GREY, lw=1, ls=(0, (2, 1.5)))
     axes.text(1.02, -0.75, "points below the baseline", color=GREY, **beside)
     axes.set_yticks(range(len(arms)), [arm.name for arm in arms])
     axes.set_ylim(len(arms) - 0.4, -0.6)
     axes.set_xlim(low, high)
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="y", visible=False)
-    axes.set_xlabel("top-1, %" + ("; dashed: the criterion that an arm's mean must reach" if study.criteria else ""))
+    axes.set_xlabel(
+        "top-1, %" + ("; dashed: the criterion that an arm's mean must reach" if criterion_edges(study) else "")
+    )
 
 
 def accuracy_limits(study: Study) -> tuple[float, float]:
@@ -96,10 +96,18 @@ def accuracy_limits(study: Study) -> tuple[float, float]:
     for arm in study.arms:
         if (spread := top1_spread(arm)) and spread.interval:
             values += [spread.interval.low, spread.interval.high]
-    for criterion in study.criteria:
-        if spread := top1_spread(study.arm(criterion.baseline)):
-            values.append(spread.mean - criterion.max_gap_points)
+    values += [edge for _, edge in criterion_edges(study)]
     return with_margin([value for value in values if abs(value - best) <= ACCURACY_POINTS])
+
+
+def criterion_edges(study: Study) -> list[tuple[int, float]]:
+    """For each criterion that bounds the gap of means: the row of its arm, and the mean that this must reach."""
+    edges = []
+    for criterion in study.criteria:
+        spread = top1_spread(study.arm(criterion.baseline))
+        if spread and criterion.max_gap_points is not None:
+            edges.append((study.arms.index(study.arm(criterion.arm)), spread.mean - criterion.max_gap_points))
+    return edges
 
 
 def draw_search(study: Study, figure: "Figure") -> None:
@@ -107,36 +115,58 @@ def draw_search(study: Study, figure: "Figure") -> None:
     figure.set_size_inches(WIDTH_INCHES, PLOT_HEIGHT_INCHES + 0.6)
     axes = figure.subplots()
     axes.set_xscale("log")
-    tried = {arm.name: [(rate, 100 * top1) for rate, top1 in arm.tuned if top1 is not None] for arm in study.arms}
-    bests = [max(percent for _, percent in line) for line in tried.values() if line]
-    found = [percent for line in tried.values() for _, percent in line]
+    lines = search_lines(study)
+    found = [100 * run.top1 for line in lines for run in line.runs if run.top1 is not None]
+    bests = [100 * max(top1s) for arm in study.arms if (top1s := [r.top1 for r in arm.tuned if r.top1 is not None])]
     low, high = focus(found, bests, SEARCH_POINTS, SEARCH_CONTEXT_POINTS)
     lane = 0.055 * (high - low)
     num_lanes = 0
-    for index, arm in enumerate(study.arms):
-        if not arm.tuned:
-            continue
-        color, line = color_of(index), sorted(tried[arm.name])
-        heights = [y if y >= low else math.nan for _, y in line]
-        axes.plot([x for x, _ in line], heights, dash_of(index), marker=".", ms=9, color=color, lw=1.5, label=arm.name)
-        diverged = [rate for rate, top1 in arm.tuned if top1 is None]
-        below = [rate for rate, percent in line if percent < low]
+    for line in lines:
+        color = color_of(line.index)
+        tried = [(run.learning_rate, 100 * run.top1) for run in line.runs if run.top1 is not None]
+        heights = [y if y >= low else math.nan for _, y in tried]
+        style: dict[str, Any] = {"marker": line.marker, "ms": 9 if line.marker == "." else 5, "color": color, "lw": 1.5}
+        axes.plot([x for x, _ in tried], heights, dash_of(line.index), label=line.label, **style)
+        diverged = [run.learning_rate for run in line.runs if run.top1 is None]
+        below = [rate for rate, percent in tried if percent < low]
         if diverged or below:
             num_lanes += 1
         height = low - lane * num_lanes
         axes.plot(diverged, [height] * len(diverged), "x", color=color, ms=6, mew=1.6)
         axes.plot(below, [height] * len(below), "v", color=color, ms=5)
-        chosen = [(x, y if y >= low else height) for x, y in line if x == arm.learning_rate]
+        chosen = [(x, y if y >= low else height) for x, y in tried if x == line.chosen]
         axes.plot([x for x, _ in chosen], [y for _, y in chosen], "o", ms=12, mfc="none", mec=color, mew=1.5)
     if num_lanes:
         axes.axhline(low, color=GREY, lw=0.8)
     axes.set_ylim(low - lane * (num_lanes + 0.7) if num_lanes else low, high)
     axes.set_yticks([tick for tick in axes.get_yticks() if low <= tick <= high])
-    rates = [rate for arm in study.arms for rate, _ in arm.tuned]
+    rates = [run.learning_rate for arm in study.arms for run in arm.tuned]
     mark_log_ticks(axes.xaxis, min(rates), max(rates))
     axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1.0), frameon=False)
     axes.set_xlabel("learning rate; ring: chosen" + ("; triangle: lower still, cross: diverged" if num_lanes else ""))
     axes.set_ylabel("top-1 on held-out images, %")
+
+
+class SearchLine(Struct, frozen=True):
+    """The rates that an arm has tried with one momentum, ascending."""
+
+    index: int  # of the arm
+    label: str
+    marker: str
+    runs: list[SearchRun]
+    chosen: float | None
+
+
+def search_lines(study: Study) -> list[SearchLine]:
+    lines = []
+    for index, arm in enumerate(study.arms):
+        momenta = sorted({run.momentum for run in arm.tuned}, key=lambda momentum: momentum or 0.0)
+        for marker, momentum in zip(MARKERS, momenta, strict=False):
+            runs = sorted((run for run in arm.tuned if run.momentum == momentum), key=lambda run: run.learning_rate)
+            label = arm.name if momentum is None else f"{arm.name}, momentum {momentum:g}"
+            is_chosen = arm.is_searched and arm.momentum == momentum
+            lines.append(SearchLine(index, label, marker, runs, arm.learning_rate if is_chosen else None))
+    return lines
 
 
 def draw_over_epochs(study: Study, figure: "Figure", name: str) -> None:
@@ -210,9 +240,10 @@ def with_margin(values: Sequence[float]) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def beside_row(arm: Arm, baseline: Arm) -> str:
+def beside_row(study: Study, arm: Arm) -> str:
+    baseline = study.baseline_of(arm)
     if has_diverged(arm) or not arm.runs:
         return divergence(arm)
     if arm is baseline:
         return "baseline"
-    return gap_words(found) if (found := top1_gap(arm, baseline)) else ""
+    return gap_words(found) if (found := top1_gap(study, arm, baseline)) else ""

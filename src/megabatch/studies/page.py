@@ -12,6 +12,7 @@ from megabatch.errors import UserError
 from megabatch.given_files import read_json
 from megabatch.studies.evidence import Arm, Study, slug
 from megabatch.studies.figures import Drawing, curve_names, draw_figures, mean_curve
+from megabatch.studies.growth import judge_curves
 from megabatch.studies.verdict import (
     divergence,
     gap_words,
@@ -30,6 +31,9 @@ NOTE = (
     "about other seeds, not other test images, and not about the choice of the rate, which was made with one seed. A "
     "gap counts points below the baseline, so that a negative one lies above it. An arm with a diverged seed has no "
     "mean."
+)
+PAIRED_NOTE = NOTE.replace(
+    "of gaps Welch's", "gaps are taken seed by seed, between runs that begin with the same weights"
 )
 
 
@@ -58,7 +62,7 @@ def load_study(path: Path) -> Study:
         raise UserError(f"{str(path)!r} is not there; `megabatch study` writes it") from None
     except Undecodable as error:
         raise UserError(
-            f"{str(path)!r} is not the JSON of a study: {error}; `megabatch study` writes it again"
+            f"{str(path)!r} is not the JSON of a study: {error}; move it away, and `megabatch study` makes it again"
         ) from None
 
 
@@ -67,10 +71,11 @@ def page(study: Study, drawings: Sequence[Drawing]) -> str:
     parts = [
         f"# {study.title}",
         study.question,
+        progress(study),
         answers(study),
         f"Printed by `{study.command}`; every value of every seed is in [{study.name}.json]({study.name}.json).",
         accuracy_table(study),
-        NOTE,
+        PAIRED_NOTE if study.paired else NOTE,
         figures.pop("accuracy", ""),
     ]
     if any(arm.tuned for arm in study.arms):
@@ -87,7 +92,23 @@ def page(study: Study, drawings: Sequence[Drawing]) -> str:
 def answers(study: Study) -> str:
     """Each criterion: whether it holds, and by what; and what others have found, beside what is found here."""
     criteria = [f"{judge(study, criterion).text}." for criterion in study.criteria]
-    return bullets([*criteria, *(f"{claim.text} Here {judge_claim(study, claim).text}." for claim in study.claims)])
+    claims = [f"{claim.text} Here {judge_claim(study, claim).text}." for claim in study.claims]
+    curve_claims = [f"{claim.text} Here {judge_curves(study, claim).text}." for claim in study.curve_claims]
+    return bullets([capital(line) for line in [*criteria, *claims, *curve_claims]])
+
+
+def capital(line: str) -> str:
+    """Of what is said "so far"; the name of an arm stays as it is."""
+    return line[0].upper() + line[1:] if line.startswith("so far ") else line
+
+
+def progress(study: Study) -> str:
+    if study.num_runs >= study.num_planned:
+        return ""
+    return (
+        f"**{study.num_runs} of {study.num_planned} runs have been made**: what follows is about these alone, and "
+        "nothing is judged before all seeds of its arms have been run."
+    )
 
 
 def accuracy_table(study: Study) -> str:
@@ -101,29 +122,40 @@ def accuracy_table(study: Study) -> str:
         "gap, points",
         "diverged",
     )
-    return table(head, [accuracy_row(arm, study.arm(study.baseline)) for arm in study.arms])
+    return table(head, [accuracy_row(study, arm) for arm in study.arms])
 
 
-def accuracy_row(arm: Arm, baseline: Arm) -> list[str]:
+def accuracy_row(study: Study, arm: Arm) -> list[str]:
+    baseline = study.baseline_of(arm)
     spread = top1_spread(arm)
-    gap = top1_gap(arm, baseline)
+    gap = top1_gap(study, arm, baseline)
     interval = spread and spread.interval
     return [
         arm.name,
         arm.about,
-        NONE if arm.learning_rate is None else f"{arm.learning_rate:g}",
+        point_words(arm),
         points(spread.mean) if spread else NONE,
         points(spread.deviation) if spread and spread.deviation is not None else NONE,
         range_words(interval) if interval else "one seed: none" if spread else NONE,
         "baseline" if arm is baseline else gap_words(gap) if gap else NONE,
-        f"{arm.num_diverged} of {len(arm.runs)}" if arm.runs else divergence(arm),
+        f"{arm.num_diverged} of {len(arm.runs)}{seeds_missing(arm)}" if arm.runs else divergence(arm),
     ]
+
+
+def point_words(arm: Arm) -> str:
+    if arm.learning_rate is None:
+        return NONE
+    return f"{arm.learning_rate:g}" + (f", momentum {arm.momentum:g}" if arm.momentum is not None else "")
+
+
+def seeds_missing(arm: Arm) -> str:
+    return f"; {arm.num_seeds - len(arm.runs)} to come" if arm.num_seeds > len(arm.runs) else ""
 
 
 def search_table(study: Study) -> str:
     """The rates in order, each with what it reached."""
     rows = [
-        [arm.name, NONE if arm.learning_rate is None else f"{arm.learning_rate:g}", " · ".join(tried_words(arm))]
+        [arm.name, point_words(arm) if arm.is_searched else "search under way", " · ".join(tried_words(arm))]
         for arm in study.arms
         if arm.tuned
     ]
@@ -131,15 +163,18 @@ def search_table(study: Study) -> str:
 
 
 def tried_words(arm: Arm) -> list[str]:
+    """By momentum, and then by rate."""
     words = []
-    for rate, top1 in sorted(arm.tuned, key=lambda pair: pair[0]):
-        word = f"{rate:g}: {'diverged' if top1 is None else points(100 * top1)}"
-        words.append(f"**{word}**" if rate == arm.learning_rate else word)
+    for run in sorted(arm.tuned, key=lambda run: (run.momentum or 0.0, run.learning_rate)):
+        rate = f"{run.learning_rate:g}" + (f" with {run.momentum:g}" if run.momentum is not None else "")
+        word = f"{rate}: {'diverged' if run.top1 is None else points(100 * run.top1)}"
+        is_chosen = arm.is_searched and (run.learning_rate, run.momentum) == (arm.learning_rate, arm.momentum)
+        words.append(f"**{word}**" if is_chosen else word)
     return words
 
 
 def edges(study: Study) -> str:
-    found = [(arm, rate_at_edge(arm)) for arm in study.arms]
+    found = [(arm, rate_at_edge(arm)) for arm in study.arms if arm.is_searched]
     return bullets([f"The rate of {arm.name} is {edge}." for arm, edge in found if edge])
 
 
@@ -164,6 +199,8 @@ def arm_table(study: Study) -> str:
 
 
 def origin(study: Study) -> str:
+    if not study.num_runs:
+        return ""
     versions = ", ".join(f"{name} {version}" for name, version in study.versions.items())
     return f"Run with {versions} on {study.machine}; it took {duration(study.took_s)}."
 

@@ -23,6 +23,11 @@ from megabatch.train.training_state import model_state
 NUM_IMAGES = 512
 
 
+def of_pool5(folder: Path) -> Curve:
+    """As `[curves]` of a study's file names it."""
+    return layer_variance(folder, "pool5")
+
+
 @torch.no_grad()
 def layer_variance(folder: Path, layer: str) -> Curve:
     """(epoch, variance) of a run's checkpoints."""

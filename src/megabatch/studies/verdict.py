@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from megabatch.intervals import Gap, Interval, Spread, gap, spread
+from megabatch.intervals import Gap, Interval, Spread, gap, paired_gap, spread
 from megabatch.studies.evidence import Arm, Claim, Criterion, Study
 
 UNTOLD = "these seeds do not tell them apart"
@@ -19,10 +19,14 @@ def top1_spread(arm: Arm) -> Spread | None:
     return spread(percents(arm)) if arm.runs and not arm.num_diverged else None
 
 
-def top1_gap(arm: Arm, baseline: Arm) -> Gap | None:
-    """In points.  None: one of them has no mean."""
+def top1_gap(study: Study, arm: Arm, baseline: Arm) -> Gap | None:
+    """In points, seed by seed if the study is paired.  None: one of them has no mean."""
     if top1_spread(arm) is None or top1_spread(baseline) is None:
         return None
+    if study.paired:
+        ours, theirs = ({run.seed: 100 * run.top1 for run in of.runs if run.top1 is not None} for of in (arm, baseline))
+        seeds = sorted(ours.keys() & theirs.keys())
+        return paired_gap([ours[seed] for seed in seeds], [theirs[seed] for seed in seeds]) if seeds else None
     return gap(percents(arm), percents(baseline))
 
 
@@ -32,15 +36,40 @@ def percents(arm: Arm) -> list[float]:
 
 def judge(study: Study, criterion: Criterion) -> Verdict:
     arm, baseline = study.arm(criterion.arm), study.arm(criterion.baseline)
-    found = top1_gap(arm, baseline)
+    found = top1_gap(study, arm, baseline)
     if found is None:
         return judge_without_means(arm, baseline, criterion)
-    size = round(found.size, EXACT_PLACES)
-    holds = size <= criterion.max_gap_points
+    if awaited := seeds_awaited(arm, baseline):
+        return Verdict(
+            None,
+            f"so far {lies(arm, baseline, found)}; {bound(criterion)}: not judged before all seeds "
+            f"are there ({awaited})",
+        )
+    size, most, upper = round(found.size, EXACT_PLACES), criterion.max_gap_points, criterion.max_upper_points
+    holds = most is None or size <= most
     # As many places as show on which side of the criterion the gap lies.
-    places = next(p for p in range(2, EXACT_PLACES + 1) if (round(size, p) <= criterion.max_gap_points) == holds)
-    verdict = f"the criterion is {criterion.max_gap_points:g}: {'holds' if holds else 'does not hold'}"
-    return Verdict(holds, f"{lies(arm, baseline, found, places)}; {verdict}{doubt(found, criterion, holds)}")
+    places = 2
+    if most is not None:
+        places = next(p for p in range(2, EXACT_PLACES + 1) if (round(size, p) <= most) == holds)
+    if upper is not None:
+        holds = holds and found.interval is not None and round(found.interval.high, EXACT_PLACES) < upper
+    words = f"{bound(criterion)}: {'holds' if holds else 'does not hold'}"
+    doubts = doubt(found, most, holds) if most is not None and upper is None else ""
+    return Verdict(holds, f"{lies(arm, baseline, found, places)}; {words}{doubts}")
+
+
+def bound(criterion: Criterion) -> str:
+    most, upper = criterion.max_gap_points, criterion.max_upper_points
+    bounds = [] if most is None else [f"{most:g}"]
+    bounds += [] if upper is None else [f"an interval whose upper end lies below {upper:g}"]
+    return f"the criterion is {', and '.join(bounds)}"
+
+
+def seeds_awaited(*arms: Arm) -> str:
+    """How many there are, where some are not there yet."""
+    if all(arm.is_complete for arm in arms):
+        return ""
+    return "; ".join(f"{arm.name}: {len(arm.runs)} of {arm.num_seeds}" for arm in arms)
 
 
 def lies(arm: Arm, other: Arm, found: Gap, places: int = 2) -> str:
@@ -55,10 +84,12 @@ def lies(arm: Arm, other: Arm, found: Gap, places: int = 2) -> str:
 def judge_claim(study: Study, claim: Claim) -> Verdict:
     """Whether what was found elsewhere is found here."""
     better, worse = study.arm(claim.better), study.arm(claim.worse)
-    found = top1_gap(worse, better)
+    found = top1_gap(study, worse, better)
     if found is None:
         return judge_claim_without_means(better, worse, claim)
     where = lies(worse, better, found)
+    if awaited := seeds_awaited(worse, better):
+        return Verdict(None, f"so far {where}: not judged before all seeds are there ({awaited})")
     if found.interval is None:
         return Verdict(None, f"{where}: cannot be told")
     is_apart = not found.interval.low <= 0 <= found.interval.high
@@ -82,7 +113,7 @@ def judge_claim_without_means(better: Arm, worse: Arm, claim: Claim) -> Verdict:
 
 
 def judge_without_means(arm: Arm, baseline: Arm, criterion: Criterion) -> Verdict:
-    ending = f"the criterion is {criterion.max_gap_points:g} points below {baseline.name}"
+    ending = bound(criterion)
     if has_diverged(arm):
         return Verdict(False, f"{arm.name}: {divergence(arm)}; {ending}: does not hold")
     lacking = baseline if top1_spread(baseline) is None else arm
@@ -91,14 +122,17 @@ def judge_without_means(arm: Arm, baseline: Arm, criterion: Criterion) -> Verdic
 
 def has_diverged(arm: Arm) -> bool:
     """True if a seed has, or if no rate was found at which it would not."""
-    return bool(arm.num_diverged or (not arm.runs and arm.tuned and all(top1 is None for _, top1 in arm.tuned)))
+    is_lost = arm.is_searched and arm.tuned and all(run.top1 is None for run in arm.tuned)
+    return bool(arm.num_diverged or (not arm.runs and is_lost))
 
 
 def divergence(arm: Arm) -> str:
     """How many seeds diverged; if there are none, what became of the search."""
     if arm.runs:
         return f"{arm.num_diverged} of {len(arm.runs)} diverged"
-    return "diverged at every rate" if has_diverged(arm) else "not run"
+    if has_diverged(arm):
+        return "diverged at every rate"
+    return "not run" if arm.is_searched else "search under way"
 
 
 def gap_words(found: Gap) -> str:
@@ -114,21 +148,29 @@ def points(value: float, places: int = 2) -> str:
     return f"{round(value, places) + 0.0:.{places}f}"  # + 0.0: never -0.00
 
 
-def doubt(found: Gap, criterion: Criterion, holds: bool) -> str:
+def doubt(found: Gap, most: float, holds: bool) -> str:
     """What the interval leaves open."""
     if found.interval is None:
         return ", as far as one seed can say"
-    if holds and round(found.interval.high, EXACT_PLACES) > criterion.max_gap_points:
+    if holds and round(found.interval.high, EXACT_PLACES) > most:
         return ", but the interval reaches beyond the criterion: these seeds do not exclude a larger gap"
-    if not holds and round(found.interval.low, EXACT_PLACES) <= criterion.max_gap_points:
+    if not holds and round(found.interval.low, EXACT_PLACES) <= most:
         return ", but the interval reaches within the criterion: these seeds do not exclude a smaller gap"
     return ""
 
 
 def rate_at_edge(arm: Arm) -> str | None:
     """Says when the chosen rate is the smallest or largest tried: a better one may lie beyond."""
-    rates = [rate for rate, _ in arm.tuned]
-    if arm.learning_rate is None or len(set(rates)) < 2 or arm.learning_rate not in (min(rates), max(rates)):
+    # With another momentum, a rate is as fast as another one is: compared are those that are as fast.
+    rates = [as_fast(run.learning_rate, run.momentum) for run in arm.tuned]
+    if arm.learning_rate is None or len(set(rates)) < 2:
         return None
-    end = "smallest" if arm.learning_rate == min(rates) else "largest"
+    rate = as_fast(arm.learning_rate, arm.momentum)
+    if rate not in (min(rates), max(rates)):
+        return None
+    end = "smallest" if rate == min(rates) else "largest"
     return f"the {end} that was tried: a better one may lie beyond"
+
+
+def as_fast(rate: float, momentum: float | None) -> float:
+    return rate if momentum is None else round(rate / (1 - momentum), EXACT_PLACES)

@@ -12,11 +12,11 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from msgspec import Struct
 
@@ -49,10 +49,17 @@ class Trial(Struct, frozen=True):
     overrides: tuple[str, ...] = ()
 
 
-def run_trials(trials: Sequence[Trial], folder: Path, jobs: int, screen: "SweepScreen") -> list[Summary]:
+def run_trials(
+    trials: Sequence[Trial],
+    folder: Path,
+    jobs: int,
+    screen: "SweepScreen",
+    on_end: Callable[[Trial, Summary], None] = lambda trial, summary: None,
+) -> list[Summary]:
     """Runs what has not been run, `jobs` at a time; returns all summaries, of status finished or diverged.
 
-    A trial that fails otherwise stops the others and is a UserError; a signal stops all, and is `Stopped`.
+    `on_end` is told of each as soon as it is there, those of earlier calls first.  A trial that fails otherwise stops
+    the others and is a UserError; a signal stops all, and is `Stopped`.
     """
     names = [trial.name for trial in trials]
     assert len({*names}) == len(names) and all(re.fullmatch(r"[\w.+-]+", name) for name in names), names
@@ -67,17 +74,23 @@ def run_trials(trials: Sequence[Trial], folder: Path, jobs: int, screen: "SweepS
         found = {trial.name: result_in(folder / trial.name, configs[trial.name]) for trial in trials}
         results = {name: summary for name, summary in found.items() if summary}
         screen.expect(trials, results)
+        for trial in trials:
+            if trial.name in results:
+                on_end(trial, results[trial.name])
         waiting = deque(trial for trial in trials if trial.name not in results)
         with stopped_at_the_end(stop, screen) as running:
             while (waiting or running) and not stop.received():
-                while waiting and len(running) < jobs:
-                    trial = waiting.popleft()
-                    running.append(start(trial, configs[trial.name], folder))
-                for process in [process for process in running if process.popen.poll() is not None]:
+                ended = [process for process in running if process.popen.poll() is not None]
+                for process in ended:
                     running.remove(process)
                     name = process.trial.name
                     results[name] = require_result(process, folder / name, configs[name])
                     screen.show_end(process.trial, results[name])
+                while waiting and len(running) < jobs:
+                    trial = waiting.popleft()
+                    running.append(start(trial, configs[trial.name], folder))
+                for process in ended:  # while the next ones run
+                    on_end(process.trial, results[process.trial.name])
                 screen.show_running([folder / process.trial.name for process in running])
                 time.sleep(POLL_S)
     return [results[name] for name in names]
@@ -165,9 +178,11 @@ def score_of(summary: Summary) -> float | None:
     return summary.top1 if summary.status == "finished" else None
 
 
-def scores_of(results: Mapping[float, Summary]) -> dict[float, float | None]:
-    """By learning rate."""
-    return {rate: score_of(summary) for rate, summary in results.items()}
+Tried = TypeVar("Tried")  # a learning rate, or one with a momentum
+
+
+def scores_of(results: Mapping[Tried, Summary]) -> dict[Tried, float | None]:
+    return {tried: score_of(summary) for tried, summary in results.items()}
 
 
 def require_result(process: Process, folder: Path, config: RunConfig) -> Summary:

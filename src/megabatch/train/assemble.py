@@ -16,7 +16,7 @@ from megabatch.data.normalise import Normalise, PixelStatistics, measure_pixels
 from megabatch.errors import UserError
 from megabatch.models.layers import freeze
 from megabatch.models.loss import SummedLoss, summed_loss
-from megabatch.optim.optimizers import OPTIMIZERS, MakeOptimizer, own_optimizer
+from megabatch.optim.optimizers import MakeOptimizer, make_optimizer, own_optimizer
 from megabatch.precision.loss_scale import choose_loss_scale
 from megabatch.precision.place import place_model
 from megabatch.ranks.world import World
@@ -69,7 +69,7 @@ def assemble(
     is_rounded_to_fp16 = formats.has_small_range or config.comm.dtype == "fp16"
     loss_scale = choose_loss_scale(config.precision, is_rounded_to_fp16, plan.global_batch, world.device)
     groups = master_weights.param_groups(plan_groups(config, model))
-    make_optimizer = partial(own_optimizer, own.optimizer) if own.optimizer else OPTIMIZERS[config.optim.name]
+    make = partial(own_optimizer, own.optimizer) if own.optimizer else make_optimizer
     if initial_weights.pixels and len(initial_weights.pixels.mean) == data.num_channels:
         pixels = pixels or initial_weights.pixels
     pixels = pixels or world.from_rank_0(partial(measure_pixels, data.train), PixelStatistics)
@@ -91,7 +91,7 @@ def assemble(
         statistics=RunningStatistics(model, plan.accumulation),
         master_weights=master_weights,
         loss_scale=loss_scale,
-        optimizer=make_optimizer(groups, config.optim),
+        optimizer=make(groups, config.optim),
         learning_rate=plan_learning_rate(config, plan),
         clip_norm=config.optim.clip_norm,
         evaluate=partial(

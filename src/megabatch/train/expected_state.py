@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from megabatch.optim.lars import BUFFER, LARS
-from megabatch.optim.lars_in_fp16 import LarsInFp16
 from megabatch.runs.tensor_header import Entry
 from megabatch.runs.totals import RunTotals
 from megabatch.train.loop import Training
@@ -67,15 +66,14 @@ def optimizer_problems(
         if f"{OPTIMIZER}{parameter_name}.{key}" in found:
             yield f"{name} is there as a tensor too"
     elif is_conventional(optimizer) and key in ELEMENTWISE:
-        dtype = torch.float16 if isinstance(optimizer, LarsInFp16) else parameter.dtype
-        yield from differences(found, {name: torch.empty(parameter.shape, dtype=dtype, device="meta")})
+        yield from differences(found, {name: torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")})
     elif is_conventional(optimizer) and key == STEP and entry.shape:
         yield f"{name} is {entry}, expected a number"
 
 
 def is_conventional(optimizer: torch.optim.Optimizer) -> bool:
     """One of torch's or ours, and not derived from them: whose keys mean what they do there."""
-    return type(optimizer) in (LARS, LarsInFp16) or type(optimizer).__module__.startswith("torch.optim.")
+    return type(optimizer) is LARS or type(optimizer).__module__.startswith("torch.optim.")
 
 
 def missing_state(
@@ -88,7 +86,7 @@ def missing_state(
     names = [name for name, _ in named_parameters(optimizer)]
     keys = {key for name in (*of_optimizer, *expected) for _, key in [split_name(name)] if key in ELEMENTWISE}
     has_updated = totals.steps > totals.skipped_steps
-    if has_updated and optimizer.defaults.get("momentum") and isinstance(optimizer, LARS | LarsInFp16):
+    if has_updated and optimizer.defaults.get("momentum") and isinstance(optimizer, LARS):
         keys.add(BUFFER)
     there = set(of_optimizer)
     for key in sorted(keys):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megabatch.optim.lars import BUFFER, unclipped
+from megabatch.optim.optimizers import OptimSettings
 
 
 class LarsInFp16(torch.optim.Optimizer):
@@ -45,3 +46,13 @@ def trust_ratio(group: dict[str, Any], weight: Tensor, gradient: Tensor) -> Tens
 
 def norm(tensor: Tensor) -> Tensor:
     return (tensor * tensor).sum().sqrt()
+
+
+def lars_in_fp16(groups: Iterable[dict[str, Any]], settings: OptimSettings) -> torch.optim.Optimizer:
+    return LarsInFp16(
+        groups,
+        lr=settings.learning_rate,
+        momentum=settings.momentum,
+        trust_coefficient=settings.trust_coefficient,
+        eps=settings.eps,
+    )

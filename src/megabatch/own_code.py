@@ -1,0 +1,29 @@
+"""Python code of a user's own that a setting names: "package.module:attribute"."""
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megabatch.errors import UserError
+
+
+def is_own_code(name: str) -> bool:
+    return ":" in name
+
+
+def import_own_code(setting: str, name: str) -> Callable[..., Any]:
+    module_name, _, attribute = name.partition(":")
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))  # last: what lies here shadows nothing
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise UserError(
+            f"{setting}={name!r} cannot be imported ({error}); "
+            "expected package.module:factory, installed, on PYTHONPATH or in the current folder"
+        ) from error
+    if not callable(found):
+        raise UserError(f"{setting}={name!r} is a {type(found).__name__}; it must be a function or a class")
+    return found  # type: ignore[no-any-return]
