@@ -138,7 +138,7 @@ def pipeline_chart(view: RunView) -> Markup | None:
             Key(style_of(0), "a bucket, by its number", form="box"),
             Key("ready", "ready to be all-reduced"),
             *(Key(f"part-{part}", part, form="box") for part in ("forward", "backward", "update") if trace),
-            *([Key("part-comm waits", "exposed: training waits", form="box")] if trace else []),
+            *([Key("part-comm", "exposed: training waits", form="box")] if trace else []),
         ],
         numbers=span_table(groups),
         wide=True,
