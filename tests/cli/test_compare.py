@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from megabatch.cli import app
 from megabatch.cli.compare_screen import GAP, LONGEST_NAME, Field, lines_by_row, short_names
-from megabatch.runs.comparison import Comparison, SeedGroup, compare
-from megabatch.runs.outcome import Outcome
+from megabatch.runs.comparison import RunComparison, SeedGroup, compare
+from megabatch.runs.outcome import RunOutcome
 from tests.support.recorded_runs import record_run
 
 HOSTILE = "a[red]b[/] \x1b[31m\x1b]0;title\x07\x9b2J\r\x7f\u202e\n\u2028,\"'="
@@ -112,7 +112,7 @@ def test_equal_runs_differ_in_nothing_and_one_alone_has_its_results() -> None:
 def test_json_is_the_whole_comparison() -> None:
     paths = record_sweep(2, 2)
     text = output(*paths, "--json", "--target", "0.505")
-    assert msgspec.json.decode(text, type=Comparison, strict=True) == compare(paths, 0.505)
+    assert msgspec.json.decode(text, type=RunComparison, strict=True) == compare(paths, 0.505)
     assert list(json.loads(text)) == ["format", "runs", "settings", "environment", "groups"]
 
 
@@ -192,7 +192,7 @@ def test_runs_are_compared_without_torch_and_one_alone_without_numpy() -> None:
 def test_the_page_lists_every_field_of_the_json() -> None:
     text = (Path(__file__).parents[2] / "docs/compare.md").read_text()
     _, *tables = text.split("| field | what it is |")
-    for table, kind in zip(tables, (Comparison, Outcome, SeedGroup), strict=True):
+    for table, kind in zip(tables, (RunComparison, RunOutcome, SeedGroup), strict=True):
         rows = re.findall(r"^\| (`.*?) \|", table, flags=re.MULTILINE)
         listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
         assert sorted(listed) == sorted(kind.__struct_fields__)

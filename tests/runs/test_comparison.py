@@ -10,14 +10,14 @@ from scipy.stats import t, ttest_ind, ttest_rel
 
 from megabatch.errors import UserError
 from megabatch.intervals import Interval
-from megabatch.runs.comparison import Comparison, compare
+from megabatch.runs.comparison import RunComparison, compare
 from megabatch.runs.folder import RunFolder
 from tests.support.recorded_runs import config_of, record_run
 
 ARMS = {0.1: [0.912, 0.915, 0.911, 0.918], 0.2: [0.921, 0.917, 0.924, 0.919]}
 
 
-def differing(compared: Comparison) -> dict[str, list[Any]]:
+def differing(compared: RunComparison) -> dict[str, list[Any]]:
     return {found.name: found.values for found in compared.settings}
 
 
@@ -194,7 +194,7 @@ def test_what_toml_has_and_json_has_not_is_text(tmp_path: Path) -> None:
         (path / "config.toml").write_text(f"{config_of(1, {})}\n[x]\ny = {value}\nz = nan\n")
     found = compare(paths)
     assert differing(found) == {"x.y": ["nan", ["1979-05-27", "inf"]]}
-    assert msgspec.json.decode(msgspec.json.encode(found), type=Comparison) == found
+    assert msgspec.json.decode(msgspec.json.encode(found), type=RunComparison) == found
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,19 @@
 from megabatch.comm.timeline import BUCKETS, IN_NODE, NETWORK, Event
-from megabatch.ranks.activity import Done
+from megabatch.ranks.activity import TracedActivity
 from megabatch.train.step_trace import trace_of
 
 PLAN = {"plan": "torus/fp32", "bytes": 400}
 
 
-def activities(step: int, began_s: float, *parts: tuple[str, float]) -> list[Done]:
+def activities(step: int, began_s: float, *parts: tuple[str, float]) -> list[TracedActivity]:
     done = []
     for what, taken_s in parts:
-        done.append(Done(what, step, began_s, began_s + taken_s))
+        done.append(TracedActivity(what, step, began_s, began_s + taken_s))
         began_s += taken_s
     return done
 
 
-def step(number: int, began_s: float, taken_s: float, *more: tuple[str, float]) -> list[Done]:
+def step(number: int, began_s: float, taken_s: float, *more: tuple[str, float]) -> list[TracedActivity]:
     return activities(number, began_s, ("data", 0.25), ("forward", taken_s - 0.5), ("backward", 0.25), *more)
 
 

@@ -9,7 +9,7 @@ from megabatch.errors import UserError
 from megabatch.text import one_line, print_text
 
 if TYPE_CHECKING:
-    from megabatch.runs.comparison import Comparison
+    from megabatch.runs.comparison import RunComparison
 
 
 def compare(
@@ -37,7 +37,7 @@ def compare(
         print_comparison(compared)
 
 
-def to_json(compared: "Comparison") -> str:
+def to_json(compared: "RunComparison") -> str:
     """In ASCII: a terminal that shows it takes nothing in a name for a command, and nothing is lost."""
     import json
 
@@ -46,7 +46,7 @@ def to_json(compared: "Comparison") -> str:
     return json.dumps(msgspec.json.decode(msgspec.json.encode(compared)), indent=2)
 
 
-# The fields of an Outcome that are one number or word; `group` counts from 1.
+# The fields of a RunOutcome that are one number or word; `group` counts from 1.
 CSV_FIELDS = (
     *("path", "status", "recipe", "seed", "global_batch", "ranks", "hosts", "steps", "skipped_steps", "top1", "top5"),
     *("best_top1", "test_loss", "target_top1", "time_to_target_s", "steps_to_target", "wall_s", "images_per_s"),
@@ -55,7 +55,7 @@ CSV_FIELDS = (
 IN_FIELDS = ("seed", "name", "batch.global", "train.target_top1")  # settings that are among them
 
 
-def to_csv(compared: "Comparison") -> str:
+def to_csv(compared: "RunComparison") -> str:
     import csv
     import io
 

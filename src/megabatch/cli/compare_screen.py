@@ -11,8 +11,8 @@ from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
 from megabatch.intervals import Spread
-from megabatch.runs.comparison import Comparison, Difference, GapToFirst, SeedGroup
-from megabatch.runs.outcome import Outcome
+from megabatch.runs.comparison import Difference, GapToFirst, RunComparison, SeedGroup
+from megabatch.runs.outcome import RunOutcome
 from megabatch.runs.records import Straggler
 from megabatch.runs.settings import Value
 from megabatch.terminal import BOLD, Terminal
@@ -32,7 +32,7 @@ class Field(Struct, frozen=True):
     is_text: bool = False  # stands to the left; numbers stand to the right
 
 
-def print_comparison(compared: Comparison) -> None:
+def print_comparison(compared: RunComparison) -> None:
     console = Terminal()
     names = short_names([run.path for run in compared.runs])
     shows_groups = any(group.top1 and group.top1.num_values > 1 for group in compared.groups)
@@ -75,7 +75,7 @@ def show_value(value: Value | None) -> str:
     return cut(str(value).lower() if isinstance(value, bool) else str(value), LONGEST_CELL)
 
 
-def differing_fields(compared: Comparison) -> list[Field]:
+def differing_fields(compared: RunComparison) -> list[Field]:
     def field_of(found: Difference, name: str) -> Field:
         is_text = any(isinstance(value, str | bool | list) for value in found.values)
         return Field(cut(name, LONGEST_CELL), [show_value(value) for value in found.values], is_text)
@@ -84,7 +84,7 @@ def differing_fields(compared: Comparison) -> list[Field]:
     return settings + [field_of(found, f"env: {found.name}") for found in compared.environment]
 
 
-def result_fields(compared: Comparison, shows_groups: bool) -> list[Field]:
+def result_fields(compared: RunComparison, shows_groups: bool) -> list[Field]:
     runs, first = compared.runs, compared.runs[0]
     targets = {run.target_top1 for run in runs}
     target = f"{first.target_top1:g}" if len(targets) == 1 and first.target_top1 is not None else "target"
@@ -92,10 +92,10 @@ def result_fields(compared: Comparison, shows_groups: bool) -> list[Field]:
     has_steps = all(run.time_to_target_s is None or run.steps_to_target is not None for run in runs)
     group_of = {place: number for number, group in enumerate(compared.groups, 1) for place in group.runs}
 
-    def field(name: str, show: Callable[[Outcome], str]) -> Field:
+    def field(name: str, show: Callable[[RunOutcome], str]) -> Field:
         return Field(name, [show(run) for run in runs])
 
-    def change(name: str, get: Callable[[Outcome], float | None], show: Callable[[float, float], str]) -> Field:
+    def change(name: str, get: Callable[[RunOutcome], float | None], show: Callable[[float, float], str]) -> Field:
         """Of every run but the first, against that."""
         start, *others = [get(run) for run in runs]
         shown = [NOTHING if start is None or value is None else show(value, start) for value in others]

@@ -24,7 +24,7 @@ ALL_REDUCE = "all-reduce"  # what is left of it after backward
 INTERRUPT = signal.SIGURG  # which nobody minds who does not listen
 
 
-class Done(NamedTuple):
+class TracedActivity(NamedTuple):
     """An activity that was traced; by a clock of the host's seconds."""
 
     what: str
@@ -39,13 +39,13 @@ class HostTimes:
     def __init__(self) -> None:
         self.what, self.step, self.since_s = START_UP, 0, time.perf_counter()
         self.spent_s: dict[str, float] = {}
-        self.traced: list[Done] | None = None  # while somebody wants to know of each
+        self.traced: list[TracedActivity] | None = None  # while somebody wants to know of each
 
     def begin(self, what: str, step: int) -> None:
         now_s = time.perf_counter()
         self.spent_s[self.what] = self.spent_s.get(self.what, 0.0) + now_s - self.since_s
         if self.traced is not None:
-            self.traced.append(Done(self.what, self.step, self.since_s, now_s))
+            self.traced.append(TracedActivity(self.what, self.step, self.since_s, now_s))
         self.what, self.step, self.since_s = what, step, now_s
 
     def take(self) -> dict[str, float]:
@@ -55,10 +55,10 @@ class HostTimes:
         return spent_s
 
 
-class Times(Protocol):
+class ActivityTimes(Protocol):
     """`HostTimes`, or what takes the time of a device."""
 
-    traced: list[Done] | None
+    traced: list[TracedActivity] | None
 
     def begin(self, what: str, step: int) -> None: ...
 
@@ -78,7 +78,7 @@ class Activity:
         self.since_s = time.monotonic()
         self.longest_s: float | None = None  # of what it did since steps run
         self.error: BaseException | None = None
-        self.times: Times = HostTimes()
+        self.times: ActivityTimes = HostTimes()
 
     def begin(self, what: str, waits: bool = False) -> None:
         now_s = time.monotonic()

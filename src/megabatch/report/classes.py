@@ -91,24 +91,18 @@ def histogram(found: Sequence[tuple[int, float]]) -> Markup:
         Scale(0, 1, [(tick / 4, f"{25 * tick} %") for tick in range(5)]),
         Scale(0, highest, [(0, "0"), (highest, f"{highest:,}")]),
     )
-    width, boxes, rows = 1 / HISTOGRAM_BINS, [], []
-    for place, number in enumerate(counts):
-        top, span = (
-            svg.at_y(frame, number),
-            f"{100 * place // HISTOGRAM_BINS} to {100 * (place + 1) // HISTOGRAM_BINS} %",
-        )
-        tip = f"{figures.plural(number, 'class', 'classes')}: {span}"
-        boxes.append(svg.box(place * width + width / 20, top, 0.9 * width, frame.height_px - top, "rank", tip))
-        rows.append((span, f"{number:,}"))
-    drawing = svg.plot(
+    spans = [
+        f"{100 * place // HISTOGRAM_BINS} to {100 * (place + 1) // HISTOGRAM_BINS} %" for place in range(len(counts))
+    ]
+    drawing = svg.histogram(
         "classes-histogram-plot",
         "Distribution over classes",
         f"How many of {len(found):,} classes have which accuracy.",
-        frame.height_px + svg.FOOT_PX,
-        svg.y_axis(frame),
-        *boxes,
-        svg.x_axis(frame.x, frame.height_px),
+        frame,
+        counts,
+        [f"{figures.plural(number, 'class', 'classes')}: {span}" for span, number in zip(spans, counts, strict=True)],
     )
+    rows = [(span, f"{number:,}") for span, number in zip(spans, counts, strict=True)]
     about = f"How many of the {len(found):,} classes have which top-1."
     return figure("classes", "Distribution over classes", about, drawing, numbers=table(("top-1", "classes"), rows))
 

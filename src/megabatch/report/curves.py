@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from megabatch.report import figures, svg
-from megabatch.report.events import Event
+from megabatch.report.events import RunEvent
 from megabatch.report.figure import Key, figure, table
 from megabatch.report.html import Markup, join
 from megabatch.report.scales import LARGEST, Scale, along, along_time, scale_of
@@ -60,7 +60,7 @@ def line_chart(
     y_label: Callable[[float], str] = figures.number,
     zero: bool = False,
     clip: bool = False,
-    events: Sequence[Event] = (),
+    events: Sequence[RunEvent] = (),
     target: tuple[float, str] | None = None,
     y_scale: Scale | None = None,
     ticks: Sequence[float] = (),  # places along x that are marked at the foot
@@ -107,7 +107,7 @@ def target_line(frame: Frame, value: float, name: str) -> Markup:
     return svg.horizontal(svg.at_y(frame, value), "line target")
 
 
-def event_marks(frame: Frame, events: Sequence[Event], x: Along) -> Markup:
+def event_marks(frame: Frame, events: Sequence[RunEvent], x: Along) -> Markup:
     """Vertical lines where the run resumed or something failed."""
     marks = []
     for event in events[:MOST_MARKS]:

@@ -15,7 +15,6 @@ from megabatch.runs.reader import LogEntry
 
 Kind = Literal["start", "resumed", "fault", "warning", "said", "end"]
 LONGEST_TEXT = 300
-BEGINS = re.compile(r"begins at step (\d+)$")
 ENDS = re.compile(r"(finished|stopped|diverged|failed) after step (\d+)$")
 FAULT = re.compile(r"^(rank \d+: |diverged|failed )|Error|Traceback|does not answer|killed|stuck|hangs", re.IGNORECASE)
 WARNING = re.compile(r"^(warning|drift|corrupt|unsaved)\b", re.IGNORECASE)
@@ -29,7 +28,7 @@ NAMES: dict[Kind, str] = {
 }
 
 
-class Event(NamedTuple):
+class RunEvent(NamedTuple):
     kind: Kind
     at: str  # by the clock of rank 0's host
     step: float | None
@@ -37,30 +36,29 @@ class Event(NamedTuple):
     text: str
 
 
-def events_of(view: RunView) -> list[Event]:
-    events: list[Event] = []
+def events_of(view: RunView) -> list[RunEvent]:
+    events: list[RunEvent] = []
     start_at: datetime | None = None
     start_s = 0.0
     for entry in view.log:
         kind, at = kind_of(entry), clock(entry.at)
-        begins = BEGINS.search(entry.text)
-        if begins:
-            start_at, start_s = at, wall_at_step(view, int(begins[1]))
-        if entry.step is not None and (begins or entry.step <= view.num_steps):
+        if entry.begins_at is not None:
+            start_at, start_s = at, wall_at_step(view, entry.begins_at)
+        if entry.step is not None and (entry.begins_at is not None or entry.step <= view.num_steps):
             wall_s: float | None = wall_at_step(view, entry.step)
         elif start_at and at:
             wall_s = min(view.wall_s, start_s + max(0.0, (at - start_at).total_seconds()))
         else:
             wall_s = None
         step = entry.step if entry.step is not None else (None if wall_s is None else step_at_wall(view, wall_s))
-        events.append(Event(kind, entry.at, step, wall_s, shortened(entry.text)))
+        events.append(RunEvent(kind, entry.at, step, wall_s, shortened(entry.text)))
     return events
 
 
 def kind_of(entry: LogEntry) -> Kind:
-    begins, ends = BEGINS.search(entry.text), ENDS.search(entry.text)
-    if begins:
-        return "start" if int(begins[1]) == 0 else "resumed"
+    ends = ENDS.search(entry.text)
+    if entry.begins_at is not None:
+        return "resumed" if entry.begins_at else "start"
     if ends:
         return "fault" if ends[1] in ("diverged", "failed") else "end"
     if FAULT.search(entry.text):
@@ -95,6 +93,6 @@ def step_at_wall(view: RunView, wall_s: float) -> float:
     return view.steps.of["step"][place]
 
 
-def marked(events: list[Event]) -> list[Event]:
+def marked(events: list[RunEvent]) -> list[RunEvent]:
     """Those that are drawn on time axes."""
     return [event for event in events if event.kind in ("resumed", "fault", "warning") and event.wall_s is not None]

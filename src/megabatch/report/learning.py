@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from megabatch.report import figures
 from megabatch.report.curves import Series, line_chart
-from megabatch.report.events import Event
+from megabatch.report.events import RunEvent
 from megabatch.report.html import Markup
 from megabatch.report.scales import along_powers
 from megabatch.report.thin import Curve, finite, means
@@ -21,7 +21,7 @@ def smooth(name: str, style: str, curve: Curve, value: str = "") -> Series:
     return Series(name, style, means(curve), faint=curve, value=value)
 
 
-def loss_chart(view: RunView, events: Sequence[Event]) -> Markup | None:
+def loss_chart(view: RunView, events: Sequence[RunEvent]) -> Markup | None:
     losses, tests = view.steps.curve("loss"), view.evaluations.curve("test_loss")
     series = [smooth("training", "series-0", losses), Series("test", "series-1", tests, dotted=True)]
     about = "Mean cross-entropy of the global batch, and of the test images."
@@ -30,7 +30,7 @@ def loss_chart(view: RunView, events: Sequence[Event]) -> Markup | None:
     return line_chart("loss", "Loss", about, series, clip=True, events=events)
 
 
-def accuracy_chart(view: RunView, events: Sequence[Event]) -> Markup | None:
+def accuracy_chart(view: RunView, events: Sequence[RunEvent]) -> Markup | None:
     last = view.last_evaluation
     target = view.setting("train.target_top1")
     is_target = isinstance(target, float) and 0 < target <= 1
@@ -69,12 +69,12 @@ def percent_label(value: float) -> str:
     return f"{figures.number(value, 4)} %"
 
 
-def learning_rate_chart(view: RunView, events: Sequence[Event]) -> Markup | None:
+def learning_rate_chart(view: RunView, events: Sequence[RunEvent]) -> Markup | None:
     curve = view.steps.curve("lr")
     return line_chart("lr", "Learning rate", "", [Series("learning rate", "series-0", curve)], zero=True, events=events)
 
 
-def throughput_chart(view: RunView, events: Sequence[Event]) -> Markup | None:
+def throughput_chart(view: RunView, events: Sequence[RunEvent]) -> Markup | None:
     """Of steps; evaluations and checkpoints are not in it."""
     curve = view.steps.curve("images_per_s")
     mean_text = ""
@@ -92,7 +92,7 @@ def throughput_chart(view: RunView, events: Sequence[Event]) -> Markup | None:
     )
 
 
-def loss_scale_chart(view: RunView, events: Sequence[Event]) -> Markup | None:
+def loss_scale_chart(view: RunView, events: Sequence[RunEvent]) -> Markup | None:
     """Where there is one: without fp16 it is 1 throughout."""
     scales = view.steps.of["loss_scale"]
     if all(scale == 1 for scale in scales) and not view.skipped_steps:
@@ -112,7 +112,7 @@ def loss_scale_chart(view: RunView, events: Sequence[Event]) -> Markup | None:
     )
 
 
-def memory_chart(view: RunView, events: Sequence[Event]) -> Markup | None:
+def memory_chart(view: RunView, events: Sequence[RunEvent]) -> Markup | None:
     resident, device = view.evaluations.curve("resident_mb"), view.evaluations.curve("device_mb")
     return line_chart(
         "memory",

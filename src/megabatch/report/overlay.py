@@ -14,7 +14,7 @@ from megabatch.report.thin import Curve, means
 from megabatch.report.time_charts import mean_bar, present
 from megabatch.report.verdict import findings_of, headline
 from megabatch.report.view import RunView
-from megabatch.runs.comparison import Comparison, Difference, compare
+from megabatch.runs.comparison import Difference, RunComparison, compare
 
 COLOURS = 6  # with a line style each; beyond that they come again
 
@@ -69,7 +69,7 @@ def difference_table(views: Sequence[RunView], found: Sequence[Difference]) -> M
     return table(("", *(view.name for view in views)), rows, left=range(len(views) + 1))
 
 
-def differences_section(views: Sequence[RunView], compared: Comparison) -> Markup | None:
+def differences_section(views: Sequence[RunView], compared: RunComparison) -> Markup | None:
     """As `megabatch compare` finds them."""
     parts = []
     settings = difference_table(views, compared.settings)
@@ -80,7 +80,7 @@ def differences_section(views: Sequence[RunView], compared: Comparison) -> Marku
     return section("differences", "What differs", *parts)
 
 
-def seed_table(compared: Comparison) -> Markup | None:
+def seed_table(compared: RunComparison) -> Markup | None:
     """Where runs differ in the seed alone."""
     if all(len(group.seeds) < 2 for group in compared.groups):
         return None

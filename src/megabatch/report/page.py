@@ -13,7 +13,8 @@ from importlib import resources
 from megabatch import __version__
 from megabatch.report import figures, learning
 from megabatch.report.classes import class_charts, pictures
-from megabatch.report.events import Event, events_of, marked
+from megabatch.report.event_chart import event_chart
+from megabatch.report.events import RunEvent, events_of, marked
 from megabatch.report.figure import grid, section
 from megabatch.report.findings import Finding
 from megabatch.report.html import Child, Markup, raw, tag
@@ -23,7 +24,6 @@ from megabatch.report.plan_table import bucket_table, plan_facts
 from megabatch.report.rank_charts import rank_charts
 from megabatch.report.settings import environment_block, recipe_block
 from megabatch.report.time_charts import mean_table, over_time_chart, summary_bar
-from megabatch.report.timeline import event_chart
 from megabatch.report.verdict import findings_of, headline
 from megabatch.report.view import RunView
 
@@ -185,11 +185,11 @@ def tiles(view: RunView) -> Markup:
     )
 
 
-def time_section(view: RunView, events: Sequence[Event]) -> Markup | None:
+def time_section(view: RunView, events: Sequence[RunEvent]) -> Markup | None:
     return section("time", TITLES["time"], over_time_chart(view, marked(list(events))), mean_table(view))
 
 
-def learning_section(view: RunView, events: Sequence[Event]) -> Markup | None:
+def learning_section(view: RunView, events: Sequence[RunEvent]) -> Markup | None:
     marks = marked(list(events))
     charts = (
         learning.loss_chart,

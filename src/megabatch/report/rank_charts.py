@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import pairwise
 
 from megabatch.report import figures, svg
 from megabatch.report.figure import figure, grid, table
@@ -110,26 +111,16 @@ def histogram(delays: Sequence[float]) -> Markup:
     for delay_s in delays:
         counts[min(HISTOGRAM_BINS - 1, max(0, bisect_right(edges, delay_s) - 1))] += 1
     frame = Frame(x, scale_of([0.0, *counts], zero=True, most_ticks=4, label=figures.count), BARS_PX)
-    width = 1 / HISTOGRAM_BINS
-    boxes = []
-    for place, number in enumerate(counts):
-        top = svg.at_y(frame, number)
-        span = f"{figures.seconds(edges[place])} to {figures.seconds(edges[place + 1])}"
-        tip = f"{figures.plural(number, 'rank')} waited for {span}"
-        boxes.append(svg.box(place * width + width / 20, top, 0.9 * width, frame.height_px - top, "rank", tip))
-    drawing = svg.plot(
+    spans = [f"{figures.seconds(low)} to {figures.seconds(high)}" for low, high in pairwise(edges)]
+    drawing = svg.histogram(
         "ranks-histogram-plot",
         "How many ranks were waited for how long",
         f"A histogram over {len(delays):,} ranks.",
-        frame.height_px + svg.FOOT_PX,
-        svg.y_axis(frame),
-        *boxes,
-        svg.x_axis(x, frame.height_px),
+        frame,
+        counts,
+        [f"{figures.plural(number, 'rank')} waited for {span}" for span, number in zip(spans, counts, strict=True)],
     )
-    rows = [
-        (f"{figures.seconds(edges[place])} to {figures.seconds(edges[place + 1])}", f"{number:,}")
-        for place, number in enumerate(counts)
-    ]
+    rows = [(span, f"{number:,}") for span, number in zip(spans, counts, strict=True)]
     return figure(
         "ranks-histogram",
         "How many ranks, how long",

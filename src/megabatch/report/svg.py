@@ -174,3 +174,14 @@ def plot(
         role="group",
         aria_label=f"{title}: arrow keys show values",
     )
+
+
+def histogram(name: str, title: str, about: str, frame: Frame, counts: Sequence[int], tips: Sequence[str]) -> Markup:
+    """A bar for each of the counts, side by side along x."""
+    width = 1 / len(counts)
+    tops = [at_y(frame, number) for number in counts]
+    bars = [
+        box(place * width + width / 20, top, 0.9 * width, frame.height_px - top, "rank", tip)
+        for place, (top, tip) in enumerate(zip(tops, tips, strict=True))
+    ]
+    return plot(name, title, about, frame.height_px + FOOT_PX, y_axis(frame), *bars, x_axis(frame.x, frame.height_px))

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from megabatch.report import figures, svg
 from megabatch.report.curves import WALL_TIME, event_marks, rounded
-from megabatch.report.events import Event
+from megabatch.report.events import RunEvent
 from megabatch.report.figure import Key, figure, legend, swatch, table
 from megabatch.report.html import Markup, join, tag
 from megabatch.report.scales import Scale, along_time
@@ -101,7 +101,7 @@ def num_bins(view: RunView) -> int:
     return min(NUM_BINS, max(FEWEST_BINS, len(view.steps) // STEPS_OF_BIN))
 
 
-def over_time_chart(view: RunView, events: Sequence[Event]) -> Markup | None:
+def over_time_chart(view: RunView, events: Sequence[RunEvent]) -> Markup | None:
     """Stacked shares of stretches of equal wall time."""
     bins = bins_of(view.times, num_bins(view))
     parts = [part for part in PARTS if part.key in bins.parts]

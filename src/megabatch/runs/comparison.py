@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from megabatch.errors import UserError
 from megabatch.intervals import Interval, Spread, gap, paired_gap, spread
-from megabatch.runs.outcome import Outcome, read_outcome
+from megabatch.runs.outcome import RunOutcome, read_outcome
 from megabatch.runs.settings import (
     SEED,
     SOURCE,
@@ -56,15 +56,15 @@ class SeedGroup(Struct, frozen=True, kw_only=True):
     gap_to_first: GapToFirst | None  # None in the first group, and where one of the two has no mean
 
 
-class Comparison(Struct, frozen=True, kw_only=True):
+class RunComparison(Struct, frozen=True, kw_only=True):
     format: int = FORMAT
-    runs: list[Outcome]
+    runs: list[RunOutcome]
     settings: list[Difference]
     environment: list[Difference]
     groups: list[SeedGroup]
 
 
-def compare(paths: Sequence[Path], target: float | None = None) -> Comparison:
+def compare(paths: Sequence[Path], target: float | None = None) -> RunComparison:
     """One line where one of them is no run, or is damaged.  A run that is given twice is there once."""
     given: dict[str, Path] = {}
     for path in paths:
@@ -76,7 +76,7 @@ def compare(paths: Sequence[Path], target: float | None = None) -> Comparison:
     outcomes = [read_outcome(path, found, target) for path, found in zip(paths, settings, strict=True)]
     listed = [{key: value for key, value in found.items() if is_listed(key)} for found in settings]
     members = group_by_settings(paths, settings)
-    return Comparison(
+    return RunComparison(
         runs=outcomes,
         settings=differences(listed),
         environment=differences([outcome.environment for outcome in outcomes]),
@@ -120,7 +120,7 @@ def group_by_settings(paths: Sequence[Path], settings: Sequence[Mapping[str, Val
 
 
 def make_groups(
-    members: Sequence[list[int]], settings: Sequence[Mapping[str, Value]], outcomes: Sequence[Outcome]
+    members: Sequence[list[int]], settings: Sequence[Mapping[str, Value]], outcomes: Sequence[RunOutcome]
 ) -> list[SeedGroup]:
     differing = differences([{k: v for k, v in settings[group[0]].items() if is_decisive(k)} for group in members])
     named = [one for one in differing if one.name not in NOT_OF_A_GROUP]
@@ -143,7 +143,7 @@ def make_groups(
     return groups
 
 
-def top1_by_seed(outcomes: Sequence[Outcome]) -> dict[int, float] | None:
+def top1_by_seed(outcomes: Sequence[RunOutcome]) -> dict[int, float] | None:
     """Of every seed that has finished, the mean over its runs; None if one diverged."""
     if any(outcome.status == "diverged" for outcome in outcomes):
         return None

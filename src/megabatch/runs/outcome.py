@@ -25,10 +25,9 @@ from megabatch.runs.totals import RunTotals
 
 OutcomeStatus = Status | Literal["running", "killed"]
 VERSIONS = ("megabatch", "torch", "python", "system", "host")  # of env.json
-BEGINS = "begins at step "  # as folder.py logs it
 
 
-class Outcome(Struct, frozen=True, kw_only=True):
+class RunOutcome(Struct, frozen=True, kw_only=True):
     """None is what the run has not come to, or does not record.  Fields are added, not renamed: --json prints them."""
 
     path: str  # as it was given
@@ -66,7 +65,7 @@ class Reached(Struct, frozen=True):
     step: int | None = None  # None: the summary does not say
 
 
-def read_outcome(path: Path, settings: Mapping[str, Value], target: float | None = None) -> Outcome:
+def read_outcome(path: Path, settings: Mapping[str, Value], target: float | None = None) -> RunOutcome:
     """`target`, if it is given, stands in for the run's own."""
     batch, seed = whole(settings.get("batch.global")), whole(settings.get(SEED))
     own_target = settings.get(TARGET)
@@ -86,7 +85,7 @@ def read_outcome(path: Path, settings: Mapping[str, Value], target: float | None
         reached = Reached(summary.time_to_target_s)
     ranks, hosts = read_ranks_and_hosts(path)
     name = settings.get("name")
-    return Outcome(
+    return RunOutcome(
         path=os.fsencode(path).decode(errors="replace"),
         status=status,
         recipe=name if isinstance(name, str) else None,
@@ -151,7 +150,7 @@ def first_to_reach(rows: Iterable[Record], target: float | None) -> Reached | No
 
 def resumed_from(path: Path) -> int | None:
     """Where the last resumption began, by the log."""
-    begun = [entry.step for entry in read_log(path) if entry.text.startswith(BEGINS)]
+    begun = [entry.begins_at for entry in read_log(path) if entry.begins_at is not None]
     return (begun[-1] or None) if begun else None
 
 

@@ -31,6 +31,7 @@ MAX_JSON_BYTES = 64 << 20  # of a row or a file: a row that skipped half a milli
 MAX_CONFIG_BYTES = 4 << 20
 MAX_LOG_BYTES = 4 << 20
 LOG_LINE = re.compile(r"^(?P<at>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?P<text>.*(?:\n  .*)*)", re.MULTILINE)
+BEGINS = "begins at step "  # as folder.py logs it
 LOG_STEP = re.compile(r"\bstep (\d{1,15})\b")
 LONGEST_NAME = 60  # letters of a recipe's
 YEAR_9999_S = 253_402_300_800  # since 1970
@@ -228,6 +229,11 @@ class LogEntry(Struct, frozen=True):
     at: str  # 2026-11-17 20:15:03, by the clock of rank 0's host
     step: int | None  # after which it was written, if it says so
     text: str
+
+    @property
+    def begins_at(self) -> int | None:
+        """The step at which the run was begun or resumed, where this is the line of that."""
+        return self.step if self.text.startswith(BEGINS) else None
 
 
 def read_log(path: Path) -> list[LogEntry]:

@@ -39,7 +39,7 @@ from megabatch.train.drift import Comparison, compare_ranks
 from megabatch.train.mistakes import MistakeCounter
 from megabatch.train.not_finite import check_gradients, check_loss, check_scale, check_test_loss
 from megabatch.train.step_metrics import Numbers, StepMetrics, StepTotals
-from megabatch.train.step_times import step_times, times_on
+from megabatch.train.step_times import activity_times, step_times
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ def train(run: Training, first_step: int = 0, is_due: Callable[[int], bool] = ne
     Where an evaluation follows, or `is_due` of the steps taken says on some rank that somebody wants the weights, no
     rank begins a further step before the record.
     """
-    run.world.activity.times = times_on(run.world.device, run.gradients.device_clock)
+    run.world.activity.times = activity_times(run.world.device, run.gradients.device_clock)
     with run.images.stream(run.world.rank, first_step) as microbatches:
         yield from train_on(microbatches, run, first_step, is_due)
     run.world.activity.end_steps()

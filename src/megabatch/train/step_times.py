@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from megabatch.comm.stream_times import DeviceClock
-from megabatch.ranks.activity import ALL_REDUCE, BACKWARD, START_UP, Done, HostTimes, Times
+from megabatch.ranks.activity import ALL_REDUCE, BACKWARD, START_UP, ActivityTimes, HostTimes, TracedActivity
 from megabatch.runs.records import StepTimes
 
 PARTS = ("data", "forward", BACKWARD, "update", "evaluation", "checkpoint")  # activities that are parts by that name
@@ -36,7 +36,7 @@ class DeviceTimes:
         self.device, self.clock = device, clock
         self.begun: deque[tuple[str, int, torch.Event]] = deque()  # the device is at the first
         self.spare: list[torch.Event] = []
-        self.traced: list[Done] | None = None
+        self.traced: list[TracedActivity] | None = None
         self.begin(START_UP, 0)
 
     def begin(self, what: str, step: int) -> None:
@@ -50,10 +50,12 @@ class DeviceTimes:
             (what, step, began), (_, _, ended) = self.begun.popleft(), self.begun[0]
             spent_s[what] = spent_s.get(what, 0.0) + began.elapsed_time(ended) / 1e3
             if self.traced is not None and self.clock:
-                self.traced.append(Done(what, step, self.clock.seconds_at(began), self.clock.seconds_at(ended)))
+                self.traced.append(
+                    TracedActivity(what, step, self.clock.seconds_at(began), self.clock.seconds_at(ended))
+                )
             self.spare.append(began)
         return spent_s
 
 
-def times_on(device: torch.device, clock: DeviceClock | None) -> Times:
+def activity_times(device: torch.device, clock: DeviceClock | None) -> ActivityTimes:
     return HostTimes() if device.type == "cpu" else DeviceTimes(device, clock)

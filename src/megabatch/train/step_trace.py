@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from megabatch.comm.timeline import BUCKETS, IN_NODE, NETWORK, Event, Timeline
-from megabatch.ranks.activity import ALL_REDUCE, BACKWARD, Done
+from megabatch.ranks.activity import ALL_REDUCE, BACKWARD, TracedActivity
 from megabatch.runs.records import Record, StepRecord
 from megabatch.runs.step_trace import Lane, Span, StepTrace, TracedBucket
 from megabatch.train.loop import Training
@@ -50,9 +50,9 @@ def traced(
                 keep(trace)
 
 
-def trace_of(done: Sequence[Done], events: Sequence[Event], wanted: range) -> StepTrace | None:
+def trace_of(done: Sequence[TracedActivity], events: Sequence[Event], wanted: range) -> StepTrace | None:
     """None if no step was an ordinary one."""
-    by_step: defaultdict[int, list[Done]] = defaultdict(list)
+    by_step: defaultdict[int, list[TracedActivity]] = defaultdict(list)
     for activity in done:
         by_step[activity.step].append(activity)
     began_s = {step: min(activity.began_s for activity in found) for step, found in by_step.items()}
@@ -91,9 +91,9 @@ def trace_of(done: Sequence[Done], events: Sequence[Event], wanted: range) -> St
     return StepTrace(step=step, duration_s=round(durations_s[step], DIGITS), spans=spans, buckets=buckets)
 
 
-def without_waits(done: Sequence[Done], ready_s: Sequence[float]) -> list[Done]:
+def without_waits(done: Sequence[TracedActivity], ready_s: Sequence[float]) -> list[TracedActivity]:
     """Backward ends with its last gradient: DDP then waits for the all-reduce before it hands back."""
-    last_s, result = max(ready_s, default=math.inf), list[Done]()
+    last_s, result = max(ready_s, default=math.inf), list[TracedActivity]()
     for activity in done:
         if activity.what == BACKWARD and activity.began_s < last_s < activity.ended_s:
             result += [activity._replace(ended_s=last_s), activity._replace(what=ALL_REDUCE, began_s=last_s)]
@@ -102,9 +102,9 @@ def without_waits(done: Sequence[Done], ready_s: Sequence[float]) -> list[Done]:
     return result
 
 
-def joined(done: Sequence[Done]) -> list[Done]:
+def joined(done: Sequence[TracedActivity]) -> list[TracedActivity]:
     """Reading the clock in between cuts an activity in two."""
-    result: list[Done] = []
+    result: list[TracedActivity] = []
     for activity in done:
         if result and result[-1].what == activity.what:
             result[-1] = result[-1]._replace(ended_s=activity.ended_s)

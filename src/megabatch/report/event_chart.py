@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from megabatch.report import figures, svg
-from megabatch.report.events import NAMES, Event
+from megabatch.report.events import NAMES, RunEvent
 from megabatch.report.figure import Key, figure, table
 from megabatch.report.html import Markup, tag
 from megabatch.report.scales import along_time
@@ -14,7 +14,7 @@ MOST_ROWS = 100
 STYLES = {"start": "said", "end": "said", "said": "said", "resumed": "resumed", "fault": "fault", "warning": "warning"}
 
 
-def event_chart(view: RunView, events: Sequence[Event]) -> Markup | None:
+def event_chart(view: RunView, events: Sequence[RunEvent]) -> Markup | None:
     """Only where more happened than a start and an end."""
     if all(event.kind in ("start", "end") for event in events):
         return None
@@ -58,7 +58,7 @@ def event_chart(view: RunView, events: Sequence[Event]) -> Markup | None:
     )
 
 
-def where(event: Event) -> str:
+def where(event: RunEvent) -> str:
     if event.step is None:
         return figures.NOTHING
     return f"step {event.step:,.0f}"
