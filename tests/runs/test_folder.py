@@ -3,13 +3,16 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megabatch.config.loading import load_config
+from megabatch.disk import write_file
 from megabatch.errors import NotSaved, UserError
 from megabatch.runs.folder import RunFolder, append_to_log
 from megabatch.runs.reader import is_running, length_up_to
@@ -131,6 +134,30 @@ def test_a_folder_that_is_removed_or_moved_under_a_run_is_made_again_with_all_ro
         assert (path / "model.json").read_text() == "{}" and (path / "env.json").read_text() == "{}\n"
         assert len(said) == 1 and f"{path} was removed under this run; it is made again" in said[0]
     assert not is_running(path)
+
+
+def test_a_run_describes_itself_while_its_folder_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run"
+    with RunFolder(path) as folder:
+        folder.begin("seed = 1\n", {}, 0)
+        folder.describe("plan.json", "older")
+        training = threading.Thread(target=folder.describe, args=("plan.json", "newer"))
+        adding = threading.Thread(target=folder.describe, args=("step.json", "{}"))
+
+        def write_while_it_is_described(*args: Any, **options: Any) -> Path:
+            if threading.current_thread() is threading.main_thread() and not training.ident:
+                training.start()
+                adding.start()
+                training.join(0.1)
+                adding.join(0.1)
+            return write_file(*args, **options)
+
+        shutil.rmtree(path)
+        monkeypatch.setattr("megabatch.runs.folder.write_file", write_while_it_is_described)
+        folder.sync_rows()
+        training.join()
+        adding.join()
+    assert (path / "plan.json").read_text() == "newer" and (path / "step.json").exists()
 
 
 def test_the_log_fails_for_nobody(tmp_path: Path) -> None:

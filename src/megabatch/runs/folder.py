@@ -7,6 +7,7 @@ checkpoints, the log and TensorBoard's events that were in it are gone.
 """
 
 import json
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,6 +35,7 @@ class RunFolder:
         self.path = path
         self.outage = Outage()
         self.texts: dict[str, str] = {}  # what describes the run, by the names of its files
+        self.describing = threading.Lock()  # the run describes itself while a checkpoint makes the folder again
         self.rows: RowFile | None = None
         self.retry_s = 0.0  # when rows are tried again
         make_private(path)
@@ -83,9 +85,10 @@ class RunFolder:
             lock = take_lock(self.path / LOCK)
             self.lock.close()
             self.lock = lock
-        for name, text in self.texts.items():
-            if not (self.path / name).exists():
-                write_file(self.path / name, text, is_private=True)
+        with self.describing:
+            for name, text in self.texts.items():
+                if not (self.path / name).exists():
+                    write_file(self.path / name, text, is_private=True)
         rows.write_again()
         if is_removed:
             lost = "earlier checkpoints and the log are gone"
@@ -98,8 +101,9 @@ class RunFolder:
 
     def describe(self, name: str, text: str) -> None:
         """A file that says what the run is, which is written again if it is lost."""
-        self.texts[name] = text
-        write_file(self.path / name, text, is_private=True)
+        with self.describing:
+            self.texts[name] = text
+            write_file(self.path / name, text, is_private=True)
 
     def log(self, text: str) -> None:
         append_to_log(self.path, text)
