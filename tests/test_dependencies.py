@@ -1,6 +1,7 @@
 """What is installed is used, what is used is declared, and every version of it is pinned with its hashes."""
 
 import ast
+import functools
 import re
 import sys
 import tomllib
@@ -54,11 +55,15 @@ def modules_named(node: ast.AST) -> Iterator[str]:
             yield str(name.value)
 
 
+@functools.cache
+def modules_imported(folder: str) -> set[str]:
+    nodes = (node for path in (ROOT / folder).rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
+    return {name.split(".")[0] for node in nodes for name in modules_named(node)}
+
+
 def imported(*folders: str) -> set[str]:
     """Distributions that the files of our folders import."""
-    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
-    modules = {name.split(".")[0] for node in nodes for name in modules_named(node)}
+    modules = {module for folder in folders for module in modules_imported(folder)}
     return {
         canonicalize_name(DISTRIBUTIONS.get(module, module))
         for module in modules - OURS
