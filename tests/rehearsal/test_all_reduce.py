@@ -319,7 +319,10 @@ def test_a_process_that_its_device_does_not_let_go_of_ends_with_the_line(ranks: 
     """Last in this file: the pool must start again."""
     with pytest.raises(RanksFailed, match="its process ended without a word"):
         ranks.run(hang, "gradients", str(tmp_path / "stderr"), num_ranks=3, join=on("cuda"))
-    for rank in (0, 2):
-        (line,) = (tmp_path / f"stderr-{rank}").read_text().splitlines()
+    lines = {rank: (tmp_path / f"stderr-{rank}").read_text() for rank in (0, 2)}
+    for rank, line in lines.items():
         assert line.startswith(f"megabatch: rank {rank}: step 2, bucket 0: other ranks did not come within 2 s")
-        assert "; rank 1 has reduced 0 buckets of step 2 and has no gradient yet of 0.weight, " in line
+        assert line.count("\n") == 1 and "; rank 1 has " in line
+    # The other one may come to it so late that rank 1 has ended because of the first.
+    lacks = "has reduced 0 buckets of step 2 and has no gradient yet of 0.weight, "
+    assert any(lacks in line for line in lines.values())
