@@ -14,17 +14,17 @@ from megabatch.errors import UserError
 from megabatch.fuzz.catalog import FORMATS
 
 
-def test_nothing_escapes_of_a_thousand_inputs(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "megabatch", "fuzz", "--inputs", "1000", "--seconds", "60", "--json", "fuzz.json"]
+def test_nothing_escapes_of_400_inputs(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megabatch", "fuzz", "--inputs", "400", "--seconds", "60", "--json", "fuzz.json"]
     environment = os.environ | {"TMPDIR": str(tmp_path), "COLUMNS": "80"}
     found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110)
     assert (found.returncode, found.stderr) == (0, ""), found.stdout + found.stderr
-    assert "1,000 inputs, seed 7: nothing escaped" in found.stdout
+    assert "400 inputs, seed 7: nothing escaped" in found.stdout
     report = json.loads((tmp_path / "fuzz.json").read_text())
     assert report["escapes"] == [] and [count["format"] for count in report["counts"]] == list(FORMATS)
     for count in report["counts"]:
-        assert count["inputs"] == count["ok"] + count["one_line"] > 50 and count["past_header"] > 0.2 * count["inputs"]
-    assert sum(count["one_line"] for count in report["counts"]) > 300  # it is no fuzzing where all is well
+        assert count["inputs"] == count["ok"] + count["one_line"] > 20 and count["past_header"] > 0.2 * count["inputs"]
+    assert sum(count["one_line"] for count in report["counts"]) > 120  # it is no fuzzing where all is well
     assert [path.name for path in tmp_path.iterdir()] == ["fuzz.json"]
 
 

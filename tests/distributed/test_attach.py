@@ -151,7 +151,7 @@ def compare_with_stock_ddp(world: World, has_shared_memory: bool) -> None:
 
 
 def test_gradients_are_those_of_stock_ddp_whatever_it_is_asked_for(ranks: RankPool) -> None:
-    for num_ranks in range(1, ranks.size + 1):
+    for num_ranks in (1, 3, 4):
         ranks.run(compare_with_stock_ddp, True, num_ranks=num_ranks)
 
 

@@ -79,7 +79,7 @@ def run(ending: str, algorithm: str, folder: Path) -> list[tuple[int, str, str]]
     return [(rank.returncode, *texts) for rank, texts in zip(ranks, said, strict=True)]
 
 
-@pytest.mark.parametrize(("ending", "algorithm"), [("end", "flat"), ("destroy", "flat"), ("fork", "auto")])
+@pytest.mark.parametrize(("ending", "algorithm"), [("destroy", "flat"), ("fork", "auto")])
 def test_a_script_may_simply_end(ending: str, algorithm: str, tmp_path: Path) -> None:
     for code, out, err in run(ending, algorithm, tmp_path):
         assert (code, out) == (0, "done\n"), err
