@@ -53,10 +53,10 @@ def price(
     hidden under the crossing of another, but for the first and the last."""
     parts = num_parts(plan, num_elements * element_bytes) if in_parts else 1
     times_s = phase_seconds(plan, shape, -(-num_elements // parts), links, element_bytes)
+    if not plan.crosses:
+        return Costs(sum(times_s), 0.0, 0.0, crosses=False)
     network = plan.network
-    before_s, crossing_s, after_s = map(sum, (times_s[: network.start], times_s[network], times_s[network.stop :]))
-    if not times_s[network]:
-        return Costs(before_s, 0.0, 0.0, crosses=False)
+    before_s, crossing_s, after_s = sum(times_s[: network.start]), sum(times_s[network]), sum(times_s[network.stop :])
     slowest_s = max(before_s + after_s, crossing_s)
     return Costs(before_s, crossing_s + (parts - 1) * slowest_s, after_s, crosses=True)
 

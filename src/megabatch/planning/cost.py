@@ -17,12 +17,14 @@ Groups are counted by their shape, members and elements, of which a phase has ve
 of ranks.  Only `bytes_crossing` looks at every rank, once, since it answers for every node.
 """
 
+import math
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
-from megabatch.planning.plan import COMM_DTYPES, Op, Phase, Plan, largest_slice, slice_of, slice_sizes, transfers
+from megabatch.planning.plan import COMM_DTYPES, Op, Phase, Plan, largest_slice, slice_of, transfers
 from megabatch.planning.topology import Axis, ClusterShape, Topology, runs_of
 
 Half = Literal["reduce_scatter", "all_gather", "gather", "scatter"]
@@ -62,20 +64,29 @@ def phase_seconds(
 ) -> list[float]:
     """Seconds of each phase: one bucket's phase in the node can run under another's between nodes."""
     result = []
-    for phase, scattered in zip(plan.phases, plan.scattered, strict=True):
-        groups = group_shapes(phase.axis, scattered, shape, num_elements)
-        result.append(max(group_seconds(phase, *group, links[phase.axis], element_bytes) for group in groups))
+    for phase, sizes, num_slices in groups_of(plan, shape):
+        link, held = links[phase.axis], largest_slice(num_elements, num_slices) if num_slices > 1 else num_elements
+        result.append(max([group_seconds(phase, members, held, link, element_bytes) for members in sizes]))
     return result
 
 
-def group_shapes(
-    axis: Axis, scattered: tuple[Axis, ...], shape: ClusterShape, num_elements: int
-) -> set[tuple[int, int]]:
-    """The different (members, elements) of an axis' groups; after a reduce_scatter each group holds one slice."""
-    check_held(axis, scattered, shape)
-    slices = [size for other in scattered for size, _ in slice_sizes(num_elements, shape.largest_group(other))]
-    held = slices or [num_elements]
-    return {(members, elements) for members, _ in shape.group_sizes(axis) for elements in held}
+class PhaseGroups(NamedTuple):
+    phase: Phase
+    sizes: list[int]  # the different numbers of members
+    num_slices: int  # after a reduce_scatter each group holds one slice; the slowest one holds the largest
+
+
+@cache
+def groups_of(plan: Plan, shape: ClusterShape) -> list[PhaseGroups]:
+    """Of every phase: what does not depend on the elements."""
+    result = []
+    for phase, scattered in zip(plan.phases, plan.scattered, strict=True):
+        check_held(phase.axis, scattered, shape)
+        # What the first member sends or receives is all but its own slice, which may grow by more than the elements.
+        assert not scattered or phase.op not in ("reduce", "broadcast"), f"{plan}: no price for {phase} of slices"
+        sizes = [members for members, _ in shape.group_sizes(phase.axis)]
+        result.append(PhaseGroups(phase, sizes, math.prod(map(shape.largest_group, scattered))))
+    return result
 
 
 def check_held(axis: Axis, scattered: tuple[Axis, ...], shape: ClusterShape) -> None:
@@ -87,13 +98,15 @@ def check_held(axis: Axis, scattered: tuple[Axis, ...], shape: ClusterShape) -> 
 
 def group_seconds(phase: Phase, num_members: int, num_elements: int, link: Link, element_bytes: int) -> float:
     total_s, width = 0.0, travelling_bytes(phase, element_bytes)
+    steps_s = (num_members - 1) * link.alpha_s
     for half in OPS[phase.op]:
         if link.in_memory and half in ("gather", "scatter"):
             continue
         num_busiest = elements_of_busiest(half, num_elements, num_members)
-        total_s += (num_members - 1) * link.alpha_s
+        total_s += steps_s
         total_s += num_busiest * width * link.beta_s_per_byte
-        total_s += num_busiest * element_bytes * link.gamma_s_per_byte if half == "reduce_scatter" else 0.0
+        if half == "reduce_scatter":
+            total_s += num_busiest * element_bytes * link.gamma_s_per_byte
     return total_s
 
 

@@ -7,7 +7,8 @@ Merging saves a start-up and waits for the later gradient: MG-WFBP (Shi et al. 2
 plan.  Here dynamic programming over prefixes weighs them for two threads and a plan for each bucket.  All that the rest
 of a step feels of a prefix is when each thread is free and how long the last part of the bucket that crosses will take
 (it can begin when the network is free).  The end is monotone in these three numbers, so a state that is nowhere better
-than one with as few buckets is dropped, and nothing is lost.
+than one with as few buckets is dropped, and nothing is lost.  Nor is it with a state whose bound on the end is later
+than an end that was found.
 
 Cost: m^2/2 prices, and P m^2/2 additions for each state that a prefix keeps.  Two knobs bound it: neighbours that hold
 little of the bytes and of the time stay together (`grain`), and a prefix keeps the `width` states with the lowest bound
@@ -18,7 +19,7 @@ later on average when the node has a fifth of the network's work, 0.15% when it 
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, pairwise
 from typing import NamedTuple
 
 from megabatch.planning.backward import Gradient, GradientDtype
@@ -48,19 +49,10 @@ class PossibleBucket(NamedTuple):
 Segment = list[PossibleBucket]  # the buckets between two cuts, in the order in which they are ready
 
 
-class State(NamedTuple):
-    """Where the threads stand after a prefix, and the bucket that led there."""
-
-    node_s: float  # free from here on
-    network_s: float
-    after_s: float  # the last part of the bucket that crosses, still to be done
-    num_buckets: int
-    path: "tuple[State, PossibleBucket, int, Costs] | None"
-
-    @property
-    def end_s(self) -> float:
-        """If no bucket follows."""
-        return max(self.node_s, self.network_s) + self.after_s
+Path = tuple["State", PossibleBucket, int, Costs]  # the state before a bucket, the bucket, its option
+# After a prefix: node_s and network_s, from which each thread is free; after_s, the last part of the bucket that
+# crosses, still to be done; the number of buckets; how it got there.  A plain tuple: few of very many are kept.
+State = tuple[float, float, float, int, Path | None]
 
 
 class Rest(NamedTuple):
@@ -92,18 +84,25 @@ def merge(
     segments = [segments_from(cuts[place:], gradients, ready_s, price, limit) for place in range(len(cuts))]
     rests = least_rests(segments)
     goal_s = rests[0].end_s * (1 + tolerance)
-    reached: list[list[State]] = [[State(0.0, 0.0, 0.0, 0, None)], *([] for _ in cuts[1:])]
+    latest_s = math.inf  # the least end so far, and the tolerance
+    reached: list[list[State]] = [[(0.0, 0.0, 0.0, 0, None)], *([] for _ in cuts[1:])]
     for place, cut in enumerate(cuts[:-1]):
-        waiting = [idle_until(ready_s[cut], state) for state in reached[place]]
-        kept = most_promising(waiting, rests[place], goal_s, width)
+        kept = most_promising(reached[place], ready_s[cut], rests[place], goal_s, latest_s, width)
         for end, segment in enumerate(segments[place], place + 1):
             states = kept
             for bucket in segment:
-                states = [advance(state, bucket, *priced) for priced in bucket.prices for state in states]
+                states = advance(states, bucket)
             reached[end] += states
-    latest_s = min(state.end_s for state in reached[-1]) * (1 + max(tolerance, TIE))
-    in_time = [state for state in reached[-1] if state.end_s <= latest_s]
-    return trace(min(in_time, key=lambda state: (state.num_buckets, state.end_s)), gradients)
+            if end == len(cuts) - 1:
+                latest_s = min([latest_s, *(end_of(state) * (1 + max(tolerance, TIE)) for state in states)])
+    in_time = [state for state in reached[-1] if end_of(state) <= latest_s]
+    return trace(min(in_time, key=lambda state: (state[3], end_of(state))), gradients)
+
+
+def end_of(state: State) -> float:
+    """If no bucket follows."""
+    node_s, network_s, after_s, _, _ = state
+    return max(node_s, network_s) + after_s
 
 
 def find_cuts(gradients: Sequence[Gradient], ready_s: Sequence[float], grain: float, limit: float) -> list[int]:
@@ -152,14 +151,14 @@ def worth_a_try(prices: Sequence[Costs]) -> list[tuple[int, Costs]]:
     """Options, without those that another one equals or beats in every part."""
     kept: list[tuple[int, Costs]] = []
     # Ascending: what beats an option comes before it.
-    for option, costs in sorted(enumerate(prices), key=lambda priced: priced[1]):
-        if not any(other.crosses == costs.crosses and is_as_cheap(other, costs) for _, other in kept):
+    for costs, option in sorted(zip(prices, count(), strict=False)):
+        _, crossing_s, after_s, crosses = costs
+        for _, other in kept:
+            if other.crossing_s <= crossing_s and other.after_s <= after_s and other.crosses == crosses:
+                break
+        else:
             kept.append((option, costs))
     return kept
-
-
-def is_as_cheap(costs: Costs, other: Costs) -> bool:
-    return costs.before_s <= other.before_s and costs.crossing_s <= other.crossing_s and costs.after_s <= other.after_s
 
 
 def least_rests(segments: Sequence[Sequence[Segment]]) -> list[Rest]:
@@ -169,64 +168,70 @@ def least_rests(segments: Sequence[Sequence[Segment]]) -> list[Rest]:
         node_s, network_s, end_s = [], [], []
         for segment, rest in zip(segments[place], rests[place + 1 :], strict=False):
             prices = [[costs for _, costs in bucket.prices] for bucket in segment]
-            node_s.append(rest.node_s + sum(min(c.before_s + c.after_s for c in options) for options in prices))
-            network_s.append(rest.network_s + sum(min(c.crossing_s for c in options) for options in prices))
+            node_s.append(rest.node_s + sum([min([c.before_s + c.after_s for c in options]) for options in prices]))
+            network_s.append(rest.network_s + sum([min([c.crossing_s for c in options]) for options in prices]))
             # The rest crosses after the segment's last bucket.
-            last_s = min(c.before_s + c.crossing_s + max(c.after_s, rest.network_s) for c in prices[-1])
+            last_s = min([c.before_s + c.crossing_s + max(c.after_s, rest.network_s) for c in prices[-1]])
             end_s.append(max(rest.end_s, segment[-1].ready_s + last_s))
         rests[place] = Rest(min(node_s), min(network_s), min(end_s))
     return rests
 
 
-def most_promising(states: list[State], rest: Rest, goal_s: float, width: int | None) -> list[State]:
-    """At most `width` of the states that none dominates: lowest bound on the end first, then fewest buckets."""
+def most_promising(
+    states: Sequence[State], ready_s: float, rest: Rest, goal_s: float, latest_s: float, width: int | None
+) -> list[State]:
+    """At most `width` of the states that none dominates and that may end in time: lowest bound on the end first, then
+    fewest buckets.
 
-    def rank(state: State) -> tuple[float, int, float]:
+    No bucket that follows is ready before `ready_s`: threads are idle until then, and states that differ in idle time
+    become one.
+    """
+    rest_node_s, rest_network_s, _ = rest
+    latest_s *= 1 + TIE  # bounds are sums in another order
+    ranked: list[tuple[float, int, float, int, float, float, float, Path | None]] = []
+    for node_s, network_s, after_s, num_buckets, path in states:
+        node_s = node_s if node_s > ready_s else ready_s
+        network_s = network_s if network_s > node_s else node_s
         # An end below the goal is as good as the goal.
-        bound_s = max(goal_s, state.node_s + state.after_s + rest.node_s, state.network_s + rest.network_s)
-        return bound_s, state.num_buckets, state.node_s + state.network_s + state.after_s
-
+        bound_s = max(goal_s, node_s + after_s + rest_node_s, network_s + rest_network_s)
+        if bound_s <= latest_s:
+            order = bound_s, num_buckets, node_s + network_s + after_s, len(ranked)
+            ranked.append((*order, node_s, network_s, after_s, path))
     kept: list[State] = []
-    for state in sorted(states, key=rank):
-        node_s, network_s, after_s, num_buckets, _ = state
-        for better in kept:
-            if (
-                better.node_s <= node_s
-                and better.network_s <= network_s
-                and better.after_s <= after_s
-                and better.num_buckets <= num_buckets
-            ):
+    for _, num_buckets, _, _, node_s, network_s, after_s, path in sorted(ranked):
+        for node, network, after, num, _ in kept:
+            if node <= node_s and network <= network_s and after <= after_s and num <= num_buckets:
                 break
         else:
-            kept.append(state)
+            kept.append((node_s, network_s, after_s, num_buckets, path))
             if len(kept) == width:
                 break
     return kept
 
 
-def idle_until(ready_s: float, state: State) -> State:
-    """As good as the state, if no bucket that follows is ready before: states that differ in idle time become one."""
-    node_s = max(state.node_s, ready_s)
-    return State(node_s, max(state.network_s, node_s), state.after_s, state.num_buckets, state.path)
-
-
-def advance(state: State, bucket: PossibleBucket, option: int, costs: Costs) -> State:
-    """After one more bucket: the recurrence of `pipeline.pass_through`."""
-    node_s = max(state.node_s, bucket.ready_s) + costs.before_s
-    network_s, after_s = state.network_s, state.after_s
-    if costs.crosses:
-        network_s = max(network_s, node_s) + costs.crossing_s
-        if after_s:
-            node_s = max(node_s, state.network_s) + after_s
-        after_s = costs.after_s
-    return State(node_s, network_s, after_s, state.num_buckets + 1, (state, bucket, option, costs))
+def advance(states: Sequence[State], bucket: PossibleBucket) -> list[State]:
+    """After one more bucket, by each of its options: the recurrence of `pipeline.pass_through`."""
+    advanced: list[State] = []
+    ready_s = bucket.ready_s
+    for option, costs in bucket.prices:
+        before_s, crossing_s, last_s, crosses = costs
+        for state in states:
+            node_s, network_s, after_s, num_buckets, _ = state
+            node_s = (node_s if node_s > ready_s else ready_s) + before_s
+            if crosses:
+                crossed_s = (network_s if network_s > node_s else node_s) + crossing_s
+                if after_s:
+                    node_s = (node_s if node_s > network_s else network_s) + after_s
+                network_s, after_s = crossed_s, last_s
+            advanced.append((node_s, network_s, after_s, num_buckets + 1, (state, bucket, option, costs)))
+    return advanced
 
 
 def trace(state: State, gradients: Sequence[Gradient]) -> list[Merged]:
     """The buckets that led to the state."""
     merged = []
-    while state.path:
-        state, bucket, option, costs = state.path
+    while path := state[-1]:
+        state, bucket, option, costs = path
         indices = [index for index in range(bucket.begin, bucket.end) if gradients[index].dtype == bucket.dtype]
         merged.append(Merged(indices, option, costs, bucket.ready_s))
     return merged[::-1]

@@ -20,12 +20,13 @@ unasked: `comm.algorithm=ring`.
 
 import math
 from collections.abc import Callable, Iterable
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
-from megabatch.planning.topology import Axis, SizeCounts, Topology
+from megabatch.planning.topology import Axis, Topology
 
 Op = Literal["all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather"]
 CommDtype = Literal["fp32", "bf16", "fp16"]
@@ -78,19 +79,24 @@ class Phase(Struct, frozen=True):
         return ENGINE_SUMS[self.engine] + rounded if self.engine else ""
 
 
-class Plan(Struct, frozen=True):
+class Plan(Struct, frozen=True, dict=True):  # dict: of what is computed once
     name: str
     phases: tuple[Phase, ...]
 
-    @property
+    @cached_property
     def network(self) -> slice:
         """The phases from the first that leaves the node to the last; empty, at the end, if none does."""
         places = [index for index, phase in enumerate(self.phases) if phase.axis != "node"]
         return slice(places[0], places[-1] + 1) if places else slice(len(self.phases), len(self.phases))
 
-    @property
+    @cached_property
     def crosses(self) -> bool:
         return bool(self.phases[self.network])
+
+    @cached_property
+    def is_engines(self) -> bool:
+        """True if the backend sums, in any phase."""
+        return any(phase.engine for phase in self.phases)
 
     @property
     def scattered(self) -> list[tuple[Axis, ...]]:
@@ -143,22 +149,7 @@ def slice_of(num_elements: int, parts: int, index: int) -> Slice:
     return min(num_elements, begin), min(num_elements, end)
 
 
-def slice_sizes(num_elements: int, parts: int) -> SizeCounts:
-    """The sizes of `slices`, at most three, and how many slices have each.
-
-    num_blocks % parts of them are a block larger than the others; the last one is, if any is, and ends with the short
-    block.
-    """
-    block, num_blocks = blocks_of(num_elements, parts)
-    size, num_larger = num_blocks // parts * block, num_blocks % parts
-    last = (size + block if num_larger else size) - (num_blocks * block - num_elements)
-    counts = {last: 1}
-    for other, count in ((size, parts - max(1, num_larger)), (size + block, max(0, num_larger - 1))):
-        if count:
-            counts[other] = counts.get(other, 0) + count
-    return tuple(sorted(counts.items()))
-
-
+@lru_cache
 def largest_slice(num_elements: int, parts: int) -> int:
     """The size of the largest of `slices`: the last one, or without its short block one of the others."""
     block, num_blocks = blocks_of(num_elements, parts)

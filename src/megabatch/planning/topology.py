@@ -25,7 +25,7 @@ Axis = Literal["all", "node", "leaders", "inter_node"]
 SizeCounts = tuple[tuple[int, int], ...]  # (size, how many of that size), sizes ascending
 
 
-class ClusterShape(Struct, frozen=True):
+class ClusterShape(Struct, frozen=True, dict=True):  # dict: of what is computed once
     """How many ranks the nodes have.  Everything here costs as much as there are different sizes of nodes."""
 
     node_sizes: SizeCounts  # (ranks of a node, how many such nodes)
@@ -39,11 +39,11 @@ class ClusterShape(Struct, frozen=True):
     def regular(cls, num_nodes: int, ranks_per_node: int) -> Self:
         return cls(((ranks_per_node, num_nodes),))
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         return sum(size * count for size, count in self.node_sizes)
 
-    @property
+    @cached_property
     def num_nodes(self) -> int:
         return sum(count for _, count in self.node_sizes)
 

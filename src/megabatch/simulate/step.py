@@ -176,17 +176,17 @@ class Prices:
         self.in_parts = cluster.engine.in_parts
 
     def of(self, plan: Plan, num_elements: int, element_bytes: int) -> Costs:
-        if any(phase.engine for phase in plan.phases):
+        if plan.is_engines:
             return price_engine(plan, self.shape, self.engine, num_elements, element_bytes)
-        costs = price(plan, self.shape, self.links, num_elements, element_bytes, self.in_parts)
+        before_s, crossing_s, after_s, crosses = price(
+            plan, self.shape, self.links, num_elements, element_bytes, self.in_parts
+        )
         base_s, network = self.engine.base_s, plan.network  # of each phase's collective
-        if not costs.crosses:
-            return costs._replace(before_s=costs.before_s + base_s * len(plan.phases))
         return Costs(
-            costs.before_s + base_s * network.start,
-            costs.crossing_s + base_s * (network.stop - network.start),
-            costs.after_s + base_s * (len(plan.phases) - network.stop),
-            crosses=True,
+            before_s + base_s * network.start,
+            crossing_s + base_s * (network.stop - network.start),
+            after_s + base_s * (len(plan.phases) - network.stop),
+            crosses,
         )
 
 
