@@ -5,6 +5,9 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-deps
 # Only files whose sha256 is in requirements/, and none that has to be built: a build would fetch what has no hash.
 LOCKED := $(PIP) --require-hashes --only-binary :all:
 
+# Tests start hundreds of processes: each would compile our files anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test lint bench audit licences clean
 
 train: .venv/installed
