@@ -14,21 +14,21 @@ from megabatch.cli import app
 from megabatch.errors import UserError
 
 SHORT = ["train.steps=40", "schedule.warmup_epochs=1", "checkpoint.every_steps=10", "data.synthetic.test=200"]
-SEED = "3569"  # the launcher twice while it starts, which is soon over, and a rank in the middle of a write
+SEED = "6559"  # the launcher while it starts, which is soon over, and a rank in the middle of a write
 
 
 def test_a_few_faults_are_survived_to_the_bit_and_counted(tmp_path: Path) -> None:
-    words = ["smoke", *SHORT, "--ranks", "2", "--kills", "3", "--seed", SEED, "--json", "chaos.json"]
+    words = ["smoke", *SHORT, "--ranks", "2", "--kills", "2", "--seed", SEED, "--json", "chaos.json"]
     command = [sys.executable, "-m", "megabatch", "chaos", *words]
     environment = os.environ | {"TMPDIR": str(tmp_path), "COLUMNS": "80"}
     found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110)
     assert found.returncode == 0, found.stdout + found.stderr
     report = json.loads((tmp_path / "chaos.json").read_text())
-    assert report["holds"] and report["injected"] == 3 and report["failed_runs"] == [] and report["num_steps"] == 40
-    assert sum(len(run["faults"]) for run in report["runs"]) == 3
-    assert report["all"]["injected"] == report["all"]["survived"] == 3
-    assert sum(report["by_phase"][phase]["injected"] for phase in PHASES) == 3
-    assert "3 faults survived: every run to the bit, nothing left behind" in found.stdout
+    assert report["holds"] and report["injected"] == 2 and report["failed_runs"] == [] and report["num_steps"] == 40
+    assert sum(len(run["faults"]) for run in report["runs"]) == 2
+    assert report["all"]["injected"] == report["all"]["survived"] == 2
+    assert sum(report["by_phase"][phase]["injected"] for phase in PHASES) == 2
+    assert "2 faults survived: every run to the bit, nothing left behind" in found.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["chaos.json"]
 
 
