@@ -50,12 +50,19 @@ def test_results_are_those_of_the_designs(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "arm"),
-    [("fashion-128", "Nesterov, 128"), ("fashion-3k", "LARS, 3,072"), ("fashion-8k", "LARS, 8,192")],
+    ("recipe", "study", "arm"),
+    [
+        ("fashion-128", "large-batch", "Nesterov, 128"),
+        ("fashion-3k", "large-batch", "LARS, 3,072"),
+        ("fashion-8k", "large-batch", "LARS, 8,192"),
+        ("fashion-90-64", "large-batch-90", "Nesterov, 64"),
+        ("fashion-90-1k", "large-batch-90", "LARS, 1,024"),
+    ],
 )
-def test_recipes_carry_the_values_that_were_found(recipe: str, arm: str) -> None:
-    found = load_study(FOLDER / "large-batch.json").arm(arm)
-    studied = load_config("fashion-128", [*found.settings, f"optim.learning_rate={found.learning_rate}"])
+def test_recipes_carry_the_values_that_were_found(recipe: str, study: str, arm: str) -> None:
+    found, design = load_study(FOLDER / f"{study}.json").arm(arm), read_design(study)
+    chosen = [f"optim.learning_rate={found.learning_rate}", f"optim.momentum={found.momentum or 0.9}"]
+    studied = load_config(design.recipe, [*design.settings, *found.settings, *chosen])
     (reference,) = (result for result in REFERENCE_RESULTS if result.source == f"megabatch, {recipe}")
     assert without_prose(load_config(recipe)) == without_prose(studied)
     assert (reference.learning_rate, reference.top1) == (

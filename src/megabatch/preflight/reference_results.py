@@ -103,13 +103,14 @@ def fashion(
     is_embedded: bool = False,
     model: str = "small_resnet",
     trust_coefficient: float = TRUST_COEFFICIENT,
+    samples: int | None = None,  # by default all training images
 ) -> ReferenceResult:
     shape = FASHION_MNIST_10K if is_embedded else FULL_FASHION_MNIST
     return ReferenceResult(
         model=model,
         data="fashion-mnist-10k" if is_embedded else "fashion-mnist",
         optimizer=optimizer,
-        samples=shape.num_train,
+        samples=samples or shape.num_train,
         batch=batch,
         learning_rate=learning_rate,
         trust_coefficient=trust_coefficient,
@@ -151,6 +152,8 @@ REFERENCE_RESULTS = (
     fashion("fashion-128", "sgd", 128, 0.156, 5, 128, "40", top1=0.9195, model="shallow_cnn"),
     fashion("fashion-3k", "lars", 3_072, 4.5, 5, 128, "40", top1=0.9167, model="shallow_cnn", trust_coefficient=0.01),
     fashion("fashion-8k", "lars", 8_192, 5.92, 5, 128, "40", top1=0.9142, model="shallow_cnn", trust_coefficient=0.01),
+    fashion("fashion-90-64", "sgd", 64, 0.025, 5, 64, "90", top1=0.9058, samples=20_000),
+    fashion("fashion-90-1k", "lars", 1_024, 2, 5, 64, "90", top1=0.9068, trust_coefficient=0.01, samples=20_000),
     ReferenceResult(
         model="small_cnn",
         data="synthetic",
