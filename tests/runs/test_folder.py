@@ -141,22 +141,23 @@ def test_a_run_describes_itself_while_its_folder_is_made_again(tmp_path: Path, m
     with RunFolder(path) as folder:
         folder.begin("seed = 1\n", {}, 0)
         folder.describe("plan.json", "older")
-        training = threading.Thread(target=folder.describe, args=("plan.json", "newer"))
-        adding = threading.Thread(target=folder.describe, args=("step.json", "{}"))
+
+        def describe() -> None:
+            folder.describe("plan.json", "newer")
+            folder.describe("step.json", "{}")
+
+        training = threading.Thread(target=describe)
 
         def write_while_it_is_described(*args: Any, **options: Any) -> Path:
-            if threading.current_thread() is threading.main_thread() and not training.ident:
+            if not training.ident:
                 training.start()
-                adding.start()
                 training.join(0.1)
-                adding.join(0.1)
             return write_file(*args, **options)
 
         shutil.rmtree(path)
         monkeypatch.setattr("megabatch.runs.folder.write_file", write_while_it_is_described)
         folder.sync_rows()
         training.join()
-        adding.join()
     assert (path / "plan.json").read_text() == "newer" and (path / "step.json").exists()
 
 

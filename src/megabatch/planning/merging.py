@@ -96,13 +96,18 @@ def merge(
             if end == len(cuts) - 1:
                 latest_s = min([latest_s, *(end_of(state) * (1 + max(tolerance, TIE)) for state in states)])
     in_time = [state for state in reached[-1] if end_of(state) <= latest_s]
-    return trace(min(in_time, key=lambda state: (state[3], end_of(state))), gradients)
+    return trace(min(in_time, key=lambda state: (num_buckets_of(state), end_of(state))), gradients)
 
 
 def end_of(state: State) -> float:
     """If no bucket follows."""
     node_s, network_s, after_s, _, _ = state
     return max(node_s, network_s) + after_s
+
+
+def num_buckets_of(state: State) -> int:
+    _, _, _, num_buckets, _ = state
+    return num_buckets
 
 
 def find_cuts(gradients: Sequence[Gradient], ready_s: Sequence[float], grain: float, limit: float) -> list[int]:
