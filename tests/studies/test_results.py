@@ -14,6 +14,7 @@ from megabatch.studies.figures import draw_figures
 from megabatch.studies.files import read_design
 from megabatch.studies.kept import take_over
 from megabatch.studies.page import figure_file, load_study, page
+from megabatch.studies.verdict import points, top1_gap
 
 FOLDER = Path(__file__).parents[2] / "docs" / "studies"
 STUDIES = sorted(path.stem for path in FOLDER.glob("*.json"))
@@ -57,6 +58,7 @@ def test_results_are_those_of_the_designs(name: str) -> None:
         ("fashion-8k", "large-batch", "LARS, 8,192"),
         ("fashion-90-64", "large-batch-90", "Nesterov, 64"),
         ("fashion-90-1k", "large-batch-90", "LARS, 1,024"),
+        ("fashion-90-4k", "large-batch-90", "LARS, 4,096"),
     ],
 )
 def test_recipes_carry_the_values_that_were_found(recipe: str, study: str, arm: str) -> None:
@@ -71,3 +73,31 @@ def test_recipes_carry_the_values_that_were_found(recipe: str, study: str, arm: 
         found.learning_rate,
         round(sum(found.top1s) / len(found.top1s), 4),
     )
+
+
+@pytest.mark.parametrize(
+    ("study", "arm", "sentence"),
+    [
+        ("large-batch-90", "LARS, 1,024", "LARS {above} points ahead (95 % interval {from_above} to {to_above})"),
+        ("large-batch-90", "Nesterov, 1,024", "tuned momentum {above} ahead"),
+        ("large-batch-90", "linear scaling, 1,024", "linear scaling {below} behind"),
+        ("large-batch", "LARS, 3,072", "LARS {below} points behind (95 % interval {low} to {high})"),
+        ("large-batch", "Nesterov, 3,072", "tuned momentum {below}"),
+        ("precision", "fp16, dynamic scale", "{above} points above (95 % interval {from_above} to {to_above})"),
+    ],
+)
+def test_the_readme_says_what_the_json_says(study: str, arm: str, sentence: str) -> None:
+    found = load_study(FOLDER / f"{study}.json")
+    gap = top1_gap(found, found.arm(arm), found.arm(found.baseline))
+    assert gap and gap.interval
+    figures = {
+        "below": gap.size,
+        "low": gap.interval.low,
+        "high": gap.interval.high,
+        "above": -gap.size,
+        "from_above": -gap.interval.high,
+        "to_above": -gap.interval.low,
+    }
+    readme = (FOLDER.parents[1] / "README.md").read_text().splitlines()
+    (row,) = (line for line in readme if f"`megabatch study {study}`" in line)
+    assert sentence.format_map({name: points(value) for name, value in figures.items()}) in row

@@ -154,6 +154,7 @@ REFERENCE_RESULTS = (
     fashion("fashion-8k", "lars", 8_192, 5.92, 5, 128, "40", top1=0.9142, model="shallow_cnn", trust_coefficient=0.01),
     fashion("fashion-90-64", "sgd", 64, 0.025, 5, 64, "90", top1=0.9058, samples=20_000),
     fashion("fashion-90-1k", "lars", 1_024, 2, 5, 64, "90", top1=0.9068, trust_coefficient=0.01, samples=20_000),
+    fashion("fashion-90-4k", "lars", 4_096, 10.4, 5, 64, "90", top1=0.9058, trust_coefficient=0.01, samples=20_000),
     ReferenceResult(
         model="small_cnn",
         data="synthetic",
