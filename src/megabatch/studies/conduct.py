@@ -1,9 +1,9 @@
 """Conducts a study: searches the arms' learning rates on held-out images, then trains every arm with every seed.
 
-Of the arms that a criterion is about, and then of the others, all rates of one round of the search, and then all seeds,
-are trials in one queue: a core waits at a queue's end alone.  The runs that count are trained on all training images
-and tested once, after their last epoch, on the test images, by which no rate was chosen.  Whenever a run ends, what is
-known is written.
+Of the arms that a criterion is about, and then of the others, all learning rates of one round of the search, and then
+all seeds, are trials in one queue: a core waits at a queue's end alone.  The runs that count are trained on all
+training images and tested once, after their last epoch, on the test images, by which no learning rate was chosen.
+Whenever a run ends, what is known is written.
 """
 
 from collections.abc import Callable, Mapping, Sequence
