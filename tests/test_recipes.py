@@ -5,9 +5,7 @@ import pytest
 from megabatch.config.loading import load_config
 from megabatch.config.provenance import settings_by_provenance
 from megabatch.config.recipes import read_recipe, recipe_names
-from megabatch.config.schema import FIELDS, RunConfig, flatten
-from megabatch.data.settings import DataSettings
-from megabatch.data.sources import infer_shape, load_data_set
+from megabatch.config.schema import FIELDS, flatten
 from megabatch.errors import UserError
 
 # MLPerf reference convergence points, LARS; of the epochs the most.  The columns are COLUMNS.
@@ -127,20 +125,3 @@ def test_a_wrong_provenance_is_one_line_with_the_value_the_rule_and_the_remedy(o
 def test_settings_are_sorted_by_the_kind_of_their_provenance() -> None:
     config = load_config("fashion", ["provenance.seed=extrapolated: x", "provenance.about=assumed: x"])
     assert settings_by_provenance(config) == {"extrapolated": ["seed"], "assumed": ["about"]}
-
-
-@pytest.mark.parametrize("source", ["fashion-mnist-10k", "synthetic", "fashion-mnist"])
-def test_the_inferred_shape_is_the_one_that_is_found(source: str) -> None:
-    settings = DataSettings(source=source, image_size=28)
-    try:
-        found = load_data_set(settings).shape
-    except UserError:
-        pytest.skip(f"{source} is not installed")
-    assert infer_shape(settings) == found
-
-
-def test_imagenet_can_be_planned_for_without_its_images() -> None:
-    config: RunConfig = load_config("resnet50-imagenet-64k")
-    assert infer_shape(config.data).num_train == 1_281_167
-    with pytest.raises(UserError, match=r"^data.source='imagenet' is the folder imagenet .*give data.source=FOLDER"):
-        load_data_set(config.data)

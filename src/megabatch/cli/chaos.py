@@ -59,7 +59,7 @@ def chaos(
     from megabatch.chaos.run import Request, run_chaos
     from megabatch.cli.chaos_screen import ChaosScreen
     from megabatch.config.loading import load_config, parse_override
-    from megabatch.data.sources import FROM_PYTHON, infer_shape
+    from megabatch.data.sources import FROM_PYTHON, load_data_set
     from megabatch.disk import write_file
     from megabatch.ranks.discover import discover
 
@@ -78,7 +78,7 @@ def chaos(
     require_named_model(config, recipe, overrides)
     if config.data.source.startswith(FROM_PYTHON):
         raise UserError(f"{recipe} is of a run from Python, where its model and images are; give another")
-    infer_shape(config.data)  # what ranks would refuse is said at once
+    load_data_set(config.data)  # reports a wrong source before ranks start
     if hosts > 1:
         require_tools()
     num_ranks = choose_ranks(config, hosts if ranks is None and hosts > 1 else ranks)

@@ -26,7 +26,7 @@ def doctor(
     In place of a recipe it takes the folder of a run, for the recipe and the images of that run.
     """
     from megabatch.config.loading import load_config, print_to_stderr, silent
-    from megabatch.data.sources import FROM_PYTHON, infer_shape
+    from megabatch.data.sources import FROM_PYTHON, load_data_set
     from megabatch.ranks.discover import discover
     from megabatch.ranks.launch import RECIPE
     from megabatch.train.doctor import diagnose
@@ -38,7 +38,7 @@ def doctor(
     if config.data.source.startswith(FROM_PYTHON):
         raise UserError(f"{recipe} is of a run from Python, where its model and images are; give another")
     if info is None:
-        infer_shape(config.data)  # what ranks would refuse is said at once
+        load_data_set(config.data)  # reports a wrong source before ranks start
         arguments = ["doctor", RECIPE, "--seconds", str(seconds)]
         start_ranks(arguments, choose_ranks(config, ranks), recipe=config.to_toml())
         return

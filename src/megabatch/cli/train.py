@@ -64,7 +64,7 @@ def train(
     from megabatch.config.loading import load_config, print_to_stderr, silent
     from megabatch.config.recipes import recipe_names
     from megabatch.config.schema import RunConfig
-    from megabatch.data.sources import infer_shape
+    from megabatch.data.sources import infer_shape, load_data_set
     from megabatch.preflight.compare import require_known
     from megabatch.ranks.discover import discover
     from megabatch.ranks.launch import RECIPE
@@ -99,8 +99,7 @@ def train(
         print_preview(config, num_ranks, arguments, time=expected_time(config, num_ranks, cluster, profile))
     else:
         num_ranks = choose_ranks(config, ranks)
-        # What ranks would refuse is said at once; and a folder is indexed before they all want it.
-        infer_shape(config.data)
+        load_data_set(config.data)  # reports a wrong source before ranks start, and indexes a folder for all of them
         choose_start(config, resume, newest_of)
         # Ranks read what was resolved here: a file may change, and a pipe can be read only once.
         arguments = ["train", RECIPE, "--resume", resume, *["--retune"] * retune, *["--report"] * report]

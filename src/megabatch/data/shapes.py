@@ -1,6 +1,10 @@
-"""How large data sets are: all that a plan or a network has to know of them."""
+"""The sizes of data sets: all that a plan or a network has to know of them."""
+
+from typing import NamedTuple
 
 from msgspec import Struct
+
+from megabatch.errors import UserError
 
 MOST_CLASSES = 1_000_000  # more is not a label but some other number
 
@@ -12,6 +16,53 @@ class DataShape(Struct, frozen=True, kw_only=True):
     num_channels: int
 
 
+class KnownSet(NamedTuple):
+    """A data set that can be planned for without its images, because its size is a constant."""
+
+    shape: DataShape
+    smallest_class: int  # training images of the smallest class
+
+    def part(self, train_per_class: int | None, held_out: float) -> DataShape:
+        """Return the shape after `data.train_per_class` and `data.validation` as `load_data_set` would find it.
+
+        Classes count as equally large.  Those of ImageNet are not, so that a share held out of it is right to within
+        half an image per class.
+        """
+        whole = self.shape
+        if train_per_class is not None and train_per_class > self.smallest_class:
+            raise UserError(
+                f"data.train_per_class={train_per_class}: the smallest class has {self.smallest_class:,} training "
+                f"images; nearest: data.train_per_class={self.smallest_class}"
+            )
+        num_train = whole.num_train if train_per_class is None else train_per_class * whole.num_classes
+        if not held_out:
+            num_test = whole.num_test
+        elif num_train % whole.num_classes:
+            num_test = round(held_out * num_train)
+            num_train -= num_test
+        else:
+            per_class = num_train // whole.num_classes
+            if per_class == 1:
+                raise UserError(
+                    f"data.validation={held_out:g}: data.train_per_class={train_per_class} leaves 1 training image "
+                    "per class; give data.train_per_class=2 or more"
+                )
+            num_test = min(max(round(held_out * per_class), 1), per_class - 1) * whole.num_classes
+            num_train -= num_test
+        return DataShape(
+            num_train=num_train,
+            num_test=num_test,
+            num_classes=whole.num_classes,
+            num_channels=whole.num_channels,
+        )
+
+
 FASHION_MNIST_10K = DataShape(num_train=10_000, num_test=2_000, num_classes=10, num_channels=1)
 FULL_FASHION_MNIST = DataShape(num_train=60_000, num_test=10_000, num_classes=10, num_channels=1)
-IMAGENET = DataShape(num_train=1_281_167, num_test=50_000, num_classes=1000, num_channels=3)  # of 2012
+IMAGENET = DataShape(num_train=1_281_167, num_test=50_000, num_classes=1000, num_channels=3)  # ILSVRC 2012
+
+KNOWN_SETS = {
+    "fashion-mnist-10k": KnownSet(FASHION_MNIST_10K, smallest_class=1_000),
+    "fashion-mnist": KnownSet(FULL_FASHION_MNIST, smallest_class=6_000),
+    "imagenet": KnownSet(IMAGENET, smallest_class=732),
+}

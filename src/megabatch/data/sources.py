@@ -15,8 +15,8 @@ from megabatch.data.files import EncodedDataset, EncodedFiles, Subset, concatena
 from megabatch.data.folders import FolderFiles, read_folder
 from megabatch.data.images import DataSet, ImageSet, ImageSubset, SyntheticImages
 from megabatch.data.philox import PER_CLASS, VALIDATION, draw
-from megabatch.data.settings import CENTER_CROP, DataSettings, SyntheticSettings
-from megabatch.data.shapes import FASHION_MNIST_10K, FULL_FASHION_MNIST, IMAGENET, DataShape
+from megabatch.data.settings import CENTER_CROP, DataSettings
+from megabatch.data.shapes import KNOWN_SETS, DataShape
 from megabatch.data.shards import holds_shards, read_shards
 from megabatch.data.stored_size import median_side
 from megabatch.errors import UserError, nearest
@@ -203,10 +203,13 @@ def some_of_each_class(
 
 
 def infer_shape(settings: DataSettings) -> DataShape:
-    """What `load_data_set` will find.  Sets with a name need not be there for it."""
-    is_whole = settings.train_per_class is None and not settings.held_out(has_tests=True)
-    if settings.source in NAMED_SHAPES and is_whole and not settings.also:
-        return NAMED_SHAPES[settings.source](settings.synthetic)
+    """Return the shape that `load_data_set` will find.  It needs no images of a set with a name."""
+    share = settings.held_out(has_tests=True)
+    if settings.source in KNOWN_SETS and not settings.also:
+        return KNOWN_SETS[settings.source].part(settings.train_per_class, share)
+    if settings.source == "synthetic" and settings.train_per_class is None and not share and not settings.also:
+        made = settings.synthetic
+        return DataShape(num_train=made.train, num_test=made.test, num_classes=made.classes, num_channels=made.channels)
     return load_data_set(settings).shape
 
 
@@ -247,13 +250,4 @@ NAMED_SOURCES: dict[str, Callable[[DataSettings], DataSet | EncodedDataset]] = {
     "fashion-mnist": full_fashion_mnist,
     "imagenet": imagenet,
     "synthetic": synthetic,
-}
-
-NAMED_SHAPES: dict[str, Callable[[SyntheticSettings], DataShape]] = {
-    "fashion-mnist-10k": lambda made: FASHION_MNIST_10K,
-    "fashion-mnist": lambda made: FULL_FASHION_MNIST,
-    "imagenet": lambda made: IMAGENET,
-    "synthetic": lambda made: DataShape(
-        num_train=made.train, num_test=made.test, num_classes=made.classes, num_channels=made.channels
-    ),
 }
