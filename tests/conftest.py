@@ -1,4 +1,6 @@
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import hypothesis
@@ -7,6 +9,7 @@ import torch
 
 from benchmarks.torchvision_on_cpu import import_torchvision
 from tests.support.rank_pool import RankPool
+from tests.support.skips import count_reasons, read_allowed
 
 hypothesis.settings.register_profile("untimed", deadline=None)  # no test asserts a wall-clock time
 hypothesis.settings.load_profile("untimed")
@@ -14,6 +17,35 @@ hypothesis.settings.load_profile("untimed")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help="where the laws are tested")
+    parser.addoption("--allowed-skips", type=Path, help="fail if a test is skipped for a reason not in this file")
+
+
+def skipped(config: pytest.Config) -> Counter[str]:
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    return count_reasons(reporter.stats.get("skipped", [])) if reporter else Counter()
+
+
+def unexpected_skips(config: pytest.Config) -> list[str]:
+    allowed = config.getoption("--allowed-skips")
+    return sorted(skipped(config).keys() - read_allowed(allowed)) if allowed else []
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    is_worker = hasattr(session.config, "workerinput")  # of pytest-xdist
+    if not is_worker and session.exitstatus == pytest.ExitCode.OK and unexpected_skips(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    reasons = skipped(config)
+    if reasons:
+        terminalreporter.section("skipped tests by reason")
+        for reason, count in reasons.most_common():
+            terminalreporter.write_line(f"{count:5}  {reason}")
+    for reason in unexpected_skips(config):
+        allowed = config.getoption("--allowed-skips")
+        terminalreporter.write_line(f"ERROR: tests skipped for a reason that is not in {allowed}: {reason}", red=True)
 
 
 @pytest.fixture(scope="session")
@@ -46,5 +78,5 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def torchvision() -> ModuleType:
     module = import_torchvision()
     if module is None:
-        pytest.skip("torchvision is not installed")
+        pytest.skip("needs torchvision")
     return module

@@ -51,7 +51,7 @@ def modules_named(node: ast.AST) -> Iterator[str]:
         yield str(node.module)
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
         name = node.args[0]
-        if node.func.attr in ("import_module", "importorskip") and isinstance(name, ast.Constant):
+        if node.func.attr == "import_module" and isinstance(name, ast.Constant):
             yield str(name.value)
 
 

@@ -15,7 +15,6 @@ CORES = 1
 @pytest.mark.parametrize("suffix", [".jpg", ".jpeg", ".JPEG", ".JPG"])
 @pytest.mark.parametrize("name", bench_input.SETS)
 def test_every_arm_that_reads_the_pack_sees_jpegs_of_any_suffix(tmp_path: Path, suffix: str, name: str) -> None:
-    pytest.importorskip("webdataset")
     folder = make_folder(tmp_path / "photos", per_class=3)
     for path in folder.rglob("*.jpg"):
         path.rename(path.with_suffix(suffix))

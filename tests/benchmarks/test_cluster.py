@@ -105,7 +105,7 @@ def namespaces() -> None:
         with hosts(2, 1.0):
             pass
     except UserError as error:
-        pytest.skip(str(error))
+        pytest.skip(f"needs root and iproute2: {error}")
 
 
 def names_of(process: int) -> list[str]:

@@ -10,7 +10,7 @@ from megabatch.chaos.small_disk import small_disk, why_no_disk
 def test_a_small_disk_is_full_and_empty_again_and_goes(tmp_path: Path) -> None:
     reason = why_no_disk(tmp_path / "try")
     if reason:
-        pytest.skip(reason)
+        pytest.skip(f"needs mounts in a namespace: {reason}")
     with small_disk(tmp_path / "disk", 1 << 20) as disk:
         (disk.seen / "kept").write_text("kept")
         disk.fill()

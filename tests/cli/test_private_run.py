@@ -84,7 +84,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
 
 def test_nothing_listens_beyond_loopback_and_another_host_is_refused_at_every_port(seen: Seen) -> None:
     if seen.why_unseen:
-        pytest.skip(seen.why_unseen)
+        pytest.skip(f"needs root and iproute2: {seen.why_unseen}")
     assert len(seen.listeners) >= 2  # one of Gloo for each rank; the launcher has none
     assert [listener for listener in seen.listeners if not listener.is_private] == []
     assert {*seen.answers.values()} == {"Connection refused"}
@@ -99,7 +99,7 @@ def test_what_a_run_leaves_is_its_users_alone(seen: Seen) -> None:
     ] == []
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="another user is asked, which needs root")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: another user is asked")
 def test_another_user_can_neither_list_nor_read_nor_join_a_run(seen: Seen) -> None:
     for command in (["ls", seen.folder], ["cat", seen.folder / "model.safetensors"], ["touch", seen.folder / "x"]):
         done = subprocess.run(command, capture_output=True, text=True, user=NOBODY, group=NOBODY, extra_groups=[])

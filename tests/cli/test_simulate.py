@@ -206,7 +206,6 @@ def test_within_answers_with_the_smallest_cluster() -> None:
 
 
 def test_a_figure_has_a_line_for_each_variant() -> None:
-    pytest.importorskip("matplotlib")
     output("alexnet", *ON_PAPER, "--ranks", "8..64", "--plot", "one.svg")
     output("alexnet", *ON_PAPER, "--ranks", "8..64", "--ladder", "--plot", "ladder.svg")
     one, steps = Path("one.svg").read_text(), Path("ladder.svg").read_text()

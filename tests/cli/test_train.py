@@ -475,7 +475,6 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
     assert launcher.returncode == 130
 
 
-@pytest.mark.skipif(shutil.which("mpiexec", path=str(Path(sys.executable).parent)) is None, reason="needs mpiexec")
 def test_under_mpiexec_it_joins() -> None:
     mpiexec = str(Path(sys.executable).parent / "mpiexec")
     command = [mpiexec, "-n", "2", sys.executable, "-m", "megabatch", "train", "smoke", "run.dir=run"]

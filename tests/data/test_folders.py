@@ -221,7 +221,7 @@ def test_the_cache_is_no_pickle(photos: Path, index_cache: Path) -> None:
     assert not [path for path in index_cache.iterdir() if path.name.startswith(".")]
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.skipif(os.geteuid() == 0, reason="needs a user other than root")
 def test_a_class_folder_that_may_not_be_read_is_named(photos: Path) -> None:
     (photos / "b").chmod(0)
     with pytest.raises(UserError, match=r"photos/b cannot be read \(Permission denied\)"):

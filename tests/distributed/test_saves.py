@@ -267,7 +267,7 @@ def small_disk(folder: Path, kilobytes: int) -> Iterator[None]:
         ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(folder)], capture_output=True, text=True
     )
     if mounted.returncode:
-        pytest.skip(f"cannot mount a small disk here: {mounted.stderr.strip()}")
+        pytest.skip(f"needs root and mount: {mounted.stderr.strip()}")
     try:
         yield
     finally:

@@ -105,7 +105,7 @@ def test_a_store_behind_a_port_listens_on_the_loopback_interface_alone() -> None
 ADDS = "import os, torch.distributed as dist; print(dist.FileStore(os.environ['MEGABATCH_STORE'], -1).add('a', 1))"
 
 
-@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux has files in memory")
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux: files in memory")
 def test_a_store_in_memory_is_that_of_whoever_inherits_it() -> None:
     with file_store() as (store, door):
         store.add("a", 1)

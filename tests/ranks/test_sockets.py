@@ -15,7 +15,7 @@ from megabatch.ranks.store import open_store
 from megabatch.ranks.world import connect
 from tests.support.listeners import own_listeners
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc/net lists sockets")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: /proc/net lists sockets")
 
 
 def test_a_rank_whose_peers_are_all_here_listens_on_loopback_whatever_a_cluster_has_named(

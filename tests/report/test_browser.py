@@ -11,7 +11,7 @@ from megabatch.report.write import write_report
 from tests.support.browser import CHROMIUM, Page, browser
 from tests.support.made_up_run import NAMES, make_run
 
-pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no chromium here: the page was not looked at in a browser")
+pytestmark = pytest.mark.skipif(not CHROMIUM, reason="needs chromium")
 LONG_NAMES = ["<script>alert(1)</script>", "a class with a very long name " * 8, *NAMES[2:]]
 ENOUGH = 4.5  # WCAG's contrast of text
 

@@ -149,7 +149,7 @@ def test_a_relative_source_is_the_same_from_another_folder(tmp_path: Path, monke
     assert "data.source='mine'" in str(why_other(Path("../run"), load_config(recipe, ["data.source=../other"])))
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: only root becomes another user")
 @pytest.mark.parametrize(("given", "resume"), [("theirs", "auto"), ("theirs", "never"), (None, "theirs")])
 def test_a_run_that_its_user_keeps_to_themselves_is_refused_on_one_line(given: str | None, resume: str) -> None:
     config = config_of(*[f"run.dir={given}"] if given else [])

@@ -1,0 +1,83 @@
+"""CI tests a machine that nobody prepared: .ci/run, .ci/unprepared and the list of allowed skips."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.pages import ROOT
+from tests.support.skips import read_allowed
+
+ALLOWED = ROOT / ".ci/allowed-skips.txt"
+
+
+SAMPLE = """
+import pytest
+
+@pytest.mark.parametrize("reason", ["needs luck: none today", "needs luck", "needs skill"])
+def test_it(reason):
+    pytest.skip(reason)
+"""
+
+
+def test_skips_are_counted_by_reason_and_fail_a_run_that_does_not_allow_them(tmp_path: Path) -> None:
+    (tmp_path / "test_sample.py").write_text(SAMPLE)
+    (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
+    (tmp_path / "allowed.txt").write_text("# comment\nneeds luck  # why\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-n1", "--allowed-skips=allowed.txt"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "    2  needs luck" in lines and "    1  needs skill" in lines
+    assert [line for line in lines if "ERROR" in line] == [
+        "ERROR: tests skipped for a reason that is not in allowed.txt: needs skill"
+    ]
+    assert lines[-1].startswith("3 skipped")  # CI reads pytest's own last line
+
+
+def skip_reasons() -> set[str]:
+    """Collect the reasons of skip and skipif in the tests; of a reason that is formatted, the text before the value."""
+    calls = (
+        node
+        for path in (ROOT / "tests").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("skip", "skipif")
+    )
+    arguments = [
+        value
+        for call in calls
+        for value in [*call.args[:1], *(word.value for word in call.keywords if word.arg == "reason")]
+    ]
+    texts = [value.values[0] if isinstance(value, ast.JoinedStr) else value for value in arguments]
+    return {text.value for text in texts if isinstance(text, ast.Constant) and isinstance(text.value, str)}
+
+
+def test_every_reason_to_skip_names_the_missing_thing() -> None:
+    reasons = skip_reasons()
+    assert len(reasons) > 5
+    assert {reason for reason in reasons if not reason.startswith("needs ")} == set()
+
+
+def test_every_allowed_skip_is_a_reason_that_tests_give() -> None:
+    assert read_allowed(ALLOWED) <= {reason.partition(":")[0] for reason in skip_reasons()}
+
+
+def test_unprepared_has_an_empty_home_and_a_minimal_environment() -> None:
+    command = [ROOT / ".ci/unprepared", "GIVEN=yes", "sh", "-c", 'ls -A "$HOME"; ls -A "$TMPDIR"; env']
+    polluted = os.environ | {"PYTHONPATH": "somewhere", "OMP_NUM_THREADS": "7"}
+    seen = subprocess.run(command, env=polluted, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert {line.partition("=")[0] for line in seen} <= {"CI", "HOME", "TMPDIR", "PATH", "GIVEN", "PWD", "SHLVL", "_"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_unprepared_hides_data_sets_and_caches(tmp_path: Path) -> None:
+    cached = tmp_path / ".cache/megabatch"
+    cached.mkdir(parents=True)
+    command = [ROOT / ".ci/unprepared", "sh", "-c", f"ls -A {tmp_path}/.cache /usr/share/datasets"]
+    seen = subprocess.run(command, env=os.environ | {"HOME": str(tmp_path)}, capture_output=True, text=True)
+    assert "megabatch" not in seen.stdout and "mnist" not in seen.stdout
+    assert cached.is_dir()
