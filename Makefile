@@ -8,7 +8,7 @@ LOCKED := $(PIP) --require-hashes --only-binary :all:
 # Tests start hundreds of processes: each would compile our files anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test lint bench audit licences clean
+.PHONY: train test lint bench matrix audit licences clean
 
 train: .venv/installed
 	$(BIN)/megabatch train $(ARGS)
@@ -29,6 +29,10 @@ bench: .venv/installed-dev
 	$(BIN)/megabatch bench planning --json bench-planning.json
 	$(BIN)/megabatch bench startup --json bench-startup.json
 	$(if $(PHOTOS),$(BIN)/megabatch bench input --source $(PHOTOS) --json bench-input.json)
+
+# Tests the wheel with each pair of Python and torch in tools/matrix.py; PAIRS="3.12:2.13.0" tests others.
+matrix: .venv/installed-dev
+	$(BIN)/python tools/matrix.py $(PAIRS)
 
 # Known vulnerabilities of the pinned versions.  --strict: what could not be looked up is no clean result.
 audit: .venv-audit/installed
