@@ -10,6 +10,7 @@ class DataShape(Struct, frozen=True, kw_only=True):
     num_test: int
     num_classes: int
     num_channels: int
+    warnings: tuple[str, ...] = ()  # about its classes
 
 
 FASHION_MNIST_10K = DataShape(num_train=10_000, num_test=2_000, num_classes=10, num_channels=1)
