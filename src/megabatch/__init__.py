@@ -1,4 +1,4 @@
-"""megabatch: image classifiers trained with huge batches, as fast as the cluster can go.
+"""megabatch: trains image classifiers with huge batches, on one machine or a cluster.
 
 import megabatch
 summary = megabatch.fit(network, train=(images, labels), test=(images, labels), overrides=["batch.global=256"])

@@ -15,6 +15,7 @@ from megabatch.config.recipes import recipe_names
 from megabatch.config.resolve import make_model
 from megabatch.data.sources import infer_shape
 from megabatch.errors import UserError
+from tests.support.photos import make_folder
 
 
 @pytest.fixture(autouse=True)
@@ -162,6 +163,15 @@ def test_show_needs_no_source_in_a_recipe_of_ones_own(tmp_path: Path) -> None:
 def test_a_dry_run_does_need_the_images() -> None:
     with pytest.raises(UserError, match=r"^data.source='photos' does not exist"):
         output("train", "photos", "--dry-run")
+
+
+@pytest.mark.parametrize("command", [["show"], ["train", "--dry-run"]])
+def test_a_path_that_is_too_high_is_warned_of(command: list[str], tmp_path: Path) -> None:
+    make_folder(tmp_path / "download/photos")
+    small = ["data.image_size=16", "batch.global=8", "batch.micro=8"]
+    text = output(*command, "photos", "data.source=download", *small)
+    (line,) = [line for line in text.splitlines() if line.startswith("warning") and "one class, 'photos'" in line]
+    assert line.endswith(f"use {tmp_path}/download/photos")
 
 
 def test_show_tells_the_steps_that_are_given() -> None:

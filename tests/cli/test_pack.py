@@ -38,6 +38,15 @@ def test_packing_prints_what_was_made_and_how_to_use_it() -> None:
     ]
 
 
+def test_packing_warns_of_classes_that_are_splits_and_packs_those_that_it_knows() -> None:
+    write_files(Path(), [f"set/{part}/{name}/1.jpg" for part in ("Train", "Valid") for name in "ab"])
+    assert "warning" not in output("set", "out")
+    assert {path.name for path in Path("out").glob("*.tar")} == {"train-000000.tar", "val-000000.tar"}
+    Path("set/Valid").rename("set/holdout")
+    first = output("set", "other").splitlines()[0]
+    assert first.startswith(f"warning   {Path('set').resolve()} has classes named like splits: Train; ")
+
+
 def test_the_same_command_again_says_that_the_pack_is_complete() -> None:
     output("photos", "my out")
     text = output("photos", "my out", "--verify")

@@ -120,6 +120,9 @@ def test_numbers_number_the_classes_and_classes_txt_names_them(tmp_path: Path) -
         (["train-000.tar", "val-000.tar"], [0, 1]),
         (["imagenet1k-train-0000.tar", "imagenet1k-validation-00.tar"], [0, 1]),
         (["data_1.tar", "test_1.tar"], [0, 1]),
+        (["training-0.tar", "Valid-0.tar", "testing-0.tar"], [0, 1, None]),
+        (["train-0.tar", "dev-0.tar", "eval-0.tar"], [0, 1, None]),
+        (["shard-0.tar", "evaluation-0.tar"], [0, 1]),
         (["train2017-1.tar", "val2017-1.tar", "test2017-1.tar"], [0, 1, None]),
     ],
 )

@@ -1,5 +1,8 @@
 """Training from files: the same on any number of ranks and threads, also around images that cannot be read."""
 
+import io
+import re
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from megabatch.train.doctor import measure
 from megabatch.train.loop import train
 from megabatch.train.prepare import ready_to_train
 from megabatch.train.run import check_skipped
-from megabatch.train.screen import describe_data
+from megabatch.train.screen import Screen, describe_data
 from tests.support.photos import make_folder
 from tests.support.rank_pool import RankPool
 from tests.support.small_runs import SMALL_RUN
@@ -84,6 +87,27 @@ def test_the_photos_recipe_tests_on_the_folder_s_own_images_and_says_so(ranks: R
     assert found.endswith("42 + 6 images of 12x12x3, 3 classes; tested on 10% of each class, held out")
     found = ranks.run(describe_photos, str(folder), "data.validation=0.25", num_ranks=1)[0]
     assert found.endswith("36 + 12 images of 12x12x3, 3 classes")
+
+
+def start_screen(world: World, folder: str) -> str:
+    config = photo_run(folder, "data.validation=auto")
+    with redirect_stdout(io.StringIO()) as printed:
+        Screen(config, ready_to_train(config, load_data_set(config.data), world), Path(folder))
+    return printed.getvalue()
+
+
+def test_a_run_names_its_validation_images_and_warns_of_classes_that_look_wrong(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    for name in ("train", "valid", "test"):
+        make_folder(tmp_path / "up/set" / name, per_class=12)
+    text = ranks.run(start_screen, str(tmp_path / "up/set"), num_ranks=1)[0]
+    assert "3 classes; tested on its own valid/" in text and "named like splits" not in text
+    text = ranks.run(start_screen, str(tmp_path / "up"), num_ranks=1)[0]
+    assert re.search(rf"^warning   .*up has one class, 'set', .* use {tmp_path}/up/set$", text, re.MULTILINE)
+    (tmp_path / "up/set/train").rename(tmp_path / "up/set/holdout")
+    text = ranks.run(start_screen, str(tmp_path / "up/set"), num_ranks=1)[0]
+    assert re.search(r"^warning   .*set has classes named like splits: test, valid;", text, re.MULTILINE)
 
 
 def skip_too_much(world: World, folder: str, limit: float) -> str:

@@ -2,6 +2,7 @@ from typing import Any
 
 import pytest
 
+from megabatch.cli.doctor import print_diagnosis
 from megabatch.runs.time_breakdown import TimeBreakdown
 from megabatch.train.doctor import Diagnosis, advise
 
@@ -70,3 +71,9 @@ READING = WAITING | {"spent": TimeBreakdown(read=1.0), "shorter_side": 256.0}
 def test_what_is_so_already_is_not_advised(changes: dict[str, Any], advised: str, not_advised: str) -> None:
     sentence = advise(diagnosis(**changes))
     assert advised in sentence and not_advised not in sentence
+
+
+def test_warnings_about_the_classes_follow_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    print_diagnosis(diagnosis(), ("photos has one class",))
+    verdict, warning = capsys.readouterr().out.splitlines()[-2:]
+    assert verdict.startswith("verdict   ") and warning == "warning   photos has one class"

@@ -38,7 +38,7 @@ UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 LONGEST_USAGE = 500  # letters of its message, which quotes what was given
 
 app = typer.Typer(
-    help="Trains image classifiers with huge batches, as fast as the hardware allows.",
+    help="Trains image classifiers with huge batches, and explains where the time of each run went.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,

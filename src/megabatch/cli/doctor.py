@@ -1,6 +1,7 @@
 """megabatch doctor: what limits a run, and what to change."""
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -46,13 +47,13 @@ def doctor(
     def work(store: "RankStore") -> int:
         diagnosis = diagnose(config, info, store, seconds)
         if info.rank == 0:
-            print_diagnosis(diagnosis)
+            print_diagnosis(diagnosis, infer_shape(config.data).warnings)
         return 0
 
     be_a_rank(info, work)
 
 
-def print_diagnosis(found: "Diagnosis") -> None:
+def print_diagnosis(found: "Diagnosis", warnings: Sequence[str]) -> None:
     from megabatch.terminal import Terminal
     from megabatch.train.doctor import advise
     from megabatch.train.screen import describe_breakdown
@@ -70,4 +71,6 @@ def print_diagnosis(found: "Diagnosis") -> None:
     }
     for name, text in figures.items():
         console.row(name, text)
+    for line in warnings:
+        console.row("warning", line)
     sys.stdout.flush()

@@ -54,6 +54,8 @@ def lr_range(
         "they judge the learning rates, and no test image is looked at",
     )
     screen.say("rates", f"{', '.join(f'{rate:g}' for rate in search.grid)}; then around the best")
+    for line in search.shape.warnings:
+        screen.say("warning", line)
     screen.say("folder", str(search.folder))
     with speaking_for_ranks():
         results = search_learning_rates(search, jobs, screen)

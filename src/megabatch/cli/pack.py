@@ -12,6 +12,7 @@ from megabatch.cli.overrides import MOST
 from megabatch.errors import UserError, require_one_of
 
 if TYPE_CHECKING:
+    from megabatch.data.files import EncodedDataset
     from megabatch.data.pack_identity import PackSettings
     from megabatch.terminal import Terminal
 
@@ -63,6 +64,7 @@ def pack(
 
 
 def pack_to(out: Path, source: Path, settings: "PackSettings", console: "Terminal", imagenet: bool) -> None:
+    from megabatch.data.folders import warn_of_classes
     from megabatch.data.imagenet import read_imagenet
     from megabatch.data.pack import Progress, pack
     from megabatch.data.sources import read_encoded
@@ -72,9 +74,15 @@ def pack_to(out: Path, source: Path, settings: "PackSettings", console: "Termina
     def show(progress: Progress) -> None:
         bar.show(progress.images, progress.total, progress.begun_with, progress.written_bytes)
 
+    def read(source: Path) -> "EncodedDataset":
+        dataset = read_imagenet(source) if imagenet else read_encoded(source)
+        for line in warn_of_classes(dataset):
+            console.row("warning", line)
+        return dataset
+
     try:
         with bar:
-            packed = pack(source, out, settings, show, read_imagenet if imagenet else read_encoded)
+            packed = pack(source, out, settings, show, read)
     except KeyboardInterrupt:
         raise UserError(f"{out} is not finished; the same command resumes after its last whole shard") from None
     shards = f"{packed.num_shards:,} shard" + "s" * (packed.num_shards > 1)

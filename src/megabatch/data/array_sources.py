@@ -17,6 +17,7 @@ from megabatch.data.class_names import class_names_of, labels_of
 from megabatch.data.images import ArrayImages, DataSet
 from megabatch.data.npy import NotArrays
 from megabatch.data.npz import read_arrays, require_expansion
+from megabatch.data.splits import warn_of_names
 from megabatch.errors import UserError
 from megabatch.regular_files import opened
 
@@ -100,7 +101,7 @@ def from_arrays(arrays: Arrays, image_size: int, path: Path) -> DataSet:
     train, test = parts["train"], parts["test"]
     if train.images.shape[1] != test.images.shape[1]:
         raise UserError(f"{path}: train_images and test_images differ in channels; they must be alike")
-    return DataSet(train, test, names, train.images.shape[1])
+    return DataSet(train, test, names, train.images.shape[1], warnings=warn_of_names(names, str(path)))
 
 
 def array_images(image_size: int, images: NDArray[np.generic], labels: NDArray[np.generic], where: str) -> ArrayImages:

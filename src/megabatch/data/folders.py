@@ -1,4 +1,4 @@
-"""Images in folders: one folder for each class, or train/ and val/ with such folders in each.
+"""Images in folders: one folder for each class, or train/ and val/ (see `splits`) with such folders in each.
 
 Samples are numbered by class and then by path, both sorted, so a folder gives the same numbers on every machine.
 """
@@ -14,15 +14,13 @@ from megabatch.data.files import IMAGE_SUFFIXES, Content, EncodedDataset
 from megabatch.data.image_files import MOST_BYTES, read_file
 from megabatch.data.index_cache import cached_index, settled_mtime
 from megabatch.data.npz import Arrays, Texts, fingerprint
+from megabatch.data.splits import LAYOUT, are_splits, choose_splits, warn_of_names
 from megabatch.errors import UserError
 from megabatch.text import is_plain, one_line
 
-TRAIN_FOLDER = "train"
-TEST_FOLDERS = ("val", "validation", "test")  # the first that is there: ImageNet's test/ has no labels
-PARTS = ([""], [TRAIN_FOLDER], *([TRAIN_FOLDER, name] for name in TEST_FOLDERS))
+WHOLE = [""]  # the parts of a folder that has no splits
 FLAT_IMAGENET = "ILSVRC2012_val_"
 IMAGENET = "ImageNet as it is downloaded is sorted by megabatch pack --imagenet DIR OUT"
-LAYOUT = "CLASS/IMAGE, or train/CLASS/IMAGE and val/CLASS/IMAGE"
 
 
 class FolderFiles:
@@ -69,6 +67,24 @@ def read_folder(path: Path) -> EncodedDataset:
     return EncodedDataset(class_names=names, train=parts[0], test=parts[1] if len(parts) > 1 else None, place=str(path))
 
 
+def warn_of_classes(data: EncodedDataset) -> tuple[str, ...]:
+    """Return the warnings about its class names; if a folder has one class, with the folder that was probably meant."""
+    files = data.train
+    if len(data.class_names) > 1 or not isinstance(files, FolderFiles):
+        return warn_of_names(data.class_names, data.place)
+    folder = files.folder
+    # Names are sorted: a folder that holds the first and the last image holds all of them.
+    first, last = (Path(files.name(number)).parent for number in (0, len(files) - 1))
+    below = folder / os.path.commonpath([first, last])
+    if first == last:
+        remedy = f"give each class a folder, or, if {folder.name} is one of the classes, use {folder.parent}"
+    elif str(folder) == data.place:
+        remedy = f"the path is probably too high: use {below}"
+    else:
+        remedy = f"if the folders in {below} are the classes, move them up into {folder}"
+    return warn_of_names(data.class_names, str(folder), remedy)
+
+
 def is_current(index: Arrays) -> bool:
     """True as long as nothing was added to any of its folders, or taken away."""
     require_listed(index)
@@ -79,7 +95,7 @@ def is_current(index: Arrays) -> bool:
 def require_listed(index: Arrays) -> None:
     """ValueError or KeyError where an index from the cache is none."""
     parts, names = index["parts"], class_names_of(index["class_names"], "the cache")
-    if parts.dtype.kind != "U" or parts.tolist() not in PARTS:
+    if parts.dtype.kind != "U" or parts.ndim != 1 or not (parts.tolist() == WHOLE or are_splits(parts.tolist())):
         raise ValueError("it has other parts")
     Texts(index["folders"], index["folder_ends"]).require_consistent()
     for part in range(len(parts)):
@@ -96,7 +112,7 @@ def require_listed(index: Arrays) -> None:
 
 def index_folder(path: Path) -> Arrays:
     walk = Walk()
-    parts = choose_parts(path, walk)
+    parts = choose_splits(walk.names_in(path)[0], path) or WHOLE
     listed = [list_classes(path / part, walk) for part in parts]
     class_names = list(listed[0])
     if len(parts) > 1:
@@ -138,14 +154,6 @@ class Walk:
         return names
 
 
-def choose_parts(path: Path, walk: Walk) -> list[str]:
-    """The folders of the training and the test part; the folder itself where it has none."""
-    folders, _ = walk.names_in(path)
-    test = [name for name in TEST_FOLDERS if name in folders][:1]
-    has_parts = TRAIN_FOLDER in folders and (test or len(folders) == 1)
-    return [TRAIN_FOLDER, *test] if has_parts else [""]
-
-
 def list_classes(folder: Path, walk: Walk) -> dict[str, list[str]]:
     """The paths of the images of every class, sorted."""
     names, files = walk.names_in(folder)
@@ -184,6 +192,11 @@ def list_images(folder: Path, walk: Walk) -> list[str]:
 
 
 def require_same_classes(train: Path, train_classes: list[str], test: Path, test_classes: list[str]) -> None:
+    if len(train_classes) == len(test_classes) == 1 and train_classes != test_classes:
+        raise UserError(
+            f"{train} holds only the folder {train_classes[0]!r} and {test} only {test_classes[0]!r}; both must have "
+            "the same classes: if these folders hold the class folders, move those up one level"
+        )
     for having, classes, lacking, others in (
         (train, train_classes, test, test_classes),
         (test, test_classes, train, train_classes),

@@ -32,7 +32,8 @@ class DataSet(Struct, frozen=True):
     test: ImageSet
     class_names: tuple[str, ...]
     num_channels: int
-    tested_on: str = ""  # where the test images come from, if the recipe leaves that to the source
+    tested_on: str = ""  # where the test images come from, if it is the source that decides
+    warnings: tuple[str, ...] = ()  # about its classes
 
     def fingerprint(self) -> str:
         """Of how many images there are, of which classes, in which order and, of files, under which names."""
@@ -50,6 +51,7 @@ class DataSet(Struct, frozen=True):
             num_test=len(self.test),
             num_classes=len(self.class_names),
             num_channels=self.num_channels,
+            warnings=self.warnings,
         )
 
 

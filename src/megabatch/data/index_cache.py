@@ -15,7 +15,7 @@ from pathlib import Path
 from megabatch import disk
 from megabatch.data.npz import UNREADABLE, Arrays, read_arrays, write_arrays
 
-FORMAT = 1
+FORMAT = 2  # counts what indexes hold, and what they make of the names of splits
 TICK_NS = 20_000_000  # of a file system's clock, at most
 
 

@@ -14,6 +14,7 @@ class DataShape(Struct, frozen=True, kw_only=True):
     num_test: int
     num_classes: int
     num_channels: int
+    warnings: tuple[str, ...] = ()  # about its classes
 
 
 class KnownSet(NamedTuple):

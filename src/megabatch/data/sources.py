@@ -7,17 +7,19 @@ from itertools import permutations
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from megabatch.data.array_sources import from_arrays, is_idx_folder, read_idx_folder, read_npz
 from megabatch.data.encoded import EncodedImages
 from megabatch.data.files import EncodedDataset, EncodedFiles, Subset, concatenate, with_classes
-from megabatch.data.folders import FolderFiles, read_folder
+from megabatch.data.folders import FolderFiles, read_folder, warn_of_classes
 from megabatch.data.images import DataSet, ImageSet, ImageSubset, SyntheticImages
 from megabatch.data.philox import PER_CLASS, VALIDATION, draw
 from megabatch.data.settings import CENTER_CROP, DataSettings
 from megabatch.data.shapes import KNOWN_SETS, DataShape
 from megabatch.data.shards import holds_shards, read_shards
+from megabatch.data.splits import named_like_splits
 from megabatch.data.stored_size import median_side
 from megabatch.errors import UserError, nearest
 from megabatch.text import is_plain, one_line
@@ -45,7 +47,7 @@ def load_data_set(settings: DataSettings, threads: int = 1) -> DataSet:
     if settings.train_per_class is not None:
         labels = source.train.labels.numpy()
         chosen = some_of_each_class(settings, settings.train_per_class, labels, source.class_names, settings.source)
-        source = DataSet(ImageSubset(source.train, chosen), source.test, source.class_names, source.num_channels)
+        source = replace(source, train=ImageSubset(source.train, chosen))
     share = settings.held_out(has_tests=True)
     return hold_out(settings, share, source) if share else source
 
@@ -57,7 +59,9 @@ def load_other_images(settings: DataSettings, names: Sequence[str], num_channels
         unknown = sorted({*source.class_names} - {*names})
         if unknown or num_channels != 3:
             reason = f"images of class {unknown[0]!r}" if unknown else "3 channels"
-            raise UserError(f"{settings.source} has {reason}, on which the run was not trained; give another source")
+            is_folder = isinstance(source.train, FolderFiles) and named_like_splits(unknown[:1])
+            other = Path(settings.source, unknown[0]) if is_folder else "another source"
+            raise UserError(f"{settings.source} has {reason}, on which the run was not trained; give {other}")
         files = source.train if source.test is None else source.test
         return EncodedImages(with_classes(files, source.class_names, tuple(names)), settings, threads)
     if source.num_channels != num_channels or len(source.class_names) > len(names):
@@ -126,8 +130,15 @@ def from_encoded(settings: DataSettings, dataset: EncodedDataset, threads: int) 
     require_all_classes(dataset.class_names, train.labels, test.labels, dataset.place)
     are_small = settings.center_crop == "auto" and seem_small(dataset.train, settings)
     train_images, test_images = (EncodedImages(files, settings, threads, are_small) for files in (train, test))
-    tested_on = describe_tests(test, share) if settings.validation == "auto" else ""
-    return DataSet(train_images, test_images, dataset.class_names, num_channels=3, tested_on=tested_on)
+    is_told = share > 0 and settings.validation != "auto"
+    return DataSet(
+        train_images,
+        test_images,
+        dataset.class_names,
+        num_channels=3,
+        tested_on="" if is_told else describe_tests(test, share),
+        warnings=warn_of_classes(dataset),
+    )
 
 
 def describe_tests(test: EncodedFiles, share: float) -> str:
@@ -161,9 +172,7 @@ def require_all_classes(
 
 def hold_out(settings: DataSettings, share: float, data: DataSet) -> DataSet:
     kept, held_out = split(settings, share, data.train.labels.numpy(), data.class_names, settings.source)
-    return DataSet(
-        ImageSubset(data.train, kept), ImageSubset(data.train, held_out), data.class_names, data.num_channels
-    )
+    return replace(data, train=ImageSubset(data.train, kept), test=ImageSubset(data.train, held_out))
 
 
 def split(

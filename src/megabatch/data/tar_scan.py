@@ -5,7 +5,6 @@ class in .cls or .json (see `tar_labels`).  The shard's name says which part it 
 """
 
 import os
-import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
@@ -18,6 +17,7 @@ from megabatch.data.files import IMAGE_SUFFIXES
 from megabatch.data.index_cache import settled_mtime
 from megabatch.data.npz import Arrays
 from megabatch.data.shard_index import COLUMNS, TEST, TRAIN, require_consistent
+from megabatch.data.splits import ALL_TEST_WORDS, TEST_WORDS, words_in
 from megabatch.data.tar_labels import number_classes, read_label
 from megabatch.data.tars import Damaged, Member, Read, walk_members
 from megabatch.errors import UserError
@@ -25,7 +25,6 @@ from megabatch.regular_files import open_regular
 from megabatch.text import one_line
 
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
-TEST_WORDS = (("val", "valid", "validation"), ("test",))  # shards of the latter count where none of the former is
 CHUNK_BYTES = 8192
 SCANNED = {name: COLUMNS[name] for name in ("shard", "offset", "length", "label", "split")}
 
@@ -94,12 +93,11 @@ def scan(tars: Sequence[Path], place: Path) -> Arrays:
 
 def split_by_name(names: Sequence[str]) -> list[int | None]:
     """The part that each shard belongs to by a word of its name; None for test shards where there are others to val."""
-    words = [{re.sub(r"\d+$", "", word) for word in re.split(r"[-_.]", name.lower())} for name in names]
+    words = [words_in(name) for name in names]
     for kinds in TEST_WORDS:
-        if any(found & set(kinds) for found in words):
+        if any(found & {*kinds} for found in words):
             break
-    every = {word for words in TEST_WORDS for word in words}
-    return [TEST if found & set(kinds) else None if found & every else TRAIN for found in words]
+    return [TEST if found & {*kinds} else None if found & {*ALL_TEST_WORDS} else TRAIN for found in words]
 
 
 def scan_tar(path: Path) -> TarSamples:

@@ -70,6 +70,7 @@ def preview(config: RunConfig, num_ranks: int, needs_images: bool = True) -> Pre
         if needs_images:
             raise
         shape, has_images = assumed_shape(config.batch.global_batch), False
+    findings = preflight(config, shape.num_train) if has_images else Findings([], [])
     plan = plan_run(config, shape, num_ranks)
     model = make_model(config, shape)
     master_weights = place_model(model, config.precision, torch.device("cpu"), config.model.wants_channels_last)
@@ -90,7 +91,7 @@ def preview(config: RunConfig, num_ranks: int, needs_images: bool = True) -> Pre
         has_images=has_images,
         plan=plan,
         learning_rate=plan_learning_rate(config, plan),
-        findings=preflight(config, shape.num_train) if has_images else Findings([], []),
+        findings=Findings(findings.references, [*shape.warnings, *findings.warnings]),
         groups=groups,
         parameters=list_parameters(model, groups, has_trust_ratio=config.optim.name != "sgd"),
         memory=memory,

@@ -19,6 +19,7 @@ from megabatch.data.encoded import EncodedImages
 from megabatch.data.from_python import as_image_set
 from megabatch.data.images import DataSet, ImageSet
 from megabatch.data.sources import FROM_PYTHON
+from megabatch.data.splits import warn_of_names
 from megabatch.errors import NotSaved, UserError
 from megabatch.models.loss import SummedLoss, own_loss
 from megabatch.optim.optimizers import MakeOptimizer
@@ -99,7 +100,7 @@ def fit(
     )
     if strict:
         require_known(config, len(train_images))
-    data = DataSet(train_images, test_images, names, channels)
+    data = DataSet(train_images, test_images, names, channels, warnings=warn_of_names(names, "train"))
     with (
         StopRequest(signal.Signals[config.run.preempt_signal]) as stop,
         prepare(

@@ -61,7 +61,8 @@ class Screen:
         findings = preflight(config, self.plan.num_samples)
         for line in findings.references:
             self.say("reference", line)
-        for line in [*findings.warnings, *warn_of_device(config.precision, training.world.device.type)]:
+        on_device = warn_of_device(config.precision, training.world.device.type)
+        for line in [*training.data.warnings, *findings.warnings, *on_device]:
             self.say("warning", line)
         self.say("folder", str(folder))
 

@@ -1,0 +1,445 @@
+"""Numbers in README and docs that are constants of the code: neither changes without the other.
+
+A fact is a page, a sentence of it with a gap for each number, and the code's values.  Line breaks of a page do not
+count.  `docs/settings.md` is left out: it is written from the code, and `tests/config/test_reference.py` compares it.
+"""
+
+import inspect
+import re
+import tomllib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+
+from benchmarks import cluster, hosts, merging, simulator
+from megabatch.chaos import faults, namespaces, site
+from megabatch.chaos import run as chaos_run
+from megabatch.cli import bench
+from megabatch.cli import chaos as chaos_command
+from megabatch.cli.chaos import chaos
+from megabatch.cli.fuzz import fuzz
+from megabatch.cli.lr_range import lr_range
+from megabatch.cli.pack import pack
+from megabatch.comm import failure, hook, order, probe, timeline, watchdog
+from megabatch.comm.device_group import backend_timeout_s
+from megabatch.config import values
+from megabatch.config.loading import load_config
+from megabatch.config.recipes import recipe_names
+from megabatch.data import class_names, decode, npz, reader, scans, splits, stored_size, threads
+from megabatch.data.files import IMAGE_SUFFIXES
+from megabatch.data.settings import AUTO_HELD_OUT, CENTER_CROP
+from megabatch.data.shapes import FASHION_MNIST_10K, MOST_CLASSES
+from megabatch.errors import UserError
+from megabatch.fuzz import images as fuzz_images
+from megabatch.fuzz.catalog import FORMATS
+from megabatch.intervals import CONFIDENCE
+from megabatch.models.catalog import MODELS
+from megabatch.optim import momentum
+from megabatch.planning import choosing, pipeline
+from megabatch.planning.merging import merge
+from megabatch.planning.plan import COMM_DTYPES
+from megabatch.precision import loss_scale
+from megabatch.preflight import commands
+from megabatch.preflight.compare import QUANTITIES
+from megabatch.preflight.reference_results import REFERENCE_RESULTS
+from megabatch.ranks import activity, collectives, launch, sockets, store
+from megabatch.report import ending_rules, findings, thin, time_rules
+from megabatch.runs import comparison, folder, outage
+from megabatch.studies.files import read_design
+from megabatch.sweep import lr_range as sweep
+from megabatch.sweep.search import HELD_OUT
+from megabatch.toml import DEEPEST, LONGEST_BYTES
+from megabatch.train import arithmetic, background, export, fit, screen
+from tests.support.pages import ROOT
+
+GAP = "{}"
+MIB = 2**20
+WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+ORDINALS = {2: "second", 9: "ninth"}
+SHARES = {2: "half", 3: "third", 4: "quarter", 5: "fifth", 8: "eighth", 10: "tenth", 12: "twelfth"}
+
+
+class Fact(NamedTuple):
+    page: str
+    sentence: str  # with a gap for each value
+    values: tuple[object, ...]
+
+    @property
+    def filled(self) -> str:
+        return self.sentence.format(*map(shown, self.values))
+
+
+def shown(value: object) -> str:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def word(number: float) -> str:
+    assert number == int(number)
+    return WORDS[int(number)]
+
+
+def part(share: float) -> str:
+    """A share as a word: 0.1 is a tenth."""
+    whole = round(1 / share)
+    assert abs(whole * share - 1) < 1e-9
+    return SHARES[whole]
+
+
+def percent(share: float) -> float:
+    return round(100 * share, 9)
+
+
+def power_of_two(number: float) -> str:
+    return str(round(number).bit_length() - 1) if number >= 1 else str(-(round(1 / number).bit_length() - 1))
+
+
+def superscript(text: str) -> str:
+    return text.translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
+def option(command: Callable[..., Any], name: str) -> Any:
+    """The default of an option of the command line, or of an argument."""
+    default = inspect.signature(command).parameters[name].default
+    assert default is not inspect.Parameter.empty
+    return default
+
+
+def facts(page: str, *rows: tuple[object, ...]) -> list[Fact]:
+    return [Fact(page, str(sentence), tuple(numbers)) for sentence, *numbers in rows]
+
+
+def complaint(fact: Fact, text: str) -> str | None:
+    """What is wrong, with page and sentence; None if the page has it as the code has."""
+    text = " ".join(text.split())
+    if re.search(rf"(?<![\d.,]){re.escape(fact.filled)}(?![\d])", text):  # 10 s are not in 110 s
+        return None
+    words = r"\S+(?: \S+){0,20}?"  # at a beginning one word, or a match would begin long before the sentence
+    pattern = words.join(map(re.escape, fact.sentence.split(GAP))).removeprefix(words)
+    found = re.search(rf"\S+{pattern}" if fact.sentence.startswith(GAP) else pattern, text)
+    if found is None:
+        return f"{fact.page} has no sentence {fact.sentence!r}, which says {fact.values}; write it, or change the fact"
+    return f"{fact.page}: {found.group()!r} is {fact.filled!r} in the code; change one of them"
+
+
+def renaming_warning() -> str:
+    found = re.search(r"warnings\.warn\(\"attach: wire is now called dtype\", (\w+)", inspect.getsource(hook.attach))
+    assert found
+    return found[1]
+
+
+def refusal(override: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_config("fashion", [override])
+    return str(caught.value).partition("; ")[0]
+
+
+def fuzzed_in_tests() -> int:
+    found = re.search(r'"--inputs", "(\d+)"', (ROOT / "tests/cli/test_fuzz.py").read_text())
+    assert found
+    return int(found[1])
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+RECIPES = {name: load_config(name) for name in recipe_names()}
+BATCH = {name: config.batch.global_batch for name, config in RECIPES.items()}
+FASHION = RECIPES["fashion"]
+EMBEDDED = FASHION_MNIST_10K
+REFERENCE_TOP1 = next(result.top1 for result in REFERENCE_RESULTS if result.source == "megabatch, fashion")
+AVX_512_TOP1 = 0.9075  # of `make train`: no constant of the code, but pages must agree on it
+SPANS = [result.bn_span for result in REFERENCE_RESULTS if result.bn_span]
+WIDENED = {quantity.setting: quantity.factor for quantity in QUANTITIES}
+TRAINING = dict(setting.split("=") for setting in cluster.TRAINING)
+ROUNDOFF = [superscript(power_of_two(COMM_DTYPES[dtype].roundoff)) for dtype in ("bf16", "fp16")]
+CRITERION = read_design("large-batch-90").criteria[0]
+SEARCHES = {name: read_design(name).search for name in ("large-batch", "large-batch-90")}
+
+FACTS = [
+    *facts(
+        "README.md",
+        (
+            "with Python {} and torch {} or newer",
+            PROJECT["requires-python"].strip(">="),
+            PROJECT["dependencies"][0].partition(">=")[2],
+        ),
+        ("The batch stays {} on any number of ranks", BATCH["resnet50-imagenet-8k"]),
+        ("| models; weights | **{}; none**", len(MODELS)),
+        ("Fashion-MNIST, {} images, batch {}, {} epochs", EMBEDDED.num_train, BATCH["fashion"], FASHION.train.epochs),
+        ("{} top-1 in 47 s on a CPU with AVX-512; {} with AVX2 only", AVX_512_TOP1, REFERENCE_TOP1),
+        ("| {} read or refused in one line, none escaped | `megabatch fuzz` |", option(fuzz, "inputs")),
+        ("recipes up to a batch of {}", max(BATCH.values())),
+    ),
+    *facts(
+        "CHANGELOG.md",
+        ("{} inputs in `make test`", fuzzed_in_tests()),
+        ("JPEGs of more than {} scans", scans.MOST_SCANS),
+    ),
+    *facts(
+        "docs/attach.md",
+        ("in parts of at most {} MiB", pipeline.PART_BYTES / MIB),
+        ("the old name, works with a {})", renaming_warning()),
+        ("about 2·2{} (bf16) or 2·2{} (fp16)", *ROUNDOFF),
+        ("does not arrive within `timeout_s` ({})", option(hook.attach, "timeout_s")),
+    ),
+    *facts(
+        "docs/clusters.md",
+        ("--node-rank=I --master-addr=HOST --master-port={}", commands.RENDEZVOUS.rpartition("=")[2]),
+        ("if that is more than {} % of the time", percent(screen.TELLING_SHARE)),
+        ("a trace of its newest {} steps", timeline.KEPT_STEPS),
+    ),
+    *facts(
+        "docs/communication.md",
+        ("in predicted cost (within {} times)", choosing.CLOSE),
+        ("take {} times as long or more (or {} times less)", screen.TELLING_DRIFT, screen.TELLING_DRIFT),
+        ("in shared memory (called `torus`) | {} MiB |", choosing.IN_NODE_MB),
+        ("| `flat` | {} MiB on one host, else chosen |", choosing.IN_NODE_MB),
+        ("in 16 bits | {} MiB |", choosing.IN_NODE_MB),
+        ("at most about 2·2{} (bf16) or 2·2{} (fp16)", *ROUNDOFF),
+        ("In fp16 contributions up to 2{} become 0", superscript(power_of_two(COMM_DTYPES["fp16"].underflow))),
+        ("about p·2{} (bf16) or p·2{} (fp16)", *ROUNDOFF),
+        ("cut into parts of at most {} MiB", pipeline.PART_BYTES / MIB),
+        ("(the next {} parts go first", word(order.DEPTH)),
+        ("a prefix keeps the {} most promising states", word(option(merge, "width"))),
+        ("end within {} % of the soonest", percent(option(merge, "tolerance"))),
+        ("expose at most {} times as much", choosing.SAME),
+        ("the median of {} rounds after one to warm up", word(probe.ROUNDS)),
+        ("small all-reduces, {} elements", probe.SMALL),
+        (
+            "of a bucket's size, {} rounds; a bucket above {} MiB is measured at {} MiB",
+            word(probe.ROUNDS),
+            *[choosing.MEASURED_ELEMENTS * 4 / MIB] * 2,
+        ),
+        ("keeps buckets of {} MiB", choosing.IN_NODE_MB),
+        ("the node's thread lets {} parts go ahead", word(order.DEPTH)),
+        ("two cores for all hosts, {} rounds", option(bench.cluster, "rounds")),
+        ("a queue of {} ms", 1e3 * namespaces.QUEUE_S),
+        ("one plain TCP stream is measured for {} a second", part(hosts.STREAM_S)),
+        ("within {} % of nominal in {} attempts", percent(hosts.STREAM_TOLERANCE), word(hosts.STREAM_ATTEMPTS)),
+        ("within {} % and {} KiB, or the bench fails", percent(cluster.BYTES_TOLERANCE), cluster.BYTES_SLACK / 1024),
+        (
+            "The {} % are for headers, 66 bytes a segment; the {} KiB for barriers",
+            percent(cluster.BYTES_TOLERANCE),
+            cluster.BYTES_SLACK / 1024,
+        ),
+        ("the median of {} rounds counts", word(option(bench.cluster, "rounds"))),
+        ("its default buckets ({} MiB, then {} MiB)", *[size / MIB for size in cluster.DDP_CAPS_BYTES]),
+        ("{} steps of one, then of the other", word(cluster.STEPS_A_BLOCK)),
+        ("synthetic images of {} pixels, {} a rank and step", TRAINING["data.image_size"], TRAINING["batch.micro"]),
+        ("which is given {} timeouts and a minute", (backend_timeout_s(1000) - 60) / 1000),
+        ("does not come back within {} s, the process ends", failure.LEFT_WITHIN_S),
+    ),
+    *facts(
+        "docs/compare.md",
+        ("standard deviation and {} % interval", percent(CONFIDENCE)),
+        ("| `format` | {} |", comparison.FORMAT),
+    ),
+    *facts(
+        "docs/data.md",
+        ("Suffixes are {}, in upper or lower case", " ".join(f"`{suffix}`" for suffix in IMAGE_SUFFIXES)),
+        ("and holds out a {} where there are none", part(AUTO_HELD_OUT)),
+        ("| training | {} |", " ".join(f"`{word}`" for word in splits.TRAIN_WORDS)),
+        ("| validation | {} |", " ".join(f"`{word}`" for word in splits.TEST_WORDS[0])),
+        ("| test | {} |", " ".join(f"`{word}`" for word in splits.TEST_WORDS[1])),
+        ("[--quality {}] [--shard-mb {}]", option(pack, "quality"), option(pack, "shard_mb")),
+        ("by default {}, which is 224 of 256", CENTER_CROP),
+        ("by the median shorter side of {} training images", stored_size.LOOKED_AT),
+        ("the crop is {} times its target or larger", decode.LEAST_MARGIN * min(decode.DCT_SCALES)),
+        ("decoded at 1/{}, 1/{} or 1/{} of its size", *sorted(decode.DCT_SCALES)),
+        ("the box moved by less than {}, {} or {} pixels", *sorted(decode.DCT_SCALES)),
+        ("at most {} of which are made or wait", word(reader.PREFETCHED)),
+        ("the {} of them ends the run", ORDINALS[threads.MOST_LEFT + 1]),
+        (
+            "more than {}, or so many that all of them have more than 2^{} pixels",
+            scans.MOST_SCANS,
+            power_of_two(scans.MOST_SCANNED),
+        ),
+        ("with more than {} bytes or pixels they are refused", decode.MOST_SLOW),
+        (
+            "more than {} times as large as they are ({} MiB are always allowed)",
+            npz.MOST_EXPANSION,
+            npz.EXPANDED_FREELY / MIB,
+        ),
+        ("plain text of up to {} letters", class_names.LONGEST_NAME),
+        ("integers from 0 to {}.", MOST_CLASSES - 1),
+    ),
+    *facts(
+        "docs/first-run.md",
+        (
+            "data fashion-mnist-10k: {} + {} images of {}x28x{}, {} classes",
+            EMBEDDED.num_train,
+            EMBEDDED.num_test,
+            FASHION.data.image_size,
+            EMBEDDED.num_channels,
+            EMBEDDED.num_classes,
+        ),
+        ("batch {} = {} micro x 2 accumulated x 2 ranks", BATCH["fashion"], FASHION.batch.microbatch),
+        (
+            "steps {} in {} epochs, {} at {}",
+            int(FASHION.train.epochs * EMBEDDED.num_train / BATCH["fashion"]),
+            FASHION.train.epochs,
+            FASHION.optim.name,
+            FASHION.optim.learning_rate,
+        ),
+        ("12 epochs, top-1 {} (megabatch, fashion)", REFERENCE_TOP1),
+        ("on a CPU with AVX-512; with AVX2 only, which rounds differently, top-1 is {}", REFERENCE_TOP1),
+        ("finished top-1 {} (best", AVX_512_TOP1),
+        ("target {} reached after", FASHION.train.target_top1),
+    ),
+    *facts(
+        "docs/gpus.md",
+        ("--master-addr=HOST --master-port={}", commands.RENDEZVOUS.rpartition("=")[2]),
+        ("for `comm.timeout_s` ({} s) says", FASHION.comm.timeout_s),
+        ("`CUBLAS_WORKSPACE_CONFIG={}`", arithmetic.DETERMINISTIC_WORKSPACES[0]),
+        ("weights of up to {} elements", momentum.SMALL),
+    ),
+    *facts(
+        "docs/precision.md",
+        ("The scale starts at {} times the global batch", loss_scale.INITIAL_SCALE),
+        ("doubles after {} steps without an overflow", loss_scale.GROWTH_INTERVAL),
+        ("and never falls below {}.", loss_scale.MIN_SCALE),
+        ("with a scale of {}, or {} steps in a row", loss_scale.MIN_SCALE, loss_scale.MAX_OVERFLOWS_IN_A_ROW),
+    ),
+    *facts("docs/python.md", ("names a recipe or a TOML file (default `{}`)", option(fit.fit, "recipe"))),
+    *facts(
+        "docs/recipes.md",
+        ("which the line names (`{}`)", refusal("optim.learning_rate=1e308")),
+        ("one line of at most {} letters", values.LONGEST_TEXT),
+        ("of at most {} MiB with at most {} tables and arrays within each other", LONGEST_BYTES / MIB, DEEPEST),
+        (
+            "| `fashion` | {} | measured: {} top-1 on the {} test images",
+            BATCH["fashion"],
+            REFERENCE_TOP1,
+            EMBEDDED.num_test,
+        ),
+        ("[{} on a CPU with AVX-512](first-run.md)", AVX_512_TOP1),
+        ("| `fashion-full` | {} |", BATCH["fashion-full"]),
+        ("`fashion-8k` | {}; {}; {} |", *[BATCH[f"fashion-{name}"] for name in ("128", "3k", "8k")]),
+        ("`fashion-90-4k` | {}; {}; {} |", *[BATCH[f"fashion-90-{name}"] for name in ("64", "1k", "4k")]),
+        ("`-64k` | {} to {} | MLPerf", BATCH["resnet50-imagenet-4k"], BATCH["resnet50-imagenet-64k"]),
+        ("| `resnet50-imagenet-16k` | {} |", BATCH["resnet50-imagenet-16k"]),
+        ("| `resnet50-imagenet-256` | {} |", BATCH["resnet50-imagenet-256"]),
+        ("`-32k` | {} to {} | public code", BATCH["alexnet-bn-imagenet-8k"], BATCH["alexnet-bn-imagenet-32k"]),
+        ("| `alexnet-bn-imagenet-64k` | {} |", BATCH["alexnet-bn-imagenet-64k"]),
+        ("| `photos` | {} |", BATCH["photos"]),
+        ("| `smoke` | {} |", BATCH["smoke"]),
+        ("(as 1 - momentum) | {} to twice", part(1 / WIDENED["optim.learning_rate"])),
+        (
+            "| `optim.weight_decay` | a {} to {} times that |",
+            part(1 / WIDENED["optim.weight_decay"]),
+            word(WIDENED["optim.weight_decay"]),
+        ),
+        ("| `batch.micro` | {} to {}, the spans of BatchNorm", min(SPANS), max(SPANS)),
+        ("A grid of `--coarse {}` learning rates", option(lr_range, "coarse")),
+        ("(by default an {} to {} times the recipe's)", part(1 / sweep.SPAN), word(sweep.SPAN)),
+        ("until `--trials {}` are used up", option(lr_range, "trials")),
+        ("is not set, that is 1/{} of them", round(1 / HELD_OUT)),
+    ),
+    *facts(
+        "docs/reliability.md",
+        ("named within `comm.timeout_s` ({} s)", FASHION.comm.timeout_s),
+        ("break after {} s without an answer", sockets.LOST_AFTER_S),
+        ("a rank that is not heard of for {} s, while others wait for it, is missed", watchdog.SILENT_S),
+        ("A thread of its own looks every {} s", watchdog.LOOK_EVERY_S),
+        ("if that does not return within {} s, says it and ends the process", failure.LEFT_WITHIN_S),
+        ("ends what does not end by itself after {} s", launch.GRACE_S),
+        (
+            "a rank has {} s, and nothing is taken for stuck that takes less than {} times",
+            activity.START_UP_TIMEOUT_S,
+            word(activity.LONGER),
+        ),
+        ("There are {} copies at most", word(background.COPIES)),
+        ("with `checkpoint.keep` above {} all of them are wanted", background.COPIES),
+        ("({} MiB of them at most)", folder.MOST_WAITING_BYTES / MIB),
+        ("tried again after {} s, {} s, {} s, up to a minute", *[outage.pause_s(count) for count in (1, 2, 3)]),
+        ("the smoke recipe, lengthened: {} faults, seed {}", option(chaos, "kills"), option(chaos, "seed")),
+        ("again and again with {} faults a run", word(faults.FAULTS_A_RUN)),
+        (
+            "{} runs in {} have `--max-restarts`",
+            word(chaos_run.RESTARTED_ELSEWHERE - 1),
+            word(chaos_run.RESTARTED_ELSEWHERE),
+        ),
+        ("noticed within `comm.timeout_s` ({} s here, unless given)", chaos_command.TIMEOUT.partition("=")[2]),
+        ("filled to the last byte, for {} to {} s", *site.HOLD_S["disk"]),
+        ("the cable of a host is out for {} to {} s", *site.HOLD_S["link"]),
+        ("a {} of the faults wait for the next write", part(faults.WRITE_SHARE)),
+        ("after that and {} s more", launch.GRACE_S),
+        ("A cable that is out for less than {} s is not noticed", sockets.LOST_AFTER_S),
+        ("missed after {} s without an answer (a killed one at once)", sockets.LOST_AFTER_S),
+        ("what is shorter than {} s is not noticed", sockets.LOST_AFTER_S),
+    ),
+    *facts(
+        "docs/report.md",
+        ("curves are thinned to {} points", thin.MOST_POINTS),
+        ("waits are below a {} |", part(findings.LIMITS)),
+        ("| waiting for images | {} % of the wall time |", percent(findings.WORTH)),
+        ("| exposed communication | {} % |", percent(findings.WORTH)),
+        ("where the plan had predicted a {} or less", part(1 / time_rules.UNEXPLAINED)),
+        ("| waiting for one rank | {} %, beyond", percent(findings.WORTH)),
+        ("| evaluations, other work | {} % |", percent(findings.LIMITS)),
+        ("| checkpoints | {} % |", percent(findings.WORTH)),
+        ("| gradients overflowed | {} % of steps |", percent(ending_rules.SKIPPED_WORTH)),
+    ),
+    *facts(
+        "docs/scaling.md",
+        ("with the best of {} thresholds", word(len(merging.THRESHOLDS_MB))),
+        ("Against {} MB for everybody, DDP's usual", merging.USUAL_MB),
+        ("| rows within {}% |", percent(simulator.WIDE_ERROR)),
+        ("is off by more than {} % for fused all-reduces", percent(simulator.RATIO_OF_RANKS)),
+        ("also what misses the {} % between cards", percent(simulator.RATIO_OF_CARDS)),
+    ),
+    *facts(
+        "docs/security.md",
+        ("{} inputs of {} formats, on all cores", option(fuzz, "inputs"), len(FORMATS)),
+        ("a PNG whose 4 MB become {} GiB", fuzz_images.BOMB / 2**30),
+        ("(images with `data.max_pixels` of {} million)", fuzz_images.MAX_PIXELS / 1e6),
+        ("more than {} s or {} GiB", option(fuzz, "seconds"), option(fuzz, "memory") / 1024),
+        ("{} inputs are part of `make test`", fuzzed_in_tests()),
+        ("`megabatch fuzz` ({} inputs, seed {})", option(fuzz, "inputs"), option(fuzz, "seed")),
+        ("{} scans of a JPEG and 2^{} pixels over all its scans", scans.MOST_SCANS, power_of_two(scans.MOST_SCANNED)),
+        ("more than {} times as large ({} MiB always may)", npz.MOST_EXPANSION, npz.EXPANDED_FREELY / MIB),
+        ("| 0 to {}; plain text", MOST_CLASSES - 1),
+        ("| recipes, overrides | {} MiB, {} levels", LONGEST_BYTES / MIB, DEEPEST),
+    ),
+    *facts(
+        "docs/startup.md",
+        ("a few requests for every {} ranks", store.KEYS_AT_ONCE),
+        ("(in pieces of {} MiB)", collectives.PIECE_BYTES / MIB),
+    ),
+    *facts(
+        "docs/studies.md",
+        (
+            "at most {}, and the upper end of the interval below {}",
+            CRITERION.max_gap_points,
+            CRITERION.max_upper_points,
+        ),
+        (
+            "on training images that are held out: a {}, in `large-batch-90` a {}",
+            *[part(search.held_out) for search in SEARCHES.values() if search],
+        ),
+    ),
+    *facts("docs/use-weights.md", ("compared with the network on {} images of noise", export.CHECKED_IMAGES)),
+]
+
+
+@pytest.mark.parametrize("fact", FACTS, ids=lambda fact: f"{fact.page}: {fact.sentence}")
+def test_a_page_has_the_number_that_the_code_has(fact: Fact) -> None:
+    wrong = complaint(fact, (ROOT / fact.page).read_text())
+    assert wrong is None, wrong
+
+
+def test_what_differs_is_named_with_its_page_and_sentence() -> None:
+    fact = Fact("docs/x.md", "after {} s, {} of {}", (10.0, "three", 4096))
+    assert complaint(fact, "It ends after 10 s, three\nof 4,096 times.") is None
+    assert "docs/x.md: 'after 30 s, three of 4,096' is 'after 10 s, three of 4,096'" in str(
+        complaint(fact, "It ends after 30 s, three of 4,096 times.")
+    )
+    assert complaint(Fact("docs/x.md", "{} s, {}", (10.0, 4)), "It ends after 110 s, 41.") is not None
+    assert "docs/x.md has no sentence 'after {} s, {} of {}'" in str(complaint(fact, "It ends."))
+
+
+def test_no_fact_is_there_twice_and_each_has_a_gap_for_every_value() -> None:
+    assert len({fact[:2] for fact in FACTS}) == len(FACTS)
+    for fact in FACTS:
+        assert fact.sentence.count(GAP) == len(fact.values) >= 1, fact
