@@ -5,7 +5,6 @@ import hypothesis
 import pytest
 import torch
 
-from benchmarks.torchvision_on_cpu import import_torchvision
 from tests.support.rank_pool import RankPool
 
 hypothesis.settings.register_profile("untimed", deadline=None)  # no test asserts a wall-clock time
@@ -44,7 +43,8 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def torchvision() -> ModuleType:
-    module = import_torchvision()
-    if module is None:
-        pytest.skip("torchvision is not installed")
+    from megabatch.torch_api import allow_torchvision_without_extension
+
+    allow_torchvision_without_extension()
+    module: ModuleType = pytest.importorskip("torchvision", reason="needs torchvision")
     return module

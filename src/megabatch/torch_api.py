@@ -4,8 +4,13 @@ A private name may change in any release of torch.  So no other file of the pack
 tests/test_torch_api.py has a test of each name here.  Aliases are torch's own objects: a call costs what torch's costs.
 """
 
+import re
+import sys
+import traceback
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import cache
+from importlib.abc import MetaPathFinder
 from operator import attrgetter
 from typing import Any
 
@@ -122,3 +127,47 @@ def cut_compiled_graphs(model: DistributedDataParallel, num_bytes: int) -> None:
     """Let torch.compile cut the graph of a DDP model about every `num_bytes` of gradients.  DDP itself does not read
     this attribute after it has made its buckets."""
     model.bucket_bytes_cap = num_bytes
+
+
+class OperatorDefiner(MetaPathFinder):
+    """Defines the operators that torchvision describes on import, if its extension did not.  It finds no module.
+
+    Most wheels of torchvision are built for CUDA.  Beside a CPU build of torch the compiled extension does not load.
+    torchvision tolerates that until it describes two operators of the extension: they do not exist, and its import
+    fails.  So they are defined here, without a kernel, after torchvision has tried to load the extension.
+    """
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> None:
+        if fullname == "torchvision._meta_registrations":
+            for name in ("nms", "qnms"):
+                if not hasattr(torch.ops.torchvision, name):
+                    torchvision_operators().define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+@cache
+def torchvision_operators() -> torch.library.Library:
+    """Return the library of the operators defined here, which exist as long as it does."""
+    return torch.library.Library("torchvision", "FRAGMENT")
+
+
+def lacks_extension() -> bool:
+    """Return whether torchvision has been imported and could not load its compiled extension."""
+    extension = sys.modules.get("torchvision.extension")
+    return extension is not None and not extension._has_ops()
+
+
+def allow_torchvision_without_extension() -> None:
+    """Let torchvision and its users be imported from here on even if its compiled extension does not load."""
+    if not any(isinstance(finder, OperatorDefiner) for finder in sys.meta_path):
+        sys.meta_path.insert(0, OperatorDefiner())
+
+
+def missing_operator(error: BaseException) -> str | None:
+    """Return the operator of torchvision that the error is about, if torchvision's compiled extension did not load."""
+    if not lacks_extension():
+        return None
+    functions = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if "_assert_has_ops" in functions:  # torchvision's functions call it first, and are named as their operators
+        return functions[functions.index("_assert_has_ops") - 1]
+    called = re.search(r"torchvision::(\w+)|'torchvision' object has no attribute '(\w+)'", str(error))
+    return called[1] or called[2] if called else None

@@ -34,7 +34,7 @@ def test_torchvisions_models_are_built_by_name_and_their_heads_found(torchvision
 
 @pytest.mark.parametrize("name", ["resnet18", "mobilenetv3_small_100", "vit_tiny_patch16_224"])
 def test_timms_models_are_built_by_name_and_their_heads_found(torchvision: ModuleType, name: str) -> None:
-    pytest.importorskip("timm")
+    pytest.importorskip("timm", reason="needs timm")
     options = {"img_size": 64} if name.startswith("vit") else {}
     assert gives_the_scores(build("timm:create_model", model_name=name, **options))
 
