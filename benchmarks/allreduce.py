@@ -35,6 +35,7 @@ from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.machine import usable_cores
 from megabatch.ranks.store import RankStore
 from megabatch.ranks.world import World, connect
+from megabatch.torch_api import default_store
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 100 * MIB]
@@ -76,7 +77,7 @@ def run_rank(info: RankInfo, store: RankStore, rounds: int, sizes: Sequence[int]
     """One rank of the bench; rank 0 reports.  Returns the exit code."""
     torch.set_num_threads(1)
     with mpi(info.num_ranks) as mpi_or_none, connect(info, "cpu", store.store) as world:
-        store = dist.PrefixStore("bench", dist.distributed_c10d._get_default_store())
+        store = dist.PrefixStore("bench", default_store())
         with SharedMemory(store, info.rank, info.num_ranks) as memory:
             rows = [measure(size, rounds, world, memory, mpi_or_none) for size in sizes]
         if info.rank == 0:  # before MPI is left: then mpiexec may end, with 0, and this rank with it

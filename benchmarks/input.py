@@ -46,7 +46,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from benchmarks.report import report
-from benchmarks.torchvision_on_cpu import import_torchvision
 from megabatch.data.augment import Augmentation
 from megabatch.data.decode import Box
 from megabatch.data.encoded import EncodedImages
@@ -58,6 +57,7 @@ from megabatch.data.settings import DataSettings
 from megabatch.data.sources import read_encoded
 from megabatch.errors import UserError
 from megabatch.ranks.machine import usable_cores
+from megabatch.torch_api import allow_torchvision_without_extension
 
 SETS = ("as_is", "full_size")
 ARMS = ("ours_folder", "ours_packed", "dataloader_pillow", "torchvision_v2", "webdataset", "raw_decode")
@@ -420,7 +420,10 @@ def dataloader_pillow(photos: Photos, settings: Settings) -> Candidates:
 
 
 def torchvision_v2(photos: Photos, settings: Settings) -> Candidates:
-    if not import_torchvision():
+    allow_torchvision_without_extension()
+    try:
+        importlib.import_module("torchvision")
+    except ImportError:
         return {}
     return {
         (on, workers): partial(

@@ -28,12 +28,12 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.report import report
-from benchmarks.torchvision_on_cpu import import_torchvision
 from megabatch.models.catalog import ModelSettings, build_model
 from megabatch.optim.groups import parameter_groups
 from megabatch.optim.lars import LARS
 from megabatch.optim.optimizers import OPTIMIZERS, OptimSettings, gradient_norm
 from megabatch.ranks.machine import usable_cores
+from megabatch.torch_api import allow_torchvision_without_extension
 
 NETWORKS = ("resnet50", "alexnet")
 OWN = ("ours", "ours_checked", "sgd_fused", "sgd_checked")
@@ -128,7 +128,8 @@ def peers(groups: Groups) -> dict[str, torch.optim.Optimizer]:
             found[arm] = pytorch_optimizer.LARS(
                 copies(groups), lr=RATE, momentum=MOMENTUM, trust_coefficient=TRUST, foreach=foreach
             )
-    timm = import_or_none("timm.optim") if import_torchvision() else None
+    allow_torchvision_without_extension()  # timm imports it
+    timm = import_or_none("timm.optim")
     if timm:  # its skip rule is "no decay"
         found["timm"] = timm.Lars(copies(groups), lr=RATE, momentum=MOMENTUM, trust_coeff=TRUST, eps=0.0)
     return found

@@ -1,3 +1,4 @@
+import importlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +8,6 @@ import hypothesis
 import pytest
 import torch
 
-from benchmarks.torchvision_on_cpu import import_torchvision
 from tests.support.rank_pool import RankPool
 from tests.support.skips import count_reasons, read_allowed
 
@@ -76,7 +76,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def torchvision() -> ModuleType:
-    module = import_torchvision()
-    if module is None:
-        pytest.skip("needs torchvision")
-    return module
+    from megabatch.torch_api import allow_torchvision_without_extension
+
+    allow_torchvision_without_extension()
+    return importlib.import_module("torchvision")

@@ -48,8 +48,8 @@ NOT_RUN = {
 NOT_RUN_HERE = {
     "/data/": "ImageNet is not here",
     "--open": "it opens a browser; tests/report/test_command.py",
-    "torchvision.models:resnet18": "torchvision may not be installed; tests/distributed/test_initial_weights.py",
-    "timm:create_model": "timm may not be installed",
+    "torchvision.models:resnet18": "torchvision may not be installed; tests/models/test_torchvision.py",
+    "timm:create_model": "timm may not be installed; tests/models/test_torchvision.py",
     "runs/photos-003": "the same as those of docs/use.md, and exporting takes seconds",
 }
 # What a page leaves to its reader, and what takes too long otherwise.

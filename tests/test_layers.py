@@ -26,6 +26,7 @@ LAYERS = [
     {"simulate"},
     {"planning"},
     {"disk", "own_code"},
+    {"torch_api"},
     {"errors", "recipes", "", "terminal", "toml"},
     {"given_files"},
     {"text", "decoding", "regular_files", "intervals"},
@@ -94,4 +95,4 @@ def test_only_ranks_and_comm_use_torch_distributed() -> None:
         for path in PACKAGE.rglob("*.py")
         if any(module.startswith("torch.distributed") for module in imports(path))
     }
-    assert users == {"comm", "ranks"}
+    assert users == {"comm", "ranks", "torch_api.py"}

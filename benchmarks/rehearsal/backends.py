@@ -22,6 +22,7 @@ from torch.distributed import ReduceOp
 
 from benchmarks.rehearsal.fake_cuda import host_view
 from megabatch.ranks.backends import Backend
+from megabatch.torch_api import ALL_GATHER, ALL_TO_ALL, foreach_copy_
 
 Tensors = list[torch.Tensor]
 
@@ -140,7 +141,7 @@ class Group(dist.ProcessGroup):
         if is_whole:
             return work
         parts = arrived.view(len(outs), -1).unbind()
-        return Work([work], lambda: torch._foreach_copy_([host.view(-1) for host in hosts], parts))
+        return Work([work], lambda: foreach_copy_([host.view(-1) for host in hosts], parts))
 
     def allgather(self, outs: list[Tensors], tensors: Tensors, opts: Any = None) -> Work:
         return all_of([self.gather_one(out, tensor) for out, tensor in zip(outs, tensors, strict=True)])
@@ -216,7 +217,7 @@ class Rehearsed(Group):
         return Work([work], lambda: flat.copy_(combined(arrived.view(self.num_members, -1), op)))
 
     def gather_flat(self, out: torch.Tensor, flat: torch.Tensor) -> Work:
-        return Work([self.gloo._allgather_base(as_bytes(out), as_bytes(flat))] if len(flat) else [])
+        return Work([getattr(self.gloo, ALL_GATHER)(as_bytes(out), as_bytes(flat))] if len(flat) else [])
 
     def broadcast_flat(self, flat: torch.Tensor, root: int) -> Work:
         options = dist.BroadcastOptions()
@@ -225,7 +226,7 @@ class Rehearsed(Group):
 
     def exchange_flat(self, out: torch.Tensor, flat: torch.Tensor, received: list[int], sent: list[int]) -> Work:
         sizes = [[number * flat.element_size() for number in numbers] for numbers in (received, sent)]
-        return Work([self.gloo.alltoall_base(as_bytes(out), as_bytes(flat), *sizes)])
+        return Work([getattr(self.gloo, ALL_TO_ALL)(as_bytes(out), as_bytes(flat), *sizes)])
 
 
 class Mirrored(Group):
@@ -245,7 +246,7 @@ class Mirrored(Group):
         if len(outs) == 1:
             return super().gather_one(outs, tensor, op)
         self.begin(op, tensor, 2 * (self.num_members - 1), outs)
-        torch._foreach_copy_(outs, [tensor] * len(outs))
+        foreach_copy_(outs, [tensor] * len(outs))
         return Work()
 
     def gather_flat(self, out: torch.Tensor, flat: torch.Tensor) -> Work:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megabatch.errors import UserError
+from megabatch.torch_api import allow_torchvision_without_extension
 
 
 def is_own_code(name: str) -> bool:
@@ -17,6 +18,7 @@ def import_own_code(setting: str, name: str) -> Callable[..., Any]:
     module_name, _, attribute = name.partition(":")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # last: what lies here shadows nothing
+    allow_torchvision_without_extension()
     try:
         found = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError, TypeError) as error:

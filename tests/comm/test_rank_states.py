@@ -85,7 +85,7 @@ def test_a_layout_that_differs_is_found_without_reading_all(store: Any) -> None:
 
 def test_a_real_store_takes_the_keys_of_16384_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     tcp = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)  # type: ignore[attr-defined]
-    monkeypatch.setattr(groups, "_get_default_store", lambda: tcp)
+    monkeypatch.setattr(groups, "default_store", lambda: tcp)
     stores = []
     for names in (range(16_384), range(16_383), range(16_384)):
         made = Groups.__new__(Groups)

@@ -27,6 +27,7 @@ from megabatch.planning.algorithms import ALGORITHMS, ON_REQUEST
 from megabatch.planning.plan import CommDtype, error_bound
 from megabatch.planning.topology import from_hosts
 from megabatch.ranks.world import World
+from megabatch.torch_api import default_store
 from tests.support.hosts import on_hosts
 from tests.support.oracle import Oracle
 from tests.support.rank_pool import RankPool, RanksFailed
@@ -465,7 +466,7 @@ def test_a_rank_that_raises_is_missed_by_name(ranks: RankPool, hosts: str, algor
 
 
 def leave_with_an_all_reduce_in_flight(world: World) -> str:
-    store = dist.PrefixStore("group", dist.distributed_c10d._get_default_store())
+    store = dist.PrefixStore("group", default_store())
     group = ProcessGroup(store, world.rank, range(world.num_ranks), 600.0, world.backend.join, uses_backend=True)
     said = ""
     if world.rank != 1:  # so nobody's can end

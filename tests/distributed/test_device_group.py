@@ -11,6 +11,7 @@ from megabatch.planning.algorithms import ring
 from megabatch.planning.plan import CommDtype, error_bound, padded_slice_of
 from megabatch.planning.topology import ClusterShape
 from megabatch.ranks.world import World
+from megabatch.torch_api import default_store
 from tests.support.rank_pool import RankPool
 
 SIZES = (1, 15, 16, 17, 100, 1000, 4099)
@@ -28,7 +29,7 @@ def brought(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def groups_of(world: World, name: str) -> tuple[DeviceGroup, ProcessGroup]:
-    store: Any = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    store: Any = dist.PrefixStore(name, default_store())
     members, join = range(world.num_ranks), world.backend.join
     ours = DeviceGroup(dist.PrefixStore("ours", store), world.rank, members, 60.0, world.device, join)
     theirs = ProcessGroup(dist.PrefixStore("theirs", store), world.rank, members, 60.0, join, uses_backend=True)

@@ -22,6 +22,7 @@ from megabatch.comm.shared_memory import CACHE_BYTES, SMALL_BYTES, SharedBuffer,
 from megabatch.errors import UserError
 from megabatch.planning.plan import slices
 from megabatch.ranks.world import World
+from megabatch.torch_api import default_store
 from tests.support.rank_pool import RankPool, RanksFailed
 
 SMALL = SMALL_BYTES // 4  # elements of fp32
@@ -31,7 +32,7 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def join(world: World, **settings: float) -> SharedMemory:
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     return SharedMemory(dist.PrefixStore("test", store), world.rank, world.num_ranks, **settings)  # type: ignore
 
 
@@ -280,7 +281,7 @@ def missing(said: list[str]) -> Iterator[None]:
 
 def come_late(world: World) -> list[str]:
     said: list[str] = []
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     memory = SharedMemory(store, world.rank, world.num_ranks, timeout_s=1.0, names=[4, 5, 6])
     with memory:
         buffer = memory.share(torch.ones(4096))

@@ -92,13 +92,10 @@ def test_outside_is_pytorch_optimizers_lars() -> None:
         torch.testing.assert_close(mine, other, **SAME)
 
 
+@pytest.mark.usefixtures("torchvision")  # which timm imports
 @pytest.mark.parametrize("eps", [EPS, 5.0])
 @pytest.mark.parametrize("variant", ["outside", "larc"])
 def test_outside_and_larc_are_timms_lars_with_eps_too(variant: str, eps: float) -> None:
-    from benchmarks.torchvision_on_cpu import import_torchvision
-
-    if import_torchvision() is None:
-        pytest.skip("needs torchvision")
     import timm.optim as timm
 
     weights = [nn.Parameter(random(4, 7)), nn.Parameter(random(6, 5, seed=1))]

@@ -27,7 +27,7 @@ def doctor(
     In place of a recipe it takes the folder of a run, for the recipe and the images of that run.
     """
     from megabatch.config.loading import load_config, print_to_stderr, silent
-    from megabatch.data.sources import FROM_PYTHON, load_data_set
+    from megabatch.data.sources import FROM_PYTHON, infer_shape, load_data_set
     from megabatch.ranks.discover import discover
     from megabatch.ranks.launch import RECIPE
     from megabatch.train.doctor import diagnose

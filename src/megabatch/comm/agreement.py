@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megabatch.comm.barrier import RankMismatch
+from megabatch.torch_api import ALL_GATHER
 
 Run = Callable[..., None]  # an operation of a process group, by name
 
@@ -24,7 +25,7 @@ def require_same(run: Run, names: Sequence[int], layout: int, flat: torch.Tensor
     if most == [-least_layout, -least_size]:
         return
     arrived = torch.empty(2 * len(names), dtype=own.dtype, device=flat.device)
-    run("_allgather_base", arrived, own)
+    run(ALL_GATHER, arrived, own)
     raise RankMismatch(mismatch(names, arrived.view(-1, 2).tolist()))
 
 

@@ -26,6 +26,7 @@ from megabatch.comm.dtypes import travelling_dtype
 from megabatch.comm.padded import PaddedBuffers
 from megabatch.planning.plan import CommDtype
 from megabatch.ranks.backends import Join
+from megabatch.torch_api import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 
 
 def backend_timeout_s(timeout_s: float) -> float:
@@ -72,14 +73,14 @@ class DeviceGroup:
         views = self.buffers.slices(len(flat), travels_as)
         views.whole.copy_(flat)
         self.sum_own_slice(len(flat), travels_as)
-        self.run("_allgather_base", views.padded, views.own)
+        self.run(ALL_GATHER, views.padded, views.own)
         flat.copy_(views.whole)
 
     def sum_own_slice(self, num_elements: int, travels_as: torch.dtype) -> None:
         """Everybody's slice of this member, 16 bits summed in fp32 and rounded once."""
         views = self.buffers.slices(num_elements, travels_as)
         arrived, rows, total = self.buffers.contributions(num_elements, travels_as)
-        self.run("alltoall_base", arrived, views.padded, [], [])
+        self.run(ALL_TO_ALL, arrived, views.padded, [], [])
         torch.sum(rows, dim=0, dtype=torch.float32, out=total)
         views.own.copy_(total)
 
@@ -104,7 +105,7 @@ class DeviceGroup:
         views = self.buffers.slices(len(flat), travels_as or flat.dtype)
         views.whole.copy_(flat)
         if travels_as is None:
-            self.run("_reduce_scatter_base", views.own, views.padded)
+            self.run(REDUCE_SCATTER, views.own, views.padded)
         else:
             self.sum_own_slice(len(flat), travels_as)
         flat[views.own_range] = views.own_part
@@ -113,7 +114,7 @@ class DeviceGroup:
         """Everybody's own slice, of equal ones, at everybody."""
         views = self.buffers.slices(len(flat), travelling_dtype(flat, dtype) or flat.dtype)
         views.own_part.copy_(flat[views.own_range])
-        self.run("_allgather_base", views.padded, views.own)
+        self.run(ALL_GATHER, views.padded, views.own)
         flat.copy_(views.whole)
 
     def gather(self, flat: torch.Tensor) -> None:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd import Variable
 
 from megabatch.comm.barrier import Header
 from megabatch.comm.device import on_device
@@ -34,6 +33,7 @@ from megabatch.planning.topology import Topology
 from megabatch.planning.tuning import Tuning
 from megabatch.ranks.activity import Activity, LastWords
 from megabatch.ranks.backends import Backend
+from megabatch.torch_api import queue_callback
 
 
 class GradientAllReduce:
@@ -168,7 +168,7 @@ class GradientAllReduce:
         future = self.reducer.start(index, tensor, plan, header, self.scale, is_last)
         self.progress.bucket_has_started(index, future, is_last)
         if is_last:
-            Variable._execution_engine.queue_callback(lambda: self.end_backward(future))
+            queue_callback(lambda: self.end_backward(future))
         return future
 
     def end_backward(self, last: torch.futures.Future[torch.Tensor]) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from megabatch.comm.device_group import DeviceGroup
 from megabatch.comm.process_group import ProcessGroup
@@ -18,6 +17,7 @@ from megabatch.ranks.backends import BACKENDS, Backend
 from megabatch.ranks.collectives import digest, gather_numbers
 from megabatch.ranks.machine import host_identity, is_stopped
 from megabatch.ranks.sockets import notice_lost_hosts
+from megabatch.torch_api import default_store
 
 AXES: tuple[Axis, ...] = ("node", "leaders", "inter_node", "all")
 UNSHARED = 2**63 - 1  # bytes, of a host whose ranks share no memory
@@ -68,7 +68,7 @@ class Groups:
     def own_store(self) -> Any:
         """Of these ranks and this object alone.  A key has at most 8 KB: it does not name 2,048 ranks."""
         name = f"megabatch/{digest('-'.join(map(str, self.names))):x}"
-        store = dist.PrefixStore(name, _get_default_store())  # type: ignore[attr-defined]
+        store = dist.PrefixStore(name, default_store())  # type: ignore[attr-defined]
         return dist.PrefixStore(str(store.add(f"opened-by-{self.rank}", 1)), store)  # type: ignore[attr-defined]
 
     def open(self, axes: Iterable[Axis]) -> None:

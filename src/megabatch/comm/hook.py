@@ -7,7 +7,6 @@ distribute(model, ...)                  what our own trainer does
 import atexit
 import warnings
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from megabatch.planning.backward import Gradient, RecordedBackward
 from megabatch.planning.plan import CommDtype
 from megabatch.planning.tuning import Tuning
 from megabatch.ranks.world import World
+from megabatch.torch_api import keep_own_buffers, stop_runtime_statistics
 
 
 def reduce_bucket(
@@ -62,25 +62,12 @@ def distribute(
         model,
         device_ids=[world.device] if world.device.type != "cpu" else None,
         gradient_as_bucket_view=True,
-        # The trainer keeps BatchNorm's statistics equal on all ranks itself; DDP would overwrite them with rank 0's.
-        forward_sync_buffers=False,
         bucket_cap_mb_list=tuning.caps_mb,  # type: ignore[arg-type]  # whole or not
     )
     wrapped.register_comm_hook(gradients, reduce_bucket)
-    wrapped.logger = NoRuntimeStatistics(wrapped.logger)
+    keep_own_buffers(wrapped)  # the trainer keeps BatchNorm's statistics equal on all ranks itself
+    stop_runtime_statistics(wrapped)
     return wrapped, gradients
-
-
-class NoRuntimeStatistics:
-    """DDP's logger, without its times of single passes: to read those, the host waits for the device."""
-
-    def __init__(self, logger: Any) -> None:
-        self.logger = logger
-
-    def set_runtime_stats_and_log(self) -> None: ...
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.logger, name)
 
 
 def ready_at_once(model: nn.Module) -> RecordedBackward:

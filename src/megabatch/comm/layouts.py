@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megabatch.torch_api import storage_id
+
 
 class Layout(NamedTuple):
     storage: torch.UntypedStorage  # kept, so that no other bucket is taken for this one
@@ -31,7 +33,7 @@ class BucketLayouts:
     def number(self, bucket: "dist.GradBucket", tensor: torch.Tensor) -> int:  # type: ignore[name-defined]
         """A hash of what lies where in the bucket; made when DDP has made the bucket."""
         known = self.seen.get(bucket.index())
-        if known is None or known.storage._cdata != tensor.untyped_storage()._cdata:
+        if known is None or storage_id(known.storage) != storage_id(tensor.untyped_storage()):
             parameters = bucket.parameters()
             # DDP lays a gradient out like its parameter; `bucket.gradients()` shows all of them contiguous.
             text = json.dumps([(self.names.get(id(p)), str(p.dtype), p.shape, p.stride()) for p in parameters])

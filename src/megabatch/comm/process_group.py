@@ -31,6 +31,7 @@ from megabatch.comm.dtypes import SIXTEEN_BITS, travelling_dtype
 from megabatch.comm.segment import MissingRank
 from megabatch.planning.plan import CommDtype, slice_of, slices
 from megabatch.ranks.backends import Join
+from megabatch.torch_api import ALL_GATHER, ALL_TO_ALL
 
 LOOK_UP_S = 0.5  # how often a call on the CPU looks whether anybody still wants it
 HAS_LEFT = "has-left"  # a key of the store: a rank has aborted with exchanges in flight
@@ -145,7 +146,7 @@ class ProcessGroup:
         travelling = flat if travels_as is None else flat.to(travels_as)
         if travels_as is not None and self.num_members == 2:
             arrived = torch.empty(2 * len(flat), dtype=travels_as, device=flat.device)
-            yield partial(self.wait, self.start("scatter", "_allgather_base", arrived, travelling))
+            yield partial(self.wait, self.start("scatter", ALL_GATHER, arrived, travelling))
             flat.copy_(self.sum_of(arrived))
             return
         arrived, handle = self.start_scatter(travelling)
@@ -197,7 +198,7 @@ class ProcessGroup:
         sizes = [end - begin for begin, end in slices(len(flat), self.num_members)]
         own = sizes[self.index]
         arrived = torch.empty(own * self.num_members, dtype=flat.dtype, device=flat.device)
-        return arrived, self.start("scatter", "alltoall_base", arrived, flat, [own] * self.num_members, sizes)
+        return arrived, self.start("scatter", ALL_TO_ALL, arrived, flat, [own] * self.num_members, sizes)
 
     def sum_of(self, arrived: torch.Tensor) -> torch.Tensor:
         """The sum of contributions that lie one after another, in their type; 16 bits are summed in fp32."""
@@ -224,11 +225,11 @@ class ProcessGroup:
         begin, end = parts[self.index]
         largest = max(stop - start for start, stop in parts)
         if largest * len(parts) == len(flat):
-            yield partial(self.wait, self.start("gather", "_allgather_base", flat, flat[begin:end].clone()))
+            yield partial(self.wait, self.start("gather", ALL_GATHER, flat, flat[begin:end].clone()))
             return
         padded = torch.zeros(largest, dtype=flat.dtype, device=flat.device)
         padded[: end - begin] = flat[begin:end]
         arrived = torch.empty(largest * len(parts), dtype=flat.dtype, device=flat.device)
-        yield partial(self.wait, self.start("gather", "_allgather_base", arrived, padded))
+        yield partial(self.wait, self.start("gather", ALL_GATHER, arrived, padded))
         for index, (start, stop) in enumerate(parts):
             flat[start:stop] = arrived[index * largest : index * largest + stop - start]

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megabatch.ranks.store import are_set
+from megabatch.torch_api import share_by_descriptor
 
 
 class MissingRank(RuntimeError):
@@ -55,7 +56,7 @@ def join(
     try:
         if rank == 0:
             segment = torch.zeros(num_words, dtype=torch.int64)
-            descriptor, num_bytes = segment.untyped_storage()._share_fd_cpu_()
+            descriptor, num_bytes = share_by_descriptor(segment.untyped_storage())
             store.set(f"{prefix}/segment", f"{os.getpid()} {descriptor} {num_bytes}")
         else:
             where = receive(store, f"{prefix}/segment", timeout_s, names[0])

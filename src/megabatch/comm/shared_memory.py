@@ -32,6 +32,7 @@ from megabatch.comm.barrier import DTYPES, MAILBOX, NO_HEADER, OPERATIONS, TIMEO
 from megabatch.comm.segment import Unmapped, is_supported, map_storage
 from megabatch.errors import UserError
 from megabatch.planning.plan import Slice, slices
+from megabatch.torch_api import share_by_descriptor
 
 CACHE_BYTES = 1 << 20  # all ranks' parts of a chunk together: a core's own cache, as they come today
 MIN_CHUNK_BYTES = 64 << 10
@@ -163,7 +164,7 @@ class SharedMemory:
         try:
             if len(flat):
                 # The descriptor is the storage's own, and closed with it.
-                descriptor, num_bytes = flat.untyped_storage()._share_fd_cpu_()
+                descriptor, num_bytes = share_by_descriptor(flat.untyped_storage())
         except RuntimeError as caught:
             descriptor, problem = -1, str(caught).partition("\n")[0]
             # torch leaves its file behind if /dev/shm is too small for it.

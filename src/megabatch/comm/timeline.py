@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.comm.barrier import name_bucket
@@ -34,6 +33,7 @@ from megabatch.disk import write_file
 from megabatch.planning.plan import Phase, Plan, Transfer
 from megabatch.planning.topology import Topology
 from megabatch.ranks.world import World
+from megabatch.torch_api import queue_callback
 
 STEPS, TRAINING, BUCKETS, IN_NODE, NETWORK = LANES = ("steps", "training", "buckets", "in the node", "network")
 NUMBERS = {lane: 1 + index for index, lane in enumerate(LANES)}
@@ -214,7 +214,7 @@ def watch(model: DistributedDataParallel, timeline: Timeline) -> None:
 
     def begin_backward(_: torch.Tensor) -> None:
         timeline.enter(TRAINING, "backward")
-        Variable._execution_engine.queue_callback(end_backward)
+        queue_callback(end_backward)
 
     def end_backward() -> None:
         if not model.require_backward_grad_sync:  # another microbatch follows
@@ -222,7 +222,7 @@ def watch(model: DistributedDataParallel, timeline: Timeline) -> None:
             return
         timeline.enter(TRAINING, "waiting for all-reduce")
         # Behind the callbacks of our hook and of DDP, which wait.
-        Variable._execution_engine.queue_callback(lambda: timeline.enter(TRAINING, "update"))
+        queue_callback(lambda: timeline.enter(TRAINING, "update"))
 
     model.register_forward_pre_hook(begin_forward)
     model.register_forward_hook(end_forward)

@@ -17,7 +17,7 @@ import threading
 import warnings
 import zlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import simplejpeg  # type: ignore[import-untyped]
@@ -28,6 +28,7 @@ from PIL import Image, UnidentifiedImageError
 from megabatch.data.files import Content
 from megabatch.data.scans import START_OF_IMAGE, are_too_many, count_scans
 from megabatch.data.strips import cut_rows
+from megabatch.torch_api import resize_antialiased
 
 Pixels = NDArray[np.uint8]  # [H, W, 3]
 Lines = NDArray[np.uint8]  # [H, 3 W]: the same
@@ -58,7 +59,6 @@ LEAST_MARGIN = 1.5
 # A thread's pixels lie in memory that it keeps: fresh pages cost a tenth of the time of decoding into them.
 MOST_KEPT_BYTES = 64 << 20
 KEPT = threading.local()
-resize_into: Any = torch._C._nn._upsample_bilinear2d_aa  # what F.interpolate(antialias=True) calls, which has no `out`
 
 
 class Room(NamedTuple):
@@ -237,4 +237,4 @@ def resize(lines: Lines, out: torch.Tensor, mirrored: bool = False) -> None:
     if source.shape == out.shape:
         out.copy_(source)
     else:
-        resize_into(source, out.shape[2:], False, None, None, out=out)
+        resize_antialiased(source, out.shape[2:], False, None, None, out=out)

@@ -14,6 +14,7 @@ from megabatch.models.alexnet import alexnet, alexnet_bn, small_alexnet_bn
 from megabatch.models.resnet import RESNETS
 from megabatch.models.small import shallow_cnn, small_cnn, small_resnet, tiny_cnn
 from megabatch.own_code import import_own_code, is_own_code
+from megabatch.torch_api import missing_operator
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "small_resnet": small_resnet,
@@ -92,6 +93,12 @@ def model_errors(settings: ModelSettings, image_shape: Sequence[int] = ()) -> It
             raise UserError(
                 f"model.channels_last=true: {settings.name} takes a view that this order of memory does not allow; "
                 "write x.flatten(1) or x.reshape(...) instead of x.view(...), or leave model.channels_last out"
+            ) from error
+        operator = missing_operator(error)
+        if operator is not None:
+            raise UserError(
+                f"model.name={settings.name!r} calls torchvision's operator {operator}, and torchvision's compiled "
+                f"extension does not match torch {torch.__version__}; install the torchvision build that matches torch"
             ) from error
         if settings.is_users_own:
             raise

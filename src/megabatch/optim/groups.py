@@ -9,10 +9,11 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
+
+from megabatch.torch_api import NormBase
 
 LR_FACTOR = "lr_factor"  # of a group, to the learning rate of the run; 1 where there is none
-NORMALISATION = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+NORMALISATION = (NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, decay_all: bool = False) -> list[dict[str, Any]]:

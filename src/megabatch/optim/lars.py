@@ -24,7 +24,7 @@ sets it), without a look at it by the host.
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from torch import Tensor
 from megabatch.errors import UserError, require_one_of
 from megabatch.optim.dense import norm
 from megabatch.optim.momentum import SMALL, Rows, step_fused, step_rows, step_small
+from megabatch.torch_api import foreach_norm, group_by_device_and_dtype, promise_to_heed_found_inf
 
 Norm = TypeVar("Norm", float, Tensor)
 Group = dict[str, Any]  # of a torch optimizer
@@ -133,7 +134,7 @@ class LARS(torch.optim.Optimizer):
             "foreach": foreach,
         }
         super().__init__(params, defaults)
-        self._step_supports_amp_scaling = True  # torch's word for: it heeds found_inf
+        promise_to_heed_found_inf(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called by `load_state_dict` and by pickle: groups that older code has saved get their new names."""
@@ -191,7 +192,7 @@ class LARS(torch.optim.Optimizer):
         measured: dict[int, Any] = self.__dict__.setdefault("measured", {})
         for group, (weights, gradients, *_) in self.tensors():
             if not group["trust_ratio"]:
-                norms += torch._foreach_norm(gradients)
+                norms += foreach_norm(gradients)
             elif are_together(group, weights):
                 measured[id(weights[0])] = both = self.rows_of(weights).measure(weights, gradients)
                 norms.append(torch.linalg.vector_norm(both[1]))
@@ -207,8 +208,7 @@ class LARS(torch.optim.Optimizer):
             if weights:
                 lists = [weights, [weight.grad for weight in weights], self.momentum_buffers(group, weights)]
                 filled = [tensors for tensors in lists if tensors]
-                kinds: dict[Any, Any] = torch.optim.Optimizer._group_tensors_by_device_and_dtype(cast(Any, filled))
-                yield from ((group, tensors) for tensors, _ in kinds.values())
+                yield from ((group, tensors) for tensors, _ in group_by_device_and_dtype(filled).values())
 
     def rows_of(self, weights: list[Tensor]) -> Rows:
         """Room that is kept from step to step."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megabatch.optim.dense import ROW, are_alike
+from megabatch.torch_api import foreach_add, foreach_add_, foreach_copy_, foreach_mul_, fused_sgd_
 
 Tensors = tuple[Tensor, ...] | list[Tensor]
 
@@ -43,12 +44,12 @@ def step_fused(
             step_each(weights, gradients, buffers, factor, step_size, momentum, weight_decay)
         return
     settings = {"weight_decay": weight_decay, "momentum": momentum, "lr": step_size, "found_inf": found_inf}
-    fused_sgd(weights, gradients, buffers, dampening=1.0 - factor, **settings)
+    step_in_one_pass(weights, gradients, buffers, dampening=1.0 - factor, **settings)
 
 
-def fused_sgd(weights: Tensors, gradients: Tensors, buffers: Tensors, **settings: Any) -> None:
+def step_in_one_pass(weights: Tensors, gradients: Tensors, buffers: Tensors, **settings: Any) -> None:
     # The first step would ignore `dampening`; our buffers start as zeros.
-    torch._fused_sgd_(weights, gradients, buffers, nesterov=False, maximize=False, is_first_step=False, **settings)
+    fused_sgd_(weights, gradients, buffers, nesterov=False, maximize=False, is_first_step=False, **settings)
 
 
 def step_each(
@@ -61,13 +62,13 @@ def step_each(
     weight_decay: float,
 ) -> None:
     """By the plain formula: factors below what a kernel can be handed, and tensors that lie in different orders."""
-    steps: Tensors = torch._foreach_add(gradients, weights, alpha=weight_decay)
-    torch._foreach_mul_(steps, [torch.tensor(factor, dtype=step.dtype) for step in steps])
+    steps: Tensors = foreach_add(gradients, weights, alpha=weight_decay)
+    foreach_mul_(steps, [torch.tensor(factor, dtype=step.dtype) for step in steps])
     if buffers:
-        torch._foreach_mul_(buffers, momentum)
-        torch._foreach_add_(buffers, steps)
+        foreach_mul_(buffers, momentum)
+        foreach_add_(buffers, steps)
         steps = buffers
-    torch._foreach_add_(weights, steps, alpha=-step_size)
+    foreach_add_(weights, steps, alpha=-step_size)
 
 
 class Rows:
@@ -88,7 +89,7 @@ class Rows:
         self.owners = torch.arange(len(counts)).repeat_interleave(lengths).to(first.device)  # of each row, its tensor
 
     def fill(self, tensors: Tensors) -> None:
-        torch._foreach_copy_(self.tensors, tensors)
+        foreach_copy_(self.tensors, tensors)
 
     def norms(self) -> Tensor:
         """Of each tensor, in fp64."""
@@ -143,7 +144,7 @@ def step_rows(
     if not buffers:
         factors, step_size = factors * step_size, 1.0
     if weight_decay:
-        torch._foreach_add_(rows.tensors, weights, alpha=weight_decay)
+        foreach_add_(rows.tensors, weights, alpha=weight_decay)
     rows.scale(factors)
     step_by(weights, rows.tensors, buffers, step_size, momentum, found_inf)
 
@@ -154,6 +155,6 @@ def step_by(
     """v = momentum v + step,   w -= step_size v"""
     if all(are_alike(*each) for each in zip(weights, steps, buffers or weights, strict=True)):
         settings = {"weight_decay": 0.0, "momentum": momentum, "lr": step_size, "found_inf": found_inf}
-        fused_sgd(weights, steps, buffers, dampening=0.0, **settings)
+        step_in_one_pass(weights, steps, buffers, dampening=0.0, **settings)
     elif found_inf is None or not found_inf.item():
         step_each(weights, steps, buffers, 1.0, step_size, momentum, 0.0)

@@ -10,6 +10,7 @@ from megabatch.errors import UserError, require_one_of
 from megabatch.optim.groups import LR_FACTOR
 from megabatch.optim.lars import LARS, TRUST_COEFFICIENT, VARIANTS
 from megabatch.own_code import import_own_code, is_own_code
+from megabatch.torch_api import foreach_norm, heeds_found_inf
 
 LearningRate = Annotated[float, Meta(gt=0, le=10**6)]
 WIDEST_RATIO = 1e9  # of the head's learning rate to that of the others, and its inverse
@@ -115,7 +116,7 @@ def step_unless(optimizer: torch.optim.Optimizer, skipped: torch.Tensor) -> None
     Kernels that know `found_inf`, as torch.amp.GradScaler calls it, look at it themselves, on the device.  For any
     other optimizer the host has to look, and on an accelerator waits.
     """
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
+    if heeds_found_inf(optimizer):
         optimizer.found_inf = skipped  # type: ignore[attr-defined]
         optimizer.step()
     elif not skipped.item():
@@ -146,7 +147,7 @@ def has_bad_gradient(optimizer: torch.optim.Optimizer, norm: torch.Tensor | None
 
 def gradient_norm(optimizer: torch.optim.Optimizer) -> torch.Tensor:
     """Of the whole gradient: one pass over it."""
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients_of(optimizer))))
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(foreach_norm(gradients_of(optimizer))))
     return norm
 
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from megabatch.precision.policy import Precision
+from megabatch.torch_api import BatchNormBase, NormBase, forward_hooks
 
 # Their sums leave fp16's range: a LocalResponseNorm squares activations, a BatchNorm adds them up over a microbatch.
-KEPT_IN_FP32 = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm)
+KEPT_IN_FP32 = (NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
 
 def cast_model(model: nn.Module, precision: Precision, device: torch.device) -> None:
@@ -22,7 +22,7 @@ def cast_model(model: nn.Module, precision: Precision, device: torch.device) -> 
     for module in model.modules():
         if not isinstance(module, KEPT_IN_FP32):
             cast_own_tensors(module, precision.model)
-        elif not isinstance(module, _BatchNorm):  # a BatchNorm takes 16-bit images itself, and keeps fp32 inside
+        elif not isinstance(module, BatchNormBase):  # a BatchNorm takes 16-bit images itself, and keeps fp32 inside
             module.register_forward_pre_hook(partial(cast_images, precision.update))
             module.register_forward_hook(partial(cast_result, narrow))
     if precision.autocast:
@@ -49,7 +49,7 @@ def copy_in_fp32(model: nn.Module) -> nn.Module:
     plain = copy.deepcopy(model)
     vars(plain).pop("forward", None)  # under autocast, and that of the model: a copy does not get its own
     for module in plain.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for hooks in forward_hooks(module):
             for key, hook in list(hooks.items()):
                 if isinstance(hook, partial) and hook.func in (cast_images, cast_result):
                     del hooks[key]

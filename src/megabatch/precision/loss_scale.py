@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 
 from megabatch.precision.policy import PrecisionSettings
+from megabatch.torch_api import unscale_and_find_inf_, update_scale_
 
 INITIAL_SCALE = 2.0**8  # times the global batch
 GROWTH_INTERVAL = 100  # steps without an overflow
@@ -64,14 +65,14 @@ class LossScale:
         overflowed = torch.zeros_like(self.on_device)
         if self.is_on:
             inverse = self.on_device.double().reciprocal().float()
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflowed, inverse)
+            unscale_and_find_inf_(gradients, overflowed, inverse)
         return overflowed
 
     @torch.no_grad()
     def follow(self, overflowed: torch.Tensor) -> None:
         """On the device, after each step."""
         if self.kind == "dynamic":
-            torch._amp_update_scale_(self.on_device, self.clean_on_device, overflowed, 2.0, 0.5, GROWTH_INTERVAL)
+            update_scale_(self.on_device, self.clean_on_device, overflowed, 2.0, 0.5, GROWTH_INTERVAL)
             self.on_device.clamp_(min=MIN_SCALE)
 
     def note(self, overflowed: bool) -> None:

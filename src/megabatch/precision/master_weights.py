@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from megabatch.precision.loss_scale import LossScale
+from megabatch.torch_api import foreach_copy_, foreach_zero_
 
 
 class MasterWeights:
@@ -66,7 +67,7 @@ class MasterWeights:
     def clear_gradients(self, accumulates: bool) -> None:
         """Before a step.  A gradient that is not added to is written once: DDP copies it into its bucket."""
         if accumulates:
-            torch._foreach_zero_(gradients_of(self.parameters.values()))
+            foreach_zero_(gradients_of(self.parameters.values()))
             return
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -78,14 +79,14 @@ class MasterWeights:
         Gradients are the same on all ranks by now, and so is the answer, which stays on the device.
         """
         if self.copies:
-            torch._foreach_copy_(gradients_of(self.copies), gradients_of(self.rounded_parameters))
+            foreach_copy_(gradients_of(self.copies), gradients_of(self.rounded_parameters))
         return loss_scale.unscale(gradients_of(self.weights.values()))
 
     @torch.no_grad()
     def copy_to_model(self) -> None:
         """After an update: each weight is rounded once a step."""
         if self.copies:
-            torch._foreach_copy_(self.rounded_parameters, self.copies)
+            foreach_copy_(self.rounded_parameters, self.copies)
 
     def first_overflow(self) -> str | None:
         """The parameter whose gradient is not finite, and which backward reached first: those after it follow.

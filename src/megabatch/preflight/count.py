@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.flop_counter import FlopCounterMode
 
 from megabatch.errors import UserError
@@ -20,6 +18,7 @@ from megabatch.models.catalog import ModelSettings, build_model, model_errors
 from megabatch.models.layers import freeze
 from megabatch.models.loss import LossSettings, summed_loss
 from megabatch.simulate.workload import Layer, Workload
+from megabatch.torch_api import FakeTensorMode, NormBase, storage_id
 
 IMAGES = 2  # counted together: a BatchNorm refuses to normalise one
 CLEARLY_MORE = 2.0  # times the FLOPs, at four times the area
@@ -141,13 +140,13 @@ def kept_for_backward(owned: Iterable[torch.Tensor]) -> Iterator[dict[int, Kept]
 
     By storage: a tensor that is kept twice takes its bytes once.
     """
-    known = {tensor.untyped_storage()._cdata for tensor in owned}
+    known = {storage_id(tensor.untyped_storage()) for tensor in owned}
     kept: dict[int, Kept] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in known:
-            kept[storage._cdata] = Kept(tensor, storage.nbytes())
+        if storage_id(storage) not in known:
+            kept[storage_id(storage)] = Kept(tensor, storage.nbytes())
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, keep):
@@ -189,6 +188,6 @@ def list_layers(model: nn.Module, work: Work, larger: Work | None) -> list[Layer
 
 def moving_statistics(model: nn.Module) -> list[torch.Tensor]:
     """Of the normalisation layers that are trained."""
-    modules = [module for module in model.modules() if isinstance(module, _NormBase) and module.training]
+    modules = [module for module in model.modules() if isinstance(module, NormBase) and module.training]
     buffers = [buffer for module in modules for buffer in (module.running_mean, module.running_var)]
     return [buffer for buffer in buffers if buffer is not None]

@@ -7,9 +7,7 @@ import msgspec
 import torch
 from msgspec import Struct
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from megabatch.config.resolve import make_model, plan_groups, plan_learning_rate, plan_run
 from megabatch.config.schema import RunConfig
@@ -22,6 +20,7 @@ from megabatch.precision.master_weights import gradients_of
 from megabatch.precision.place import place_model
 from megabatch.preflight.compare import Findings, preflight
 from megabatch.preflight.count import kept_for_backward
+from megabatch.torch_api import BatchNormBase, FakeTensorMode
 
 ASSUMED_CLASSES = 10  # of images that are not there
 ASSUMED_STEPS = 1000  # an epoch of them, by which learning rates can be drawn over epochs
@@ -128,7 +127,7 @@ def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def activation_bytes(config: RunConfig, model: nn.Module, image_shape: tuple[int, ...]) -> int | None:
     """Runs one microbatch forward on tensors without content, and adds up what autograd keeps."""
     for module in model.modules():
-        if isinstance(module, _BatchNorm) and module.momentum is None:
+        if isinstance(module, BatchNormBase) and module.momentum is None:
             module.momentum = 0.1  # the plain average would read its counter, which has no value here
     without_content = FakeTensorMode()  # and not the meta device, where autocast does nothing
     tensors: dict[str, torch.Tensor] = {

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from megabatch.torch_api import nccl_options
+
 Join = Callable[[Any, int, int, timedelta], Any]  # store, index, size, timeout
 
 
@@ -19,9 +21,7 @@ def join_gloo(store: Any, index: int, size: int, timeout: timedelta) -> Any:
 
 
 def join_nccl(store: Any, index: int, size: int, timeout: timedelta) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, index, size, options)
+    return dist.ProcessGroupNCCL(store, index, size, nccl_options(timeout))
 
 
 BACKENDS = {"cpu": Backend("gloo", join_gloo), "cuda": Backend("nccl", join_nccl)}  # ROCm's devices are cuda too

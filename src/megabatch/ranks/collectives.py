@@ -18,6 +18,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megabatch.torch_api import all_gather_single
+
 PIECE_BYTES = 256 * 2**20  # that one broadcast carries
 ALIGNED_BYTES = 64  # as torch's own allocations
 
@@ -38,7 +40,7 @@ def digest(text: str) -> int:
 def gather(own: torch.Tensor, group: Any = None) -> torch.Tensor:
     """[p, n], of the n values that each rank brings."""
     gathered = own.new_empty(dist.get_world_size(group) * len(own))
-    dist.all_gather_single(gathered, own, group=group)
+    all_gather_single(gathered, own, group=group)
     return gathered.view(-1, len(own))
 
 

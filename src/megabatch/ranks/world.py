@@ -13,7 +13,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 from msgspec import Struct
-from torch.distributed.distributed_c10d import _get_default_store
 
 from megabatch.errors import UserError, require_one_of
 from megabatch.planning.topology import Topology
@@ -25,6 +24,7 @@ from megabatch.ranks.devices import choose_index, infer_local_rank
 from megabatch.ranks.discover import RankInfo, discover
 from megabatch.ranks.sockets import notice_lost_hosts, on_loopback
 from megabatch.ranks.store import RankStore, gather_through
+from megabatch.torch_api import default_store
 
 Value = TypeVar("Value")
 
@@ -106,7 +106,7 @@ class World:
 
     def gather_among(self, ranks: Sequence[int], text: str) -> list[str]:
         """The texts of these ranks, this one among them.  No other rank takes part: they travel through the store."""
-        return gather_through(_get_default_store(), self.rank, ranks, text)
+        return gather_through(default_store(), self.rank, ranks, text)
 
     def first_difference(self, text: str) -> Difference | None:
         """Of texts that should be the same on all ranks; None if they are."""

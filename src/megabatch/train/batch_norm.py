@@ -11,9 +11,9 @@ every step where M is None.  There it is 1 throughout, so that a forward pass le
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from megabatch.errors import UserError
+from megabatch.torch_api import NormBase, foreach_copy_, foreach_lerp_
 
 
 def share_of_momentum(momentum: float, turn: int, accumulation: int) -> float:
@@ -27,13 +27,13 @@ class RunningStatistics:
 
     def __init__(self, model: nn.Module, accumulation: int) -> None:
         self.accumulation = accumulation
-        self.modules: list[_NormBase] = []
+        self.modules: list[NormBase] = []
         self.tensors: list[torch.Tensor] = []
         self.names: list[str] = []
         for name, module in model.named_modules():
             if not module.training:  # frozen: even the mean over ranks of equal statistics would round them
                 continue
-            if isinstance(module, _NormBase) and module.running_mean is not None and module.running_var is not None:
+            if isinstance(module, NormBase) and module.running_mean is not None and module.running_var is not None:
                 self.modules.append(module)
                 self.names.append(name)
                 self.tensors += [module.running_mean, module.running_var]
@@ -63,7 +63,7 @@ class RunningStatistics:
         if turn == 0 and self.tensors:
             self.before = torch.cat(self.tensors)
         if turn == 0 and self.moved:
-            torch._foreach_copy_(self.moved, self.tensors)
+            foreach_copy_(self.moved, self.tensors)
         self.shares = []
         counts = self.counts.tolist() if self.needs_counts and self.counts is not None else [0] * len(self.modules)
         for module, momentum, count in zip(self.modules, self.momenta, counts, strict=True):
@@ -78,8 +78,8 @@ class RunningStatistics:
         if self.shares and torch.is_grad_enabled():  # in a step, and not in evaluation
             # Beside autograd, which keeps them for backward, where a BatchNorm in training does not look at them.
             tensors = [tensor.data for tensor in self.tensors]
-            torch._foreach_lerp_(self.moved, tensors, self.shares)
-            torch._foreach_copy_(tensors, self.moved)
+            foreach_lerp_(self.moved, tensors, self.shares)
+            foreach_copy_(tensors, self.moved)
 
     @torch.no_grad()
     def end_step(self, averaged: torch.Tensor, skipped: torch.Tensor | None = None) -> None:
@@ -93,10 +93,10 @@ class RunningStatistics:
             return
         if skipped is not None:
             averaged = torch.where(skipped > 0, self.before, averaged)
-        torch._foreach_copy_(self.tensors, averaged.split(self.sizes))
+        foreach_copy_(self.tensors, averaged.split(self.sizes))
         counting = self.find_counting()
         self.counts += counting if skipped is None else torch.where(skipped > 0, 0, counting)
-        torch._foreach_copy_([counter(module) for module in self.modules], self.counts.unbind())
+        foreach_copy_([counter(module) for module in self.modules], self.counts.unbind())
 
     def find_counting(self) -> torch.Tensor:
         """1 for each module that counts its forward passes, as one in training does, else 0; known after a step."""
@@ -118,6 +118,6 @@ class RunningStatistics:
         return passes > 0
 
 
-def counter(module: _NormBase) -> torch.Tensor:
+def counter(module: NormBase) -> torch.Tensor:
     assert module.num_batches_tracked is not None
     return module.num_batches_tracked

@@ -19,12 +19,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.config.loading import print_to_stderr
 from megabatch.errors import UserError
+from megabatch.torch_api import (
+    COMPILER_FILE,
+    COMPILER_MODULES,
+    NO_CXX,
+    NO_TRITON,
+    bucket_caps_bytes,
+    cut_compiled_graphs,
+)
 from megabatch.train.loop import Parts
 
-DEFINES_ERRORS = ("torch._inductor", "torch._dynamo", "torch._functorch")  # of torch.compile
-COMPILES = "torch/_dynamo/convert_frame.py"  # through which all compiling goes, and nothing else
 SMALLEST_CUT_BYTES = 1 << 20  # that torch makes
-NO_CXX, NO_TRITON = "InvalidCxxCompiler", "TritonMissing"
 
 
 class CompiledInTraining:
@@ -44,9 +49,8 @@ def compile_network(parts: Parts, distributed: DistributedDataParallel) -> None:
         print_to_stderr("model.compile=true: compiling the network, which may take minutes")
     parts.network.forward = CompiledInTraining(parts.network)
     parts.statistics.move_outside(parts.network)
-    # Where torch cuts: buckets of ours differ in size, and DDP names the largest.  It reads this no more itself.
-    sizes = distributed.bucket_bytes_cap_list or [distributed.bucket_bytes_cap]
-    distributed.bucket_bytes_cap = max(SMALLEST_CUT_BYTES, round(mean(sizes)))
+    # Buckets of ours differ in size, and torch would cut by the largest.
+    cut_compiled_graphs(distributed, max(SMALLEST_CUT_BYTES, round(mean(bucket_caps_bytes(distributed)))))
 
 
 def is_compiled(network: nn.Module) -> bool:
@@ -86,6 +90,6 @@ def compiler_errors(error: BaseException | None) -> list[BaseException]:
 
 def is_of_compiler(error: BaseException) -> bool:
     frames = traceback.walk_tb(error.__traceback__)
-    return type(error).__module__.startswith(DEFINES_ERRORS) or any(
-        frame.f_code.co_filename.endswith(COMPILES) for frame, _ in frames
+    return type(error).__module__.startswith(COMPILER_MODULES) or any(
+        frame.f_code.co_filename.endswith(COMPILER_FILE) for frame, _ in frames
     )

@@ -29,6 +29,7 @@ from megabatch.ranks.machine import cpu_name
 from megabatch.ranks.store import RankStore
 from megabatch.ranks.world import World, choose_device, connect
 from megabatch.simulate.profile import Profile, ProfiledGradient, ProfilePoint
+from megabatch.torch_api import foreach_zero_
 from megabatch.train.arithmetic import arithmetic, fix_workspace
 from megabatch.train.assemble import assemble
 from megabatch.train.device import accelerator_name, wait_for
@@ -178,7 +179,7 @@ def timing_layers(network: nn.Module, device: torch.device) -> Iterator[dict[str
 
 def time_update(parts: Parts) -> float:
     """After a pass, of gradients that are 0: none overflows, and no weight moves."""
-    torch._foreach_zero_(gradients_of(parts.master_weights.parameters.values()))
+    foreach_zero_(gradients_of(parts.master_weights.parameters.values()))
     began = now(parts.world.device)
     overflowed = parts.master_weights.load_gradients(parts.loss_scale)
     clip_and_check(parts)

@@ -1,0 +1,455 @@
+"""Private names of torch: each is there and does what we use it for, and no other file uses one."""
+
+import ast
+import copy
+import importlib.util
+import re
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.rank_pool import RankPool
+
+ROOT = Path(__file__).parent.parent
+MODULE = ROOT / "src/megabatch/torch_api.py"
+# Attributes that begin with "_" and are not torch's, in any file.
+NOT_OF_TORCH = {
+    "_replace": "NamedTuple's",
+    "_exit": "of os",
+    "_current_frames": "of sys",
+    "_getframe": "of sys",
+    "_value": "LossScale's own",
+    "_im": "of Pillow's images",
+}
+# What the benches alone need of torch.
+OF_BENCHES = {
+    "benchmarks/input.py": {"_iterator", "_shutdown_workers"},  # of a DataLoader, which has no close()
+    "benchmarks/rehearsal/fake_cuda.py": {  # stands for torch.cuda, whose private functions torch.accelerator calls
+        "_C",
+        "_accelerator_hooks_device_count",
+        "_accelerator_setDeviceIndex",
+        "_accelerator_exchangeDevice",
+        "_accelerator_maybeExchangeDevice",
+        "_lazy_init",
+        "_exchange_device",
+        "_maybe_exchange_device",
+    },
+}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__") and name != "_"
+
+
+def is_attribute_of_torch(name: str) -> bool:
+    owners = (torch, torch._C, Tensor, torch.UntypedStorage, nn.Module, torch.optim.Optimizer, dist, dist.ProcessGroup)
+    return is_private(name) and any(hasattr(owner, name) for owner in owners)
+
+
+def private_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Lines and names: attributes, names looked up by a string, and imports from torch."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if re.search(r"\btorch[./]_(?!_)", node.value) or is_attribute_of_torch(node.value):
+                yield node.lineno, node.value
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+            name = node.args[1]
+            if isinstance(name, ast.Constant) and is_private(name.value):
+                yield name.lineno, name.value
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+            for alias in node.names:
+                parts = [*module.split("."), *alias.name.split(".")]
+                if "torch" in parts[:2] and any(map(is_private, parts)):
+                    yield node.lineno, ".".join(parts)
+
+
+def without_docstrings(tree: ast.Module) -> ast.Module:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return tree
+
+
+def test_no_other_file_uses_a_private_name_of_torch() -> None:
+    found = []
+    files = [path for folder in ("src/megabatch", "benchmarks", "tools") for path in (ROOT / folder).rglob("*.py")]
+    assert MODULE in files and len(files) > 100
+    for path in sorted(set(files) - {MODULE}):
+        name = path.relative_to(ROOT).as_posix()
+        allowed = NOT_OF_TORCH.keys() | OF_BENCHES.get(name, set())
+        tree = without_docstrings(ast.parse(path.read_text()))
+        found += [f"{name}:{line} uses {used}" for line, used in private_names(tree) if used not in allowed]
+    assert not found, f"move them to megabatch.torch_api: {found}"
+
+
+def names_of_torch() -> dict[str, str]:
+    """The private names in megabatch.torch_api that can be looked up from a module of torch, and where they are."""
+    tree = ast.parse(MODULE.read_text())
+    modules = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {alias.asname or alias.name: alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            modules |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            root, *path = ast.unparse(node).split(".")
+            name = ".".join([modules.get(root, ""), *path])
+            if name.startswith("torch") and any(map(is_private, name.split("."))):
+                found[name] = f"{MODULE.name}:{node.lineno}"
+    return found
+
+
+@pytest.mark.parametrize("name", names_of_torch())
+def test_torch_has_it(name: str) -> None:
+    owner: Any = torch
+    for part in name.split(".")[1:]:
+        assert hasattr(owner, part), f"torch {torch.__version__} has no {name}, which {names_of_torch()[name]} uses"
+        owner = getattr(owner, part)
+
+
+def test_every_name_has_a_test_here() -> None:
+    tree = ast.parse(MODULE.read_text())
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign)]
+    targets = [target for node in assigned for target in getattr(node, "targets", [getattr(node, "target", None)])]
+    names = [node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)]
+    names += [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    assert len(names) > 30
+    tested = Path(__file__).read_text() + (ROOT / "tests/models/test_torchvision.py").read_text()
+    assert [name for name in names if not re.search(rf"\b{name}\b", tested)] == []
+
+
+@pytest.fixture
+def api() -> Any:
+    """Imported late: without one of the names it cannot be, and then the tests above name it."""
+    from megabatch import torch_api
+
+    return torch_api
+
+
+def three() -> list[Tensor]:
+    return [torch.arange(1.0, size + 1) for size in (1, 4, 7)]
+
+
+FOREACH: dict[str, tuple[tuple[Any, ...], Callable[[Tensor], Tensor]]] = {
+    "foreach_add": ((three(),), lambda x: x + x),
+    "foreach_add_": ((three(),), lambda x: x + x),
+    "foreach_copy_": (([torch.full_like(x, 5.0).double() for x in three()],), lambda x: torch.full_like(x, 5.0)),
+    "foreach_mul_": ((3.0,), lambda x: x * 3),
+    "foreach_norm": ((), lambda x: x.square().sum().sqrt()),
+    "foreach_zero_": ((), torch.zeros_like),
+}
+
+
+@pytest.mark.parametrize("name", FOREACH)
+def test_foreach_does_to_each_tensor_what_the_plain_operation_does(api: Any, name: str) -> None:
+    tensors = three()
+    arguments, plain = FOREACH[name]
+    result = getattr(api, name)(tensors, *arguments)
+    changed = tensors if name.endswith("_") else result
+    for found, before in zip(changed, three(), strict=True):
+        torch.testing.assert_close(found, plain(before))
+    if not name.endswith("_"):
+        assert all(map(torch.equal, tensors, three()))
+
+
+def test_foreach_lerp_takes_a_weight_for_each_tensor(api: Any) -> None:
+    moved, ends = three(), [torch.zeros_like(tensor) for tensor in three()]
+    api.foreach_lerp_(moved, ends, [0.0, 1.0, 0.5])
+    assert all(torch.equal(found, x * share) for found, x, share in zip(moved, three(), (1.0, 0.0, 0.5), strict=True))
+
+
+@pytest.mark.parametrize("found_inf", [None, 0.0, 1.0])
+def test_fused_sgd_is_momentum_sgd_with_dampening_and_heeds_found_inf(api: Any, found_inf: float | None) -> None:
+    weights, gradients, buffers = three(), [x.flip(0) for x in three()], [2 * x for x in three()]
+    api.fused_sgd_(
+        weights,
+        gradients,
+        buffers,
+        weight_decay=0.5,
+        momentum=0.75,
+        lr=0.25,
+        dampening=0.5,
+        nesterov=False,
+        maximize=False,
+        is_first_step=False,
+        found_inf=None if found_inf is None else torch.tensor(found_inf),
+    )
+    for w, v, x in zip(weights, buffers, three(), strict=True):
+        expected = x, 2 * x
+        if not found_inf:
+            buffer = 0.75 * 2 * x + 0.5 * (x.flip(0) + 0.5 * x)
+            expected = x - 0.25 * buffer, buffer
+        torch.testing.assert_close((w, v), expected)
+
+
+@pytest.mark.parametrize("bad", [None, torch.inf, torch.nan])
+def test_unscale_multiplies_and_finds_what_is_not_finite(api: Any, bad: float | None) -> None:
+    gradients, found = three(), torch.zeros(())
+    if bad is not None:
+        gradients[1][2] = bad
+    api.unscale_and_find_inf_(gradients, found, torch.tensor(0.5))
+    assert found.item() == (bad is not None)
+    assert torch.equal(gradients[2], 0.5 * three()[2])
+
+
+def test_update_scale_halves_after_an_overflow_and_doubles_after_an_interval(api: Any) -> None:
+    scale, clean_steps = torch.tensor(1024.0), torch.tensor(0, dtype=torch.int32)
+    seen = []
+    for overflowed in (0.0, 1.0, 0.0, 0.0, 0.0):
+        api.update_scale_(scale, clean_steps, torch.tensor(overflowed), 2.0, 0.5, 3)
+        seen.append((scale.item(), clean_steps.item()))
+    assert seen == [(1024, 1), (512, 0), (512, 1), (512, 2), (1024, 0)]
+
+
+def test_tensors_are_grouped_by_dtype_and_lists_stay_together(api: Any) -> None:
+    weights = [torch.ones(2), torch.ones(3, dtype=torch.float64), torch.ones(4)]
+    groups = api.group_by_device_and_dtype([weights, [2 * weight for weight in weights]])
+    found = [[[len(tensor) for tensor in each] for each in tensors] for tensors, _ in groups.values()]
+    assert sorted(found) == [[[2, 4], [2, 4]], [[3], [3]]]
+
+
+def test_resize_writes_what_interpolate_returns(api: Any) -> None:
+    image = (
+        torch.arange(3 * 40 * 30, dtype=torch.uint8).view(1, 3, 40, 30).contiguous(memory_format=torch.channels_last)
+    )
+    out = torch.empty(1, 3, 7, 9, dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
+    api.resize_antialiased(image, (7, 9), False, None, None, out=out)
+    assert torch.equal(out, F.interpolate(image, (7, 9), mode="bilinear", antialias=True))
+
+
+def test_norm_base_is_every_layer_with_running_statistics(api: Any) -> None:
+    batch_norms = [nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2), nn.LazyBatchNorm2d()]
+    instance_norms = [nn.InstanceNorm1d(2), nn.InstanceNorm2d(2), nn.InstanceNorm3d(2)]
+    others = [nn.GroupNorm(1, 2), nn.LayerNorm(2), nn.RMSNorm(2), nn.LocalResponseNorm(2)]
+    assert all(isinstance(layer, api.NormBase) for layer in batch_norms + instance_norms)
+    assert all(isinstance(layer, api.BatchNormBase) for layer in batch_norms)
+    assert not any(isinstance(layer, api.BatchNormBase) for layer in instance_norms + others)
+    assert not any(isinstance(layer, api.NormBase) for layer in others)
+
+
+def test_fake_tensors_take_no_memory_and_know_autocast(api: Any) -> None:
+    with api.FakeTensorMode():
+        images = torch.empty(1 << 24, 1 << 12)  # 256 GiB
+        with torch.autocast("cpu", torch.bfloat16):
+            assert nn.Linear(1 << 12, 10)(images).dtype == torch.bfloat16
+
+
+def test_a_storage_has_a_number_of_its_own(api: Any) -> None:
+    tensor = torch.ones(4)
+    assert api.storage_id(tensor[1:].untyped_storage()) == api.storage_id(tensor.untyped_storage())
+    others = [torch.ones(4).untyped_storage(), torch.ones(0).untyped_storage(), torch.ones(0).untyped_storage()]
+    with api.FakeTensorMode():
+        others += [torch.ones(4).untyped_storage(), torch.ones(4).untyped_storage()]
+    assert len({api.storage_id(storage) for storage in others}) == len(others)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux")
+def test_shared_memory_is_mapped_by_its_descriptor(api: Any) -> None:
+    tensor = torch.arange(100.0)
+    descriptor, num_bytes = api.share_by_descriptor(tensor.untyped_storage())
+    assert num_bytes >= 400
+    mapped = torch.UntypedStorage.from_file(f"/proc/self/fd/{descriptor}", True, num_bytes)
+    other = torch.empty(0).set_(mapped, 0, (100,), (1,))
+    assert torch.equal(other, torch.arange(100.0))
+    other[7] = -1
+    assert tensor[7] == -1
+
+
+def test_a_queued_callback_runs_when_all_gradients_are_there(api: Any) -> None:
+    first, last = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    seen: list[bool] = []
+    last.register_hook(lambda _: api.queue_callback(lambda: seen.append(first.grad is not None)))
+    (first.exp() * last).sum().backward()
+    assert seen == [True]
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """One rank, in this process; torch warns of nothing that we use."""
+    from megabatch.ranks.discover import RankInfo
+    from megabatch.ranks.world import connect
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        warnings.simplefilter("error", DeprecationWarning)
+        with connect(RankInfo(0, 1, 0, 1), "cpu", dist.HashStore()):
+            yield
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_default_store_is_that_of_all_ranks(api: Any) -> None:
+    api.default_store().set("key", "value")
+    assert api.default_store().get("key").endswith(b"value")
+
+
+def gather_own(world: Any) -> list[float]:
+    from megabatch.torch_api import all_gather_single
+
+    gathered = torch.zeros(2 * world.num_ranks)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        all_gather_single(gathered, torch.tensor([world.rank, 0.5]), group=None)
+    return gathered.tolist()
+
+
+def test_all_gather_single_fills_one_tensor_without_a_warning(ranks: RankPool) -> None:
+    assert ranks.run(gather_own, num_ranks=2) == 2 * [[0, 0.5, 1, 0.5]]
+
+
+def test_process_groups_have_the_collectives_that_our_plans_use(api: Any) -> None:
+    """Of two members, which are threads."""
+    store, results = dist.HashStore(), {}
+
+    def take_part(index: int) -> None:
+        group = dist.ProcessGroupGloo(store, index, 2, timedelta(seconds=60))
+        gathered, own = torch.zeros(4), torch.zeros(2)
+        getattr(group, api.ALL_GATHER)(gathered, torch.full((2,), index + 1.0)).wait()
+        getattr(group, api.REDUCE_SCATTER)(own, torch.arange(4.0)).wait()
+        arrived = torch.zeros(2 * (index + 1))
+        sent = torch.arange(3.0) + 10 * index
+        getattr(group, api.ALL_TO_ALL)(arrived, sent, [index + 1] * 2, [1, 2]).wait()
+        results[index] = gathered.tolist(), own.tolist(), arrived.tolist()
+
+    threads = [threading.Thread(target=take_part, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {
+        0: ([1, 1, 2, 2], [0, 2], [0, 10]),
+        1: ([1, 1, 2, 2], [4, 6], [1, 2, 11, 12]),
+    }
+
+
+class Steps(torch.optim.Optimizer):
+    def __init__(self, parameter: nn.Parameter) -> None:
+        super().__init__([parameter], {})
+        self.seen: list[float] = []
+
+    def step(self, closure: Any = None) -> None:
+        self.seen.append(float(getattr(self, "found_inf", -1.0)))
+
+
+def test_a_grad_scaler_leaves_found_inf_to_an_optimizer_that_promises_to_heed_it(api: Any) -> None:
+    fused, plain = (torch.optim.SGD([nn.Parameter(torch.ones(2))], fused=fused) for fused in (True, False))
+    assert api.heeds_found_inf(fused) and not api.heeds_found_inf(plain)
+    for promises in (False, True):
+        parameter = nn.Parameter(torch.ones(2))
+        optimizer, scaler = Steps(parameter), torch.amp.GradScaler("cpu")
+        if promises:
+            api.promise_to_heed_found_inf(optimizer)
+        assert vars(optimizer).get(api.HEEDS_FOUND_INF, False) == promises
+        scaler.scale((parameter * torch.inf).sum()).backward()
+        scaler.step(optimizer)
+        assert optimizer.seen == ([1.0] if promises else [])  # without the promise it skips the step
+
+
+def test_forward_hooks_can_be_taken_from_a_copy(api: Any) -> None:
+    module, calls = nn.Identity(), []
+    module.register_forward_pre_hook(lambda *_: calls.append("before"))
+    module.register_forward_hook(lambda *_: calls.append("after"))
+    plain = copy.deepcopy(module)
+    for hooks in api.forward_hooks(plain):
+        assert len(hooks) == 1
+        hooks.clear()
+    plain(torch.ones(1))
+    assert calls == []
+    module(torch.ones(1))
+    assert calls == ["before", "after"]
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="needs NCCL")
+def test_nccl_takes_a_timeout_by_its_options(api: Any) -> None:
+    assert api.nccl_options(timedelta(seconds=7))._timeout == timedelta(seconds=7)
+
+
+@pytest.mark.usefixtures("alone")
+def test_ddp_asks_our_logger_for_the_times_that_it_does_not_take(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(api.NoRuntimeStatistics, "set_runtime_stats_and_log", lambda self: calls.append(self))
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    api.stop_runtime_statistics(model)
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+    assert len(calls) == 2
+    model.logger.set_error_and_log("all else reaches torch's logger")  # type: ignore[union-attr]
+
+
+def buffers_after_forward(world: Any, keeps: bool) -> list[float]:
+    from megabatch.torch_api import keep_own_buffers
+
+    model = DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(2, momentum=0.0), nn.Linear(2, 2)))
+    if keeps:
+        keep_own_buffers(model)
+    model.module[0].running_mean.fill_(float(world.rank))  # type: ignore[operator, union-attr]
+    model(torch.ones(2, 2)).sum().backward()
+    model(torch.ones(2, 2)).sum().backward()
+    mean: list[float] = model.module[0].running_mean.tolist()  # type: ignore[operator, union-attr]
+    return mean
+
+
+def test_ddp_leaves_buffers_alone_if_it_is_told_to(ranks: RankPool) -> None:
+    assert ranks.run(buffers_after_forward, False, num_ranks=2) == [[0, 0], [0, 0]]
+    assert ranks.run(buffers_after_forward, True, num_ranks=2) == [[0, 0], [1, 1]]
+
+
+@pytest.mark.usefixtures("alone")
+def test_bucket_caps_are_those_that_ddp_was_given(api: Any) -> None:
+    assert api.bucket_caps_bytes(DistributedDataParallel(nn.Linear(2, 2), bucket_cap_mb=3)) == [3 << 20]
+    given: Any = [1, 0.5, 2]
+    assert api.bucket_caps_bytes(DistributedDataParallel(nn.Linear(2, 2), bucket_cap_mb_list=given)) == [
+        1 << 20,
+        1 << 19,
+        2 << 20,
+    ]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("cut_mib", "num_graphs"), [(1, 3), (100, 2)])
+def test_a_compiled_graph_is_cut_where_we_say(api: Any, cut_mib: int, num_graphs: int) -> None:
+    graphs = []
+
+    def count(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    network = nn.Sequential(*(nn.Linear(600, 600) for _ in range(3)))  # 1.4 MB each; the first cut is at 1 MiB or less
+    model = DistributedDataParallel(network)
+    api.cut_compiled_graphs(model, cut_mib << 20)
+    network.forward = torch.compile(network.forward, backend=count)  # type: ignore[method-assign]
+    model(torch.ones(2, 600)).sum().backward()
+    assert len(graphs) == num_graphs
+
+
+def test_errors_of_torch_compile_are_recognised(api: Any) -> None:
+    assert all(importlib.util.find_spec(module) for module in api.COMPILER_MODULES)
+    exceptions = importlib.import_module("torch._inductor.exc")
+    assert all(issubclass(getattr(exceptions, name), Exception) for name in (api.NO_CXX, api.NO_TRITON))
+
+    files = []
+
+    def note_stack(graph: Any, _: Any) -> Any:
+        files.extend(frame.filename for frame in traceback.extract_stack())
+        raise ValueError("refused")
+
+    with pytest.raises(Exception, match="refused") as refusal:
+        torch.compile(lambda x: x + 1, backend=note_stack)(torch.ones(1))
+    assert refusal.type.__module__.startswith(api.COMPILER_MODULES)
+    assert any(file.endswith(api.COMPILER_FILE) for file in files)
