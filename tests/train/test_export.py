@@ -11,7 +11,7 @@ from megabatch.models.catalog import MODELS
 from megabatch.precision.place import to_precision
 from megabatch.precision.policy import PRECISIONS
 from megabatch.train import export
-from megabatch.train.export import Exported, export_onnx, export_torch, export_torchvision, onnx_session
+from megabatch.train.export import Exported, export_onnx, export_torch, export_torchvision, onnx_session, with_maxima
 
 MEAN, DEVIATION = (97.3, 11.0), (41.7, 93.1)
 
@@ -81,6 +81,17 @@ def test_onnx_gives_the_top1_of_evaluation(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
     properties = {entry.key: entry.value for entry in onnx.load(tmp_path / "model.onnx").metadata_props}
     assert '"classes": ["a", "b", "c", "d", "e"]' in properties["megabatch"]
+
+
+def test_global_max_pools_are_replaced_for_onnx_and_give_the_same() -> None:
+    module = nn.Sequential(
+        nn.AdaptiveMaxPool2d(3), nn.Sequential(nn.AdaptiveMaxPool2d(1)), nn.AdaptiveMaxPool2d((1, 1))
+    )
+    images = torch.randn(2, 3, 7, 5)
+    expected = module(images)
+    replaced = with_maxima(module)
+    assert torch.equal(replaced(images), expected)
+    assert [type(child) for child in replaced.modules() if isinstance(child, nn.AdaptiveMaxPool2d)] == [type(module[0])]
 
 
 def test_onnx_that_is_not_installed_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

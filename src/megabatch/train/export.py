@@ -111,7 +111,7 @@ def export_onnx(exported: Exported, out: Path) -> float:
     if missing:
         raise UserError(f"ONNX needs {', '.join(missing)}; pip install 'megabatch[export]'")
     module = exported.module()
-    program = trace(module, exported)
+    program = trace(with_maxima(exported.module()), exported)
     with writing(out) as new, quiet(), one_line(exported, "ONNX"):
         onnx_program = torch.onnx.export(
             program, input_names=[INPUT], output_names=[OUTPUT], dynamo=True, verbose=False
@@ -121,6 +121,21 @@ def export_onnx(exported: Exported, out: Path) -> float:
         onnx_program.save(new, external_data=False)
         difference = compare(exported, module, onnx_session(new))
     return difference
+
+
+class Maxima(nn.Module):
+    """nn.AdaptiveMaxPool2d(1) in other words."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.amax((-2, -1), keepdim=True)
+
+
+def with_maxima(module: nn.Module) -> nn.Module:
+    """Replace every nn.AdaptiveMaxPool2d(1) in place: torch before 2.13 does not write it as ONNX."""
+    for name, child in list(module.named_modules()):
+        if isinstance(child, nn.AdaptiveMaxPool2d) and child.output_size in (1, (1, 1)) and not child.return_indices:
+            module.set_submodule(name, Maxima())
+    return module
 
 
 def onnx_session(path: Path) -> Callable[[torch.Tensor], torch.Tensor]:
