@@ -111,9 +111,7 @@ def read_numbers(text: str) -> list[int]:
 def run(numbers: list[int], rounds: int, json_file: Path | None) -> None:
     reason = fake_cuda.why_not()
     if reason:
-        raise UserError(
-            f"bench startup rehearses CUDA on a CPU build of torch, and {reason}; run it where there is one"
-        )
+        raise UserError(f"bench startup rehearses CUDA on the CPU and {reason}")
     fake_cuda.install()
     with started(config_for(RANKS_PER_NODE), RANKS_PER_NODE):  # imports, which take seconds
         pass

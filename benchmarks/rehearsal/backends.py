@@ -12,6 +12,7 @@ Both log what they were asked for, and of CUDA tensors each counts as one launch
 not wait for those with NCCL: here it does, in `Work.wait`, and that is not counted.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -282,6 +283,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
+# torch's flight recorder asks every group for its backend in C++ (from 2.15), and these have none: it is turned off.
+os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
 REHEARSED, MIRRORED = (Backend(group.backend_name, group) for group in (Rehearsed, Mirrored))
 for backend in (REHEARSED, MIRRORED):
     dist.Backend.register_backend(backend.name, backend.join, devices=["cpu", "cuda"])

@@ -1,5 +1,8 @@
-// A CUDA without a GPU, for a CPU build of torch.  What a "cuda" tensor is asked for is done at once by the CPU kernel
-// on the same bytes, so results are the CPU's to the bit; device.h keeps back what a host would see late.
+// A CUDA without a GPU, for a CPU or CUDA build of torch.  What a "cuda" tensor is asked for is done at once by the CPU
+// kernel on the same bytes, so results are the CPU's to the bit; device.h keeps back what a host would see late.
+//
+// A CUDA build has registered its own kernels, device guard, allocator, hooks and DDP timer when torch is imported.
+// All of them can be registered again, and the newest or the one of higher priority counts: nothing asks the driver.
 #include "memory.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -18,6 +21,7 @@
 
 namespace {
 using at::Tensor;
+constexpr auto NO_KERNELS = DispatchKey::PrivateUse3;  // a device for which torch registers nothing
 
 // ----------------------------------------------------------------------------------------------------------- kernels
 // Resizable, because an `out` may be resized: `adopt` gives the original what its alias has become.
@@ -207,8 +211,8 @@ struct DDPTimer final : c10d::Timer {
 Guard guard;
 const bool is_installed = [] {
   impl::registerDeviceGuard(kCUDA, &guard);
-  SetAllocator(kCUDA, &device_memory);
-  // A process that has imported torch may have made torch's own hooks, which have no members either: take their place.
+  SetAllocator(kCUDA, &device_memory, UINT8_MAX);  // the priority: a CUDA build's allocator has more than the default
+  // A process that has imported torch may have made its build's hooks, which have no members either: take their place.
   static_assert(sizeof(Hooks) == sizeof(at::CUDAHooksInterface));
   new (const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks())) Hooks({});
   return true;
@@ -216,7 +220,29 @@ const bool is_installed = [] {
 
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
 
+// In place of a kernel for a GPU: what a CPU build does without it, so that launches are the same on both builds.
+// torch takes the operation apart if it can, as for any device without kernels; otherwise the CPU's kernel runs.
+void run_as_without_cuda(const OperatorHandle& op, torch::jit::Stack* stack) {
+  if (op.hasComputedKernelForDispatchKey(NO_KERNELS)) op.redispatchBoxed(DispatchKeySet(NO_KERNELS), stack);
+  else run_on_cpu(op, stack);
+}
+
+struct Silent final : WarningHandler {
+  void process(const Warning&) override {}
+};
+
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  Silent silent;  // torch warns when a kernel takes the place of another
+  WarningUtils::WarningHandlerGuard no_warnings(&silent);
+  for (auto& op : Dispatcher::singleton().getAllOpNames()) {
+    if (!op.name.starts_with("aten::")) continue;
+    // One launch each, as on CUDA; torch would take them apart here, and convolve by another kernel than the CPU's.
+    const bool is_one = op.name.starts_with("aten::_foreach_") || op.name.starts_with("aten::convolution");
+    const auto name = toString(op);
+    if (is_one) m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
+    else if (Dispatcher::singleton().findSchema(op)->hasKernelForDispatchKey(DispatchKey::CUDA))
+      m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_as_without_cuda>());
+  }
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
   m.impl("copy_", copy);
@@ -228,12 +254,6 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("record_stream", [](Tensor& tensor, Stream stream) {
     Guard().recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
   });
-  // One launch each, as on CUDA; torch would take them apart here, and convolve by another kernel than the CPU's.
-  for (auto& op : Dispatcher::singleton().getAllOpNames()) {
-    const bool is_one = op.name.starts_with("aten::_foreach_") || op.name.starts_with("aten::convolution");
-    if (is_one && !Dispatcher::singleton().findSchema(op)->hasKernelForDispatchKey(DispatchKey::CUDA))
-      m.impl(toString(op).c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
-  }
 }
 
 TORCH_LIBRARY(rehearsal, m) {
@@ -265,5 +285,5 @@ TORCH_LIBRARY(rehearsal, m) {
 }  // namespace
 
 namespace c10d {
-C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, ::DDPTimer);
+C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(TimerRegistry, c10::kCUDA, c10::REGISTRY_PREFERRED, ::DDPTimer);
 }

@@ -1,4 +1,4 @@
-"""A CUDA without a GPU, to rehearse the GPU path on a CPU build of torch.  What it does is said in fake_cuda.cpp.
+"""A CUDA without a GPU, to rehearse the GPU path on a CPU or CUDA build of torch.  fake_cuda.cpp says how it works.
 
     fake_cuda.install()                        # once in a process, before anything of CUDA is used
     fake_cuda.reset()
@@ -35,6 +35,7 @@ TORCH = Path(torch.__file__).parent
 OPTIONS = ["-O1", "-fPIC", "-shared", "-std=c++20", "-w"]
 LAG = 20  # launches after which an event that was recorded is complete
 NUM_DEVICES = int(os.environ.get("FAKE_CUDA_DEVICES", "8"))
+HAS_GPU = torch.cuda.is_available()  # asked here: `install` makes the answer yes
 
 Report = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 
@@ -56,10 +57,12 @@ kept: list[Any] = []  # what C++ points to
 
 
 def why_not() -> str | None:
-    """Why there can be no fake CUDA here."""
-    if torch.version.cuda or torch.version.hip:
-        return "this torch has a CUDA of its own"
-    return None if shutil.which("g++") else "there is no g++ to compile it with"
+    """Return the reason that there can be no fake CUDA here, or None."""
+    if torch.version.hip:
+        return "needs a CPU or CUDA build of torch: this one is for ROCm"
+    if HAS_GPU:
+        return "needs a machine without a GPU: hide it with CUDA_VISIBLE_DEVICES="
+    return None if shutil.which("g++") else "needs g++: install it"
 
 
 def build() -> Path:

@@ -26,12 +26,21 @@ def test_bench_startup_finds_nothing_that_grows_but_a_few_bytes_a_rank(tmp_path:
     assert "bytes grow by" in result.stdout
 
 
-def test_where_nothing_can_be_rehearsed_the_bench_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fake_cuda.shutil, "which", lambda name: None)
-    monkeypatch.setattr(fake_cuda.torch.version, "cuda", None)
-    with pytest.raises(
-        UserError, match=r"^bench startup rehearses CUDA .* there is no g\+\+ to compile it with; run it"
-    ):
+@pytest.mark.parametrize(
+    ("is_rocm", "has_gpu", "has_compiler", "needs"),
+    [
+        (True, False, True, r"a CPU or CUDA build of torch: this one is for ROCm"),
+        (False, True, True, r"a machine without a GPU: hide it with CUDA_VISIBLE_DEVICES="),
+        (False, False, False, r"g\+\+: install it"),
+    ],
+)
+def test_where_nothing_can_be_rehearsed_the_bench_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, is_rocm: bool, has_gpu: bool, has_compiler: bool, needs: str
+) -> None:
+    monkeypatch.setattr(fake_cuda.torch.version, "hip", "7.0" if is_rocm else None)
+    monkeypatch.setattr(fake_cuda, "HAS_GPU", has_gpu)
+    monkeypatch.setattr(fake_cuda.shutil, "which", lambda name: name if has_compiler else None)
+    with pytest.raises(UserError, match=rf"^bench startup rehearses CUDA on the CPU and needs {needs}$"):
         startup.run([8], 1, None)
 
 

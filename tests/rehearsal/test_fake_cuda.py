@@ -1,7 +1,10 @@
 """The device that is not there does what a real one would, as far as a host can tell."""
 
 import re
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,7 +154,7 @@ def waits_by_operation(world: World) -> dict[str, list[str]]:
         "other stream": lambda: torch.Stream("cuda").wait_stream(torch.accelerator.current_stream()),
         "future": lambda: finished(tensor).wait(),
         "item": lambda: tensor[0, 0].item(),
-        "assign a number to one place": lambda: tensor.__setitem__((0, 0), 2.0),  # torch copies it from the host
+        "assign from the host": lambda: tensor.__setitem__((0, 0), host[0, 0]),
         "if": lambda: bool(tensor[0, 0] > 0),
         "tolist": lambda: tensor.tolist(),
         "index by a mask": lambda: tensor[mask],
@@ -249,3 +252,31 @@ def test_torch_finds_its_devices_streams_memory_and_clock(ranks: RankPool) -> No
         "streams": {("launch", True), ("allocation", True)},
         "autocast": "torch.float16",
     }
+
+
+# mul.Tensor is one that torch can take apart, relu is not; empty is one that the fake has a kernel for.
+REGISTERED_BEFORE = """
+import torch
+from benchmarks.rehearsal import fake_cuda
+
+
+def kernel(*args, **options):
+    raise AssertionError("a kernel for a GPU was asked")
+
+
+library = torch.library.Library("aten", "IMPL")
+for name in ("mul.Tensor", "relu", "empty.memory_format"):
+    library.impl(name, kernel, "CUDA")
+fake_cuda.install()
+fake_cuda.reset()
+tensor = torch.empty(2, device="cuda").fill_(-2.0)
+print((tensor * tensor).tolist(), tensor.relu().tolist(), fake_cuda.launches()["aten::mul"])
+"""
+
+
+def test_kernels_of_a_cuda_build_are_replaced(ranks: RankPool) -> None:
+    """In another process, where kernels are registered before the fake is installed, as a CUDA build of torch does."""
+    command, root = [sys.executable, "-W", "ignore", "-c", REGISTERED_BEFORE], Path(__file__).parents[2]
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert result.stdout == "[4.0, 4.0] [0.0, 0.0] 1\n", result.stderr
+    assert result.stderr == ""
