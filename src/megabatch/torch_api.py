@@ -34,7 +34,7 @@ foreach_zero_ = torch._foreach_zero_
 # Momentum SGD in one pass over memory.  torch.optim.SGD(fused=True) calls it with one learning rate for a whole group,
 # and LARS has one per tensor.
 fused_sgd_ = torch._fused_sgd_
-# torch.amp.GradScaler's kernels.  GradScaler itself lets the scale fall below 1, and keeps it from the caller.
+# torch.amp.GradScaler's kernels.  GradScaler itself lets the scale fall below 1, and asks the host.
 unscale_and_find_inf_ = torch._amp_foreach_non_finite_check_and_unscale_
 update_scale_ = torch._amp_update_scale_
 # torch.optim groups tensors by this, in C++: at every step, since any of them may have no gradient.
@@ -58,7 +58,7 @@ queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engin
 
 # The store of the default process group, where the ranks find each other again for groups of ours.
 default_store: Callable[[], Any] = distributed_c10d._get_default_store
-# Before torch 2.13 it is called all_gather_into_tensor, which 2.13 and 2.14 warn of.
+# Before torch 2.13 it is called all_gather_into_tensor, a name that 2.13 warns of.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # Methods of a process group.  torch.distributed's functions take only groups that dist.new_group has made.
 ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL = "_allgather_base", "_reduce_scatter_base", "alltoall_base"
@@ -112,8 +112,8 @@ def stop_runtime_statistics(model: DistributedDataParallel) -> None:
 def keep_own_buffers(model: DistributedDataParallel) -> None:
     """Stop DDP from overwriting buffers with rank 0's in every forward pass.
 
-    Its argument for this is called broadcast_buffers before torch 2.13, which warns of that name, and
-    forward_sync_buffers since.  The attribute has the older name in all versions.
+    The argument for this is called broadcast_buffers before torch 2.13 and forward_sync_buffers since; torch warns of
+    the older one there.  The attribute has the older name in all versions.
     """
     model.broadcast_buffers = False
 
