@@ -89,7 +89,7 @@ def train(
 
         def work(store: "RankStore") -> int:
             with reported(store) if report and info.rank == 0 else nullcontext():
-                return run(resolve(), info, resume, store, retune)
+                return run(resolve(), resume, store, retune)
 
         be_a_rank(info, work)
     config = resolve()

@@ -21,10 +21,10 @@ from megabatch.ranks import collectives
 from megabatch.ranks.activity import START_UP_TIMEOUT_S, Activity, LastWords
 from megabatch.ranks.backends import BACKENDS, Backend
 from megabatch.ranks.collectives import Difference
-from megabatch.ranks.devices import choose_index, infer_local_rank
+from megabatch.ranks.devices import choose_index
 from megabatch.ranks.discover import RankInfo, discover
 from megabatch.ranks.sockets import notice_lost_hosts, on_loopback
-from megabatch.ranks.store import RankStore, gather_through
+from megabatch.ranks.store import RankStore, gather_through, locate
 
 Value = TypeVar("Value")
 
@@ -145,12 +145,10 @@ class World:
 
 
 def current_rank() -> RankInfo:
-    """Which of the ranks that exist this process is; it may be alone."""
-    info = discover()
-    if info is None and dist.is_initialized():
-        rank, num_ranks = dist.get_rank(), dist.get_world_size()
-        return RankInfo(rank, num_ranks, *infer_local_rank(rank, num_ranks, torch.accelerator.device_count()))
-    return info or RankInfo(0, 1, 0, 1)
+    """Which of the ranks that exist this process is; it may be alone.  In a script that joined them, all call it."""
+    if dist.is_initialized():
+        return locate(_get_default_store(), RankInfo(dist.get_rank(), dist.get_world_size()))
+    return discover() or RankInfo(0, 1, 0, 1)
 
 
 def own_device(info: RankInfo, device_type: str) -> torch.device:
@@ -175,6 +173,9 @@ def connect(
     last_words: LastWords | None = None,
 ) -> Iterator[World]:
     """Joins the ranks, and leaves them at the end.  A script that has joined them already stays joined."""
+    if store is None and not dist.is_initialized():
+        met = RankStore(info)
+        info, store = met.info, met.store
     device = own_device(info, device_type)
     activity = activity or Activity(timeout_s, is_followed=False)
     world = World(info.rank, info.num_ranks, device, backend, topology, activity, last_words)
@@ -187,7 +188,7 @@ def connect(
             world.backend.name,
             rank=info.rank,
             world_size=info.num_ranks,
-            store=store or RankStore(info).store,
+            store=store,
             timeout=timedelta(seconds=activity.patience_s),
             device_id=None if device.type == "cpu" else device,
         )

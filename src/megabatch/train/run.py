@@ -14,7 +14,6 @@ from megabatch.config.schema import RunConfig
 from megabatch.disk import remedy
 from megabatch.errors import Diverged, NotSaved, UserError
 from megabatch.planning.batch import StepPlan
-from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.signals import StopRequest
 from megabatch.ranks.store import RUN_FOLDER, USER_ERROR, RankStore
 from megabatch.runs.files import CHECKPOINTS, MISTAKES, MODEL, PLAN, STEP_TRACE, SUMMARY, WEIGHTS
@@ -38,7 +37,7 @@ from megabatch.train.timeline import recorded
 from megabatch.train.training_state import restore_training_state
 
 
-def run(config: RunConfig, info: RankInfo, resume: str, store: RankStore, retune: bool = False) -> int:
+def run(config: RunConfig, resume: str, store: RankStore, retune: bool = False) -> int:
     """Runs one rank to its end; returns the exit code: 0, or 128 + the signal that stopped it."""
     mistake, folder = store.get(USER_ERROR), store.run_folder()
     if mistake:
@@ -47,13 +46,13 @@ def run(config: RunConfig, info: RankInfo, resume: str, store: RankStore, retune
         resume, retune = str(folder), False  # whatever restarted ranks began with, they resume that
     with (
         StopRequest(signal.Signals[config.run.preempt_signal]) as stop,
-        prepare(config, info, store, stop_requested=stop.received, resume=resume, retune=retune) as ready,
+        prepare(config, store.info, store, stop_requested=stop.received, resume=resume, retune=retune) as ready,
     ):
         summary = train_and_record(ready.config, resume, ready.training, partial(store.set, RUN_FOLDER))
     if summary.status == "finished":
         return 0
     code = stop.exit_code()
-    if info.rank == 0:  # for a batch system's script, as the exit code is
+    if store.info.rank == 0:  # for a batch system's script, as the exit code is
         name = signal.Signals(code - 128).name
         print_line(
             f"requeue   {name} after step {summary.steps}, which is saved: the same command resumes, exit code {code}"
