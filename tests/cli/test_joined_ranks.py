@@ -1,7 +1,8 @@
-"""Ranks that another launcher starts and that know little of each other."""
+"""Ranks that another launcher starts: it sets a few variables, and kills all ranks when the first one fails."""
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +17,8 @@ import torch
 import megabatch
 from megabatch.errors import UserError
 from megabatch.ranks.discover import COMPLETE, JOIN, LAUNCHED
+from megabatch.train.checkpoint import newest_first, step_of
+from tests.support.processes import wait_until
 from tests.support.small_runs import SMALL_RUN
 
 TRAIN = ["-m", "megabatch", "train", *SMALL_RUN, "run.dir=run"]
@@ -30,6 +33,23 @@ sets = {"train": (images, labels), "test": (images, labels)}
 settings = ["batch.global=16", "batch.micro=8", "run.threads=1", "run.dir=run", *sys.argv[1:]]
 megabatch.fit(network, **sets, overrides=settings)
 """,
+]
+SLOW_DISK = """
+import os, pathlib, time
+fsync, slow = os.fsync, pathlib.Path("slow")
+def slow_fsync(descriptor):
+    if slow.exists():
+        pathlib.Path("saving").touch()
+        time.sleep(float(slow.read_text()))
+    fsync(descriptor)
+if os.environ.get("RANK") == "0":
+    os.fsync = slow_fsync
+"""
+ENDLESS = [
+    "train.epochs=20000",
+    "train.evaluate_every=0",
+    "run.preempt_signal=SIGUSR1",
+    "checkpoint.every_steps=100000",
 ]
 
 
@@ -62,6 +82,20 @@ def started(command: Sequence[str], **variables: str) -> Iterator[list["subproce
         yield ranks
 
 
+def play_batch_system(ranks: Sequence["subprocess.Popen[str]"]) -> None:
+    """As `srun --kill-on-bad-exit` and Open MPI do: kill the others at once when a rank ends with a code above 0."""
+    wait_until(lambda: any(rank.poll() for rank in ranks) or all(rank.poll() == 0 for rank in ranks))
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.kill()
+
+
+def rows() -> list[dict[str, Any]]:
+    path = Path("run/metrics.jsonl")
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
 def summary() -> dict[str, Any]:
     found: dict[str, Any] = json.loads(Path("run/summary.json").read_text())
     return found
@@ -90,3 +124,49 @@ def test_a_process_of_a_launcher_that_is_not_known_trains_nothing(monkeypatch: p
     images = torch.zeros(4, 1, 8, 8, dtype=torch.uint8), torch.arange(4)
     with pytest.raises(UserError, match="FLUX_JOB_SIZE=2 says that a launcher started this process"):
         megabatch.fit(torch.nn.Flatten(), train=images, test=images)
+
+
+@pytest.fixture
+def slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file with the seconds that rank 0's fsync takes once it exists."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code/sitecustomize.py").write_text(SLOW_DISK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "code"))
+    return tmp_path / "slow"
+
+
+def ask_to_stop(ranks: Sequence["subprocess.Popen[str]"], slow_disk: Path, fsync_s: float) -> None:
+    wait_until(lambda: len(rows()) > 5 or any(rank.poll() is not None for rank in ranks))
+    slow_disk.write_text(str(fsync_s))
+    for rank in ranks:
+        rank.send_signal(signal.SIGUSR1)
+
+
+@pytest.mark.parametrize("command", [TRAIN, FIT], ids=["train", "fit"])
+def test_no_rank_leaves_before_rank_0_has_saved(command: Sequence[str], slow_disk: Path) -> None:
+    with started([*command, *ENDLESS]) as ranks:
+        ask_to_stop(ranks, slow_disk, fsync_s=0.5)
+        play_batch_system(ranks)
+        results = [(rank.communicate(timeout=100), rank.returncode) for rank in ranks]
+    codes = [code for _, code in results]
+    assert 138 in codes and {*codes} <= {138, -signal.SIGKILL}, results
+    last = rows()[-1]["step"]
+    assert [step_of(path) for path in newest_first(Path("run/checkpoints"))] == [last], results
+    assert (summary()["status"], summary()["steps"]) == ("stopped", last)
+    if command == TRAIN:
+        assert f"after step {last}, which is saved" in results[0][0][0]
+        slow_disk.unlink()
+        with started([*command, *ENDLESS]) as ranks:
+            wait_until(lambda: rows()[-1]["step"] > last or any(rank.poll() is not None for rank in ranks))
+        assert f"begins at step {last}\n" in Path("run/train.log").read_text()
+
+
+def test_a_rank_does_not_report_a_checkpoint_that_rank_0_was_killed_over(slow_disk: Path) -> None:
+    with started([*TRAIN, *ENDLESS]) as ranks:
+        ask_to_stop(ranks, slow_disk, fsync_s=1000.0)
+        wait_until(Path("saving").exists)
+        ranks[0].kill()
+        output, errors = ranks[1].communicate(timeout=100)
+    assert ranks[1].returncode == 1, (output, errors)
+    assert "FirstRankFailed: rank 0 was lost, or did not report" in errors.splitlines()[-1]
+    assert not newest_first(Path("run/checkpoints"))

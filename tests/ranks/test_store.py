@@ -11,10 +11,12 @@ from megabatch.ranks.discover import NOT_KNOWN, RankInfo
 from megabatch.ranks.store import (
     KEYS_AT_ONCE,
     agree_on_name,
+    await_end,
     first_absent,
     gather_through,
     locate,
     places,
+    report_end,
 )
 from tests.support.store_requests import Requests
 
@@ -160,3 +162,29 @@ def test_rank_0_places_many_ranks_with_few_requests_and_a_rank_that_knows_its_pl
     requests.counted.clear()
     assert locate(requests, RankInfo(3, 4, 1, 2)) == RankInfo(3, 4, 1, 2)  # type: ignore[arg-type]
     assert not requests.counted
+
+
+def test_rank_0_leaves_when_all_ranks_have_read_what_it_reports() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    reporting = threading.Thread(target=report_end, args=(store, "end", 3, "saved"))
+    reporting.start()
+    assert await_end(store, "end", 60.0) == "saved"
+    assert reporting.is_alive()
+    assert await_end(store, "end", 60.0) == "saved"
+    reporting.join()
+    report_end(store, "another end", 3, "failed", waits=False)
+    assert await_end(store, "another end", 60.0) == "failed"
+
+
+def test_a_rank_waits_for_rank_0_no_longer_than_it_is_told_or_than_the_store_is_there() -> None:
+    assert await_end(dist.HashStore(), "end", 0.05) is None  # type: ignore[attr-defined]
+
+    class Gone:
+        def check(self, keys: list[str]) -> bool:
+            raise dist.DistNetworkError("connection reset by peer")
+
+        def set(self, key: str, text: str) -> None:
+            raise dist.DistNetworkError("connection reset by peer")
+
+    assert await_end(Gone(), "end", 60.0) is None  # type: ignore[arg-type]
+    report_end(Gone(), "end", 2, "saved")  # type: ignore[arg-type]

@@ -28,6 +28,7 @@ from megabatch.runs.files import LOCK
 
 TIMEOUT_S = 300.0  # as the store's own
 GRACE_S = 30.0
+LEAVE_S = 10.0  # for ranks to read that rank 0 has saved
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 1.0
 MOST_NAMED = 8  # ranks that a message names
 # The store's server reads a request again from its beginning with every piece that arrives: 16,384 keys in one request
@@ -51,8 +52,8 @@ class RankStore:
         if self.is_first is None:
             try:
                 self.is_first = self.store.add("failures", 1) == 1
-            except RuntimeError:  # whoever held the store is gone, perhaps with its host: one of each host says it
-                self.is_first = self.info.local_rank == 0
+            except RuntimeError:  # rank 0 held the store and is gone, perhaps with its host: one of each host says it
+                self.is_first = self.info.local_rank == (1 if self.info.is_alone else 0)
         return self.is_first
 
     @contextmanager
@@ -182,6 +183,34 @@ def set_all(store: "dist.Store", values: dict[str, str]) -> None:  # type: ignor
         return
     for key, value in values.items():
         store.set(key, value)
+
+
+def report_end(store: "dist.Store", key: str, num_ranks: int, text: str, waits: bool = True) -> None:  # type: ignore[name-defined]
+    """On rank 0, whose process may hold the store: `waits` until the others have read it, for LEAVE_S at most."""
+    with suppress(RuntimeError):  # whoever held the store is gone, and all ranks see that
+        store.set(key, text)
+        deadline_s = time.monotonic() + LEAVE_S
+        while waits and store.add(f"{key}/read", 0) < num_ranks - 1 and time.monotonic() < deadline_s:
+            time.sleep(FIRST_PAUSE_S)
+
+
+def await_end(store: "dist.Store", key: str, timeout_s: float) -> str | None:  # type: ignore[name-defined]
+    """On the other ranks: what rank 0 reports; None if the time is up or the store is gone.
+
+    It looks again and again, less and less often: a signal would not reach a rank that waits inside torch.
+    """
+    try:
+        deadline_s, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
+        while not store.check([key]):
+            if time.monotonic() > deadline_s:
+                return None
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        text = str(store.get(key).decode())
+        store.add(f"{key}/read", 1)
+        return text
+    except RuntimeError:
+        return None
 
 
 def locate(store: "dist.Store", info: RankInfo) -> RankInfo:  # type: ignore[name-defined]

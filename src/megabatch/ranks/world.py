@@ -15,7 +15,7 @@ import torch.distributed as dist
 from msgspec import Struct
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megabatch.errors import UserError, require_one_of
+from megabatch.errors import NotSaved, UserError, require_one_of
 from megabatch.planning.topology import Topology
 from megabatch.ranks import collectives
 from megabatch.ranks.activity import START_UP_TIMEOUT_S, Activity, LastWords
@@ -24,7 +24,7 @@ from megabatch.ranks.collectives import Difference
 from megabatch.ranks.devices import choose_index
 from megabatch.ranks.discover import RankInfo, discover
 from megabatch.ranks.sockets import notice_lost_hosts, on_loopback
-from megabatch.ranks.store import RankStore, gather_through, locate
+from megabatch.ranks.store import RankStore, await_end, gather_through, locate, report_end
 
 Value = TypeVar("Value")
 
@@ -132,9 +132,7 @@ class World:
             try:
                 outcome = Outcome(msgspec.Raw(msgspec.json.encode(make())))
             except Exception as caught:
-                error = caught
-                problem = str(error).partition("\n")[0]
-                outcome = Outcome(problem=problem, is_users=isinstance(error, UserError))
+                error, outcome = caught, failure(caught)
         shared = self.broadcast_text(msgspec.json.encode(outcome).decode())
         if error:
             raise error
@@ -142,6 +140,45 @@ class World:
         if outcome.problem is not None:
             raise (UserError if outcome.is_users else FirstRankFailed)(outcome.problem)
         return msgspec.json.decode(outcome.value, type=kind)
+
+    @contextmanager
+    def rank_0_leaves_first(self) -> Iterator[None]:
+        """Rank 0 saves inside.  The other ranks leave after it, and fail if it failed.
+
+        Some launchers kill all ranks when the first one ends with an exit code other than 0, as ranks that were asked
+        to stop do.  A rank that fails leaves at once.  The others wait for rank 0 as long as for a rank that starts
+        (`Activity.patience_s`), or until the store is gone, which rank 0 may hold.
+        """
+        if self.num_ranks == 1:
+            yield
+            return
+        store = _get_default_store()
+        key = f"end/{store.add(f'ends-of/{self.rank}', 1)}"  # which a script may reach several times
+        try:
+            yield
+        except BaseException as error:
+            if self.rank == 0:
+                waits = isinstance(error, NotSaved)  # then the others are at the end too, and read it
+                report_end(store, key, self.num_ranks, msgspec.json.encode(failure(error)).decode(), waits)
+            raise
+        if self.rank == 0:
+            report_end(store, key, self.num_ranks, msgspec.json.encode(Outcome()).decode())
+            return
+        with self.activity.waiting():
+            reported = await_end(store, key, self.activity.patience_s)
+        if reported is None:
+            raise FirstRankFailed(
+                f"rank 0 was lost, or did not report within {self.activity.patience_s:g} s that the run is saved; "
+                "see its output; the same command resumes from the newest checkpoint"
+            )
+        outcome = msgspec.json.decode(reported, type=Outcome)
+        if outcome.problem is not None:
+            raise (NotSaved if outcome.is_users else FirstRankFailed)(outcome.problem)
+
+
+def failure(error: BaseException) -> Outcome:
+    problem = str(error).partition("\n")[0]
+    return Outcome(problem=problem or type(error).__name__, is_users=isinstance(error, UserError))
 
 
 def current_rank() -> RankInfo:

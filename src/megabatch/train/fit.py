@@ -113,6 +113,7 @@ def fit(
             resume=resume,
             retune=retune,
         ) as ready,
+        ready.training.world.rank_0_leaves_first(),
     ):
         observe = partial(call_back, on_step, on_evaluation)
         try:
