@@ -357,4 +357,4 @@ def first_words(row: Row) -> dict[str, str]:
 if __name__ == "__main__":
     info = discover()
     assert info
-    be_a_rank(info, lambda store: run_rank(info, store, Path(sys.argv[1])))
+    be_a_rank(info, lambda store: run_rank(store.info, store, Path(sys.argv[1])))

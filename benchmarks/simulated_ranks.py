@@ -160,4 +160,4 @@ def training(global_batch: int, dtype: CommDtype) -> list[str]:
 if __name__ == "__main__":
     info = discover()
     assert info
-    be_a_rank(info, lambda store: run_rank(info, store, Path(sys.argv[1])))
+    be_a_rank(info, lambda store: run_rank(store.info, store, Path(sys.argv[1])))

@@ -1,4 +1,7 @@
+import pytest
+
 from megabatch.data.sources import load_data_set
+from megabatch.errors import NotSaved
 from megabatch.ranks.world import World
 from megabatch.runs.records import EvaluationRecord
 from megabatch.train.loop import train
@@ -28,3 +31,36 @@ def test_one_rank_that_is_asked_stops_all_after_the_same_step(ranks: RankPool) -
             if 8 % num_ranks == 0:  # microbatches
                 results = ranks.run(stop_asked_of_the_last_rank, at_step, num_ranks=num_ranks)
                 assert results == [(at_step, evaluated)] * num_ranks
+
+
+def leave(world: World, error: BaseException | None, by_all: bool = False) -> str:
+    try:
+        with world.rank_0_leaves_first():
+            if error and (by_all or world.rank == 0):
+                raise error
+    except Exception as caught:
+        return f"{type(caught).__name__}: {caught}"
+    return "left"
+
+
+def fail_and_leave(world: World) -> str:
+    leave(world, OSError("on all ranks"), by_all=True)
+    return leave(world, None)
+
+
+@pytest.mark.parametrize(
+    ("error", "of_rank_0", "of_others"),
+    [
+        (None, "left", "left"),
+        (NotSaved("the disk is full"), "NotSaved: the disk is full", "NotSaved: the disk is full"),
+        (OSError("a fault"), "OSError: a fault", "FirstRankFailed: a fault"),
+    ],
+)
+def test_ranks_that_stopped_end_as_rank_0_ended(
+    ranks: RankPool, error: BaseException | None, of_rank_0: str, of_others: str
+) -> None:
+    assert ranks.run(leave, error, num_ranks=2) == [of_rank_0, of_others]
+
+
+def test_an_end_is_not_taken_for_an_earlier_one(ranks: RankPool) -> None:
+    assert ranks.run(fail_and_leave, num_ranks=2) == ["left", "left"]

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from megabatch.errors import UserError
-from megabatch.ranks.discover import RankInfo, discover, first_host, per_node, rendezvous_address
+from megabatch.ranks.discover import NOT_KNOWN, RankInfo, discover, first_host, per_node, rendezvous_address
 from megabatch.ranks.machine import fair_threads, host_identity, usable_cores
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -15,6 +15,17 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
 }
 MPICH = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+PALS = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4", "PALS_RANKID": "5"}
+PALS_NAMES = {"PMI_RANK": "5", "PMI_SIZE": "8", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "4", "PALS_RANKID": "5"}
+KUBEFLOW = {  # of a PyTorchJob with nprocPerNode: 1
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "MASTER_ADDR": "job-master-0",
+    "MASTER_PORT": "23456",
+    "PET_NNODES": "8",
+    "PET_NPROC_PER_NODE": "1",
+    "PET_NODE_RANK": "5",
+}
 SRUN = {
     "SLURM_PROCID": "5",
     "SLURM_NTASKS": "8",
@@ -26,19 +37,118 @@ SRUN = {
 }
 
 
-@pytest.mark.parametrize("environment", [TORCHRUN, OPEN_MPI, MPICH, SRUN])
+BATCH_SCRIPT = {name: value for name, value in SRUN.items() if "STEP" not in name} | {"SLURM_PROCID": "0"}
+SHELL = SRUN | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+
+
+@pytest.mark.parametrize("environment", [TORCHRUN, OPEN_MPI, MPICH, PALS, PALS_NAMES, SRUN])
 def test_every_launcher_says_which_rank_this_is(environment: dict[str, str]) -> None:
     assert discover(environment) == RankInfo(rank=5, num_ranks=8, local_rank=1, num_local_ranks=4)
 
 
-def test_torchrun_inside_of_a_slurm_job_is_torchrun() -> None:
+@pytest.mark.parametrize(
+    ("environment", "local_rank"),
+    [
+        (KUBEFLOW, NOT_KNOWN),
+        ({name: KUBEFLOW[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}, NOT_KNOWN),
+        (KUBEFLOW | {"LOCAL_RANK": "", "LOCAL_WORLD_SIZE": ""}, NOT_KNOWN),
+        (KUBEFLOW | {"LOCAL_RANK": "3", "NODE_RANK": "1"}, 3),  # Azure ML, DeepSpeed
+    ],
+)
+def test_rank_size_and_address_mean_that_this_process_joins(environment: dict[str, str], local_rank: int) -> None:
+    info = discover(environment)
+    assert info == RankInfo(5, 8, local_rank, NOT_KNOWN)
+    assert not info.is_alone and not info.is_located
+    assert rendezvous_address(info, environment) == ("job-master-0", int(environment.get("MASTER_PORT", "29500")))
+
+
+def test_what_was_started_last_says_which_rank_this_is() -> None:
     assert discover(SRUN | TORCHRUN | {"RANK": "2"}) == RankInfo(2, 8, 1, 4)
+    inside = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "MASTER_ADDR": "gpu07"}
+    assert discover(SRUN | inside) == RankInfo(9, 16, 1, NOT_KNOWN)
+    exported = {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "gpu07"}  # once, by the job's script
+    assert discover(SRUN | exported) == RankInfo(5, 8, 1, 4)
+    assert discover(SRUN | {"PMI_RANK": "5", "PMI_SIZE": "8", "PALS_RANKID": "5"}) == RankInfo(5, 8, 1, 4)
+    step = SRUN | {"SLURM_NTASKS": "64", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_ID": "0"}  # of a larger job
+    assert discover(step) == RankInfo(5, 8, 1, 4)
+    of_the_job = {name: value for name, value in step.items() if name != "SLURM_STEP_TASKS_PER_NODE"}
+    assert discover(of_the_job | {"SLURM_TASKS_PER_NODE": "32(x2)"}) == RankInfo(5, 8, 1, NOT_KNOWN)
 
 
-def test_a_slurm_batch_script_is_not_a_rank() -> None:
-    batch_script = {name: value for name, value in SRUN.items() if "STEP" not in name}
-    assert discover(batch_script) is None
-    assert discover({}) is None
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        BATCH_SCRIPT,
+        BATCH_SCRIPT | {"MASTER_ADDR": "gpu07", "MASTER_PORT": "29500"},
+        SHELL | {"SLURM_NTASKS": "1", "PMI_RANK": "0", "PMI_SIZE": "1", "PALS_RANKID": "0"},  # srun --pty bash
+        SHELL | {"SLURM_STEP_NUM_TASKS": "1"},  # of salloc: SLURM_NTASKS is that of the job
+        SHELL | {"SLURM_STEP_ID": "4294967290"},
+        {"WORLD_SIZE": "1"},
+        {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "job-master-0",
+            "PET_NNODES": "1",
+            "PET_NPROC_PER_NODE": "auto",
+        },
+        {"WORLD_SIZE": "", "PMI_SIZE": "", "RANK": "", "FLUX_JOB_SIZE": ""},
+        {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
+        {"PMI_RANK": "0", "PMI_SIZE": "1", "PMIX_RANK": "0"},
+        {"FLUX_JOB_SIZE": "1", "MV2_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "1"},
+        {"RANK": "gold", "WORLD_SIZE": "-1", "LOCAL_RANK": "-1"},
+        {"FLUX_URI": "local:///run/flux/local", "PBS_JOBID": "1.head", "PBS_NODEFILE": "/var/spool/1"},
+    ],
+)
+def test_a_shell_or_a_script_is_not_a_rank(environment: dict[str, str]) -> None:
+    assert discover(environment) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "value", "missing"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "WORLD_SIZE=2", "MASTER_ADDR not set"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "WORLD_SIZE=2", "RANK not set"),
+        ({"RANK": "1", "MASTER_ADDR": "a"}, "RANK=1", "WORLD_SIZE not set"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": ""}, "WORLD_SIZE=2", "MASTER_ADDR not set"),
+        ({"WORLD_SIZE": "1", "PMI_RANK": "0", "PMI_SIZE": "12"}, "PMI_SIZE=12", "RANK, MASTER_ADDR not set"),
+        ({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "4"}, "FLUX_JOB_SIZE=4", "RANK, WORLD_SIZE, MASTER_ADDR not set"),
+        ({"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "4"}, "MV2_COMM_WORLD_SIZE=4", "not set"),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE=4", "not set"),
+        ({"JSM_NAMESPACE_SIZE": "4"}, "JSM_NAMESPACE_SIZE=4", "not set"),
+        ({"PALS_RANKID": "0", "PALS_LOCAL_RANKID": "0", "PALS_LOCAL_SIZE": "1"}, "PALS_RANKID=0", "not set"),  # pmix
+        ({"PMIX_RANK": "3"}, "PMIX_RANK=3", "not set"),
+        (BATCH_SCRIPT | {"SLURM_PROCID": "3"}, "SLURM_PROCID=3", "not set"),
+        (KUBEFLOW | {"RANK": "0", "WORLD_SIZE": "1", "FLUX_JOB_SIZE": "4"}, "FLUX_JOB_SIZE=4", "WORLD_SIZE is 1"),
+    ],
+)
+def test_a_launcher_that_is_not_understood_is_one_line(environment: dict[str, str], value: str, missing: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        discover(environment)
+    line = str(refusal.value)
+    assert line.startswith(f"{value} says that a launcher started this process, but not which rank it is (")
+    assert f"{missing}); set RANK, WORLD_SIZE and MASTER_ADDR for each rank, or unset " in line
+
+
+@pytest.mark.parametrize(
+    ("environment", "value"),
+    [
+        (KUBEFLOW | {"WORLD_SIZE": "64", "PET_NPROC_PER_NODE": "8"}, "PET_NPROC_PER_NODE=8"),  # RANK counts pods
+        ({"PET_NNODES": "2", "PET_NPROC_PER_NODE": "auto"}, "PET_NNODES=2"),  # Kubeflow's Trainer
+        ({"PET_NNODES": "1:4"}, "PET_NNODES=1:4"),
+    ],
+)
+def test_variables_for_torchrun_without_torchrun_are_one_line(environment: dict[str, str], value: str) -> None:
+    with pytest.raises(
+        UserError, match=f"^{value} asks for torchrun, .*; start it with torchrun -m megabatch, or unset"
+    ):
+        discover(environment)
+    assert discover(environment | TORCHRUN) == RankInfo(5, 8, 1, 4)
+
+
+def test_a_rank_beyond_their_number_is_one_line() -> None:
+    with pytest.raises(UserError, match=r"^RANK=8 and WORLD_SIZE=8: ranks count from 0, so it must be less; set"):
+        discover(KUBEFLOW | {"RANK": "8"})
 
 
 def test_ranks_meet_at_the_first_host_of_the_step_or_where_they_are_told() -> None:
@@ -49,6 +159,11 @@ def test_ranks_meet_at_the_first_host_of_the_step_or_where_they_are_told() -> No
     assert host == "127.0.0.1" and 29_500 <= port < 30_500
     with pytest.raises(UserError, match="MASTER_ADDR is not set"):
         rendezvous_address(info, MPICH)
+    launched = [rendezvous_address(RankInfo(0, 2, 0, 2), PALS | {"PALS_APID": name}) for name in ("a", "a", "b")]
+    assert launched[0] == launched[1] != launched[2]
+    for port in ("0", "65536"):
+        with pytest.raises(UserError, match=rf"^MASTER_PORT={port} is not a port \(1 to 65535\); set"):
+            rendezvous_address(info, KUBEFLOW | {"MASTER_PORT": port})
 
 
 @pytest.mark.parametrize(

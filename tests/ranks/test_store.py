@@ -1,12 +1,23 @@
 import random
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from megabatch.ranks.discover import RankInfo
-from megabatch.ranks.store import KEYS_AT_ONCE, agree_on_name, first_absent, gather_through
+from megabatch.ranks import store as store_module
+from megabatch.ranks.discover import NOT_KNOWN, RankInfo
+from megabatch.ranks.store import (
+    KEYS_AT_ONCE,
+    agree_on_name,
+    await_end,
+    first_absent,
+    gather_through,
+    locate,
+    places,
+    report_end,
+)
 from tests.support.store_requests import Requests
 
 
@@ -106,3 +117,74 @@ def test_some_ranks_gather_texts_as_often_as_they_like() -> None:
     for thread in threads:
         thread.join()
     assert found[3] == found[5] == [[f"{turn} of 3", f"{turn} of 5"] for turn in range(3)]
+
+
+def test_places_count_the_ranks_of_each_host() -> None:
+    assert places(["a", "b", "a", "a", "c", "b"]) == [(0, 3), (0, 2), (1, 3), (2, 3), (0, 1), (1, 2)]
+
+
+@pytest.mark.parametrize("kind", ["hash", "file"])
+def test_ranks_that_no_launcher_placed_find_their_places_from_their_hosts(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = threading.local()
+    monkeypatch.setattr(store_module, "host_identity", lambda: here.name)
+    shared, found = dist.HashStore(), dict[int, RankInfo]()  # type: ignore[attr-defined]
+
+    def come(rank: int, host: str, local_rank: int) -> None:
+        here.name = host
+        own = shared if kind == "hash" else dist.FileStore(str(tmp_path / "store"), -1)  # type: ignore[attr-defined]
+        found[rank] = locate(own, RankInfo(rank, 4, local_rank))
+
+    given = [("one", NOT_KNOWN), ("two", NOT_KNOWN), ("one", NOT_KNOWN), ("two", 5)]  # which LOCAL_RANK says
+    threads = [threading.Thread(target=come, args=(rank, *place)) for rank, place in enumerate(given)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [(found[rank].local_rank, found[rank].num_local_ranks) for rank in range(4)] == [
+        (0, 2),
+        (0, 2),
+        (1, 2),
+        (5, 2),
+    ]
+
+
+def test_rank_0_places_many_ranks_with_few_requests_and_a_rank_that_knows_its_place_makes_none() -> None:
+    num_ranks = KEYS_AT_ONCE + 1
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    for rank in range(1, num_ranks):
+        store.set(f"host-of/{rank}", f"host {rank // 8}")
+    requests = Requests(store)
+    locate(requests, RankInfo(0, num_ranks))  # type: ignore[arg-type]
+    assert requests.counted == {"set": 1, "multi_get": 2, "multi_set": 2, "get": 1}
+    assert store.get(f"place-of/{num_ranks - 2}") == b"7 8"
+    requests.counted.clear()
+    assert locate(requests, RankInfo(3, 4, 1, 2)) == RankInfo(3, 4, 1, 2)  # type: ignore[arg-type]
+    assert not requests.counted
+
+
+def test_rank_0_leaves_when_all_ranks_have_read_what_it_reports() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    reporting = threading.Thread(target=report_end, args=(store, "end", 3, "saved"))
+    reporting.start()
+    assert await_end(store, "end", 60.0) == "saved"
+    assert reporting.is_alive()
+    assert await_end(store, "end", 60.0) == "saved"
+    reporting.join()
+    report_end(store, "another end", 3, "failed", waits=False)
+    assert await_end(store, "another end", 60.0) == "failed"
+
+
+def test_a_rank_waits_for_rank_0_no_longer_than_it_is_told_or_than_the_store_is_there() -> None:
+    assert await_end(dist.HashStore(), "end", 0.05) is None  # type: ignore[attr-defined]
+
+    class Gone:
+        def check(self, keys: list[str]) -> bool:
+            raise dist.DistNetworkError("connection reset by peer")
+
+        def set(self, key: str, text: str) -> None:
+            raise dist.DistNetworkError("connection reset by peer")
+
+    assert await_end(Gone(), "end", 60.0) is None  # type: ignore[arg-type]
+    report_end(Gone(), "end", 2, "saved")  # type: ignore[arg-type]

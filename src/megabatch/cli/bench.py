@@ -45,7 +45,7 @@ def train(
         require_one_of("--model", model, bench.WORKLOADS)
     info = discover()
     if info:
-        be_a_rank(info, lambda store: bench.run_rank(info, store, device, rounds, chosen, json))
+        be_a_rank(info, lambda store: bench.run_rank(store.info, store, device, rounds, chosen, json))
     else:
         start_ranks(sys.argv[1:], ranks)
 
@@ -68,7 +68,7 @@ def allreduce(
     require_folder_of(json)
     info = discover()
     if info:
-        be_a_rank(info, lambda store: bench.run_rank(info, store, rounds, sizes or bench.SIZES, json))
+        be_a_rank(info, lambda store: bench.run_rank(store.info, store, rounds, sizes or bench.SIZES, json))
     elif bench.has_mpi(ranks):
         bench.become_mpiexec(sys.argv[1:], ranks)
     else:

@@ -45,7 +45,7 @@ def doctor(
         return
 
     def work(store: "RankStore") -> int:
-        diagnosis = diagnose(config, info, store, seconds)
+        diagnosis = diagnose(config, store.info, store, seconds)
         if info.rank == 0:
             print_diagnosis(diagnosis, infer_shape(config.data).warnings)
         return 0

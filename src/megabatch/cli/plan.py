@@ -51,7 +51,7 @@ def plan(
     def work(store: "RankStore") -> int:
         config = load_config(recipe, overrides, report=silent if info.rank else print_to_stderr)
         require_named_model(config, recipe, overrides)
-        tuning = plan_all_reduce(config, info, store)
+        tuning = plan_all_reduce(config, store.info, store)
         if info.rank == 0:
             report(tuning, json)
             keep_for_simulate(tuning)

@@ -73,7 +73,7 @@ def profile(
         return
 
     def work(store: "RankStore") -> int:
-        found = record_profile(config, info, store, seconds, print_to_stderr)
+        found = record_profile(config, store.info, store, seconds, print_to_stderr)
         write(found, file)
         print_profile(found)
         if not was_launched():  # else whoever has launched it knows what the recipe was called

@@ -73,6 +73,7 @@ def be_a_rank(info: "RankInfo", work: Callable[["RankStore"], int]) -> NoReturn:
     store = None
     try:
         store = RankStore(info)
+        info = store.info
         store.last_words = RankLastWords(info, store)
         code = work(store)
     except KeyboardInterrupt:  # a second Ctrl-C

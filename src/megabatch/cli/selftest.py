@@ -49,7 +49,7 @@ def selftest(
         return
 
     def work(store: "RankStore") -> int:
-        report = run_selftest(info, store, device_type, laws, lambda report: show_newest(report, json))
+        report = run_selftest(store.info, store, device_type, laws, lambda report: show_newest(report, json))
         if info.rank == 0:
             print_end(report, json)
         return 0

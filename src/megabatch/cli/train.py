@@ -88,8 +88,8 @@ def train(
     if info and not dry_run:
 
         def work(store: "RankStore") -> int:
-            with reported(store) if report and info.rank == 0 else nullcontext():
-                return run(resolve(), info, resume, store, retune)
+            ending = reported(store) if report and info.rank == 0 else nullcontext()
+            return run(resolve(), resume, store, retune, ending)
 
         be_a_rank(info, work)
     config = resolve()

@@ -13,9 +13,3 @@ def choose_index(local_rank: int, num_local_ranks: int, num_visible: int) -> int
             f"nearest: {num_visible} ranks on a host"
         )
     return local_rank % num_visible
-
-
-def infer_local_rank(rank: int, num_ranks: int, num_visible: int) -> tuple[int, int]:
-    """The rank on its host, and how many ranks that has, where no launcher says: hosts are filled one after another."""
-    num_local_ranks = min(num_ranks, num_visible) if num_visible > 1 else num_ranks
-    return rank % num_local_ranks, num_local_ranks

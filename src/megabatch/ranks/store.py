@@ -7,6 +7,7 @@ leaves, and alone speaks to the user.  The run's folder is set here too, for the
 import os
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -18,14 +19,16 @@ import torch.distributed as dist
 
 from megabatch.errors import UserError
 from megabatch.ranks.activity import LastWords
-from megabatch.ranks.discover import RankInfo, rendezvous_address
+from megabatch.ranks.discover import NOT_KNOWN, RankInfo, rendezvous_address
 from megabatch.ranks.failures import FAILURE, Report
+from megabatch.ranks.machine import host_identity
 from megabatch.ranks.signals import was_launched
 from megabatch.ranks.sockets import LOOPBACK, address_of, listening_on
 from megabatch.runs.files import LOCK
 
 TIMEOUT_S = 300.0  # as the store's own
 GRACE_S = 30.0
+LEAVE_S = 10.0  # for ranks to read that rank 0 has saved
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 1.0
 MOST_NAMED = 8  # ranks that a message names
 # The store's server reads a request again from its beginning with every piece that arrives: 16,384 keys in one request
@@ -37,10 +40,10 @@ STORE_FILE = "MEGABATCH_STORE"  # the variable with the file of our launcher's s
 
 class RankStore:
     def __init__(self, info: RankInfo) -> None:
-        self.info = info
         self.lasting = open_store(info)  # a launcher's outlives its ranks
         # Restarted ranks must not find the addresses of those before.
         self.store = dist.PrefixStore(agree_on_name(self.lasting, info), self.lasting)  # type: ignore[attr-defined]
+        self.info = locate(self.store, info)
         self.is_first: bool | None = None
         self.last_words = LastWords()
 
@@ -49,8 +52,8 @@ class RankStore:
         if self.is_first is None:
             try:
                 self.is_first = self.store.add("failures", 1) == 1
-            except RuntimeError:  # whoever held the store is gone, perhaps with its host: one of each host says it
-                self.is_first = self.info.local_rank == 0
+            except RuntimeError:  # rank 0 held the store and is gone, perhaps with its host: one of each host says it
+                self.is_first = self.info.local_rank == (1 if self.info.is_alone else 0)
         return self.is_first
 
     @contextmanager
@@ -164,8 +167,76 @@ def gather_through(store: "dist.Store", rank: int, ranks: Sequence[int], text: s
     turn = store.add(f"gathered-by/{rank}", 1)
     store.set(f"gathered/{turn}/{rank}", text)
     keys = [f"gathered/{turn}/{other}" for other in ranks]
-    found = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
-    return [content.decode() for content in found]
+    return get_all(store, keys)
+
+
+def get_all(store: "dist.Store", keys: list[str]) -> list[str]:  # type: ignore[name-defined]
+    """The values of these keys, once they are set."""
+    some = store.multi_get if store.has_extended_api() else lambda keys: [store.get(key) for key in keys]
+    return [content.decode() for each in batches(keys) for content in some(each)]
+
+
+def set_all(store: "dist.Store", values: dict[str, str]) -> None:  # type: ignore[name-defined]
+    if store.has_extended_api():
+        for keys in batches([*values]):
+            store.multi_set(keys, [values[key] for key in keys])
+        return
+    for key, value in values.items():
+        store.set(key, value)
+
+
+def report_end(store: "dist.Store", key: str, num_ranks: int, text: str, waits: bool = True) -> None:  # type: ignore[name-defined]
+    """On rank 0, whose process may hold the store: `waits` until the others have read it, for LEAVE_S at most."""
+    with suppress(RuntimeError):  # whoever held the store is gone, and all ranks see that
+        store.set(key, text)
+        deadline_s = time.monotonic() + LEAVE_S
+        while waits and store.add(f"{key}/read", 0) < num_ranks - 1 and time.monotonic() < deadline_s:
+            time.sleep(FIRST_PAUSE_S)
+
+
+def await_end(store: "dist.Store", key: str, timeout_s: float) -> str | None:  # type: ignore[name-defined]
+    """On the other ranks: what rank 0 reports; None if the time is up or the store is gone.
+
+    It looks again and again, less and less often: a signal would not reach a rank that waits inside torch.
+    """
+    try:
+        deadline_s, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
+        while not store.check([key]):
+            if time.monotonic() > deadline_s:
+                return None
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        text = str(store.get(key).decode())
+        store.add(f"{key}/read", 1)
+        return text
+    except RuntimeError:
+        return None
+
+
+def locate(store: "dist.Store", info: RankInfo) -> RankInfo:  # type: ignore[name-defined]
+    """Find this rank's place on its host, if no launcher said it, from the hosts of all ranks.
+
+    Every rank sets its host and reads its place; rank 0 makes two more requests for every KEYS_AT_ONCE ranks.
+    """
+    if info.is_located:
+        return info
+    store.set(f"host-of/{info.rank}", host_identity())
+    if info.rank == 0:
+        hosts = get_all(store, [f"host-of/{rank}" for rank in range(info.num_ranks)])
+        set_all(store, {f"place-of/{rank}": f"{here} {count}" for rank, (here, count) in enumerate(places(hosts))})
+    local_rank, num_local_ranks = map(int, store.get(f"place-of/{info.rank}").split())
+    given = info.local_rank != NOT_KNOWN  # a launcher that gives a rank its device by LOCAL_RANK means it
+    return RankInfo(info.rank, info.num_ranks, info.local_rank if given else local_rank, num_local_ranks)
+
+
+def places(hosts: Sequence[str]) -> list[tuple[int, int]]:
+    """Of the host of every rank, how many ranks before it are on the same one, and how many in all."""
+    seen, counts = Counter[str](), Counter(hosts)
+    found = []
+    for host in hosts:
+        found.append((seen[host], counts[host]))
+        seen[host] += 1
+    return found
 
 
 def open_store(info: RankInfo) -> "dist.Store":  # type: ignore[name-defined]

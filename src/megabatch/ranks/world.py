@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 from msgspec import Struct
 
-from megabatch.errors import UserError, require_one_of
+from megabatch.errors import NotSaved, UserError, require_one_of
 from megabatch.planning.topology import Topology
 from megabatch.ranks import collectives
 from megabatch.ranks.activity import START_UP_TIMEOUT_S, Activity, LastWords
 from megabatch.ranks.backends import BACKENDS, Backend
 from megabatch.ranks.collectives import Difference
-from megabatch.ranks.devices import choose_index, infer_local_rank
+from megabatch.ranks.devices import choose_index
 from megabatch.ranks.discover import RankInfo, discover
 from megabatch.ranks.sockets import notice_lost_hosts, on_loopback
-from megabatch.ranks.store import RankStore, gather_through
+from megabatch.ranks.store import RankStore, await_end, gather_through, locate, report_end
 from megabatch.torch_api import default_store
 
 Value = TypeVar("Value")
@@ -132,9 +132,7 @@ class World:
             try:
                 outcome = Outcome(msgspec.Raw(msgspec.json.encode(make())))
             except Exception as caught:
-                error = caught
-                problem = str(error).partition("\n")[0]
-                outcome = Outcome(problem=problem, is_users=isinstance(error, UserError))
+                error, outcome = caught, failure(caught)
         shared = self.broadcast_text(msgspec.json.encode(outcome).decode())
         if error:
             raise error
@@ -143,14 +141,51 @@ class World:
             raise (UserError if outcome.is_users else FirstRankFailed)(outcome.problem)
         return msgspec.json.decode(outcome.value, type=kind)
 
+    @contextmanager
+    def rank_0_leaves_first(self) -> Iterator[None]:
+        """Rank 0 saves inside.  The other ranks leave after it, and fail if it failed.
+
+        Some launchers kill all ranks when the first one ends with an exit code other than 0, as ranks that were asked
+        to stop do.  A rank that fails leaves at once.  The others wait for rank 0 as long as for a rank that starts
+        (`Activity.patience_s`), or until the store is gone, which rank 0 may hold.
+        """
+        if self.num_ranks == 1:
+            yield
+            return
+        store = default_store()
+        key = f"end/{store.add(f'ends-of/{self.rank}', 1)}"  # which a script may reach several times
+        try:
+            yield
+        except BaseException as error:
+            if self.rank == 0:
+                waits = isinstance(error, NotSaved)  # then the others are at the end too, and read it
+                report_end(store, key, self.num_ranks, msgspec.json.encode(failure(error)).decode(), waits)
+            raise
+        if self.rank == 0:
+            report_end(store, key, self.num_ranks, msgspec.json.encode(Outcome()).decode())
+            return
+        with self.activity.waiting():
+            reported = await_end(store, key, self.activity.patience_s)
+        if reported is None:
+            raise FirstRankFailed(
+                f"rank 0 was lost, or did not report within {self.activity.patience_s:g} s that the run is saved; "
+                "see its output; the same command resumes from the newest checkpoint"
+            )
+        outcome = msgspec.json.decode(reported, type=Outcome)
+        if outcome.problem is not None:
+            raise (NotSaved if outcome.is_users else FirstRankFailed)(outcome.problem)
+
+
+def failure(error: BaseException) -> Outcome:
+    problem = str(error).partition("\n")[0]
+    return Outcome(problem=problem or type(error).__name__, is_users=isinstance(error, UserError))
+
 
 def current_rank() -> RankInfo:
-    """Which of the ranks that exist this process is; it may be alone."""
-    info = discover()
-    if info is None and dist.is_initialized():
-        rank, num_ranks = dist.get_rank(), dist.get_world_size()
-        return RankInfo(rank, num_ranks, *infer_local_rank(rank, num_ranks, torch.accelerator.device_count()))
-    return info or RankInfo(0, 1, 0, 1)
+    """Which of the ranks that exist this process is; it may be alone.  In a script that joined them, all call it."""
+    if dist.is_initialized():
+        return locate(default_store(), RankInfo(dist.get_rank(), dist.get_world_size()))
+    return discover() or RankInfo(0, 1, 0, 1)
 
 
 def own_device(info: RankInfo, device_type: str) -> torch.device:
@@ -175,6 +210,9 @@ def connect(
     last_words: LastWords | None = None,
 ) -> Iterator[World]:
     """Joins the ranks, and leaves them at the end.  A script that has joined them already stays joined."""
+    if store is None and not dist.is_initialized():
+        met = RankStore(info)
+        info, store = met.info, met.store
     device = own_device(info, device_type)
     activity = activity or Activity(timeout_s, is_followed=False)
     world = World(info.rank, info.num_ranks, device, backend, topology, activity, last_words)
@@ -187,7 +225,7 @@ def connect(
             world.backend.name,
             rank=info.rank,
             world_size=info.num_ranks,
-            store=store or RankStore(info).store,
+            store=store,
             timeout=timedelta(seconds=activity.patience_s),
             device_id=None if device.type == "cpu" else device,
         )

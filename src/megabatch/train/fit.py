@@ -70,12 +70,13 @@ def fit(
     recipe's `optim` section; its learning rate is set before every step, as the schedule says.  `on_step(record)` and
     `on_evaluation(record)` are called on rank 0, after the record was written; what they raise ends the run.
 
-    The recipe's model and data sections do not count, but for crops and flips.  Under torchrun, srun or mpiexec
-    call it on every rank, with the same arguments; the model's weights are taken from rank 0.  `strict` refuses what
-    is not known to converge, of which there is otherwise a warning; `retune` chooses again how a resumed run
-    all-reduces its gradients.
+    The recipe's model and data sections do not count, but for crops and flips.  Under torchrun, srun, mpiexec or
+    another launcher that sets RANK, WORLD_SIZE and MASTER_ADDR, call it on every rank, with the same arguments; the
+    model's weights are taken from rank 0.  `strict` refuses what is not known to converge, of which there is otherwise
+    a warning; `retune` chooses again how a resumed run all-reduces its gradients.
     """
-    report = silent if current_rank().rank else print_to_stderr
+    info = current_rank()
+    report = silent if info.rank else print_to_stderr
     train_images, test_images = as_image_set(train, "train", report), as_image_set(test, "test", report)
     num_classes = 1 + int(max(train_images.labels.max(), test_images.labels.max()))
     names = require_names(list(class_names or map(str, range(num_classes))), "class_names")
@@ -105,7 +106,7 @@ def fit(
         StopRequest(signal.Signals[config.run.preempt_signal]) as stop,
         prepare(
             config,
-            current_rank(),
+            info,
             data=data,
             # A copy: what becomes of it (its device, 16 bits, autocast) is not the caller's concern.
             own=Own(copy_of(model), own_loss(loss) if loss else None, optimizer),
@@ -113,6 +114,7 @@ def fit(
             resume=resume,
             retune=retune,
         ) as ready,
+        ready.training.world.rank_0_leaves_first(),
     ):
         observe = partial(call_back, on_step, on_evaluation)
         try:

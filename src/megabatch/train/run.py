@@ -3,7 +3,7 @@
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from megabatch.config.schema import RunConfig
 from megabatch.disk import remedy
 from megabatch.errors import Diverged, NotSaved, UserError
 from megabatch.planning.batch import StepPlan
-from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.signals import StopRequest
 from megabatch.ranks.store import RUN_FOLDER, USER_ERROR, RankStore
 from megabatch.runs.files import CHECKPOINTS, MISTAKES, MODEL, PLAN, STEP_TRACE, SUMMARY, WEIGHTS
@@ -38,7 +37,13 @@ from megabatch.train.timeline import recorded
 from megabatch.train.training_state import restore_training_state
 
 
-def run(config: RunConfig, info: RankInfo, resume: str, store: RankStore, retune: bool = False) -> int:
+def run(
+    config: RunConfig,
+    resume: str,
+    store: RankStore,
+    retune: bool = False,
+    ending: AbstractContextManager[object] | None = None,  # is left when the run has ended, before any rank leaves
+) -> int:
     """Runs one rank to its end; returns the exit code: 0, or 128 + the signal that stopped it."""
     mistake, folder = store.get(USER_ERROR), store.run_folder()
     if mistake:
@@ -47,18 +52,20 @@ def run(config: RunConfig, info: RankInfo, resume: str, store: RankStore, retune
         resume, retune = str(folder), False  # whatever restarted ranks began with, they resume that
     with (
         StopRequest(signal.Signals[config.run.preempt_signal]) as stop,
-        prepare(config, info, store, stop_requested=stop.received, resume=resume, retune=retune) as ready,
+        prepare(config, store.info, store, stop_requested=stop.received, resume=resume, retune=retune) as ready,
+        ready.training.world.rank_0_leaves_first(),
+        store.failures_announced(),  # here too: before the others hear that rank 0 has failed
+        ending or nullcontext(),
     ):
         summary = train_and_record(ready.config, resume, ready.training, partial(store.set, RUN_FOLDER))
-    if summary.status == "finished":
-        return 0
-    code = stop.exit_code()
-    if info.rank == 0:  # for a batch system's script, as the exit code is
-        name = signal.Signals(code - 128).name
-        print_line(
-            f"requeue   {name} after step {summary.steps}, which is saved: the same command resumes, exit code {code}"
-        )
-    return code
+        is_stopped = summary.status == "stopped"
+        if is_stopped and store.info.rank == 0:  # for a batch system's script, as the exit code is
+            code = stop.exit_code()
+            print_line(
+                f"requeue   {signal.Signals(code - 128).name} after step {summary.steps}, which is saved: "
+                f"the same command resumes, exit code {code}"
+            )
+    return stop.exit_code() if is_stopped else 0
 
 
 def train_and_record(
