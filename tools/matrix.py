@@ -23,9 +23,22 @@ ROOT = Path(__file__).parents[1]
 # The CPU build that CI has, the same release from the package index, the newest release and the oldest that we support.
 PAIRS = ["3.11:2.13.0+cpu", "3.12:2.13.0", "3.13:2.15.0", "3.11:2.11.0"]
 # Without ranks, or on the fake CUDA: everything that a version of torch can break and that takes minutes, not more.
-FAST_TESTS = (
-    "comm config data models optim planning precision preflight ranks rehearsal report runs simulate test_torch_api.py"
-).split()
+FAST_TESTS = [
+    "comm",
+    "config",
+    "data",
+    "models",
+    "optim",
+    "planning",
+    "precision",
+    "preflight",
+    "ranks",
+    "rehearsal",
+    "report",
+    "runs",
+    "simulate",
+    "test_torch_api.py",
+]
 TRAIN = ["train", "fashion", "train.epochs=2", "--ranks", "2"]
 
 
