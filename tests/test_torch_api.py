@@ -19,10 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import megabatch
 from tests.support.rank_pool import RankPool
 
 ROOT = Path(__file__).parent.parent
-MODULE = ROOT / "src/megabatch/torch_api.py"
+PACKAGE = Path(megabatch.__file__).parent  # also if it was installed from a wheel
+MODULE = PACKAGE / "torch_api.py"
 # Attributes that begin with "_" and are not torch's, in any file.
 NOT_OF_TORCH = {
     "_replace": "NamedTuple's",
@@ -86,10 +88,10 @@ def without_docstrings(tree: ast.Module) -> ast.Module:
 
 def test_no_other_file_uses_a_private_name_of_torch() -> None:
     found = []
-    files = [path for folder in ("src/megabatch", "benchmarks", "tools") for path in (ROOT / folder).rglob("*.py")]
+    files = [path for folder in (PACKAGE, ROOT / "benchmarks", ROOT / "tools") for path in folder.rglob("*.py")]
     assert MODULE in files and len(files) > 100
     for path in sorted(set(files) - {MODULE}):
-        name = path.relative_to(ROOT).as_posix()
+        name = path.relative_to(PACKAGE.parent if PACKAGE in path.parents else ROOT).as_posix()
         allowed = NOT_OF_TORCH.keys() | OF_BENCHES.get(name, set())
         tree = without_docstrings(ast.parse(path.read_text()))
         found += [f"{name}:{line} uses {used}" for line, used in private_names(tree) if used not in allowed]

@@ -28,11 +28,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+import megabatch
+
 HERE = Path(__file__).parent
 SOURCES = [HERE / name for name in ("fake_cuda.cpp", "memory.h", "device.h", "ordering.h")]
 BUILT = Path.home() / ".cache" / "megabatch" / "rehearsal"  # shared by all checkouts; XDG_CACHE_HOME is a test's own
 TORCH = Path(torch.__file__).parent
 OPTIONS = ["-O1", "-fPIC", "-shared", "-std=c++20", "-w"]
+PACKAGE = f"{Path(megabatch.__file__).parent}/"
 LAG = 20  # launches after which an event that was recorded is complete
 NUM_DEVICES = int(os.environ.get("FAKE_CUDA_DEVICES", "8"))
 HAS_GPU = torch.cuda.is_available()  # asked here: `install` makes the answer yes
@@ -165,8 +168,8 @@ def place(frame: FrameType | None) -> str:
     innermost = frame
     while frame:
         path = frame.f_code.co_filename
-        if "/src/megabatch/" in path:
-            return f"{path.rpartition('/src/megabatch/')[2]}:{frame.f_lineno}"
+        if path.startswith(PACKAGE):
+            return f"{path.removeprefix(PACKAGE)}:{frame.f_lineno}"
         frame = frame.f_back
     return f"{innermost.f_code.co_filename}:{innermost.f_lineno}" if innermost else "a thread of torch"
 
