@@ -1,6 +1,7 @@
 """What is distributed: a wheel and a source archive that work where the checkout is not."""
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -14,6 +15,8 @@ from pathlib import Path
 import pytest
 import yaml
 from packaging.requirements import Requirement
+
+from tools.matrix import PAIRS
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src/megabatch"
@@ -55,6 +58,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(built: tuple
     files = {path for path in SOURCE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     assert found == {path.relative_to(ROOT / "src").as_posix() for path in files}
     assert {Path(name).suffix for name in found} >= {".py", ".toml", ".npz", ".json", ".LICENSE"}
+    assert "megabatch/py.typed" in found  # without it, type checkers ignore the annotations of an installed package
 
 
 def test_the_wheel_asks_for_what_pyproject_says_and_carries_the_licences(built: tuple[Path, Path]) -> None:
@@ -64,6 +68,15 @@ def test_the_wheel_asks_for_what_pyproject_says_and_carries_the_licences(built: 
     asked = {Requirement(line) for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line}
     assert asked == {Requirement(line) for line in PROJECT["dependencies"]}
     assert licences == {"LICENSE", "fashion_mnist_10k.LICENSE"}
+
+
+def test_the_classifiers_name_the_versions_of_python_that_the_matrix_tests(built: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(built[0]) as wheel:
+        metadata = BytesParser().parsebytes(wheel.read(f"{DIST_INFO}/METADATA"))
+    classifiers = metadata.get_all("Classifier", [])
+    named = [line.rpartition(" :: ")[2] for line in classifiers if re.search(r":: Python :: \d+\.\d+$", line)]
+    assert named == sorted({pair.partition(":")[0] for pair in PAIRS})
+    assert "Typing :: Typed" in classifiers
 
 
 def test_the_source_archive_builds_the_same_wheel(built: tuple[Path, Path], tmp_path: Path) -> None:
