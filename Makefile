@@ -8,7 +8,7 @@ LOCKED := $(PIP) --require-hashes --only-binary :all:
 # Tests start hundreds of processes: each would compile our files anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test lint bench matrix audit licences clean
+.PHONY: train test lint wheel bench matrix audit licences clean
 
 train: .venv/installed
 	$(BIN)/megabatch train $(ARGS)
@@ -22,6 +22,10 @@ lint: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Builds dist/megabatch-*.whl with the pinned build tool.
+wheel: .venv/installed
+	$(BIN)/python -m hatchling build -t wheel -d dist
 
 # PHOTOS=folder, of class/photo.jpg, for bench input: no photos come with the code.
 bench: .venv/installed-dev
