@@ -1,15 +1,18 @@
-"""CI tests a machine that nobody prepared: .ci/run, .ci/unprepared and the list of allowed skips."""
+"""CI tests a machine that nobody prepared: .ci/run, .ci/unprepared, the list of allowed skips, and what calls them."""
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
-from tests.support.pages import ROOT
+from tests.support.pages import ROOT, make_targets
 from tests.support.skips import read_allowed
+from tools.matrix import PAIRS
 
 ALLOWED = ROOT / ".ci/allowed-skips.txt"
 
@@ -81,3 +84,33 @@ def test_unprepared_hides_data_sets_and_caches(tmp_path: Path) -> None:
     seen = subprocess.run(command, env=os.environ | {"HOME": str(tmp_path)}, capture_output=True, text=True)
     assert "megabatch" not in seen.stdout and "mnist" not in seen.stdout
     assert cached.is_dir()
+
+
+JOBS = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+
+
+def test_the_workflow_runs_targets_of_make_and_ci_run_only() -> None:
+    commands = [step["run"] for job in JOBS.values() for step in job["steps"] if "run" in step]
+    made = {command.split()[1] for command in commands if command.startswith("make ")}
+    assert {command for command in commands if not command.startswith("make ")} == {".ci/run"}
+    assert made <= make_targets() and {"lint", "wheel", "matrix"} <= made
+
+
+def test_the_actions_of_the_workflow_have_full_versions() -> None:
+    used = [step["uses"] for job in JOBS.values() for step in job["steps"] if "uses" in step]
+    assert used and all(re.fullmatch(r"actions/[\w-]+@v\d+\.\d+\.\d+", action) for action in used)
+
+
+def test_the_workflow_tests_the_pairs_of_the_matrix_that_the_package_index_has() -> None:
+    pairs = [f"{pair['python']}:{pair['torch']}" for pair in JOBS["matrix"]["strategy"]["matrix"]["include"]]
+    assert pairs == [pair for pair in PAIRS if "+" not in pair]
+
+
+def test_pre_commit_runs_the_commands_of_make_lint() -> None:
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert repository["repo"] == "local"
+    recipe = re.search(r"^lint:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert recipe
+    lines = recipe[1].replace("$(BIN)", ".venv/bin").splitlines()
+    assert [hook["entry"] for hook in repository["hooks"]] == [line.strip() for line in lines]
+    assert {(hook["language"], hook["pass_filenames"]) for hook in repository["hooks"]} == {("system", False)}

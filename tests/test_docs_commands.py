@@ -25,7 +25,7 @@ from megabatch.config.loading import load_config
 from megabatch.config.recipes import recipe_names
 from megabatch.errors import UserError
 from megabatch.studies.files import read_design
-from tests.support.pages import ROOT, Command, blocks, commands, inline_commands, name_of, pages
+from tests.support.pages import ROOT, Command, blocks, commands, inline_commands, make_targets, name_of, pages
 from tests.support.photos import make_folder
 from tests.support.use import train_photos
 
@@ -179,7 +179,7 @@ def test_a_command_in_a_sentence_has_the_options_that_it_names(page: Path) -> No
 
 
 def test_make_has_the_targets_that_pages_name() -> None:
-    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = make_targets()
     for page in pages():
         named = {word for text in blocks(page, "") for word in re.findall(r"^make ([\w-]+)", text, re.MULTILINE)}
         assert named <= targets, name_of(page)

@@ -1,6 +1,7 @@
 """What is distributed: a wheel and a source archive that work where the checkout is not."""
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -15,10 +16,13 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from megabatch import __version__
+from tools.matrix import PAIRS
+
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src/megabatch"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-DIST_INFO = f"megabatch-{PROJECT['version']}.dist-info"
+DIST_INFO = f"megabatch-{__version__}.dist-info"
 
 
 def run(command: list[str | Path], inside: Path) -> str:
@@ -55,6 +59,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(built: tuple
     files = {path for path in SOURCE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     assert found == {path.relative_to(ROOT / "src").as_posix() for path in files}
     assert {Path(name).suffix for name in found} >= {".py", ".toml", ".npz", ".json", ".LICENSE"}
+    assert "megabatch/py.typed" in found  # without it, type checkers ignore the annotations of an installed package
 
 
 def test_the_wheel_asks_for_what_pyproject_says_and_carries_the_licences(built: tuple[Path, Path]) -> None:
@@ -66,12 +71,21 @@ def test_the_wheel_asks_for_what_pyproject_says_and_carries_the_licences(built: 
     assert licences == {"LICENSE", "fashion_mnist_10k.LICENSE"}
 
 
+def test_the_classifiers_name_the_versions_of_python_that_the_matrix_tests(built: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(built[0]) as wheel:
+        metadata = BytesParser().parsebytes(wheel.read(f"{DIST_INFO}/METADATA"))
+    classifiers = metadata.get_all("Classifier", [])
+    named = [line.rpartition(" :: ")[2] for line in classifiers if re.search(r":: Python :: \d+\.\d+$", line)]
+    assert named == sorted({pair.partition(":")[0] for pair in PAIRS})
+    assert "Typing :: Typed" in classifiers
+
+
 def test_the_source_archive_builds_the_same_wheel(built: tuple[Path, Path], tmp_path: Path) -> None:
     with tarfile.open(built[1]) as archive:
         archive.extractall(tmp_path, filter="data")
-    (again,) = build(tmp_path / f"megabatch-{PROJECT['version']}", tmp_path / "dist", "wheel")
+    (again,) = build(tmp_path / f"megabatch-{__version__}", tmp_path / "dist", "wheel")
     assert again.read_bytes() == built[0].read_bytes()
-    assert (tmp_path / f"megabatch-{PROJECT['version']}/CITATION.cff").is_file()
+    assert (tmp_path / f"megabatch-{__version__}/CITATION.cff").is_file()
 
 
 @pytest.fixture(scope="module")
@@ -99,11 +113,16 @@ def test_an_installed_wheel_trains_compares_and_simulates_outside_the_checkout(i
     assert "images/s" in simulated
 
 
+def test_the_changelog_begins_with_this_version() -> None:
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert newest and newest[1] == __version__
+
+
 def test_the_citation_is_of_this_version_and_names_the_paper() -> None:
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     # What the format asks for: https://github.com/citation-file-format/citation-file-format, schema 1.2.0.
     assert cited["cff-version"] == "1.2.0" and all(cited[key] for key in ("message", "title", "authors"))
-    assert (cited["title"], cited["version"]) == (PROJECT["name"], PROJECT["version"])
+    assert (cited["title"], cited["version"]) == (PROJECT["name"], __version__)
     assert (cited["type"], cited["license"]) == ("software", PROJECT["license"])
     (paper,) = cited["references"]
     assert paper["type"] == "article" and paper["authors"] and "1807.11205" in paper["url"]

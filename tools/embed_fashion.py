@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megabatch.data.sources import FASHION_CLASSES, FASHION_MNIST, read_idx_folder
+from megabatch.data.array_sources import read_idx_folder
+from megabatch.data.sources import FASHION_CLASSES, FASHION_MNIST
 
 PER_CLASS = {"train": 1000, "test": 200}
 OUT = Path(__file__).parents[1] / "src/megabatch/data/embedded/fashion_mnist_10k.npz"
@@ -33,5 +34,5 @@ def subset() -> dict[str, np.ndarray]:
 
 
 if __name__ == "__main__":
-    np.savez_compressed(OUT, **subset())
+    np.savez_compressed(OUT, allow_pickle=False, **subset())
     print(f"{OUT.name}: {OUT.stat().st_size / 1e6:.1f} MB")

@@ -104,7 +104,8 @@ def check(pair: str, wheel: Path, folder: Path) -> Result:
         [python, "-c", "import megabatch, torch; print(torch.__version__, megabatch.__file__)"], folder / "checkout"
     )
     assert str(folder / "env") in where, where
-    tests = run([python, "-m", "pytest", *(f"tests/{name}" for name in FAST_TESTS)], folder / "checkout", shown=True)
+    pytest = [python, "-m", "pytest", "--numprocesses=3", "--dist=worksteal"]  # as `make test`
+    tests = run([*pytest, *(f"tests/{name}" for name in FAST_TESTS)], folder / "checkout", shown=True)
     run([str(folder / "env/bin/megabatch"), *TRAIN], folder)
     summary = json.loads((folder / "runs/fashion-001/summary.json").read_text())
     counts = re.findall(r"^\d+ passed.*(?= in )", tests, flags=re.MULTILINE)

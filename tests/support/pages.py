@@ -23,6 +23,10 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
 class Command(NamedTuple):
     """A line of a shell that ends with a command of ours."""
 
