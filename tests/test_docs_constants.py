@@ -6,7 +6,6 @@ count.  `docs/settings.md` is left out: it is written from the code, and `tests/
 
 import inspect
 import re
-import tomllib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -52,6 +51,7 @@ from megabatch.sweep.search import HELD_OUT
 from megabatch.toml import DEEPEST, LONGEST_BYTES
 from megabatch.train import arithmetic, background, export, fit, screen
 from tests.support.pages import ROOT
+from tools.matrix import PAIRS
 
 GAP = "{}"
 MIB = 2**20
@@ -142,7 +142,8 @@ def fuzzed_in_tests() -> int:
     return int(found[1])
 
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYTHONS = sorted({pair.partition(":")[0] for pair in PAIRS})
+TORCHES = sorted({".".join(pair.partition(":")[2].split(".")[:2]) for pair in PAIRS})
 RECIPES = {name: load_config(name) for name in recipe_names()}
 BATCH = {name: config.batch.global_batch for name, config in RECIPES.items()}
 FASHION = RECIPES["fashion"]
@@ -159,11 +160,8 @@ SEARCHES = {name: read_design(name).search for name in ("large-batch", "large-ba
 FACTS = [
     *facts(
         "README.md",
-        (
-            "with Python {} and torch {} or newer",
-            PROJECT["requires-python"].strip(">="),
-            PROJECT["dependencies"][0].partition(">=")[2],
-        ),
+        ("with Python {} to {} and torch {} to {}", PYTHONS[0], PYTHONS[-1], TORCHES[0], TORCHES[-1]),
+        ("passed with Python {}", ", ".join(pair.replace(":", " and torch ") for pair in PAIRS)),
         ("The batch stays {} on any number of ranks", BATCH["resnet50-imagenet-8k"]),
         ("| models; weights | **{}; none**", len(MODELS)),
         ("Fashion-MNIST, {} images, batch {}, {} epochs", EMBEDDED.num_train, BATCH["fashion"], FASHION.train.epochs),

@@ -80,6 +80,14 @@ def test_the_classifiers_name_the_versions_of_python_that_the_matrix_tests(built
     assert "Typing :: Typed" in classifiers
 
 
+def test_the_versions_that_are_required_are_those_of_the_matrix() -> None:
+    pythons, torches = ({pair.split(":")[place] for pair in PAIRS} for place in (0, 1))
+    torch = next(each for each in map(Requirement, PROJECT["dependencies"]) if each.name == "torch").specifier
+    minor = sorted(tuple(map(int, version.split(".")[:2])) for version in torches)
+    assert PROJECT["requires-python"] == f">={min(pythons)}"
+    assert str(torch) == f"<{minor[-1][0]}.{minor[-1][1] + 1},>={minor[0][0]}.{minor[0][1]}"
+
+
 def test_the_source_archive_builds_the_same_wheel(built: tuple[Path, Path], tmp_path: Path) -> None:
     with tarfile.open(built[1]) as archive:
         archive.extractall(tmp_path, filter="data")
