@@ -396,37 +396,3 @@ def test_a_recipes_lars_has_trust_ratios_for_weights_alone() -> None:
     assert seen == {"weights": (True, 0.1), "biases": (False, 0.0), "normalisation": (False, 0.0)}
     group = optimizer.param_groups[0]
     assert (group["variant"], group["trust_coefficient"], group["eps"], group["lr"]) == ("larc", 0.01, 1e-8, 2.0)
-
-
-def test_the_old_name_trust_is_still_read_with_a_warning() -> None:
-    expected = make_lars(make_weights(), trust_coefficient=0.3).param_groups[0]["trust_coefficient"]
-    with pytest.deprecated_call(match="trust is now called trust_coefficient"):
-        optimizer = LARS(make_weights(), lr=1.0, trust=0.3)
-    group = {"params": make_weights(), "trust": 0.3}
-    with pytest.deprecated_call(match="trust is now called trust_coefficient"):
-        optimizer.add_param_group(group)
-    for each in optimizer.param_groups:
-        assert each["trust_coefficient"] == expected and "trust" not in each
-    assert group["trust"] == 0.3  # whoever gave it keeps it as it was
-
-
-def test_trust_under_both_names_is_refused() -> None:
-    with pytest.raises(UserError, match="give trust_coefficient alone"):
-        LARS(make_weights(), lr=1.0, trust_coefficient=0.3, trust=0.3)
-    with pytest.raises(UserError, match="give trust_coefficient alone"), pytest.deprecated_call():
-        make_lars([{"params": make_weights(), "trust": 0.3, "trust_coefficient": 0.3}])  # type: ignore[list-item]
-
-
-def test_a_state_that_older_code_has_saved_resumes_to_the_bit() -> None:
-    weights = make_weights()
-    optimizer = make_lars(weights)
-    take_steps(optimizer, RATES[:5])
-    saved = copy.deepcopy(optimizer.state_dict())
-    for group in saved["param_groups"]:
-        group["trust"] = group.pop("trust_coefficient")
-    again = copy.deepcopy(weights)
-    restored = make_lars(again, trust_coefficient=0.5)
-    restored.load_state_dict(saved)
-    for each in (optimizer, restored):
-        take_steps(each, RATES[5:], first=5)
-    assert all(map(torch.equal, weights, again))

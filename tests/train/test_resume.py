@@ -59,7 +59,9 @@ def test_an_unfinished_run_of_the_same_recipe_goes_on(status: Status | None) -> 
 
 
 def test_what_does_not_change_the_numbers_does_not_make_another_run() -> None:
-    make_run("runs/fashion-001", config_of("checkpoint.keep=5", "run.threads=3", "about=x", "marks.seed=assumed: x"))
+    make_run(
+        "runs/fashion-001", config_of("checkpoint.keep=5", "run.threads=3", "about=x", "provenance.seed=assumed: x")
+    )
     others = ("checkpoint.every_steps=1", "comm.timeout_s=9", "comm.timeline=true")
     assert start(*others).folder == Path("runs/fashion-001")
 
