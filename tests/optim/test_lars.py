@@ -53,21 +53,12 @@ def test_each_variant_is_its_reference_in_float64(variant: str, foreach: bool | 
     weights = make_weights()
     expected, steps = [weight.detach().clone() for weight in weights], [REFERENCES[variant]() for _ in weights]
     optimizer = make_lars(weights, variant=variant, foreach=foreach)
-    for step, rate in enumerate(RATES if variant != "nvidia" else ABOVE_ZERO):
+    for step, rate in enumerate(RATES):
         take_steps(optimizer, [rate], first=step)
         for index, weight in enumerate(weights):
             assert weight.grad is not None
             expected[index] = steps[index](expected[index], weight.grad, rate, DECAY)
             torch.testing.assert_close(weight.detach(), expected[index], **SAME)
-
-
-def test_nvidia_is_another_name_for_outside_also_at_a_learning_rate_of_zero() -> None:
-    results = []
-    for variant in ("nvidia", "outside"):
-        weights = make_weights()
-        take_steps(make_lars(weights, variant=variant), RATES)
-        results.append(weights)
-    assert all(torch.equal(one, other) and one.isfinite().all() for one, other in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e8])  # 1e8: too small a trust ratio for the fused kernel
@@ -117,7 +108,7 @@ def test_eps_is_added_to_the_gradients_norm(foreach: bool | None) -> None:
     torch.testing.assert_close(weight.detach(), torch.tensor([3.0, 3.75]))
 
 
-@pytest.mark.parametrize("variant", ["outside", "nvidia", "larc"])
+@pytest.mark.parametrize("variant", ["outside", "larc"])
 def test_without_trust_ratios_it_is_fused_sgd_to_the_bit(variant: str) -> None:
     weights = make_weights(torch.float32)
     others = copy.deepcopy(weights)

@@ -6,7 +6,6 @@ w weight, g gradient, v momentum buffer, lambda weight decay, mu momentum, eta t
 
 you2017   v = mu v + lr u,   w -= v       lr inside the momentum; so does MLPerf's TensorFlow reference
 outside   v = mu v + u,      w -= lr v    most PyTorch ports; differs from you2017 only while lr changes
-nvidia    v = mu lr / lr_before v + lr u,   w -= v:   is `outside` where no lr is 0, and an alias of it here
 larc      `outside` with tau = min(tau / lr, 1), so that no step is larger than SGD's
 
 A group with "trust_ratio": False has tau = 1: biases and normalisation layers, see `parameter_groups`.  tau does not
@@ -49,7 +48,6 @@ class Variant(NamedTuple):
 VARIANTS = {
     "you2017": Variant(lr_in_momentum=True),
     "outside": Variant(),
-    "nvidia": Variant(),  # not its own formula, which divides by lr: a warm-up may begin at 0
     "larc": Variant(clips_ratio=True),
 }
 
