@@ -271,7 +271,10 @@ def all_reduce_rows(case: Case, costs: CoreCosts, num_cores: int, rounds: int) -
         for name in distinct(shape, dtype)
     }
     arms = [
-        ArmTask("/".join(key), Tuning(topology=topology, links={}, backward_s=0.0, buckets=buckets))
+        ArmTask(
+            "/".join(key),
+            Tuning(topology=topology, links={}, backward_s=0.0, buckets=buckets, caps_mb=[], in_parts=True),
+        )
         for key, buckets in cuts.items()
     ]
     measured, _ = measure(case.ranks, case.gbps, AllReduces(sizes, arms, rounds))

@@ -197,7 +197,7 @@ def test_a_lock_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     ("owner", "mode", "problem"),
     [
         (1000, 0o40700, None),
-        (1000, 0o40755, None),  # of an earlier version: others can read which folders were indexed
+        (1000, 0o40755, None),  # others can read which folders were indexed
         (1000, 0o40775, r"others may write to it \(mode 775\); remove it, or chmod 700"),
         (1000, 0o41777, "others may write to it"),
         (1001, 0o40700, "it belongs to user 1001, and this is user 1000; set XDG_CACHE_HOME"),

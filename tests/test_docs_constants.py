@@ -124,12 +124,6 @@ def complaint(fact: Fact, text: str) -> str | None:
     return f"{fact.page}: {found.group()!r} is {fact.filled!r} in the code; change one of them"
 
 
-def renaming_warning() -> str:
-    found = re.search(r"warnings\.warn\(\"attach: wire is now called dtype\", (\w+)", inspect.getsource(hook.attach))
-    assert found
-    return found[1]
-
-
 def refusal(override: str) -> str:
     with pytest.raises(UserError) as caught:
         load_config("fashion", [override])
@@ -177,7 +171,6 @@ FACTS = [
     *facts(
         "docs/attach.md",
         ("in parts of at most {} MiB", pipeline.PART_BYTES / MIB),
-        ("the old name, works with a {})", renaming_warning()),
         ("about 2·2{} (bf16) or 2·2{} (fp16)", *ROUNDOFF),
         ("does not arrive within `timeout_s` ({})", option(hook.attach, "timeout_s")),
     ),

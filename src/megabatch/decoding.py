@@ -14,9 +14,13 @@ class Undecodable(ValueError):
 
 
 def decode_json(content: bytes | str, kind: type[Kind]) -> Kind:
+    return decode_with(msgspec.json.Decoder(kind), content)
+
+
+def decode_with(decoder: "msgspec.json.Decoder[Kind]", content: bytes | str) -> Kind:
     """msgspec raises three kinds of errors, of which one is its own."""
     try:
-        return msgspec.json.decode(content, type=kind)
+        return decoder.decode(content)
     except msgspec.MsgspecError as error:
         raise Undecodable(str(error)[:LONGEST_REASON]) from error.__cause__
     except UnicodeDecodeError as error:

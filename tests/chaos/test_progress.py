@@ -6,11 +6,21 @@ import pytest
 from msgspec.structs import replace
 
 from megabatch.chaos.progress import Phase, Progress, Watch, phase_of
-from megabatch.runs.records import EvaluationRecord, Record
+from megabatch.runs.records import EvaluationRecord, Record, StepTimes
 from tests.support.records import step_record
 
 STEP = step_record(5, epoch=1.0, loss=1.0)
-EVALUATED = EvaluationRecord(step=5, epoch=1.0, top1=0.5, top5=1.0, test_loss=1.0, class_top1=[], samples_evaluated=4)
+EVALUATED = EvaluationRecord(
+    step=5,
+    epoch=1.0,
+    top1=0.5,
+    top5=1.0,
+    test_loss=1.0,
+    class_top1=[],
+    samples_evaluated=4,
+    wall_s=1.0,
+    times=StepTimes(),
+)
 
 
 @pytest.mark.parametrize(

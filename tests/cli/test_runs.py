@@ -15,7 +15,7 @@ from megabatch.cli import app
 from megabatch.cli.runs import COLUMNS, DROPPED, GAP, choose_columns
 from megabatch.runs.folder import RunFolder
 from megabatch.runs.reader import list_runs
-from megabatch.runs.records import EvaluationRecord
+from megabatch.runs.records import EvaluationRecord, StepTimes
 from megabatch.runs.totals import RunTotals
 from tests.support.records import step_record
 
@@ -26,7 +26,15 @@ LONGEST = "alexnet-bn-imagenet-16k"  # of the recipes that come with megabatch
 def make_run(folder: Path, recipe: str, batch: int, finished: bool = True) -> None:
     totals = RunTotals(global_batch=batch, target_top1=None)
     evaluation = EvaluationRecord(
-        step=2, epoch=1.0, top1=0.5, top5=0.9, test_loss=1.0, class_top1=[], samples_evaluated=4
+        step=2,
+        epoch=1.0,
+        top1=0.5,
+        top5=0.9,
+        test_loss=1.0,
+        class_top1=[],
+        samples_evaluated=4,
+        wall_s=1.0,
+        times=StepTimes(),
     )
     with RunFolder(folder) as run:
         run.begin(f'name = "{recipe}"\n[batch]\nglobal = {batch}\nmicro = 4\n', {}, step=0)

@@ -1,6 +1,5 @@
 import io
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from megabatch.data.folders import read_folder
 from megabatch.data.npz import read_arrays, write_arrays
 from megabatch.data.pack import Packed, Progress, pack
 from megabatch.data.pack_identity import PackSettings
-from megabatch.data.shards import UNFINISHED, read_shards
+from megabatch.data.shards import read_shards
 from megabatch.data.shrink import prepare
 from megabatch.data.verify import verify
 from megabatch.errors import UserError
@@ -567,25 +566,3 @@ def test_packing_starts_no_openmp_teams(tmp_path: Path, monkeypatch: pytest.Monk
         assert max(counts) <= num_before + 2
     finally:
         torch.set_num_threads(num_torch)
-
-
-def test_a_pack_begun_by_an_older_version_is_refused_and_a_whole_one_is_complete(photos: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    pack(photos, out, PackSettings())
-    index = read_arrays(out / "index.npz")
-    identity = json.loads(str(index["identity"]))
-    assert identity.pop("layout") == 2
-    write_arrays(out / "index.npz", index | {"identity": np.array(json.dumps(identity))})
-    pack(photos, out, PackSettings())  # whole: left as it is
-    (out / "index.npz").unlink()
-    (out / UNFINISHED).write_text(json.dumps(identity))
-    with pytest.raises(UserError, match="was begun by another version of megabatch"):
-        pack(photos, out, PackSettings())
-
-
-def test_what_an_older_version_was_writing_when_it_was_killed_is_removed(photos: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/.pack.lock").touch()
-    (tmp_path / "out/.train-000003.tar.part").write_bytes(b"half a shard")
-    pack(photos, tmp_path / "out", PackSettings())
-    assert not list((tmp_path / "out").glob("*.part")) and not list((tmp_path / "out").glob(".train-*"))

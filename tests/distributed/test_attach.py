@@ -250,7 +250,6 @@ def misuse(world: World) -> list[str]:
         lambda: attach(DistributedDataParallel(layers()), dtype="fp16"),
         lambda: attach(DistributedDataParallel(layers()), dtype="fp8"),  # type: ignore[arg-type]
         lambda: attach(DistributedDataParallel(layers()), algorithm="tree"),
-        lambda: attach(DistributedDataParallel(layers()), dtype="bf16", wire="fp32"),
         lambda: attach(DistributedDataParallel(nn.Sequential(nn.Embedding(9, 3, sparse=True)))),
     ):
         with pytest.raises(UserError) as caught:
@@ -265,16 +264,14 @@ def test_misuse_is_told_with_a_remedy(ranks: RankPool) -> None:
         assert said[0].startswith("this all-reduce is closed, and a backward follows; ")
         assert said[1].endswith("nearest: dtype='bf16'")
         assert "'fp8' is not one of" in said[2] and "'tree' is not one of" in said[3]
-        assert said[4] == "wire and dtype are both given, and are the same argument; give dtype alone"
-        assert said[5] == "0 has sparse gradients, which have no place in a bucket; nearest: sparse=False"
+        assert said[4] == "0 has sparse gradients, which have no place in a bucket; nearest: sparse=False"
 
 
 def save_and_load(world: World) -> None:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(layers())
     x = torch.randn(5, 6)
-    with pytest.warns(FutureWarning, match="wire is now called dtype"):
-        gradients = attach(ddp, algorithm="torus", wire="bf16")
+    gradients = attach(ddp, algorithm="torus", dtype="bf16")
     assert gradients.plan.name == "torus/bf16"
     with gradients:
         ddp(x).sum().backward()

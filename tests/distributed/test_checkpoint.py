@@ -210,7 +210,7 @@ def test_a_checkpoint_of_another_version_is_refused_in_one_line(ranks: RankPool,
     ranks.run(save_steps, str(tmp_path), [1, 2], 4, 0, num_ranks=1)
     path = tmp_path / "checkpoints/step-00000002/state.json"
     description = json.loads(path.read_text())
-    for other in ({"format": 99}, {}):  # the first version did not say
+    for other in ({"format": 99}, {}):
         path.write_text(json.dumps({key: value for key, value in description.items() if key != "format"} | other))
         with pytest.raises(UserError, match=r"step-00000002 was written by another version of megabatch") as caught:
             newest_good(tmp_path, print)

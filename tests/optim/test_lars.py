@@ -53,21 +53,12 @@ def test_each_variant_is_its_reference_in_float64(variant: str, foreach: bool | 
     weights = make_weights()
     expected, steps = [weight.detach().clone() for weight in weights], [REFERENCES[variant]() for _ in weights]
     optimizer = make_lars(weights, variant=variant, foreach=foreach)
-    for step, rate in enumerate(RATES if variant != "nvidia" else ABOVE_ZERO):
+    for step, rate in enumerate(RATES):
         take_steps(optimizer, [rate], first=step)
         for index, weight in enumerate(weights):
             assert weight.grad is not None
             expected[index] = steps[index](expected[index], weight.grad, rate, DECAY)
             torch.testing.assert_close(weight.detach(), expected[index], **SAME)
-
-
-def test_nvidia_is_another_name_for_outside_also_at_a_learning_rate_of_zero() -> None:
-    results = []
-    for variant in ("nvidia", "outside"):
-        weights = make_weights()
-        take_steps(make_lars(weights, variant=variant), RATES)
-        results.append(weights)
-    assert all(torch.equal(one, other) and one.isfinite().all() for one, other in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e8])  # 1e8: too small a trust ratio for the fused kernel
@@ -117,7 +108,7 @@ def test_eps_is_added_to_the_gradients_norm(foreach: bool | None) -> None:
     torch.testing.assert_close(weight.detach(), torch.tensor([3.0, 3.75]))
 
 
-@pytest.mark.parametrize("variant", ["outside", "nvidia", "larc"])
+@pytest.mark.parametrize("variant", ["outside", "larc"])
 def test_without_trust_ratios_it_is_fused_sgd_to_the_bit(variant: str) -> None:
     weights = make_weights(torch.float32)
     others = copy.deepcopy(weights)
@@ -396,37 +387,3 @@ def test_a_recipes_lars_has_trust_ratios_for_weights_alone() -> None:
     assert seen == {"weights": (True, 0.1), "biases": (False, 0.0), "normalisation": (False, 0.0)}
     group = optimizer.param_groups[0]
     assert (group["variant"], group["trust_coefficient"], group["eps"], group["lr"]) == ("larc", 0.01, 1e-8, 2.0)
-
-
-def test_the_old_name_trust_is_still_read_with_a_warning() -> None:
-    expected = make_lars(make_weights(), trust_coefficient=0.3).param_groups[0]["trust_coefficient"]
-    with pytest.deprecated_call(match="trust is now called trust_coefficient"):
-        optimizer = LARS(make_weights(), lr=1.0, trust=0.3)
-    group = {"params": make_weights(), "trust": 0.3}
-    with pytest.deprecated_call(match="trust is now called trust_coefficient"):
-        optimizer.add_param_group(group)
-    for each in optimizer.param_groups:
-        assert each["trust_coefficient"] == expected and "trust" not in each
-    assert group["trust"] == 0.3  # whoever gave it keeps it as it was
-
-
-def test_trust_under_both_names_is_refused() -> None:
-    with pytest.raises(UserError, match="give trust_coefficient alone"):
-        LARS(make_weights(), lr=1.0, trust_coefficient=0.3, trust=0.3)
-    with pytest.raises(UserError, match="give trust_coefficient alone"), pytest.deprecated_call():
-        make_lars([{"params": make_weights(), "trust": 0.3, "trust_coefficient": 0.3}])  # type: ignore[list-item]
-
-
-def test_a_state_that_older_code_has_saved_resumes_to_the_bit() -> None:
-    weights = make_weights()
-    optimizer = make_lars(weights)
-    take_steps(optimizer, RATES[:5])
-    saved = copy.deepcopy(optimizer.state_dict())
-    for group in saved["param_groups"]:
-        group["trust"] = group.pop("trust_coefficient")
-    again = copy.deepcopy(weights)
-    restored = make_lars(again, trust_coefficient=0.5)
-    restored.load_state_dict(saved)
-    for each in (optimizer, restored):
-        take_steps(each, RATES[5:], first=5)
-    assert all(map(torch.equal, weights, again))

@@ -57,6 +57,7 @@ LIES: list[tuple[str, Any, str]] = [
     ("links.node.alpha_s", -1.0, "link node"),
     ("links.node.beta_s_per_byte", 1e308, "link node"),
     ("backward_s", -1.0, "backward_s=-1"),
+    ("caps_mb", [], "caps_mb"),
     ("caps_mb", [1e308], "caps_mb"),
     ("caps_mb", [-1.0], "caps_mb"),
     ("caps_mb", ["1"], "caps_mb"),

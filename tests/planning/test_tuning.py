@@ -33,7 +33,8 @@ def tuning_of(*algorithms: str, topology: Topology, names: str = "abcdef", measu
         for index, algorithm in enumerate(algorithms)
     ]
     links = {"all": Link(1.0, 2.0, 3.0)}
-    return Tuning(topology=topology, links=links, backward_s=len(algorithms) - 1.0, buckets=buckets)
+    backward_s = len(algorithms) - 1.0
+    return Tuning(topology=topology, links=links, backward_s=backward_s, buckets=buckets, caps_mb=[1.0], in_parts=True)
 
 
 def test_a_tuning_survives_its_file() -> None:

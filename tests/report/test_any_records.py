@@ -16,7 +16,7 @@ SECONDS = st.floats(-1e6, 1e15)
 AMOUNTS = st.floats(0, 1e15)
 SHARES = st.floats(0, 1)
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
-TIMES = st.none() | st.fixed_dictionaries(
+TIMES = st.fixed_dictionaries(
     {}, optional={"data": SECONDS, "forward": SECONDS, "comm": SECONDS, "evaluation": SECONDS}
 )
 STEPS = st.fixed_dictionaries(
@@ -33,7 +33,7 @@ STEPS = st.fixed_dictionaries(
         "comm_wait_s": SECONDS,
         "straggler": COUNTS,
         "straggler_delay_s": AMOUNTS,
-        "wall_s": st.none() | AMOUNTS,
+        "wall_s": AMOUNTS,
         "times": TIMES,
     }
 )
@@ -48,7 +48,7 @@ EVALUATIONS = st.fixed_dictionaries(
         "class_top1": st.lists(st.none() | SHARES, max_size=40),
         "samples_evaluated": COUNTS,
         "resident_mb": st.none() | AMOUNTS,
-        "wall_s": st.none() | AMOUNTS,
+        "wall_s": AMOUNTS,
         "times": TIMES,
         "rank_waits_s": st.lists(SECONDS, max_size=40),
     }

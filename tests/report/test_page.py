@@ -19,8 +19,7 @@ from megabatch.report.view import read_run
 from megabatch.report.write import write_report
 from megabatch.runs import files
 from megabatch.runs.mistakes import Mistakes
-from megabatch.runs.records import Record
-from tests.support.made_up_run import as_of_an_older_version, made_up_records, make_run, png
+from tests.support.made_up_run import make_run, png
 
 HOSTILE = "<script>alert(1)</script>"
 SECTIONS = ("verdict", "time", "learning", "communication", "ranks", "events", "classes-section", "settings")
@@ -58,10 +57,6 @@ def read(page: str) -> Elements:
     assert not elements.open
     assert len(set(elements.ids)) == len(elements.ids)
     return elements
-
-
-def rewrite(folder: Path, records: list[Record]) -> None:
-    (folder / files.METRICS).write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
 
 
 def test_a_whole_run_has_every_section_and_the_same_bytes_again(tmp_path: Path) -> None:
@@ -165,13 +160,6 @@ def test_a_damaged_row_is_one_line_and_a_cut_one_is_none(tmp_path: Path) -> None
         write_report([folder])
     with pytest.raises(UserError, match=r"is no run's folder"):
         write_report([tmp_path])
-
-
-def test_an_older_run_says_so(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", steps=60)
-    rewrite(folder, [as_of_an_older_version(record) for record in made_up_records(60)])
-    elements = read(page_of([read_run(folder)]))
-    assert "older version" in elements.text and "time" in elements.ids
 
 
 def test_a_loss_that_is_no_number_is_a_gap_and_a_finding(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from megabatch.report.shares import PARTS, STAGES, TimeColumns, bins_of, shares_of
+from megabatch.report.shares import STAGES, TimeColumns, bins_of, shares_of
 from megabatch.report.view import read_run
 from megabatch.runs.records import Record, StepTimes
 from megabatch.runs.time_breakdown import TimeBreakdown
-from tests.support.made_up_run import as_of_an_older_version, made_up_records, make_run
+from tests.support.made_up_run import made_up_records, make_run
 from tests.support.records import step_record
 
 SECONDS = st.floats(-1e-3, 1e3)
@@ -30,18 +30,18 @@ TIMES = st.builds(
 STAGE_TIMES = st.builds(TimeBreakdown, read=SECONDS, decode=SECONDS, augment=SECONDS, copy=SECONDS)
 
 
-def columns_of(records: list[Record], global_batch: int | None = 8) -> TimeColumns:
+def columns_of(records: list[Record]) -> TimeColumns:
     columns = TimeColumns()
     for record in records:
-        columns.add(record, global_batch)
+        columns.add(record)
     return columns
 
 
-@given(rows=st.lists(st.tuples(TIMES, STAGE_TIMES, st.floats(0, 1e4) | st.none()), min_size=1, max_size=20))
+@given(rows=st.lists(st.tuples(TIMES, STAGE_TIMES, st.floats(0, 1e4)), min_size=1, max_size=20))
 def test_the_parts_of_any_rows_add_up_to_the_wall_time(
-    rows: list[tuple[StepTimes, TimeBreakdown, float | None]],
+    rows: list[tuple[StepTimes, TimeBreakdown, float]],
 ) -> None:
-    """Also of rows whose parts contradict their wall time, which may go backwards or be missing."""
+    """Also of rows whose parts contradict their wall time, which may go backwards."""
     records: list[Record] = [
         replace(step_record(step, 1.0, 1.0), times=times, data_wait=stages, wall_s=wall_s)
         for step, (times, stages, wall_s) in enumerate(rows)
@@ -65,19 +65,9 @@ def test_consistent_rows_keep_their_own_parts() -> None:
     records = list(made_up_records(60, evaluations=6))
     totals = columns_of(records).totals()
     for part in ("forward", "backward", "comm", "update", "evaluation", "checkpoint"):
-        assert totals[part] == pytest.approx(math.fsum(getattr(r.times, part) for r in records if r.times))
-    waits = math.fsum(record.times.data for record in records if record.times)
+        assert totals[part] == pytest.approx(math.fsum(getattr(r.times, part) for r in records))
+    waits = math.fsum(record.times.data for record in records)
     assert math.fsum(totals[stage] for stage in STAGES) == pytest.approx(waits) and totals["data"] == 0
-
-
-def test_rows_of_an_older_version_tell_waits_and_the_rest(tmp_path: Path) -> None:
-    records = [as_of_an_older_version(record) for record in made_up_records(60, evaluations=6)]
-    columns = columns_of(records, 8192)
-    totals = columns.totals()
-    assert not columns.has_times
-    assert {part.key for part in PARTS if totals[part.key]} == {"read", "decode", "augment", "comm", "compute"}
-    steps = [8192 / record.images_per_s for record in records if hasattr(record, "images_per_s")]
-    assert columns.wall_s == pytest.approx(math.fsum(steps))
 
 
 def test_the_shares_of_a_run_add_up_to_its_summary(tmp_path: Path) -> None:

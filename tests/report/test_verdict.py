@@ -90,7 +90,16 @@ def test_a_loss_that_does_not_fall_is_a_problem(tmp_path: Path) -> None:
 
 def evaluation(step: int, waits: list[float]) -> EvaluationRecord:
     return EvaluationRecord(
-        top1=0.5, top5=0.9, test_loss=1.0, class_top1=[], samples_evaluated=1, step=step, epoch=1.0, rank_waits_s=waits
+        top1=0.5,
+        top5=0.9,
+        test_loss=1.0,
+        class_top1=[],
+        samples_evaluated=1,
+        wall_s=1.0,
+        times=StepTimes(),
+        step=step,
+        epoch=1.0,
+        rank_waits_s=waits,
     )
 
 

@@ -1,6 +1,5 @@
 import contextlib
 import os
-import re
 from pathlib import Path
 
 import msgspec
@@ -18,11 +17,21 @@ from megabatch.runs.reader import (
     read_records,
     started_in,
 )
-from megabatch.runs.records import EvaluationRecord, Record
+from megabatch.runs.records import EvaluationRecord, Record, StepTimes
 from megabatch.runs.totals import RunTotals
 from tests.support.records import step_record
 
-EVALUATION = EvaluationRecord(step=2, epoch=1.0, top1=0.5, top5=0.9, test_loss=1.0, class_top1=[], samples_evaluated=4)
+EVALUATION = EvaluationRecord(
+    step=2,
+    epoch=1.0,
+    top1=0.5,
+    top5=0.9,
+    test_loss=1.0,
+    class_top1=[],
+    samples_evaluated=4,
+    wall_s=1.0,
+    times=StepTimes(),
+)
 RECORDS: list[Record] = [step_record(1, epoch=0.5, loss=4.0), step_record(2, epoch=1.0, loss=2.0), EVALUATION]
 
 
@@ -57,12 +66,17 @@ def test_the_last_row_is_found_at_the_end_of_a_long_run(tmp_path: Path) -> None:
     assert last is not None and last.step == 1999
 
 
-def test_rows_of_older_runs_which_do_not_say_what_they_are_are_read(tmp_path: Path) -> None:
-    write_run(tmp_path, RECORDS)
+@pytest.mark.parametrize("key", ["kind", "wall_s", "times"])
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_row_without_a_field_that_every_row_has_is_refused(tmp_path: Path, key: str, place: int) -> None:
+    write_run(tmp_path, RECORDS[place : place + 1])
     rows = tmp_path / "metrics.jsonl"
-    rows.write_text(re.sub(r'"kind":"\w+",|,"evaluated":false', "", rows.read_text()))
-    assert '"kind"' not in rows.read_text() and '"evaluated"' not in rows.read_text()
-    assert list(read_records(tmp_path)) == RECORDS and last_record(tmp_path) == EVALUATION
+    row = msgspec.json.decode(rows.read_bytes())
+    del row[key]
+    rows.write_bytes(msgspec.json.encode(row) + b"\n")
+    for read in (lambda path: list(read_records(path)), last_record):
+        with pytest.raises(UserError, match=rf"row.*`{key}`; it is damaged: remove the run, or train it again$"):
+            read(tmp_path)
 
 
 def test_a_damaged_row_is_named_in_one_line(tmp_path: Path) -> None:
@@ -112,9 +126,10 @@ def test_a_summary_that_cannot_be_one_is_listed_as_damaged(tmp_path: Path, conte
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("steps", -1), ("steps", 10**30), ("wall_s", 1e300), ("top1", 7.0), ("images_per_s", -1)]
+    ("key", "value"),
+    [("steps", -1), ("steps", 10**30), ("wall_s", 1e300), ("top1", 7.0), ("images_per_s", -1), ("saves", None)],
 )
-def test_figures_that_no_run_has_are_damage(tmp_path: Path, key: str, value: float) -> None:
+def test_figures_that_no_run_has_are_damage(tmp_path: Path, key: str, value: float | None) -> None:
     write_run(tmp_path / "a", RECORDS, "finished")
     path = tmp_path / "a/summary.json"
     path.write_bytes(msgspec.json.encode(msgspec.json.decode(path.read_bytes()) | {key: value}))

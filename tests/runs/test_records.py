@@ -2,7 +2,7 @@ import msgspec
 import pytest
 import torch
 
-from megabatch.runs.records import EvaluationRecord, StepRecord, Straggler
+from megabatch.runs.records import EvaluationRecord, StepRecord, StepTimes, Straggler
 from megabatch.runs.time_breakdown import TimeBreakdown
 from megabatch.runs.totals import RunTotals
 from megabatch.train.step_metrics import straggler_of
@@ -14,13 +14,31 @@ def step(number: int, images_per_s: float = 100.0) -> StepRecord:
     more = {"data_wait": split, "skipped_images": [f"{number}.jpg"] * number}
     scale = {"loss_scale": 2.0**number, "skipped": number == 2}
     return StepRecord(
-        step=number, epoch=number / 2, loss=1.0, lr=0.1, images_per_s=images_per_s, **waits, **scale, **more
+        step=number,
+        epoch=number / 2,
+        loss=1.0,
+        lr=0.1,
+        images_per_s=images_per_s,
+        **waits,
+        **scale,
+        **more,
+        wall_s=1.0,
+        times=StepTimes(),
     )
 
 
 def evaluation(number: int, top1: float) -> EvaluationRecord:
     return EvaluationRecord(
-        step=number, epoch=1, top1=top1, top5=0.9, test_loss=0.5, class_top1=[top1], samples_evaluated=20, device_mb=7e3
+        step=number,
+        epoch=1,
+        top1=top1,
+        top5=0.9,
+        test_loss=0.5,
+        class_top1=[top1],
+        samples_evaluated=20,
+        device_mb=7e3,
+        wall_s=1.0,
+        times=StepTimes(),
     )
 
 

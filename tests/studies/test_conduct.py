@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from megabatch.errors import UserError
-from megabatch.runs.records import EvaluationRecord, Summary
+from megabatch.runs.records import EvaluationRecord, StepTimes, Summary
 from megabatch.runs.totals import RunTotals
 from megabatch.studies.conduct import Conductor, Probes
 from megabatch.studies.design import ArmDesign, Design, SearchDesign
@@ -61,7 +61,15 @@ class FakeRuns:
         distance = max(rate, BEST_RATE) / min(rate, BEST_RATE)
         top1 = 0.9 - 0.01 * distance + 0.001 * (seed % 10)
         record = EvaluationRecord(
-            step=3, epoch=3.0, top1=top1, top5=1.0, test_loss=0.3, class_top1=[], samples_evaluated=10
+            step=3,
+            epoch=3.0,
+            top1=top1,
+            top5=1.0,
+            test_loss=0.3,
+            class_top1=[],
+            samples_evaluated=10,
+            wall_s=2.0,
+            times=StepTimes(),
         )
         steps = [step_record(1, 0.7, 3.0), step_record(2, 1.0, 2.0), step_record(3, 1.3, 1.0), record]
         (self.folder / trial.name).mkdir()

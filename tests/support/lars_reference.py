@@ -47,19 +47,6 @@ def outside() -> Step:
     return lambda w, g, lr, decay: momentum.step(w, scaled_gradient(w, g, decay), lr)
 
 
-def nvidia() -> Step:
-    """NVIDIA's own formula, of which ours is an alias of `outside`; for learning rates above 0, by which it divides."""
-    v, last = torch.zeros((), dtype=torch.float64), 1.0
-
-    def step(w: Tensor, g: Tensor, lr: float, decay: float) -> Tensor:
-        nonlocal v, last
-        v = MU * lr / last * v + lr * scaled_gradient(w, g, decay)
-        last = lr
-        return w - v
-
-    return step
-
-
 def larc() -> Step:
     """Of SGD's step and that of LARS, whichever is shorter."""
     momentum = Momentum()
@@ -72,4 +59,4 @@ def larc() -> Step:
     return step
 
 
-REFERENCES = {"you2017": you2017, "outside": outside, "nvidia": nvidia, "larc": larc}
+REFERENCES = {"you2017": you2017, "outside": outside, "larc": larc}

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
-from msgspec.structs import replace
 
 from megabatch.planning.backward import Gradient, RecordedBackward
 from megabatch.planning.candidates import candidate_plans
@@ -304,7 +303,7 @@ def make_run(
     encoder = msgspec.json.Encoder()
     with (folder / files.METRICS).open("wb") as rows:
         for record in made_up_records(steps, ranks, len(classes), seed, fp16, speed, evaluations, learning_rate):
-            totals.add(record, record.wall_s or 0.0)
+            totals.add(record, record.wall_s)
             rows.write(encoder.encode(record) + b"\n")
     (folder / files.LOG).write_text(log_of(steps, totals.wall_s))
     if status:
@@ -328,13 +327,6 @@ def make_run(
     )
     (folder / files.MODEL).write_text(card.to_json())
     return folder
-
-
-def as_of_an_older_version(record: Record) -> Record:
-    """Without what rows did not have then."""
-    if isinstance(record, StepRecord):
-        return replace(record, wall_s=None, times=None)
-    return replace(record, wall_s=None, times=None, rank_waits_s=[])
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from megabatch.runs.folder import RunFolder
-from megabatch.runs.records import EvaluationRecord, Record, Status
+from megabatch.runs.records import EvaluationRecord, Record, Status, StepTimes
 from megabatch.runs.totals import RunTotals
 from tests.support.records import step_record
 
@@ -36,13 +36,13 @@ def config_of(seed: int, changes: Mapping[str, Any]) -> str:
     return msgspec.toml.encode(tables).decode()
 
 
-def records_of(top1s: Sequence[float], has_wall: bool = True) -> list[Record]:
+def records_of(top1s: Sequence[float]) -> list[Record]:
     """Two steps, and an evaluation, for each; a second each."""
     records: list[Record] = []
     for number, top1 in enumerate(top1s):
         for step in (2 * number + 1, 2 * number + 2):
-            wall_s = float(step + number) if has_wall else None
-            changes = {"images_per_s": 100.0 * step, "data_wait_s": 0.1, "comm_wait_s": 0.2, "wall_s": wall_s}
+            waits = {"data_wait_s": 0.1, "comm_wait_s": 0.2}
+            changes = {"images_per_s": 100.0 * step, "wall_s": float(step + number)} | waits
             late = {"straggler": 1, "straggler_delay_s": 0.04}
             records.append(msgspec.structs.replace(step_record(step, step / 2, 1.0), **changes, **late))
         records.append(
@@ -54,7 +54,8 @@ def records_of(top1s: Sequence[float], has_wall: bool = True) -> list[Record]:
                 test_loss=0.5,
                 class_top1=[],
                 samples_evaluated=10,
-                wall_s=3.0 * (number + 1) if has_wall else None,
+                wall_s=3.0 * (number + 1),
+                times=StepTimes(),
             )
         )
     return records
@@ -65,7 +66,6 @@ def record_run(
     *top1s: float,
     seed: int = 1,
     status: Status | None = "finished",
-    has_wall: bool = True,
     environment: Mapping[str, object] | None = None,
     **settings: Any,
 ) -> Path:
@@ -74,9 +74,9 @@ def record_run(
     changes = {key.replace("__", "."): value for key, value in settings.items()}
     with RunFolder(path) as folder:
         folder.begin(config_of(seed, changes), environment or {}, step=0)
-        for record in records_of(top1s, has_wall):
+        for record in records_of(top1s):
             folder.write(record)
-            totals.add(record, record.wall_s or 0.0)
+            totals.add(record, record.wall_s)
         if status:
             folder.finish(totals.summary(status))
     return path

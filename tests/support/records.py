@@ -1,6 +1,6 @@
 """Records of steps that nobody has taken."""
 
-from megabatch.runs.records import StepRecord
+from megabatch.runs.records import StepRecord, StepTimes
 
 
 def step_record(step: int, epoch: float, loss: float) -> StepRecord:
@@ -16,4 +16,6 @@ def step_record(step: int, epoch: float, loss: float) -> StepRecord:
         comm_wait_s=0.0,
         straggler=0,
         straggler_delay_s=0.0,
+        wall_s=float(step),
+        times=StepTimes(),
     )

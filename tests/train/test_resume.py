@@ -12,6 +12,7 @@ from megabatch.config.schema import CheckpointSettings, RunConfig
 from megabatch.disk import point
 from megabatch.errors import UserError
 from megabatch.runs.folder import RunFolder
+from megabatch.runs.model_card import ModelCard
 from megabatch.runs.records import Status
 from megabatch.runs.totals import RunTotals
 from megabatch.text import one_line
@@ -59,7 +60,9 @@ def test_an_unfinished_run_of_the_same_recipe_goes_on(status: Status | None) -> 
 
 
 def test_what_does_not_change_the_numbers_does_not_make_another_run() -> None:
-    make_run("runs/fashion-001", config_of("checkpoint.keep=5", "run.threads=3", "about=x", "marks.seed=assumed: x"))
+    make_run(
+        "runs/fashion-001", config_of("checkpoint.keep=5", "run.threads=3", "about=x", "provenance.seed=assumed: x")
+    )
     others = ("checkpoint.every_steps=1", "comm.timeout_s=9", "comm.timeline=true")
     assert start(*others).folder == Path("runs/fashion-001")
 
@@ -212,7 +215,18 @@ def test_what_is_only_called_like_a_checkpoint_is_passed_over_and_left(tmp_path:
 def test_a_file_in_the_place_of_a_checkpoint_is_not_taken_for_one_that_was_saved(tmp_path: Path) -> None:
     (tmp_path / "step-00000003").touch()
     totals = RunTotals(global_batch=1, target_top1=None, steps=3)
-    description = Description(step=3, computed_by="", totals=totals, checksum="")
+    card = ModelCard(
+        model={"name": "small_cnn"},
+        classes=["a"],
+        num_channels=1,
+        image_size=8,
+        center_crop=1.0,
+        mean=[0.0],
+        deviation=[1.0],
+        precision="fp32",
+        recipe={},
+    )
+    description = Description(step=3, computed_by="", data="", tuning=None, totals=totals, card=card, checksum="")
     with pytest.raises(NotADirectoryError):
         write_checkpoint(tmp_path, {}, description)
 

@@ -5,7 +5,6 @@ distribute(model, ...)                  what our own trainer does
 """
 
 import atexit
-import warnings
 from contextlib import ExitStack
 
 import torch
@@ -84,21 +83,15 @@ def attach(
     model: DistributedDataParallel,
     *,
     algorithm: str = "auto",
-    dtype: CommDtype | None = None,  # fp32
+    dtype: CommDtype = "fp32",
     timeout_s: float = 600.0,
     loss_is_scaled: bool = False,
-    wire: CommDtype | None = None,  # what `dtype` was called
 ) -> GradientAllReduce:
     """Gives megabatch's all-reduce to a DistributedDataParallel model; gradients are averaged, as DDP does.
 
     Call it on every rank, once, before the first backward.  `dtype="bf16"` halves the bytes between hosts; "fp16" too,
     but small gradients vanish in it unless the loss is scaled (torch.amp.GradScaler): then say `loss_is_scaled=True`.
     """
-    if wire is not None and dtype is not None:
-        raise UserError("wire and dtype are both given, and are the same argument; give dtype alone")
-    if wire is not None:
-        warnings.warn("attach: wire is now called dtype", FutureWarning, stacklevel=2)
-    dtype = dtype or wire or "fp32"
     if dtype == "fp16" and not loss_is_scaled:
         raise UserError("dtype='fp16' loses small gradients unless the loss is scaled; nearest: dtype='bf16'")
     for name, module in model.module.named_modules():

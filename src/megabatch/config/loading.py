@@ -1,7 +1,7 @@
 """From a recipe and its `section.key=value` overrides to a RunConfig, checked before anything is started or written."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +11,6 @@ from megabatch.config.length import EPOCHS, STEPS, dotted_keys, settle_length
 from megabatch.config.messages import example, explain, show_key, show_value, suggest
 from megabatch.config.provenance import settle_provenance
 from megabatch.config.recipes import read_recipe
-from megabatch.config.renamed import current_name, describe_renamed, given_twice, with_current_names
 from megabatch.config.schema import FIELDS, LONGEST_NAME, RunConfig, Settings, flatten, kind_of
 from megabatch.config.values import check_values
 from megabatch.errors import UserError
@@ -23,10 +22,8 @@ class Override(NamedTuple):
     """One `section.key=value`."""
 
     text: str
-    used_key: str  # as it was given: perhaps an old name
     key: str
     value: Any
-    renamed: dict[str, str]  # old names in it, and what they are called now
 
 
 def print_to_stderr(line: str) -> None:
@@ -34,7 +31,7 @@ def print_to_stderr(line: str) -> None:
 
 
 def silent(line: str) -> None:
-    """For ranks, of which one has said it, and for the config.toml of earlier runs, which nobody need edit."""
+    """Drop a line that another rank or an earlier command printed."""
 
 
 def load_config(
@@ -46,21 +43,17 @@ def load_config(
 ) -> RunConfig:
     """The recipe (a name or a TOML file) with `section.key=value` overrides, or UserError.
 
-    `report` is called with one line if the recipe or the overrides use old names of settings, and with one if the
-    overrides shorten the run so much that its warm-up has to be shortened too.  Without `needs_source` a recipe that
-    gives no data.source is complete, with "" in its place.
+    `report` is called with one line if the overrides give both epochs and steps, and with one if they shorten the run
+    so much that its warm-up has to be shortened too.  Without `needs_source` a recipe that gives no data.source is
+    complete, with "" in its place.
     """
-    settings, renamed = with_current_names({"name": default_name(recipe)} | read_recipe(recipe))
+    settings: Settings = {"name": default_name(recipe), **read_recipe(recipe)}
     recipe_epochs = dict(flatten(settings)).get(EPOCHS)
     given = [parse_override(text) for text in overrides]
-    check_names(given)
     for override in given:
         apply_override(settings, override)
-        renamed |= override.renamed
     check_values(settings)
     check_keys(settings)
-    if renamed:
-        report(describe_renamed(renamed))
     if not needs_source and isinstance(settings.setdefault("data", {}), dict):
         settings["data"].setdefault("source", "")
     overridden = [key for override in given for key in dotted_keys(override.key, override.value)]
@@ -81,26 +74,21 @@ def default_name(recipe: str) -> str:
 
 
 def parse_override(text: str) -> Override:
-    used_key, equals, value_text = text.partition("=")
+    key, equals, value_text = text.partition("=")
     if not equals:
         raise UserError(f"{show_value(text)} is not an override; expected section.key=value, such as batch.global=512")
-    if used_key.count(".") >= DEEPEST:
-        raise UserError(f"{show_key(used_key)}: there is no such setting; {suggest(used_key)}")
+    if key.count(".") >= DEEPEST:
+        raise UserError(f"{show_key(key)}: there is no such setting; {suggest(key)}")
     if not is_plain(text):
         raise UserError(
-            f"{show_key(used_key)}={show_value(value_text)}: expected one line of text without control characters; "
+            f"{show_key(key)}={show_value(value_text)}: expected one line of text without control characters; "
             "leave them out"
         )
-    key = current_name(used_key)
-    renamed = {used_key: key} if used_key != key else {}
     try:
         value = parse_value(value_text, wants_text=isinstance(kind_of(key), msgspec.inspect.StrType))
     except TooMuch as error:
         raise UserError(f"{show_key(key)}={show_value(value_text)}: {error}; give less") from None
-    if isinstance(value, dict):
-        value, renamed_inside = with_current_names(value, key)
-        renamed |= renamed_inside
-    return Override(text, used_key, key, value, renamed)
+    return Override(text, key, value)
 
 
 def parse_value(text: str, wants_text: bool) -> Any:
@@ -112,15 +100,6 @@ def parse_value(text: str, wants_text: bool) -> Any:
             raise
         return text
     return text if wants_text and not isinstance(value, str) else value  # run.dir=2026 is a folder
-
-
-def check_names(overrides: Iterable[Override]) -> None:
-    """A setting may be overridden more than once, and the last counts; but not under its old and its new name."""
-    used: dict[str, str] = {}
-    for override in overrides:
-        other = used.setdefault(override.key, override.used_key)
-        if other != override.used_key:
-            raise given_twice(other, override.used_key, override.key)
 
 
 def apply_override(settings: Settings, override: Override) -> None:

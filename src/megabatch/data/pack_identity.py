@@ -24,7 +24,6 @@ Source = FolderFiles | ShardFiles
 
 LOCK = ".pack.lock"
 MOST_IDENTITY_BYTES = 1_000_000
-LAYOUT = 2  # every JPEG is a .jpg; before, members had the suffixes of their files
 
 
 class PackSettings(Struct, frozen=True, kw_only=True):
@@ -42,7 +41,6 @@ class Identity(Struct, frozen=True, kw_only=True):
     shorter_side: int | None
     quality: int
     shard_mb: int
-    layout: int = 1  # which names members have: see LAYOUT
 
 
 def identify(dataset: EncodedDataset, settings: PackSettings) -> Identity:
@@ -54,7 +52,6 @@ def identify(dataset: EncodedDataset, settings: PackSettings) -> Identity:
         shorter_side=settings.shorter_side,
         quality=settings.quality,
         shard_mb=settings.shard_mb,
-        layout=LAYOUT,
     )
 
 
@@ -85,10 +82,7 @@ def is_complete(out: Path, asked: Identity) -> bool:
         require_same(out, made, asked)
     except (KeyError, UnicodeError, RecursionError, msgspec.MsgspecError) as error:
         raise UserError(f"{out} does not say how it was packed ({error}); delete it, or give another") from error
-    is_whole = (out / INDEX).exists()
-    if not is_whole and made.layout != asked.layout:
-        raise UserError(f"{out} was begun by another version of megabatch; finish it there, or delete {out}")
-    return is_whole
+    return (out / INDEX).exists()
 
 
 def require_same(out: Path, made: Identity, asked: Identity) -> None:

@@ -73,7 +73,7 @@ def make_index(class_names: tuple[str, ...], records: list[list[Arrays]], identi
 def clean_up(out: Path) -> None:
     """What only an unfinished pack needs."""
     for part in PARTS:
-        for path in [*out.glob(f".{part}-*.npz"), *out.glob(f".{part}-*.tar.part")]:  # the latter of older versions
+        for path in out.glob(f".{part}-*.npz"):
             path.unlink()
     disk.remove_unfinished(out)
     (out / UNFINISHED).unlink(missing_ok=True)

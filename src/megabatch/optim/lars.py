@@ -6,7 +6,6 @@ w weight, g gradient, v momentum buffer, lambda weight decay, mu momentum, eta t
 
 you2017   v = mu v + lr u,   w -= v       lr inside the momentum; so does MLPerf's TensorFlow reference
 outside   v = mu v + u,      w -= lr v    most PyTorch ports; differs from you2017 only while lr changes
-nvidia    v = mu lr / lr_before v + lr u,   w -= v:   is `outside` where no lr is 0, and an alias of it here
 larc      `outside` with tau = min(tau / lr, 1), so that no step is larger than SGD's
 
 A group with "trust_ratio": False has tau = 1: biases and normalisation layers, see `parameter_groups`.  tau does not
@@ -22,7 +21,6 @@ sets it), without a look at it by the host.
 """
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -40,7 +38,6 @@ BUFFER = "momentum_buffer"  # torch.optim.SGD's name, so that either can load th
 
 
 TRUST_COEFFICIENT = 0.001  # You et al. 2017
-TRUST_RENAMED = "trust is now called trust_coefficient"
 
 
 class Variant(NamedTuple):
@@ -51,7 +48,6 @@ class Variant(NamedTuple):
 VARIANTS = {
     "you2017": Variant(lr_in_momentum=True),
     "outside": Variant(),
-    "nvidia": Variant(),  # not its own formula, which divides by lr: a warm-up may begin at 0
     "larc": Variant(clips_ratio=True),
 }
 
@@ -115,14 +111,7 @@ class LARS(torch.optim.Optimizer):
         eps: float = 0.0,
         variant: str = "you2017",
         foreach: bool | None = None,
-        *,
-        trust: float | None = None,  # deprecated: the old name of trust_coefficient
     ) -> None:
-        if trust is not None:
-            if trust_coefficient != TRUST_COEFFICIENT:
-                raise UserError("trust and trust_coefficient are both given; give trust_coefficient alone")
-            warnings.warn(TRUST_RENAMED, DeprecationWarning, stacklevel=2)
-            trust_coefficient = trust
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -136,16 +125,7 @@ class LARS(torch.optim.Optimizer):
         super().__init__(params, defaults)
         promise_to_heed_found_inf(self)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Called by `load_state_dict` and by pickle: groups that older code has saved get their new names."""
-        super().__setstate__(state)
-        self.defaults = with_new_names(self.defaults)
-        self.param_groups = [with_new_names(group) for group in self.param_groups]
-
     def add_param_group(self, param_group: Group) -> None:
-        if "trust" in param_group:
-            warnings.warn(TRUST_RENAMED, DeprecationWarning, stacklevel=2)
-            param_group = with_new_names(param_group)
         settings = self.defaults | param_group
         require_one_of("variant", settings["variant"], VARIANTS)
         for key, (rule, holds) in RULES.items():
@@ -290,10 +270,3 @@ def ratio_settings(group: Group) -> dict[str, Any]:
 
 def momentum_settings(group: Group) -> dict[str, Any]:
     return {"momentum": group["momentum"], "weight_decay": group["weight_decay"]}
-
-
-def with_new_names(group: Group) -> Group:
-    """The group with "trust" under its new name."""
-    if "trust" in group and "trust_coefficient" in group:
-        raise UserError("trust and trust_coefficient are both given; give trust_coefficient alone")
-    return {"trust_coefficient" if key == "trust" else key: value for key, value in group.items()}

@@ -287,9 +287,7 @@ def is_made_for(tuning: Tuning, topology: Topology, backward: RecordedBackward, 
 
 
 def cuts_as_stored(tuning: Tuning, of_name: Mapping[str, Gradient]) -> bool:
-    """Whether DDP makes these buckets with these caps; a choice of an older version has none."""
-    if not tuning.caps_mb:
-        return True
+    """Whether DDP makes these buckets with these caps."""
     names = [name for bucket in tuning.buckets for name in bucket.gradients]
     cut = ddp_buckets([of_name[name] for name in names], [int(cap_mb * MIB) for cap_mb in tuning.caps_mb])
     return sorted([names[index] for index in indices] for indices in cut) == sorted(b.gradients for b in tuning.buckets)

@@ -37,8 +37,8 @@ def problems(tuning: Tuning) -> Iterator[str]:
     """What cannot be in it."""
     if not tuning.buckets:
         yield "it has no buckets"
-    if not all(0 <= cap_mb <= MAX_CAP_MB for cap_mb in tuning.caps_mb):
-        yield f"caps_mb={tuning.caps_mb}, expected 0 to {MAX_CAP_MB:g} each"
+    if not tuning.caps_mb or not all(0 <= cap_mb <= MAX_CAP_MB for cap_mb in tuning.caps_mb):
+        yield f"caps_mb={tuning.caps_mb}, expected at least one, and 0 to {MAX_CAP_MB:g} each"
     for axis, link in tuning.links.items():
         if not all(map(is_time, (link.alpha_s, link.beta_s_per_byte, link.gamma_s_per_byte))):
             yield f"the link {axis} takes no time that a link can take"

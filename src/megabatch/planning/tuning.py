@@ -71,8 +71,8 @@ class Tuning(Struct, frozen=True, kw_only=True):
     links: dict[Axis, Link]
     backward_s: float
     buckets: list[Bucket]
-    caps_mb: list[float] = []  # `bucket_cap_mb_list`, with which DDP makes these buckets
-    in_parts: bool = True  # as CPUs cut buckets; accelerators do not, and prices say so
+    caps_mb: list[float]  # `bucket_cap_mb_list`, with which DDP makes these buckets
+    in_parts: bool  # as CPUs cut buckets; accelerators do not, and prices say so
 
     @property
     def passages(self) -> list[Passage]:

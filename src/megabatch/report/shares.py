@@ -3,9 +3,6 @@
 Every row of metrics.jsonl says how the time since the row before was spent.  The wall time is the authority: what the
 parts of a row leave of it is `other`, and parts that claim more than there was are scaled down.  So the parts of a run
 add up to its wall time, and so do those of any stretch of it.
-
-Rows of older versions know the waits for images and for other ranks alone; the rest of a step is `compute`, and the
-time between steps `other`.
 """
 
 import math
@@ -14,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from megabatch.runs.records import EvaluationRecord, Record, StepRecord, StepTimes
+from megabatch.runs.records import Record, StepRecord, StepTimes
 from megabatch.runs.time_breakdown import TimeBreakdown
 
 
@@ -32,7 +29,6 @@ PARTS = (
     Part("data", "data", "waited for images; at which stage was not recorded"),
     Part("forward", "forward", "computed the loss"),
     Part("backward", "backward", "computed gradients, with all-reduces running beside it"),
-    Part("compute", "compute", "forward, backward and update, which this run's version did not tell apart"),
     Part("comm", "exposed communication", "waited for other ranks and the network after the own backward"),
     Part("update", "update", "optimizer step"),
     Part("evaluation", "evaluation", "tested the model"),
@@ -41,11 +37,10 @@ PARTS = (
 )
 KEYS = tuple(part.key for part in PARTS)
 DATA = ("read", "decode", "augment", "copy", "data")
-COMPUTE = ("forward", "backward", "compute", "update")
+COMPUTE = ("forward", "backward", "update")
 STAGES = ("read", "decode", "augment", "copy")
 NUM_BINS = 60
 ROUNDING = 1e-12  # of a wall time
-LONGEST_S = 1e9  # that a step can have taken
 
 Seconds = dict[str, float]  # by the key of a part
 
@@ -56,7 +51,6 @@ class TimeColumns:
     def __init__(self) -> None:
         self.end_s = array("d")
         self.rows = array("d")  # the parts of one row after another: to append to many columns takes longer
-        self.has_times = True  # False: some rows are of an older version
 
     @property
     def wall_s(self) -> float:
@@ -65,12 +59,9 @@ class TimeColumns:
     def column(self, key: str) -> Sequence[float]:
         return self.rows[KEYS.index(key) :: len(KEYS)]
 
-    def add(self, record: Record, global_batch: int | None) -> None:
-        if record.times is None:
-            self.has_times = False
-        parts, duration_s = parts_of(record, global_batch)
-        end_s = self.wall_s + duration_s if record.wall_s is None else max(self.wall_s, record.wall_s)
-        self.append(parts, end_s)
+    def add(self, record: Record) -> None:
+        data_wait = record.data_wait if isinstance(record, StepRecord) else TimeBreakdown()
+        self.append(parts_of(record.times, data_wait), max(self.wall_s, record.wall_s))
 
     def append(self, parts: Seconds, end_s: float) -> None:
         duration_s = end_s - self.wall_s
@@ -91,22 +82,7 @@ class TimeColumns:
         return {key: math.fsum(self.column(key)) for key in KEYS}
 
 
-def parts_of(record: Record, global_batch: int | None) -> tuple[Seconds, float]:
-    """Seconds by part, and how long the row was as far as it says so itself."""
-    if record.times is not None:
-        parts = of_times(record.times, record.data_wait if isinstance(record, StepRecord) else TimeBreakdown())
-        return parts, math.fsum(parts.values())
-    if isinstance(record, EvaluationRecord):
-        return {}, 0.0
-    parts = {**by_stage(max(0.0, record.data_wait_s), record.data_wait), "comm": max(0.0, record.comm_wait_s)}
-    waited_s = math.fsum(parts.values())
-    has_rate = global_batch and record.images_per_s > global_batch / LONGEST_S
-    step_s = global_batch / record.images_per_s if global_batch and has_rate else waited_s
-    parts["compute"] = max(0.0, step_s - waited_s)
-    return parts, step_s
-
-
-def of_times(times: StepTimes, data_wait: TimeBreakdown) -> Seconds:
+def parts_of(times: StepTimes, data_wait: TimeBreakdown) -> Seconds:
     parts = {key: max(0.0, getattr(times, key)) for key in times.__struct_fields__}
     return {**parts, "data": 0.0, **by_stage(parts["data"], data_wait)}
 

@@ -26,7 +26,7 @@ class Frame(NamedTuple):
 
 # What letters on a filled colour are: `mid` is white on light pages and black on dark ones.
 DEEP = ("part-read", "part-update")
-MID = ("part-backward", "part-compute", "part-comm", "part-evaluation", "bucket-0", "bucket-2")
+MID = ("part-backward", "part-comm", "part-evaluation", "bucket-0", "bucket-2")
 
 
 def text_on(style: str) -> str:

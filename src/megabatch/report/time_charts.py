@@ -18,10 +18,6 @@ SHOWN_SHARE = 0.005  # of less, the legend says nothing
 STEPS_OF_BIN = 4
 NAMED_SHARE = 0.09  # of the bar, from which on there is room for a part's figure
 PERCENT = Scale(0.0, 1.0, [(tick / 4, f"{25 * tick} %") for tick in range(5)])
-OLDER = (
-    "An older version recorded this run: forward, backward and update are told together as compute, and evaluations "
-    "and checkpoints are in other, at the end."
-)
 
 
 def present(seconds: Mapping[str, float]) -> list[Part]:
@@ -89,8 +85,7 @@ def mean_table(view: RunView) -> Markup | None:
     seconds = view.times.totals()
     if not present(seconds):
         return None
-    note = None if view.times.has_times else tag("p", OLDER, class_="note")
-    return tag("div", tag("h3", "On average"), share_table(seconds, view.num_steps), note, class_="block")
+    return tag("div", tag("h3", "On average"), share_table(seconds, view.num_steps), class_="block")
 
 
 def num_bins(view: RunView) -> int:

@@ -74,7 +74,7 @@ def comm_advice(facts: Facts) -> str:
 
 
 def straggler(facts: Facts) -> Finding | None:
-    """By the waits of all ranks; a run of an older version has named one rank alone."""
+    """By the waits of all ranks, which an evaluation records; before the first, steps name one rank."""
     view = facts.view
     ordered = view.ranks.by_delay()
     if ordered:
@@ -123,7 +123,7 @@ def held_by_checkpoints(facts: Facts) -> Finding | None:
 
 def other_time(facts: Facts) -> Finding | None:
     share = facts.share("other")
-    if share < LIMITS or not facts.view.times.has_times:
+    if share < LIMITS:
         return None
     advice = (
         "It is neither training, evaluation nor a checkpoint. Where steps are this short, records and the screen cost "

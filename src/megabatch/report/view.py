@@ -1,7 +1,7 @@
 """One run as the page sees it, from one pass over its records.
 
-Whatever is missing is left out, since a run may be running, killed or of an older version; what is damaged in
-metrics.jsonl is one line for the user.
+Whatever is missing is left out, since a run may be running or killed; what is damaged in metrics.jsonl is one
+line for the user.
 """
 
 import math
@@ -132,7 +132,7 @@ def read_run(path: Path) -> RunView:
         try:
             view.tuning = read_plan(path)
         except UserError:
-            view.notes.append(f"{files.PLAN} is damaged, or of another version: what it says is left out")
+            view.notes.append(f"{files.PLAN} is damaged: what it says is left out")
     if (path / files.MODEL).exists():
         try:
             view.classes = decode_card(read_regular(path / files.MODEL, MAX_JSON_BYTES), files.MODEL).classes
@@ -144,7 +144,7 @@ def read_run(path: Path) -> RunView:
 def read_rows(view: RunView) -> None:
     try:
         for record in read_records(view.path):
-            view.times.add(record, view.global_batch)
+            view.times.add(record)
             if isinstance(record, StepRecord):
                 view.steps.add(record, view.times.wall_s)
                 view.last_step = record

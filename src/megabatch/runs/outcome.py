@@ -28,7 +28,7 @@ VERSIONS = ("megabatch", "torch", "python", "system", "host")  # of env.json
 
 
 class RunOutcome(Struct, frozen=True, kw_only=True):
-    """None is what the run has not come to, or does not record.  Fields are added, not renamed: --json prints them."""
+    """What --json prints.  None is what the run has not come to, or does not record."""
 
     path: str  # as it was given
     status: OutcomeStatus
@@ -61,7 +61,7 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
 class Reached(Struct, frozen=True):
     """A target."""
 
-    wall_s: float | None  # None: rows of an older version do not say
+    wall_s: float
     step: int | None = None  # None: the summary does not say
 
 
@@ -126,7 +126,7 @@ def add_up(path: Path, batch: int | None, target: float | None) -> tuple[Summary
     for record in rows_of(path):
         if isinstance(record, StepRecord) and not (batch and record.images_per_s):
             raise UserError(f"{path} is damaged: a step of no images; remove the run, or train it again")
-        totals.add(record, record.wall_s or 0.0)
+        totals.add(record, record.wall_s)
         wall_s = record.wall_s
         reached = reached or first_to_reach([record], target)
     return totals.summary("stopped"), reached, wall_s

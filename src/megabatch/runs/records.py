@@ -54,8 +54,8 @@ class StepRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="step"
     straggler: Count  # the rank that has waited least for others so far, since they waited for it
     straggler_delay_s: Amount  # by how much less than the median of the others, a step
     evaluated: bool = False  # an evaluation follows: the next row
-    wall_s: Amount | None = None  # of the run, as in its summary; None in a run of an older version
-    times: StepTimes | None = None  # None in a run of an older version
+    wall_s: Amount  # of the run, as in its summary
+    times: StepTimes
 
 
 class Evaluation(Struct, frozen=True, kw_only=True):
@@ -72,8 +72,8 @@ class EvaluationRecord(Evaluation, frozen=True, kw_only=True, tag_field="kind", 
     epoch: Passes
     resident_mb: Amount | None = None  # memory of rank 0's process
     device_mb: Amount | None = None  # the most that rank 0 has taken of its accelerator so far; None on a CPU
-    wall_s: Amount | None = None  # of the run, as in its summary; None in a run of an older version
-    times: StepTimes | None = None  # None in a run of an older version
+    wall_s: Amount  # of the run, as in its summary
+    times: StepTimes
     # Each rank waited for others so long, in the steps since the last evaluation or start: the straggler least.
     rank_waits_s: list[Seconds] = field(default_factory=list)
 
@@ -122,5 +122,5 @@ class Summary(Struct, frozen=True, kw_only=True):
     straggler: Straggler | None  # the rank that delayed the others most, since the last resumption; None on one rank
     resident_mb: Amount | None  # memory of rank 0's process at the last evaluation
     device_mb: Amount | None = None  # the most that rank 0 has taken of its accelerator; None on a CPU
-    saves: SaveTimes | None = None  # None for a run of an older version
+    saves: SaveTimes
     time_to_target_s: Amount | None  # wall time of the first evaluation that reached train.target_top1

@@ -54,6 +54,6 @@ def pixels_of(card: ModelCard) -> PixelStatistics:
 
 
 def read_card(folder: Path) -> ModelCard | None:
-    """That of a run, as it was begun; None for a run that has none (of an older version, or killed at once)."""
+    """That of a run, as it was begun; None for a run that was killed before it wrote one."""
     path = folder / MODEL
     return decode_card(read_regular(path, MAX_JSON_BYTES), str(path)) if path.is_file() else None

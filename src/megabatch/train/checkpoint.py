@@ -37,7 +37,7 @@ from megabatch.train.compiled import is_compiled
 from megabatch.train.loop import Training
 from megabatch.train.tensor_file import header_of, read_flat, tensors_in, write_tensors
 
-FORMAT = 2  # of a checkpoint; another one is refused
+FORMAT = 3  # of a checkpoint; another one is refused
 STATE, DESCRIPTION = "state.safetensors", "state.json"
 MAX_DESCRIPTION_BYTES = 64 << 20  # a thousand classes and a thousand unreadable images have a tenth of a MB
 NAME = re.compile(r"step-[0-9]{8,18}")
@@ -47,10 +47,10 @@ class Description(Struct, frozen=True, kw_only=True):
     format: int = FORMAT
     step: Annotated[int, Meta(ge=1)]
     computed_by: str  # see `describe_arithmetic`
-    data: str = ""  # which images it was trained on
-    tuning: Tuning | None = None  # how its gradients are all-reduced
+    data: str  # which images it was trained on
+    tuning: Tuning | None  # how its gradients are all-reduced
     totals: RunTotals
-    card: ModelCard | None = None  # what belongs to the weights
+    card: ModelCard  # what belongs to the weights
     checksum: str  # sha256 of the tensors' file
 
     def problem(self) -> str | None:
@@ -223,7 +223,7 @@ def read_tuning(description: Path) -> Tuning | None:
 
 
 def require_format(description: bytes, path: Path) -> None:
-    found = decode_json(description, dict[str, Any]).get("format", 1)
+    found = decode_json(description, dict[str, Any]).get("format")
     if type(found) is not int or found != FORMAT:
         raise UserError(
             f"checkpoint {path} was written by another version of megabatch (format {str(found)[:20]}, this one has "

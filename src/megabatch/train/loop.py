@@ -149,6 +149,7 @@ def train_on(
                 epoch=record.epoch,
                 resident_mb=resident_mb(),
                 device_mb=device_mb(run.world.device),
+                wall_s=0.0,  # set by the run, which knows when it began
                 times=step_times(run.world.activity.times.take()),
                 rank_waits_s=run.metrics.take_waits(),
                 **msgspec.structs.asdict(result),
@@ -261,6 +262,7 @@ def end_step(run: Training, begun: BegunStep, previous_ended_s: float) -> tuple[
         straggler=totals.straggler,
         straggler_delay_s=totals.straggler_delay_s,
         evaluated=run.plan.should_evaluate_after(step + 1),
+        wall_s=0.0,  # set by the run, which knows when it began
         times=step_times(run.world.activity.times.take(), comm_wait_s),
     )
     return record, totals

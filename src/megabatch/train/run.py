@@ -91,8 +91,9 @@ def train_and_record(
         started_s = time.perf_counter() - totals.wall_s
         try:
             for record in records:
-                totals.add(record, wall_s=time.perf_counter() - started_s)
-                record = msgspec.structs.replace(record, wall_s=round(totals.wall_s, 6))
+                wall_s = time.perf_counter() - started_s
+                record = msgspec.structs.replace(record, wall_s=round(wall_s, 6))
+                totals.add(record, wall_s)
                 if recorder:
                     recorder.see(record)
                     if observe:

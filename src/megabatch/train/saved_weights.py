@@ -62,8 +62,6 @@ def find_weights(run: Path, checkpoint: str | None = None) -> SavedWeights:
         card = read_description(folder).card
     except DamagedCheckpoint as error:
         raise UserError(f"{error}; give another checkpoint") from None
-    if card is None:
-        raise UserError(f"{folder} does not say what belongs to its model; train it again")
     return SavedWeights(folder / STATE, require_card(card, str(folder)))
 
 

@@ -157,7 +157,7 @@ class Screen:
             self.say("skipped", f"{summary.skipped_images:,} images that could not be read; their neighbours stood in")
         if summary.resident_mb:
             self.say("memory", describe_memory(summary.resident_mb, summary.device_mb))
-        if summary.saves and summary.saves.count and summary.images_per_s:
+        if summary.saves.count and summary.images_per_s:
             self.say("saves", describe_saves(summary.saves, self.plan.global_batch / summary.images_per_s))
         late = summary.straggler
         if late and late.share > TELLING_SHARE:
