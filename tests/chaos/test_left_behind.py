@@ -79,6 +79,21 @@ def test_new_files_are_found_and_said_once(traces: Traces) -> None:
     assert traces.left() == [f"{used} is left behind"]
 
 
+def test_a_file_that_another_process_removes_meanwhile_is_not_left(
+    traces: Traces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passing = traces.shared_memory / "torch_2"
+    passing.touch()
+
+    def look_for_users(files: set[Path]) -> set[Path]:
+        passing.unlink()
+        return in_use(files)
+
+    in_use = left_behind.in_use
+    monkeypatch.setattr(left_behind, "in_use", look_for_users)
+    assert traces.left() == []
+
+
 def test_what_is_half_written_is_found_in_a_run(tmp_path: Path) -> None:
     (tmp_path / "checkpoints/step-1").mkdir(parents=True)
     assert unfinished(tmp_path) == []

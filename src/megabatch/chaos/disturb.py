@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megabatch.chaos.compare import differences
-from megabatch.chaos.faults import LASTING, NEED_DISK, Fault, Timeline, Trigger
+from megabatch.chaos.faults import LASTING, NEED_DISK, Fault, Kind, Timeline, Trigger
 from megabatch.chaos.launcher import TALK, WARNING, Launcher
 from megabatch.chaos.left_behind import unfinished
 from megabatch.chaos.progress import Watch, phase_of
@@ -15,6 +15,7 @@ from megabatch.chaos.site import ON_RANKS, Site, hold_s
 
 LOOK_S, LOOK_FOR_WRITE_S, COUNT_RANKS_S = 5e-3, 5e-4, 0.1
 MOST_ENDS = 6
+ENDS_LAUNCHER: tuple[Kind, ...] = ("launcher", "all", "term", "disk to end", "host")  # whatever --max-restarts says
 SLACK_S = 15.0  # beyond comm.timeout_s, for a rank that hangs in its steps to be noticed
 
 
@@ -61,6 +62,7 @@ class Disturbance:
                 self.replace_ended()
                 self.give_up_if_hung()
                 time.sleep(LOOK_FOR_WRITE_S if self.pending and self.pending[0][0].at_write else LOOK_S)
+            self.look()  # at the last rows, which may have come between a look and the end
         finally:
             self.site.relieve()
             self.site.end()
@@ -97,6 +99,7 @@ class Disturbance:
         fault, trigger = self.pending[0]
         if self.is_due(fault, trigger):
             assert self.timeline
+            self.progress = self.watch.look()  # a write may be why it is due, and its row is before it
             phase = phase_of(self.progress, self.is_starting, self.watch.is_writing(), self.timeline.num_steps)
             ranks, self.log_bytes = dict(self.ranks), {each.name: each.log_bytes() for each in self.site.launchers}
             victim = self.site.strike(fault, ranks)
@@ -139,7 +142,9 @@ class Disturbance:
             return
         if fault.noticed_s is None and fault.kind not in ("launcher", "all"):
             self.notice(fault)
-        is_new = len(self.progress.begun_at) > self.struck_begun
+        # Until then what begins is the attempt that was struck: a fault of its start-up may come after its first step.
+        has_ended = fault.restarted or not self.must_end(fault)
+        is_new = has_ended and len(self.progress.begun_at) > self.struck_begun
         if is_new and fault.repeated is None:
             fault.repeated = max(0, fault.step - self.progress.begun_at[-1])
         goes_on = fault.kind in LASTING and not self.relief_s and self.progress.step > fault.step
@@ -185,7 +190,7 @@ class Disturbance:
                 fault.said = fault.said or next(iter(said), None)
             if is_finished:
                 self.ended.add(launcher.name)
-            problem = judge_end(fault, code, is_finished, said, launcher.name, self.site)
+            problem = judge_end(fault, code, is_finished, said, launcher, self.site)
             self.outcome.problems += [problem] if problem else []
             if not is_finished and (fault is None or not code):
                 self.is_abandoned = True
@@ -198,12 +203,18 @@ class Disturbance:
             return 0
         return MOST_ENDS if self.site.hosts or self.outcome.faults[-1].kind == "disk" else 1
 
+    def must_end(self, fault: Injected) -> bool:
+        """Whether the run cannot get over the fault without a command that is started again."""
+        return fault.kind in ENDS_LAUNCHER or (fault.kind in ("rank", "stop") and not self.site.max_restarts)
+
     def start_again(self, launcher: Launcher) -> None:
         assert self.open
         self.open.restarted = True
         if self.open.kind == "disk to end":
             self.site.relieve()
         launcher.end()
+        self.progress = self.watch.look()  # now that none of its ranks writes
+        self.struck_begun = len(self.progress.begun_at)
         launcher.start()
         self.begin_attempt()
 
@@ -227,14 +238,15 @@ class Disturbance:
 
 
 def judge_end(
-    fault: Injected | None, code: int, is_finished: bool, said: Sequence[str], name: str, site: Site
+    fault: Injected | None, code: int, is_finished: bool, said: Sequence[str], launcher: Launcher, site: Site
 ) -> str | None:
     """What is wrong with the end of a launcher; None if its run is finished or the fault explains it."""
-    last = said[-1] if said else "without a word"
+    name, last = launcher.name, said[-1] if said else "without a word"
     if not code:
         return None if is_finished else f"{name} ended with exit code 0 before the run was finished"
     if fault is None:
-        return f"{name} ended with exit code {code} though nothing had been done to it: {last}"
+        since = " since it was started again" if launcher.num_starts > 1 else ""
+        return f"{name} ended with exit code {code} though nothing had been done to it{since}: {last}"
     if is_finished:
         return None
     if fault.kind in ("rank", "stop") and not site.hosts:

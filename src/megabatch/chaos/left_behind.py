@@ -26,8 +26,9 @@ class Traces:
         found = [describe(process) for process in wait_for_end(self.mark)]
         new = self.files() - self.known
         used = in_use({path for path in new if path.parent == self.shared_memory})  # by others on this machine
-        self.known |= new - used
-        return found + [f"{path} is left behind" for path in sorted(new - used)]
+        left = (new - used) & self.files()  # and not what another process on this machine has removed meanwhile
+        self.known |= left
+        return found + [f"{path} is left behind" for path in sorted(left)]
 
 
 def names_in(folder: Path) -> set[Path]:

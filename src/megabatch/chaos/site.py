@@ -32,6 +32,8 @@ class Site(Struct, frozen=True):
 
     def strike(self, fault: Fault, ranks: dict[int, int]) -> str | None:
         """Does it, and names the victim; None if that is no more."""
+        if fault.kind in ("rank", "stop") and not ranks:
+            return None
         place = int(fault.victim * (len(ranks) if fault.kind in ("rank", "stop") else len(self.launchers)))
         launcher = self.launchers[min(place, len(self.launchers) - 1)]
         match fault.kind:
