@@ -155,7 +155,7 @@ FACTS = [
     *facts(
         "README.md",
         ("with Python {} to {} and torch {} to {}", PYTHONS[0], PYTHONS[-1], TORCHES[0], TORCHES[-1]),
-        ("tests the wheel with Python {}", ", ".join(pair.replace(":", " and torch ") for pair in PAIRS)),
+        ("`make matrix` with Python {}", ", ".join(pair.replace(":", " and torch ") for pair in PAIRS)),
         ("The batch stays {} on any number of ranks", BATCH["resnet50-imagenet-8k"]),
         ("| models; weights | **{}; none**", len(MODELS)),
         ("Fashion-MNIST, {} images, batch {}, {} epochs", EMBEDDED.num_train, BATCH["fashion"], FASHION.train.epochs),

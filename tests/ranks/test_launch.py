@@ -1,7 +1,9 @@
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import torch.distributed as dist
 
 from megabatch.ranks.failures import RankFailed, Report
 from megabatch.ranks.launch import Attempt, file_store, first_to_end, loopback_store, own_store, passed_on
-from megabatch.ranks.signals import LauncherSignals, Stopped
+from megabatch.ranks.signals import LAUNCHER, LauncherSignals, Stopped
 from megabatch.ranks.store import RankStore
 
 NOBODY = 65_534
@@ -49,9 +51,9 @@ EXITS, DIES, HANGS, STOPS = (
     ("codes", "reported_by", "rank", "said"),
     [
         ([EXITS, STOPS], 0, 0, "boom"),  # and the other, which is stopped, is ended at once
-        ([EXITS, DIES], 0, 1, "was ended by SIGSEGV"),
+        ([EXITS, DIES], 0, 1, "was ended by SIGSEGV while it was starting"),
         ([DIES], 0, 0, "boom"),  # it has reported, and then crashed
-        (["os._exit(3)"], None, 0, "ended with exit code 3"),
+        (["os._exit(3)"], None, 0, "ended with exit code 3 while it was starting"),
     ],
 )
 def test_the_launcher_says_what_the_first_rank_that_failed_has_said(
@@ -80,6 +82,32 @@ def test_ranks_that_end_as_they_were_asked_have_stopped() -> None:
         with pytest.raises(Stopped):
             Attempt([start(HANGS)], store, signals).wait()  # it does not listen, and dies of it
         assert Attempt([start("os._exit(0)")], store, signals).wait() is None  # it had just finished
+
+
+def test_after_ctrl_c_ranks_do_not_wait_for_one_that_was_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megabatch.ranks.launch.GRACE_S", 0.1)
+    with own_store() as (store, _), LauncherSignals() as signals:
+        starting = subprocess.Popen(
+            [sys.executable, "-c", STARTING_RANK], env=os.environ | {LAUNCHER: str(os.getpid())}
+        )
+        waiting = subprocess.Popen(["sleep", "60"], preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+        while catches_interrupt(starting.pid):
+            time.sleep(0.01)
+        signals.number = signal.SIGINT
+        with pytest.raises(Stopped):
+            Attempt([waiting, starting], store, signals).wait()
+    assert (waiting.returncode, starting.returncode) == (-signal.SIGKILL, -signal.SIGINT)
+
+
+# Imports what a rank imports first, and then pretends that importing torch takes a minute.
+STARTING_RANK = "import time, megabatch.cli.ranks; time.sleep(60)"
+
+
+def catches_interrupt(process: int) -> bool:
+    """Return whether a handler for SIGINT is set; Python sets its own one before it runs any code."""
+    caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{process}/status").read_text())
+    running = "time.sleep" in Path(f"/proc/{process}/cmdline").read_text()
+    return not running or caught is None or bool(int(caught[1], 16) >> (signal.SIGINT - 1) & 1)
 
 
 def test_what_is_passed_on_has_no_name_and_can_be_read_by_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

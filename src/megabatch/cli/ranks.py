@@ -20,8 +20,9 @@ from megabatch.text import print_line, print_text
 # Before torch is imported, which takes seconds.
 die_with_launcher(os.getppid())
 if was_launched() and threading.current_thread() is threading.main_thread():
-    # Until a rank can stop after its step, Ctrl-C ends it: as an exception it may get lost in what imports torch.
-    signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
+    # Until a rank can stop after its step, the signal itself ends it.  An exception may get lost in torch's import, and
+    # the launcher would take exit code 130 for a stop after a step and wait for the other ranks.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 if TYPE_CHECKING:
     from megabatch.config.schema import RunConfig

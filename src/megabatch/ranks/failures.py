@@ -11,6 +11,11 @@ from msgspec import Struct
 FAILURE = "failure"  # a key of our launcher's store
 
 
+def joined_key(rank: int) -> str:
+    """Return the key that a rank sets in our launcher's store when it joins it."""
+    return f"joined/{rank}"
+
+
 class Report(Struct, frozen=True):
     rank: int
     exit_code: int
@@ -26,13 +31,13 @@ class RankFailed(Exception):
         self.rank, self.exit_code, self.trace = rank, exit_code, trace
 
 
-def describe_end(exit_code: int) -> str:
-    """Of a process that has said nothing."""
+def describe_end(exit_code: int, when: str = "") -> str:
+    """Describe the end of a process that reported nothing; `when` is such as " while it was starting"."""
     if exit_code >= 0:
-        return f"ended with exit code {exit_code}"
+        return f"ended with exit code {exit_code}{when}"
     name = signal.Signals(-exit_code).name
-    hint = "; by hand, or for want of memory: see dmesg" if -exit_code == signal.SIGKILL else ""
-    return f"was ended by {name}{hint}"
+    hint = "; killed manually or by the OOM killer: see dmesg" if -exit_code == signal.SIGKILL else ""
+    return f"was ended by {name}{when}{hint}"
 
 
 def report_to_torchrun(report: Report) -> None:

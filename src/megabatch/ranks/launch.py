@@ -22,7 +22,7 @@ import msgspec
 import torch.distributed as dist
 
 from megabatch.ranks.activity import START_UP_TIMEOUT_S
-from megabatch.ranks.failures import FAILURE, RankFailed, Report, describe_end
+from megabatch.ranks.failures import FAILURE, RankFailed, Report, describe_end, joined_key
 from megabatch.ranks.machine import is_stopped, usable_cores
 from megabatch.ranks.signals import LAUNCHER, LauncherSignals, Stopped
 from megabatch.ranks.sockets import LOOPBACK, listening_on
@@ -52,7 +52,8 @@ def launch(
         # -P: what lies in the working directory does not shadow what is installed.
         command = [sys.executable, "-P", "-m", "megabatch", *(word.replace(RECIPE, file.path) for word in arguments)]
         for attempt in range(max_restarts + 1):
-            store.delete_key(FAILURE)
+            for key in (FAILURE, *map(joined_key, range(num_ranks))):
+                store.delete_key(key)
             ranks = [start(command, rank, num_ranks, door, file.descriptors) for rank in range(num_ranks)]
             failed = Attempt(ranks, store, signals, timeout_s + GRACE_S, door.mend).wait()
             if failed is None:
@@ -128,7 +129,8 @@ class Attempt:
         if self.signals.number is not None:
             raise Stopped(self.signals.number)
         exit_code = first.exit_code if is_stop(first.exit_code) else 1
-        return RankFailed(first.rank, exit_code, describe_end(first.exit_code))
+        starting = "" if self.store.check([joined_key(first.rank)]) else " while it was starting"
+        return RankFailed(first.rank, exit_code, describe_end(first.exit_code, starting))
 
     def pass_signal_on(self, running: Sequence["subprocess.Popen[bytes]"]) -> None:
         if self.signals.number is not None and not self.was_passed_on:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megabatch.errors import UserError
 from megabatch.ranks.activity import LastWords
 from megabatch.ranks.discover import NOT_KNOWN, RankInfo, rendezvous_address
-from megabatch.ranks.failures import FAILURE, Report
+from megabatch.ranks.failures import FAILURE, Report, joined_key
 from megabatch.ranks.machine import host_identity
 from megabatch.ranks.signals import was_launched
 from megabatch.ranks.sockets import LOOPBACK, address_of, listening_on
@@ -41,6 +41,8 @@ STORE_FILE = "MEGABATCH_STORE"  # the variable with the file of our launcher's s
 class RankStore:
     def __init__(self, info: RankInfo) -> None:
         self.lasting = open_store(info)  # a launcher's outlives its ranks
+        if was_launched():
+            self.lasting.set(joined_key(info.rank), "")
         # Restarted ranks must not find the addresses of those before.
         self.store = dist.PrefixStore(agree_on_name(self.lasting, info), self.lasting)  # type: ignore[attr-defined]
         self.info = locate(self.store, info)
