@@ -40,7 +40,8 @@ from megabatch.planning.algorithms import ALGORITHMS
 from megabatch.planning.topology import regular
 from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.store import KEYS_AT_ONCE, agree_on_name
-from megabatch.train.loop import Training, train
+from megabatch.train.loop import train
+from megabatch.train.parts import Training
 from megabatch.train.prepare import prepare
 from megabatch.train.warm_up import WarmUpPass
 

@@ -4,7 +4,7 @@ from typing import TypeVar
 
 import msgspec
 
-Kind = TypeVar("Kind")
+Decoded = TypeVar("Decoded")
 
 LONGEST_REASON = 200  # letters of what is wrong, which may quote the file
 
@@ -13,11 +13,11 @@ class Undecodable(ValueError):
     """Bytes that are not what they should be, and why."""
 
 
-def decode_json(content: bytes | str, kind: type[Kind]) -> Kind:
+def decode_json(content: bytes | str, kind: type[Decoded]) -> Decoded:
     return decode_with(msgspec.json.Decoder(kind), content)
 
 
-def decode_with(decoder: "msgspec.json.Decoder[Kind]", content: bytes | str) -> Kind:
+def decode_with(decoder: "msgspec.json.Decoder[Decoded]", content: bytes | str) -> Decoded:
     """msgspec raises three kinds of errors, of which one is its own."""
     try:
         return decoder.decode(content)

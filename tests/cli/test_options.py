@@ -11,8 +11,7 @@ import pytest
 import typer
 
 from megabatch.cli import app, main
-from megabatch.cli.overrides import MOST
-from megabatch.cli.ranks import choose_ranks
+from megabatch.cli.overrides import MOST, choose_ranks
 from megabatch.config.loading import load_config
 from megabatch.errors import UserError
 from megabatch.sweep.lr_range import plan_grid

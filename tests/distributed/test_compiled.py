@@ -17,7 +17,8 @@ from megabatch.errors import UserError
 from megabatch.ranks.world import World, connect, current_rank
 from megabatch.runs.records import EvaluationRecord, StepRecord
 from megabatch.train.checkpoint import describe_arithmetic
-from megabatch.train.loop import Training, train
+from megabatch.train.loop import train
+from megabatch.train.parts import Training
 from megabatch.train.prepare import prepare, ready_to_train
 from megabatch.train.training_state import training_state
 from tests.support.rank_pool import RankPool

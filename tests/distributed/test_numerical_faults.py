@@ -11,7 +11,8 @@ from megabatch.errors import Diverged, NotRepeated, RanksDiffer, UserError
 from megabatch.ranks.world import World
 from megabatch.runs.records import StepRecord
 from megabatch.train import loop
-from megabatch.train.loop import Training, train
+from megabatch.train.loop import train
+from megabatch.train.parts import Training
 from megabatch.train.training_state import training_state
 from tests.support.rank_pool import RankPool
 from tests.support.rehearsals import state_of

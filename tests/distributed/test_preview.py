@@ -2,7 +2,7 @@ import msgspec
 import pytest
 import torch
 
-from megabatch.cli.ranks import choose_ranks
+from megabatch.cli.overrides import choose_ranks
 from megabatch.data.sources import load_data_set
 from megabatch.errors import UserError
 from megabatch.precision.master_weights import gradients_of

@@ -25,7 +25,7 @@ from megabatch.runs.records import EvaluationRecord, Record
 from megabatch.runs.totals import RunTotals
 from megabatch.train.assemble import Own
 from megabatch.train.checkpoint import newest_good, read_description, read_state
-from megabatch.train.loop import Training
+from megabatch.train.parts import Training
 from megabatch.train.prepare import ready_to_train
 from megabatch.train.run import train_and_record
 from megabatch.train.saves import Checkpoints

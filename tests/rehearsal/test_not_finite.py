@@ -10,7 +10,8 @@ import torch
 from benchmarks.rehearsal import fake_cuda
 from megabatch.errors import Diverged
 from megabatch.ranks.world import World
-from megabatch.train.loop import Training, train
+from megabatch.train.loop import train
+from megabatch.train.parts import Training
 from tests.support.rank_pool import RankPool
 from tests.support.rehearsals import begin, on, state_of, tiny_for
 

@@ -21,7 +21,8 @@ from megabatch.planning.topology import Topology, regular
 from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.world import World, connect
 from megabatch.runs.records import StepRecord
-from megabatch.train.loop import Training, train
+from megabatch.train.loop import train
+from megabatch.train.parts import Training
 from megabatch.train.prepare import ready_to_train
 from megabatch.train.training_state import restore_training_state, training_state
 from tests.support.rank_pool import Join

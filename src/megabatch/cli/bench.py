@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megabatch.cli.overrides import MOST
+from megabatch.cli.overrides import MOST, require_folder_of
 from megabatch.cli.ranks import be_a_rank, speaking_for_ranks, start_ranks
 from megabatch.errors import UserError, require_one_of
 
@@ -205,13 +205,6 @@ def input_pipelines(
     for name in sets or ():
         require_one_of("--set", name, bench.SETS)
     bench.run(source, sets or bench.SETS, image_size, batch, images, rounds, workers, json)
-
-
-def require_folder_of(path: Path | None, option: str = "--json") -> None:
-    if path and not path.absolute().parent.is_dir():
-        raise UserError(f"{option} {path}: the folder {path.absolute().parent} does not exist; make it first")
-    if path and path.is_dir():
-        raise UserError(f"{option} {path} is a folder; give a file in it")
 
 
 def load_bench(name: str) -> Any:

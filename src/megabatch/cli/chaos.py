@@ -7,9 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megabatch.cli.bench import require_folder_of
-from megabatch.cli.overrides import MOST, Ranks, require_named_model, split_arguments
-from megabatch.cli.ranks import choose_ranks
+from megabatch.cli.overrides import MOST, Ranks, choose_ranks, require_folder_of, require_named_model, split_arguments
 from megabatch.errors import UserError
 
 DEFAULT = "smoke"

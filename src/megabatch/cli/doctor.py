@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megabatch.cli.overrides import MOST, Arguments, Ranks, require_named_model, split_arguments_or_run
-from megabatch.cli.ranks import be_a_rank, choose_ranks, start_ranks
+from megabatch.cli.overrides import MOST, Arguments, Ranks, choose_ranks, require_named_model, split_arguments_or_run
+from megabatch.cli.ranks import be_a_rank, start_ranks
 from megabatch.errors import UserError
 
 if TYPE_CHECKING:

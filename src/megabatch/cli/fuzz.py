@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from megabatch.cli.bench import require_folder_of
-from megabatch.cli.overrides import MOST
+from megabatch.cli.overrides import MOST, require_folder_of
 from megabatch.errors import UserError, require_one_of
 
 

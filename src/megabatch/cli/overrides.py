@@ -93,3 +93,39 @@ def require_named_model(config: "RunConfig", recipe: str, overrides: Sequence[st
                 f"{recipe} says that its optimizer is Python code, {config.optim.name}, which would be imported and "
                 f"run; if you trust it, add optim.name={config.optim.name}"
             )
+
+
+def require_folder_of(path: Path | None, option: str = "--json") -> None:
+    if path and not path.absolute().parent.is_dir():
+        raise UserError(f"{option} {path}: the folder {path.absolute().parent} does not exist; make it first")
+    if path and path.is_dir():
+        raise UserError(f"{option} {path} is a folder; give a file in it")
+
+
+def choose_ranks(config: "RunConfig", wanted: int | None) -> int:
+    """The ranks that were asked for, or one per GPU, on CPU one per core, as far as they divide the microbatches."""
+    from megabatch.config.messages import show_value
+    from megabatch.planning.batch import check_ranks, most_ranks
+    from megabatch.ranks.world import choose_device
+
+    device_type = choose_device(config.run.device)
+    if wanted is not None and wanted < 1:
+        raise UserError(f"--ranks {wanted}: a run needs at least one rank; nearest: --ranks 1")
+    if wanted is not None and wanted > MOST:
+        raise UserError(f"--ranks {show_value(wanted)}: expected at most {MOST:,}; give fewer")
+    if wanted is not None:
+        try:
+            check_ranks(config.batch, wanted)
+        except UserError as error:
+            raise UserError(f"--ranks {wanted}: {error}") from None
+        return wanted
+    return most_ranks(config.batch, count_devices(device_type))
+
+
+def count_devices(device_type: str) -> int:
+    """The GPUs of this machine, or the cores that this process may run on."""
+    import torch
+
+    from megabatch.ranks.machine import usable_cores
+
+    return len(usable_cores()) if device_type == "cpu" else torch.accelerator.device_count()

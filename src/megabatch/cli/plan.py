@@ -5,9 +5,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megabatch.cli.bench import require_folder_of
-from megabatch.cli.overrides import Arguments, Ranks, require_named_model, split_arguments
-from megabatch.cli.ranks import be_a_rank, choose_ranks, start_ranks
+from megabatch.cli.overrides import (
+    Arguments,
+    Ranks,
+    choose_ranks,
+    require_folder_of,
+    require_named_model,
+    split_arguments,
+)
+from megabatch.cli.ranks import be_a_rank, start_ranks
 from megabatch.text import one_line
 
 if TYPE_CHECKING:

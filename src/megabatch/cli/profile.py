@@ -7,9 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megabatch.cli.bench import require_folder_of
-from megabatch.cli.overrides import MOST, Arguments, require_named_model, split_arguments_or_run
-from megabatch.cli.ranks import be_a_rank, choose_ranks, start_ranks
+from megabatch.cli.overrides import (
+    MOST,
+    Arguments,
+    choose_ranks,
+    require_folder_of,
+    require_named_model,
+    split_arguments_or_run,
+)
+from megabatch.cli.ranks import be_a_rank, start_ranks
 from megabatch.errors import UserError
 from megabatch.text import print_line
 

@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from megabatch.cli.overrides import MOST
 from megabatch.errors import UserError
 from megabatch.ranks.activity import LastWords
 from megabatch.ranks.signals import die_with_launcher, was_launched
@@ -25,7 +24,6 @@ if was_launched() and threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 if TYPE_CHECKING:
-    from megabatch.config.schema import RunConfig
     from megabatch.ranks.discover import RankInfo
     from megabatch.ranks.store import RankStore
 
@@ -140,32 +138,3 @@ class RankLastWords(LastWords):
 
         folder = self.store.run_folder()
         return folder / LOG if folder else None
-
-
-def choose_ranks(config: "RunConfig", wanted: int | None) -> int:
-    """The ranks that were asked for, or one per GPU, on CPU one per core, as far as they divide the microbatches."""
-    from megabatch.config.messages import show_value
-    from megabatch.planning.batch import check_ranks, most_ranks
-    from megabatch.ranks.world import choose_device
-
-    device_type = choose_device(config.run.device)
-    if wanted is not None and wanted < 1:
-        raise UserError(f"--ranks {wanted}: a run needs at least one rank; nearest: --ranks 1")
-    if wanted is not None and wanted > MOST:
-        raise UserError(f"--ranks {show_value(wanted)}: expected at most {MOST:,}; give fewer")
-    if wanted is not None:
-        try:
-            check_ranks(config.batch, wanted)
-        except UserError as error:
-            raise UserError(f"--ranks {wanted}: {error}") from None
-        return wanted
-    return most_ranks(config.batch, count_devices(device_type))
-
-
-def count_devices(device_type: str) -> int:
-    """The GPUs of this machine, or the cores that this process may run on."""
-    import torch
-
-    from megabatch.ranks.machine import usable_cores
-
-    return len(usable_cores()) if device_type == "cpu" else torch.accelerator.device_count()

@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megabatch.cli.bench import require_folder_of
-from megabatch.cli.overrides import MOST
-from megabatch.cli.ranks import be_a_rank, count_devices, start_ranks
+from megabatch.cli.overrides import MOST, count_devices, require_folder_of
+from megabatch.cli.ranks import be_a_rank, start_ranks
 from megabatch.errors import UserError
 from megabatch.text import print_line
 

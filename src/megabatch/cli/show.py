@@ -11,10 +11,11 @@ from megabatch.cli.overrides import (
     ClusterOption,
     ProfileOption,
     Ranks,
+    choose_ranks,
+    count_devices,
     require_named_model,
     split_arguments_or_run,
 )
-from megabatch.cli.ranks import choose_ranks, count_devices
 from megabatch.errors import UserError
 from megabatch.text import one_line, print_text
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from megabatch.cli.bench import require_folder_of
+from megabatch.cli.overrides import require_folder_of
 from megabatch.errors import UserError
 from megabatch.simulate.cluster import Cluster
 from megabatch.simulate.job import Job

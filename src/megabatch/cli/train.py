@@ -15,10 +15,11 @@ from megabatch.cli.overrides import (
     ClusterOption,
     ProfileOption,
     Ranks,
+    choose_ranks,
     require_named_model,
     split_arguments,
 )
-from megabatch.cli.ranks import be_a_rank, choose_ranks, start_ranks
+from megabatch.cli.ranks import be_a_rank, start_ranks
 from megabatch.errors import UserError
 from megabatch.runs.files import CONFIG
 from megabatch.runs.reader import is_run, read_recipe_and_batch, read_source, started_in

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from msgspec import Struct
 
 from megabatch.comm.segment import MissingRank, join
+from megabatch.comm.timeline import name_bucket
 
 OPERATIONS = ("share", "all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast")
 DTYPES = (
@@ -246,7 +247,3 @@ def describe(header: dict[str, int]) -> str:
         elif field not in ("operation", "bucket"):
             said.append(f"{field} {value:,}")
     return ", ".join([f"{OPERATIONS[header['operation']]} of {name_bucket(header['bucket'])}", *said])
-
-
-def name_bucket(number: int) -> str:
-    return f"bucket {number}" if number >= 0 else "the step's metrics"

@@ -11,12 +11,13 @@ import threading
 
 import torch.distributed as dist
 
-from megabatch.comm.barrier import Header, RankMismatch, name_bucket
+from megabatch.comm.barrier import Header, RankMismatch
 from megabatch.comm.groups import Groups
 from megabatch.comm.layouts import BucketLayouts
 from megabatch.comm.progress import WAITS
 from megabatch.comm.segment import MissingRank
 from megabatch.comm.stream_times import Collective
+from megabatch.comm.timeline import name_bucket
 from megabatch.comm.watchdog import Watchdog
 from megabatch.errors import UserError
 from megabatch.planning.topology import Axis

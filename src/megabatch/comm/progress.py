@@ -4,9 +4,9 @@ import time
 
 import torch
 
-from megabatch.comm.barrier import name_bucket
 from megabatch.comm.layouts import BucketLayouts
 from megabatch.comm.stream_times import StreamTimes
+from megabatch.comm.timeline import name_bucket
 
 WAITS = "waits"  # said by a rank that nobody waits for
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megabatch.comm.barrier import Header, name_bucket
-from megabatch.comm.timeline import BUCKETS, NoTimeline, Timeline, lane_of
+from megabatch.comm.barrier import Header
+from megabatch.comm.timeline import BUCKETS, NoTimeline, Timeline, lane_of, name_bucket
 from megabatch.comm.work import Work
 from megabatch.planning.plan import Phase, Transfer
 

@@ -15,32 +15,33 @@ On accelerators buckets, node and network are what streams did, by events (strea
 
 import json
 import platform
-import statistics
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.comm.barrier import name_bucket
-from megabatch.comm.work import Work
 from megabatch.disk import write_file
 from megabatch.planning.plan import Phase, Plan, Transfer
-from megabatch.planning.topology import Topology
-from megabatch.ranks.world import World
-from megabatch.torch_api import queue_callback
 
 STEPS, TRAINING, BUCKETS, IN_NODE, NETWORK = LANES = ("steps", "training", "buckets", "in the node", "network")
 NUMBERS = {lane: 1 + index for index, lane in enumerate(LANES)}
 ALL_STEPS = range(sys.maxsize)
 NO_STEPS = range(0)
 KEPT_STEPS = 50  # the newest, and the one under way
-ROUNDS = 9  # of agreeing on a moment: one alone may be milliseconds off, where a rank waits for a core
+
+
+class Traveller(Protocol):
+    """A part of a bucket on its way through an all-reduce: `comm.work.Work`."""
+
+    key: int
+    whole: torch.Tensor
+    end: int
+    plan: Plan
 
 
 class Event(NamedTuple):
@@ -97,7 +98,7 @@ class Timeline:
         self.events.append(span._replace(began_s=met_s, ended_s=now_s))
         return now_s
 
-    def enter_phase(self, work: Work, phase: Phase, transfer: Transfer) -> None:
+    def enter_phase(self, work: Traveller, phase: Phase, transfer: Transfer) -> None:
         if not self.is_on:
             return
         num_bytes = (transfer.end - transfer.begin) * work.whole.element_size()
@@ -107,7 +108,7 @@ class Timeline:
     def leave_phase(self, phase: Phase, waited_s: float) -> None:
         self.leave(lane_of(phase), waited_s)
 
-    def enter_wait(self, work: Work) -> None:
+    def enter_wait(self, work: Traveller) -> None:
         if self.is_on:
             self.enter(IN_NODE, f"{name_bucket(work.key)}: waits for the network", bucket=work.key)
 
@@ -125,7 +126,7 @@ class Timeline:
         self.events.append(Event("i", BUCKETS, f"{name_bucket(key)} ready", self.step, now_s, now_s, about))
         self.events.append(Event("b", BUCKETS, name_bucket(key), self.step, now_s, now_s, about))
 
-    def note_reduced(self, work: Work) -> None:
+    def note_reduced(self, work: Traveller) -> None:
         """With its last part."""
         if self.is_on and work.end == len(work.whole):
             now_s, about = time.perf_counter(), {"bucket": work.key}
@@ -169,60 +170,22 @@ class NoTimeline:
         self, kind: str, lane: str, name: str, step: int, began_s: float, ended_s: float, about: dict[str, Any]
     ) -> None: ...
 
-    def enter_phase(self, work: Work, phase: Phase, transfer: Transfer) -> None: ...
+    def enter_phase(self, work: Traveller, phase: Phase, transfer: Transfer) -> None: ...
 
     def leave_phase(self, phase: Phase, waited_s: float) -> None: ...
 
-    def enter_wait(self, work: Work) -> None: ...
+    def enter_wait(self, work: Traveller) -> None: ...
 
     def leave(self, lane: str) -> None: ...
 
     def note_ready(self, key: int, tensor: torch.Tensor, plan: Plan) -> None: ...
 
-    def note_reduced(self, work: Work) -> None: ...
+    def note_reduced(self, work: Traveller) -> None: ...
+
+
+def name_bucket(number: int) -> str:
+    return f"bucket {number}" if number >= 0 else "the step's metrics"
 
 
 def lane_of(phase: Phase) -> str:
     return IN_NODE if phase.axis == "node" else NETWORK
-
-
-def common_moment(world: World, topology: Topology) -> float:
-    """A moment that all ranks share, on this rank's clock.
-
-    Ranks come out of a collective at about the same time, and do so a few times; the differences to rank 0's clock have
-    a median.  Ranks of a host have one clock, and take the difference of the first of them.
-    """
-    came_out_s = []
-    for _ in range(ROUNDS):
-        world.barrier()
-        came_out_s.append(time.perf_counter())
-    all_came_out_s = world.gather(torch.tensor(came_out_s, dtype=torch.float64, device=world.device))
-    first_of_host = topology.members("node", world.rank)[0]
-    first, own_host = all_came_out_s[0].tolist(), all_came_out_s[first_of_host].tolist()
-    ahead_s = statistics.median(own_s - first_s for own_s, first_s in zip(own_host, first, strict=True))
-    return float(first[-1] + ahead_s)
-
-
-def watch(model: DistributedDataParallel, timeline: Timeline) -> None:
-    """Lets the model itself say when forward and backward begin and end, so that the training loop need not."""
-
-    def begin_forward(*_: Any) -> None:
-        timeline.enter(TRAINING, "forward")
-
-    def end_forward(_: Any, __: Any, logits: torch.Tensor) -> None:
-        logits.register_hook(begin_backward)
-
-    def begin_backward(_: torch.Tensor) -> None:
-        timeline.enter(TRAINING, "backward")
-        queue_callback(end_backward)
-
-    def end_backward() -> None:
-        if not model.require_backward_grad_sync:  # another microbatch follows
-            timeline.enter(TRAINING, "input")
-            return
-        timeline.enter(TRAINING, "waiting for all-reduce")
-        # Behind the callbacks of our hook and of DDP, which wait.
-        queue_callback(lambda: timeline.enter(TRAINING, "update"))
-
-    model.register_forward_pre_hook(begin_forward)
-    model.register_forward_hook(end_forward)

@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megabatch.data.files import Content
+from megabatch.data.scans import START_OF_SCAN
 
 START = 20  # of the table: behind the segment with which every JFIF file begins
 MARKER, NAME = b"\xff\xe9", b"megabatch\0"
 HEAD = struct.Struct(">HHHH")  # rows of pixels in a strip, height, strips, where the header of the frame begins
 HEAD_AT = START + 4 + len(NAME)
 TABLE_AT = HEAD_AT + HEAD.size
-FRAME, SCAN = 0xC0, 0xDA
+FRAME = 0xC0
 RESTARTS, END = [bytes([0xFF, 0xD0 + number]) for number in range(8)], b"\xff\xd9"
 
 
@@ -69,7 +70,7 @@ def cut_rows(content: Content, height: int, top: int, rows: int, reach: int) -> 
 def with_table(content: bytes) -> bytes:
     """A baseline JPEG that has a restart marker behind every row of blocks, with the table of its strips."""
     segments = dict(walk_segments(content))
-    frame, scan = segments[FRAME], segments[SCAN]
+    frame, scan = segments[FRAME], segments[START_OF_SCAN]
     _, _, height, _, components = struct.unpack_from(">HBHHB", content, frame + 2)
     down = max(content[frame + 11 + 3 * number] & 15 for number in range(components))
     begin = scan + 2 + int.from_bytes(content[scan + 2 : scan + 4])
@@ -86,7 +87,7 @@ def with_table(content: bytes) -> bytes:
 def walk_segments(content: bytes) -> Iterator[tuple[int, int]]:
     """Marker and place of each, up to the scan."""
     marker, place = 0, 2
-    while marker != SCAN:
+    while marker != START_OF_SCAN:
         marker = content[place + 1]
         yield marker, place
         place += 2 + int.from_bytes(content[place + 2 : place + 4])

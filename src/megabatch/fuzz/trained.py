@@ -28,7 +28,7 @@ from megabatch.text import is_plain
 from megabatch.train.card import pixels_of, read_card
 from megabatch.train.checkpoint import DESCRIPTION, STATE
 from megabatch.train.classifier import load
-from megabatch.train.loop import Training
+from megabatch.train.parts import Training
 from megabatch.train.prepare import prepare
 from megabatch.train.resume import Start, newest_of, read_start
 from megabatch.train.run import train_and_record

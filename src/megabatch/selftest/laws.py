@@ -25,7 +25,8 @@ from megabatch.runs.records import StepRecord
 from megabatch.selftest.check import Check
 from megabatch.train.arithmetic import arithmetic
 from megabatch.train.assemble import never
-from megabatch.train.loop import Training, train
+from megabatch.train.loop import train
+from megabatch.train.parts import Training
 from megabatch.train.prepare import ready_to_train
 from megabatch.train.run import train_and_record
 

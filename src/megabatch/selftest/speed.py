@@ -31,7 +31,8 @@ from megabatch.runs.records import StepRecord
 from megabatch.selftest.check import Check
 from megabatch.train.arithmetic import arithmetic
 from megabatch.train.evaluate import NOT_EVALUATED
-from megabatch.train.loop import Training, train
+from megabatch.train.loop import train
+from megabatch.train.parts import Training
 from megabatch.train.prepare import ready_to_train
 
 SIZES_MB = (0.0625, 1, 16, 100)  # of all-reduces, fp32

@@ -25,8 +25,8 @@ from megabatch.train.card import make_card
 from megabatch.train.drift import Comparison
 from megabatch.train.evaluate import evaluate
 from megabatch.train.initial_weights import InitialWeights, load_initial_weights
-from megabatch.train.loop import Parts
 from megabatch.train.mistakes import MistakeCounter
+from megabatch.train.parts import Parts
 
 
 class Own(NamedTuple):

@@ -34,7 +34,7 @@ from megabatch.runs.tensor_header import Entry, Header, NotTensors, parse_header
 from megabatch.runs.totals import RunTotals, totals_problem
 from megabatch.train.card import with_results
 from megabatch.train.compiled import is_compiled
-from megabatch.train.loop import Training
+from megabatch.train.parts import Training
 from megabatch.train.tensor_file import header_of, read_flat, tensors_in, write_tensors
 
 FORMAT = 3  # of a checkpoint; another one is refused

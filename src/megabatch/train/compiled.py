@@ -27,7 +27,7 @@ from megabatch.torch_api import (
     bucket_caps_bytes,
     cut_compiled_graphs,
 )
-from megabatch.train.loop import Parts
+from megabatch.train.parts import Parts
 
 SMALLEST_CUT_BYTES = 1 << 20  # that torch makes
 

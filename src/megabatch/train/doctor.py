@@ -25,7 +25,8 @@ from megabatch.ranks.world import World
 from megabatch.runs.records import Record, StepRecord
 from megabatch.runs.time_breakdown import TimeBreakdown
 from megabatch.train.evaluate import NOT_EVALUATED
-from megabatch.train.loop import Training, train, train_on
+from megabatch.train.loop import train, train_on
+from megabatch.train.parts import Training
 from megabatch.train.prepare import prepare, share_of_cores
 
 ROUNDS = 3

@@ -19,7 +19,7 @@ from megabatch.optim.dense import in_memory_order
 from megabatch.train.batch_norm import counter
 
 if TYPE_CHECKING:
-    from megabatch.train.loop import Parts
+    from megabatch.train.parts import Parts
 
 MOST_NAMED = 8  # ranks
 WORDS = {1: torch.uint8, 2: torch.int16}  # by the bytes of an element; longer ones are several int32

@@ -13,7 +13,7 @@ import torch
 from megabatch.optim.lars import BUFFER, LARS
 from megabatch.runs.tensor_header import Entry
 from megabatch.runs.totals import RunTotals
-from megabatch.train.loop import Training
+from megabatch.train.parts import Training
 from megabatch.train.snapshot import is_finite
 from megabatch.train.tensor_file import NAMES
 from megabatch.train.training_state import LOSS_SCALE, NUMBER, OPTIMIZER, named_parameters, split_name

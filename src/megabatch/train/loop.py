@@ -9,79 +9,25 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.comm.gradient_all_reduce import GradientAllReduce
-from megabatch.data.batches import Stream, TrainingImages
-from megabatch.data.images import DataSet
-from megabatch.data.normalise import Normalise
+from megabatch.data.batches import Stream
 from megabatch.data.philox import dropout_seed
 from megabatch.optim.lars import LARS
 from megabatch.optim.optimizers import clip_gradients, has_bad_gradient, set_learning_rate, step_unless
-from megabatch.planning.batch import StepPlan
-from megabatch.precision.loss_scale import LossScale
-from megabatch.precision.master_weights import MasterWeights
 from megabatch.ranks.activity import ALL_REDUCE, BACKWARD
 from megabatch.ranks.machine import resident_mb
-from megabatch.ranks.world import World
-from megabatch.runs.model_card import ModelCard
-from megabatch.runs.records import Evaluation, EvaluationRecord, Record, StepRecord
+from megabatch.runs.records import EvaluationRecord, Record, StepRecord
 from megabatch.runs.time_breakdown import TimeBreakdown
-from megabatch.train.batch_norm import RunningStatistics
 from megabatch.train.device import device_mb, seed_dropout
-from megabatch.train.drift import Comparison, compare_ranks
-from megabatch.train.mistakes import MistakeCounter
+from megabatch.train.drift import compare_ranks
 from megabatch.train.not_finite import check_gradients, check_loss, check_scale, check_test_loss
-from megabatch.train.step_metrics import Numbers, StepMetrics, StepTotals
+from megabatch.train.parts import Parts, Training
+from megabatch.train.step_metrics import Numbers, StepTotals
 from megabatch.train.step_times import activity_times, step_times
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parts:
-    """The parts of a run on one rank; `assemble` makes them from a recipe."""
-
-    world: World
-    seed: int
-    plan: StepPlan
-    data: DataSet
-    data_fingerprint: str
-    card: ModelCard
-    images: TrainingImages
-    normalise: Normalise
-    network: nn.Module
-    update_dtype: torch.dtype  # of master weights, the loss and BatchNorm's statistics
-    summed_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    statistics: RunningStatistics
-    master_weights: MasterWeights
-    loss_scale: LossScale
-    optimizer: torch.optim.Optimizer
-    learning_rate: Callable[[int], float]
-    clip_norm: float
-    evaluate: Callable[[], Evaluation]
-    mistakes: MistakeCounter  # of the newest evaluation
-    comparison: Comparison
-    stop_requested: Callable[[], bool]
-    initial_weights: tuple[str, ...] = ()  # what to say of the weights that the run starts from, if it was given some
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training(Parts):
-    """Ready to train: `warm_up` has chosen how gradients are all-reduced."""
-
-    model: DistributedDataParallel
-    gradients: GradientAllReduce
-    metrics: StepMetrics
-
-    @property
-    def steps_ahead(self) -> int:
-        """How many steps are begun before the result of one is read."""
-        return 0 if self.world.device.type == "cpu" or self.statistics.needs_counts else 1
 
 
 class BegunStep(NamedTuple):

@@ -15,7 +15,7 @@ from megabatch.precision.loss_scale import show_scale
 from megabatch.train.repeat import BadGradient, find_bad_gradients, find_bad_sum
 
 if TYPE_CHECKING:
-    from megabatch.train.loop import Training
+    from megabatch.train.parts import Training
 
 CALMER = "lower optim.learning_rate, lengthen schedule.warmup_epochs"
 UNTOUCHED = "weights are as before that step"

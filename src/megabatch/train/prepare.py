@@ -25,7 +25,7 @@ from megabatch.ranks.store import RankStore
 from megabatch.ranks.world import World, choose_device, connect
 from megabatch.train.arithmetic import arithmetic, fix_workspace
 from megabatch.train.assemble import NOTHING, Own, assemble, never
-from megabatch.train.loop import Training
+from megabatch.train.parts import Training
 from megabatch.train.resume import has_checkpoint, stored_pixels, stored_tuning
 from megabatch.train.warm_up import warm_up
 

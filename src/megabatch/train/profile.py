@@ -33,8 +33,9 @@ from megabatch.torch_api import foreach_zero_
 from megabatch.train.arithmetic import arithmetic, fix_workspace
 from megabatch.train.assemble import assemble
 from megabatch.train.device import accelerator_name, wait_for
-from megabatch.train.loop import Parts, apply_gradients, clip_and_check
+from megabatch.train.loop import apply_gradients, clip_and_check
 from megabatch.train.noise import noise_like
+from megabatch.train.parts import Parts
 from megabatch.train.prepare import share_cores
 from megabatch.train.warm_up import WarmUpPass, now, record_backward, recording, seconds_between
 

@@ -15,7 +15,7 @@ from megabatch.data.philox import dropout_seed
 from megabatch.train.device import seed_dropout
 
 if TYPE_CHECKING:
-    from megabatch.train.loop import Training
+    from megabatch.train.parts import Training
 
 
 class BadGradient(Struct, frozen=True):

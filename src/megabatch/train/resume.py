@@ -43,7 +43,7 @@ from megabatch.train.checkpoint import (
     strays,
 )
 from megabatch.train.expected_state import layout_problems, totals_problems, value_problems
-from megabatch.train.loop import Training
+from megabatch.train.parts import Training
 
 Newest = Callable[[Path], Path | None]
 

@@ -26,7 +26,8 @@ from megabatch.text import one_line, print_line
 from megabatch.train.card import with_results
 from megabatch.train.checkpoint import describe_arithmetic, save_weights
 from megabatch.train.environment import describe_environment
-from megabatch.train.loop import Training, never, train
+from megabatch.train.loop import never, train
+from megabatch.train.parts import Training
 from megabatch.train.prepare import prepare
 from megabatch.train.resume import choose_start, is_numbered, newest_of, read_start, report
 from megabatch.train.saves import Checkpoints, require_own

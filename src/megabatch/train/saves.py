@@ -23,7 +23,7 @@ from megabatch.runs.records import EvaluationRecord, Record, SaveTimes
 from megabatch.runs.totals import RunTotals
 from megabatch.train.background import COPIES, BackgroundWriter, Save
 from megabatch.train.checkpoint import describe, newest_first, step_of, write_checkpoint
-from megabatch.train.loop import Training
+from megabatch.train.parts import Training
 from megabatch.train.snapshot import is_finite
 from megabatch.train.training_state import NUMBER, training_state, what_is
 

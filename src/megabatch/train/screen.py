@@ -25,7 +25,7 @@ from megabatch.runs.records import EvaluationRecord, Record, SaveTimes, StepReco
 from megabatch.runs.time_breakdown import TimeBreakdown
 from megabatch.terminal import Terminal
 from megabatch.train.device import accelerator_name
-from megabatch.train.loop import Training
+from megabatch.train.parts import Training
 
 TELLING_DRIFT = 1.5
 TELLING_SHARE = 0.05  # of the time, that others wait for one rank

@@ -12,7 +12,7 @@ from megabatch.comm.timeline import BUCKETS, IN_NODE, NETWORK, Event, Timeline
 from megabatch.ranks.activity import ALL_REDUCE, BACKWARD, TracedActivity
 from megabatch.runs.records import Record, StepRecord
 from megabatch.runs.step_trace import Lane, Span, StepTrace, TracedBucket
-from megabatch.train.loop import Training
+from megabatch.train.parts import Training
 
 PASSED_OVER = 10  # steps after a start, in which caches and DDP's buckets settle
 TRACED = 7

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from megabatch.errors import UserError
-from megabatch.train.loop import Training
+from megabatch.train.parts import Training
 
 MODEL, OPTIMIZER, LOSS_SCALE = "model.", "optimizer.", "loss_scale"
 NUMBER = "optimizer_number."  # what an optimizer keeps as a Python number, or as None

@@ -25,7 +25,7 @@ from megabatch.planning.tuning import Tuning
 from megabatch.ranks.world import World
 from megabatch.train.compiled import compile_errors, compile_network
 from megabatch.train.device import wait_for
-from megabatch.train.loop import Parts, Training
+from megabatch.train.parts import Parts, Training
 from megabatch.train.step_metrics import StepMetrics
 
 

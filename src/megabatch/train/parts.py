@@ -1,0 +1,65 @@
+"""The parts of a run on one rank: the types that the loop, its checks, checkpoints and preflight share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megabatch.comm.gradient_all_reduce import GradientAllReduce
+from megabatch.data.batches import TrainingImages
+from megabatch.data.images import DataSet
+from megabatch.data.normalise import Normalise
+from megabatch.planning.batch import StepPlan
+from megabatch.precision.loss_scale import LossScale
+from megabatch.precision.master_weights import MasterWeights
+from megabatch.ranks.world import World
+from megabatch.runs.model_card import ModelCard
+from megabatch.runs.records import Evaluation
+from megabatch.train.batch_norm import RunningStatistics
+from megabatch.train.drift import Comparison
+from megabatch.train.mistakes import MistakeCounter
+from megabatch.train.step_metrics import StepMetrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The parts of a run on one rank; `assemble` makes them from a recipe."""
+
+    world: World
+    seed: int
+    plan: StepPlan
+    data: DataSet
+    data_fingerprint: str
+    card: ModelCard
+    images: TrainingImages
+    normalise: Normalise
+    network: nn.Module
+    update_dtype: torch.dtype  # of master weights, the loss and BatchNorm's statistics
+    summed_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    statistics: RunningStatistics
+    master_weights: MasterWeights
+    loss_scale: LossScale
+    optimizer: torch.optim.Optimizer
+    learning_rate: Callable[[int], float]
+    clip_norm: float
+    evaluate: Callable[[], Evaluation]
+    mistakes: MistakeCounter  # of the newest evaluation
+    comparison: Comparison
+    stop_requested: Callable[[], bool]
+    initial_weights: tuple[str, ...] = ()  # what to say of the weights that the run starts from, if it was given some
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(Parts):
+    """Ready to train: `warm_up` has chosen how gradients are all-reduced."""
+
+    model: DistributedDataParallel
+    gradients: GradientAllReduce
+    metrics: StepMetrics
+
+    @property
+    def steps_ahead(self) -> int:
+        """How many steps are begun before the result of one is read."""
+        return 0 if self.world.device.type == "cpu" or self.statistics.needs_counts else 1
