@@ -22,11 +22,10 @@ from megabatch.precision.place import place_model
 from megabatch.ranks.world import World
 from megabatch.train.batch_norm import RunningStatistics
 from megabatch.train.card import make_card
-from megabatch.train.drift import Comparison
 from megabatch.train.evaluate import evaluate
 from megabatch.train.initial_weights import InitialWeights, load_initial_weights
 from megabatch.train.mistakes import MistakeCounter
-from megabatch.train.parts import Parts
+from megabatch.train.parts import Comparison, Parts
 
 
 class Own(NamedTuple):

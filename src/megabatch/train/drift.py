@@ -10,38 +10,19 @@ all ranks, most of which decide who is wrong.
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from megabatch.errors import RanksDiffer
 from megabatch.optim.dense import in_memory_order
 from megabatch.train.batch_norm import counter
-
-if TYPE_CHECKING:
-    from megabatch.train.parts import Parts
+from megabatch.train.parts import Parts
 
 MOST_NAMED = 8  # ranks
 WORDS = {1: torch.uint8, 2: torch.int16}  # by the bytes of an element; longer ones are several int32
 
 
-class Comparison:
-    """Of ranks, every so many steps, and wherever their weights may be saved; 0: never."""
-
-    def __init__(self, every: int) -> None:
-        self.every = every
-        self.same_after = 0  # so many steps
-
-    def is_due(self, done: int) -> bool:
-        """After so many steps."""
-        return self.every > 0 and done % self.every == 0
-
-    def covers(self, done: int) -> bool:
-        """Whether weights after so many steps may be saved: they were compared, or never are."""
-        return not self.every or self.same_after == done
-
-
-def compare_ranks(run: "Parts", done: int) -> None:
+def compare_ranks(run: Parts, done: int) -> None:
     """After so many steps; all ranks call it.  Raises on all of them if some differ."""
     if not run.comparison.every:
         return
@@ -53,12 +34,12 @@ def compare_ranks(run: "Parts", done: int) -> None:
     run.comparison.same_after = done
 
 
-def sums_of_bits(run: "Parts") -> dict[str, int]:
+def sums_of_bits(run: Parts) -> dict[str, int]:
     names, sums = zip(*((name, sum_of_bits(tensor)) for name, tensor in same_tensors(run)), strict=True)
     return dict(zip(names, torch.stack(sums).tolist(), strict=True))
 
 
-def same_tensors(run: "Parts") -> Iterator[tuple[str, torch.Tensor]]:
+def same_tensors(run: Parts) -> Iterator[tuple[str, torch.Tensor]]:
     """What is the same on all ranks, on the device.  A buffer of one's own may differ: rank 0's is kept."""
     weights = run.master_weights.weights
     for name, parameter in run.network.named_parameters():

@@ -18,9 +18,24 @@ from megabatch.ranks.world import World
 from megabatch.runs.model_card import ModelCard
 from megabatch.runs.records import Evaluation
 from megabatch.train.batch_norm import RunningStatistics
-from megabatch.train.drift import Comparison
 from megabatch.train.mistakes import MistakeCounter
 from megabatch.train.step_metrics import StepMetrics
+
+
+class Comparison:
+    """Of ranks, every so many steps, and wherever their weights may be saved; 0: never."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self.same_after = 0  # so many steps
+
+    def is_due(self, done: int) -> bool:
+        """After so many steps."""
+        return self.every > 0 and done % self.every == 0
+
+    def covers(self, done: int) -> bool:
+        """Whether weights after so many steps may be saved: they were compared, or never are."""
+        return not self.every or self.same_after == done
 
 
 @dataclass(frozen=True, kw_only=True)
