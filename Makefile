@@ -8,15 +8,25 @@ LOCKED := $(PIP) --require-hashes --only-binary :all:
 # Tests start hundreds of processes: each would compile our files anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test lint wheel bench matrix audit licences clean
+.PHONY: train test test-fast test-lab lint wheel bench matrix audit licences clean
 
 train: .venv/installed
 	$(BIN)/megabatch train $(ARGS)
 
 # Three processes on two cores: a good third of the time is spent waiting, for processes that start and for timeouts.
 # worksteal keeps the tests of a file, and the fixtures they share, in one process until another has nothing to do.
+PYTEST := $(BIN)/pytest --numprocesses=3 --dist=worksteal
+
 test: lint
-	$(BIN)/pytest --numprocesses=3 --dist=worksteal $(ARGS)
+	$(PYTEST) -m "fast or ranks" $(ARGS)
+
+# No ranks: a minute.
+test-fast: lint
+	$(PYTEST) -m fast $(ARGS)
+
+# The tests of lab/: benches, chaos, fuzz, studies and the fake CUDA.
+test-lab: .venv/installed-dev
+	$(PYTEST) -m lab $(ARGS)
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
@@ -53,12 +63,12 @@ clean:
 	rm -rf .venv .venv-audit .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist bench-*.json
 
 # Where pip finds torch without CUDA (by --find-links or an index that it is told of), that is the one to take.
-.venv/installed: pyproject.toml requirements/train.txt requirements/torch.txt requirements/torch-cpu.txt
+.venv/installed: pyproject.toml lab/pyproject.toml requirements/train.txt requirements/torch.txt requirements/torch-cpu.txt
 	$(PYTHON) -m venv .venv
 	if $(PIP) --dry-run $$(grep -o '^torch==[^ ]*' requirements/torch-cpu.txt) 2>/dev/null; \
 		then $(LOCKED) -r requirements/train.txt -r requirements/torch-cpu.txt; \
 		else $(LOCKED) -r requirements/train.txt -r requirements/torch.txt; fi
-	$(PIP) --no-build-isolation --editable .
+	$(PIP) --no-build-isolation --editable . --editable lab
 	touch $@
 
 .venv/installed-dev: .venv/installed requirements/dev.txt

@@ -15,6 +15,40 @@ hypothesis.settings.register_profile("untimed", deadline=None)  # no test assert
 hypothesis.settings.load_profile("untimed")
 
 
+TESTS = Path(__file__).parent
+# The tier of a test follows from its folder; tests outside of any folder that starts ranks or commands are named.
+FAST = {
+    "comm",
+    "config",
+    "data",
+    "models",
+    "optim",
+    "planning",
+    "precision",
+    "preflight",
+    "ranks",
+    "report",
+    "runs",
+    "simulate",
+}
+LAB = {"lab", "rehearsal"}
+NOT_FAST = {"test_ci.py", "test_docs_commands.py", "test_packaging.py"}
+
+
+def tier_of(path: Path) -> str:
+    folder = path.relative_to(TESTS).parts[0] if path.is_relative_to(TESTS) else ""
+    if folder in LAB:
+        return "lab"
+    return "fast" if folder in FAST or (folder.endswith(".py") and folder not in NOT_FAST) else "ranks"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        tier = tier_of(item.path)
+        needs_ranks = tier == "fast" and "ranks" in getattr(item, "fixturenames", ())
+        item.add_marker("ranks" if needs_ranks else tier)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help="where the laws are tested")
     parser.addoption("--allowed-skips", type=Path, help="fail if a test is skipped for a reason not in this file")

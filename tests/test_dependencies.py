@@ -17,7 +17,7 @@ from tools.licences import is_allowed
 from tools.lock import is_for_us
 
 ROOT = Path(__file__).parents[1]
-OURS = {"megabatch", "tests", "benchmarks", "tools"}
+OURS = {"megabatch", "tests", "megabatch_lab", "tools"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml"}  # where the module has another name
 # No file of ours imports these: what imports them, and the words in our code that make it do so.
@@ -99,7 +99,7 @@ def test_no_extra_is_imported_before_it_is_asked_for() -> None:
 
 
 def test_every_import_of_tests_and_benches_is_declared_and_the_other_way_round() -> None:
-    used = imported("tests", "benchmarks", "src") | imported_through("benchmarks", "src")
+    used = imported("tests", "lab", "src") | imported_through("lab", "src")
     # pytest brings packaging.
     assert used - {"packaging"} <= declared() | declared("dev") | BESIDE
     assert declared("dev") | BESIDE <= used | TEST_TOOLS

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from megabatch import disk
+from megabatch.io import disk
 from tests.support.disk_events import record_disk_events
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from megabatch import disk
+from megabatch.io import disk
 
 lock = disk.take_lock(Path(sys.argv[1]))
 print("held", flush=True)

@@ -19,12 +19,12 @@ from PIL import Image
 from torch.distributed.run import get_args_parser
 from typer.testing import CliRunner
 
-from megabatch.cli import app
+from megabatch.cli.app import app
 from megabatch.cli.overrides import split_arguments_or_run
 from megabatch.config.loading import load_config
 from megabatch.config.recipes import recipe_names
 from megabatch.errors import UserError
-from megabatch.studies.files import read_design
+from megabatch.experiments.design import read_design
 from tests.support.pages import ROOT, Command, blocks, commands, inline_commands, make_targets, name_of, pages
 from tests.support.photos import make_folder
 from tests.support.use import train_photos
@@ -34,15 +34,15 @@ QUICK = {"compare", "eval", "export", "pack", "predict", "recipes", "report", "r
 QUICK |= {"train"}
 # Commands of which options, recipe and settings are checked, and no more: why, and what runs them.
 NOT_RUN = {
-    "bench": "it measures, for minutes; tests/benchmarks",
-    "chaos": "minutes; tests/cli/test_chaos.py",
-    "doctor": "it measures, for half a minute; tests/train/test_doctor.py",
-    "fuzz": "minutes; tests/cli/test_fuzz.py",
-    "lr-range": "12 epochs eight times; tests/sweep/test_lr_range.py",
+    "bench": "it measures, for minutes; tests/lab/bench",
+    "chaos": "minutes; tests/lab/chaos/test_command.py",
+    "doctor": "it measures, for half a minute; tests/training/test_doctor.py",
+    "fuzz": "minutes; tests/lab/fuzz/test_command.py",
+    "lr-range": "12 epochs eight times; tests/experiments/test_lr_range.py",
     "plan": "it starts ranks and measures links; tests/distributed/test_tune.py",
     "selftest": "minutes, on one's own devices; tests/rehearsal/test_selftest.py",
-    "profile": "it measures; tests/train/test_profile.py, tests/cli/test_profile.py",
-    "study": "hours; tests/studies",
+    "profile": "it measures; tests/training/test_profile.py, tests/cli/test_profile.py",
+    "study": "hours; tests/experiments",
 }
 # Lines of which the same is true, by a part of them.
 NOT_RUN_HERE = {

@@ -10,46 +10,61 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
+from megabatch_lab.bench import cluster, hosts, merging, simulator
+from megabatch_lab.bench import command as bench
+from megabatch_lab.chaos import command as chaos_command
+from megabatch_lab.chaos import faults, namespaces, site
+from megabatch_lab.chaos import run as chaos_run
+from megabatch_lab.chaos.command import chaos
+from megabatch_lab.fuzz import images as fuzz_images
+from megabatch_lab.fuzz.catalog import FORMATS
+from megabatch_lab.fuzz.command import fuzz
 
-from benchmarks import cluster, hosts, merging, simulator
-from megabatch.chaos import faults, namespaces, site
-from megabatch.chaos import run as chaos_run
-from megabatch.cli import bench
-from megabatch.cli import chaos as chaos_command
-from megabatch.cli.chaos import chaos
-from megabatch.cli.fuzz import fuzz
 from megabatch.cli.lr_range import lr_range
 from megabatch.cli.pack import pack
-from megabatch.comm import failure, hook, order, probe, timeline, watchdog
-from megabatch.comm.device_group import backend_timeout_s
-from megabatch.config import values
+from megabatch.comm import api as hook
+from megabatch.comm import order
+from megabatch.comm import tune as probe
+from megabatch.comm.accelerator.device_group import backend_timeout_s
+from megabatch.comm.faults import failure, watchdog
+from megabatch.config import loading as values
 from megabatch.config.loading import load_config
 from megabatch.config.recipes import recipe_names
-from megabatch.data import class_names, decode, npz, reader, scans, splits, stored_size, threads
-from megabatch.data.files import IMAGE_SUFFIXES
+from megabatch.config.reference_results import QUANTITIES, REFERENCE_RESULTS
+from megabatch.data import catalog as stored_size
+from megabatch.data.pipeline import decode, reader, threads
+from megabatch.data.pipeline import decode as scans
 from megabatch.data.settings import AUTO_HELD_OUT, CENTER_CROP
-from megabatch.data.shapes import FASHION_MNIST_10K, MOST_CLASSES
+from megabatch.data.sources import labels as class_names
+from megabatch.data.sources import labels as splits
+from megabatch.data.sources.files import IMAGE_SUFFIXES
+from megabatch.data.sources.shapes import FASHION_MNIST_10K, MOST_CLASSES
 from megabatch.errors import UserError
-from megabatch.fuzz import images as fuzz_images
-from megabatch.fuzz.catalog import FORMATS
-from megabatch.intervals import CONFIDENCE
+from megabatch.experiments import search as sweep
+from megabatch.experiments.design import read_design
+from megabatch.experiments.search import HELD_OUT
+from megabatch.inference import export
+from megabatch.io import arrays as npz
+from megabatch.io.toml import DEEPEST, LONGEST_BYTES
 from megabatch.models.catalog import MODELS
 from megabatch.optim import momentum
 from megabatch.planning import choosing, pipeline
-from megabatch.planning.merging import merge
+from megabatch.planning.buckets import merge
 from megabatch.planning.plan import COMM_DTYPES
 from megabatch.precision import loss_scale
-from megabatch.preflight import commands
-from megabatch.preflight.compare import QUANTITIES
-from megabatch.preflight.reference_results import REFERENCE_RESULTS
-from megabatch.ranks import activity, collectives, launch, sockets, store
-from megabatch.report import ending_rules, findings, thin, time_rules
+from megabatch.preflight import preview as commands
+from megabatch.ranks import collectives, launch, store
+from megabatch.ranks import machine as sockets
+from megabatch.report import verdict as ending_rules
+from megabatch.report import verdict as findings
+from megabatch.report import verdict as time_rules
+from megabatch.report import view as thin
 from megabatch.runs import comparison, folder, outage
-from megabatch.studies.files import read_design
-from megabatch.sweep import lr_range as sweep
-from megabatch.sweep.search import HELD_OUT
-from megabatch.toml import DEEPEST, LONGEST_BYTES
-from megabatch.train import arithmetic, background, export, fit, screen
+from megabatch.runs.intervals import CONFIDENCE
+from megabatch.telemetry import activity, timeline
+from megabatch.training import fit, screen
+from megabatch.training import numerics as arithmetic
+from megabatch.training.checkpoint import save as background
 from tests.support.pages import ROOT
 from tools.matrix import PAIRS
 
@@ -131,7 +146,7 @@ def refusal(override: str) -> str:
 
 
 def fuzzed_in_tests() -> int:
-    found = re.search(r'"--inputs", "(\d+)"', (ROOT / "tests/cli/test_fuzz.py").read_text())
+    found = re.search(r'"--inputs", "(\d+)"', (ROOT / "tests/lab/fuzz/test_command.py").read_text())
     assert found
     return int(found[1])
 

@@ -6,7 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy.stats import ttest_ind, ttest_rel
 
-from megabatch.intervals import Gap, Interval, gap, paired_gap, spread, student_t
+from megabatch.runs.intervals import Gap, Interval, gap, paired_gap, spread, student_t
 
 values = st.lists(st.integers(-1000, 1000).map(lambda n: n / 10), min_size=2, max_size=8)
 shifts = st.integers(-1000, 1000).map(float)

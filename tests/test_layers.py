@@ -1,8 +1,10 @@
-"""Imports point down only."""
+"""Folders and files import each other downwards, without cycles, and the product never imports its lab."""
 
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -10,26 +12,24 @@ import pytest
 import megabatch
 
 PACKAGE = Path(megabatch.__file__).parent
+LAB = Path(__file__).parents[1] / "lab/megabatch_lab"
 # Highest first; the members of one layer do not import each other.
 LAYERS = [
     {"__main__"},
     {"cli"},
-    {"fuzz"},
-    {"studies"},
-    {"sweep", "selftest", "chaos"},
-    {"train"},
-    {"preflight"},
+    {"experiments"},
+    {"preflight", "inference"},
+    {"training"},
     {"config"},
     {"comm", "precision", "optim", "models", "data"},
     {"ranks", "report"},
-    {"runs"},
+    {"telemetry", "runs"},
     {"simulate"},
     {"planning"},
-    {"disk", "own_code"},
-    {"torch_api"},
-    {"errors", "recipes", "", "terminal", "toml"},
-    {"given_files"},
-    {"text", "decoding", "regular_files", "intervals"},
+    {"user_code"},
+    {"torch_api", "io"},
+    {"errors", "plugins", "recipes", ""},
+    {"text"},
 ]
 LEVEL = {part: -depth for depth, layer in enumerate(LAYERS) for part in layer}
 
@@ -39,6 +39,7 @@ def part_of(module: str) -> str:
 
 
 def imports(path: Path) -> set[str]:
+    """Return every module that a file imports, inside functions and under TYPE_CHECKING too."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -46,23 +47,40 @@ def imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative imports hide the layer"
             found.add(str(node.module))
-            if node.module == "megabatch":
-                found |= {f"megabatch.{alias.name}" for alias in node.names if alias.name in LEVEL}
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return found
 
 
-def test_imports_point_down_and_siblings_do_not_know_each_other() -> None:
+def modules_of(folder: Path) -> Iterator[tuple[str, Path]]:
+    for path in sorted(folder.rglob("*.py")):
+        parts = [folder.name, *path.relative_to(folder).with_suffix("").parts]
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+def test_folders_import_downwards_and_siblings_do_not_know_each_other() -> None:
     wrong = []
-    files = sorted(PACKAGE.rglob("*.py"))
-    assert len(files) > 20
-    for path in files:
-        own = part_of(".".join(["megabatch", *path.relative_to(PACKAGE).with_suffix("").parts]))
-        own = "" if own == "__init__" else own
+    for name, path in modules_of(PACKAGE):
+        own = part_of(name)
         for module in imports(path):
-            is_ours = module.split(".")[0] == "megabatch" and part_of(module) != own
-            if is_ours and LEVEL[part_of(module)] >= LEVEL[own]:
+            if module.split(".")[0] != "megabatch" or part_of(module) not in LEVEL or part_of(module) == own:
+                continue
+            if LEVEL[part_of(module)] >= LEVEL[own]:
                 wrong.append(f"{path.relative_to(PACKAGE)} imports {module}")
     assert not wrong
+
+
+@pytest.mark.parametrize("folder", [PACKAGE, LAB])
+def test_files_import_each_other_without_cycles(folder: Path) -> None:
+    files = dict(modules_of(folder))
+    assert len(files) > 20
+    try:
+        TopologicalSorter({name: (imports(path) & set(files)) - {name} for name, path in files.items()}).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_the_product_does_not_import_its_lab() -> None:
+    assert not [path for _, path in modules_of(PACKAGE) if any("megabatch_lab" in name for name in imports(path))]
 
 
 def test_planning_is_pure() -> None:
@@ -70,17 +88,11 @@ def test_planning_is_pure() -> None:
     assert used <= {"math", "typing", "msgspec", "megabatch", "itertools", "collections", "functools", "hashlib"}
 
 
-@pytest.mark.parametrize("room", ["planning", "simulate", "runs", "report", "disk", "intervals"])
-def test_what_reads_and_plans_does_not_import_torch(room: str) -> None:
-    path = PACKAGE / room
-    modules = [f"megabatch.{room}.{file.stem}" for file in path.glob("[!_]*.py")] or [f"megabatch.{room}"]
+@pytest.mark.parametrize("folder", ["planning", "simulate", "runs", "report", "io"])
+def test_what_reads_and_plans_does_not_import_torch(folder: str) -> None:
+    modules = [f"megabatch.{folder}.{file.stem}" for file in (PACKAGE / folder).glob("[!_]*.py")]
     code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-def test_no_file_is_too_long_to_read() -> None:
-    lengths = {path.relative_to(PACKAGE): path.read_text().count("\n") for path in PACKAGE.rglob("*.py")}
-    assert {path: length for path, length in lengths.items() if length > 300} == {}
 
 
 def test_what_tests_share_is_in_no_test_file() -> None:

@@ -2,8 +2,7 @@
 
 import pytest
 
-from megabatch.config.loading import load_config
-from megabatch.config.provenance import settings_by_provenance
+from megabatch.config.loading import load_config, settings_by_provenance
 from megabatch.config.recipes import read_recipe, recipe_names
 from megabatch.config.schema import FIELDS, flatten
 from megabatch.errors import UserError

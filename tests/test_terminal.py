@@ -14,16 +14,16 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 import megabatch
-from megabatch.cli import app
-from megabatch.cli.ranks import print_failure
+from megabatch.cli.app import app, main
 from megabatch.cli.show import print_preview
 from megabatch.config.loading import load_config
+from megabatch.io.terminal import Terminal, plain_table
+from megabatch.ranks.lifecycle import print_failure
 from megabatch.ranks.world import current_rank
 from megabatch.runs.folder import append_to_log
-from megabatch.terminal import Terminal, plain_table
 from megabatch.text import lines_of, one_line, print_line
-from megabatch.train.prepare import prepare
-from megabatch.train.run import train_and_record
+from megabatch.training.prepare import prepare
+from megabatch.training.run import train_and_record
 from tests.support.pictures import write_files
 
 PACKAGE = Path(megabatch.__file__).parent
@@ -89,7 +89,7 @@ def test_only_these_files_print() -> None:
                     found.append(path.relative_to(PACKAGE).as_posix())
             if isinstance(node, ast.ImportFrom) and str(node.module) in ("rich", "rich.console", "rich.markup"):
                 found.append(path.relative_to(PACKAGE).as_posix())
-    assert set(found) == {"text.py", "terminal.py"}
+    assert set(found) == {"text.py", "io/terminal.py"}
 
 
 def test_no_text_of_ours_is_markup_that_is_not_seen_as_such() -> None:
@@ -179,6 +179,6 @@ def test_wrong_words_of_a_command_are_one_line(monkeypatch: pytest.MonkeyPatch) 
     ):
         monkeypatch.setattr(sys, "argv", ["megabatch", *words])
         with redirect_stderr(io.StringIO()) as written, pytest.raises(SystemExit) as ended:
-            megabatch.cli.main()  # type: ignore[attr-defined]
+            main()
         require_harmless(written.getvalue())
         assert ended.value.code == 2 and len(written.getvalue().splitlines()) == 1

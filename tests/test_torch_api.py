@@ -36,8 +36,8 @@ NOT_OF_TORCH = {
 }
 # What the benches alone need of torch.
 OF_BENCHES = {
-    "benchmarks/input.py": {"_iterator", "_shutdown_workers"},  # of a DataLoader, which has no close()
-    "benchmarks/rehearsal/fake_cuda.py": {  # stands for torch.cuda, whose private functions torch.accelerator calls
+    "lab/megabatch_lab/bench/input.py": {"_iterator", "_shutdown_workers"},  # of a DataLoader, which has no close()
+    "lab/megabatch_lab/rehearsal/fake_cuda.py": {  # stands for torch.cuda; torch.accelerator calls these
         "_C",
         "_accelerator_hooks_device_count",
         "_accelerator_setDeviceIndex",
@@ -88,7 +88,7 @@ def without_docstrings(tree: ast.Module) -> ast.Module:
 
 def test_no_other_file_uses_a_private_name_of_torch() -> None:
     found = []
-    files = [path for folder in (PACKAGE, ROOT / "benchmarks", ROOT / "tools") for path in folder.rglob("*.py")]
+    files = [path for folder in (PACKAGE, ROOT / "lab", ROOT / "tools") for path in folder.rglob("*.py")]
     assert MODULE in files and len(files) > 100
     for path in sorted(set(files) - {MODULE}):
         name = path.relative_to(PACKAGE.parent if PACKAGE in path.parents else ROOT).as_posix()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megabatch.data.array_sources import read_idx_folder
-from megabatch.data.sources import FASHION_CLASSES, FASHION_MNIST
+from megabatch.data.catalog import FASHION_CLASSES, FASHION_MNIST
+from megabatch.data.sources.arrays import read_idx_folder
 
 PER_CLASS = {"train": 1000, "test": 200}
 OUT = Path(__file__).parents[1] / "src/megabatch/data/embedded/fashion_mnist_10k.npz"

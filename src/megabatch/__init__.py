@@ -11,8 +11,8 @@ __version__ = "0.1.0"
 
 # Looked up when they are first used, so that `megabatch --help` need not import torch.
 PUBLIC = {
-    "fit": "megabatch.train.fit",
-    "load": "megabatch.train.classifier",
+    "fit": "megabatch.training.fit",
+    "load": "megabatch.inference.classifier",
     "load_config": "megabatch.config.loading",
     "UserError": "megabatch.errors",
 }

@@ -1,3 +1,3 @@
-from megabatch.cli import main
+from megabatch.cli.app import main
 
 main()

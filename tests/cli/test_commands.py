@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from megabatch.cli import app, main
+from megabatch.cli.app import app, main
 from megabatch.cli.show import draw_curve
 from megabatch.cli.train import choose_recipe
 from megabatch.config.loading import load_config
 from megabatch.config.recipes import recipe_names
 from megabatch.config.resolve import make_model
-from megabatch.data.sources import infer_shape
+from megabatch.data.catalog import infer_shape
 from megabatch.errors import UserError
 from tests.support.photos import make_folder
 
@@ -44,7 +44,7 @@ def output(*words: str) -> str:
 )
 def test_help_and_the_list_of_runs_do_not_import_torch(words: list[str]) -> None:
     code = (
-        "import sys; from megabatch.cli import app\n"
+        "import sys; from megabatch.cli.app import app\n"
         f"try: app({words!r}, prog_name='megabatch')\n"
         "finally: assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )

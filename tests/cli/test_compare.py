@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from typer.testing import CliRunner
 
-from megabatch.cli import app
+from megabatch.cli.app import app
 from megabatch.cli.compare_screen import GAP, LONGEST_NAME, Field, lines_by_row, short_names
-from megabatch.runs.comparison import RunComparison, SeedGroup, compare
-from megabatch.runs.outcome import RunOutcome
+from megabatch.runs.comparison import RunComparison, RunOutcome, SeedGroup, compare
 from tests.support.recorded_runs import record_run
 
 HOSTILE = "a[red]b[/] \x1b[31m\x1b]0;title\x07\x9b2J\r\x7f\u202e\n\u2028,\"'="
@@ -181,7 +180,7 @@ def test_runs_are_compared_without_torch_and_one_alone_without_numpy() -> None:
     paths = [str(path) for path in record_sweep(1, 2)]
     for given_paths, absent in ((paths, ["torch"]), (paths[:1], ["torch", "numpy", "scipy"])):
         code = (
-            "import sys; from megabatch.cli import app\n"
+            "import sys; from megabatch.cli.app import app\n"
             f"try: app(['compare', *{given_paths!r}], prog_name='megabatch')\n"
             f"finally: assert not {{*{absent!r}}} & {{*sys.modules}}"
         )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from megabatch.cli import app
+from megabatch.cli.app import app
 from megabatch.errors import UserError
 from megabatch.models.catalog import MODELS
 
@@ -14,13 +14,13 @@ from megabatch.models.catalog import MODELS
 @pytest.fixture(autouse=True)
 def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `load` gives, of a run that need not be trained."""
-    module = ModuleType("megabatch.train.classifier")
+    module = ModuleType("megabatch.inference.classifier")
     card = SimpleNamespace(mean=[90.0], deviation=[40.0])
     classifier = SimpleNamespace(
         network=MODELS["small_cnn"](3, 1), card=card, classes=("a", "b", "c"), image_size=12, num_channels=1
     )
     module.load = lambda run, checkpoint=None, model=None: classifier  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "megabatch.train.classifier", module)
+    monkeypatch.setitem(sys.modules, "megabatch.inference.classifier", module)
 
 
 def test_export_writes_a_program_and_says_what_it_takes(tmp_path: Path) -> None:

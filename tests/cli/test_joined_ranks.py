@@ -17,7 +17,7 @@ import torch
 import megabatch
 from megabatch.errors import UserError
 from megabatch.ranks.discover import COMPLETE, JOIN, LAUNCHED
-from megabatch.train.checkpoint import newest_first, step_of
+from megabatch.training.checkpoint.format import newest_first, step_of
 from tests.support.processes import wait_until
 from tests.support.small_runs import SMALL_RUN
 

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import megabatch
-from megabatch.cli import app
+from megabatch.cli.app import app
 from megabatch.config.loading import load_config
 from megabatch.errors import UserError
 from megabatch.runs.files import CONFIG, WEIGHTS

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import typer
 
-from megabatch.cli import app, main
+from megabatch.cli.app import app, main
 from megabatch.cli.overrides import MOST, choose_ranks
 from megabatch.config.loading import load_config
 from megabatch.errors import UserError
-from megabatch.sweep.lr_range import plan_grid
-from megabatch.sweep.trials import choose_jobs
+from megabatch.experiments.search import plan_grid
+from megabatch.experiments.trials import choose_jobs
 
 HUGE = "1" + 30 * "0"
 # What has a sentence of its own, which says the nearest: see below.

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from megabatch.cli import app
+from megabatch.cli.app import app
 from megabatch.errors import UserError
 from tests.support.pictures import write_files
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from megabatch_lab.chaos.namespaces import Host, namespaces
 
-from megabatch.chaos.namespaces import Host, namespaces
 from megabatch.errors import UserError
 from tests.support.listeners import Listener, listeners_beside
 

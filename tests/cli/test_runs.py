@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from megabatch.cli import app
+from megabatch.cli.app import app
 from megabatch.cli.runs import COLUMNS, DROPPED, GAP, choose_columns
 from megabatch.runs.folder import RunFolder
 from megabatch.runs.reader import list_runs
@@ -113,7 +113,7 @@ def test_a_recipe_that_cannot_be_read_is_a_run_all_the_same(tmp_path: Path) -> N
 @pytest.mark.usefixtures("inside")
 def test_runs_are_listed_without_torch() -> None:
     code = (
-        "import sys; from megabatch.cli import app\n"
+        "import sys; from megabatch.cli.app import app\n"
         "try: app(['runs'], prog_name='megabatch')\n"
         "finally: assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )

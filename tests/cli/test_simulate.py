@@ -10,9 +10,8 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from megabatch.cli import app
-from megabatch.cli.simulate_numbers import duration, figures
-from megabatch.cli.simulate_screen import BAR, bar
+from megabatch.cli.app import app
+from megabatch.cli.simulate_screen import BAR, bar, duration, figures
 from megabatch.errors import UserError
 from megabatch.simulate.cores import CoreCosts
 from megabatch.simulate.load import load_cluster
@@ -58,7 +57,7 @@ def refusal(*words: str) -> str:
 def test_a_stored_model_is_simulated_without_torch() -> None:
     words = ["simulate", "alexnet", *ON_PAPER, "--ranks", "8,64", "--json", "rows.json"]
     code = (
-        "import sys; from megabatch.cli import app\n"
+        "import sys; from megabatch.cli.app import app\n"
         f"try: app({words!r}, prog_name='megabatch')\n"
         "finally: assert 'torch' not in sys.modules"
     )

@@ -20,15 +20,15 @@ import pytest
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from megabatch.cli import app
+from megabatch.cli.app import app
 from megabatch.config.loading import load_config
-from megabatch.data.sources import load_data_set
+from megabatch.data.catalog import load_data_set
 from megabatch.errors import UserError
+from megabatch.inference.evaluate import evaluate_run
 from megabatch.ranks.world import World
 from megabatch.runs.reader import read_mistakes, read_step_trace
-from megabatch.train.prepare import ready_to_train
-from megabatch.train.reevaluate import evaluate_run
-from megabatch.train.run import train_and_record
+from megabatch.training.prepare import ready_to_train
+from megabatch.training.run import train_and_record
 from tests.support.processes import is_alive, wait_until
 from tests.support.rank_pool import RankPool
 from tests.support.small_runs import SMALL_RUN, small_run

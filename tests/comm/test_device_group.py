@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megabatch.comm.device_group import DeviceGroup, backend_timeout_s
+from megabatch.comm.accelerator.device_group import DeviceGroup, backend_timeout_s
 from megabatch.planning.plan import BLOCK
 
 CPU = torch.device("cpu")

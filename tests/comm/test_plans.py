@@ -1,6 +1,6 @@
 import pytest
 
-from megabatch.comm.plans import PlansInUse, require_plan
+from megabatch.comm.gradient_all_reduce import PlansInUse, require_plan
 from megabatch.comm.settings import CommSettings
 from megabatch.errors import UserError
 from megabatch.planning.topology import ClusterShape, from_hosts

@@ -7,9 +7,9 @@ import pytest
 import torch.distributed as dist
 
 from megabatch.comm import groups
+from megabatch.comm.faults.progress import WAITS
+from megabatch.comm.faults.watchdog import MOST, SEARCHES, RankStates
 from megabatch.comm.groups import Groups
-from megabatch.comm.progress import WAITS
-from megabatch.comm.rank_states import MOST, SEARCHES, RankStates
 from tests.support.store_requests import Requests
 
 NUM_RANKS = 2048

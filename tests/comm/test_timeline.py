@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
-from megabatch.comm.barrier import Header
-from megabatch.comm.timeline import KEPT_STEPS, LANES, NETWORK, TRAINING, Timeline
+from megabatch.comm.cpu.barrier import Header
 from megabatch.comm.work import RankPhases, Work
 from megabatch.planning.plan import Plan
+from megabatch.telemetry.timeline import KEPT_STEPS, LANES, NETWORK, TRAINING, Timeline
 
 
 def rows_of(timeline: Timeline, path: Path) -> list[dict[str, Any]]:

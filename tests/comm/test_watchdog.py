@@ -6,13 +6,13 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from megabatch.comm import failure, watchdog
-from megabatch.comm.failure import FailureReport, Stuck
+from megabatch.comm.cpu.barrier import MissingRank
+from megabatch.comm.faults import failure, watchdog
+from megabatch.comm.faults.failure import FailureReport, Stuck
+from megabatch.comm.faults.progress import BackwardProgress
+from megabatch.comm.faults.watchdog import Watchdog
 from megabatch.comm.layouts import BucketLayouts
-from megabatch.comm.progress import BackwardProgress
-from megabatch.comm.segment import MissingRank
-from megabatch.comm.watchdog import Watchdog
-from megabatch.ranks.activity import START_UP_TIMEOUT_S, Activity, LastWords
+from megabatch.telemetry.activity import START_UP_TIMEOUT_S, Activity, LastWords
 
 
 class Groups:

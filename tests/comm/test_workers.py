@@ -11,11 +11,10 @@ from unittest.mock import patch
 from hypothesis import assume, given
 
 from megabatch.comm import order
-from megabatch.comm.network_worker import NetworkWorker
-from megabatch.comm.node_worker import NodeWorker
-from megabatch.comm.timeline import NoTimeline
+from megabatch.comm.cpu.workers import NetworkWorker, NodeWorker
 from megabatch.comm.work import RankPhases, Work
 from megabatch.planning.pipeline import Costs, Passage, pass_through
+from megabatch.telemetry.timeline import NoTimeline
 from tests.support.pipelines import buckets
 
 PLAIN_QUEUE = queue.SimpleQueue

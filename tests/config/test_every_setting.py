@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from megabatch.cli import main
+from megabatch.cli.app import main
 from megabatch.cli.show import print_preview
 from megabatch.config.loading import load_config
 from megabatch.config.messages import choices

@@ -8,7 +8,7 @@ import pytest
 
 from megabatch.config.loading import default_name, load_config
 from megabatch.errors import UserError
-from megabatch.toml import DEEPEST, LONGEST_BYTES, NotToml, parse_toml
+from megabatch.io.toml import DEEPEST, LONGEST_BYTES, NotToml, parse_toml
 
 ESCAPE = "\x1b[31m"
 DEEP = {

@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megabatch.config.loading import load_config
+from megabatch.config.reference_results import preflight
 from megabatch.config.resolve import describe_epochs, in_epochs, plan_learning_rate, plan_run
 from megabatch.config.schema import RunConfig
-from megabatch.data.shapes import DataShape
+from megabatch.data.sources.shapes import DataShape
 from megabatch.errors import UserError
-from megabatch.preflight.compare import preflight
 
 SET = DataShape(num_train=10_000, num_test=2_000, num_classes=10, num_channels=1)  # 39.0625 steps of fashion's batch
 

@@ -5,12 +5,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from megabatch.cli import app
-from megabatch.config.descriptions import DEFAULTS, MEANINGS
+from megabatch.cli.app import app
 from megabatch.config.loading import load_config
 from megabatch.config.messages import choices
-from megabatch.config.reference import CHOICES, all_settings, page
 from megabatch.config.schema import FIELDS
+from megabatch.config.settings_page import CHOICES, DEFAULTS, MEANINGS, all_settings, page
 from megabatch.errors import UserError
 
 PAGE = Path(__file__).parents[2] / "docs/settings.md"
@@ -18,7 +17,7 @@ PAGE = Path(__file__).parents[2] / "docs/settings.md"
 
 def test_every_setting_has_a_meaning_and_no_other_has() -> None:
     assert len(FIELDS) > 20
-    assert set(MEANINGS) == set(FIELDS), "src/megabatch/config/descriptions.py says what each setting means"
+    assert set(MEANINGS) == set(FIELDS), "src/megabatch/config/settings_page.py says what each setting means"
     assert set(DEFAULTS) < set(FIELDS)
     assert all(FIELDS[key].default is None or key == "name" for key in DEFAULTS), "the schema has their default"
 

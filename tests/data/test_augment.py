@@ -2,9 +2,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from megabatch.data.augment import Augmentation
-from megabatch.data.order import Samples
-from megabatch.data.philox import AUGMENT, draw, draw_below
+from megabatch.data.pipeline.augment import Augmentation
+from megabatch.data.pipeline.order import AUGMENT, Samples, draw, draw_below
 from megabatch.data.settings import DataSettings
 
 IMAGES = torch.randint(1, 256, (40, 3, 9, 9), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 import torch
 
-from megabatch.data.batches import TrainingImages, evaluation_batches
-from megabatch.data.images import ArrayImages
-from megabatch.data.order import epoch_order
+from megabatch.data.pipeline.batches import TrainingImages, evaluation_batches
+from megabatch.data.pipeline.images import ArrayImages
+from megabatch.data.pipeline.order import epoch_order
 from megabatch.data.settings import DataSettings
 from megabatch.planning.batch import BatchSettings, plan_steps
 

@@ -3,8 +3,8 @@ import math
 import numpy as np
 import pytest
 
-from megabatch.data.crops import ATTEMPTS, RandomCrops, central_box
-from megabatch.data.philox import CROP, draw
+from megabatch.data.pipeline.augment import ATTEMPTS, RandomCrops, central_box
+from megabatch.data.pipeline.order import CROP, draw
 
 SAMPLES = np.arange(400)
 

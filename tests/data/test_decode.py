@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from PIL.TiffImagePlugin import TiffImageFile
 
-from megabatch.data.decode import (
+from megabatch.data.pipeline.decode import (
     DCT_SCALES,
     LEAST_MARGIN,
     Box,
@@ -177,7 +177,7 @@ def test_what_pillow_decodes_in_python_may_not_be_large() -> None:
 
 
 def test_large_images_are_converted_in_bands_and_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megabatch.data.decode.BAND_PIXELS", 1000)
+    monkeypatch.setattr("megabatch.data.pipeline.decode.BAND_PIXELS", 1000)
     for image in (PHOTO, PHOTO.convert("P"), PHOTO.convert("L"), PHOTO.convert("RGBA"), PHOTO.convert("1")):
         content = encoded(image, "PNG")
         assert np.array_equal(decode(content, PLENTY), np.asarray(Image.open(io.BytesIO(content)).convert("RGB")))

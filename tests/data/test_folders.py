@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megabatch.data import folders
-from megabatch.data.folders import FolderFiles, read_folder
-from megabatch.data.npz import read_arrays, write_arrays
-from megabatch.disk import cache_folder
+from megabatch.data.sources import folders
+from megabatch.data.sources.folders import FolderFiles, read_folder
 from megabatch.errors import UserError
+from megabatch.io.arrays import read_arrays, write_arrays
+from megabatch.io.disk import cache_folder
 from tests.support.pictures import write_files
 
 pytestmark = pytest.mark.usefixtures("index_cache")

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, SubsetRandomSampler, TensorDataset
 
-from megabatch.data.from_python import as_image_set
+from megabatch.data.sources.from_python import as_image_set
 from megabatch.errors import UserError
 
 COLOURED = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (6, 3, 10, 12), np.uint8))

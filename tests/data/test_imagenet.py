@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from megabatch.cli import app
-from megabatch.data.imagenet import read_imagenet
-from megabatch.data.matlab import read_structs
-from megabatch.data.sources import read_encoded
+from megabatch.cli.app import app
+from megabatch.data.catalog import read_encoded
+from megabatch.data.sources.imagenet import read_imagenet, read_structs
 from megabatch.errors import UserError
 from tests.support.pictures import picture, write_tar
 

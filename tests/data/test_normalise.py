@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from megabatch.data import normalise
-from megabatch.data.images import ArrayImages
-from megabatch.data.normalise import Normalise, measure_pixels
+from megabatch.data.catalog import load_data_set
+from megabatch.data.pipeline import normalise
+from megabatch.data.pipeline.images import ArrayImages
+from megabatch.data.pipeline.normalise import Normalise, measure_pixels
 from megabatch.data.settings import DataSettings
-from megabatch.data.sources import load_data_set
 from megabatch.errors import UserError
 from tests.support.photos import make_folder
 

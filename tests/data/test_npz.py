@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megabatch.data.npy import NotArrays, read_array
-from megabatch.data.npz import read_arrays
+from megabatch.io.arrays import NotArrays, read_array, read_arrays
 
 KINDS = {
     "small": np.arange(12, dtype=np.uint8).reshape(3, 4),

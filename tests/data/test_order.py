@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabatch.data.order import epoch_order, samples_at
+from megabatch.data.pipeline.order import epoch_order, samples_at
 
 
 @given(seed=st.integers(0, 2**63 - 1), epoch=st.integers(0, 1000), num_samples=st.integers(1, 300))

@@ -14,16 +14,16 @@ import torch
 import webdataset  # type: ignore[import-untyped]
 from PIL import Image
 
-from megabatch import disk
-from megabatch.data import pack as packing
-from megabatch.data.folders import read_folder
-from megabatch.data.npz import read_arrays, write_arrays
-from megabatch.data.pack import Packed, Progress, pack
-from megabatch.data.pack_identity import PackSettings
-from megabatch.data.shards import read_shards
-from megabatch.data.shrink import prepare
-from megabatch.data.verify import verify
+from megabatch.data.pack import write as packing
+from megabatch.data.pack.identity import PackSettings
+from megabatch.data.pack.shards import read_shards
+from megabatch.data.pack.verify import verify
+from megabatch.data.pack.write import Packed, Progress, pack
+from megabatch.data.pipeline.shrink import prepare
+from megabatch.data.sources.folders import read_folder
 from megabatch.errors import UserError
+from megabatch.io import disk
+from megabatch.io.arrays import read_arrays, write_arrays
 from tests.support.disk_events import record_disk_events
 from tests.support.pictures import picture, write_files, write_tar
 
@@ -215,8 +215,8 @@ def test_whole_shards_are_not_packed_again(photos: Path, tmp_path: Path, small_s
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from megabatch.data import pack as packing
-from megabatch.data.pack_identity import PackSettings
+from megabatch.data.pack import write as packing
+from megabatch.data.pack.identity import PackSettings
 
 packing.MEGABYTE = 20_000
 os.fsync = lambda descriptor: None

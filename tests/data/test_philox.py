@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from megabatch.data.philox import draw, draw_below, dropout_seed, philox
+from megabatch.data.pipeline.order import draw, draw_below, dropout_seed, philox
 
 
 @pytest.mark.parametrize(

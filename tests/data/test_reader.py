@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from megabatch.data.batches import TrainingImages, evaluation_batches
-from megabatch.data.images import DataSet
-from megabatch.data.pack import pack
-from megabatch.data.pack_identity import PackSettings
-from megabatch.data.reader import PREFETCHED
+from megabatch.data.catalog import load_data_set
+from megabatch.data.pack.identity import PackSettings
+from megabatch.data.pack.write import pack
+from megabatch.data.pipeline.batches import TrainingImages, evaluation_batches
+from megabatch.data.pipeline.images import DataSet
+from megabatch.data.pipeline.reader import PREFETCHED
 from megabatch.data.settings import DataSettings
-from megabatch.data.sources import load_data_set
 from megabatch.errors import UserError
 from megabatch.planning.batch import BatchSettings, plan_steps
 from megabatch.ranks.machine import resident_mb
-from megabatch.runs.time_breakdown import TimeBreakdown
+from megabatch.runs.records import TimeBreakdown
 from tests.support.photos import make_folder, photo
 
 SEED = 7

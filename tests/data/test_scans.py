@@ -6,8 +6,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megabatch.data.decode import Unreadable, read_size
-from megabatch.data.scans import MOST_SCANNED, MOST_SCANS, SCAN, are_too_many, count_scans, has_one_scan
+from megabatch.data.pipeline.decode import (
+    MOST_SCANNED,
+    MOST_SCANS,
+    SCAN,
+    Unreadable,
+    are_too_many,
+    count_scans,
+    has_one_scan,
+    read_size,
+)
 from megabatch.data.settings import MAX_PIXELS
 from tests.support.photos import decode, encoded, photo
 

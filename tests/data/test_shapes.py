@@ -7,10 +7,10 @@ import pytest
 
 from megabatch.config.loading import load_config
 from megabatch.config.recipes import recipe_names
-from megabatch.data import sources
+from megabatch.data import catalog as sources
+from megabatch.data.catalog import infer_shape, load_data_set, some_of_each_class, split
 from megabatch.data.settings import DataSettings
-from megabatch.data.shapes import FULL_FASHION_MNIST, IMAGENET, KNOWN_SETS
-from megabatch.data.sources import infer_shape, load_data_set, some_of_each_class, split
+from megabatch.data.sources.shapes import FULL_FASHION_MNIST, IMAGENET, KNOWN_SETS
 from megabatch.errors import UserError
 from tools.embed_fashion import FASHION_MNIST
 

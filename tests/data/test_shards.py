@@ -6,13 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megabatch.data import tar_scan
-from megabatch.data.npz import read_arrays, write_arrays
-from megabatch.data.shard_files import ShardFiles, Shards
-from megabatch.data.shards import holds_shards, read_shards
-from megabatch.data.tar_scan import TarSamples, split_by_name
-from megabatch.data.tars import Damaged, member_name, walk_members
+from megabatch.data.pack.shards import ShardFiles, Shards, holds_shards, read_shards
+from megabatch.data.sources import tars as tar_scan
+from megabatch.data.sources.tars import TarSamples, split_by_name
 from megabatch.errors import UserError
+from megabatch.io.arrays import read_arrays, write_arrays
+from megabatch.io.tars import Damaged, member_name, walk_members
 from tests.support.pictures import picture, write_tar
 
 pytestmark = pytest.mark.usefixtures("index_cache")

@@ -8,10 +8,10 @@ import pytest
 import torch
 from PIL import Image
 
-from megabatch.data.encoded import EncodedImages
-from megabatch.data.images import ArrayImages, DataSet
+from megabatch.data.catalog import infer_shape, load_data_set, load_other_images
+from megabatch.data.pipeline.encoded import EncodedImages
+from megabatch.data.pipeline.images import ArrayImages, DataSet
 from megabatch.data.settings import DataSettings, SyntheticSettings
-from megabatch.data.sources import infer_shape, load_data_set, load_other_images
 from megabatch.errors import UserError
 from tests.support.photos import make_folder, photo
 from tools.embed_fashion import FASHION_MNIST, subset

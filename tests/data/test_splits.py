@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megabatch.data import folders
-from megabatch.data.folders import FolderFiles, read_folder
-from megabatch.data.images import DataSet
+from megabatch.data.catalog import infer_shape, load_data_set, load_other_images
+from megabatch.data.pipeline.images import DataSet
 from megabatch.data.settings import DataSettings
-from megabatch.data.sources import infer_shape, load_data_set, load_other_images
+from megabatch.data.sources import folders
+from megabatch.data.sources.folders import FolderFiles, read_folder
 from megabatch.errors import UserError
 from tests.support.photos import CLASSES, make_folder
 from tests.support.pictures import write_files

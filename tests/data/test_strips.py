@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megabatch.data import decode as decoding
-from megabatch.data.decode import Box, Unreadable, decode_crop
-from megabatch.data.strips import cut_rows, with_table
+from megabatch.data.pipeline import decode as decoding
+from megabatch.data.pipeline.decode import Box, Unreadable, cut_rows, decode_crop, with_table
 from tests.support.photos import decode, encoded, photo
 
 PLENTY = 10**9

@@ -8,12 +8,12 @@ import pytest
 import webdataset  # type: ignore[import-untyped]
 from PIL import Image
 
-from megabatch.data.files import IMAGE_SUFFIXES, EncodedDataset
-from megabatch.data.pack import pack
-from megabatch.data.pack_identity import PackSettings
+from megabatch.data.catalog import load_data_set, read_encoded
+from megabatch.data.pack.identity import PackSettings
+from megabatch.data.pack.verify import verify
+from megabatch.data.pack.write import pack
 from megabatch.data.settings import DataSettings
-from megabatch.data.sources import load_data_set, read_encoded
-from megabatch.data.verify import verify
+from megabatch.data.sources.files import IMAGE_SUFFIXES, EncodedDataset
 from tests.support.disk_events import record_disk_events
 from tests.support.pictures import picture, write_tar
 

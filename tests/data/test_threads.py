@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 import torch
 
-from megabatch.data.encoded import EncodedImages
-from megabatch.data.files import Content
-from megabatch.data.folders import FolderFiles
-from megabatch.data.image_files import MOST_BYTES
-from megabatch.data.pack import pack
-from megabatch.data.pack_identity import PackSettings
-from megabatch.data.reader import Reader, Request
+from megabatch.data.catalog import read_encoded
+from megabatch.data.pack.identity import PackSettings
+from megabatch.data.pack.write import pack
+from megabatch.data.pipeline.encoded import EncodedImages
+from megabatch.data.pipeline.reader import Reader, Request
+from megabatch.data.pipeline.threads import TICKS, Threads, Watch
 from megabatch.data.settings import DataSettings
-from megabatch.data.sources import read_encoded
-from megabatch.data.threads import TICKS, Threads, Watch
+from megabatch.data.sources.files import Content
+from megabatch.data.sources.folders import FolderFiles
 from megabatch.errors import UserError
+from megabatch.io.reading import MOST_BYTES
 from tests.support.photos import make_folder
 
 HUNG = 7  # the image whose file server does not answer
@@ -90,7 +90,7 @@ def test_a_pack_leaves_out_an_image_that_hangs_or_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, released: threading.Event
 ) -> None:
     folder = make_folder(tmp_path / "set")
-    monkeypatch.setattr("megabatch.data.pack.IMAGE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("megabatch.data.pack.write.IMAGE_TIMEOUT_S", 0.3)
     hang(monkeypatch, released)
     with pytest.raises(UserError, match=r"bag/001\.jpg: it takes longer than 0\.3 s to read; --on-error skip"):
         pack(folder, tmp_path / "out", PackSettings())
@@ -131,7 +131,7 @@ def test_threads_run_what_is_submitted_and_hand_over_errors() -> None:
 def test_python_ends_although_a_thread_hangs() -> None:
     code = """
 import threading
-from megabatch.data.threads import Threads
+from megabatch.data.pipeline.threads import Threads
 with Threads(1, "test", patience_s=0.1) as pool:
     pool.submit(threading.Event().wait)
 """

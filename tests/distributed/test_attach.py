@@ -19,9 +19,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.comm import attach
+from megabatch.comm.cpu.process_group import ProcessGroup
+from megabatch.comm.cpu.shared_memory import SharedMemory
 from megabatch.comm.gradient_all_reduce import GradientAllReduce
-from megabatch.comm.process_group import ProcessGroup
-from megabatch.comm.shared_memory import SharedMemory
 from megabatch.errors import UserError
 from megabatch.planning.algorithms import ALGORITHMS, ON_REQUEST
 from megabatch.planning.plan import CommDtype, error_bound

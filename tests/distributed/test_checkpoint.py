@@ -11,18 +11,29 @@ import pytest
 import torch
 
 from megabatch.config.schema import CheckpointSettings
-from megabatch.data.sources import load_data_set
+from megabatch.data.catalog import load_data_set
 from megabatch.errors import UserError
 from megabatch.optim.optimizers import MakeOptimizer, OptimSettings
 from megabatch.ranks.world import World
 from megabatch.runs.totals import RunTotals
-from megabatch.train.assemble import Own
-from megabatch.train.checkpoint import DamagedCheckpoint, newest_good, read_checkpoint, read_description, read_state
-from megabatch.train.loop import train
-from megabatch.train.prepare import ready_to_train
-from megabatch.train.run import require_same_images
-from megabatch.train.saves import Checkpoints
-from megabatch.train.training_state import number_to_tensor, restore_training_state, tensor_to_number, training_state
+from megabatch.training.build import Own
+from megabatch.training.checkpoint.format import (
+    DamagedCheckpoint,
+    newest_good,
+    read_checkpoint,
+    read_description,
+    read_state,
+)
+from megabatch.training.checkpoint.save import Checkpoints
+from megabatch.training.checkpoint.state import (
+    number_to_tensor,
+    restore_training_state,
+    tensor_to_number,
+    training_state,
+)
+from megabatch.training.loop import train
+from megabatch.training.prepare import ready_to_train
+from megabatch.training.run import require_same_images
 from tests.support.rank_pool import RankPool
 from tests.support.small_runs import small_run
 
@@ -219,7 +230,7 @@ def test_a_checkpoint_of_another_version_is_refused_in_one_line(ranks: RankPool,
 
 def test_checkpoints_are_due_as_the_recipe_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     clock = [1000.0]
-    monkeypatch.setattr("megabatch.train.saves.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("megabatch.training.checkpoint.save.time.monotonic", lambda: clock[0])
     by_steps = Checkpoints(tmp_path, CheckpointSettings(every_steps=5), 0)
     assert [step for step in range(1, 16) if by_steps.is_due(step)] == [5, 10, 15]
     by_minutes = Checkpoints(tmp_path, CheckpointSettings(every_minutes=2), 0)

@@ -11,8 +11,8 @@ from megabatch.errors import UserError
 from megabatch.ranks import collectives
 from megabatch.ranks.machine import fair_threads
 from megabatch.ranks.world import FirstRankFailed, World
-from megabatch.train import prepare
-from megabatch.train.warm_up import require_same_gradients
+from megabatch.training import prepare
+from megabatch.training.prepare import require_same_gradients
 from tests.support.rank_pool import RankPool
 
 
@@ -152,7 +152,7 @@ def test_a_rank_gets_its_share_as_if_it_knew_all_cores_of_all(
 
 
 def read_nothing(world: World) -> str:
-    from megabatch.data.normalise import PixelStatistics, measure_pixels
+    from megabatch.data.pipeline.normalise import PixelStatistics, measure_pixels
 
     class Unreadable:
         labels = torch.zeros(4, dtype=torch.int64)

@@ -12,15 +12,15 @@ from torch import nn
 
 import megabatch
 from megabatch.config.resolve import decisive_settings
-from megabatch.data.sources import load_data_set
+from megabatch.data.catalog import load_data_set
 from megabatch.errors import UserError
 from megabatch.ranks.world import World, connect, current_rank
 from megabatch.runs.records import EvaluationRecord, StepRecord
-from megabatch.train.checkpoint import describe_arithmetic
-from megabatch.train.loop import train
-from megabatch.train.parts import Training
-from megabatch.train.prepare import prepare, ready_to_train
-from megabatch.train.training_state import training_state
+from megabatch.training.checkpoint.format import describe_arithmetic
+from megabatch.training.checkpoint.state import training_state
+from megabatch.training.loop import train
+from megabatch.training.parts import Training
+from megabatch.training.prepare import prepare, ready_to_train
 from tests.support.rank_pool import RankPool
 from tests.support.small_runs import small_run
 

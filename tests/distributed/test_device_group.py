@@ -5,8 +5,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megabatch.comm.device_group import DeviceGroup
-from megabatch.comm.process_group import ProcessGroup
+from megabatch.comm.accelerator.device_group import DeviceGroup
+from megabatch.comm.cpu.process_group import ProcessGroup
 from megabatch.planning.algorithms import ring
 from megabatch.planning.plan import CommDtype, error_bound, padded_slice_of
 from megabatch.planning.topology import ClusterShape

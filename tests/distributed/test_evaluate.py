@@ -3,10 +3,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megabatch.data.images import ArrayImages
-from megabatch.data.normalise import Normalise, measure_pixels
+from megabatch.data.pipeline.images import ArrayImages
+from megabatch.data.pipeline.normalise import Normalise, measure_pixels
 from megabatch.ranks.world import World
-from megabatch.train.evaluate import Evaluation, evaluate
+from megabatch.training.evaluate import Evaluation, evaluate
 from tests.support.rank_pool import RankPool
 
 NUM_CLASSES = 7

@@ -13,16 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megabatch.data.sources import load_data_set
+from megabatch.data.catalog import load_data_set
 from megabatch.optim.optimizers import MakeOptimizer, OptimSettings
 from megabatch.ranks.world import World
 from megabatch.runs.totals import RunTotals
-from megabatch.train.assemble import Own
-from megabatch.train.checkpoint import DESCRIPTION, STATE
-from megabatch.train.loop import train
-from megabatch.train.prepare import ready_to_train
-from megabatch.train.resume import Start, read_start
-from megabatch.train.saves import Checkpoints
+from megabatch.training.build import Own
+from megabatch.training.checkpoint.format import DESCRIPTION, STATE
+from megabatch.training.checkpoint.resume import Start, read_start
+from megabatch.training.checkpoint.save import Checkpoints
+from megabatch.training.loop import train
+from megabatch.training.prepare import ready_to_train
 from tests.support.rank_pool import RankPool
 from tests.support.small_runs import small_run
 

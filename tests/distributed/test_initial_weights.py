@@ -12,14 +12,14 @@ from torch import nn
 
 import megabatch
 from megabatch.config.resolve import make_model, plan_groups
-from megabatch.data.sources import load_data_set
+from megabatch.data.catalog import load_data_set
 from megabatch.errors import UserError
 from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.world import World
 from megabatch.runs.records import StepRecord
-from megabatch.train.loop import train
-from megabatch.train.prepare import prepare, ready_to_train
-from megabatch.train.run import train_and_record
+from megabatch.training.loop import train
+from megabatch.training.prepare import prepare, ready_to_train
+from megabatch.training.run import train_and_record
 from tests.support.rank_pool import RankPool
 from tests.support.small_runs import small_run
 

@@ -9,10 +9,9 @@ import torch
 from PIL import Image
 
 from megabatch.ranks.world import World
-from megabatch.runs.mistakes import Mistakes
-from megabatch.runs.records import EvaluationRecord, StepRecord
-from megabatch.train.loop import train
-from megabatch.train.mistakes import picture_of
+from megabatch.runs.records import EvaluationRecord, Mistakes, StepRecord
+from megabatch.training.evaluate import picture_of
+from megabatch.training.loop import train
 from tests.support.rank_pool import RankPool
 from tests.support.small_runs import begin_small
 

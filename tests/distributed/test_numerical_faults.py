@@ -10,10 +10,10 @@ import torch
 from megabatch.errors import Diverged, NotRepeated, RanksDiffer, UserError
 from megabatch.ranks.world import World
 from megabatch.runs.records import StepRecord
-from megabatch.train import loop
-from megabatch.train.loop import train
-from megabatch.train.parts import Training
-from megabatch.train.training_state import training_state
+from megabatch.training import loop
+from megabatch.training.checkpoint.state import training_state
+from megabatch.training.loop import train
+from megabatch.training.parts import Training
 from tests.support.rank_pool import RankPool
 from tests.support.rehearsals import state_of
 from tests.support.small_runs import begin_small

@@ -10,16 +10,16 @@ import pytest
 
 from megabatch.config.loading import load_config
 from megabatch.config.schema import RunConfig
-from megabatch.data.sources import load_data_set
+from megabatch.data.catalog import load_data_set
 from megabatch.errors import UserError
+from megabatch.preflight.doctor import measure
 from megabatch.ranks.world import World
 from megabatch.runs.records import EvaluationRecord, StepRecord
 from megabatch.runs.totals import RunTotals
-from megabatch.train.doctor import measure
-from megabatch.train.loop import train
-from megabatch.train.prepare import ready_to_train
-from megabatch.train.run import check_skipped
-from megabatch.train.screen import Screen, describe_data
+from megabatch.training.loop import train
+from megabatch.training.prepare import ready_to_train
+from megabatch.training.run import check_skipped
+from megabatch.training.screen import Screen, describe_data
 from tests.support.photos import make_folder
 from tests.support.rank_pool import RankPool
 from tests.support.small_runs import SMALL_RUN

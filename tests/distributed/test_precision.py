@@ -10,20 +10,20 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megabatch.precision.loss_scale as loss_scale
-from megabatch.comm.hook import distribute
+from megabatch.comm.api import distribute
 from megabatch.comm.settings import CommSettings
 from megabatch.config.loading import load_config
-from megabatch.data import normalise
-from megabatch.data.images import ArrayImages, DataSet
-from megabatch.data.sources import load_data_set
+from megabatch.data.catalog import load_data_set
+from megabatch.data.pipeline import normalise
+from megabatch.data.pipeline.images import ArrayImages, DataSet
 from megabatch.errors import Diverged, UserError
 from megabatch.ranks.world import World
 from megabatch.runs.records import StepRecord
-from megabatch.train.evaluate import Evaluation
-from megabatch.train.loop import train
-from megabatch.train.parts import Training
-from megabatch.train.prepare import ready_to_train
-from megabatch.train.training_state import restore_training_state, training_state
+from megabatch.training.checkpoint.state import restore_training_state, training_state
+from megabatch.training.evaluate import Evaluation
+from megabatch.training.loop import train
+from megabatch.training.parts import Training
+from megabatch.training.prepare import ready_to_train
 from tests.support.rank_pool import RankPool
 from tests.support.small_runs import small_run
 

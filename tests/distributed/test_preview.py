@@ -3,13 +3,13 @@ import pytest
 import torch
 
 from megabatch.cli.overrides import choose_ranks
-from megabatch.data.sources import load_data_set
+from megabatch.data.catalog import load_data_set
 from megabatch.errors import UserError
 from megabatch.precision.master_weights import gradients_of
 from megabatch.preflight.preview import num_bytes, preview
 from megabatch.ranks.world import World
-from megabatch.train.loop import train
-from megabatch.train.prepare import ready_to_train
+from megabatch.training.loop import train
+from megabatch.training.prepare import ready_to_train
 from tests.support.rank_pool import RankPool
 from tests.support.small_runs import small_run
 

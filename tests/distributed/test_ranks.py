@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from megabatch.comm.hook import distribute
+from megabatch.comm.api import distribute
 from megabatch.comm.settings import CommSettings
 from megabatch.ranks.world import World
 from tests.support.rank_pool import RankPool, RanksFailed

@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 
 from megabatch.config.resolve import make_model, plan_learning_rate, plan_run
-from megabatch.data.batches import TrainingImages
-from megabatch.data.normalise import Normalise, measure_pixels
-from megabatch.data.philox import dropout_seed
-from megabatch.data.sources import load_data_set
+from megabatch.data.catalog import load_data_set
+from megabatch.data.pipeline.batches import TrainingImages
+from megabatch.data.pipeline.normalise import Normalise, measure_pixels
+from megabatch.data.pipeline.order import dropout_seed
 from megabatch.ranks.world import World
-from megabatch.train.loop import train
-from megabatch.train.prepare import ready_to_train
+from megabatch.training.loop import train
+from megabatch.training.prepare import ready_to_train
 from tests.support.rank_pool import RankPool
 from tests.support.small_runs import small_run, train_small
 

@@ -16,19 +16,19 @@ import torch
 from torch import nn
 
 from megabatch.config.schema import CheckpointSettings
-from megabatch.data.sources import load_data_set
+from megabatch.data.catalog import load_data_set
 from megabatch.errors import NotSaved
 from megabatch.ranks.world import World
 from megabatch.runs import outage
 from megabatch.runs.reader import read_records, read_summary
 from megabatch.runs.records import EvaluationRecord, Record
 from megabatch.runs.totals import RunTotals
-from megabatch.train.assemble import Own
-from megabatch.train.checkpoint import newest_good, read_description, read_state
-from megabatch.train.parts import Training
-from megabatch.train.prepare import ready_to_train
-from megabatch.train.run import train_and_record
-from megabatch.train.saves import Checkpoints
+from megabatch.training.build import Own
+from megabatch.training.checkpoint.format import newest_good, read_description, read_state
+from megabatch.training.checkpoint.save import Checkpoints
+from megabatch.training.parts import Training
+from megabatch.training.prepare import ready_to_train
+from megabatch.training.run import train_and_record
 from tests.support.file_limits import limit_file_size
 from tests.support.rank_pool import RankPool
 from tests.support.small_runs import small_run

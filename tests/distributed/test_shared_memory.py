@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.comm import shared_memory
-from megabatch.comm.barrier import Header, RankMismatch
-from megabatch.comm.segment import MissingRank, Unmapped
-from megabatch.comm.shared_memory import CACHE_BYTES, SMALL_BYTES, SharedBuffer, SharedMemory
+from megabatch.comm.cpu import shared_memory
+from megabatch.comm.cpu.barrier import Header, MissingRank, RankMismatch, Unmapped
+from megabatch.comm.cpu.shared_memory import CACHE_BYTES, SMALL_BYTES, SharedBuffer, SharedMemory
 from megabatch.errors import UserError
 from megabatch.planning.plan import slices
 from megabatch.ranks.world import World

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from megabatch.data.sources import load_data_set
+from megabatch.data.catalog import load_data_set
 from megabatch.ranks.world import World
 from megabatch.runs.records import Summary
-from megabatch.train.prepare import ready_to_train
-from megabatch.train.run import train_and_record
+from megabatch.training.prepare import ready_to_train
+from megabatch.training.run import train_and_record
 from tests.support.rank_pool import RankPool
 from tests.support.small_runs import small_run
 

@@ -1,10 +1,10 @@
 import time
 
-from megabatch.data.sources import load_data_set
+from megabatch.data.catalog import load_data_set
 from megabatch.ranks.world import World
 from megabatch.runs.records import StepRecord
-from megabatch.train.loop import train
-from megabatch.train.prepare import ready_to_train
+from megabatch.training.loop import train
+from megabatch.training.prepare import ready_to_train
 from tests.support.rank_pool import RankPool
 from tests.support.small_runs import small_run
 

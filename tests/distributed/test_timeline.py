@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megabatch.comm.timeline import BUCKETS, IN_NODE, LANES, NETWORK, STEPS, TRAINING, Timeline
-from megabatch.data.sources import load_data_set
+from megabatch.data.catalog import load_data_set
 from megabatch.ranks.world import World
-from megabatch.train.prepare import ready_to_train
-from megabatch.train.run import train_and_record
-from megabatch.train.timeline import write
+from megabatch.telemetry.timeline import BUCKETS, IN_NODE, LANES, NETWORK, STEPS, TRAINING, Timeline
+from megabatch.training.prepare import ready_to_train
+from megabatch.training.run import train_and_record
+from megabatch.training.traces import write
 from tests.support.hosts import on_hosts
 from tests.support.rank_pool import RankPool, RanksFailed
 from tests.support.small_runs import small_run

@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from megabatch.data.sources import load_data_set
+from megabatch.data.catalog import load_data_set
 from megabatch.planning.tuning import Tuning
 from megabatch.ranks.world import World
-from megabatch.train.loop import train
-from megabatch.train.prepare import find_stored, ready_to_train
-from megabatch.train.run import train_and_record
+from megabatch.training.loop import train
+from megabatch.training.prepare import find_stored, ready_to_train
+from megabatch.training.run import train_and_record
 from tests.support.hosts import on_hosts
 from tests.support.rank_pool import RankPool
 from tests.support.small_runs import small_run

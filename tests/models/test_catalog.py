@@ -10,7 +10,7 @@ from megabatch.models.catalog import MODELS, ModelSettings, build_model, model_e
 from megabatch.models.layers import AverageTo
 from megabatch.models.loss import LossSettings, summed_loss
 from megabatch.models.small import Residual
-from megabatch.precision.place import place_model
+from megabatch.precision.cast import place_model
 from megabatch.precision.policy import PrecisionSettings
 
 

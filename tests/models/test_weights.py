@@ -15,8 +15,8 @@ from megabatch.models.catalog import MODELS
 from megabatch.models.resnet import resnet18
 from megabatch.models.weights import match, read_weights, require_finite
 from megabatch.runs.files import WEIGHTS
-from megabatch.train.checkpoint import STATE
-from megabatch.train.training_state import MODEL
+from megabatch.training.checkpoint.format import STATE
+from megabatch.training.checkpoint.state import MODEL
 
 
 def small(num_classes: int = 5, in_channels: int = 1) -> nn.Module:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from megabatch.errors import UserError
 from megabatch.optim import LARS, parameter_groups
-from megabatch.optim.dense import ROW, norm
 from megabatch.optim.lars import VARIANTS, trust_ratio, trust_ratios
+from megabatch.optim.momentum import ROW, norm
 from megabatch.optim.optimizers import OPTIMIZERS, OptimSettings, set_learning_rate
 from tests.support.lars_reference import ETA, MU, REFERENCES
 

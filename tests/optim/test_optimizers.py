@@ -1,9 +1,9 @@
 import pytest
 import torch
+from megabatch_lab.studies.lars_in_fp16 import LarsInFp16
 
 from megabatch.errors import UserError
 from megabatch.optim.optimizers import OPTIMIZERS, OptimSettings, clip_gradients, make_optimizer, set_learning_rate
-from megabatch.studies.lars_in_fp16 import LarsInFp16
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -50,7 +50,7 @@ def forgetful(groups: object, settings: OptimSettings) -> torch.optim.Optimizer:
 
 def test_an_optimizer_of_ones_own_is_named_by_its_module() -> None:
     groups = [{"params": [torch.zeros(3, requires_grad=True)], "weight_decay": 0.1, "param_names": ["w"]}]
-    settings = OptimSettings(name="megabatch.studies.lars_in_fp16:lars_in_fp16", learning_rate=0.1, momentum=0.8)
+    settings = OptimSettings(name="megabatch_lab.studies.lars_in_fp16:lars_in_fp16", learning_rate=0.1, momentum=0.8)
     optimizer = make_optimizer(groups, settings)
     assert isinstance(optimizer, LarsInFp16) and optimizer.param_groups[0]["momentum"] == 0.8
     for name, reason in (

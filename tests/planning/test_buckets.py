@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.planning.backward import Gradient
 from megabatch.planning.buckets import ddp_buckets, ddp_caps, fuse
+from megabatch.planning.pipeline import Gradient
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 thresholds = st.integers(1, 400)

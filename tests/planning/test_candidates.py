@@ -1,6 +1,6 @@
 import pytest
 
-from megabatch.planning.candidates import candidate_plans, default_plan
+from megabatch.planning.algorithms import candidate_plans, default_plan
 from megabatch.planning.plan import CommDtype
 from megabatch.planning.topology import ClusterShape
 

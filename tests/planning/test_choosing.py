@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megabatch.planning.algorithms import ALGORITHMS
-from megabatch.planning.backward import Gradient, RecordedBackward
 from megabatch.planning.buckets import MIB, ddp_buckets
 from megabatch.planning.choosing import (
     MEASURED_ELEMENTS,
@@ -25,7 +24,7 @@ from megabatch.planning.choosing import (
     with_measurements,
 )
 from megabatch.planning.cost import Link, seconds
-from megabatch.planning.pipeline import PART_BYTES, pass_through
+from megabatch.planning.pipeline import PART_BYTES, Gradient, RecordedBackward, pass_through
 from megabatch.planning.plan import CommDtype, Plan
 from megabatch.planning.topology import Axis, Topology, regular
 from megabatch.planning.tuning import Tuning

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from megabatch.planning.algorithms import ring
 from megabatch.planning.cost import Link, seconds
-from megabatch.planning.engine import Engine, engine_plans, engine_seconds, price_engine
 from megabatch.planning.plan import CommDtype, Phase, Plan, error_bound
+from megabatch.planning.stock import Engine, engine_plans, engine_seconds, price_engine
 from megabatch.planning.topology import ClusterShape
 
 ENGINE = Engine(

@@ -8,10 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megabatch.planning.backward import Gradient
-from megabatch.planning.buckets import MIB, fuse
-from megabatch.planning.merging import Merged, Price, find_cuts, merge
-from megabatch.planning.pipeline import Costs, pass_through
+from megabatch.planning.buckets import MIB, Merged, Price, find_cuts, fuse, merge
+from megabatch.planning.pipeline import Costs, Gradient, pass_through
 
 EXACT = {"grain": 0.0, "width": None, "tolerance": 0.0}
 

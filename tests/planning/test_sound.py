@@ -5,14 +5,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from megabatch.decoding import Undecodable
+from megabatch.io.reading import Undecodable
 from megabatch.planning.algorithms import ALGORITHMS
-from megabatch.planning.backward import Gradient, RecordedBackward
 from megabatch.planning.choosing import all_questions, choose, is_made_for, open_questions, with_measurements
 from megabatch.planning.cost import Link
-from megabatch.planning.sound import decode_tuning
+from megabatch.planning.pipeline import Gradient, RecordedBackward
 from megabatch.planning.topology import regular
 from megabatch.planning.tuning import Tuning
+from megabatch.planning.validate import decode_tuning
 
 TOPOLOGY = regular(2, 2)
 BACKWARD = RecordedBackward(

@@ -3,9 +3,9 @@ import torch
 from torch import nn
 
 from megabatch.errors import UserError
+from megabatch.precision.cast import place_model, to_precision
 from megabatch.precision.loss_scale import LossScale
 from megabatch.precision.master_weights import MasterWeights, clone_tensors
-from megabatch.precision.place import place_model, to_precision
 from megabatch.precision.policy import PRECISIONS, PrecisionSettings, check_device
 
 CPU = torch.device("cpu")

@@ -2,7 +2,7 @@ import shlex
 
 import pytest
 
-from megabatch.preflight.commands import Devices, start_commands
+from megabatch.preflight.preview import Devices, start_commands
 
 CPU, GPUS = Devices("cpu", 2, is_telling=False), Devices("cuda", 4, is_telling=True)
 CORES = Devices("cpu", 2, is_telling=True)  # run.device=cpu

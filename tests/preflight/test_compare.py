@@ -7,13 +7,21 @@ from torch import nn
 
 from megabatch.config.loading import load_config
 from megabatch.config.recipes import recipe_names
+from megabatch.config.reference_results import (
+    QUANTITIES,
+    REFERENCE_RESULTS,
+    Findings,
+    Quantity,
+    ReferenceResult,
+    expected_range,
+    preflight,
+    require_known,
+)
 from megabatch.config.schema import RunConfig
-from megabatch.data.sources import infer_shape
+from megabatch.data.catalog import infer_shape
 from megabatch.errors import UserError
-from megabatch.preflight.compare import QUANTITIES, Findings, Quantity, expected_range, preflight, require_known
-from megabatch.preflight.reference_results import REFERENCE_RESULTS, ReferenceResult
-from megabatch.sweep.search import HELD_OUT
-from megabatch.train.fit import fit
+from megabatch.experiments.search import HELD_OUT
+from megabatch.training.fit import fit
 
 MLPERF = [result for result in REFERENCE_RESULTS if (result.model, result.optimizer) == ("resnet50", "lars")]
 

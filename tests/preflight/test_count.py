@@ -5,10 +5,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megabatch.config.loading import load_config
 from megabatch.config.resolve import make_model
-from megabatch.data.shapes import IMAGENET, DataShape
+from megabatch.data.sources.shapes import IMAGENET, DataShape
 from megabatch.errors import UserError
 from megabatch.models.catalog import ModelSettings
-from megabatch.precision.place import place_model
+from megabatch.precision.cast import place_model
 from megabatch.preflight.count import count_workload
 from megabatch.preflight.preview import activation_bytes
 from megabatch.simulate.workload import STORED, load_workload, scaled

@@ -1,7 +1,7 @@
 import pytest
 
 from megabatch.precision.policy import PRECISIONS, PrecisionSettings
-from megabatch.preflight.device import warn_of_device
+from megabatch.training.device import warn_of_device
 
 
 @pytest.mark.parametrize("name", PRECISIONS)

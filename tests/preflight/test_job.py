@@ -6,9 +6,9 @@ import pytest
 
 from megabatch.config.loading import load_config
 from megabatch.config.resolve import make_model, plan_run
-from megabatch.data.sources import infer_shape
+from megabatch.data.catalog import infer_shape
 from megabatch.precision.policy import PRECISIONS
-from megabatch.preflight.job import job_of_recipe
+from megabatch.preflight.preview import job_of_recipe
 from megabatch.simulate.compute import GRADIENTS
 from megabatch.simulate.load import load_cluster
 

@@ -3,9 +3,8 @@ import torch
 import torch.distributed as dist
 
 from megabatch.errors import UserError
-from megabatch.ranks.devices import choose_index
 from megabatch.ranks.discover import RankInfo
-from megabatch.ranks.world import choose_device, own_device
+from megabatch.ranks.world import choose_device, choose_index, own_device
 
 
 @pytest.mark.parametrize("num_visible", [2, 4, 8])

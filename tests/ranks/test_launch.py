@@ -100,7 +100,7 @@ def test_after_ctrl_c_ranks_do_not_wait_for_one_that_was_starting(monkeypatch: p
 
 
 # Imports what a rank imports first, and then pretends that importing torch takes a minute.
-STARTING_RANK = "import time, megabatch.cli.ranks; time.sleep(60)"
+STARTING_RANK = "import time, megabatch.ranks.lifecycle; time.sleep(60)"
 
 
 def catches_interrupt(process: int) -> bool:

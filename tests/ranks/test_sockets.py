@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megabatch.ranks.discover import RankInfo
-from megabatch.ranks.sockets import EVERYWHERE, address_of, listening_on, on_loopback
+from megabatch.ranks.machine import EVERYWHERE, address_of, listening_on, on_loopback
 from megabatch.ranks.store import open_store
 from megabatch.ranks.world import connect
 from tests.support.listeners import own_listeners

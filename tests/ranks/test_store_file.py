@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from megabatch.ranks.store_file import make_store_file, mend
+from megabatch.ranks.launch import make_store_file, mend
 
 
 def write_entries(descriptor: int) -> bytes:

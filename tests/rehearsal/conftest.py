@@ -1,8 +1,8 @@
 from collections.abc import Iterator
 
 import pytest
+from megabatch_lab.rehearsal import fake_cuda
 
-from benchmarks.rehearsal import fake_cuda
 from tests.support import rehearsals
 from tests.support.rank_pool import RankPool
 

@@ -1,5 +1,5 @@
 """The all-reduce on accelerators: who waits for whom, what is issued in which order, and what is said of ranks that do
-not come.  On a CUDA that is not there (benchmarks/rehearsal)."""
+not come.  On a CUDA that is not there (lab/megabatch_lab/rehearsal)."""
 
 import json
 import sys
@@ -13,24 +13,25 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from megabatch_lab.rehearsal import fake_cuda
+from megabatch_lab.rehearsal.backends import REHEARSED, Rehearsed
+from megabatch_lab.rehearsal.backends import Work as RehearsedWork
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.rehearsal import fake_cuda
-from benchmarks.rehearsal.backends import REHEARSED, Rehearsed
-from benchmarks.rehearsal.backends import Work as RehearsedWork
-from megabatch.comm import attach, failure, watchdog
-from megabatch.comm.barrier import Header
+from megabatch.comm import attach
+from megabatch.comm.accelerator.streams import StreamReducer
+from megabatch.comm.cpu.barrier import Header
+from megabatch.comm.cpu.workers import NodeWorker
+from megabatch.comm.faults import failure, watchdog
 from megabatch.comm.gradient_all_reduce import GradientAllReduce
-from megabatch.comm.node_worker import NodeWorker
 from megabatch.comm.settings import CommSettings
-from megabatch.comm.stream_reducer import StreamReducer
-from megabatch.comm.timeline import NoTimeline, Timeline
 from megabatch.comm.work import Work
 from megabatch.planning.algorithms import ALGORITHMS
 from megabatch.planning.topology import regular
 from megabatch.ranks.backends import BACKENDS
 from megabatch.ranks.world import World
+from megabatch.telemetry.timeline import NoTimeline, Timeline
 from tests.support.processes import wait_until
 from tests.support.rank_pool import RankPool, RanksFailed
 from tests.support.rehearsals import mirrored, on

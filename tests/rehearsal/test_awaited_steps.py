@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from megabatch_lab.rehearsal import fake_cuda
 
-from benchmarks.rehearsal import fake_cuda
 from megabatch.errors import RanksDiffer
 from megabatch.ranks.world import World
-from megabatch.train.loop import train
+from megabatch.training.loop import train
 from tests.support.rank_pool import RankPool
 from tests.support.rehearsals import begin, on, tiny_for
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megabatch_lab.rehearsal import backends
+from megabatch_lab.rehearsal.counting_store import CountingStore
 
-from benchmarks.rehearsal import backends
-from benchmarks.rehearsal.counting_store import CountingStore
 from megabatch.ranks.world import World
 from tests.support.rank_pool import RankPool
 from tests.support.rehearsals import mirrored, on

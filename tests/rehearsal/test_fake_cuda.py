@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from megabatch_lab.rehearsal import fake_cuda
 
-from benchmarks.rehearsal import fake_cuda
 from megabatch.ranks.world import World
 from tests.support.rank_pool import RankPool
 from tests.support.rehearsals import on
@@ -257,7 +257,7 @@ def test_torch_finds_its_devices_streams_memory_and_clock(ranks: RankPool) -> No
 # mul.Tensor is one that torch can take apart, relu is not; empty is one that the fake has a kernel for.
 REGISTERED_BEFORE = """
 import torch
-from benchmarks.rehearsal import fake_cuda
+from megabatch_lab.rehearsal import fake_cuda
 
 
 def kernel(*args, **options):

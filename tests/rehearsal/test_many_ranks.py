@@ -7,7 +7,7 @@ import pytest
 from megabatch.config.schema import RunConfig
 from megabatch.ranks.world import World
 from megabatch.runs.records import StepRecord
-from megabatch.train.loop import train
+from megabatch.training.loop import train
 from tests.support.rank_pool import RankPool
 from tests.support.rehearsals import begin, mirrored, tiny_for
 

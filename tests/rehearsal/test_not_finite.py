@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from megabatch_lab.rehearsal import fake_cuda
 
-from benchmarks.rehearsal import fake_cuda
 from megabatch.errors import Diverged
 from megabatch.ranks.world import World
-from megabatch.train.loop import train
-from megabatch.train.parts import Training
+from megabatch.training.loop import train
+from megabatch.training.parts import Training
 from tests.support.rank_pool import RankPool
 from tests.support.rehearsals import begin, on, state_of, tiny_for
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from megabatch_lab.rehearsal.fake_cuda import LAG
 
-from benchmarks.rehearsal.fake_cuda import LAG
 from megabatch.planning.topology import Topology, regular
 from tests.support.pictures import write_files
 from tests.support.rank_pool import RankPool

@@ -3,12 +3,12 @@
 from typing import Any
 
 import torch
+from megabatch_lab.rehearsal import fake_cuda
 
-from benchmarks.rehearsal import fake_cuda
 from megabatch.ranks.world import World
-from megabatch.train.loop import train
-from megabatch.train.snapshot import Snapshot
-from megabatch.train.training_state import training_state
+from megabatch.training.checkpoint.save import Snapshot
+from megabatch.training.checkpoint.state import training_state
+from megabatch.training.loop import train
 from tests.support.rank_pool import RankPool
 from tests.support.rehearsals import begin, on, state_of, tiny
 

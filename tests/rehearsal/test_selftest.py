@@ -6,13 +6,12 @@ import platform
 from pathlib import Path
 
 import msgspec
+from megabatch_lab.rehearsal.backends import REHEARSED
 
-from benchmarks.rehearsal.backends import REHEARSED
+from megabatch.preflight import selftest as laws
+from megabatch.preflight.selftest import Report, run_selftest
 from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.store import RankStore
-from megabatch.selftest import laws
-from megabatch.selftest.check import Report
-from megabatch.selftest.run import run_selftest
 from tests.support.rank_pool import RankPool
 from tests.support.rehearsals import alone
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
+from megabatch_lab.rehearsal.backends import Collective
 
-from benchmarks.rehearsal.backends import Collective
 from megabatch.planning.topology import regular
 from tests.support.pictures import write_files
 from tests.support.rank_pool import RankPool

@@ -1,13 +1,12 @@
 from typing import Any
 
 import msgspec
+from megabatch_lab.rehearsal import fake_cuda
 
-from benchmarks.rehearsal import fake_cuda
 from megabatch.ranks.world import World
-from megabatch.runs.records import EvaluationRecord, StepRecord
-from megabatch.runs.step_trace import StepTrace
-from megabatch.train.loop import train
-from megabatch.train.step_trace import traced
+from megabatch.runs.records import EvaluationRecord, StepRecord, StepTrace
+from megabatch.training.loop import train
+from megabatch.training.traces import traced
 from tests.support.rank_pool import RankPool
 from tests.support.rehearsals import begin, on, tiny
 

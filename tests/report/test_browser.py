@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megabatch.report.write import write_report
+from megabatch.report.page import write_report
 from tests.support.browser import CHROMIUM, Page, browser
 from tests.support.made_up_run import NAMES, make_run
 

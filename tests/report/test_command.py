@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from megabatch.cli import app
+from megabatch.cli.app import app
 from megabatch.errors import UserError
-from megabatch.report.write import write_report
+from megabatch.report.page import write_report
 from tests.support.made_up_run import make_run
 
 

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from megabatch.errors import UserError
-from megabatch.report.page import page_of
+from megabatch.report.page import page_of, write_report
 from megabatch.report.view import read_run
-from megabatch.report.write import write_report
 from megabatch.runs import files
-from megabatch.runs.mistakes import Mistakes
+from megabatch.runs.records import Mistakes
 from tests.support.made_up_run import make_run, png
 
 HOSTILE = "<script>alert(1)</script>"

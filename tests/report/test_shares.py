@@ -8,10 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from megabatch.report.shares import STAGES, TimeColumns, bins_of, shares_of
-from megabatch.report.view import read_run
-from megabatch.runs.records import Record, StepTimes
-from megabatch.runs.time_breakdown import TimeBreakdown
+from megabatch.report.view import STAGES, TimeColumns, bins_of, read_run, shares_of
+from megabatch.runs.records import Record, StepTimes, TimeBreakdown
 from tests.support.made_up_run import made_up_records, make_run
 from tests.support.records import step_record
 

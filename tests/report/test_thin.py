@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabatch.report.thin import Curve, finite, means, runs_of_numbers, thin
+from megabatch.report.view import Curve, finite, means, runs_of_numbers, thin
 
 VALUES = st.lists(st.floats(), min_size=1, max_size=400)  # NaN and infinities too
 

@@ -6,12 +6,10 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from megabatch.report.ranks import RankDelays, excess_s
 from megabatch.report.verdict import findings_of, headline
-from megabatch.report.view import RunView, read_run
+from megabatch.report.view import RankDelays, RunView, excess_s, read_run
 from megabatch.runs import files
-from megabatch.runs.records import EvaluationRecord, Record, StepRecord, StepTimes
-from megabatch.runs.time_breakdown import TimeBreakdown
+from megabatch.runs.records import EvaluationRecord, Record, StepRecord, StepTimes, TimeBreakdown
 from tests.support.made_up_run import made_up_records, make_run
 
 STEP = StepTimes(data=0.001, forward=0.03, backward=0.06, comm=0.001, update=0.005)

@@ -9,9 +9,9 @@ import pytest
 from scipy.stats import t, ttest_ind, ttest_rel
 
 from megabatch.errors import UserError
-from megabatch.intervals import Interval
 from megabatch.runs.comparison import RunComparison, compare
 from megabatch.runs.folder import RunFolder
+from megabatch.runs.intervals import Interval
 from tests.support.recorded_runs import config_of, record_run
 
 ARMS = {0.1: [0.912, 0.915, 0.911, 0.918], 0.2: [0.921, 0.917, 0.924, 0.919]}

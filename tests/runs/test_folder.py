@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from megabatch.config.loading import load_config
-from megabatch.disk import write_file
 from megabatch.errors import NotSaved, UserError
+from megabatch.io.disk import write_file
 from megabatch.runs.folder import RunFolder, append_to_log
 from megabatch.runs.reader import is_running, length_up_to
 from tests.support.file_limits import file_size_limit

@@ -2,10 +2,9 @@ import msgspec
 import pytest
 import torch
 
-from megabatch.runs.records import EvaluationRecord, StepRecord, StepTimes, Straggler
-from megabatch.runs.time_breakdown import TimeBreakdown
+from megabatch.runs.records import EvaluationRecord, StepRecord, StepTimes, Straggler, TimeBreakdown
 from megabatch.runs.totals import RunTotals
-from megabatch.train.step_metrics import straggler_of
+from megabatch.training.step_metrics import straggler_of
 
 
 def step(number: int, images_per_s: float = 100.0) -> StepRecord:

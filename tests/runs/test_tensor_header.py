@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from megabatch.runs.tensor_header import NotTensors, parse_header, read_header
+from megabatch.io.tensor_header import NotTensors, parse_header, read_header
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "n": torch.tensor(7), "none": torch.empty(0, 3), "b": torch.ones(5)}
 

@@ -2,17 +2,17 @@ import math
 from itertools import pairwise
 
 import pytest
+from megabatch_lab.bench.fit_cores import TimedAllReduce, Unlimited, fit_costs
 from msgspec.structs import replace
 
 from megabatch.planning.algorithms import ALGORITHMS
-from megabatch.planning.backward import Gradient, RecordedBackward
 from megabatch.planning.choosing import price
 from megabatch.planning.cost import bytes_crossing
+from megabatch.planning.pipeline import Gradient, RecordedBackward
 from megabatch.planning.plan import CommDtype
 from megabatch.planning.topology import ClusterShape
 from megabatch.simulate.cluster import Cluster, Cpu, Device, EngineSettings, Network, Node
 from megabatch.simulate.cores import CoreCosts, Cores, consecutive, core_seconds, cores_of, cpu_links
-from megabatch.simulate.fit_cores import TimedAllReduce, Unlimited, fit_costs
 from megabatch.simulate.step import AllReduceSettings, Compute, choose_cut, run_step
 from tests.support.simulated import COSTS
 

@@ -15,9 +15,8 @@ from megabatch.simulate.compute import (
     require_memory,
 )
 from megabatch.simulate.load import load_cluster, preset_names
-from megabatch.simulate.scenario import Scenario, Simulated, simulate
+from megabatch.simulate.scenario import RunLength, Scenario, Simulated, simulate, train_for
 from megabatch.simulate.step import AllReduceSettings
-from megabatch.simulate.training import RunLength, train_for
 from megabatch.simulate.workload import load_workload
 from tests.support.simulated import made_up_profile
 

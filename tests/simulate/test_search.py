@@ -8,9 +8,8 @@ from megabatch.simulate.compute import memory_bytes
 from megabatch.simulate.job import Job, job_of_model
 from megabatch.simulate.load import load_cluster
 from megabatch.simulate.request import ModelSettings
-from megabatch.simulate.search import smallest_within
 from megabatch.simulate.step import AllReduceSettings
-from megabatch.simulate.whatif import run_all
+from megabatch.simulate.whatif import run_all, smallest_within
 from megabatch.simulate.workload import load_workload
 
 ALEXNET = load_workload("alexnet")  # of few gradients, so choosing is quick

@@ -11,9 +11,8 @@ from megabatch.errors import UserError
 from megabatch.planning.topology import ClusterShape
 from megabatch.simulate.cluster import Jitter
 from megabatch.simulate.compute import compute_by_curve
-from megabatch.simulate.jitter import jitter_s, slowest_of
 from megabatch.simulate.load import load_cluster, preset_names
-from megabatch.simulate.step import AllReduceSettings, Compute, simulate_step
+from megabatch.simulate.step import AllReduceSettings, Compute, jitter_s, simulate_step, slowest_of
 from megabatch.simulate.workload import load_workload
 
 RESNET = load_workload("resnet50")

@@ -2,7 +2,7 @@ import msgspec
 import pytest
 
 from megabatch.errors import UserError
-from megabatch.planning.backward import ELEMENT_BYTES, GradientDtype
+from megabatch.planning.pipeline import ELEMENT_BYTES, GradientDtype
 from megabatch.simulate.workload import STORED, Layer, Workload, load_workload, scaled, timed_backward
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megabatch.disk import WRITING
+from megabatch.io.disk import WRITING
 
 
 def record_disk_events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:

@@ -18,18 +18,29 @@ from pathlib import Path
 
 import msgspec
 
-from megabatch.planning.backward import Gradient, RecordedBackward
-from megabatch.planning.candidates import candidate_plans
+from megabatch.planning.algorithms import candidate_plans
 from megabatch.planning.choosing import all_questions, choose, confirm, open_questions, with_measurements
 from megabatch.planning.cost import Link
+from megabatch.planning.pipeline import Gradient, RecordedBackward
 from megabatch.planning.topology import regular
 from megabatch.planning.tuning import Tuning
 from megabatch.runs import files
-from megabatch.runs.mistakes import Confusion, Example, Mistakes
 from megabatch.runs.model_card import ModelCard
-from megabatch.runs.records import EvaluationRecord, Record, Status, StepRecord, StepTimes
-from megabatch.runs.step_trace import Lane, Span, StepTrace, TracedBucket
-from megabatch.runs.time_breakdown import TimeBreakdown
+from megabatch.runs.records import (
+    Confusion,
+    EvaluationRecord,
+    Example,
+    Lane,
+    Mistakes,
+    Record,
+    Span,
+    Status,
+    StepRecord,
+    StepTimes,
+    StepTrace,
+    TimeBreakdown,
+    TracedBucket,
+)
 from megabatch.runs.totals import RunTotals
 
 NAMES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megabatch.studies.evidence import Arm, Claim, Criterion, SearchRun, SeedRun, Study
+from megabatch.experiments.evidence import Arm, Claim, Criterion, SearchRun, SeedRun, Study
 
 BASELINE, TRIAL = "SGD at 128", "LARS at 3,072"
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from megabatch.data.decode import Pixels, decode_crop, read_size
-from megabatch.data.files import Content
-from megabatch.data.images import ImageSet
+from megabatch.data.catalog import load_data_set
+from megabatch.data.pipeline.decode import Pixels, decode_crop, read_size
+from megabatch.data.pipeline.images import ImageSet
 from megabatch.data.settings import DataSettings
-from megabatch.data.sources import load_data_set
+from megabatch.data.sources.files import Content
 
 CLASSES = ("ankle", "bag", "coat")
 

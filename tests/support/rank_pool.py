@@ -25,7 +25,7 @@ from typing import Any
 
 # Imported once, in the process that ranks are forked from: torch, and its compiler, which the first DDP model imports,
 # take 3.5 s of a core, and a pool of four ranks is started anew after every test that kills one.
-IMPORTED = ["torch", "torch._dynamo", "megabatch.train.prepare"]
+IMPORTED = ["torch", "torch._dynamo", "megabatch.training.prepare"]
 GRACE_S = 10.0  # what the others get to notice that one of them has failed
 
 

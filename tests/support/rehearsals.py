@@ -1,4 +1,4 @@
-"""Rehearsals of the GPU path (benchmarks/rehearsal): how ranks join for one, and what they do there."""
+"""Rehearsals of the GPU path (lab/megabatch_lab/rehearsal): how ranks join for one, and what they do there."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -8,23 +8,23 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from megabatch_lab.rehearsal import backends, fake_cuda
+from megabatch_lab.rehearsal.backends import MIRRORED, REHEARSED, Collective
+from megabatch_lab.rehearsal.fake_cuda import Seen
 
-from benchmarks.rehearsal import backends, fake_cuda
-from benchmarks.rehearsal.backends import MIRRORED, REHEARSED, Collective
-from benchmarks.rehearsal.fake_cuda import Seen
-from megabatch.comm import probe
-from megabatch.comm.shared_memory import SharedMemory
+from megabatch.comm import tune as probe
+from megabatch.comm.cpu.shared_memory import SharedMemory
 from megabatch.config.loading import load_config
 from megabatch.config.schema import RunConfig
-from megabatch.data.sources import load_data_set
+from megabatch.data.catalog import load_data_set
 from megabatch.planning.topology import Topology, regular
 from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.world import World, connect
 from megabatch.runs.records import StepRecord
-from megabatch.train.loop import train
-from megabatch.train.parts import Training
-from megabatch.train.prepare import ready_to_train
-from megabatch.train.training_state import restore_training_state, training_state
+from megabatch.training.checkpoint.state import restore_training_state, training_state
+from megabatch.training.loop import train
+from megabatch.training.parts import Training
+from megabatch.training.prepare import ready_to_train
 from tests.support.rank_pool import Join
 
 # 14 steps of four microbatches of four, with an evaluation after the seventh and the last.

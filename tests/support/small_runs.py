@@ -6,12 +6,12 @@ import numpy as np
 
 from megabatch.config.loading import load_config
 from megabatch.config.schema import RunConfig
-from megabatch.data.sources import load_data_set
+from megabatch.data.catalog import load_data_set
 from megabatch.ranks.world import World
 from megabatch.runs.records import EvaluationRecord, StepRecord
-from megabatch.train.loop import train
-from megabatch.train.parts import Training
-from megabatch.train.prepare import ready_to_train
+from megabatch.training.loop import train
+from megabatch.training.parts import Training
+from megabatch.training.prepare import ready_to_train
 
 # 50 steps of eight microbatches of four; 8 evaluations of 37 images; dropout, crops and flips, decay and warm-up.
 SMALL_RUN = [

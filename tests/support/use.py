@@ -4,8 +4,8 @@ from pathlib import Path
 
 from megabatch.config.loading import load_config
 from megabatch.ranks.world import current_rank
-from megabatch.train.prepare import prepare
-from megabatch.train.run import train_and_record
+from megabatch.training.prepare import prepare
+from megabatch.training.run import train_and_record
 
 SMALL = [
     "model.name=small_cnn",

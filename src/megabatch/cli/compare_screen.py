@@ -10,12 +10,11 @@ from msgspec import Struct
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from megabatch.intervals import Spread
-from megabatch.runs.comparison import Difference, GapToFirst, RunComparison, SeedGroup
-from megabatch.runs.outcome import RunOutcome
+from megabatch.io.terminal import BOLD, Terminal
+from megabatch.runs.comparison import Difference, GapToFirst, RunComparison, RunOutcome, SeedGroup
+from megabatch.runs.intervals import Spread
 from megabatch.runs.records import Straggler
 from megabatch.runs.settings import Value
-from megabatch.terminal import BOLD, Terminal
 from megabatch.text import one_line
 
 GAP = 2  # between columns

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megabatch.cli.overrides import MOST, Arguments, Ranks, choose_ranks, require_named_model, split_arguments_or_run
-from megabatch.cli.ranks import be_a_rank, start_ranks
 from megabatch.errors import UserError
+from megabatch.ranks.lifecycle import be_a_rank, start_ranks
 
 if TYPE_CHECKING:
+    from megabatch.preflight.doctor import Diagnosis
     from megabatch.ranks.store import RankStore
-    from megabatch.train.doctor import Diagnosis
 
 
 def doctor(
@@ -27,10 +27,10 @@ def doctor(
     In place of a recipe it takes the folder of a run, for the recipe and the images of that run.
     """
     from megabatch.config.loading import load_config, print_to_stderr, silent
-    from megabatch.data.sources import FROM_PYTHON, infer_shape, load_data_set
+    from megabatch.data.catalog import FROM_PYTHON, infer_shape, load_data_set
+    from megabatch.preflight.doctor import diagnose
     from megabatch.ranks.discover import discover
     from megabatch.ranks.launch import RECIPE
-    from megabatch.train.doctor import diagnose
 
     info = discover()
     recipe, overrides = split_arguments_or_run(given)
@@ -54,9 +54,9 @@ def doctor(
 
 
 def print_diagnosis(found: "Diagnosis", warnings: Sequence[str]) -> None:
-    from megabatch.terminal import Terminal
-    from megabatch.train.doctor import advise
-    from megabatch.train.screen import describe_breakdown
+    from megabatch.io.terminal import Terminal
+    from megabatch.preflight.doctor import advise
+    from megabatch.training.screen import describe_breakdown
 
     console = Terminal()
     ranks = f"{found.num_ranks} rank{'s' * (found.num_ranks > 1)}"

@@ -20,9 +20,9 @@ def evaluate(
     model: ModelOption = None,
 ) -> None:
     """Evaluate a run again from its saved weights."""
-    from megabatch.terminal import Terminal
+    from megabatch.inference.evaluate import evaluate_run
+    from megabatch.io.terminal import Terminal
     from megabatch.text import one_line
-    from megabatch.train.reevaluate import evaluate_run
 
     result, names = evaluate_run(run, data, checkpoint, model)
     console = Terminal()

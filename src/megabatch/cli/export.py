@@ -36,10 +36,10 @@ def export(
             raise UserError(f"{out} cannot be written: there is no folder {out.parent}; make it, or give another")
         if out and out.is_dir():
             raise UserError(f"{out} cannot be written: it is a folder; give a file in it")
-    from megabatch.disk import remedy
-    from megabatch.terminal import Terminal
-    from megabatch.train.classifier import load
-    from megabatch.train.export import CHECKED_IMAGES, Exported, export_onnx, export_torch, export_torchvision
+    from megabatch.inference.classifier import load
+    from megabatch.inference.export import CHECKED_IMAGES, Exported, export_onnx, export_torch, export_torchvision
+    from megabatch.io.disk import remedy
+    from megabatch.io.terminal import Terminal
 
     classifier = load(run, checkpoint=checkpoint, model=model)
     exported = Exported(

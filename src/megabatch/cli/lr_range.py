@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megabatch.cli.overrides import Arguments, require_named_model, split_arguments
-from megabatch.cli.ranks import speaking_for_ranks
+from megabatch.ranks.lifecycle import speaking_for_ranks
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -36,9 +36,8 @@ def lr_range(
 
     [bold]megabatch lr-range[/bold] fashion batch.global=1024 --low 0.1 --high 6.4
     """
-    from megabatch.sweep.lr_range import command_for, conclude, plan_search, search_learning_rates
-    from megabatch.sweep.screen import SweepScreen
-    from megabatch.sweep.trials import choose_jobs
+    from megabatch.experiments.search import command_for, conclude, plan_search, search_learning_rates
+    from megabatch.experiments.trials import SweepScreen, choose_jobs
 
     recipe, overrides = split_arguments(given)
     search = plan_search(recipe, overrides, low=low, high=high, num_coarse=coarse, num_trials=trials, folder=folder)
@@ -66,10 +65,9 @@ def lr_range(
 
 
 def tabulate(results: "dict[float, Summary]") -> "Table":
-    from megabatch.sweep.screen import show_duration
-    from megabatch.sweep.search import best_learning_rate
-    from megabatch.sweep.trials import scores_of
-    from megabatch.terminal import plain_table
+    from megabatch.experiments.search import best_learning_rate
+    from megabatch.experiments.trials import scores_of, show_duration
+    from megabatch.io.terminal import plain_table
 
     table = plain_table()
     for column in ("learning rate", "held-out top-1", "loss", "time"):

@@ -83,7 +83,7 @@ def require_named_model(config: "RunConfig", recipe: str, overrides: Sequence[st
         from megabatch.config.length import dotted_keys
         from megabatch.config.loading import parse_override
         from megabatch.models.named_code import require_named
-        from megabatch.own_code import is_own_code
+        from megabatch.user_code import is_own_code
 
         given = [key for parsed in map(parse_override, overrides) for key in dotted_keys(parsed.key, parsed.value)]
         named = config.model.name if "model.name" in given else None

@@ -12,9 +12,9 @@ from megabatch.cli.overrides import MOST
 from megabatch.errors import UserError, require_one_of
 
 if TYPE_CHECKING:
-    from megabatch.data.files import EncodedDataset
-    from megabatch.data.pack_identity import PackSettings
-    from megabatch.terminal import Terminal
+    from megabatch.data.pack.identity import PackSettings
+    from megabatch.data.sources.files import EncodedDataset
+    from megabatch.io.terminal import Terminal
 
 QUIET_S = 10.0  # where there is no live bar, a line at least this often
 MOST_NAMED = 20  # of images that were skipped or are damaged
@@ -44,11 +44,11 @@ def pack(
     require_one_of("--on-error", on_error, ("raise", "skip"))
     if out is None and not verify:
         raise UserError(f"megabatch pack {source} needs a folder to write to: megabatch pack {source} OUT")
-    from megabatch.terminal import Terminal
+    from megabatch.io.terminal import Terminal
 
     console = Terminal()
     if out is not None:
-        from megabatch.data.pack_identity import PackSettings
+        from megabatch.data.pack.identity import PackSettings
 
         pack_to(
             out,
@@ -64,10 +64,10 @@ def pack(
 
 
 def pack_to(out: Path, source: Path, settings: "PackSettings", console: "Terminal", imagenet: bool) -> None:
-    from megabatch.data.folders import warn_of_classes
-    from megabatch.data.imagenet import read_imagenet
-    from megabatch.data.pack import Progress, pack
-    from megabatch.data.sources import read_encoded
+    from megabatch.data.catalog import read_encoded
+    from megabatch.data.pack.write import Progress, pack
+    from megabatch.data.sources.folders import warn_of_classes
+    from megabatch.data.sources.imagenet import read_imagenet
 
     bar = Bar(console)
 
@@ -100,7 +100,7 @@ def pack_to(out: Path, source: Path, settings: "PackSettings", console: "Termina
 
 
 def verify_pack(folder: Path, console: "Terminal") -> None:
-    from megabatch.data.verify import verify
+    from megabatch.data.pack.verify import verify
 
     with Bar(console) as bar:
         damaged = verify(folder, lambda done, total: bar.show(done, total))

@@ -13,7 +13,7 @@ from megabatch.cli.overrides import (
     require_named_model,
     split_arguments,
 )
-from megabatch.cli.ranks import be_a_rank, start_ranks
+from megabatch.ranks.lifecycle import be_a_rank, start_ranks
 from megabatch.text import one_line
 
 if TYPE_CHECKING:
@@ -36,10 +36,10 @@ def plan(
     Under torchrun, srun or mpiexec it joins the ranks that they have started.
     """
     from megabatch.config.loading import load_config, print_to_stderr, silent
+    from megabatch.preflight.profile import plan_all_reduce
     from megabatch.ranks.discover import discover
     from megabatch.ranks.launch import RECIPE
     from megabatch.runs.reader import read_plan
-    from megabatch.train.plan_all_reduce import plan_all_reduce
 
     recipe, overrides = split_arguments(given)
     require_folder_of(json)
@@ -80,7 +80,7 @@ def keep_for_simulate(tuning: "Tuning") -> None:
 
     import msgspec
 
-    from megabatch.disk import cache_folder, write_file
+    from megabatch.io.disk import cache_folder, write_file
     from megabatch.simulate.load import THIS
 
     folder = cache_folder()
@@ -90,7 +90,7 @@ def keep_for_simulate(tuning: "Tuning") -> None:
 
 
 def print_plan(tuning: "Tuning") -> None:
-    from megabatch.terminal import Terminal, plain_table
+    from megabatch.io.terminal import Terminal, plain_table
 
     console = Terminal()
     sizes = [len(node) for node in tuning.topology.nodes]

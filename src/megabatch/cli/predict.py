@@ -14,7 +14,7 @@ from megabatch.errors import UserError
 from megabatch.text import one_line, print_line, print_text
 
 if TYPE_CHECKING:
-    from megabatch.train.predict import Prediction
+    from megabatch.inference.predict import Prediction
 
 
 def predict(
@@ -29,10 +29,10 @@ def predict(
     model: ModelOption = None,
 ) -> None:
     """Name the most likely classes of images, with their probabilities."""
+    from megabatch.inference.classifier import load
+    from megabatch.inference.predict import find_images
+    from megabatch.inference.predict import predict as predict_images
     from megabatch.ranks.machine import usable_cores
-    from megabatch.train.classifier import load
-    from megabatch.train.predict import find_images
-    from megabatch.train.predict import predict as predict_images
 
     if as_json and as_csv:
         raise UserError("--json and --csv: give one of them")

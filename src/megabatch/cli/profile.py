@@ -15,14 +15,14 @@ from megabatch.cli.overrides import (
     require_named_model,
     split_arguments_or_run,
 )
-from megabatch.cli.ranks import be_a_rank, start_ranks
 from megabatch.errors import UserError
+from megabatch.ranks.lifecycle import be_a_rank, start_ranks
 from megabatch.text import print_line
 
 if TYPE_CHECKING:
     from megabatch.config.schema import RunConfig
     from megabatch.ranks.store import RankStore
-    from megabatch.simulate.line import Line
+    from megabatch.simulate.device import Line
     from megabatch.simulate.profile import Profile
 
 MOST_LAYERS = 12  # on the screen
@@ -48,14 +48,14 @@ def profile(
     The file is for [bold]megabatch simulate --profile[/bold].
     """
     from megabatch.config.loading import load_config, print_to_stderr, silent
-    from megabatch.data.sources import FROM_PYTHON
-    from megabatch.preflight.device import warn_of_device
+    from megabatch.data.catalog import FROM_PYTHON
+    from megabatch.preflight.profile import choose_microbatches, record_profile
     from megabatch.ranks.discover import discover
     from megabatch.ranks.launch import RECIPE
     from megabatch.ranks.machine import fair_threads, host_identity, usable_cores
     from megabatch.ranks.signals import was_launched
     from megabatch.ranks.world import choose_device
-    from megabatch.train.profile import choose_microbatches, record_profile
+    from megabatch.training.device import warn_of_device
 
     info = discover()
     recipe, overrides = split_arguments_or_run(given)
@@ -103,7 +103,7 @@ def print_next(file: Path, arguments: Sequence[str], config: "RunConfig") -> Non
 def write(found: "Profile", file: Path) -> None:
     import msgspec
 
-    from megabatch.disk import write_file
+    from megabatch.io.disk import write_file
 
     try:
         write_file(file, msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
@@ -112,8 +112,8 @@ def write(found: "Profile", file: Path) -> None:
 
 
 def print_profile(found: "Profile") -> None:
+    from megabatch.io.terminal import Terminal, plain_table
     from megabatch.simulate.profile import layer_times
-    from megabatch.terminal import Terminal, plain_table
 
     console = Terminal()
     threads = f"{found.threads} thread{'s' * (found.threads > 1)}"

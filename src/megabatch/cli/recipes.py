@@ -6,10 +6,9 @@ def recipes() -> None:
     from rich.padding import Padding
     from rich.text import Text
 
-    from megabatch.config.loading import load_config
-    from megabatch.config.provenance import settings_by_provenance
+    from megabatch.config.loading import load_config, settings_by_provenance
     from megabatch.config.recipes import recipe_names
-    from megabatch.terminal import BOLD, Terminal
+    from megabatch.io.terminal import BOLD, Terminal
 
     console = Terminal(soft_wrap=False)
     configs = [load_config(name) for name in recipe_names()]

@@ -25,7 +25,7 @@ def report(
     It reads the run's records alone, and needs neither the images nor a GPU.
     The file needs no network and no other file, so it can be mailed. Runs that have not ended show what there is.
     """
-    from megabatch.report.write import write_report
+    from megabatch.report.page import write_report
 
     path = write_report(runs, out)
     print_line(f"report    {path}")

@@ -20,8 +20,8 @@ DROPPED = ("images/s", "seconds", "steps", "best", "at", "status", "date", "batc
 
 def runs(folder: Annotated[Path, typer.Argument(help="Where the runs' folders are.")] = Path("runs")) -> None:
     """List runs with their status, recipe, batch, accuracy and date; a wider terminal shows more of each."""
+    from megabatch.io.terminal import Terminal
     from megabatch.runs.reader import list_runs
-    from megabatch.terminal import Terminal
 
     console = Terminal()
     found = list_runs(folder)

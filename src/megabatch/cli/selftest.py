@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megabatch.cli.overrides import MOST, count_devices, require_folder_of
-from megabatch.cli.ranks import be_a_rank, start_ranks
 from megabatch.errors import UserError
+from megabatch.ranks.lifecycle import be_a_rank, start_ranks
 from megabatch.text import print_line
 
 if TYPE_CHECKING:
+    from megabatch.preflight.selftest import Report
     from megabatch.ranks.store import RankStore
-    from megabatch.selftest.check import Report
 
 FILE = Path("selftest.json")
 MOST_RANKS = 4  # on a CPU: what plans do between hosts needs four, and cores may be few
@@ -31,9 +31,9 @@ def selftest(
 
     Under torchrun or srun it joins the ranks that they have started.
     """
+    from megabatch.preflight.selftest import run_selftest
     from megabatch.ranks.discover import discover
     from megabatch.ranks.world import choose_device
-    from megabatch.selftest.run import run_selftest
 
     require_folder_of(json)
     info, device_type = discover(), choose_device(device)
@@ -60,7 +60,7 @@ def show_newest(report: "Report", file: Path) -> None:
     """And keeps what there is so far."""
     import msgspec
 
-    from megabatch.disk import write_file
+    from megabatch.io.disk import write_file
 
     if len(report.checks) == 1:
         hosts = " + ".join(map(str, report.hosts_of))

@@ -22,8 +22,8 @@ def settings(
     from rich.text import Text
 
     from megabatch.config.messages import show_key, suggest
-    from megabatch.config.reference import all_settings, page, plain
-    from megabatch.terminal import BOLD, Terminal
+    from megabatch.config.settings_page import all_settings, page, plain
+    from megabatch.io.terminal import BOLD, Terminal
 
     if markdown:
         if part:

@@ -21,9 +21,8 @@ from megabatch.text import one_line, print_text
 
 if TYPE_CHECKING:
     from megabatch.config.schema import RunConfig
-    from megabatch.preflight.commands import Devices
-    from megabatch.preflight.preview import Preview
-    from megabatch.terminal import Terminal
+    from megabatch.io.terminal import Terminal
+    from megabatch.preflight.preview import Devices, Preview
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 
@@ -65,11 +64,10 @@ def print_preview(
 ) -> None:
     from rich.syntax import Syntax
 
-    from megabatch.preflight.commands import Devices
-    from megabatch.preflight.device import warn_of_device
-    from megabatch.preflight.preview import preview
+    from megabatch.io.terminal import Terminal
+    from megabatch.preflight.preview import Devices, preview
     from megabatch.ranks.world import choose_device
-    from megabatch.terminal import Terminal
+    from megabatch.training.device import warn_of_device
 
     seen = preview(config, num_ranks, needs_images)
     device_type = choose_device(config.run.device)
@@ -117,8 +115,7 @@ def answer(
     config: "RunConfig", seen: "Preview", arguments: Sequence[str], here: "Devices", time: str = ""
 ) -> dict[str, str]:
     """What whoever has the machines wants to know first."""
-    from megabatch.preflight.commands import start_commands
-    from megabatch.preflight.preview import ASSUMED_CLASSES
+    from megabatch.preflight.preview import ASSUMED_CLASSES, start_commands
 
     plan, memory = seen.plan, seen.memory
     if not seen.has_images:
@@ -155,8 +152,8 @@ def answer(
 
 def expected_time(config: "RunConfig", num_ranks: int, cluster: str | None, profile: Path | None) -> str:
     """As `megabatch simulate` predicts it; of no cluster, nothing."""
-    from megabatch.cli.simulate_numbers import duration, figures
-    from megabatch.preflight.job import job_of_recipe
+    from megabatch.cli.simulate_screen import duration, figures
+    from megabatch.preflight.preview import job_of_recipe
     from megabatch.simulate.job import with_profile
     from megabatch.simulate.load import load_cluster
     from megabatch.simulate.profile import read_profile
@@ -202,7 +199,7 @@ def describe_steps(config: "RunConfig", seen: "Preview") -> str:
 
 
 def print_groups(console: "Terminal", seen: "Preview") -> None:
-    from megabatch.terminal import plain_table
+    from megabatch.io.terminal import plain_table
 
     table = plain_table()
     table.add_column("group")
@@ -231,7 +228,7 @@ def print_memory(console: "Terminal", seen: "Preview") -> None:
 
 
 def print_parameters(console: "Terminal", seen: "Preview") -> None:
-    from megabatch.terminal import plain_table
+    from megabatch.io.terminal import plain_table
 
     table = plain_table()
     for column in ("parameter", "shape", "group", "decay", "trust ratio"):

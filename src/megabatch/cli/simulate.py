@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from megabatch.simulate.cluster import Cluster
     from megabatch.simulate.job import Job
     from megabatch.simulate.profile import Profile
-    from megabatch.simulate.search import Search
-    from megabatch.simulate.whatif import Variant
+    from megabatch.simulate.whatif import Search, Variant
     from megabatch.simulate.workload import Workload
 
 IMAGE_SIZE = 224  # of a model that has no recipe
@@ -80,14 +79,13 @@ def simulate(
     A model alone (resnet50) runs in the cluster's 16 bits; train.epochs=90 then gives it an end on ImageNet.
     """
     from megabatch.cli.simulate_output import draw, encode, require_output, write
-    from megabatch.cli.simulate_screen import print_report
-    from megabatch.cli.simulate_variants import print_ladder, print_variants
+    from megabatch.cli.simulate_screen import print_ladder, print_report, print_variants
     from megabatch.simulate import whatif
     from megabatch.simulate.job import notes, require_batch
     from megabatch.simulate.load import load_cluster, preset_names
     from megabatch.simulate.profile import read_profile
     from megabatch.simulate.request import parse_ranks, parse_sweep, parse_within, split_overrides
-    from megabatch.simulate.search import smallest_within
+    from megabatch.simulate.whatif import smallest_within
 
     subject, overrides = split_subject(given)
     require_one_question(compare=compare, sweep=sweep, ladder=ladder, within=within)
@@ -209,7 +207,7 @@ def make_job(
     """What is stored is simulated without torch, which takes seconds to import."""
     from msgspec.structs import replace
 
-    from megabatch.data.shapes import IMAGENET
+    from megabatch.data.sources.shapes import IMAGENET
     from megabatch.simulate.job import job_of_model, with_batch_per_rank, with_profile
     from megabatch.simulate.request import parse_model_settings
     from megabatch.simulate.step import AllReduceSettings
@@ -244,7 +242,7 @@ def is_recipe(subject: str) -> bool:
 def read_recipe(recipe: str, overrides: Sequence[str]) -> "tuple[Job, list[str]]":
     from megabatch.cli.overrides import require_named_model, split_arguments_or_run
     from megabatch.config.loading import load_config
-    from megabatch.preflight.job import job_of_recipe
+    from megabatch.preflight.preview import job_of_recipe
 
     recipe, overrides = split_arguments_or_run([recipe, *overrides])
     config = load_config(recipe, overrides, needs_source=False)
@@ -257,7 +255,7 @@ def read_recipe(recipe: str, overrides: Sequence[str]) -> "tuple[Job, list[str]]
 def count_model(name: str) -> "Workload":
     """As the stored ones are counted."""
     from megabatch.config.recipes import recipe_names
-    from megabatch.data.shapes import IMAGENET
+    from megabatch.data.sources.shapes import IMAGENET
     from megabatch.models.catalog import MODELS, ModelSettings
     from megabatch.preflight.count import count_workload
 

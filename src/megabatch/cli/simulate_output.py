@@ -11,12 +11,11 @@ import msgspec
 
 from megabatch.cli.overrides import require_folder_of
 from megabatch.errors import UserError
+from megabatch.experiments.drawing import GREY, color_of, dash_of, mark_log_ticks, require_matplotlib, to_svg
 from megabatch.simulate.cluster import Cluster
 from megabatch.simulate.job import Job
 from megabatch.simulate.scenario import Simulated
-from megabatch.simulate.search import Search
-from megabatch.simulate.whatif import Variant
-from megabatch.studies.drawing import GREY, color_of, dash_of, mark_log_ticks, require_matplotlib, to_svg
+from megabatch.simulate.whatif import Search, Variant
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

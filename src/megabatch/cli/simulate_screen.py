@@ -5,26 +5,71 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from megabatch.cli.simulate_numbers import (
-    describe_links,
-    duration,
-    figures,
-    interval,
-    milliseconds,
-    nodes,
-    percent,
-    ranks_of,
-)
+from megabatch.io.terminal import BOLD, Terminal, plain_table
 from megabatch.planning.tuning import Bucket
 from megabatch.simulate.cluster import Cluster
 from megabatch.simulate.job import Job
-from megabatch.simulate.scenario import Simulated
-from megabatch.simulate.search import Search
+from megabatch.simulate.scenario import Simulated, Training
 from megabatch.simulate.step import Step
-from megabatch.simulate.training import Training
-from megabatch.simulate.whatif import changes, exposed_by_algorithm, losses
-from megabatch.terminal import BOLD, Terminal, plain_table
+from megabatch.simulate.whatif import Search, Variant, changes, exposed_by_algorithm, losses
 from megabatch.text import one_line
+
+# Numbers of a simulation as they are printed.
+
+
+def ranks_of(result: Simulated) -> str:
+    return f"{result.scenario.num_ranks:,} rank{'s' * (result.scenario.num_ranks > 1)}"
+
+
+def nodes(result: Simulated) -> str:
+    shape = result.scenario.cluster.shape(result.scenario.num_ranks)
+    count = shape.num_nodes
+    return f"{ranks_of(result)} ({count:,} node{'s' * (count > 1)} of {shape.largest_node})"
+
+
+def describe_links(cluster: Cluster) -> str:
+    """As 'nodes of 8 at 183 GB/s, 8 cards of 200 Gb/s (rdma), sums in switches'."""
+    node, network = cluster.node, cluster.network
+    inside = f"nodes of {node.ranks} at {figures(node.gb_per_s)} GB/s" if node.ranks > 1 else "nodes of one rank"
+    if cluster.cpu:  # which then decide
+        shared = " that they share" if cluster.cpu.hosts_on_machine else ""
+        inside = f"nodes of {node.ranks} on {cluster.cpu.cores:g} cores{shared}"
+    cards = f"{network.nics} card{'s' * (network.nics > 1)} of {figures(network.gbps)} Gb/s ({network.kind})"
+    return f"{inside}, {cards}, {'sums in switches' if network.in_network_reduction else 'no sums in switches'}"
+
+
+def algorithms(result: Simulated) -> str:
+    return "+".join(dict.fromkeys(bucket.plan.name.partition("/")[0] for bucket in result.step.buckets)) or "-"
+
+
+def interval(result: Simulated) -> str:
+    """Of images/s, as -6 +5 %."""
+    low, high = (100 * (rate / result.images_per_s - 1) for rate in (result.low_images_per_s, result.high_images_per_s))
+    return f"{low:.0f} {high:+.0f} %"
+
+
+def milliseconds(seconds: float) -> str:
+    return figures(1e3 * seconds)
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def figures(value: float | None) -> str:
+    """About three of them: 0.042, 0.421, 7.31, 48.2, 1,204."""
+    if value is None:
+        return "-"
+    digits = next((digits for digits, bound in enumerate((100, 10, 1, 0.1)) if abs(value) >= bound), 3)
+    return f"{value:,.{digits}f}" if value else "0"
+
+
+def duration(minutes: float) -> str:
+    """In the unit that one would say."""
+    if minutes < 2:
+        return f"{figures(60 * minutes)} s"
+    return f"{figures(minutes)} minutes" if minutes < 120 else f"{figures(minutes / 60)} hours"
+
 
 BAR = 64  # characters
 WIDE = 100  # columns, from which a table has room
@@ -257,3 +302,79 @@ def training_of(result: Simulated) -> Training | None:
 
 def usd_of(result: Simulated) -> float | None:
     return result.training.usd if result.training else None
+
+
+# What `megabatch simulate` prints of variants: every algorithm, every value of a sweep, every line of the ladder.
+
+
+def print_variants(
+    job: Job, cluster: Cluster, variants: Sequence[Variant], ranks: Sequence[int], remarks: Sequence[str]
+) -> None:
+    """Of each rank count, every variant; of algorithms, the best is marked."""
+    console = begin(job, cluster, remarks)
+    heading = next(iter(variants[0].varied))
+    marks_best = heading == "algorithm"
+    # What a training takes says more than an interval and a number of buckets, for which there is then no room.
+    middle = ["minutes", "USD"] if job.has_length else ["interval", "buck-ets"]
+    table = variants_table(console, heading, ["step ms", "images/s", "effi-ciency", "exposed ms", *middle])
+    table.add_column("plan, * best" if marks_best else "plan", vertical="bottom")
+    for num_ranks in ranks:
+        found = [(variant, result) for variant in variants for result in variant.results_at(num_ranks)]
+        best = max((result for _, result in found), key=lambda result: result.images_per_s)
+        for variant, result in found:
+            training = result.training
+            table.add_row(
+                f"{num_ranks:,}" if result is found[0][1] else "",
+                shown(variant.varied[heading]),
+                milliseconds(result.step.total_s),
+                figures(result.images_per_s),
+                percent(result.efficiency),
+                milliseconds(result.step.exposed_s),
+                figures(result.minutes) if training else interval(result),
+                figures(training.usd) if training else str(len(result.step.buckets)),
+                algorithms(result) + " *" * (result is best and marks_best),
+            )
+    console.print(table)
+    print_assumed(console, cluster)
+
+
+def print_ladder(
+    job: Job, cluster: Cluster, variants: Sequence[Variant], ranks: Sequence[int], remarks: Sequence[str]
+) -> None:
+    """Each line beside the one before, and beside the first."""
+    console = begin(job, cluster, remarks)
+    table = variants_table(
+        console, "improvement", ("step ms", "images/s", "effi-ciency", "x before", "x first", "buck-ets")
+    )
+    table.add_column("plan", vertical="bottom")
+    for num_ranks in ranks:
+        found = [(variant, result) for variant in variants for result in variant.results_at(num_ranks)]
+        first = before = found[0][1]
+        for variant, result in found:
+            table.add_row(
+                f"{num_ranks:,}" if result is first else "",
+                variant.label,
+                milliseconds(result.step.total_s),
+                figures(result.images_per_s),
+                percent(result.efficiency),
+                f"{result.images_per_s / before.images_per_s:.2f}",
+                f"{result.images_per_s / first.images_per_s:.2f}",
+                str(len(result.step.buckets)),
+                algorithms(result),
+            )
+            before = result
+    console.print(table)
+    print_assumed(console, cluster)
+
+
+def variants_table(console: Terminal, heading: str, columns: Sequence[str]) -> Table:
+    table = new_table(console)
+    table.add_column("ranks", justify="right", vertical="bottom")
+    table.add_column(heading.replace(".", ".\n"), vertical="bottom", no_wrap=True)
+    for column in columns:
+        table.add_column(in_lines(column), justify="right", vertical="bottom", no_wrap=True)
+    return table
+
+
+def shown(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

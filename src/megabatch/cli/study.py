@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megabatch.cli.ranks import speaking_for_ranks
 from megabatch.errors import UserError
+from megabatch.ranks.lifecycle import speaking_for_ranks
 
 if TYPE_CHECKING:
-    from megabatch.studies.design import Design
-    from megabatch.studies.evidence import Study
+    from megabatch.experiments.design import Design
+    from megabatch.experiments.evidence import Study
 
 
 def study(
@@ -30,7 +30,7 @@ def study(
     jobs: Annotated[int | None, typer.Option(help="Runs at a time, of one rank each.  Default: one per core.")] = None,
 ) -> None:
     """Find out by many runs whether one way to train is as good as another; takes hours, and resumes when stopped."""
-    from megabatch.studies.files import read_design
+    from megabatch.experiments.design import read_design
 
     if name is None:
         list_studies()
@@ -41,11 +41,11 @@ def study(
 def list_studies() -> None:
     from rich.text import Text
 
-    from megabatch.studies.files import read_design, study_names
-    from megabatch.terminal import BOLD, Terminal
+    from megabatch.experiments.design import known_studies, read_design
+    from megabatch.io.terminal import BOLD, Terminal
 
     console = Terminal()
-    for design in map(read_design, study_names()):
+    for design in map(read_design, known_studies()):
         console.print(Text.assemble((design.name, BOLD), f"  {design.num_trials} runs: {design.title}"))
     console.print("\nmegabatch study STUDY runs one of these, or the study of a TOML file (docs/studies.md).")
 
@@ -53,13 +53,12 @@ def list_studies() -> None:
 def run_study(design: "Design", command: str, folder: Path | None, out: Path, jobs: int | None) -> None:
     from functools import partial
 
-    from megabatch.own_code import import_own_code
-    from megabatch.studies.conduct import Conductor, End
-    from megabatch.studies.drawing import require_matplotlib
-    from megabatch.studies.page import write_study
-    from megabatch.studies.verdict import judge
-    from megabatch.sweep.screen import SweepScreen
-    from megabatch.sweep.trials import Trial, choose_jobs, run_trials
+    from megabatch.experiments.conduct import Conductor, End
+    from megabatch.experiments.drawing import require_matplotlib
+    from megabatch.experiments.page import write_study
+    from megabatch.experiments.trials import SweepScreen, Trial, choose_jobs, run_trials
+    from megabatch.experiments.verdict import judge
+    from megabatch.user_code import import_own_code
 
     require_matplotlib()  # all that can be wrong is found before the hours that it takes
     check_arms(design)
@@ -92,9 +91,8 @@ def run_study(design: "Design", command: str, folder: Path | None, out: Path, jo
 def check_arms(design: "Design") -> None:
     from megabatch.config.loading import load_config, silent
     from megabatch.config.resolve import plan_run
-    from megabatch.data.sources import infer_shape
-    from megabatch.studies.plan import search_trial, seed_trial
-    from megabatch.studies.points import Point
+    from megabatch.data.catalog import infer_shape
+    from megabatch.experiments.plan import Point, search_trial, seed_trial
 
     for arm in design.arms:
         trials = [seed_trial(design, arm, Point(1.0), seed=1)]
@@ -106,7 +104,7 @@ def check_arms(design: "Design") -> None:
 
 def read_before(design: "Design", out: Path) -> "Study | None":
     """The results that are there already."""
-    from megabatch.studies.page import load_study
+    from megabatch.experiments.page import load_study
 
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -19,8 +19,8 @@ from megabatch.cli.overrides import (
     require_named_model,
     split_arguments,
 )
-from megabatch.cli.ranks import be_a_rank, start_ranks
 from megabatch.errors import UserError
+from megabatch.ranks.lifecycle import be_a_rank, start_ranks
 from megabatch.runs.files import CONFIG
 from megabatch.runs.reader import is_run, read_recipe_and_batch, read_source, started_in
 from megabatch.text import print_line
@@ -64,13 +64,13 @@ def train(
     from megabatch.cli.show import expected_time, print_preview
     from megabatch.config.loading import load_config, print_to_stderr, silent
     from megabatch.config.recipes import recipe_names
+    from megabatch.config.reference_results import require_known
     from megabatch.config.schema import RunConfig
-    from megabatch.data.sources import infer_shape, load_data_set
-    from megabatch.preflight.compare import require_known
+    from megabatch.data.catalog import infer_shape, load_data_set
     from megabatch.ranks.discover import discover
     from megabatch.ranks.launch import RECIPE
-    from megabatch.train.resume import choose_start, newest_of
-    from megabatch.train.run import run
+    from megabatch.training.checkpoint.resume import choose_start, newest_of
+    from megabatch.training.run import run
 
     def resolve() -> RunConfig:
         recipe, overrides = choose_recipe(given, resume, recipe_names())
@@ -111,7 +111,7 @@ def train(
 @contextmanager
 def reported(store: "RankStore") -> Iterator[None]:
     """Its page, after whatever has become of the run; that it cannot be written is no failure of the run's."""
-    from megabatch.report.write import write_report
+    from megabatch.report.page import write_report
 
     try:
         yield

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megabatch.comm.barrier import RankMismatch
+from megabatch.comm.cpu.barrier import RankMismatch
 from megabatch.torch_api import ALL_GATHER
 
 Run = Callable[..., None]  # an operation of a process group, by name

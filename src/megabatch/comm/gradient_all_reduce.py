@@ -3,7 +3,7 @@
 import atexit
 import os
 import warnings
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -11,29 +11,83 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megabatch.comm.barrier import Header
-from megabatch.comm.device import on_device
-from megabatch.comm.failure import FailureReport
+from megabatch.comm.accelerator.stream_times import StreamTimes
+from megabatch.comm.accelerator.streams import StreamReducer
+from megabatch.comm.cpu.barrier import Header
+from megabatch.comm.cpu.workers import Reducer
+from megabatch.comm.faults.failure import FailureReport
+from megabatch.comm.faults.progress import BackwardProgress
+from megabatch.comm.faults.watchdog import Watchdog
 from megabatch.comm.groups import Groups
 from megabatch.comm.layouts import BucketLayouts
-from megabatch.comm.plans import PlansInUse
-from megabatch.comm.progress import BackwardProgress
-from megabatch.comm.reducer import Reducer
 from megabatch.comm.settings import CommSettings
-from megabatch.comm.stream_reducer import StreamReducer
-from megabatch.comm.stream_times import StreamTimes
-from megabatch.comm.timeline import ALL_STEPS, NO_STEPS, NoTimeline, Timeline
 from megabatch.comm.tune import measure_drift, tune
-from megabatch.comm.watchdog import Watchdog
 from megabatch.comm.work import STEP_METRICS
-from megabatch.planning.backward import RecordedBackward
+from megabatch.errors import UserError
+from megabatch.planning.algorithms import candidate_plans, default_plan
 from megabatch.planning.choosing import is_made_for
-from megabatch.planning.plan import Plan
-from megabatch.planning.topology import Topology
+from megabatch.planning.pipeline import RecordedBackward
+from megabatch.planning.plan import CommDtype, Plan, axes_of
+from megabatch.planning.topology import Axis, ClusterShape, Topology
 from megabatch.planning.tuning import Tuning
-from megabatch.ranks.activity import Activity, LastWords
 from megabatch.ranks.backends import Backend
+from megabatch.telemetry.activity import Activity, LastWords
+from megabatch.telemetry.timeline import ALL_STEPS, NO_STEPS, NoTimeline, Timeline
 from megabatch.torch_api import queue_callback
+
+# Work on a rank's own device, whichever is the current one: a script need not have called set_device.
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """What is opened inside, and collectives of torch.distributed that choose a device, take this one."""
+    return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
+
+
+# Which all-reduce a bucket takes: one plan for all, until `tune` has chosen one for each.
+
+
+class PlansInUse:
+    """`in_memory`: ranks of a host all-reduce through its memory.  `tunes`: there may be a choice."""
+
+    def __init__(
+        self, settings: CommSettings, shape: ClusterShape, in_memory: bool, on_accelerators: bool, tunes: bool
+    ) -> None:
+        algorithm = settings.algorithm
+        self.default = require_plan(algorithm, settings.dtype, shape, in_memory)
+        self.exact = require_plan(algorithm, "fp32", shape, in_memory)  # of the step's metrics: nothing is rounded
+        self.candidates = [self.default]
+        if tunes:
+            self.candidates = candidate_plans(algorithm, settings.dtype, shape, in_memory, on_accelerators)
+        self.tuning: Tuning | None = None  # None: the default plan for all
+        self.drift = 1.0  # see planning.choosing.drift
+        self.is_chosen_again = False  # what was stored is not for these ranks and gradients
+
+    @property
+    def axes(self) -> set[Axis]:
+        """Of all plans that a bucket may take: until `tune` has chosen, of all candidates."""
+        chosen = [bucket.plan for bucket in self.tuning.buckets] if self.tuning else self.candidates
+        return axes_of([self.default, self.exact, *chosen])
+
+    def plan_of(self, index: int, num_elements: int) -> Plan:
+        """Before DDP has made its final buckets, after the first backward, they are not those of the tuning."""
+        buckets = self.tuning.buckets if self.tuning else []
+        is_tuned = index < len(buckets) and buckets[index].num_elements == num_elements
+        return buckets[index].plan if is_tuned else self.default
+
+    @property
+    def names(self) -> str:
+        return self.tuning.algorithms if self.tuning else self.default.name
+
+
+def require_plan(algorithm: str, dtype: CommDtype, shape: ClusterShape, in_memory: bool) -> Plan:
+    plan = default_plan(algorithm, dtype, shape, in_memory)
+    if plan is None:
+        sizes = " and ".join(str(size) for size, _ in shape.node_sizes)
+        raise UserError(
+            f"comm.algorithm={algorithm!r} needs hosts with equally many ranks, not {sizes}; "
+            "nearest: comm.algorithm=hierarchical"
+        )
+    return plan
 
 
 class GradientAllReduce:

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megabatch.comm.device_group import DeviceGroup
-from megabatch.comm.process_group import ProcessGroup
-from megabatch.comm.shared_memory import SharedMemory
+from megabatch.comm.accelerator.device_group import DeviceGroup
+from megabatch.comm.cpu.process_group import ProcessGroup
+from megabatch.comm.cpu.shared_memory import SharedMemory
 from megabatch.planning.topology import Axis, Topology, from_hosts
 from megabatch.ranks.backends import BACKENDS, Backend
 from megabatch.ranks.collectives import digest, gather_numbers
-from megabatch.ranks.machine import host_identity, is_stopped
-from megabatch.ranks.sockets import notice_lost_hosts
+from megabatch.ranks.machine import host_identity, is_stopped, notice_lost_hosts
 from megabatch.torch_api import default_store
 
 AXES: tuple[Axis, ...] = ("node", "leaders", "inter_node", "all")

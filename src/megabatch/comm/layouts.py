@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megabatch.planning.pipeline import GradientDtype
+from megabatch.planning.plan import CommDtype
 from megabatch.torch_api import storage_id
 
 
@@ -57,3 +59,25 @@ def lacks_gradient(parameter: nn.Parameter) -> bool:
     """As far as the host knows: a device that hangs would not say whether all of it is zero."""
     gradient = parameter.grad
     return gradient is None or (gradient.device.type == "cpu" and not bool(gradient.count_nonzero()))
+
+
+# Number formats: planning's names, and torch's.
+
+TORCH_DTYPES: dict[GradientDtype, torch.dtype] = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+
+
+def travelling_dtype(tensor: torch.Tensor, dtype: CommDtype) -> torch.dtype | None:
+    """The 16-bit type that travels; None: the tensor's own, and nothing is rounded.
+
+    A 16-bit tensor travels as it is, but is summed in fp32 like any other that travels in 16 bits.
+    """
+    if dtype != "fp32":
+        return TORCH_DTYPES[dtype]
+    return tensor.dtype if tensor.dtype in SIXTEEN_BITS else None

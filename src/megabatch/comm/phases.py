@@ -4,11 +4,11 @@ from typing import Protocol
 
 import torch
 
-from megabatch.comm.device_group import DeviceGroup
-from megabatch.comm.failure import FirstError
+from megabatch.comm.accelerator.device_group import DeviceGroup
+from megabatch.comm.cpu.process_group import ProcessGroup
+from megabatch.comm.cpu.shared_memory import SharedBuffer
+from megabatch.comm.faults.failure import FirstError
 from megabatch.comm.groups import Groups
-from megabatch.comm.process_group import ProcessGroup
-from megabatch.comm.shared_memory import SharedBuffer
 from megabatch.comm.work import RankPhase, Work
 from megabatch.planning.plan import Phase, Transfer
 from megabatch.planning.topology import Axis

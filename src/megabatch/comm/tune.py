@@ -4,21 +4,152 @@ A choice made by timing must not differ between ranks, nor between a run and its
 and stored by whoever asked for it (planning.tuning.Tuning).
 """
 
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import msgspec
+import torch
+import torch.distributed as dist
 from msgspec.structs import replace
 
-from megabatch.comm.dtypes import TORCH_DTYPES
+from megabatch.comm.accelerator.streams import StreamReducer
+from megabatch.comm.cpu.barrier import Header
+from megabatch.comm.cpu.workers import Reducer
 from megabatch.comm.groups import Groups
-from megabatch.comm.probe import AnyReducer, probe, time_plan
+from megabatch.comm.layouts import TORCH_DTYPES
 from megabatch.comm.settings import CommSettings
-from megabatch.planning.backward import RecordedBackward
-from megabatch.planning.choosing import Question, choose, confirm, drift, open_questions, with_measurements
-from megabatch.planning.plan import Plan, axes_of
-from megabatch.planning.topology import regular
+from megabatch.planning.choosing import STREAM, Question, choose, confirm, drift, open_questions, with_measurements
+from megabatch.planning.cost import Link, Timing, fit_link
+from megabatch.planning.pipeline import PART_BYTES, RecordedBackward
+from megabatch.planning.plan import COMM_DTYPES, CommDtype, EngineSum, Phase, Plan, axes_of
+from megabatch.planning.topology import Axis, regular
 from megabatch.planning.tuning import Tuning
 from megabatch.ranks.collectives import broadcast_text
+
+# Measures the links: alpha, beta and gamma along each axis, by small and large messages like the reducer's.
+#
+# Three times along an axis, in a group of p members (cost.py has the formulas that `fit_link` inverts):
+#     small all-reduces  tensors of 1,024 elements, one behind another: latency alone
+#     large all-gather   a part of a bucket, of which each member sends its slice: latency and bytes
+#     large all-reduces  parts of a bucket, one behind another: latency, bytes, and adding up (and rounding to 16 bits)
+# All groups of an axis work at the same time, as in a step: the ranks of a host share its network card and its cores.
+# Against noise: a time is that of the slowest rank, and the median of several.
+
+ROUNDS = 5
+SMALL = 1024  # elements
+SMALL_IN_NODE = 50
+FIRST_KEY = -1_000  # tensors that are none of DDP's buckets, nor a step's metrics, have keys from here down
+
+AnyReducer = Reducer | StreamReducer
+
+
+def probe(reducer: AnyReducer, plans: Iterable[Plan], dtype: CommDtype) -> dict[Axis, Link]:
+    """The link along each axis of these plans, the same on all ranks, which all call this."""
+    phases = {phase.axis: phase for plan in plans for phase in plan.phases}
+    return {axis: probe_axis(reducer, axis, dtype, phases[axis].engine) for axis in sorted(phases)}
+
+
+def probe_axis(reducer: AnyReducer, axis: Axis, dtype: CommDtype, engine: EngineSum | None) -> Link:
+    topology = reducer.groups.topology
+    num_members = topology.shape.largest_group(axis)
+    # Across nodes, each rank of a node carries its slice of a part.
+    large = PART_BYTES // 4 // (topology.largest_node if axis == "inter_node" else 1)
+    room_bytes = reducer.groups.shareable_bytes
+    if axis == "node" and room_bytes is not None:  # a container may have little more than the gradients need
+        large = max(2 * SMALL, min(large, room_bytes // (16 * topology.largest_node)))
+    if axis == "node":
+        timing = Timing(
+            small_s=time_in_node(reducer, "reduce_scatter", SMALL),
+            gather_s=time_in_node(reducer, "all_gather", large),
+            sum_s=time_in_node(reducer, "reduce_scatter", large),
+            num_halves=1,
+        )
+        link = fit_link(timing, num_members, large, comm_bytes=4)
+        return replace(link, in_memory=reducer.groups.memory is not None)
+    timing = Timing(
+        small_s=time_all_reduces(reducer, Phase("all_reduce", axis, dtype, engine), SMALL),
+        gather_s=time_gather(reducer, axis, dtype, large),
+        sum_s=time_all_reduces(reducer, Phase("all_reduce", axis, dtype, engine), large),
+        num_halves=2,
+    )
+    return fit_link(timing, num_members, large, comm_bytes=COMM_DTYPES[dtype].num_bytes)
+
+
+def time_in_node(reducer: AnyReducer, op: str, num_elements: int) -> float:
+    groups, tensor = reducer.groups, torch.zeros(num_elements, device=reducer.groups.device)
+    if groups.memory:
+        run = partial(getattr(groups.memory, op), groups.memory.share(tensor))
+    elif "node" in groups.process_groups:
+        run = partial(getattr(groups.process_groups["node"], op), tensor, "fp32")
+    else:  # this rank is alone in its node
+        run = partial(int)
+    # Many: ranks leave the barrier before the first one up to a millisecond apart.
+    count = SMALL_IN_NODE if num_elements == SMALL else STREAM
+
+    def run_all() -> None:
+        with reducer.stream_of("node"):
+            for _ in range(count):
+                run()
+
+    return slowest_s(reducer, run_all) / count
+
+
+def time_gather(reducer: AnyReducer, axis: Axis, dtype: CommDtype, num_elements: int) -> float:
+    group = reducer.groups.process_groups.get(axis)  # None: no member
+    tensor = torch.zeros(num_elements, dtype=TORCH_DTYPES[dtype], device=reducer.groups.device)
+
+    def gather() -> None:
+        with reducer.stream_of(axis):
+            if group:
+                group.gather(tensor)
+
+    return slowest_s(reducer, gather)
+
+
+def time_all_reduces(reducer: AnyReducer, phase: Phase, num_elements: int) -> float:
+    plan = Plan(f"probe {phase.axis}", (phase,))
+    return time_plan(reducer, plan, num_elements, STREAM) / STREAM
+
+
+def time_plan(
+    reducer: AnyReducer, plan: Plan, num_elements: int, count: int, dtype: torch.dtype = torch.float32
+) -> float:
+    """Seconds of `count` all-reduces, one behind another."""
+    tensors = [torch.zeros(num_elements, dtype=dtype, device=reducer.groups.device) for _ in range(count)]
+
+    def reduce_all() -> None:
+        futures = []
+        for place, tensor in enumerate(tensors):
+            key = FIRST_KEY - place
+            header = Header(0, key, num_elements)
+            futures.append(reducer.start(key, tensor, plan, header, None, is_last=place == count - 1))
+        for future in futures:
+            future.wait()
+        reducer.failure.raise_error()
+
+    taken_s = slowest_s(reducer, reduce_all)
+    for place in range(count):  # room in shared memory for buckets
+        reducer.forget(FIRST_KEY - place)
+    return taken_s
+
+
+def slowest_s(reducer: AnyReducer, action: Callable[[], object]) -> float:
+    """The median over rounds of the slowest rank's seconds, after one that only warms up."""
+    device, parent = reducer.groups.device, reducer.groups.parent
+    times_s = []
+    for _ in range(ROUNDS + 1):
+        dist.barrier(group=parent)
+        began_s = time.perf_counter()
+        action()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        times_s.append(time.perf_counter() - began_s)
+    slowest = torch.tensor(times_s[1:], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=parent)
+    return float(statistics.median(slowest.tolist()))
+
 
 ALONE = regular(1, 1)
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from megabatch.comm.barrier import Header
+from megabatch.comm.cpu.barrier import Header
 from megabatch.planning.plan import Cut, Phase, Plan, Transfer, slice_of, transfers
 from megabatch.planning.topology import Topology
 

@@ -4,8 +4,8 @@ from importlib import resources
 
 from megabatch.config.schema import Settings
 from megabatch.errors import UserError, nearest
+from megabatch.io.toml import NotToml, parse_toml, read_toml
 from megabatch.text import one_line
-from megabatch.toml import NotToml, parse_toml, read_toml
 
 LONGEST_PATH = 300  # letters of one that are shown
 RECIPES = resources.files("megabatch.recipes")

@@ -9,7 +9,7 @@ from torch import nn
 from megabatch.config.length import shorten_warmup
 from megabatch.config.schema import RunConfig
 from megabatch.data.settings import AUTO_HELD_OUT, CENTER_CROP
-from megabatch.data.shapes import DataShape
+from megabatch.data.sources.shapes import DataShape
 from megabatch.errors import UserError
 from megabatch.models.catalog import build_model
 from megabatch.models.layers import freeze, head_of, head_parameters

@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, field
 
-from megabatch.data.image_files import MAX_FILE_MB, MEGABYTE
 from megabatch.errors import UserError
+from megabatch.io.reading import MAX_FILE_MB, MEGABYTE
 from megabatch.planning.batch import Count
 
 MAX_PIXELS = 89_478_485  # as Pillow has it: a quarter of a GiB in memory

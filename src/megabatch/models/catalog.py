@@ -13,8 +13,8 @@ from megabatch.errors import UserError, nearest, require_one_of
 from megabatch.models.alexnet import alexnet, alexnet_bn, small_alexnet_bn
 from megabatch.models.resnet import RESNETS
 from megabatch.models.small import shallow_cnn, small_cnn, small_resnet, tiny_cnn
-from megabatch.own_code import import_own_code, is_own_code
 from megabatch.torch_api import missing_operator
+from megabatch.user_code import import_own_code, is_own_code
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "small_resnet": small_resnet,

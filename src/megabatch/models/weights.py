@@ -21,14 +21,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 from megabatch.errors import UserError
+from megabatch.io.reading import reading
+from megabatch.io.tensor_header import NotTensors, read_header
 from megabatch.models.layers import head_parameters
-from megabatch.regular_files import reading
 from megabatch.runs.files import WEIGHTS
-from megabatch.runs.tensor_header import NotTensors, read_header
 from megabatch.text import one_line
 
 Weights = dict[str, torch.Tensor]
-CHECKPOINT, CHECKPOINT_PREFIX = "state.safetensors", "model."  # of a run: see `train/checkpoint.py`
+CHECKPOINT, CHECKPOINT_PREFIX = "state.safetensors", "model."  # of a run: see `training/checkpoint/format.py`
 PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 WRAPPED_IN = ("state_dict", "model", "model_state")  # what training scripts put a state dict under
 ADDED_PREFIXES = ("module.", "_orig_mod.")  # by DistributedDataParallel and torch.compile

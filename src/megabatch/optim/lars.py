@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 from megabatch.errors import UserError, require_one_of
-from megabatch.optim.dense import norm
-from megabatch.optim.momentum import SMALL, Rows, step_fused, step_rows, step_small
+from megabatch.optim.momentum import SMALL, Rows, norm, step_fused, step_rows, step_small
 from megabatch.torch_api import foreach_norm, group_by_device_and_dtype, promise_to_heed_found_inf
 
 Norm = TypeVar("Norm", float, Tensor)

@@ -9,8 +9,8 @@ from msgspec import Meta, Struct
 from megabatch.errors import UserError, require_one_of
 from megabatch.optim.groups import LR_FACTOR
 from megabatch.optim.lars import LARS, TRUST_COEFFICIENT, VARIANTS
-from megabatch.own_code import import_own_code, is_own_code
 from megabatch.torch_api import foreach_norm, heeds_found_inf
+from megabatch.user_code import import_own_code, is_own_code
 
 LearningRate = Annotated[float, Meta(gt=0, le=10**6)]
 WIDEST_RATIO = 1e9  # of the head's learning rate to that of the others, and its inverse

@@ -13,11 +13,17 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from megabatch.planning.backward import ELEMENT_BYTES, Gradient, GradientDtype, RecordedBackward
-from megabatch.planning.buckets import MIB, ddp_buckets, ddp_caps, fuse
+from megabatch.planning.buckets import MIB, ddp_buckets, ddp_caps, fuse, merge
 from megabatch.planning.cost import Link, phase_seconds
-from megabatch.planning.merging import merge
-from megabatch.planning.pipeline import PART_BYTES, Costs, num_parts
+from megabatch.planning.pipeline import (
+    ELEMENT_BYTES,
+    PART_BYTES,
+    Costs,
+    Gradient,
+    GradientDtype,
+    RecordedBackward,
+    num_parts,
+)
 from megabatch.planning.plan import Plan
 from megabatch.planning.topology import Axis, ClusterShape, Topology
 from megabatch.planning.tuning import Bucket, PricedPlan, Tuning

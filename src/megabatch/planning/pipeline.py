@@ -1,4 +1,4 @@
-"""When the buckets of a step are all-reduced, predicted: the two threads of comm/reducer.py, without threads.
+"""When the buckets of a step are all-reduced, predicted: the two threads of comm/cpu/workers.py, without threads.
 
 Legend: a bucket is ready when backward has filled it.  Its plan has a part in the node (before), one on the network
 (crossing) and one in the node again (after).  Buckets a, b, c pass in order, each thread with one part at a time:
@@ -16,7 +16,7 @@ One bucket costs a few additions.
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from megabatch.planning.plan import Plan
 
@@ -80,3 +80,20 @@ def end_crossing(passage: Passage, node_s: float, costs: Costs) -> Passage:
 def exposed_s(passages: Sequence[Passage], backward_end_s: float) -> float:
     """How long a step waits for the all-reduce after backward."""
     return max(0.0, max(passage.end_s for passage in passages) - backward_end_s)
+
+
+# What a backward pass yields: gradients in the order in which they appear, and when each is ready to travel.
+
+GradientDtype = Literal["fp32", "fp64", "bf16", "fp16"]
+ELEMENT_BYTES: dict[GradientDtype, int] = {"fp32": 4, "fp64": 8, "bf16": 2, "fp16": 2}
+
+
+class Gradient(NamedTuple):
+    num_bytes: int
+    dtype: GradientDtype
+
+
+class RecordedBackward(NamedTuple):
+    names: Sequence[str]
+    gradients: Sequence[Gradient]
+    ready_s: Sequence[float]  # since backward began

@@ -9,9 +9,8 @@ import hashlib
 import msgspec
 from msgspec import Struct
 
-from megabatch.planning.backward import ELEMENT_BYTES, GradientDtype
 from megabatch.planning.cost import Link, bytes_crossing
-from megabatch.planning.pipeline import Costs, Passage, exposed_s, pass_through
+from megabatch.planning.pipeline import ELEMENT_BYTES, Costs, GradientDtype, Passage, exposed_s, pass_through
 from megabatch.planning.plan import Plan
 from megabatch.planning.topology import Axis, Topology
 

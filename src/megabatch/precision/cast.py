@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megabatch.precision.policy import Precision
+from megabatch.precision.master_weights import MasterWeights, clone_tensors
+from megabatch.precision.policy import Precision, PrecisionSettings, check_device
 from megabatch.torch_api import BatchNormBase, NormBase, forward_hooks
 
 # Their sums leave fp16's range: a LocalResponseNorm squares activations, a BatchNorm adds them up over a microbatch.
@@ -54,3 +55,24 @@ def copy_in_fp32(model: nn.Module) -> nn.Module:
                 if isinstance(hook, partial) and hook.func in (cast_images, cast_result):
                     del hooks[key]
     return plain.float()
+
+
+# Puts a model where and how it will compute: its device, its memory order, its number formats.
+
+
+def place_model(
+    model: nn.Module, settings: PrecisionSettings, device: torch.device, channels_last: bool
+) -> MasterWeights:
+    """Moves and casts the model in place, and returns the weights for the optimizer to update."""
+    check_device(settings, device)
+    model.to(device, settings.formats.update)
+    if channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return to_precision(model, settings.formats, device)
+
+
+def to_precision(model: nn.Module, precision: Precision, device: torch.device) -> MasterWeights:
+    """Casts the model in place; its master weights keep the values from before."""
+    before = clone_tensors(model)
+    cast_model(model, precision, device)
+    return MasterWeights(model, before)

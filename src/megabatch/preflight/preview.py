@@ -1,7 +1,8 @@
 """What a run would be: steps, parameter groups, bytes.  Nothing is started, and nothing is written."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -9,17 +10,20 @@ from msgspec import Struct
 from torch import nn
 from torch.func import functional_call
 
+from megabatch.config.reference_results import Findings, preflight
 from megabatch.config.resolve import make_model, plan_groups, plan_learning_rate, plan_run
 from megabatch.config.schema import RunConfig
-from megabatch.data.shapes import DataShape
-from megabatch.data.sources import NoSource, infer_shape
+from megabatch.data.catalog import NoSource, infer_shape
+from megabatch.data.sources.shapes import IMAGENET, DataShape
 from megabatch.models.catalog import model_errors
 from megabatch.models.loss import summed_loss
 from megabatch.planning.batch import StepPlan
+from megabatch.precision.cast import place_model
 from megabatch.precision.master_weights import gradients_of
-from megabatch.precision.place import place_model
-from megabatch.preflight.compare import Findings, preflight
-from megabatch.preflight.count import kept_for_backward
+from megabatch.preflight.count import count_workload, kept_for_backward
+from megabatch.simulate.job import Job
+from megabatch.simulate.step import AllReduceSettings
+from megabatch.simulate.workload import STORED, Workload, load_workload
 from megabatch.torch_api import BatchNormBase, FakeTensorMode
 
 ASSUMED_CLASSES = 10  # of images that are not there
@@ -145,3 +149,90 @@ def activation_bytes(config: RunConfig, model: nn.Module, image_shape: tuple[int
     except (RuntimeError, NotImplementedError):  # a forward that looks at values
         return None
     return sum(one.num_bytes for one in kept.values())
+
+
+# A recipe as the simulator takes it: its workload, batch, length and all-reduce.
+
+
+class RecipeJob(NamedTuple):
+    job: Job
+    has_images: bool  # else as many as ImageNet has are assumed
+
+
+def job_of_recipe(config: RunConfig) -> RecipeJob:
+    """Of as many ranks as one likes; the images need not be there."""
+    try:
+        shape, has_images = infer_shape(config.data), True
+    except NoSource:
+        shape, has_images = IMAGENET, False
+    comm = config.comm
+    job = Job(
+        name=config.name,
+        workload=workload_of(config, shape),
+        precision=config.precision.name,
+        all_reduce=AllReduceSettings(
+            dtype=comm.dtype,
+            algorithm=comm.algorithm,
+            bucket_mb=None if comm.bucket_mb == "auto" else comm.bucket_mb,
+        ),
+        global_batch=config.batch.global_batch,
+        microbatch=config.batch.microbatch,
+        num_train=shape.num_train,
+        num_test=shape.num_test,
+        epochs=config.train.epochs if config.train.steps is None else None,
+        num_steps=config.train.steps,
+        evaluate_every=config.train.evaluate_every,
+    )
+    return RecipeJob(job, has_images)
+
+
+def workload_of(config: RunConfig, shape: DataShape) -> Workload:
+    """The stored one if it is of this very network; else it is counted."""
+    model, image_size = config.model, config.data.image_size
+    if model.name in STORED and not model.options and not model.freeze and shape.num_channels == IMAGENET.num_channels:
+        stored = load_workload(model.name)
+        if (stored.image_size, stored.num_classes) == (image_size, shape.num_classes):
+            return stored
+    return count_workload(model, image_size, shape.num_classes, shape.num_channels)
+
+
+# How a run of so many ranks is started.
+
+USUAL_GPUS = 8  # of a host, where this one says nothing of the others
+# Not --rdzv-backend=c10d, nor --standalone, which takes it: they unpickle what they find at a port.
+RENDEZVOUS = "--node-rank=I --master-addr=HOST --master-port=29400"
+
+
+class Devices(Struct, frozen=True):
+    """What this machine has for ranks."""
+
+    kind: str  # cuda or cpu
+    count: int  # GPUs, or cores
+    is_telling: bool  # of other hosts: not if it merely has no GPU, where the run may be planned and not made
+
+    def can_run(self, num_ranks: int) -> bool:
+        return num_ranks <= self.count
+
+    def kind_for(self, num_ranks: int) -> str:
+        """What so many ranks would run on."""
+        return self.kind if self.is_telling or self.can_run(num_ranks) else "cuda"
+
+
+def start_commands(arguments: Sequence[str], num_ranks: int, here: Devices) -> list[str]:
+    """The lines to paste: here, or where there are as many GPUs, or on several hosts, on each of them.
+
+    Other hosts are taken to be as this one if that is telling; else, up to a usual host, the user fills in how many.
+    """
+    train = f"megabatch train {shlex.join(arguments)}"
+    alone = f"{train} --ranks {num_ranks}"
+    if here.can_run(num_ranks):
+        return [alone]
+    per_host = here.count if here.is_telling else USUAL_GPUS
+    fits_one = not here.is_telling and num_ranks <= USUAL_GPUS
+    if fits_one or num_ranks % per_host:
+        sizes, where = "--nnodes=HOSTS --nproc-per-node=GPUS", f"on each host I = 0, 1, ..., HOSTS x GPUS = {num_ranks}"
+    else:
+        sizes = f"--nnodes={num_ranks // per_host} --nproc-per-node={per_host}"
+        where = f"on each of {num_ranks // per_host} hosts, I = 0, 1, ..."
+    several = f"torchrun {sizes} {RENDEZVOUS} -m {train}  # {where}"
+    return [f"{alone}  # on a host with {num_ranks} GPUs", several] if fits_one else [several]

@@ -18,13 +18,12 @@ import msgspec
 import torch.distributed as dist
 
 from megabatch.errors import UserError
-from megabatch.ranks.activity import LastWords
 from megabatch.ranks.discover import NOT_KNOWN, RankInfo, rendezvous_address
 from megabatch.ranks.failures import FAILURE, Report, joined_key
-from megabatch.ranks.machine import host_identity
+from megabatch.ranks.machine import LOOPBACK, address_of, host_identity, listening_on
 from megabatch.ranks.signals import was_launched
-from megabatch.ranks.sockets import LOOPBACK, address_of, listening_on
 from megabatch.runs.files import LOCK
+from megabatch.telemetry.activity import LastWords
 
 TIMEOUT_S = 300.0  # as the store's own
 GRACE_S = 30.0

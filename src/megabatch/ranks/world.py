@@ -17,14 +17,28 @@ from msgspec import Struct
 from megabatch.errors import NotSaved, UserError, require_one_of
 from megabatch.planning.topology import Topology
 from megabatch.ranks import collectives
-from megabatch.ranks.activity import START_UP_TIMEOUT_S, Activity, LastWords
 from megabatch.ranks.backends import BACKENDS, Backend
 from megabatch.ranks.collectives import Difference
-from megabatch.ranks.devices import choose_index
 from megabatch.ranks.discover import RankInfo, discover
-from megabatch.ranks.sockets import notice_lost_hosts, on_loopback
+from megabatch.ranks.machine import notice_lost_hosts, on_loopback
 from megabatch.ranks.store import RankStore, await_end, gather_through, locate, report_end
+from megabatch.telemetry.activity import START_UP_TIMEOUT_S, Activity, LastWords
 from megabatch.torch_api import default_store
+
+# Which of the devices that a process sees is its own.
+
+
+def choose_index(local_rank: int, num_local_ranks: int, num_visible: int) -> int:
+    """Launchers let every rank see all devices of its host, or one of its own (srun --gpus-per-task=1)."""
+    if num_visible == 1:
+        return 0
+    if num_local_ranks > num_visible:
+        raise UserError(
+            f"{num_local_ranks} ranks on this host see {num_visible} devices, and each needs one of its own; "
+            f"nearest: {num_visible} ranks on a host"
+        )
+    return local_rank % num_visible
+
 
 Value = TypeVar("Value")
 

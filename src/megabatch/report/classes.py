@@ -4,13 +4,12 @@ import base64
 import binascii
 from collections.abc import Sequence
 
-from megabatch.report import figures, svg
-from megabatch.report.figure import figure, table
+from megabatch.report import numbers as figures
+from megabatch.report import svg
 from megabatch.report.html import Markup, tag
-from megabatch.report.scales import Scale
-from megabatch.report.svg import Frame
+from megabatch.report.svg import Frame, Scale, figure, table
 from megabatch.report.view import RunView
-from megabatch.runs.mistakes import Confusion, Example, Mistakes
+from megabatch.runs.records import Confusion, Example, Mistakes
 from megabatch.text import one_line
 
 FEW_CLASSES = 24  # all of which have a row of their own

@@ -2,19 +2,16 @@
 
 from collections.abc import Sequence
 
-from megabatch.intervals import Interval
-from megabatch.report import figures
-from megabatch.report.curves import EPOCHS, WALL_TIME, Along, Series, line_chart
-from megabatch.report.figure import Key, figure, grid, legend, section, table
+from megabatch.report import numbers as figures
 from megabatch.report.html import Markup, join, tag
-from megabatch.report.learning import in_percent, percent_label
+from megabatch.report.learning import EPOCHS, WALL_TIME, Along, Series, in_percent, line_chart, percent_label
 from megabatch.report.settings import UNSET, shown
-from megabatch.report.shares import PARTS
-from megabatch.report.thin import Curve, means
+from megabatch.report.svg import Key, figure, grid, legend, section, table
 from megabatch.report.time_charts import mean_bar, present
 from megabatch.report.verdict import findings_of, headline
-from megabatch.report.view import RunView
+from megabatch.report.view import PARTS, Curve, RunView, means
 from megabatch.runs.comparison import Difference, RunComparison, compare
+from megabatch.runs.intervals import Interval
 
 COLOURS = 6  # with a line style each; beyond that they come again
 

@@ -6,26 +6,28 @@ would run or be fetched, whatever stood in it.
 
 import base64
 import hashlib
+import os
 from collections.abc import Sequence
 from functools import cache
 from importlib import resources
+from pathlib import Path
 
 from megabatch import __version__
-from megabatch.report import figures, learning
+from megabatch.errors import UserError
+from megabatch.io.disk import remedy, write_file
+from megabatch.report import learning
+from megabatch.report import numbers as figures
 from megabatch.report.classes import class_charts, pictures
-from megabatch.report.event_chart import event_chart
-from megabatch.report.events import RunEvent, events_of, marked
-from megabatch.report.figure import grid, section
-from megabatch.report.findings import Finding
+from megabatch.report.events import RunEvent, event_chart, events_of, marked
 from megabatch.report.html import Child, Markup, raw, tag
 from megabatch.report.overlay import overlay
-from megabatch.report.pipeline_chart import pipeline_chart
-from megabatch.report.plan_table import bucket_table, plan_facts
+from megabatch.report.pipeline_chart import bucket_table, pipeline_chart, plan_facts
 from megabatch.report.rank_charts import rank_charts
 from megabatch.report.settings import environment_block, recipe_block
+from megabatch.report.svg import grid, section
 from megabatch.report.time_charts import mean_table, over_time_chart, summary_bar
-from megabatch.report.verdict import findings_of, headline
-from megabatch.report.view import RunView
+from megabatch.report.verdict import Finding, findings_of, headline
+from megabatch.report.view import RunView, read_run
 
 TITLES = {  # of sections, in their order
     "verdict": "Verdict",
@@ -219,3 +221,27 @@ def notes(texts: Sequence[str]) -> Markup | None:
 def footer() -> Markup:
     text = f"Written by megabatch {__version__} from the records in the run's folder. Nothing was fetched."
     return tag("footer", tag("p", text), tag("div", role="status", aria_live="polite", id="tip", hidden=True))
+
+
+# megabatch report: runs in, one file out.
+
+NAME = "report.html"
+MOST_RUNS = 50
+
+
+def default_path(paths: Sequence[Path]) -> Path:
+    """In the folder of a run; of several, in the current one."""
+    return paths[0] / NAME if len(paths) == 1 else Path(NAME)
+
+
+def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
+    """Where it is.  For its user alone, as a run's other files: it shows images and paths."""
+    if len(paths) > MOST_RUNS:
+        raise UserError(f"{len(paths)} runs are more than the {MOST_RUNS} that one page can show; give fewer")
+    paths = list({os.path.realpath(path): path for path in reversed(paths)}.values())[::-1]  # each once
+    views = [read_run(path) for path in paths]
+    out = default_path(paths) if out is None else out
+    try:
+        return write_file(out, page_of(views), is_private=True)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror or error}; {remedy(error)}, or give --out") from None

@@ -4,13 +4,11 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 
-from megabatch.report import figures, svg
-from megabatch.report.figure import figure, grid, table
+from megabatch.report import numbers as figures
+from megabatch.report import svg
 from megabatch.report.html import Markup
-from megabatch.report.ranks import RankDelay, RankDelays
-from megabatch.report.scales import scale_of, up_to_time
-from megabatch.report.svg import Frame
-from megabatch.report.view import RunView
+from megabatch.report.svg import Frame, figure, grid, scale_of, table, up_to_time
+from megabatch.report.view import RankDelay, RankDelays, RunView
 
 MOST_BARS = 128
 TOP = 16

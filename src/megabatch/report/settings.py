@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
-from megabatch.report.figure import folded, table
+from megabatch.io.toml import NotToml, parse_toml
 from megabatch.report.html import Child, Markup, tag
+from megabatch.report.svg import folded, table
 from megabatch.report.view import RunView
 from megabatch.runs.comparison import is_listed
 from megabatch.runs.settings import Value, flatten, is_same
 from megabatch.text import one_line
-from megabatch.toml import NotToml, parse_toml
 
 LONGEST_VALUE = 200
 LONGEST_CONFIG = 40_000  # letters that the page shows

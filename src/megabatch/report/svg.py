@@ -6,12 +6,132 @@ that light, dark and print share one drawing.  `plot` puts a title and a descrip
 focusable, and keeps beside it the numbers that report.js shows under the pointer.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from megabatch.report.html import Markup, join, json_block, tag
-from megabatch.report.scales import Scale
-from megabatch.report.thin import Curve, runs_of_numbers
+from megabatch.report import numbers as figures
+from megabatch.report.html import Child, Markup, join, json_block, tag
+from megabatch.report.view import Curve, finite, runs_of_numbers
+
+# Axes: which part of the numbers a chart shows, and round numbers along it.
+
+CLIP = 4.0  # times what nearly all values stay below: more is a spike, which would flatten the rest
+NEARLY_ALL = 0.98
+LARGEST = 1e290  # beyond which numbers are taken for it
+ALIKE = 1e-9
+
+
+class Scale(NamedTuple):
+    """From `low` to `high`; ticks with their labels."""
+
+    low: float
+    high: float
+    ticks: Sequence[tuple[float, str]]
+
+    def share(self, value: float) -> float:
+        """How far along it a value is, from 0 to 1."""
+        return min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
+
+
+def nice_step(length: float, most: int) -> float:
+    """The least of 1, 2, 2.5 and 5 times a power of ten that divides a length into at most so many parts."""
+    raw = length / most
+    power = 10.0 ** math.floor(math.log10(raw))
+    return next(factor * power for factor in (1, 2, 2.5, 5, 10, 20) if factor * power >= raw * 0.999999)
+
+
+def scale_of(
+    values: Sequence[float],
+    *,
+    most_ticks: int = 5,
+    zero: bool = False,
+    clip: bool = False,
+    label: Callable[[float], str] = figures.number,
+) -> Scale:
+    """Over all values that are numbers.  `zero`: from 0 on.  `clip`: without the spikes."""
+    known = [min(max(value, -LARGEST), LARGEST) for value in finite(values)] or [0.0, 1.0]
+    low, high = min(known), max(known)
+    if clip:
+        usual = sorted(known)[int(NEARLY_ALL * (len(known) - 1))]
+        high = max(low, min(high, CLIP * usual)) if usual > 0 else high
+    if zero:
+        low, high = min(0.0, low), max(0.0, high)
+    largest = max(abs(low), abs(high))
+    if high - low <= max(ALIKE * largest, 1 / LARGEST):  # no two ticks would differ
+        around = 0.1 * largest if largest > 1 / LARGEST else 0.5
+        low, high = low - around if low < 0 else max(0.0, low - around), high + around
+    step = nice_step(high - low, most_ticks)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    ticks = [place * step for place in range(first, last + 1)]
+    return Scale(ticks[0], ticks[-1], [(tick, label(tick)) for tick in ticks])
+
+
+def along(low: float, high: float, label: Callable[[float], str] = figures.count, most_ticks: int = 5) -> Scale:
+    """An x axis: it ends where the data end, and only its ticks are round."""
+    if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
+        high = low + 1.0
+    step = nice_step(high - low, most_ticks)
+    if label is figures.count:
+        step = max(1.0, step)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return Scale(low, high, [(place * step, label(place * step)) for place in range(first, last + 1)])
+
+
+TIME_STEPS_S = (
+    *(factor * 10.0**power for power in range(-6, 1) for factor in (1, 2, 5)),
+    *(10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 10_800, 21_600, 43_200, 86_400, 172_800, 604_800),
+)
+
+
+def along_time(end_s: float, most_ticks: int = 5) -> Scale:
+    """Wall time, with ticks at round times."""
+    if not math.isfinite(end_s) or end_s <= 0:
+        end_s = 1.0
+    step = next((s for s in TIME_STEPS_S if end_s / s <= most_ticks), 0.0) or nice_step(end_s, most_ticks)
+    return Scale(0.0, end_s, [(place * step, short_time(place * step, step)) for place in range(int(end_s / step) + 1)])
+
+
+def up_to_time(high_s: float, most_ticks: int = 4) -> Scale:
+    """A y axis of times, from 0 to the next tick above."""
+    scale = along_time(high_s, most_ticks)
+    step = scale.ticks[1][0] if len(scale.ticks) > 1 else high_s or 1.0
+    count = max(1, math.ceil(high_s / step - 1e-9))
+    return Scale(0.0, count * step, [(place * step, short_time(place * step, step)) for place in range(count + 1)])
+
+
+def short_time(value_s: float, step_s: float) -> str:
+    """0, 30 s, 5 min, 1:30 h, 2 d: no longer than a tick's label may be."""
+    if value_s == 0:
+        return "0"
+    if step_s < 1:
+        return (
+            f"{figures.number(value_s)} s"
+            if value_s >= 1
+            else f"{figures.number(1e3 * value_s)} ms"
+            if value_s >= 1e-3
+            else f"{figures.number(1e6 * value_s)} us"
+        )
+    if step_s < 60:
+        return f"{value_s:,.0f} s"
+    if step_s < 3600:
+        hours, minutes = divmod(round(value_s / 60), 60)
+        return f"{hours}:{minutes:02d} h" if hours else f"{minutes} min"
+    if step_s < 86_400:
+        return f"{value_s / 3600:,.0f} h"
+    return f"{value_s / 86_400:,.0f} d"
+
+
+def along_powers(values: Sequence[float]) -> Scale:
+    """A loss scale: in powers of two, with their exponents as values."""
+    known = [value for value in finite(values) if value > 0] or [1.0]
+    low, high = math.floor(math.log2(min(known))), math.ceil(math.log2(max(known)))
+    if high - low < 2:
+        low, high = low - 1, high + 1
+    step = max(1, round(nice_step(high - low, 4)))
+    ticks = list(range(low - low % step, high + step, step))
+    return Scale(ticks[0], ticks[-1], [(tick, f"2^{tick}") for tick in ticks])
+
 
 WIDTH, HEIGHT = 10_000, 1_000  # of the inner drawing
 FOOT_PX = 26  # under a plot, for the labels of its ticks
@@ -185,3 +305,115 @@ def histogram(name: str, title: str, about: str, frame: Frame, counts: Sequence[
         for place, (top, tip) in enumerate(zip(tops, tips, strict=True))
     ]
     return plot(name, title, about, frame.height_px + FOOT_PX, y_axis(frame), *bars, x_axis(frame.x, frame.height_px))
+
+
+# What every chart of the page has around it: a heading, a legend, and a table of its numbers.
+
+MOST_ROWS = 256
+LONG = 24  # rows, from which on a table scrolls
+
+
+class Key(NamedTuple):
+    """An entry of a legend."""
+
+    style: str
+    name: str
+    value: str = ""
+    form: str = "line"  # or box
+
+
+def legend(keys: Iterable[Key]) -> Markup:
+    return tag(
+        "ul",
+        *(
+            tag("li", swatch(key), tag("span", key.name), tag("b", key.value) if key.value else None, class_="key")
+            for key in keys
+        ),
+        class_="legend",
+    )
+
+
+def swatch(key: Key) -> Markup:
+    inner = (
+        tag("rect", class_=f"box {key.style}", width="12", height="12", rx="2")
+        if key.form == "box"
+        else tag("line", class_=f"line {key.style}", x1="1", x2="21", y1="6", y2="6")
+    )
+    width = "12" if key.form == "box" else "22"
+    return tag("svg", inner, width=width, height="12", aria_hidden="true", class_="swatch")
+
+
+def table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[Child]],
+    left: Sequence[int] = (0,),
+    most: int = MOST_ROWS,
+    hints: Sequence[int] = (),
+) -> Markup:
+    """The columns `left` are text, the others numbers.  Of a long one, its beginning.  A phone leaves out `hints`."""
+    rows = list(rows)
+
+    def cell(place: int, content: Child, kind: str = "td", **attributes: str) -> Markup:
+        style = " hint" * (place in hints) if place in left else "number" + " hint" * (place in hints)
+        return tag(kind, content, class_=style.strip() or None, **attributes)
+
+    body = [tag("tr", *(cell(place, content) for place, content in enumerate(row))) for row in rows[:most]]
+    if len(rows) > most:
+        body.append(tag("tr", tag("td", f"and {len(rows) - most:,} more", colspan=len(head), class_="more")))
+    names = tag("tr", *(cell(place, name, "th", scope="col") for place, name in enumerate(head)))
+    return tag(
+        "div",
+        tag("table", tag("thead", names) if any(head) else None, tag("tbody", *body)),
+        class_="scroll long" if len(rows) > LONG else "scroll",
+        tabindex="0",
+        role="region",
+        aria_label="Table",
+    )
+
+
+def folded(summary: str, *content: Child) -> Markup:
+    return tag("details", tag("summary", summary), *content)
+
+
+def figure(
+    key: str,
+    title: str,
+    about: Child,
+    drawing: Markup,
+    *,
+    keys: Sequence[Key] = (),
+    numbers: Markup | None = None,
+    note: str = "",
+    wide: bool = False,
+) -> Markup:
+    return tag(
+        "figure",
+        tag("figcaption", tag("h3", title), tag("p", about) if about else None),
+        legend(keys) if keys else None,
+        drawing,
+        tag("p", note, class_="note") if note else None,
+        folded("Numbers", numbers) if numbers is not None else None,
+        id=key,
+        class_="chart wide" if wide else "chart",
+    )
+
+
+def section(key: str, title: str, *content: Child, about: Child = None) -> Markup | None:
+    """None where nothing is in it."""
+    present = [child for child in content if child is not None]
+    if not present:
+        return None
+    heading = tag("h2", title, id=f"{key}-heading")
+    return tag(
+        "section",
+        heading,
+        tag("p", about, class_="about") if about else None,
+        *present,
+        id=key,
+        aria_labelledby=f"{key}-heading",
+    )
+
+
+def grid(*figures: Markup | None) -> Markup | None:
+    present = [chart for chart in figures if chart is not None]
+    return tag("div", join(present), class_="grid") if present else None

@@ -2,15 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 
-from megabatch.report import figures, svg
-from megabatch.report.curves import WALL_TIME, event_marks, rounded
+from megabatch.report import numbers as figures
+from megabatch.report import svg
 from megabatch.report.events import RunEvent
-from megabatch.report.figure import Key, figure, legend, swatch, table
 from megabatch.report.html import Markup, join, tag
-from megabatch.report.scales import Scale, along_time
-from megabatch.report.shares import NUM_BINS, PARTS, Part, bins_of, shares_of
-from megabatch.report.svg import Frame
-from megabatch.report.view import RunView
+from megabatch.report.learning import WALL_TIME, event_marks, rounded
+from megabatch.report.svg import Frame, Key, Scale, along_time, figure, legend, swatch, table
+from megabatch.report.view import NUM_BINS, PARTS, Part, RunView, bins_of, shares_of
 
 BAR_PX = 44
 FEWEST_BINS = 20

@@ -1,21 +1,26 @@
-"""Several runs side by side: in which settings they differ, what came of each, and what their seeds say.
-
-Runs that differ in nothing but the seed, and in what decides no number, are a group.  Its mean is over the seeds of
-runs that have finished: what an unfinished one has reached is not what it would have come to.  A seed that was run
-twice counts once, since a repetition tells nothing of other seeds; and where one diverged there is no mean, since that
-of the others would flatter the group.  `megabatch compare` prints this, and the report draws it.
-"""
+"""What came of a run: its summary, or for one that has none (it runs, or was killed) what its rows add up to."""
 
 import os
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from msgspec import Struct
 
 from megabatch.errors import UserError
-from megabatch.intervals import Interval, Spread, gap, paired_gap, spread
-from megabatch.runs.outcome import RunOutcome, read_outcome
+from megabatch.planning.topology import Topology
+from megabatch.runs import files
+from megabatch.runs.intervals import Interval, Spread, gap, paired_gap, spread
+from megabatch.runs.reader import (
+    is_running,
+    read_environment,
+    read_if_sound,
+    read_log,
+    read_records,
+    read_summary,
+)
+from megabatch.runs.records import EvaluationRecord, Record, Status, StepRecord, Straggler, Summary
 from megabatch.runs.settings import (
     SEED,
     SOURCE,
@@ -26,6 +31,170 @@ from megabatch.runs.settings import (
     is_same_source,
     read_settings,
 )
+from megabatch.runs.totals import RunTotals
+
+OutcomeStatus = Status | Literal["running", "killed"]
+VERSIONS = ("megabatch", "torch", "python", "system", "host")  # of env.json
+
+
+class RunOutcome(Struct, frozen=True, kw_only=True):
+    """What --json prints.  None is what the run has not come to, or does not record."""
+
+    path: str  # as it was given
+    status: OutcomeStatus
+    recipe: str | None
+    seed: int | None
+    global_batch: int | None
+    ranks: int | None
+    hosts: int | None
+    steps: int
+    skipped_steps: int
+    top1: float | None
+    top5: float | None
+    best_top1: float | None
+    test_loss: float | None
+    target_top1: float | None  # that was asked for, or else the run's own
+    time_to_target_s: float | None  # wall time of the first evaluation that reached it
+    steps_to_target: int | None  # of a target that was asked for, or of a run without a summary
+    wall_s: float | None
+    images_per_s: float | None
+    data_wait_share: float | None  # of the time of training steps
+    comm_wait_share: float | None
+    straggler: Straggler | None
+    resumed_from_step: int | None
+    skipped_images: int
+    resident_mb: float | None
+    device_mb: float | None
+    environment: dict[str, str]  # megabatch, torch, python, system, host, gpus
+
+
+class Reached(Struct, frozen=True):
+    """A target."""
+
+    wall_s: float
+    step: int | None = None  # None: the summary does not say
+
+
+def read_outcome(path: Path, settings: Mapping[str, Value], target: float | None = None) -> RunOutcome:
+    """`target`, if it is given, stands in for the run's own."""
+    batch, seed = whole(settings.get("batch.global")), whole(settings.get(SEED))
+    own_target = settings.get(TARGET)
+    own_target = float(own_target) if isinstance(own_target, int | float) else None
+    asked = own_target if target is None else target
+    is_live = is_running(path)
+    summary = None if is_live else read_summary(path)
+    if summary is None and not is_live and os.path.lexists(path / files.SUMMARY):
+        raise UserError(f"{path / files.SUMMARY} is damaged; remove the run, or train it again")
+    status: OutcomeStatus = summary.status if summary else "running" if is_live else "killed"
+    reached, wall_s = None, summary.wall_s if summary else None
+    if summary is None:
+        summary, reached, wall_s = add_up(path, batch, asked)
+    elif target is not None and target != own_target:
+        reached = first_to_reach(rows_of(path), target)
+    elif summary.time_to_target_s is not None:
+        reached = Reached(summary.time_to_target_s)
+    ranks, hosts = read_ranks_and_hosts(path)
+    name = settings.get("name")
+    return RunOutcome(
+        path=os.fsencode(path).decode(errors="replace"),
+        status=status,
+        recipe=name if isinstance(name, str) else None,
+        seed=seed,
+        global_batch=batch,
+        ranks=ranks,
+        hosts=hosts,
+        steps=summary.steps,
+        skipped_steps=summary.skipped_steps,
+        top1=summary.top1,
+        top5=summary.top5,
+        best_top1=summary.best_top1,
+        test_loss=summary.test_loss,
+        target_top1=asked,
+        time_to_target_s=reached.wall_s if reached else None,
+        steps_to_target=reached.step if reached else None,
+        wall_s=wall_s,
+        images_per_s=summary.images_per_s,
+        data_wait_share=summary.data_wait_share,
+        comm_wait_share=summary.comm_wait_share,
+        straggler=summary.straggler,
+        resumed_from_step=summary.resumed_from_step,
+        skipped_images=summary.skipped_images,
+        resident_mb=summary.resident_mb,
+        device_mb=summary.device_mb,
+        environment=read_versions(path),
+    )
+
+
+def whole(value: Value | None) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63 else None
+
+
+def add_up(path: Path, batch: int | None, target: float | None) -> tuple[Summary, Reached | None, float | None]:
+    """What a summary of the rows so far would say, when they reached the target, and the wall time so far."""
+    totals = RunTotals(global_batch=batch or 0, target_top1=None, resumed_from_step=resumed_from(path))
+    reached, wall_s = None, None
+    for record in rows_of(path):
+        if isinstance(record, StepRecord) and not (batch and record.images_per_s):
+            raise UserError(f"{path} is damaged: a step of no images; remove the run, or train it again")
+        totals.add(record, record.wall_s)
+        wall_s = record.wall_s
+        reached = reached or first_to_reach([record], target)
+    return totals.summary("stopped"), reached, wall_s
+
+
+def rows_of(path: Path) -> Iterator[Record]:
+    try:
+        yield from read_records(path)
+    except FileNotFoundError:  # it ended before its first row
+        return
+    except OSError as error:
+        raise UserError(f"{path / files.METRICS} cannot be read ({error.strerror}); see that it can be") from None
+
+
+def first_to_reach(rows: Iterable[Record], target: float | None) -> Reached | None:
+    for record in rows:
+        if target is not None and isinstance(record, EvaluationRecord) and record.top1 >= target:
+            return Reached(record.wall_s, record.step)
+    return None
+
+
+def resumed_from(path: Path) -> int | None:
+    """Where the last resumption began, by the log."""
+    begun = [entry.begins_at for entry in read_log(path) if entry.begins_at is not None]
+    return (begun[-1] or None) if begun else None
+
+
+class Planned(Struct):
+    """Of plan.json, who takes part."""
+
+    topology: Topology
+
+
+def read_ranks_and_hosts(path: Path) -> tuple[int | None, int | None]:
+    planned = read_if_sound(path / files.PLAN, Planned)
+    if planned:
+        return planned.topology.num_ranks, planned.topology.num_nodes
+    variables = read_environment(path).get("variables")
+    said = variables.get("WORLD_SIZE") if isinstance(variables, dict) else None
+    return int(said) if isinstance(said, str) and said.isdecimal() and len(said) < 10 else None, None
+
+
+def read_versions(path: Path) -> dict[str, str]:
+    """What explains that equal settings come to something else: versions, and the machine."""
+    found = read_environment(path)
+    versions: dict[str, object] = {key: found[key] for key in VERSIONS if key in found}
+    gpus = found.get("gpus")
+    if isinstance(gpus, list) and gpus:
+        versions["gpus"] = ", ".join(f"{count} x {name}" for name, count in Counter(map(str, gpus)).items())
+    return {key: str(value) for key, value in versions.items()}
+
+
+# Several runs side by side: in which settings they differ, what came of each, and what their seeds say.
+#
+# Runs that differ in nothing but the seed, and in what decides no number, are a group.  Its mean is over the seeds of
+# runs that have finished: what an unfinished one has reached is not what it would have come to.  A seed that was run
+# twice counts once, since a repetition tells nothing of other seeds; and where one diverged there is no mean, since
+# that of the others would flatter the group.  `megabatch compare` prints this, and the report draws it.
 
 FORMAT = 1
 # Of no setting: words about the recipe, and the folder, which is what the user has given.

@@ -7,22 +7,100 @@ checkpoints, the log and TensorBoard's events that were in it are gone.
 """
 
 import json
+import os
+import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
 
 import msgspec
 
-from megabatch.disk import Locked, make_private, open_own, remove_unfinished, take_lock, write_file
 from megabatch.errors import NotSaved, UserError
+from megabatch.io.disk import (
+    CHUNK_BYTES,
+    Locked,
+    make_private,
+    open_own,
+    open_to_append,
+    private,
+    remove_unfinished,
+    take_lock,
+    write_file,
+    writing,
+)
 from megabatch.runs.files import CONFIG, ENVIRONMENT, LOCK, LOG, METRICS, SUMMARY
 from megabatch.runs.outage import FIRST_PAUSE_S, Outage
+from megabatch.runs.reader import length_up_to
 from megabatch.runs.records import Record, Summary
-from megabatch.runs.rows import RowFile
 from megabatch.text import lines_of
+
+# metrics.jsonl, as it is appended to.
+#
+# What the disk does not take waits in memory, in order, and follows when it does: no row is lost or there twice,
+# though one may be cut in two for a while.  A file that is not in its place any more, or that the disk has failed to
+# keep, is written again from the descriptor that is still open: a removed file is there until that is closed.
+
+
+class RowFile:
+    """One thread appends, and another may sync."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        """Keeps the rows up to `step`."""
+        self.path = path
+        self.lock = threading.Lock()
+        self.waiting = bytearray()
+        self.is_suspect = False  # a sync has failed: the kernel may have forgotten what it was to write
+        self.descriptor = open_to_append(path)
+        try:
+            os.ftruncate(self.descriptor, length_up_to(path, step))
+        except OSError:
+            os.close(self.descriptor)
+            raise
+
+    def append(self, row: bytes) -> None:
+        with self.lock:
+            self.waiting += row
+
+    def flush(self) -> None:
+        """What waits is in the file when this returns."""
+        with self.lock:
+            while self.waiting:
+                count = os.write(self.descriptor, self.waiting)
+                del self.waiting[:count]
+
+    def sync(self) -> None:
+        """Every row so far is on the disk when this returns.  Rows may be appended meanwhile."""
+        self.flush()
+        try:
+            os.fsync(self.descriptor)
+        except OSError:
+            self.is_suspect = True
+            raise
+
+    def is_in_place(self) -> bool:
+        try:
+            return not self.is_suspect and os.path.samestat(self.path.stat(), os.fstat(self.descriptor))
+        except FileNotFoundError:
+            return False
+
+    def write_again(self) -> None:
+        with self.lock:
+            with writing(self.path) as new, open(new, "xb", opener=private) as file:
+                begin = 0
+                while chunk := os.pread(self.descriptor, CHUNK_BYTES, begin):
+                    file.write(chunk)
+                    begin += len(chunk)
+            before, self.descriptor = self.descriptor, open_to_append(self.path)
+            os.close(before)
+            self.is_suspect = False
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
 
 ROWS = "rows of metrics"
 MOST_WAITING_BYTES = 256 << 20  # of rows: half a million steps
@@ -142,3 +220,32 @@ def hold(folder: Path, setting: str = "run.dir") -> TextIO:
         raise UserError(
             f"{setting}={str(folder)!r} is in use by process {locked.holder}; wait for it, or give another {setting}"
         ) from None
+
+
+# Folders of runs that were given none: runs/<recipe>-<nnn>.
+
+RUNS = Path("runs")
+
+
+@contextmanager
+def numbering_lock() -> Iterator[None]:
+    """Of runs that start at the same moment, one after the other chooses its number and takes its folder."""
+    RUNS.mkdir(exist_ok=True)
+    with take_lock(RUNS / LOCK, wait=True):
+        yield
+
+
+def numbered_runs(name: str) -> list[Path]:
+    """The folders runs/<name>-<nnn>, in the order of their numbers."""
+    return sorted(
+        (path for path in RUNS.glob(f"{name}-*") if re.fullmatch(r"\d{3,}", path.name[len(name) + 1 :])), key=number_of
+    )
+
+
+def next_folder(name: str) -> Path:
+    earlier = numbered_runs(name)
+    return RUNS / f"{name}-{number_of(earlier[-1]) + 1 if earlier else 1:03d}"
+
+
+def number_of(path: Path) -> int:
+    return int(path.name.rpartition("-")[2])

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from megabatch.decoding import Undecodable, decode_json
 from megabatch.errors import UserError
+from megabatch.io.reading import Undecodable, decode_json
 from megabatch.runs.records import Count, Share
 from megabatch.text import is_plain
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megabatch.disk import remedy
+from megabatch.io.disk import remedy
 from megabatch.text import print_line
 
 Say = Callable[[str, str], None]  # a name of at most nine letters, and one line

@@ -12,18 +12,15 @@ from typing import BinaryIO, Literal, TypeVar
 import msgspec
 from msgspec import Struct
 
-from megabatch.decoding import Undecodable, decode_json, decode_with
-from megabatch.disk import is_locked
 from megabatch.errors import UserError
-from megabatch.planning.sound import MAX_BYTES, decode_tuning
+from megabatch.io.disk import is_locked
+from megabatch.io.reading import Undecodable, decode_json, decode_with, read_regular, reading
+from megabatch.io.toml import NotToml, read_toml
 from megabatch.planning.tuning import Tuning
-from megabatch.regular_files import read_regular, reading
+from megabatch.planning.validate import MAX_BYTES, decode_tuning
 from megabatch.runs import files
-from megabatch.runs.mistakes import Mistakes
-from megabatch.runs.records import Count, EvaluationRecord, Record, Status, StepRecord, Summary
-from megabatch.runs.step_trace import StepTrace
+from megabatch.runs.records import Count, EvaluationRecord, Mistakes, Record, Status, StepRecord, StepTrace, Summary
 from megabatch.text import one_line
-from megabatch.toml import NotToml, read_toml
 
 Content = TypeVar("Content")
 TAIL_BYTES = 16 << 10  # of metrics.jsonl, which mostly holds its last row: one that skipped images is longer

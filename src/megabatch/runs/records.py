@@ -8,7 +8,32 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, field
 
-from megabatch.runs.time_breakdown import Seconds, TimeBreakdown
+# What the time of making batches is spent on.
+
+Seconds = Annotated[float, Meta(ge=-1e6, le=1e15)]  # a difference of clocks may be a little less than nothing
+
+
+class TimeBreakdown(Struct):
+    """Seconds, by what they were spent on."""
+
+    read: Seconds = 0.0
+    decode: Seconds = 0.0
+    augment: Seconds = 0.0  # crop, resize, flip
+    copy: Seconds = 0.0  # to the device
+
+    @property
+    def total(self) -> float:
+        return self.read + self.decode + self.augment + self.copy
+
+    def add(self, other: "TimeBreakdown", factor: float = 1.0) -> None:
+        for part in self.__struct_fields__:
+            setattr(self, part, getattr(self, part) + factor * getattr(other, part))
+
+    def scaled(self, factor: float) -> "TimeBreakdown":
+        result = TimeBreakdown()
+        result.add(self, factor)
+        return result
+
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Passes = Annotated[float, Meta(ge=0, le=1e9)]  # over the training set
@@ -124,3 +149,65 @@ class Summary(Struct, frozen=True, kw_only=True):
     device_mb: Amount | None = None  # the most that rank 0 has taken of its accelerator; None on a CPU
     saves: SaveTimes
     time_to_target_s: Amount | None  # wall time of the first evaluation that reached train.target_top1
+
+
+# mistakes.json: what the newest evaluation of a run took for what, with pictures of a few test images.
+
+MOST_CONFUSIONS = 10_000  # pairs of classes that are kept, the most frequent ones
+MOST_CLASSES = 1_000  # beyond that, pairs are not counted: their matrix would be all-reduced
+
+
+class Confusion(Struct, frozen=True, array_like=True):
+    """So many images of one class were taken for another."""
+
+    label: Count
+    predicted: Count
+    count: Count
+
+
+class Example(Struct, frozen=True, kw_only=True):
+    """A test image that was taken for another class."""
+
+    sample: Count  # its number among the test images
+    label: Count
+    predicted: Count
+    confidence: Share  # softmax of the class that it was taken for
+    picture: Annotated[str, Meta(max_length=1 << 20)]  # a small PNG or JPEG, in base64
+
+
+class Mistakes(Struct, frozen=True, kw_only=True):
+    step: Count = 0  # after which it was evaluated
+    class_counts: list[Count]  # test images of each class
+    confusions: list[Confusion] | None  # the most frequent first; None: too many classes
+    examples: list[Example] = field(default_factory=list)  # the most confident first; [] with train.examples=0
+
+
+# step.json: one ordinary step of rank 0, and when each bucket of its gradients was ready and all-reduced.
+
+Lane = Literal["training", "node", "network"]
+
+
+class Span(Struct, frozen=True, kw_only=True):
+    """What a lane did; seconds since the step began."""
+
+    lane: Lane
+    name: str  # forward, backward, ...; of node and network the phase, such as "all_reduce in the node"
+    begin_s: Seconds
+    end_s: Seconds
+    bucket: Count | None = None  # of node and network; None: that of the step's metrics
+    is_wait: bool = False  # for other ranks, or for the network
+
+
+class TracedBucket(Struct, frozen=True, kw_only=True):
+    bucket: Count
+    num_bytes: Count
+    plan: str
+    ready_s: Seconds
+    reduced_s: Seconds
+
+
+class StepTrace(Struct, frozen=True, kw_only=True):
+    step: Count
+    duration_s: Seconds
+    spans: list[Span] = field(default_factory=list)
+    buckets: list[TracedBucket] = field(default_factory=list)

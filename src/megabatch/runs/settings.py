@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from megabatch.errors import UserError
+from megabatch.io.toml import NotToml, read_toml
 from megabatch.runs import files
 from megabatch.runs.reader import is_run, started_in
-from megabatch.toml import NotToml, read_toml
 
 # What does not change what is computed: sections, and settings.
 IRRELEVANT = (

@@ -10,13 +10,14 @@ from megabatch.runs.records import (
     Record,
     SaveTimes,
     Scale,
+    Seconds,
     Share,
     Status,
     StepRecord,
     Straggler,
     Summary,
+    TimeBreakdown,
 )
-from megabatch.runs.time_breakdown import Seconds, TimeBreakdown
 
 
 class RunTotals(Struct, kw_only=True):

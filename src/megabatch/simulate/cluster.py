@@ -16,8 +16,8 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct, field
 
 from megabatch.planning.cost import Link
-from megabatch.planning.engine import Engine
 from megabatch.planning.plan import CommDtype, EngineSum
+from megabatch.planning.stock import Engine
 from megabatch.planning.topology import Axis, ClusterShape
 from megabatch.simulate.cores import CoreCosts, cpu_links
 from megabatch.simulate.device import Curve, NotNegative, Positive

@@ -3,7 +3,7 @@
 import math
 
 from megabatch.errors import UserError
-from megabatch.planning.backward import GradientDtype
+from megabatch.planning.pipeline import GradientDtype
 from megabatch.simulate.cluster import Cluster
 from megabatch.simulate.device import DEVIATIONS, Curve, FittedCurve, fit_curve
 from megabatch.simulate.profile import Profile

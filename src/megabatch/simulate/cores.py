@@ -7,7 +7,7 @@ those of the cores (of all that ranks on them do),
 since bytes travel while others are added up, but for the first and the last of what follows each other.  What cores do
 (`CoreCosts`, one core's seconds per byte):
     ring         the backend's own all-reduce, of fp32: over all ranks, or between two members
-    exchange     the three stages of comm/process_group.py among more than two members
+    exchange     the three stages of comm/cpu/process_group.py among more than two members
     exchange_16  16 bits travel: with rounding
     memory       adding up, or copying, in the shared memory of a host
 Adding up is part of these, so gamma is 0.  Between hosts, cores also do what the plan does inside each host: parts of a
@@ -147,7 +147,7 @@ def core_s_per_byte(axis: Axis, shape: ClusterShape, dtype: CommDtype, costs: Co
 
 
 def in_stages(axis: Axis, shape: ClusterShape, dtype: CommDtype) -> bool:
-    """As comm/process_group.py: two members send each other everything, and fp32 over all ranks is the backend's."""
+    """As comm/cpu/process_group.py: two members send each other everything; fp32 over all ranks is the backend's."""
     is_backends = axis == "all" and dtype == "fp32"
     return shape.largest_group(axis) > 2 and not is_backends
 
@@ -156,7 +156,7 @@ def exchange_idle(axis: Axis, shape: ClusterShape, costs: CoreCosts) -> float:
     """How long the wire idles in an exchange, for each second of its bytes.
 
     Stages wait for the slowest of their messages.  Plain TCP that exchanges like this, without ranks
-    (benchmarks/exchange_stream.py), idles for 0.14, 0.25, 0.33, 0.38 and 0.41 on 2, 3, 4, 6 and 8 hosts, at 0.5 to
+    (bench/exchange_stream.py), idles for 0.14, 0.25, 0.33, 0.38 and 0.41 on 2, 3, 4, 6 and 8 hosts, at 0.5 to
     2.5 Gb/s much the same: about 0.55 (1 - 1/H)^2.  What one rank leaves idle, others of its host fill.
     """
     num_at_once = 1 if axis == "leaders" else shape.largest_node

@@ -21,7 +21,20 @@ from typing import Annotated, NamedTuple
 from msgspec import Meta, Struct
 
 from megabatch.errors import UserError, nearest
-from megabatch.simulate.line import Line
+
+# Seconds of a microbatch of b images: t(b) = t0 + c b.
+
+
+class Line(NamedTuple):
+    fixed_s: float  # t0
+    per_image_s: float  # c
+
+    def seconds(self, num_images: float) -> float:
+        return self.fixed_s + self.per_image_s * num_images
+
+    def times(self, fixed: float, per_image: float) -> "Line":
+        return Line(fixed * self.fixed_s, per_image * self.per_image_s)
+
 
 SHAPES = [*(quarter / 4 for quarter in range(400)), *range(100, 1001, 4)]  # r, in images, that are tried
 LEAST_SPREAD = 0.02  # relative: nobody's machine is known better

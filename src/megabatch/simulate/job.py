@@ -17,9 +17,8 @@ from megabatch.simulate.cluster import Cluster
 from megabatch.simulate.compute import GRADIENTS, default_precision, find_curve, require_memory
 from megabatch.simulate.profile import Profile
 from megabatch.simulate.request import ModelSettings
-from megabatch.simulate.scenario import Scenario
+from megabatch.simulate.scenario import RunLength, Scenario
 from megabatch.simulate.step import AllReduceSettings
-from megabatch.simulate.training import RunLength
 from megabatch.simulate.workload import Workload, scaled
 
 LARGEST_BATCH = 10**7  # images of a rank

@@ -13,11 +13,10 @@ from typing import Annotated, NamedTuple
 
 from msgspec import Meta, Struct
 
-from megabatch.decoding import Undecodable, decode_json
 from megabatch.errors import UserError
-from megabatch.given_files import LONGEST_JSON, NotText, read_bytes
-from megabatch.planning.backward import ELEMENT_BYTES, Gradient, GradientDtype, RecordedBackward
-from megabatch.simulate.line import Line
+from megabatch.io.reading import LONGEST_JSON, NotText, Undecodable, decode_json, read_bytes
+from megabatch.planning.pipeline import ELEMENT_BYTES, Gradient, GradientDtype, RecordedBackward
+from megabatch.simulate.device import Line
 
 FORMAT = 1
 Count = Annotated[int, Meta(ge=1, le=10**12)]

@@ -11,7 +11,9 @@
     fused   the buckets that end communication soonest (merging.py), or all of the size that is given
 """
 
+import math
 from collections.abc import Sequence
+from statistics import NormalDist
 from typing import Literal, NamedTuple
 
 from msgspec import Struct
@@ -19,16 +21,36 @@ from msgspec.structs import replace
 
 from megabatch.errors import UserError
 from megabatch.planning.algorithms import ALGORITHMS
-from megabatch.planning.backward import RecordedBackward
 from megabatch.planning.choosing import choose_buckets, price
-from megabatch.planning.engine import engine_plans, price_engine
-from megabatch.planning.pipeline import Costs, exposed_s, pass_through
+from megabatch.planning.pipeline import Costs, RecordedBackward, exposed_s, pass_through
 from megabatch.planning.plan import CommDtype, Plan
+from megabatch.planning.stock import engine_plans, price_engine
 from megabatch.planning.topology import ClusterShape
 from megabatch.planning.tuning import Bucket
-from megabatch.simulate.cluster import Cluster, Cpu
+from megabatch.simulate.cluster import Cluster, Cpu, Jitter
 from megabatch.simulate.cores import StepTime, core_seconds, cores_of
-from megabatch.simulate.jitter import jitter_s
+
+# What a step loses because it waits for the slowest rank.  p ranks, k of them in a node.
+#
+# Noise: the step times of a rank spread by a factor sigma, and the slowest of p lies sigma m(p) above the mean; m(p)
+# is the expected maximum of p normal numbers (Blom 1958: the quantile at (p - 3/8) / (p + 1/4)).
+# Stalls: a rank is held up with probability q a step (a page fault, a link that retries, garbage collection), for
+# an exponential time of mean D; all wait for the longest of the p q that are expected, about D ln(1 + p q).
+# The first hardly grows with p and the second does, as the logs of large runs show.
+#
+# A device's speed was measured on whole nodes, so only what lies beyond a node is counted.
+
+
+def jitter_s(jitter: Jitter, shape: ClusterShape, computing_s: float) -> float:
+    p, k = shape.num_ranks, shape.largest_node
+    noise_s = computing_s * jitter.noise * (slowest_of(p) - slowest_of(k))
+    return noise_s + jitter.stall_ms / 1e3 * math.log1p((p - k) * jitter.stalls_per_step)
+
+
+def slowest_of(num_ranks: int) -> float:
+    """The expected maximum of so many normal numbers, in deviations."""
+    return NormalDist().inv_cdf((num_ranks - 0.375) / (num_ranks + 0.25))
+
 
 Overlap = Literal["auto", "none", "layer", "fused"]
 OVERLAPS: tuple[Overlap, ...] = ("auto", "none", "layer", "fused")

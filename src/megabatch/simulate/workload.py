@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from megabatch.errors import UserError, nearest
-from megabatch.planning.backward import ELEMENT_BYTES, Gradient, GradientDtype, RecordedBackward
+from megabatch.planning.pipeline import ELEMENT_BYTES, Gradient, GradientDtype, RecordedBackward
 
 FOLDER = resources.files("megabatch.simulate") / "workloads"
 STORED = ("resnet50", "alexnet", "alexnet_bn")

@@ -1,0 +1,178 @@
+"""megabatch bench optimizer: one step of LARS, ours against its peers' and against torch's fused SGD.
+
+Every arm has the weights, gradients, groups and settings of the same network; biases and normalisation layers have no
+decay and no trust ratio in any of them.  Arms take turns, the order turned every round; before a step, outside of its
+time, the gradients are written anew, as a backward pass would (and because the peers leave others behind).  A step's
+time is the median over rounds; ratios are medians of ratios within a round, whose neighbours share the machine's mood.
+ours        LARS as `megabatch train` makes it (you2017: the rate inside the momentum)
+peers       pytorch_optimizer's LARS, tensor by tensor and with foreach; timm's Lars, which has one way.  Both keep the
+            rate outside.  `peer` names the fastest, and `peer_lars_s` is its time
+sgd_fused   torch.optim.SGD(fused=True) with momentum: what a step costs without trust ratios
+checked     ours, and sgd_fused, after the norm of the whole gradient, as `megabatch train` looks for inf and NaN: LARS
+            takes the norms of its step from there, and SGD has none
+limit       4 bytes x (7 for each weight with a trust ratio: w and g read for the norms, w, g, v read and w, v written;
+            5 for the others), over the bandwidth of torch.add(a, b, out=a), which reads two tensors and writes one, on
+            64 MiB each, with the same threads, in the same rounds.  Weights that stay in the cache from the norms to
+            the update can be faster than that.
+"""
+
+import importlib
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megabatch.models.catalog import ModelSettings, build_model
+from megabatch.optim.groups import parameter_groups
+from megabatch.optim.lars import LARS
+from megabatch.optim.optimizers import OPTIMIZERS, OptimSettings, gradient_norm
+from megabatch.ranks.machine import usable_cores
+from megabatch.torch_api import allow_torchvision_without_extension
+from megabatch_lab.bench.report import report
+
+NETWORKS = ("resnet50", "alexnet")
+OWN = ("ours", "ours_checked", "sgd_fused", "sgd_checked")
+RATE, MOMENTUM, DECAY, TRUST = 0.1, 0.9, 5e-5, 0.001
+BANDWIDTH_BYTES = 64 << 20
+
+Groups = list[dict[str, Any]]
+Arm = Callable[[], object]
+
+
+def run(networks: Sequence[str], rounds: int, json_file: Path | None) -> None:
+    threads_before = torch.get_num_threads()
+    rows = []
+    try:
+        for name in networks:
+            for threads in sorted({1, len(usable_cores())}):
+                torch.set_num_threads(threads)
+                rows.append(measure(name, threads, rounds))
+    finally:
+        torch.set_num_threads(threads_before)
+    report(rows, json_file)
+    if any(row["pytorch_optimizer_s"] is None or row["timm_s"] is None for row in rows):
+        print("peers that are not installed were left out; `make .venv/installed-dev` installs them")
+
+
+def measure(name: str, threads: int, rounds: int) -> dict[str, Any]:
+    with torch.device("meta"):
+        network = build_model(ModelSettings(name=name), seed=1, num_classes=1000, in_channels=3, image_size=224)
+    groups = parameter_groups(network, DECAY)
+    source = [random_like(parameter) for parameter in trained(groups)]
+    arms: dict[str, torch.optim.Optimizer] = {
+        "ours": OPTIMIZERS["lars"](
+            copies(groups),
+            OptimSettings(
+                name="lars", learning_rate=RATE, momentum=MOMENTUM, weight_decay=DECAY, trust_coefficient=TRUST
+            ),
+        ),
+        "sgd_fused": torch.optim.SGD(copies(groups), lr=RATE, momentum=MOMENTUM, fused=True),
+        **peers(groups),
+    }
+    moved = [torch.ones(BANDWIDTH_BYTES // 4) for _ in range(2)]
+    steps: dict[str, Arm] = {arm: optimizer.step for arm, optimizer in arms.items()}
+    for arm, of in (("ours_checked", "ours"), ("sgd_checked", "sgd_fused")):
+        arms[arm], steps[arm] = arms[of], partial(step_checked, arms[of])
+    times: dict[str, list[float]] = {arm: [] for arm in (*arms, "bandwidth")}
+    names = list(times)
+    for turn in range(-2, rounds):  # two rounds make the momentum buffers and warm up
+        for arm in names[turn % len(names) :] + names[: turn % len(names)]:
+            if arm == "bandwidth":
+                took_s = time_call(lambda: torch.add(moved[0], moved[1], out=moved[0]))
+            else:
+                write_gradients(arms[arm], source)
+                took_s = time_call(steps[arm])
+            if turn >= 0:
+                times[arm].append(took_s)
+    return describe(name, threads, rounds, groups, times)
+
+
+def describe(name: str, threads: int, rounds: int, groups: Groups, times: dict[str, list[float]]) -> dict[str, Any]:
+    seconds = {arm: statistics.median(taken) for arm, taken in times.items()}
+    peer_arms = [arm for arm in times if arm not in (*OWN, "bandwidth")]
+    peer = min(peer_arms, key=seconds.__getitem__, default=None)
+    bytes_per_s = 3 * BANDWIDTH_BYTES / seconds["bandwidth"]
+    num_bytes = sum(
+        (7 if group["trust_ratio"] else 5) * 4 * parameter.numel() for group in groups for parameter in group["params"]
+    )
+    return {
+        "model": name,
+        "threads": threads,
+        "parameters": sum(parameter.numel() for parameter in trained(groups)),
+        "rounds": rounds,
+        "ours_s": seconds["ours"],
+        "peer_lars_s": seconds[peer] if peer else None,
+        "peer": peer,
+        "sgd_fused_s": seconds["sgd_fused"],
+        "limit_s": num_bytes / bytes_per_s,
+        "ratio_to_peer": median_ratio(times[peer], times["ours"]) if peer else None,
+        "ratio_to_sgd": median_ratio(times["ours"], times["sgd_fused"]),
+        "ours_checked_s": seconds["ours_checked"],
+        "sgd_checked_s": seconds["sgd_checked"],
+        "bandwidth_gb_per_s": bytes_per_s / 1e9,
+        **{f"{arm}_s": seconds.get(arm) for arm in ("pytorch_optimizer", "pytorch_optimizer_foreach", "timm")},
+    }
+
+
+def peers(groups: Groups) -> dict[str, torch.optim.Optimizer]:
+    """Those that are installed."""
+    found: dict[str, torch.optim.Optimizer] = {}
+    pytorch_optimizer = import_or_none("pytorch_optimizer")
+    if pytorch_optimizer:  # its skip rule is "one dimension", which is the same in these networks
+        for arm, foreach in (("pytorch_optimizer", False), ("pytorch_optimizer_foreach", True)):
+            found[arm] = pytorch_optimizer.LARS(
+                copies(groups), lr=RATE, momentum=MOMENTUM, trust_coefficient=TRUST, foreach=foreach
+            )
+    allow_torchvision_without_extension()  # timm imports it
+    timm = import_or_none("timm.optim")
+    if timm:  # its skip rule is "no decay"
+        found["timm"] = timm.Lars(copies(groups), lr=RATE, momentum=MOMENTUM, trust_coeff=TRUST, eps=0.0)
+    return found
+
+
+def import_or_none(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+def copies(groups: Groups) -> Groups:
+    """The same groups with weights of their own, the same in every arm."""
+    return [group | {"params": [nn.Parameter(random_like(each)) for each in group["params"]]} for group in groups]
+
+
+def step_checked(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.gradient_norm() if isinstance(optimizer, LARS) else gradient_norm(optimizer)
+    optimizer.step()
+
+
+def random_like(parameter: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(parameter.numel())
+    return torch.randn(parameter.shape, generator=generator).mul_(0.02)
+
+
+def trained(groups: Iterable[dict[str, Any]]) -> list[Tensor]:
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def write_gradients(optimizer: torch.optim.Optimizer, source: Iterable[Tensor]) -> None:
+    for parameter, gradient in zip(trained(optimizer.param_groups), source, strict=True):
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter)
+        parameter.grad.copy_(gradient)
+
+
+def time_call(call: Arm) -> float:
+    started_s = time.perf_counter()
+    call()
+    return time.perf_counter() - started_s
+
+
+def median_ratio(above: Iterable[float], below: Iterable[float]) -> float:
+    return statistics.median(one / other for one, other in zip(above, below, strict=True))

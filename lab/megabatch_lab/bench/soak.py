@@ -1,0 +1,228 @@
+"""megabatch bench soak: whether a long run stays as it was: its memory, threads, files and speed.
+
+A tiny network learns from a folder of JPEGs, on ranks of this machine: reader threads, the all-reduce in shared memory,
+an evaluation and a checkpoint every 100 steps.  POINTS times, evenly over the steps, every process (ranks
+and launcher) is looked at from outside:
+    memory_mb      its own memory, without the pages of files
+    shared_mb      its share of shared memory
+    shared_maps    mappings of files in /dev/shm
+    threads, descriptors, and for the launcher processes: those that it has started, and theirs
+    shm_files      files in /dev/shm that one of them has made or holds; after the end: that are still there
+The first tenth of the steps is warm-up: caches fill, and allocators settle.  `first` is from the second tenth, `last`
+from the last.  Memory is flat if its median has grown by at most GROWTH (of itself, in 10,000 steps) or NOISE_MB;
+all else is flat if the least of the last tenth is not above that of the first: what is opened and closed again, such as
+a checkpoint's file, is not held.
+    steps_per_s    medians between points, evaluations and checkpoints included, of the first tenth without its first
+                   point (start-up) and of the last.  The last may be slower by SLOWER, or by the distance between the
+                   quartiles of either tenth, if that is more.  What others compute meanwhile is said.
+"""
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from megabatch.data.catalog import load_data_set
+from megabatch.data.settings import DataSettings
+from megabatch.errors import UserError
+from megabatch.runs.reader import last_record
+from megabatch_lab.bench.process_figures import (
+    busy_s,
+    cpu_s,
+    descendants,
+    environment,
+    read_figures,
+    shared_memory_files,
+)
+from megabatch_lab.bench.report import print_lines, show, write
+
+POINTS = 100
+GROWTH, NOISE_MB, SLOWER = 0.01, 2.0, 0.05
+BUSY_CORES = 0.2  # of others, from which on speeds cannot be compared
+CLASSES, IMAGES_PER_CLASS = 4, 50
+EVERY_S = 0.02  # between looks at how far the run is
+OVERRIDES = [
+    "model.name=tiny_cnn",
+    "model.options.hidden=32",
+    "data.image_size=16",
+    "data.validation=0.2",
+    "batch.global=16",
+    "batch.micro=8",
+    "train.evaluate_every=10",  # epochs of 10 steps
+    "checkpoint.every_steps=100",
+]
+
+
+class Point(NamedTuple):
+    step: int
+    seconds: float
+    other_s: float  # of the cores, computed by others, since the machine was started
+    figures: dict[tuple[str, str], float]  # (process, name)
+
+
+def run(num_steps: int, num_ranks: int, json_file: Path | None) -> bool:
+    """True if nothing has grown or slowed down."""
+    if not Path("/proc/self/smaps_rollup").exists():
+        raise UserError("bench soak reads /proc/PID/smaps_rollup, which this system does not have; run it on Linux")
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        make_photos(folder / "photos")
+        points, left = watch(folder, num_steps, num_ranks)
+    if any(len(tenth(points, num_steps, number)) < 3 for number in (0, 1, 9)):
+        raise UserError(f"--steps {num_steps} were over before they could be watched; try --steps {10 * num_steps}")
+    rows = [*compare(points, num_steps), compare_speed(points, num_steps)]
+    rows.append(row_of("after the end", "shm_files", 0.0, float(len(left)), 0.0))
+    print_lines([{name: shown(value) for name, value in row.items()} for row in rows])
+    write([{"steps": num_steps, "ranks": num_ranks, "points": len(points), **row} for row in rows], json_file)
+    others = cores_of_others(points, num_steps)
+    if others > BUSY_CORES:
+        print(
+            f"something else kept {others:.1f} cores busy: the speed is not the run's own; measure on a quiet machine"
+        )
+    changed = [f"{row['process']}: {row['figure']}" for row in rows if not row["flat"]]
+    print(f"not flat: {', '.join(changed)}" if changed else f"flat over {num_steps:,} steps on {num_ranks} ranks")
+    return not changed
+
+
+def make_photos(folder: Path) -> None:
+    images = load_data_set(DataSettings(source="fashion-mnist-10k", image_size=28)).train
+    pixels = images.read(np.arange(CLASSES * IMAGES_PER_CLASS))[:, 0].numpy()
+    for number, grey in enumerate(pixels):
+        path = folder / f"class{number % CLASSES}" / f"{number:03d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(grey).resize((48, 40)).convert("RGB").save(path, quality=90)
+
+
+def watch(folder: Path, num_steps: int, num_ranks: int) -> tuple[list[Point], set[str]]:
+    """The points of a run, and its files that are left in /dev/shm."""
+    points: list[Point] = []
+    pids: set[int] = set()
+    files: set[str] = set()
+    due = 1
+    with training(folder, num_steps, num_ranks) as process:
+        while process.poll() is None:
+            time.sleep(EVERY_S)
+            record = last_record(folder / "run")
+            if record and record.step >= due:
+                # One that has ended just now is at its last step: the run is over, and so is the watch.
+                with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+                    alive = {process.pid: "launcher"} | ranks_below(process.pid)
+                    pids |= set(alive)
+                    if len(alive) == 1 + num_ranks:
+                        points.append(look(record.step, alive, files))
+                due = max(due, record.step) + num_steps // POINTS
+    left = {name for name in files | shared_memory_files(pids) if Path("/dev/shm", name).exists()}
+    return points, left
+
+
+@contextmanager
+def training(folder: Path, num_steps: int, num_ranks: int) -> Iterator["subprocess.Popen[bytes]"]:
+    words = ["train", "photos", f"data.source={folder / 'photos'}", f"run.dir={folder / 'run'}", *OVERRIDES]
+    command = [sys.executable, "-m", "megabatch", *words, f"train.steps={num_steps}", "--ranks", str(num_ranks)]
+    log = folder / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+        before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        try:
+            yield process
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            process.terminate()
+            process.wait()
+    if process.returncode:
+        *_, line = ["", *log.read_text().splitlines()]
+        raise UserError(f"the run that was watched ended with code {process.returncode}: {line}; train it by itself")
+
+
+def ranks_below(launcher: int) -> dict[int, str]:
+    ranks: dict[int, str] = {}
+    for pid in descendants(launcher):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            rank = environment(pid).get("RANK")
+            ranks |= {pid: f"rank {rank}"} if rank else {}
+    return ranks
+
+
+def look(step: int, names: dict[int, str], files: set[str]) -> Point:
+    figures: dict[tuple[str, str], float] = {}
+    for pid, process in names.items():
+        figures |= {(process, name): float(value) for name, value in read_figures(pid).items()}
+        if process == "launcher":
+            figures[process, "processes"] = float(len(descendants(pid)))
+    found = shared_memory_files(set(names))
+    files |= found
+    figures["all", "shm_files"] = float(len(found))
+    return Point(step, time.perf_counter(), busy_s() - sum(map(cpu_s, [*names, os.getpid()])), figures)
+
+
+def compare(points: Sequence[Point], num_steps: int) -> list[dict[str, Any]]:
+    """A row for each figure of each process."""
+    before, after = tenth(points, num_steps, 1), tenth(points, num_steps, 9)
+    apart = statistics.median(p.step for p in after) - statistics.median(p.step for p in before)
+    rows = []
+    for process, name in before[0].figures:
+        earlier, later = ([point.figures[process, name] for point in part] for part in (before, after))
+        if name == "memory_mb":
+            first, last = statistics.median(earlier), statistics.median(later)
+            allowed = max(NOISE_MB, GROWTH * first * apart / 10_000)
+        else:
+            first, last, allowed = min(earlier), min(later), 0.0
+        rows.append(row_of(process, name, first, last, allowed))
+    return rows
+
+
+def compare_speed(points: Sequence[Point], num_steps: int) -> dict[str, Any]:
+    early, late = (rates(tenth(points, num_steps, number)) for number in (0, 9))
+    first, last = statistics.median(early), statistics.median(late)
+    allowed = max(SLOWER * first, *(spread(part) for part in (early, late)))
+    return row_of("all", "steps_per_s", first, last, allowed, worse=first - last)
+
+
+def cores_of_others(points: Sequence[Point], num_steps: int) -> float:
+    """Those that something else kept busy, in the first or the last tenth, whichever is more."""
+    parts = [tenth(points, num_steps, number) for number in (0, 9)]
+    return max((part[-1].other_s - part[0].other_s) / (part[-1].seconds - part[0].seconds) for part in parts)
+
+
+def rates(points: Sequence[Point]) -> list[float]:
+    return [(b.step - a.step) / (b.seconds - a.seconds) for a, b in pairwise(points)]
+
+
+def spread(values: Sequence[float]) -> float:
+    """The distance between the quartiles."""
+    low, _, high = statistics.quantiles(values, n=4)
+    return high - low
+
+
+def tenth(points: Sequence[Point], num_steps: int, number: int) -> list[Point]:
+    return [point for point in points if (point.step - 1) * 10 // num_steps == number]
+
+
+def shown(value: Any) -> str:
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else show(value)
+
+
+def row_of(
+    process: str, figure: str, first: float, last: float, allowed: float, worse: float | None = None
+) -> dict[str, Any]:
+    worse = last - first if worse is None else worse
+    return {
+        "process": process,
+        "figure": figure,
+        "first": first,
+        "last": last,
+        "change": last - first,
+        "allowed": allowed,
+        "flat": worse <= allowed,
+    }

@@ -1,0 +1,260 @@
+"""megabatch bench startup: what one rank of thousands does until its first step, and in a step, without the others.
+
+One process is rank 0 of a mirrored world: every collective gives what it would if all ranks held what this one holds
+(rehearsal/backends.py), on a CUDA that is not there (rehearsal/fake_cuda.py), with 8 ranks to a node.  It starts the
+real trainer on the recipe `smoke` with LARS: no network, no GPU and no NCCL is measured, but what is asked of them.
+    seconds             from joining the ranks to the first step, without measuring links; of this process alone, the
+                        median over rounds
+    bytes               that this rank sends and receives in order to agree with the others
+    bytes_a_rank        what of these each further rank adds: the rest is the same for any number of ranks
+    weights_bytes       DDP's own broadcast of the weights, and the gradients of the warm-up pass
+    links_mb            what is sent on purpose, to measure links
+    store_requests      of a rank other than 0
+    rank_0_requests     of rank 0, for as many ranks at a real store (TCPStore), whose keys this process sets;
+    rank_0_seconds      it names all ranks in each, so its bytes grow with them
+    rank_0_store_bytes
+    launches_per_step   of kernels and collectives in a steady step, the most over flat, hierarchical and torus in fp32
+    syncs_per_step      and fp16; and how often its host waits for the device
+"""
+
+import math
+import statistics
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch.distributed as dist
+
+from megabatch.comm import api as hook
+from megabatch.comm import tune
+from megabatch.config.loading import load_config, silent
+from megabatch.config.schema import RunConfig
+from megabatch.errors import UserError
+from megabatch.planning.algorithms import ALGORITHMS
+from megabatch.planning.topology import regular
+from megabatch.ranks.discover import RankInfo
+from megabatch.ranks.store import KEYS_AT_ONCE, agree_on_name
+from megabatch.training.loop import train
+from megabatch.training.parts import Training
+from megabatch.training.prepare import WarmUpPass, prepare
+from megabatch_lab.bench.report import report
+from megabatch_lab.rehearsal import backends, counting_store, fake_cuda
+
+RANKS_PER_NODE, MICROBATCH = 8, 2
+PRECISIONS = ("fp32", "fp16")
+STEADY_STEP = 14  # DDP takes the time of its first ten
+AGREEING, WEIGHTS, LINKS = "agreeing", "weights", "links"  # what bytes are sent for
+
+
+class CountingStore(counting_store.CountingStore):
+    """Also of requests with many keys."""
+
+    def has_extended_api(self) -> bool:
+        return bool(self.inner.has_extended_api())  # nobody is asked
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        values: list[bytes] = self.inner.multi_get(keys)
+        self.count("multi_get", *keys, *values)
+        return values
+
+    def multi_set(self, keys: list[str], values: list[str]) -> None:
+        self.count("multi_set", *keys, *values)
+        self.inner.multi_set(keys, values)
+
+    @property
+    def num_requests(self) -> int:
+        return sum(self.requests.values())
+
+
+class Start(NamedTuple):
+    """What it took to start."""
+
+    seconds: float
+    bytes_for: dict[str, int]
+    bytes_a_rank: float
+    store_requests: int
+
+
+class Span(NamedTuple):
+    """Of a function that was called."""
+
+    places: range  # of its collectives in the log
+    seconds: float
+
+
+class Agreement(NamedTuple):
+    """What it took a rank to agree with the others on a name."""
+
+    seconds: float
+    store: CountingStore
+
+
+class Step(NamedTuple):
+    num_launches: int
+    num_syncs: int
+
+
+def read_numbers(text: str) -> list[int]:
+    """8,256,2048"""
+    words = text.split(",")
+    if not all(word.isdecimal() and int(word) and int(word) % RANKS_PER_NODE == 0 for word in words):
+        raise UserError(
+            f"--ranks {text} must be numbers with commas, each a multiple of {RANKS_PER_NODE} ranks to a node"
+        )
+    return [int(word) for word in words]
+
+
+def run(numbers: list[int], rounds: int, json_file: Path | None) -> None:
+    reason = fake_cuda.why_not()
+    if reason:
+        raise UserError(f"bench startup rehearses CUDA on the CPU and {reason}")
+    fake_cuda.install()
+    with started(config_for(RANKS_PER_NODE), RANKS_PER_NODE):  # imports, which take seconds
+        pass
+    rows = [measure(num_ranks, rounds) for num_ranks in numbers]
+    report(rows, json_file)
+    for line in growth(rows):
+        print(line)
+
+
+def measure(num_ranks: int, rounds: int) -> dict[str, Any]:
+    rank_0, rank_1 = agree(num_ranks)
+    starts = [start(num_ranks) for _ in range(rounds)]
+    steps = [steady_step(num_ranks, name, precision) for name in ALGORITHMS for precision in PRECISIONS]
+    begun = starts[0]
+    return {
+        "ranks": num_ranks,
+        "seconds": statistics.median(each.seconds for each in starts),
+        "bytes": begun.bytes_for[AGREEING] + rank_1.store.num_bytes,
+        "bytes_a_rank": begun.bytes_a_rank,
+        "weights_bytes": begun.bytes_for[WEIGHTS],
+        "links_mb": begun.bytes_for[LINKS] / 1e6,
+        "store_requests": rank_1.store.num_requests + begun.store_requests,
+        "rank_0_requests": rank_0.store.num_requests + begun.store_requests,
+        "rank_0_seconds": rank_0.seconds,
+        "rank_0_store_bytes": rank_0.store.num_bytes,
+        "launches_per_step": max(step.num_launches for step in steps),
+        "syncs_per_step": max(step.num_syncs for step in steps),
+    }
+
+
+def growth(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """How figures grow between the last two rows: before these there may be one node, on which less is to be done."""
+    if len(rows) < 2:
+        return
+    before, last = rows[-2:]
+    more = {name: last[name] - before[name] for name in last}
+    doublings = math.log2(last["ranks"] / before["ranks"])
+    yield f"from {before['ranks']:,} to {last['ranks']:,} ranks"
+    for name in ("bytes", "rank_0_store_bytes"):
+        yield f"  {name} grow by {more[name] / more['ranks']:,.0f} a rank"
+    for name in ("seconds", "rank_0_seconds"):
+        yield f"  {name} grow by {more[name] / doublings:.3f} a doubling of the ranks"
+    for name in ("store_requests", "rank_0_requests", "launches_per_step", "syncs_per_step"):
+        yield f"  {name} " + (f"grow by {more[name]:,}" if more[name] else "are the same")
+
+
+def config_for(num_ranks: int, *overrides: str) -> RunConfig:
+    sizes = [f"batch.micro={MICROBATCH}", f"batch.global={MICROBATCH * num_ranks}", "optim.name=lars"]
+    short = [f"train.steps={STEADY_STEP + 2}", "train.evaluate_every=0", "run.threads=1", "run.device=cuda"]
+    return load_config("smoke", [*sizes, *short, *overrides], report=silent)
+
+
+@contextmanager
+def started(config: RunConfig, num_ranks: int, store: Any = None) -> Iterator[Training]:
+    topology = regular(num_ranks // RANKS_PER_NODE, RANKS_PER_NODE)
+    with ExitStack() as stack:
+        # `prepare` makes no store of its own: the ranks that it would wait for are not there.
+        found_by = mock.Mock(store=store or dist.HashStore(), failures_announced=ExitStack)  # type: ignore[attr-defined]
+        info = RankInfo(0, num_ranks, 0, RANKS_PER_NODE)
+        ready = stack.enter_context(prepare(config, info, found_by, backend=backends.MIRRORED, topology=topology))
+        yield ready.training
+
+
+def start(num_ranks: int) -> Start:
+    """Once, as the recipe is: the algorithm is chosen."""
+    backends.log.clear()
+    spans: dict[str, list[Span]] = {LINKS: [], WEIGHTS: []}
+    counting = CountingStore()
+    with ExitStack() as stack:
+        for kind, owner, name in (
+            (LINKS, tune, "probe"),
+            (LINKS, tune, "measure"),
+            (WEIGHTS, hook, "DistributedDataParallel"),
+            (WEIGHTS, WarmUpPass, "run"),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, attributed(getattr(owner, name), spans[kind])))
+        began_s = time.perf_counter()
+        with started(config_for(num_ranks), num_ranks, counting):
+            seconds = time.perf_counter() - began_s - sum(span.seconds for span in spans[LINKS])
+            log = list(backends.log)
+    kind_at = {place: kind for kind, of_kind in spans.items() for span in of_kind for place in span.places}
+    bytes_for = dict.fromkeys((AGREEING, WEIGHTS, LINKS), 0)
+    bytes_for[AGREEING] = counting.num_bytes
+    for place, each in enumerate(log):
+        bytes_for[kind_at.get(place, AGREEING)] += each.num_bytes
+    gathered = [each for place, each in enumerate(log) if each.op == "allgather" and place not in kind_at]
+    bytes_a_rank = sum(each.num_bytes / (each.num_members - 1) for each in gathered)
+    return Start(seconds, bytes_for, bytes_a_rank, counting.num_requests)
+
+
+def attributed(function: Callable[..., Any], spans: list[Span]) -> Callable[..., Any]:
+    """The function, which leaves a span."""
+
+    def call(*args: Any, **named: Any) -> Any:
+        first, began_s = len(backends.log), time.perf_counter()
+        result = function(*args, **named)
+        spans.append(Span(range(first, len(backends.log)), time.perf_counter() - began_s))
+        return result
+
+    return call
+
+
+def steady_step(num_ranks: int, algorithm: str, precision: str) -> Step:
+    # Buckets of a fixed size: how many there are would else be chosen by timing, and launches with them.
+    choices = [f"comm.algorithm={algorithm}", f"precision.name={precision}", "comm.bucket_mb=25"]
+    config = config_for(num_ranks, *choices)
+    with started(config, num_ranks) as training, closing(train(training)) as records:
+        for _ in range(STEADY_STEP - 1):
+            next(records)
+        fake_cuda.reset()
+        next(records)
+        return Step(fake_cuda.launches().total(), len(fake_cuda.seen("sync")))
+
+
+def agree(num_ranks: int) -> tuple[Agreement, Agreement]:
+    """Of rank 0 and of rank 1, at a real store.  The others are one thread, which does what they would do."""
+    server = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)  # type: ignore[attr-defined]
+    stores = [CountingStore(client_of(server)) for _ in range(2)]
+    others = range(2, num_ranks)
+    words = [uuid.uuid4().hex for _ in others]
+    crowd = client_of(server)
+    for begin in range(0, len(words), KEYS_AT_ONCE):
+        some = slice(begin, begin + KEYS_AT_ONCE)
+        crowd.multi_set([f"hello/{rank}" for rank in others[some]], words[some])
+
+    def thank() -> None:
+        if words:
+            name = crowd.get(f"welcome/{words[-1]}").decode()
+            for begin in range(0, len(words), KEYS_AT_ONCE):
+                some = others[begin : begin + KEYS_AT_ONCE]
+                crowd.multi_set([f"thanks/{name}/{rank}" for rank in some], [""] * len(some))
+
+    def come(rank: int) -> Agreement:
+        began_s = time.perf_counter()
+        agree_on_name(stores[rank], RankInfo(rank, num_ranks, rank, RANKS_PER_NODE))
+        return Agreement(time.perf_counter() - began_s, stores[rank])
+
+    with ThreadPoolExecutor() as threads:
+        threads.submit(thank)
+        second = threads.submit(come, 1)
+        return come(0), second.result()
+
+
+def client_of(server: Any) -> Any:
+    return dist.TCPStore("127.0.0.1", server.port, 1, is_master=False)  # type: ignore[attr-defined]

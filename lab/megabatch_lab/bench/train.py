@@ -1,0 +1,190 @@
+"""megabatch bench train: our trainer against stock DDP, images per second.
+
+Both arms live in the same ranks with the same threads, model, images and batch, and take turns: a block of steps
+of one, then of the other, the order swapped every round.  A block's time is that of the slowest rank (a barrier
+ends it); `ratio` is the median over rounds of stock's time by ours in the same round, since neighbours in time share
+the machine's mood.  Ours writes every row of metrics.jsonl, as `megabatch train` does; evaluation is left out of both.
+`check_percent` is what ours spends of a step on the search for inf and NaN in the gradients, call by call: on CPUs the
+time that the core has worked on it, since another thread may have had the core meanwhile.  `record_percent` is what it
+spends so on knowing where the time of a step goes.
+"""
+
+import dataclasses
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megabatch.comm.cpu import shared_memory
+from megabatch.config.loading import load_config
+from megabatch.config.resolve import make_model
+from megabatch.data.catalog import load_data_set
+from megabatch.data.pipeline.images import ArrayImages, DataSet
+from megabatch.ranks.discover import RankInfo
+from megabatch.ranks.store import RankStore
+from megabatch.ranks.world import World, choose_device, connect
+from megabatch.runs.folder import RunFolder
+from megabatch.runs.records import StepRecord
+from megabatch.telemetry.activity import HostTimes
+from megabatch.training import loop
+from megabatch.training.evaluate import NOT_EVALUATED
+from megabatch.training.loop import train
+from megabatch.training.numerics import arithmetic
+from megabatch.training.prepare import now, ready_to_train, seconds_between
+from megabatch.training.step_metrics import DeviceTimes
+from megabatch_lab.bench.report import report
+from megabatch_lab.bench.stock_ddp import train_stock
+
+# Overrides of the recipe `fashion`, steps in a block, and rounds as a share of those asked for.
+WORKLOADS = {
+    "small_resnet": (["model.name=small_resnet"], 4, 1.0),
+    "small_cnn": (["model.name=small_cnn"], 4, 1.0),
+    "alexnet_like": (
+        [
+            "model.name=megabatch_lab.bench.models:alexnet_like",
+            "data.source=synthetic",
+            "data.image_size=64",
+            "data.synthetic.train=1024",
+            "data.synthetic.test=16",
+            "data.synthetic.classes=1000",
+            "batch.global=32",
+            "batch.micro=16",
+            "optim.learning_rate=0.01",
+        ],
+        1,
+        0.3,
+    ),
+}
+
+# What looks for inf and NaN: in a rank's gradients, and in its part of their sums.
+CHECKS = [(loop, "clip_and_check"), (shared_memory, "product_of_halves")]
+# What sees how long each activity takes, and makes the times of a row of it.
+RECORDING = [(HostTimes, "begin"), (DeviceTimes, "begin"), (loop, "step_times")]
+
+
+def run_rank(
+    info: RankInfo, store: RankStore, device: str, rounds: int, models: Sequence[str], json_file: Path | None
+) -> int:
+    """One rank of the bench; rank 0 reports.  Returns the exit code."""
+    with connect(info, choose_device(device), store.store) as world:
+        rows = [measure(name, world, rounds) for name in models]
+    if info.rank == 0:
+        report(rows, json_file)
+    return 0
+
+
+def measure(name: str, world: World, rounds: int) -> dict[str, Any]:
+    overrides, steps_a_block, share = WORKLOADS[name]
+    return {"model": name} | compare(overrides, steps_a_block, max(3, round(share * rounds)), world)
+
+
+def compare(overrides: Sequence[str], steps_a_block: int, rounds: int, world: World) -> dict[str, Any]:
+    """Both arms on the recipe `fashion` with these overrides."""
+    config = load_config("fashion", [*overrides, "train.epochs=1000"])
+    data = in_memory(load_data_set(config.data))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        RunFolder(Path(folder)) as run_folder,
+        arithmetic(config.precision, config.run.deterministic),
+        timed(world.device, CHECKS) as checks,
+        timed(world.device, RECORDING) as recording,
+    ):
+        run_folder.begin(config.to_toml(), {}, 0)
+        arms = {"ours": our_steps(config, data, world, run_folder), "stock_ddp": stock_steps(config, data, world)}
+        for take_step in arms.values():  # DDP settles its buckets, caches warm up
+            time_block(take_step, steps_a_block)
+        times: dict[str, list[float]] = {arm: [] for arm in arms}
+        checks.clear()
+        recording.clear()
+        for turn in range(rounds):
+            for arm in sorted(arms, reverse=turn % 2 == 1):
+                times[arm].append(time_block(arms[arm], steps_a_block))
+    images = steps_a_block * config.batch.global_batch
+    ours, stock = times["ours"], times["stock_ddp"]
+    return {
+        "ranks": world.num_ranks,
+        "threads": torch.get_num_threads(),
+        "global_batch": config.batch.global_batch,
+        "microbatch": config.batch.microbatch,
+        "rounds": rounds,
+        "ours_images_per_s": images / statistics.median(ours),
+        "stock_ddp_images_per_s": images / statistics.median(stock),
+        "ratio": statistics.median(theirs / mine for theirs, mine in zip(stock, ours, strict=True)),
+        "check_percent": 100 * sum(seconds_between(*check) for check in checks) / sum(ours),
+        "record_percent": 100 * sum(seconds_between(*call) for call in recording) / sum(ours),
+    }
+
+
+@contextmanager
+def timed(device: torch.device, functions: Sequence[tuple[Any, str]]) -> Iterator[list[tuple[Any, Any]]]:
+    """When this rank began and ended each call of these functions."""
+    moments = list[tuple[Any, Any]]()
+    clock = time.thread_time if device.type == "cpu" else partial(now, device)
+
+    def with_times(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            began = clock()
+            found = function(*arguments)
+            moments.append((began, clock()))
+            return found
+
+        return call
+
+    with ExitStack() as stack:
+        for owner, name in functions:
+            stack.enter_context(patch.object(owner, name, with_times(getattr(owner, name))))
+        yield moments
+
+
+def time_block(take_step: Callable[[], object], num_steps: int) -> float:
+    dist.barrier()
+    started_s = time.perf_counter()
+    for _ in range(num_steps):
+        take_step()
+    dist.barrier()
+    return time.perf_counter() - started_s
+
+
+def in_memory(data: DataSet) -> DataSet:
+    """Both arms read the same array, also of images that are made when they are asked for."""
+    train = ArrayImages(data.train.read(np.arange(len(data.train))), data.train.labels)
+    return DataSet(train, data.test, data.class_names, data.num_channels)
+
+
+def our_steps(config: Any, data: DataSet, world: World, folder: RunFolder) -> Callable[[], object]:
+    training = dataclasses.replace(ready_to_train(config, data, world), evaluate=lambda: NOT_EVALUATED)
+    records = train(training)
+
+    def take_step() -> None:
+        record = next(records)
+        while not isinstance(record, StepRecord):
+            record = next(records)
+        if world.rank == 0:
+            folder.write(record)
+
+    return take_step
+
+
+def stock_steps(config: Any, data: DataSet, world: World) -> Callable[[], object]:
+    assert isinstance(data.train, ArrayImages)
+    losses = train_stock(
+        make_model(config, data.shape),
+        data.train.images,
+        data.train.labels,
+        world.device,
+        config.batch.global_batch,
+        config.batch.microbatch,
+        config.optim.learning_rate,
+        config.data.crop_padding,
+        config.loss.label_smoothing,
+    )
+    return lambda: next(losses)

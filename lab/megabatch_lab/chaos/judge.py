@@ -1,0 +1,234 @@
+"""Two runs of one recipe, to the bit: weights, the last checkpoint, every row, and the summary; not their times."""
+
+import json
+import re
+import struct
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from megabatch.errors import UserError
+from megabatch.io.disk import WRITING
+from megabatch.runs.files import CHECKPOINTS, LOG, METRICS, SUMMARY, WEIGHTS
+from megabatch.runs.reader import last_record, read_summary
+from megabatch.runs.records import Record, StepRecord
+from megabatch.training.checkpoint.format import STATE
+from megabatch.training.checkpoint.save import LAST
+from megabatch_lab.chaos.processes import (
+    LOOK_S,
+    PROC,
+    all_processes,
+    environment_of,
+    listening_ports,
+    marked,
+    open_files,
+)
+
+# Of a row: what clocks and memory say.  All other fields count, also those that are yet to come.
+TIMES = ("data_wait", "straggler", "times")
+TIME_SUFFIXES = ("_s", "_mb")
+SUMMED_UP = ("status", "steps", "skipped_steps", "top1", "top5", "best_top1", "test_loss", "samples_evaluated")
+
+Tensor = tuple[str, list[int], bytes]  # type, shape, content
+
+
+def differences(expected: Path, found: Path) -> list[str]:
+    """In what a run's folder is not that of the `expected` one: a line each."""
+    return [
+        *compare_tensors(expected, found, Path(WEIGHTS)),
+        *compare_tensors(expected, found, Path(CHECKPOINTS) / LAST / STATE),
+        *compare_rows(expected / METRICS, found / METRICS),
+        *compare_summaries(expected / SUMMARY, found / SUMMARY),
+    ]
+
+
+def compare_tensors(expected: Path, found: Path, name: Path) -> list[str]:
+    try:
+        theirs, ours = read_tensors(expected / name), read_tensors(found / name)
+    except (OSError, ValueError, struct.error) as error:
+        return [f"{name} cannot be read ({error})"]
+    wrong = [tensor for tensor in sorted(theirs.keys() | ours.keys()) if theirs.get(tensor) != ours.get(tensor)]
+    return [f"{name}: {len(wrong)} of {len(theirs)} tensors differ, first {wrong[0]}"] if wrong else []
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Of a safetensors file, without its metadata."""
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header: dict[str, Any] = json.loads(content[8 : 8 + length])
+    tensors = {}
+    for name, about in header.items():
+        if name != "__metadata__":
+            begin, end = (8 + length + offset for offset in about["data_offsets"])
+            if end > len(content):
+                raise ValueError(f"{name} is cut off")
+            tensors[name] = (about["dtype"], about["shape"], content[begin:end])
+    return tensors
+
+
+def compare_rows(expected: Path, found: Path) -> list[str]:
+    try:
+        theirs, ours = read_rows(expected), read_rows(found)
+    except (OSError, ValueError) as error:
+        return [f"{METRICS} cannot be read ({error})"]
+    for number, (their, our) in enumerate(zip(theirs, ours, strict=False), 1):
+        wrong = [key for key in sorted(their.keys() | our.keys()) if their.get(key) != our.get(key)]
+        if wrong:
+            key = wrong[0]
+            return [f"{METRICS}, row {number}: {key} is {our.get(key)}, and undisturbed {their.get(key)}"]
+    return [f"{METRICS} has {len(ours)} rows, and undisturbed {len(theirs)}"] if len(theirs) != len(ours) else []
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{key: value for key, value in row.items() if not is_time(key)} for row in rows]
+
+
+def is_time(key: str) -> bool:
+    return key in TIMES or key.endswith(TIME_SUFFIXES)
+
+
+def compare_summaries(expected: Path, found: Path) -> list[str]:
+    try:
+        theirs, ours = (json.loads(path.read_text()) for path in (expected, found))
+    except (OSError, ValueError) as error:
+        return [f"{SUMMARY} cannot be read ({error})"]
+    return [
+        f"{SUMMARY}: {key} is {ours.get(key)}, and undisturbed {theirs.get(key)}"
+        for key in SUMMED_UP
+        if theirs.get(key) != ours.get(key)
+    ]
+
+
+# What must not be there any more once a command has ended, however it ended.
+
+SHARED_MEMORY = Path("/dev/shm")
+LINGER_S = 5.0  # what the kernel gets to end a process that was killed, on a busy machine
+
+
+class Traces:
+    """Of one launcher: compares what is there with what was there before it was first started."""
+
+    def __init__(self, mark: str, temporary: Path, shared_memory: Path = SHARED_MEMORY) -> None:
+        self.mark, self.temporary, self.shared_memory = mark, temporary, shared_memory
+        self.known = self.files()
+
+    def files(self) -> set[Path]:
+        return names_in(self.shared_memory) | names_in(self.temporary)
+
+    def left(self) -> list[str]:
+        """A line for each process and file that is left, and each is said once."""
+        found = [describe(process) for process in wait_for_end(self.mark)]
+        new = self.files() - self.known
+        used = in_use({path for path in new if path.parent == self.shared_memory})  # by others on this machine
+        left = (new - used) & self.files()  # and not what another process on this machine has removed meanwhile
+        self.known |= left
+        return found + [f"{path} is left behind" for path in sorted(left)]
+
+
+def names_in(folder: Path) -> set[Path]:
+    with suppress(OSError):
+        return set(folder.iterdir())
+    return set()
+
+
+def wait_for_end(mark: str) -> list[int]:
+    """The processes that do not end."""
+    deadline_s = time.monotonic() + LINGER_S
+    while (found := marked(mark)) and time.monotonic() < deadline_s:
+        time.sleep(LOOK_S)
+    return found
+
+
+def describe(process: int) -> str:
+    rank = environment_of(process).get("RANK")
+    ports = listening_ports(process)
+    return (
+        f"process {process}{f' (rank {rank})' if rank else ''} is left behind"
+        + f", listening on {', '.join(map(str, ports))}" * bool(ports)
+    )
+
+
+def in_use(files: set[Path]) -> set[Path]:
+    """Those that a living process has mapped or open."""
+    used: set[str] = set()
+    for process in all_processes() if files else ():
+        used |= set(open_files(process))
+        with suppress(OSError):
+            used |= {line.split(maxsplit=5)[-1] for line in (PROC / str(process) / "maps").read_text().splitlines()}
+    return {path for path in files if str(path) in used}
+
+
+def unfinished(run: Path) -> list[str]:
+    """In the folder of a run that has ended well."""
+    return [f"{path} is left behind" for path in sorted(run.rglob(f"{WRITING}*"))]
+
+
+# What a run is doing, by what lies in its folder.
+
+Phase = Literal["start-up", "step", "evaluation", "write", "end"]
+PHASES: tuple[Phase, ...] = ("start-up", "step", "evaluation", "write", "end")
+BEGINS = re.compile(r"^.* begins at step (\d+)$", re.MULTILINE)  # of the run's log, once for each attempt
+
+
+class Progress(Struct, frozen=True):
+    begun_at: tuple[int, ...]  # the step at which each attempt has begun, so far
+    record: Record | None  # the newest row
+
+    @property
+    def step(self) -> int:
+        return self.record.step if self.record else 0
+
+    @property
+    def is_at_work(self) -> bool:
+        """The newest attempt has taken a step."""
+        return bool(self.begun_at) and self.step > self.begun_at[-1]
+
+
+class Watch:
+    """Looks at a run's folder many times a second."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.log_bytes, self.begun_at = 0, ()
+
+    log_bytes: int
+    begun_at: tuple[int, ...]
+
+    def look(self) -> Progress:
+        log = self.folder / LOG
+        try:
+            log_bytes = log.stat().st_size
+            if log_bytes != self.log_bytes:
+                self.begun_at = tuple(map(int, BEGINS.findall(log.read_text(errors="replace"))))
+                self.log_bytes = log_bytes
+        except OSError:
+            pass  # not yet
+        try:
+            record = last_record(self.folder)
+        except UserError:  # cut off at this moment
+            record = None
+        return Progress(self.begun_at, record)
+
+    def is_writing(self) -> bool:
+        """A checkpoint or the final weights."""
+        patterns = (f"{CHECKPOINTS}/{WRITING}*", f"{WRITING}{WEIGHTS}*")
+        return any(next(self.folder.glob(pattern), None) for pattern in patterns)
+
+    def is_finished(self) -> bool:
+        summary = read_summary(self.folder)
+        return summary is not None and summary.status == "finished"
+
+
+def phase_of(progress: Progress, is_starting: bool, is_writing: bool, num_steps: int) -> Phase:
+    """Without a row of the attempt under way it is starting; what a killed one was writing lies there until then."""
+    if is_starting or not progress.is_at_work:
+        return "start-up"
+    if is_writing:
+        return "write"
+    if isinstance(progress.record, StepRecord) and progress.record.evaluated:
+        return "evaluation"
+    return "end" if progress.step == num_steps else "step"

@@ -1,0 +1,134 @@
+"""One process that reads inputs, one after another, and says how each went: python -m megabatch_lab.fuzz.worker.
+
+The memory that an input may take is watched here, its time by whoever has started this process: an input that ends it,
+or at which it hangs, is the one after the last that it spoke of.
+"""
+
+import os
+import resource
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from megabatch.data.pipeline.decode import Unreadable
+from megabatch.errors import UserError
+from megabatch.io.disk import remove
+from megabatch.ranks.signals import die_with
+from megabatch.text import LONGEST_SHOWN, one_line
+from megabatch_lab.fuzz.catalog import FORMATS
+from megabatch_lab.fuzz.formats import Bench, make_input, write_input
+from megabatch_lab.fuzz.outcome import Outcome
+
+REFUSALS = (UserError, Unreadable)
+MEGABYTE = 1 << 20
+READY = b"ready"  # said before the first outcome: from then on, time counts
+HARMLESS = 4  # times the memory that an input may take: an attempt at more fails
+SHOWN_FRAMES = 3
+PACKAGE = "megabatch"
+
+
+class Job(Struct, frozen=True, kw_only=True):
+    seed: int
+    inputs: list[tuple[str, int]]  # by format and number
+    most_mb: int  # of memory that an input may take
+    folder: str  # for this process alone
+    results: int  # the descriptor that outcomes are written to
+    parent: int  # the process with which this one ends, whatever it is at
+
+
+def main() -> None:
+    job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
+    die_with(job.parent)
+    os.chdir(job.folder)
+    with os.fdopen(job.results, "wb", buffering=0) as results:
+        for outcome in work(job, on_ready=lambda: results.write(READY + b"\n")):
+            results.write(msgspec.json.encode(outcome) + b"\n")
+
+
+def work(job: Job, on_ready: Callable[[], object] = lambda: None) -> Iterator[Outcome]:
+    benches, folder = Path(job.folder, "benches"), Path(job.folder, "input")
+    benches.mkdir()
+    with ExitStack() as stack:
+        set_up = {name: FORMATS[name].set_up(benches, stack) for name in {name for name, _ in job.inputs}}
+        before_mb = peak_mb()
+        limit_memory(HARMLESS * job.most_mb)
+        on_ready()
+        for name, number in job.inputs:
+            outcome = judge(name, number, set_up[name], job.seed, folder)
+            taken_mb = peak_mb() - before_mb
+            if taken_mb > job.most_mb:
+                detail = f"it took {taken_mb:,.0f} MB of memory"
+                outcome = msgspec.structs.replace(outcome, kind="escaped", detail=detail)
+                before_mb = peak_mb()
+            yield outcome
+
+
+def judge(name: str, number: int, bench: Bench, seed: int, folder: Path) -> Outcome:
+    """Reads one input, as its format's reader does."""
+    remove(folder)
+    folder.mkdir()
+    files, is_whole = make_input(name, FORMATS[name], bench.specimens, seed, number)
+    write_input(files, folder)
+    past_header = is_whole or FORMATS[name].has_header(files)
+    outcome = Outcome(format=name, number=number, kind="ok", past_header=past_header)
+    try:
+        bench.read(folder)
+    except REFUSALS as error:
+        problem = what_is_wrong(error, is_whole)
+        kind = "escaped" if problem else "one line"
+        return msgspec.structs.replace(outcome, kind=kind, detail=problem or one_line(str(error)))
+    except Exception as error:
+        detail = one_line(f"{type(error).__name__}: {error}", 300)
+        return msgspec.structs.replace(outcome, kind="escaped", detail=detail, where=innermost(error))
+    return outcome
+
+
+def what_is_wrong(refusal: Exception, is_whole: bool) -> str | None:
+    """With a refusal, if anything is."""
+    text = str(refusal)
+    if is_whole:
+        return f"an input that is as it should be was refused: {one_line(text)}"
+    if not text or not text.isprintable() or len(text) > LONGEST_SHOWN:
+        return f"it was refused by what is not one line: {one_line(text)!r}"
+    if any(isinstance(cause, MemoryError) for cause in causes(refusal)):
+        return "it tried to take more memory than there is"
+    return None
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Of an error that was raised again, one of them may be itself."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
+def innermost(error: Exception) -> str:
+    """Our code on the way to the error, and where it arose."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [
+        frame for frame in frames if f"{os.sep}{PACKAGE}{os.sep}" in frame.filename and "fuzz" not in frame.filename
+    ]
+    shown = [*ours[-SHOWN_FRAMES:], *(frames[-1:] if frames[-1] not in ours else [])]
+    return " > ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in shown)
+
+
+def peak_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def limit_memory(more_mb: int) -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * os.sysconf("SC_PAGE_SIZE") + more_mb * MEGABYTE
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""The thread that carries parts between nodes, several at a time: one travels while another is summed."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from megabatch.comm.cpu.barrier import Header
+from megabatch.comm.cpu.process_group import ProcessGroup
+from megabatch.comm.faults.failure import FirstError
+from megabatch.comm.groups import Groups
+from megabatch.comm.order import NodeOrder
+from megabatch.comm.phases import PhaseRunner
+from megabatch.comm.work import RankPhases, Work, phases_of
+from megabatch.planning.pipeline import num_parts
+from megabatch.planning.plan import Plan, slices
+from megabatch.planning.topology import Axis
+from megabatch.telemetry.timeline import IN_NODE, NETWORK, NoTimeline, Timeline
+
+
+@dataclass
+class InFlight:
+    """A part on the network: its stages, and what the current one waits for."""
+
+    work: Work
+    stages: Iterator[Callable[[], None]]
+    wait: Callable[[], None] = lambda: None
+    has_ended: bool = False
+
+
+class NetworkWorker:
+    def __init__(self, runner: PhaseRunner, failure: FirstError, timeline: Timeline | NoTimeline) -> None:
+        self.runner, self.failure, self.timeline = runner, failure, timeline
+        self.waited_s = 0.0  # for the network, in all
+        self.queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()  # None: it ends
+        self.thread = threading.Thread(target=self.run, name="megabatch network", daemon=True)
+        self.thread.start()
+
+    def run(self) -> None:
+        """Starts what comes, and then moves all that is in flight one stage on: the oldest alone, if nothing came."""
+        in_flight: list[InFlight] = []
+        while True:
+            if in_flight and self.queue.empty():
+                moving = in_flight[:1]
+            elif work := self.queue.get():
+                if not all(self.runner.is_compared(work, phase.axis) for phase, _ in work.phases.network):
+                    # To compare blocks, and then nobody may wait for what is in flight.
+                    self.end_all(in_flight)
+                moving = [InFlight(work, self.stages(work)), *in_flight]
+                in_flight.append(moving[0])
+            else:
+                break
+            for part in moving:
+                self.advance(part)
+            in_flight = [part for part in in_flight if not part.has_ended]
+        self.end_all(in_flight)
+
+    def end_all(self, in_flight: list[InFlight]) -> None:
+        for part in in_flight:
+            while not part.has_ended:
+                self.advance(part)
+        in_flight.clear()
+
+    def advance(self, part: InFlight) -> None:
+        """Waits for what its stage needs, and begins the next one."""
+        work, began_s = part.work, time.perf_counter()
+        if work.phases.network:
+            self.timeline.enter_phase(work, *work.phases.network[0])
+        try:
+            if not self.failure.has_failed:
+                part.wait()
+                following = next(part.stages, None)
+                part.has_ended = following is None
+                part.wait = following or part.wait
+        except BaseException as error:
+            self.failure.record(error, work.header, work.phases.network[0][0].axis)
+        part.has_ended |= self.failure.has_failed
+        self.timeline.leave(NETWORK)
+        self.waited_s += time.perf_counter() - began_s
+        if part.has_ended:
+            self.end(work)
+
+    def end(self, work: Work) -> None:
+        if work.phases.after:
+            work.crossed.set()
+        else:
+            self.timeline.note_reduced(work)
+            work.finish()
+
+    def stages(self, work: Work) -> Iterator[Callable[[], None]]:
+        """What a part does on the network; it wants each wait called that it yields."""
+        for phase, transfer in work.phases.network:
+            group = self.runner.process_group_for(work, phase.axis)
+            assert isinstance(group, ProcessGroup)
+            tensor = work.tensor[transfer.begin : transfer.end]
+            if phase.engine:
+                yield from group.backend_stages(tensor, phase.dtype)
+            elif phase.op == "all_reduce":
+                yield from group.stages(tensor, phase.dtype)
+            else:
+                getattr(group, phase.op)(tensor, phase.dtype)
+
+
+# The thread that works inside the node: what a plan does there before it crosses the network, and after.
+
+
+class NodeWorker:
+    def __init__(self, runner: PhaseRunner, network: NetworkWorker, timeline: Timeline | NoTimeline) -> None:
+        self.runner, self.network, self.timeline = runner, network, timeline
+        self.queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()  # None: it ends
+        self.thread = threading.Thread(target=self.run, name="megabatch node", daemon=True)
+        self.thread.start()
+
+    def run(self) -> None:
+        order: NodeOrder[Work] = NodeOrder()
+        while work := self.queue.get():
+            self.runner.scale(work)
+            self.runner.run(work, work.phases.before)
+            if not work.phases.crosses:
+                self.finish(work)
+                continue
+            self.network.queue.put(work)
+            for due in order.due_after(work, work.is_last):
+                self.run_after(due)
+        self.network.queue.put(None)
+
+    def run_after(self, work: Work) -> None:
+        if not work.phases.after:  # the network's thread finishes it
+            return
+        self.timeline.enter_wait(work)
+        work.crossed.wait()
+        self.timeline.leave(IN_NODE)
+        self.runner.run(work, work.phases.after)
+        self.finish(work)
+
+    def finish(self, work: Work) -> None:
+        self.timeline.note_reduced(work)
+        work.finish()
+
+
+# All-reduces tensors of the CPU in the background, as plans say, one after another in the order in which they come.
+#
+# A tensor that crosses the network is cut into parts, and a plan in three: what it does in the node, what crosses the
+# network, what it does in the node again.  With parts a, b, c, d, ... the two threads do
+#
+#     in the node    a1 b1 c1 d1       a3 e1    b3 f1    ...
+#     network           a2 b2 c2 d2 ...
+#
+# so that the network, the bottleneck, is never idle while a host adds up.  The order in the node is fixed (order.py).
+# The network's thread starts a part before it moves those in flight on (`ProcessGroup.stages`), so that one travels
+# while another is summed.
+#
+# On accelerators there are no threads and no parts, but streams (stream_reducer.py).
+
+
+class Reducer:
+    in_parts = True
+    exposed_wait_s = None  # the loop's own clock knows it
+
+    def __init__(self, groups: Groups, failure: FirstError, timeline: Timeline | NoTimeline) -> None:
+        self.groups, self.failure, self.timeline = groups, failure, timeline
+        self.phases_for = cache(self.cut_phases)
+        self.runner = PhaseRunner(groups, failure, timeline)
+        self.network = NetworkWorker(self.runner, failure, timeline)
+        self.node = NodeWorker(self.runner, self.network, timeline)
+
+    def cut_phases(self, plan: Plan, num_elements: int) -> RankPhases:
+        return phases_of(plan, self.groups.topology, self.groups.rank, num_elements)
+
+    @property
+    def waited_s(self) -> float:
+        """For other ranks and the network, in all.  The straggler waits least; no clocks are compared."""
+        return self.runner.waited_s + self.network.waited_s
+
+    def stream_of(self, axis: Axis) -> AbstractContextManager[Any]:
+        """There are none."""
+        return nullcontext()
+
+    def start(
+        self, key: int, tensor: torch.Tensor, plan: Plan, header: Header, scale: float | None, is_last: bool
+    ) -> torch.futures.Future[torch.Tensor]:
+        """The tensor, summed in place over all ranks, times `scale`.  All ranks start the same tensors in one order."""
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        whole = tensor.view(-1)
+        self.timeline.note_ready(key, whole, plan)
+        if self.failure.error is not None:  # nothing is exchanged any more
+            future.set_result(whole)
+            return future
+        for begin, end in slices(len(whole), num_parts(plan, whole.nbytes)):
+            phases, ends = self.phases_for(plan, end - begin), end == len(whole)
+            promise = future if ends else None
+            self.node.queue.put(Work(key, whole, begin, end, header, plan, phases, scale, is_last and ends, promise))
+        return future
+
+    def forget(self, key: int) -> None:
+        """Frees the room in shared memory of a tensor that will not come again."""
+        self.runner.buffers.pop(key, None)
+
+    def close(self) -> None:
+        self.failure.close()
+        self.node.queue.put(None)
+        threads = [self.node.thread, self.network.thread]
+        for thread in threads:
+            thread.join(timeout=0.5)
+        self.groups.abort()  # a thread that still waits for other ranks has nobody to wait for it
+        for thread in threads:
+            thread.join(timeout=10)
+        self.runner.buffers = {}

@@ -1,0 +1,75 @@
+"""Pixels with zero mean and unit deviation per channel: measured on the training set, applied on the device."""
+
+from contextlib import closing
+from functools import partial
+
+import numpy as np
+import torch
+from msgspec import Struct
+
+from megabatch.data.pipeline.encoded import EncodedImages
+from megabatch.data.pipeline.images import ImageSet
+from megabatch.data.pipeline.order import Samples
+from megabatch.data.pipeline.reader import Reader, Request
+from megabatch.data.sources.from_python import DatasetImages
+from megabatch.errors import UserError
+
+MEASURED_SAMPLES = 50_000
+DECODED_SAMPLES = 1_000  # of images that have to be decoded for it
+CHUNK = 64
+
+
+class PixelStatistics(Struct, frozen=True):
+    """Of a training set, per channel."""
+
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]  # 1 for a channel without variation, which is only shifted
+
+
+class Normalise:
+    """uint8 -> the training set's zero mean and unit deviation per channel, on the device, rounded to `dtype` once."""
+
+    def __init__(
+        self, statistics: PixelStatistics, device: torch.device, dtype: torch.dtype, channels_last: bool = False
+    ) -> None:
+        self.device, self.dtype = device, dtype
+        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        mean, deviation = (
+            torch.tensor(values, dtype=torch.float64) for values in (statistics.mean, statistics.deviation)
+        )
+        wide = torch.promote_types(dtype, torch.float32)
+        self.scale, self.shift = (
+            values.view(1, -1, 1, 1).to(device, wide) for values in (1 / deviation, -mean / deviation)
+        )
+
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        moved = images.to(self.device, non_blocking=True).to(self.scale.dtype, memory_format=self.memory_format)
+        return moved.mul_(self.scale).add_(self.shift).to(self.dtype)
+
+
+def measure_pixels(images: ImageSet) -> PixelStatistics:
+    """Reads up to 50,000 images, or up to 1,000 that have to be decoded: evenly spread, as a set may be sorted."""
+    most = DECODED_SAMPLES if isinstance(images, EncodedImages | DatasetImages) else MEASURED_SAMPLES
+    measured = np.arange(0, len(images), -(-len(images) // most))
+    chunks = np.split(measured, range(CHUNK, len(measured), CHUNK))
+    totals = torch.zeros(2, 1, dtype=torch.float64)
+    count = 0
+    with closing(Reader(images).prefetch(partial(Request, chunk, None) for chunk in chunks)) as batches:
+        for batch in batches:
+            pixels = batch.images.double()
+            totals = totals + torch.stack([pixels.sum((0, 2, 3)), pixels.square().sum((0, 2, 3))])
+            count += pixels.numel() // pixels.shape[1]
+    if not count:
+        raise UserError(f"none of {len(measured)} training images that were tried can be read; fix the set")
+    mean, mean_square = totals / count
+    if not mean.isfinite().all():  # integers always are, images of one's own may not be
+        raise UserError(
+            f"image {first_not_finite(images, measured)} of the training set is not finite; fix it or leave it out"
+        )
+    deviation = (mean_square - mean.square()).clamp(min=0).sqrt()
+    deviation = torch.where(deviation > 0, deviation, 1.0)
+    return PixelStatistics(tuple(mean.tolist()), tuple(deviation.tolist()))
+
+
+def first_not_finite(images: ImageSet, samples: Samples) -> int:
+    return next(int(sample) for sample in samples if not images.read(np.array([sample])).isfinite().all())

@@ -1,0 +1,143 @@
+"""Which trials a study has, and which of them are next: a function of its design and of the results that are there."""
+
+from collections.abc import Mapping, Sequence
+
+from msgspec import Struct
+
+from megabatch.experiments.design import ArmDesign, Design
+from megabatch.experiments.evidence import SearchRun, SeedRun, slug
+from megabatch.experiments.search import next_learning_rates, rank_of, rounded
+from megabatch.experiments.trials import Trial
+
+# Where an arm is searched: learning rates, and momenta if it asks for them, within one budget of trials.
+#
+# eta learning rate, mu momentum.  A weight moves by about eta / (1 - mu) times its gradient in the end, so that
+#
+#     eta (1 - mu_0) / (1 - mu)
+#
+# is as fast with mu_0 as eta is with mu.  The grid of learning rates is tried with the first momentum.  Then the best
+# of them is tried, as fast, with each other momentum; and with the momentum that was best the rates are made finer,
+# on the axis of those that are as fast with the first.  Momenta take trials from the finer steps: the budget is every
+# arm's.
+
+Score = float | None  # None: diverged
+
+
+class Point(Struct, frozen=True, order=True):
+    learning_rate: float
+    momentum: float | None = None  # None: the recipe's
+
+
+def next_points(
+    scores: Mapping[Point, Score], grid: Sequence[float], momenta: Sequence[float], budget: int
+) -> list[Point]:
+    """What to try next; nothing if the budget is used up."""
+    if not scores:
+        return [Point(rate, momenta[0] if momenta else None) for rate in grid]
+    best, left = best_point(scores), budget - len(scores)
+    tried = {point.momentum for point in scores}
+    if others := [momentum for momentum in momenta if momentum not in tried]:
+        return [as_fast_as(best, momentum) for momentum in others][: max(0, left)]
+    first = momenta[0] if momenta else None
+    along: dict[float, Score] = {}
+    for point, score in scores.items():
+        rate = as_fast_as(point, first).learning_rate
+        along[rate] = max(along.get(rate), score, key=rank_of)
+    # One rate may have been tried with several momenta, so that fewer rates than trials are known.
+    rates = next_learning_rates(along, len(along) + left)
+    return [as_fast_as(Point(rate, first), best.momentum) for rate in rates]
+
+
+def best_point(scores: Mapping[Point, Score]) -> Point:
+    """Of equals the lowest."""
+    return max(sorted(scores), key=lambda point: rank_of(scores[point]))
+
+
+def as_fast_as(point: Point, momentum: float | None) -> Point:
+    if point.momentum is None or momentum is None or momentum == point.momentum:
+        return point
+    return Point(rounded(point.learning_rate * (1 - momentum) / (1 - point.momentum)), momentum)
+
+
+SEARCH_SEED = 1_000  # none of those that count
+Results = Mapping[str, SearchRun | SeedRun]  # by the name of the trial
+
+
+class Planned(Struct, frozen=True):
+    trial: Trial
+    point: Point
+    seed: int | None  # None: of the search
+
+
+class Search(Struct, frozen=True):
+    tried: dict[Point, SearchRun]
+    wanted: list[Planned]  # of its next round, those without a result; none if it is complete
+
+    @property
+    def best(self) -> Point | None:
+        """None where all diverged."""
+        scores = {point: run.top1 for point, run in self.tried.items()}
+        return best_point(scores) if any(score is not None for score in scores.values()) else None
+
+
+def search_so_far(design: Design, arm: ArmDesign, results: Results) -> Search:
+    """The search again, round by round, as far as its results are there."""
+    tried: dict[Point, SearchRun] = {}
+    while arm.learning_rates:
+        assert design.search
+        scores = {point: run.top1 for point, run in tried.items()}
+        points = next_points(scores, arm.learning_rates, arm.momenta, design.search.trials)
+        if not points:
+            break
+        trials = {point: search_trial(design, arm, point) for point in points}
+        for point, trial in trials.items():
+            if isinstance(run := results.get(trial.name), SearchRun):
+                tried[point] = run
+        if wanted := [Planned(trial, point, None) for point, trial in trials.items() if point not in tried]:
+            return Search(tried, wanted)
+    return Search(tried, [])
+
+
+def is_searched(design: Design, arm: ArmDesign, results: Results) -> bool:
+    source = design.arm(arm.learning_rate_of) if arm.learning_rate_of else arm
+    return not search_so_far(design, source, results).wanted
+
+
+def chosen_point(design: Design, arm: ArmDesign, results: Results) -> Point | None:
+    """What the arm is trained with, when `is_searched`; None where all diverged."""
+    if arm.learning_rate is not None:
+        return Point(arm.learning_rate)
+    if arm.learning_rates:
+        return search_so_far(design, arm, results).best
+    point = chosen_point(design, design.arm(arm.learning_rate_of), results)
+    return point and Point(float(f"{point.learning_rate * arm.learning_rate_times:.4g}"), point.momentum)
+
+
+def seeds_of(design: Design, arm: ArmDesign, results: Results) -> list[Planned]:
+    """All that the arm has, with or without a result; none before its search is complete."""
+    point = chosen_point(design, arm, results) if is_searched(design, arm, results) else None
+    seeds = range(1, design.num_seeds(arm) + 1) if point else ()
+    return [Planned(seed_trial(design, arm, point, seed), point, seed) for seed in seeds if point]
+
+
+def search_trial(design: Design, arm: ArmDesign, point: Point) -> Trial:
+    assert design.search
+    overrides = trial_overrides(arm, point, SEARCH_SEED)
+    held_out = f"data.validation={design.search.held_out!r}"
+    name = f"search-{slug(arm.name)}-{point.learning_rate:g}"
+    if point.momentum is not None:
+        name += f"-momentum-{point.momentum:g}"
+    return Trial(name, design.recipe, (*design.settings, *overrides, held_out))
+
+
+def seed_trial(design: Design, arm: ArmDesign, point: Point, seed: int) -> Trial:
+    overrides = trial_overrides(arm, point, seed)
+    return Trial(f"seed-{seed}-{slug(arm.name)}", design.recipe, (*design.settings, *overrides, *design.final_settings))
+
+
+def trial_overrides(arm: ArmDesign, point: Point, seed: int) -> tuple[str, ...]:
+    """Tested once, after the last epoch."""
+    searched = [f"optim.learning_rate={point.learning_rate:g}"]
+    if point.momentum is not None:
+        searched.append(f"optim.momentum={point.momentum:g}")
+    return (*arm.settings, f"seed={seed}", *searched, "train.evaluate_every=0")

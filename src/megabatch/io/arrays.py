@@ -1,0 +1,227 @@
+"""Arrays as numpy's .npy has them, read without numpy's parser: that evaluates the header as Python, and hostile ones
+end in a dozen kinds of errors, of the tokenizer and of the interpreter among them.
+
+A header is a magic of 6 bytes, a version of 2, its length (uint16, from version 2.0 on uint32), and the text
+{'descr': '<i8', 'fortran_order': False, 'shape': (3, 4), }, padded with spaces; then the values.
+"""
+
+import hashlib
+import io
+import math
+import os
+import re
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Container, Iterable
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megabatch.io import disk
+from megabatch.io.reading import open_regular
+
+MAGIC = b"\x93NUMPY"
+LENGTH_BYTES = {(1, 0): 2, (2, 0): 4, (3, 0): 4}
+LONGEST_HEADER = 10_000  # numpy's own limit
+MOST_DIMS = 32
+MOST_BYTES = 1 << 48
+LAST_LETTER = 0x10FFFF  # of Unicode
+CHUNK_BYTES = 1 << 20
+# Truth values, integers, floats, texts and bytes: no objects, which would be pickles, nothing made of fields, no dates.
+HEADER = re.compile(
+    r"""\{\s*(?:
+        (?:'descr'\s*:\s*'(?P<descr>[<>|=]?(?:b1|[iu][1248]|f[248]|[US][1-9][0-9]{0,6}))'
+         | 'fortran_order'\s*:\s*(?P<order>True|False)
+         | 'shape'\s*:\s*\(\s*(?P<shape>(?:[0-9]{1,18}L?\s*,\s*)*(?:[0-9]{1,18}L?\s*)?)\)
+        )\s*(?:,\s*|(?=\}))
+    ){3}\}\s*""",
+    re.VERBOSE | re.ASCII,
+)
+
+Read = Callable[[int], bytes]  # as many bytes, or all that are left
+
+
+class NotArrays(ValueError):
+    """What is no file of arrays; the text says why."""
+
+
+class Header(NamedTuple):
+    dtype: np.dtype[Any]
+    is_fortran: bool
+    shape: tuple[int, ...]
+    length: int  # of the header itself
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def read_array(read: Read, size: int) -> NDArray[Any]:
+    """The array in the `size` bytes that `read` gives one after another.  Its memory is taken once they fit it."""
+    header = read_header(read)
+    if header.length + header.num_bytes != size:
+        raise NotArrays(f"{header.dtype} of shape {header.shape} has {header.num_bytes:,} bytes, and others are there")
+    content = np.empty(header.num_bytes, np.uint8)
+    filled = 0
+    while filled < len(content):
+        chunk = read(min(CHUNK_BYTES, len(content) - filled))
+        if not chunk:
+            raise NotArrays(f"it ends after {filled:,} of {len(content):,} bytes")
+        content[filled : filled + len(chunk)] = np.frombuffer(chunk, np.uint8)
+        filled += len(chunk)
+    require_letters(content, header.dtype)
+    values: NDArray[Any] = content.view(header.dtype)
+    return values.reshape(header.shape[::-1]).T if header.is_fortran else values.reshape(header.shape)
+
+
+def read_header(read: Read) -> Header:
+    begin = read(len(MAGIC) + 2)
+    version = tuple(begin[len(MAGIC) :])
+    if begin[: len(MAGIC)] != MAGIC or version not in LENGTH_BYTES:
+        raise NotArrays("a member is no .npy of version 1, 2 or 3")
+    width = LENGTH_BYTES[version]
+    length = int.from_bytes(read(width), "little")
+    if length > LONGEST_HEADER:
+        raise NotArrays(f"an array's header of {length:,} bytes is longer than {LONGEST_HEADER:,}")
+    header = parse_header(read(length).decode("latin-1"), len(begin) + width + length)
+    if max(len(header.shape), 1) > MOST_DIMS or math.prod(filter(None, header.shape)) > MOST_BYTES:
+        raise NotArrays(f"an array's shape has {len(header.shape)} dimensions or too many values")
+    return header
+
+
+def parse_header(text: str, length: int) -> Header:
+    found = HEADER.fullmatch(text)
+    if not found or None in (parts := found.group("descr", "order", "shape")):
+        raise NotArrays(f"an array's header is not that of numbers or texts: {text[:120].rstrip()!r}")
+    descr, order, shape = parts
+    sizes = tuple(int(size.strip().rstrip("L")) for size in shape.split(",") if size.strip())
+    if len(sizes) == 1 and "," not in shape:  # (3) is no tuple
+        raise NotArrays(f"an array's shape ({shape}) is none")
+    return Header(np.dtype(descr), order == "True", sizes, length)
+
+
+def require_letters(content: NDArray[np.uint8], dtype: np.dtype[Any]) -> None:
+    """Numbers that are no letters would end in a SystemError once they are looked at."""
+    if dtype.kind == "U" and len(content):
+        letters = content.view(np.dtype(np.uint32).newbyteorder(dtype.byteorder))
+        if letters.max() > LAST_LETTER:
+            raise NotArrays("a text has letters that are none")
+
+
+# Arrays in .npz files: on disk is the whole file or the one before it, and never a pickle.
+#
+# What is read may come from anywhere: everything that a zip says of its members is compared with the file before it
+# is believed, and no more memory is taken than the bytes on disk can stand for.
+
+Arrays = dict[str, NDArray[Any]]
+
+# What a file that is torn, missing, or something else raises, and what lacks an array.  The zip's checksums find every
+# flipped bit.
+UNREADABLE = (OSError, ValueError, KeyError)
+# What zipfile raises itself; a name that is no text is a ValueError, and what is read beyond the end an EOFError.
+NO_ZIP = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, NotImplementedError)
+
+SUFFIX = ".npy"
+MOST_MEMBERS = 10_000
+LOCAL_HEADER_BYTES = 30  # and the name, which zipfile compares
+REFUSED_FLAGS = 0x1 | 0x20 | 0x40  # encrypted, a patch, strongly encrypted
+COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+# Deflate can make a thousand of a byte; images of clothes become 2, blank ones are few.
+EXPANDED_FREELY, MOST_EXPANSION = 256 << 20, 100
+
+
+def read_arrays(path: Path, wanted: Container[str] | None = None) -> Arrays:
+    """Those that are wanted, or all.  OSError where the file cannot be read, NotArrays where it is something else."""
+    with open(path, "rb", opener=open_regular) as file:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                members = checked_members(archive, file)
+                return {
+                    name: read_member(archive, member)
+                    for name, member in members.items()
+                    if wanted is None or name in wanted
+                }
+        except NotArrays:
+            raise
+        except MemoryError as error:
+            raise NotArrays("there is not enough memory for its arrays") from error
+        except NO_ZIP as error:
+            raise NotArrays(f"it is no whole zip of arrays: {error}") from error
+
+
+def checked_members(archive: zipfile.ZipFile, file: BinaryIO) -> dict[str, zipfile.ZipInfo]:
+    """The arrays by name, as far as the zip's directory can be believed."""
+    members = sorted(archive.infolist(), key=lambda member: member.header_offset)
+    if len(members) > MOST_MEMBERS:
+        raise NotArrays(f"it has {len(members):,} members, more than {MOST_MEMBERS:,}")
+    names = [member.filename.removesuffix(SUFFIX) for member in members]
+    if len(set(names)) < len(names):
+        raise NotArrays("it has two arrays of one name")
+    for member in members:
+        if member.flag_bits & REFUSED_FLAGS or member.compress_type not in COMPRESSIONS:
+            raise NotArrays(f"{member.filename} is encrypted, or compressed by other means than numpy's")
+        if member.compress_type == zipfile.ZIP_STORED and member.compress_size != member.file_size:
+            raise NotArrays(f"{member.filename} is stored, and its two sizes differ")
+    ends = [member.header_offset + LOCAL_HEADER_BYTES + member.compress_size for member in members]
+    begins = [*(member.header_offset for member in members), archive.start_dir]
+    if begins[0] < 0 or any(end > begin for end, begin in zip(ends, begins[1:], strict=True)):
+        raise NotArrays("its members overlap")
+    require_expansion(sum(member.file_size for member in members), os.fstat(file.fileno()).st_size)
+    return {name: member for name, member in zip(names, members, strict=True) if member.filename.endswith(SUFFIX)}
+
+
+def require_expansion(size: int, stored: int) -> None:
+    """Refuses a few bytes that stand for more than a machine has."""
+    if size > max(EXPANDED_FREELY, MOST_EXPANSION * stored):
+        raise NotArrays(f"its {stored:,} bytes would become {size:,}, more than {MOST_EXPANSION} times as many")
+
+
+def read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> NDArray[Any]:
+    with archive.open(member) as file:
+        return read_array(file.read, member.file_size)
+
+
+def write_arrays(path: Path, arrays: Arrays, is_private: bool = False) -> None:
+    content = io.BytesIO()
+    np.savez(content, **arrays)  # type: ignore[arg-type]
+    disk.write_file(path, content.getbuffer(), is_private)
+
+
+def fingerprint(*arrays: NDArray[Any]) -> str:
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(f"{array.dtype} {array.shape} ".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+class Texts:
+    """A million short texts in two arrays; as a list they would take ten times the memory."""
+
+    def __init__(self, content: NDArray[np.uint8], ends: NDArray[np.int64]) -> None:
+        self.content, self.ends = content, ends
+
+    @classmethod
+    def of(cls, texts: Iterable[str]) -> "Texts":
+        encoded = [os.fsencode(text) for text in texts]
+        content = np.frombuffer(b"".join(encoded), np.uint8)
+        return cls(content, np.cumsum([len(text) for text in encoded], dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def require_consistent(self) -> None:
+        """ValueError where the arrays are no texts such as the system takes for paths."""
+        is_text = self.content.dtype == np.uint8 and self.content.ndim == 1
+        if not is_text or self.ends.dtype != np.int64 or self.ends.ndim != 1:
+            raise ValueError("texts are not bytes and where they end")
+        steps = np.diff(self.ends, prepend=0)
+        if (steps < 0).any() or steps.sum() != len(self.content) or not self.content.all():
+            raise ValueError("texts do not end where they should")
+
+    def __getitem__(self, number: int) -> str:
+        start = int(self.ends[number - 1]) if number else 0
+        return os.fsdecode(self.content[start : self.ends[number]].tobytes())

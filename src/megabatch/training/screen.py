@@ -1,0 +1,268 @@
+"""What a run says while it goes: a header, a live bar on a terminal or plain lines elsewhere, and the result."""
+
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import harmonic_mean
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from megabatch import __version__
+from megabatch.comm.gradient_all_reduce import PlansInUse
+from megabatch.config.reference_results import preflight
+from megabatch.config.resolve import describe_epochs
+from megabatch.config.schema import RunConfig
+from megabatch.data.catalog import FROM_PYTHON
+from megabatch.io.terminal import Terminal
+from megabatch.optim.groups import LR_FACTOR
+from megabatch.precision.loss_scale import show_scale
+from megabatch.runs.files import TIMELINE, WEIGHTS
+from megabatch.runs.records import EvaluationRecord, Record, SaveTimes, StepRecord, Summary, TimeBreakdown
+from megabatch.training.device import accelerator_name, warn_of_device
+from megabatch.training.parts import Training
+
+TELLING_DRIFT = 1.5
+TELLING_SHARE = 0.05  # of the time, that others wait for one rank
+TELLING_DATA_SHARE = 0.005  # of the time, that is waited for images
+QUIET_S = 10.0  # where there is no live bar, a line at least this often
+
+
+class Screen:
+    def __init__(self, config: RunConfig, training: Training, folder: Path) -> None:
+        self.console = Terminal()
+        self.plan, self.folder, self.target_top1 = training.plan, folder, config.train.target_top1
+        self.has_timeline = config.comm.timeline
+        self.from_python = config.data.source.startswith(FROM_PYTHON)
+        self.own_model = config.model.name if config.model.is_users_own else None  # a run's folder does not decide it
+        self.last_step: StepRecord | None = None
+        self.unsaid: list[StepRecord] = []  # the steps since the last line
+        self.complaints: set[str] = set()
+        self.spoke_s = time.monotonic()
+        self.bar = Progress(
+            TextColumn("epoch {task.fields[epoch]:.2f} step {task.completed}/{task.total}", markup=False),
+            BarColumn(bar_width=6),
+            TextColumn("{task.fields[text]}", markup=False),
+            TimeRemainingColumn(compact=True),
+            console=self.console,
+            disable=not self.console.is_terminal,
+            transient=True,
+        )
+        self.task = self.bar.add_task("", total=self.plan.num_steps, epoch=0.0, text="", visible=False)
+        for name, text in header(config, training).items():
+            self.say(name, text)
+        for line in training.initial_weights:
+            self.say("weights", line)
+        findings = preflight(config, self.plan.num_samples)
+        for line in findings.references:
+            self.say("reference", line)
+        on_device = warn_of_device(config.precision, training.world.device.type)
+        for line in [*training.data.warnings, *findings.warnings, *on_device]:
+            self.say("warning", line)
+        self.say("folder", str(folder))
+
+    def say(self, name: str, text: str) -> None:
+        with suppress(OSError):  # a pipe that nobody reads any more, or a file on a disk that is full
+            self.console.row(name, text)
+
+    def show_resumption(self, step: int, computed_by: str, now: str) -> None:
+        note = "" if computed_by == now else f", which {computed_by} took: the same run to rounding, not to the bit"
+        self.say("resumes", f"after step {step} of {self.plan.num_steps}{note}")
+
+    def show_drift(self, drift: float) -> None:
+        if not 1 / TELLING_DRIFT < drift < TELLING_DRIFT:
+            retune = "retune=True" if self.from_python else "--retune"
+            self.say(
+                "drift",
+                f"all-reduces are expected to take {drift:.1f} times as long as when they were chosen: links have "
+                f"changed; the choice stands, and {retune} would choose again",
+            )
+
+    def show(self, record: Record) -> None:
+        if isinstance(record, EvaluationRecord):
+            self.show_skipped(record.unreadable, "left out")
+            self.line(f"top-1 {record.top1:.4f} top-5 {record.top5:.4f}")
+            return
+        self.last_step = record
+        self.unsaid.append(record)
+        if record.skipped:
+            self.say(
+                "skipped", f"step {record.step}: a gradient overflowed with loss scale {show_scale(record.loss_scale)}"
+            )
+        self.show_skipped(record.skipped_images, "skipped")
+        text = f"loss {record.loss:.3f} lr {record.lr:.3f} {record.images_per_s:,.0f}/s {self.waits([record])}"
+        self.bar.update(self.task, completed=record.step, epoch=record.epoch, text=text, visible=True)
+        if not self.console.is_terminal and time.monotonic() - self.spoke_s > QUIET_S:
+            self.line("")
+
+    def show_skipped(self, complaints: Iterable[str], name: str) -> None:
+        """Once each, though every epoch finds them again."""
+        for complaint in complaints:
+            if complaint not in self.complaints:
+                self.complaints.add(complaint)
+                self.say(name, complaint)
+
+    def line(self, result: str) -> None:
+        """The last step's loss; the pace since the last line.
+
+        At most 80 characters on a terminal; elsewhere the waits too, which a terminal shows in the bar.
+        """
+        step = self.last_step
+        assert step is not None
+        steps = self.unsaid or [step]
+        images_per_s = harmonic_mean(step.images_per_s for step in steps)
+        line = f"epoch {step.epoch:5.2f} step {step.step:>5} loss {step.loss:.4f} lr {step.lr:.4f} "
+        line += f"{images_per_s:>6,.0f}/s "
+        if not self.console.is_terminal:
+            left_s = (self.plan.num_steps - step.step) * self.plan.global_batch / images_per_s
+            result += f"  {self.waits(steps)} ETA {left_s:.0f} s"
+        with suppress(OSError):
+            self.console.print(line + result)
+        self.unsaid, self.spoke_s = [], time.monotonic()
+
+    def waits(self, steps: Sequence[StepRecord]) -> str:
+        """The shares of their time in which rank 0 waited for images, and for other ranks."""
+        took_s = sum(self.plan.global_batch / step.images_per_s for step in steps)
+        data_s = sum(step.data_wait_s for step in steps)
+        comm_s = sum(step.comm_wait_s for step in steps)
+        return f"data {data_s / took_s:.0%} comm {comm_s / took_s:.0%}"
+
+    def finish(self, summary: Summary) -> None:
+        self.bar.stop()
+        if summary.top1 is None:
+            self.say(summary.status, "not evaluated yet")
+        else:
+            self.say(
+                summary.status,
+                f"top-1 {summary.top1:.4f} (best {summary.best_top1:.4f}), top-5 {summary.top5:.4f} "
+                f"on {summary.samples_evaluated:,} images",
+            )
+        speed = f", {summary.images_per_s:,.0f} images/s" if summary.images_per_s else ""
+        steps = f"{summary.steps} of {self.plan.num_steps} steps"
+        self.say("time", f"{summary.wall_s:.1f} s, {steps}{speed}{self.target_text(summary)}")
+        if summary.skipped_steps:
+            skipped = f"{summary.skipped_steps} of {summary.steps} steps, whose gradients overflowed"
+            nothing = ": nothing was learnt" * (summary.skipped_steps == summary.steps)
+            scale = show_scale(summary.loss_scale or 1.0)
+            self.say("skipped", f"{skipped}{nothing}; the last step's loss scale was {scale}")
+        if summary.data_wait_share is not None and summary.comm_wait_share is not None:
+            data = f"{summary.data_wait_share:.1%} for data{describe_breakdown(summary.data_wait)}"
+            self.say("waited", f"{data}, {summary.comm_wait_share:.1%} for communication")
+        if summary.skipped_images:
+            self.say("skipped", f"{summary.skipped_images:,} images that could not be read; their neighbours stood in")
+        if summary.resident_mb:
+            self.say("memory", describe_memory(summary.resident_mb, summary.device_mb))
+        if summary.saves.count and summary.images_per_s:
+            self.say("saves", describe_saves(summary.saves, self.plan.global_batch / summary.images_per_s))
+        late = summary.straggler
+        if late and late.share > TELLING_SHARE:
+            delay = f"{late.delay_s * 1e3:.1f} ms a step ({late.share:.0%})"
+            self.say("straggler", f"rank {late.rank}: the others waited for it {delay}")
+        if summary.status == "finished":
+            self.say("weights", str(self.folder / WEIGHTS))
+        if self.has_timeline:
+            self.say("timeline", f"{self.folder / TIMELINE}: a trace of each rank, for ui.perfetto.dev")
+        if not self.from_python:  # there, calling `fit` again resumes
+            if summary.status == "finished":
+                named = f" --model {self.own_model}" if self.own_model else ""
+                self.say("again", f"megabatch eval {self.folder}{named}")
+            else:
+                named = f" model.name={self.own_model}" if self.own_model else ""
+                self.say("resume", f"megabatch train{named} --resume {self.folder} --ranks {self.plan.num_ranks}")
+
+    def target_text(self, summary: Summary) -> str:
+        if self.target_top1 is None:
+            return ""
+        if summary.time_to_target_s is None:
+            return f", target {self.target_top1:g} not reached"
+        return f", target {self.target_top1:g} reached after {summary.time_to_target_s:.1f} s"
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+
+
+def describe_memory(resident_mb: float, device_mb: float | None) -> str:
+    on_device = f", and at most {device_mb:,.0f} MB of its GPU" if device_mb is not None else ""
+    return f"{resident_mb:,.0f} MB of rank 0{on_device}"
+
+
+def describe_saves(saves: SaveTimes, step_s: float) -> str:
+    longest, step, total = (f"{1e3 * seconds:,.1f} ms" for seconds in (saves.longest_stall_s, step_s, saves.stall_s))
+    times = f"{saves.count:,} checkpoint{'s' * (saves.count > 1)}"
+    failed = f" ({saves.failed:,} more failed)" if saves.failed else ""
+    failed += f" ({saves.overtaken:,} more were due before the disk was done)" if saves.overtaken else ""
+    return f"{times}{failed}, for which a step of {step} was held {longest} at most, {total} in all"
+
+
+def describe_breakdown(shares: TimeBreakdown | None) -> str:
+    """What the wait for data was spent on, where it is worth a word."""
+    if shares is None or shares.total < TELLING_DATA_SHARE:
+        return ""
+    parts = {part: getattr(shares, part) for part in shares.__struct_fields__}
+    return f" ({', '.join(f'{part} {share:.1%}' for part, share in parts.items() if share >= 0.0005)})"
+
+
+def header(config: RunConfig, training: Training) -> dict[str, str]:
+    plan = training.plan
+    num_parameters = sum(parameter.numel() for parameter in training.model.parameters())
+    ranks = f"{plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}"
+    threads = f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
+    groups = [
+        f"{len(group['params'])} {group['name']} (decay {group['weight_decay']:g}{describe_own_rate(config, group)})"
+        for group in training.optimizer.param_groups
+    ]
+    device = training.world.device
+    device_name = "cpu" if device.type == "cpu" else accelerator_name(device)
+    return {
+        "megabatch": f"{__version__}, torch {torch.__version__}, {ranks} on {device_name}, {threads} each",
+        "recipe": f"{config.name}: {config.model.name}, {num_parameters:,} parameters"
+        + (", compiled" if config.model.compile else ""),
+        "precision": describe_precision(config, training),
+        "data": describe_data(config, training),
+        "batch": f"{plan.global_batch} = {plan.microbatch} micro x {plan.accumulation} accumulated x {ranks}",
+        "steps": f"{plan.num_steps} in {describe_epochs(config, plan.num_samples)}, "
+        f"{config.optim.name} at {config.optim.learning_rate:g}",
+        "groups": ", ".join(groups),
+        "allreduce": describe_plans(training.gradients.plans, len(training.gradients.layouts.seen)),
+    }
+
+
+def describe_own_rate(config: RunConfig, group: dict[str, Any]) -> str:
+    return f", learning rate {config.optim.head_learning_rate:g}" if LR_FACTOR in group else ""
+
+
+def describe_plans(in_use: PlansInUse, num_seen: int) -> str:
+    tuning = in_use.tuning
+    plans = list(dict.fromkeys(bucket.plan for bucket in tuning.buckets)) if tuning else [in_use.default]
+    num_buckets = len(tuning.buckets) if tuning else num_seen
+    text = f"{'; '.join(map(str, plans))}; {num_buckets} bucket{'s' if num_buckets > 1 else ''}"
+    if tuning and tuning.topology.num_nodes > 1:
+        text += f"; a step is expected to wait {1e3 * tuning.exposed_s:,.0f} ms for them"
+    return text
+
+
+def describe_precision(config: RunConfig, training: Training) -> str:
+    scale = training.loss_scale
+    master_weights = ", fp32 master weights" if training.master_weights.copies else ""
+    return (
+        config.precision.name
+        + master_weights
+        + (f", {scale.kind} loss scale {show_scale(scale.value)}" if scale.is_on else "")
+    )
+
+
+def describe_data(config: RunConfig, training: Training) -> str:
+    data, size = training.data, config.data.image_size
+    return (
+        f"{config.data.source}: {len(data.train):,} + {len(data.test):,} images of {size}x{size}x{data.num_channels}, "
+        f"{len(data.class_names)} classes" + (f"; tested on {data.tested_on}" if data.tested_on else "")
+    )

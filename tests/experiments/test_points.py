@@ -1,0 +1,46 @@
+import math
+
+import pytest
+
+from megabatch.experiments.plan import Point, Score, as_fast_as, best_point, next_points
+
+GRID, MOMENTA, BUDGET = (2.0, 6.0, 18.0), (0.9, 0.95), 6
+
+
+def search(peak: float, best_momentum: float) -> dict[Point, Score]:
+    """Accuracy has its peak at a rate that is as fast as `peak` with 0.9, and diverges at 100 times that."""
+    scores: dict[Point, Score] = {}
+    while points := next_points(scores, GRID, MOMENTA, BUDGET):
+        for point in points:
+            distance = abs(math.log(point.learning_rate / (1 - (point.momentum or 0)) / (peak / 0.1)))
+            scores[point] = None if distance > math.log(100) else -distance - 0.01 * (point.momentum != best_momentum)
+    return scores
+
+
+@pytest.mark.parametrize("momentum", MOMENTA)
+@pytest.mark.parametrize("peak", [0.5, 2.0, 6.0, 9.0, 18.0, 60.0])
+def test_momenta_share_the_budget_and_the_better_one_is_refined(peak: float, momentum: float) -> None:
+    scores = search(peak, momentum)
+    assert len(scores) == BUDGET
+    points = list(scores)
+    assert points[:3] == [Point(rate, 0.9) for rate in GRID]
+    assert points[3] == as_fast_as(best_point({point: scores[point] for point in points[:3]}), 0.95)
+    assert {point.momentum for point in points[4:]} == {momentum}
+    found = best_point(scores)
+    assert found.momentum == momentum
+    # Half a step of the grid is as far as two finer rates can leave it; beyond the grid, two steps were gone.
+    assert abs(math.log(as_fast_as(found, 0.9).learning_rate / peak)) < math.log(3) / 2 + 1e-2 or peak > 54
+
+
+def test_without_momenta_it_is_the_search_over_rates() -> None:
+    assert next_points({}, (1, 4), (), 4) == [Point(1), Point(4)]
+    assert next_points({Point(1): 0.5, Point(4): 0.8}, (1, 4), (), 4) == [Point(16)]
+    assert next_points({Point(1): 0.5, Point(4): 0.8, Point(16): 0.7}, (1, 4), (), 4) == [Point(8)]
+    assert next_points({Point(1): None, Point(4): None}, (1, 4), (), 2) == []
+
+
+def test_a_point_is_as_fast_with_another_momentum_where_steps_add_up_to_the_same() -> None:
+    for momentum in (0.5, 0.95):
+        rate = as_fast_as(Point(6.0, 0.9), momentum).learning_rate
+        ways = [sum(lr * mu**k for k in range(2000)) for lr, mu in ((6.0, 0.9), (rate, momentum))]
+        assert ways[0] == pytest.approx(ways[1])

@@ -1,0 +1,94 @@
+"""The results that lie in docs/studies: pages say what their JSON says."""
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from megabatch.config.loading import load_config
+from megabatch.config.reference_results import REFERENCE_RESULTS
+from megabatch.config.schema import RunConfig
+from megabatch.experiments.conduct import arm_so_far, take_over
+from megabatch.experiments.design import read_design
+from megabatch.experiments.figures import draw_figures
+from megabatch.experiments.page import figure_file, load_study, page
+from megabatch.experiments.verdict import points, range_words, top1_gap
+
+FOLDER = Path(__file__).parents[2] / "docs" / "studies"
+STUDIES = sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+def without_prose(config: RunConfig) -> RunConfig:
+    return msgspec.structs.replace(config, name="any", about="", provenance={})
+
+
+def words_of(svg: str) -> list[str]:
+    return re.findall("<text[^>]*>([^<]*)</text>", svg)
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_pages_are_computed_from_their_json(name: str) -> None:
+    study = load_study(FOLDER / f"{name}.json")
+    drawings = draw_figures(study)
+    assert (FOLDER / f"{name}.md").read_text() == page(study, drawings)
+    assert study.command == f"megabatch study {name}"
+    for drawing in drawings:  # lines may differ in their last digits on another machine; words do not
+        assert words_of((FOLDER / figure_file(study, drawing)).read_text()) == words_of(drawing.svg)
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_results_are_those_of_the_designs(name: str) -> None:
+    """All of them are taken by a later start, which runs what is missing."""
+    design, study = read_design(name), load_study(FOLDER / f"{name}.json")
+    assert (study.question, study.setup, study.paired) == (design.question, design.setup, design.paired)
+    assert (study.criteria, study.claims) == (list(design.criteria), list(design.claims))
+    assert study.curve_claims == list(design.curve_claims)
+    results = take_over(design, study, name)
+    assert len(results) == study.num_runs
+    assert study.arms == [arm_so_far(design, arm, results) for arm in design.arms]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "study", "arm"),
+    [
+        ("fashion-128", "large-batch", "Nesterov, 128"),
+        ("fashion-3k", "large-batch", "LARS, 3,072"),
+        ("fashion-8k", "large-batch", "LARS, 8,192"),
+        ("fashion-90-64", "large-batch-90", "Nesterov, 64"),
+        ("fashion-90-1k", "large-batch-90", "LARS, 1,024"),
+        ("fashion-90-4k", "large-batch-90", "LARS, 4,096"),
+    ],
+)
+def test_recipes_carry_the_values_that_were_found(recipe: str, study: str, arm: str) -> None:
+    found, design = load_study(FOLDER / f"{study}.json").arm(arm), read_design(study)
+    chosen = [f"optim.learning_rate={found.learning_rate}"]
+    if found.momentum is not None:
+        chosen.append(f"optim.momentum={found.momentum}")
+    studied = load_config(design.recipe, [*design.settings, *found.settings, *chosen])
+    (reference,) = (result for result in REFERENCE_RESULTS if result.source == f"megabatch, {recipe}")
+    assert without_prose(load_config(recipe)) == without_prose(studied)
+    assert (reference.learning_rate, reference.top1) == (
+        found.learning_rate,
+        round(sum(found.top1s) / len(found.top1s), 4),
+    )
+
+
+@pytest.mark.parametrize(
+    ("study", "lower", "higher", "sentence"),
+    [
+        ("large-batch-90", "Nesterov, 64", "LARS, 1,024", "LARS {} points ahead (95 % interval {})"),
+        ("large-batch-90", "Nesterov, 64", "Nesterov, 1,024", "tuned momentum {} ahead"),
+        ("large-batch-90", "linear scaling, 1,024", "Nesterov, 64", "linear scaling {} behind"),
+        ("large-batch", "LARS, 3,072", "Nesterov, 128", "LARS {} points behind (95 % interval {})"),
+        ("large-batch", "Nesterov, 3,072", "Nesterov, 128", "tuned momentum {}"),
+        ("precision", "fp32", "fp16, dynamic scale", "{} points above (95 % interval {})"),
+    ],
+)
+def test_the_readme_says_what_the_json_says(study: str, lower: str, higher: str, sentence: str) -> None:
+    found = load_study(FOLDER / f"{study}.json")
+    gap = top1_gap(found, found.arm(lower), found.arm(higher))
+    assert gap and gap.interval
+    readme = (FOLDER.parents[1] / "README.md").read_text().splitlines()
+    (row,) = (line for line in readme if f"`megabatch study {study}`" in line)
+    assert sentence.format(points(gap.size), range_words(gap.interval)) in row

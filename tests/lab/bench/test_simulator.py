@@ -1,0 +1,115 @@
+"""Published runs: what is fitted, what is predicted, and that the page says what the bench prints."""
+
+from pathlib import Path
+
+import pytest
+from megabatch_lab.bench.guide import CLUSTERS, climb, expect_line
+from megabatch_lab.bench.merging import gains
+from megabatch_lab.bench.published import Pair, Prediction, Published, predict, predict_all, read_rows, score
+from megabatch_lab.bench.simulator import markdown, paper_tables, published_tables, with_table
+
+from megabatch.simulate.compute import compute_by_curve
+from megabatch.simulate.load import load_cluster, preset_names, read_cluster, with_device
+from megabatch.simulate.workload import load_workload
+
+ROWS = read_rows()
+PAGE = Path(__file__).parents[3] / "docs/scaling.md"
+
+
+def test_every_row_has_a_source_and_a_role() -> None:
+    assert {row.role for row in ROWS} == {"predicted", "calibrates", "left out"}
+    for row in ROWS:
+        assert row.source
+        assert row.reason if row.role == "left out" else row.cluster in preset_names()
+
+
+def test_a_devices_points_are_rows_that_calibrate() -> None:
+    of_nodes = {(row.source, float(row.batch_per_rank)) for row in ROWS if row.role == "calibrates"}
+    devices = {
+        str(tables["device"]): tables["device"]
+        for name in preset_names()
+        for tables in [with_device(read_cluster(name))]
+    }
+    points = [
+        point
+        for device in devices.values()
+        for curves in device["curves"].values()
+        for curve in curves
+        for point in curve["points"]
+    ]
+    from_mlperf = [point for point in points if point["source"].startswith("mlp-")]
+    assert len(from_mlperf) > 100
+    for point in from_mlperf:
+        assert (point["source"], float(point["batch"])) in of_nodes
+
+
+def test_a_preset_is_calibrated_on_one_run_of_several_nodes_at_most() -> None:
+    several = [row.cluster for row in ROWS if row.role == "calibrates" and int(row.nodes) > 1]
+    assert len(several) == len(set(several)) == 4
+    for row in ROWS:
+        if row.role == "calibrates" and int(row.nodes) > 1:
+            assert predict(row).error < 0.03
+
+
+def test_what_a_point_has_waited_is_what_is_simulated_of_its_run() -> None:
+    points = [
+        point
+        for name in ("dgx-a100", "dgx-a100-2020", "dgx2h-v100")
+        for point in load_cluster(name).device.curves["fp16"][0].points
+        if point.waited_ms
+    ]
+    assert len(points) == 3
+    for point in points:
+        row = next(row for row in ROWS if point.source.startswith(f"calibrates: {row.source},"))
+        assert float(row.images_per_s) / int(row.ranks) == pytest.approx(point.images_per_s, rel=1e-4)
+        step = predict(row).simulated.step
+        assert point.waited_ms == pytest.approx(1e3 * (step.exposed_s + step.jitter_s), abs=0.02)
+
+
+def test_no_predicted_row_is_a_point_of_a_curve() -> None:
+    fitted = {(row.source, row.ranks) for row in ROWS if row.role == "calibrates" and row.source.startswith("mlp-")}
+    assert not fitted & {(row.source, row.ranks) for row in ROWS if row.role == "predicted"}
+
+
+def with_measured(prediction: Prediction, ratio: float) -> Prediction:
+    """The same, had so much been measured of what is predicted."""
+    values = {name: getattr(prediction.row, name) for name in prediction.row.__struct_fields__}
+    return Prediction(
+        Published(**values | {"images_per_s": prediction.simulated.images_per_s / ratio}), prediction.simulated
+    )
+
+
+def test_the_ratio_of_two_rows_does_not_know_how_fast_the_device_is() -> None:
+    one = predict(next(row for row in ROWS if row.role == "predicted"))
+    assert Pair(with_measured(one, 1.2), with_measured(one, 1.2)).error == pytest.approx(0)
+    assert Pair(with_measured(one, 1.0), with_measured(one, 1.1)).error == pytest.approx(0.1)
+
+
+def test_scores_are_of_what_differs_in_one_thing_alone() -> None:
+    series = [row for row in ROWS if row.cluster == "hkbu-ib100" and row.role == "predicted" and int(row.ranks) < 32]
+    scores = score([predict(row) for row in series])
+    assert len(scores.ranks) == 3  # none, layer and fused, of 8 and 16
+    assert len(scores.overlaps) == 6 and not scores.cards
+
+
+def test_the_page_has_the_tables_that_the_bench_prints() -> None:
+    """megabatch bench simulator --part published --part paper --part guide --docs docs/scaling.md writes them."""
+    several = [row for row in ROWS if row.role == "calibrates" and int(row.nodes) > 1]
+    calibrated, scores = predict_all("calibrates", several), score(predict_all("predicted", ROWS))
+    tables = {**published_tables(ROWS, calibrated, scores), **paper_tables()}
+    del tables["calibrated, one node"]  # a hundred rows, which say how well curves fit
+    text = page = PAGE.read_text()
+    for title, lines in tables.items():
+        text = with_table(text, title, lines)
+    assert text == page
+    # Of the guide's tables, which take a quarter of a minute, those rows that the paper's number of ranks has.
+    for lines in ([expect_line(name, 2_048) for name in CLUSTERS], climb("p40-roce100", "alexnet_bn")):
+        _, _, *rows = markdown(lines).splitlines(keepends=True)
+        assert "".join(rows) in page
+
+
+def test_merging_is_compared_with_the_best_of_all_single_plans() -> None:
+    cluster = load_cluster("hkbu-10gbe")
+    compute = compute_by_curve(load_workload("alexnet_bn"), cluster, "fp32", 64)
+    row = gains(compute, cluster, 16)
+    assert row["gain"] > 0.02 and row["gain_over_25_mb"] >= row["gain"]

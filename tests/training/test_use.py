@@ -1,0 +1,204 @@
+"""A trained model in use: what belongs to it is with it, wherever it goes."""
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+import megabatch
+from megabatch.cli.app import app
+from megabatch.config.loading import load_config
+from megabatch.data.pipeline import normalise
+from megabatch.errors import UserError
+from megabatch.inference.evaluate import evaluate_run
+from megabatch.ranks.world import current_rank
+from megabatch.runs.reader import read_summary
+from megabatch.training.prepare import prepare
+from megabatch.training.run import train_and_record
+from tests.support.photos import CLASSES, make_folder
+from tests.support.use import SMALL, train_photos
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("photos") / "all", per_class=12)
+
+
+@pytest.fixture(scope="module", params=["fp32", "fp16"])
+def run(request: pytest.FixtureRequest, photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("use") / "run"
+    return train_photos(folder, f"data.source={photos}", "train.epochs=3", f"precision.name={request.param}")
+
+
+def held_out(photos: Path) -> list[tuple[Path, int]]:
+    """The photos that the run was tested on, with their classes."""
+    config = load_config("photos", [*SMALL, f"data.source={photos}"])
+    from megabatch.data.catalog import load_data_set
+
+    test = load_data_set(config.data).test
+    return [(Path(test.files.where(n)), int(test.labels[n])) for n in range(len(test))]  # type: ignore[attr-defined]
+
+
+def test_top1_of_the_loaded_model_is_that_of_the_summary(run: Path, photos: Path) -> None:
+    summary, samples = read_summary(run), held_out(photos)
+    classifier = megabatch.load(run)
+    assert summary is not None and classifier.classes == CLASSES
+    with torch.no_grad():
+        scores = classifier([Image.open(path) for path, _ in samples])
+    assert scores.shape == (len(samples), len(CLASSES)) and scores.dtype == torch.float32
+    right = scores.argmax(1) == torch.tensor([label for _, label in samples])
+    assert int(right.sum()) / len(samples) == summary.top1
+
+
+def test_it_is_loaded_in_a_fresh_process_when_the_images_are_gone_and_the_run_has_moved(
+    run: Path, photos: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(run, tmp_path / "moved")
+    path, _ = held_out(photos)[0]
+    code = (
+        "import megabatch, sys; from PIL import Image\n"
+        "print(megabatch.load(sys.argv[1])(Image.open(sys.argv[2])).detach().numpy().tobytes().hex())"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "moved"), str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    torch.set_num_threads(1)
+    expected = megabatch.load(run)(Image.open(path)).detach().numpy().tobytes().hex()
+    assert result.stdout.strip() == expected
+
+
+def test_a_picture_a_tensor_and_a_list_are_the_same_image(run: Path) -> None:
+    classifier = megabatch.load(run)
+    pixels = torch.randint(0, 256, (2, 3, 24, 24), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    content = io.BytesIO()
+    Image.fromarray(pixels[0].permute(1, 2, 0).numpy()).save(content, "PNG")
+    assert torch.equal(classifier.prepare(pixels), pixels)
+    assert torch.equal(classifier.prepare([pixels[0], pixels[1]]), classifier.prepare(pixels))
+    larger = pixels.repeat_interleave(4, 2).repeat_interleave(4, 3)
+    from_tensor = classifier.prepare(larger[0])
+    decoded = Image.fromarray(larger[0].permute(1, 2, 0).numpy())
+    assert torch.equal(classifier.prepare(decoded), from_tensor) and from_tensor.shape == (1, 3, 24, 24)
+    assert classifier([]).shape == (0, 3)
+    for wrong in (pixels.float(), pixels[:, :1], "a.jpg"):
+        with pytest.raises(UserError, match="expected"):
+            classifier(wrong)
+
+
+def test_the_figures_are_found_again_from_the_weights_and_by_folder(run: Path, photos: Path, tmp_path: Path) -> None:
+    summary = read_summary(run)
+    assert summary is not None
+    result, names = evaluate_run(run, None)
+    assert (result.top1, result.top5, result.test_loss) == (summary.top1, summary.top5, summary.test_loss)
+    assert names == CLASSES
+    for path, label in held_out(photos):  # only the test images, and of two classes
+        if label < 2:
+            (tmp_path / "some" / CLASSES[label]).mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, tmp_path / "some" / CLASSES[label])
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run/env.json").write_text("{}")
+    other, _ = evaluate_run(tmp_path / "run", str(tmp_path / "some"))
+    assert other.samples_evaluated == sum(label < 2 for _, label in held_out(photos))
+    assert other.class_top1[:2] == result.class_top1[:2] and other.class_top1[2] is None
+
+
+def test_what_is_measured_at_the_first_start_is_never_measured_again(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = train_photos(tmp_path / "whole", f"data.source={photos}", "train.epochs=2")
+    config = load_config("photos", [*SMALL, f"run.dir={tmp_path / 'run'}", f"data.source={photos}", "train.epochs=2"])
+    asked = iter(range(100))
+    with prepare(config, current_rank(), resume="auto", stop_requested=lambda: next(asked) >= 2) as ready:
+        assert train_and_record(ready.config, "auto", ready.training).status == "stopped"
+
+    def refuse(images: object) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr("megabatch.training.build.measure_pixels", refuse)
+    monkeypatch.setattr(normalise, "measure_pixels", refuse)
+    train_photos(tmp_path / "run", f"data.source={photos}", "train.epochs=2")
+    for name in ("model.safetensors", "model.json"):  # two equal runs, in other folders and one of them stopped
+        assert (tmp_path / "run" / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+def test_a_card_says_nothing_of_paths_hosts_and_dates(run: Path, photos: Path) -> None:
+    text = (run / "model.json").read_text()
+    card = json.loads(text)
+    assert str(photos) not in text and str(run) not in text and "run." not in " ".join(card["recipe"])
+    assert card["classes"] == list(CLASSES) and card["image_size"] == 24 and len(card["mean"]) == 3
+    assert card["recipe"]["optim.learning_rate"] == 0.05 and card["top1"] == read_summary(run).top1  # type: ignore[union-attr]
+
+
+def test_images_folders_and_lists_are_predicted_in_order_and_bad_ones_named(
+    run: Path, photos: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "some"
+    shutil.copytree(photos / "bag", folder)
+    (folder / "000.jpg").write_bytes(b"no image")
+    result = CliRunner().invoke(app, ["predict", str(run), str(folder), "--json", "--top", "2"])
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [Path(row["image"]).name for row in rows] == sorted(path.name for path in folder.iterdir())
+    assert "error" in rows[0] and all(len(row["classes"]) == 2 for row in rows[1:])
+    paths = [row["image"] for row in rows[1:3]]
+    listed = CliRunner().invoke(app, ["predict", str(run), "-", "--csv", "--top", "1"], input="\n".join(paths))
+    lines = listed.stdout.splitlines()
+    assert lines[0] == "image,rank,class,probability" and [line.split(",")[0] for line in lines[1:]] == paths
+    content = Path(paths[0]).read_bytes()
+    piped = CliRunner().invoke(app, ["predict", str(run / "model.safetensors"), "-"], input=content)
+    best = rows[1]["classes"][0]
+    assert piped.stdout.startswith(f"-: {best['class']} {best['probability']:.1%}")
+    with torch.no_grad():
+        probabilities = megabatch.load(run)(Image.open(paths[0])).softmax(1)[0]
+    np.testing.assert_allclose(best["probability"], probabilities.max(), rtol=1e-5)
+
+
+def test_what_is_not_there_is_one_line(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no checkpoint 'first'; there are best, last, step-"):
+        megabatch.load(run, "first")
+    with pytest.raises(UserError, match="has no model and no checkpoint yet; train it first"):
+        megabatch.load(tmp_path)
+    (tmp_path / "other.safetensors").write_bytes(b"12345678")
+    with pytest.raises(UserError, match="is not a safetensors file"):
+        megabatch.load(tmp_path / "other.safetensors")
+    assert len(megabatch.load(run, "best").classes) == 3
+
+
+def test_a_model_of_arrays_sees_files_as_it_saw_arrays(tmp_path: Path) -> None:
+    config = load_config(
+        "smoke", ["train.epochs=0.5", "schedule.warmup_epochs=0", f"run.dir={tmp_path / 'run'}", "run.threads=1"]
+    )
+    with prepare(config, current_rank(), resume="auto") as ready:
+        summary = train_and_record(ready.config, "auto", ready.training)
+        images, labels = ready.training.data.test, ready.training.data.test.labels
+    pixels = images.read(np.arange(200))
+    classifier = megabatch.load(tmp_path / "run")
+    pictures = []
+    for image in pixels:
+        content = io.BytesIO()
+        mode = image[0] if len(image) == 1 else image.permute(1, 2, 0)
+        Image.fromarray(mode.numpy()).save(content, "PNG")
+        pictures.append(Image.open(content))
+    assert torch.equal(classifier.prepare(pictures), pixels)
+    assert summary.top1 is not None and len(labels) >= 200
+
+
+def test_a_run_that_starts_from_another_takes_its_normalisation_and_its_weights(
+    run: Path, photos: Path, tmp_path: Path
+) -> None:
+    start = f"model.weights={run}"
+    other = train_photos(tmp_path / "other", f"data.source={photos / '..' / 'all'}", start, "train.epochs=1", "seed=7")
+    before, after = (json.loads((folder / "model.json").read_text()) for folder in (run, other))
+    assert (after["mean"], after["deviation"]) == (before["mean"], before["deviation"])
+    assert "weights" not in after["model"] and str(run) not in (other / "model.json").read_text()
+    shutil.rmtree(photos.parent / "half", ignore_errors=True)
+    make_folder(photos.parent / "half", per_class=5)
+    checkpoint = f"model.weights={run / 'checkpoints/best'}"
+    half = train_photos(tmp_path / "half", f"data.source={photos.parent / 'half'}", checkpoint, "train.epochs=1")
+    assert json.loads((half / "model.json").read_text())["mean"] == before["mean"]
