@@ -5,9 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
-from megabatch.cli.app import app, main
+from megabatch.cli.app import add_lab_commands, app, main
 from megabatch.cli.show import draw_curve
 from megabatch.cli.train import choose_recipe
 from megabatch.config.loading import load_config
@@ -51,6 +52,21 @@ def test_help_and_the_list_of_runs_do_not_import_torch(words: list[str]) -> None
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     assert ("megabatch" if words[0] != "runs" else "no runs in .") in result.stdout
+
+
+@pytest.mark.parametrize("words", [["bench", "train", "--rounds", "3"], ["chaos"], ["fuzz", "jpeg", "--inputs", "5"]])
+def test_without_the_lab_its_commands_print_where_it_is(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megabatch.cli.app.find_plugins", lambda group: {})
+    installed = typer.Typer()
+    installed.command()(version)  # one command only would be run without its name
+    add_lab_commands(installed)
+    error = CliRunner().invoke(installed, words).exception
+    assert isinstance(error, UserError)
+    assert f"megabatch {words[0]} is part of megabatch's checkout" in str(error)
+
+
+def version() -> None:
+    pass
 
 
 def test_help_names_every_command() -> None:
