@@ -1,26 +1,26 @@
-# Two commands to know: `make train` and `make test`.  Both install into .venv first, if they have to.
+# The two main commands are `make train` and `make test`.  Both install into .venv first if necessary.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-deps
-# Only files whose sha256 is in requirements/, and none that has to be built: a build would fetch what has no hash.
+# Only wheels whose sha256 is in requirements/.  Nothing is built, because a build would download files without a hash.
 LOCKED := $(PIP) --require-hashes --only-binary :all:
 
-# Tests start hundreds of processes: each would compile our files anew.
+# Tests start hundreds of processes, each of which would otherwise compile our files again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-fast test-lab lint wheel bench matrix audit licences clean
+.PHONY: train test test-fast test-lab lint wheel bench matrix audit licences docs clean
 
 train: .venv/installed
 	$(BIN)/megabatch train $(ARGS)
 
-# Three processes on two cores: a good third of the time is spent waiting, for processes that start and for timeouts.
-# worksteal keeps the tests of a file, and the fixtures they share, in one process until another has nothing to do.
+# Three processes on two cores: tests wait for over a third of the time, for processes that start and for timeouts.
+# worksteal keeps the tests of a file and their fixtures in one process until another process is idle.
 PYTEST := $(BIN)/pytest --numprocesses=3 --dist=worksteal
 
 test: lint
 	$(PYTEST) -m "fast or ranks" $(ARGS)
 
-# No ranks: a minute.
+# Tests without ranks: one minute.
 test-fast: lint
 	$(PYTEST) -m fast $(ARGS)
 
@@ -32,12 +32,13 @@ lint: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tools/prose.py
 
 # Builds dist/megabatch-*.whl with the pinned build tool.
 wheel: .venv/installed
 	$(BIN)/python -m hatchling build -t wheel -d dist
 
-# PHOTOS=folder, of class/photo.jpg, for bench input: no photos come with the code.
+# PHOTOS=folder (of class/photo.jpg) adds bench input: the repository has no photos.
 bench: .venv/installed-dev
 	$(BIN)/megabatch bench train --json bench-train.json
 	$(BIN)/megabatch bench allreduce --json bench-allreduce.json
@@ -50,7 +51,7 @@ bench: .venv/installed-dev
 matrix: .venv/installed-dev
 	$(BIN)/python tools/matrix.py $(PAIRS)
 
-# Known vulnerabilities of the pinned versions.  --strict: what could not be looked up is no clean result.
+# Known vulnerabilities of the pinned versions.  --strict: a failed lookup is an error.
 audit: .venv-audit/installed
 	.venv-audit/bin/pip-audit --strict --disable-pip --progress-spinner off \
 		-r requirements/train.txt -r requirements/torch.txt -r requirements/dev.txt || \
@@ -59,10 +60,14 @@ audit: .venv-audit/installed
 licences: .venv/installed-dev
 	$(BIN)/python tools/licences.py
 
-clean:
-	rm -rf .venv .venv-audit .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist bench-*.json
+# Builds the documentation and the API reference into site/; a broken internal link is an error.
+docs: .venv-docs/installed
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --clean --quiet
 
-# Where pip finds torch without CUDA (by --find-links or an index that it is told of), that is the one to take.
+clean:
+	rm -rf .venv .venv-audit .venv-docs site .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist bench-*.json
+
+# Prefer torch without CUDA if pip finds it, through --find-links or a configured index.
 .venv/installed: pyproject.toml lab/pyproject.toml requirements/train.txt requirements/torch.txt requirements/torch-cpu.txt
 	$(PYTHON) -m venv .venv
 	if $(PIP) --dry-run $$(grep -o '^torch==[^ ]*' requirements/torch-cpu.txt) 2>/dev/null; \
@@ -78,4 +83,9 @@ clean:
 .venv-audit/installed: requirements/audit.txt
 	$(PYTHON) -m venv .venv-audit
 	.venv-audit/bin/pip install --quiet --no-deps --require-hashes --only-binary :all: -r requirements/audit.txt
+	touch $@
+
+.venv-docs/installed: requirements/docs.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --quiet --no-deps --require-hashes --only-binary :all: -r requirements/docs.txt
 	touch $@

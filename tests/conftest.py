@@ -16,11 +16,12 @@ hypothesis.settings.load_profile("untimed")
 
 
 TESTS = Path(__file__).parent
-# The tier of a test follows from its folder; tests outside of any folder that starts ranks or commands are named.
+# The tier of a test follows from its folder, unless the test or its module has a marker of another tier.
 FAST = {
     "comm",
     "config",
     "data",
+    "experiments",
     "models",
     "optim",
     "planning",
@@ -32,25 +33,27 @@ FAST = {
     "simulate",
 }
 LAB = {"lab", "rehearsal"}
-NOT_FAST = {"test_ci.py", "test_docs_commands.py", "test_packaging.py"}
+TIERS = ("fast", "ranks", "lab")
 
 
 def tier_of(path: Path) -> str:
     folder = path.relative_to(TESTS).parts[0] if path.is_relative_to(TESTS) else ""
     if folder in LAB:
         return "lab"
-    return "fast" if folder in FAST or (folder.endswith(".py") and folder not in NOT_FAST) else "ranks"
+    return "fast" if folder in FAST or folder.endswith(".py") else "ranks"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if any(item.get_closest_marker(tier) for tier in TIERS):
+            continue
         tier = tier_of(item.path)
         needs_ranks = tier == "fast" and "ranks" in getattr(item, "fixturenames", ())
         item.add_marker("ranks" if needs_ranks else tier)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help="where the laws are tested")
+    parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help="device of the ranks")
     parser.addoption("--allowed-skips", type=Path, help="fail if a test is skipped for a reason not in this file")
 
 
@@ -66,7 +69,7 @@ def unexpected_skips(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    is_worker = hasattr(session.config, "workerinput")  # of pytest-xdist
+    is_worker = hasattr(session.config, "workerinput")  # pytest-xdist
     if not is_worker and session.exitstatus == pytest.ExitCode.OK and unexpected_skips(session.config):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -96,13 +99,13 @@ def ranks(device: str) -> Iterator[RankPool]:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
-    """Before every test: a run takes its share of the cores, and two threads beside busy ranks are ten times slower."""
+    """Use one thread in every test: with busy ranks on the same cores, two threads are ten times slower."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Indexes of test folders do not go to the user's cache."""
+def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the indexes of test folders out of the user's cache."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield

@@ -1,4 +1,4 @@
-"""CI tests a machine that nobody prepared: .ci/run, .ci/unprepared, the list of allowed skips, and what calls them."""
+"""CI on a clean machine: .ci/run, .ci/unprepared, the list of allowed skips, and the workflow that calls them."""
 
 import ast
 import os
@@ -13,6 +13,8 @@ import yaml
 from tests.support.pages import ROOT, make_targets
 from tests.support.skips import read_allowed
 from tools.matrix import PAIRS
+
+pytestmark = pytest.mark.ranks  # starts processes
 
 ALLOWED = ROOT / ".ci/allowed-skips.txt"
 
@@ -39,11 +41,11 @@ def test_skips_are_counted_by_reason_and_fail_a_run_that_does_not_allow_them(tmp
     assert [line for line in lines if "ERROR" in line] == [
         "ERROR: tests skipped for a reason that is not in allowed.txt: needs skill"
     ]
-    assert lines[-1].startswith("3 skipped")  # CI reads pytest's own last line
+    assert lines[-1].startswith("3 skipped")  # CI reads pytest's last line
 
 
 def skip_reasons() -> set[str]:
-    """Collect the reasons of skip and skipif in the tests; of a reason that is formatted, the text before the value."""
+    """Return the reasons of skip and skipif in all tests.  For a formatted reason, only the text before the value."""
     calls = (
         node
         for path in (ROOT / "tests").rglob("*.py")
@@ -65,7 +67,7 @@ def test_every_reason_to_skip_names_the_missing_thing() -> None:
     assert {reason for reason in reasons if not reason.startswith("needs ")} == set()
 
 
-def test_every_allowed_skip_is_a_reason_that_tests_give() -> None:
+def test_every_allowed_skip_is_a_reason_in_the_tests() -> None:
     assert read_allowed(ALLOWED) <= {reason.partition(":")[0] for reason in skip_reasons()}
 
 
@@ -89,19 +91,19 @@ def test_unprepared_hides_data_sets_and_caches(tmp_path: Path) -> None:
 JOBS = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
 
 
-def test_the_workflow_runs_targets_of_make_and_ci_run_only() -> None:
+def test_the_workflow_runs_only_make_targets_and_ci_run() -> None:
     commands = [step["run"] for job in JOBS.values() for step in job["steps"] if "run" in step]
     made = {command.split()[1] for command in commands if command.startswith("make ")}
     assert {command for command in commands if not command.startswith("make ")} == {".ci/run"}
     assert made <= make_targets() and {"lint", "wheel", "matrix"} <= made
 
 
-def test_the_actions_of_the_workflow_have_full_versions() -> None:
+def test_workflow_actions_have_full_versions() -> None:
     used = [step["uses"] for job in JOBS.values() for step in job["steps"] if "uses" in step]
     assert used and all(re.fullmatch(r"actions/[\w-]+@v\d+\.\d+\.\d+", action) for action in used)
 
 
-def test_the_workflow_tests_the_pairs_of_the_matrix_that_the_package_index_has() -> None:
+def test_the_workflow_tests_the_matrix_pairs_that_are_on_the_package_index() -> None:
     pairs = [f"{pair['python']}:{pair['torch']}" for pair in JOBS["matrix"]["strategy"]["matrix"]["include"]]
     assert pairs == [pair for pair in PAIRS if "+" not in pair]
 

@@ -1,4 +1,4 @@
-"""What is installed is used, what is used is declared, and every version of it is pinned with its hashes."""
+"""Every dependency is used, every import is declared, and every version is pinned with its hashes."""
 
 import ast
 import functools
@@ -19,9 +19,9 @@ from tools.lock import is_for_us
 ROOT = Path(__file__).parents[1]
 OURS = {"megabatch", "tests", "megabatch_lab", "tools"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml"}  # where the module has another name
-# No file of ours imports these: what imports them, and the words in our code that make it do so.
-THROUGH = {
+DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml"}  # modules whose distribution has another name
+# Packages that our files do not import: the package that imports them, and the name in our code that causes it.
+INDIRECT = {
     "tomli-w": ("msgspec", "msgspec.toml.encode"),
     "onnx": ("torch", "torch.onnx.export"),
     "onnxscript": ("torch", "torch.onnx.export"),
@@ -29,8 +29,8 @@ THROUGH = {
     "mpich": ("mpi4py", "mpiexec"),
 }
 TEST_TOOLS = {"pytest-xdist", "pytest-timeout", "ruff", "mypy"}  # run by the Makefile and pyproject.toml
-BESIDE = {"torchvision", "timm"}  # installed by the Makefile, without what they ask for
-NOT_INSTALLED = {"timm": {"huggingface-hub"}}
+WITHOUT_DEPENDENCIES = {"torchvision", "timm", "mlperf-logging"}  # installed by the Makefile
+NOT_INSTALLED = {"timm": {"huggingface-hub"}, "mlperf-logging": {"pandas", "scipy"}}
 
 
 def declared(extra: str | None = None) -> set[str]:
@@ -44,7 +44,7 @@ def pinned(subject: str) -> dict[str, str]:
 
 
 def modules_named(node: ast.AST) -> Iterator[str]:
-    """By import statements, and by calls such as import_module("onnxruntime")."""
+    """Yield modules in import statements, and in calls such as import_module("onnxruntime")."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -62,7 +62,7 @@ def modules_imported(folder: str) -> set[str]:
 
 
 def imported(*folders: str) -> set[str]:
-    """Distributions that the files of our folders import."""
+    """Return the distributions that the files of our folders import."""
     modules = {module for folder in folders for module in modules_imported(folder)}
     return {
         canonicalize_name(DISTRIBUTIONS.get(module, module))
@@ -71,10 +71,10 @@ def imported(*folders: str) -> set[str]:
     }
 
 
-def imported_through(*folders: str) -> set[str]:
+def imported_indirectly(*folders: str) -> set[str]:
     text = "".join(path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py"))
     direct = imported(*folders)
-    return {name for name, (via, words) in THROUGH.items() if via in direct and words in text}
+    return {name for name, (via, words) in INDIRECT.items() if via in direct and words in text}
 
 
 def test_every_import_of_the_package_is_declared() -> None:
@@ -83,33 +83,33 @@ def test_every_import_of_the_package_is_declared() -> None:
 
 
 def test_every_dependency_is_imported_by_the_package() -> None:
-    assert declared() <= imported("src") | imported_through("src")
+    assert declared() <= imported("src") | imported_indirectly("src")
 
 
 def test_every_extra_is_imported_by_the_package() -> None:
-    assert declared("studies") | declared("export") <= imported("src") | imported_through("src")
+    assert declared("studies") | declared("export") <= imported("src") | imported_indirectly("src")
 
 
-def test_no_extra_is_imported_before_it_is_asked_for() -> None:
-    """A plain install has none: a module that is imported must not need one, only the function that is called."""
+def test_extras_are_imported_only_inside_functions() -> None:
+    """A plain install has no extras, and its modules must still import."""
     extras = declared("studies") | declared("export")
     for path in (ROOT / "src").rglob("*.py"):
-        at_once = {name.split(".")[0] for node in ast.parse(path.read_text()).body for name in modules_named(node)}
-        assert not at_once & extras, path
+        at_import = {name.split(".")[0] for node in ast.parse(path.read_text()).body for name in modules_named(node)}
+        assert not at_import & extras, path
 
 
-def test_every_import_of_tests_and_benches_is_declared_and_the_other_way_round() -> None:
-    used = imported("tests", "lab", "src") | imported_through("lab", "src")
-    # pytest brings packaging.
-    assert used - {"packaging"} <= declared() | declared("dev") | BESIDE
-    assert declared("dev") | BESIDE <= used | TEST_TOOLS
+def test_imports_of_tests_and_lab_match_the_declared_dependencies() -> None:
+    used = imported("tests", "lab", "src") | imported_indirectly("lab", "src")
+    # pytest installs packaging.
+    assert used - {"packaging"} <= declared() | declared("dev") | WITHOUT_DEPENDENCIES
+    assert declared("dev") | WITHOUT_DEPENDENCIES <= used | TEST_TOOLS
 
 
 def test_every_version_is_pinned_once_and_has_a_hash() -> None:
     train, torch, dev = (pinned(subject) for subject in ("train", "torch", "dev"))
     assert not train.keys() & torch.keys() | train.keys() & dev.keys() | torch.keys() & dev.keys()
     assert declared() <= train.keys() | torch.keys()
-    assert declared("dev") | BESIDE <= dev.keys()
+    assert declared("dev") | WITHOUT_DEPENDENCIES <= dev.keys()
     assert pinned("torch-cpu") == {"torch": f"{torch['torch']}+cpu"}
     for path in (ROOT / "requirements").glob("*.txt"):
         entries = re.sub(r" \\\n +", " ", re.sub(r"^#.*\n", "", path.read_text(), flags=re.MULTILINE)).splitlines()
@@ -118,13 +118,13 @@ def test_every_version_is_pinned_once_and_has_a_hash() -> None:
         )
 
 
-def test_what_a_pinned_package_requires_is_pinned_in_a_version_that_it_allows() -> None:
-    """They are installed without dependencies, so nobody else would say that one is missing."""
+def test_requirements_of_pinned_packages_are_pinned_in_allowed_versions() -> None:
+    """Packages are installed without dependencies, so pip does not report a missing one."""
     versions = pinned("train") | pinned("torch") | pinned("dev")
     for name in versions:
         try:
             lines = [Requirement(line) for line in requires(name) or []]
-        except PackageNotFoundError:  # CUDA's libraries, and what this platform does not need
+        except PackageNotFoundError:  # CUDA's libraries, and packages for other platforms
             continue
         for line in lines:
             required = canonicalize_name(line.name)
@@ -133,19 +133,19 @@ def test_what_a_pinned_package_requires_is_pinned_in_a_version_that_it_allows() 
             assert line.specifier.contains(versions[required], prereleases=True), f"{name} requires {line}"
 
 
-def test_the_list_of_licences_is_of_the_pinned_versions() -> None:
-    """`make licences` writes it."""
+def test_the_licences_page_lists_the_pinned_versions() -> None:
+    """`make licences` writes docs/licences.md."""
     rows = re.findall(r"^\| ([\w.-]+) \| (\d\S*) \| \S", (ROOT / "docs/licences.md").read_text(), flags=re.MULTILINE)
     assert dict(rows) == pinned("train") | {"torch": pinned("torch")["torch"]} | pinned("dev")
 
 
 @pytest.mark.parametrize("licence", ["MIT", "Apache-2.0 OR BSD-2-Clause", "(MIT AND Zlib) OR BSD-3-Clause"])
-def test_a_licence_in_the_list_is_allowed(licence: str) -> None:
+def test_permissive_licences_are_allowed(licence: str) -> None:
     assert is_allowed(licence)
 
 
 @pytest.mark.parametrize("licence", ["GPL-3.0-only", "MIT AND LGPL-2.1-or-later", "UNKNOWN", "", "None"])
-def test_any_other_licence_is_refused(licence: str) -> None:
+def test_other_licences_are_refused(licence: str) -> None:
     assert not is_allowed(licence)
 
 
@@ -164,5 +164,5 @@ def test_any_other_licence_is_refused(licence: str) -> None:
         ("numpy-2.4.6-pp311-pypy311_pp73-manylinux_2_28_x86_64.whl", False),
     ],
 )
-def test_hashes_are_of_wheels_that_our_platforms_can_install(wheel: str, is_ours: bool) -> None:
+def test_only_wheels_for_supported_platforms_are_hashed(wheel: str, is_ours: bool) -> None:
     assert is_for_us(wheel) == is_ours

@@ -27,7 +27,7 @@ time.sleep(100)
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
-    """Another process, which holds the lock of `tmp_path`."""
+    """Start another process that holds the lock of `tmp_path`."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", HOLD, str(tmp_path / "lock")]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
@@ -40,7 +40,7 @@ def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_reader_sees_the_old_or_the_new_file_whole(tmp_path: Path) -> None:
+def test_a_reader_sees_the_complete_old_or_new_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     contents = [bytes([letter]) * 300_000 for letter in b"ab"]
     disk.write_file(path, contents[0])
@@ -60,8 +60,8 @@ def test_a_reader_sees_the_old_or_the_new_file_whole(tmp_path: Path) -> None:
     assert seen and seen <= set(contents)
 
 
-@pytest.mark.parametrize("content", ["letters: ü\n", b"\x00\xff", memoryview(b"view")])
-def test_what_is_written_is_what_is_read(tmp_path: Path, content: str | bytes | memoryview) -> None:
+@pytest.mark.parametrize("content", ["text: ü\n", b"\x00\xff", memoryview(b"view")])
+def test_content_is_read_back_unchanged(tmp_path: Path, content: str | bytes | memoryview) -> None:
     path = disk.write_file(tmp_path / "file", content)
     assert path.read_bytes() == (content.encode() if isinstance(content, str) else bytes(content))
     assert names_in(tmp_path) == ["file"]
@@ -69,9 +69,7 @@ def test_what_is_written_is_what_is_read(tmp_path: Path, content: str | bytes | 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("is_folder", [False, True])
-def test_an_exception_leaves_the_old_one_and_nothing_else(
-    tmp_path: Path, error: type[BaseException], is_folder: bool
-) -> None:
+def test_an_exception_leaves_only_the_old_file(tmp_path: Path, error: type[BaseException], is_folder: bool) -> None:
     disk.write_file(tmp_path / "file", "old")
     with pytest.raises(error), disk.writing(tmp_path / "file") as new:
         if is_folder:
@@ -83,7 +81,7 @@ def test_an_exception_leaves_the_old_one_and_nothing_else(
     assert names_in(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "old"
 
 
-def test_a_folder_appears_with_all_that_is_in_it(tmp_path: Path) -> None:
+def test_a_folder_appears_with_all_its_content(tmp_path: Path) -> None:
     with disk.writing(tmp_path / "folder") as new:
         (new / "deep/er").mkdir(parents=True)
         (new / "deep/er/file").write_text("content")
@@ -91,7 +89,7 @@ def test_a_folder_appears_with_all_that_is_in_it(tmp_path: Path) -> None:
     assert (tmp_path / "folder/deep/er/file").read_text() == "content" and names_in(tmp_path) == ["folder"]
 
 
-def test_all_of_it_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_content_is_synced_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = record_disk_events(monkeypatch)
     with disk.writing(tmp_path / "folder") as new:
         new.mkdir()
@@ -99,7 +97,7 @@ def test_all_of_it_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch
     assert events == [("sync", "file"), ("sync", ".writing-folder"), ("rename", "folder"), ("sync", tmp_path.name)]
 
 
-def test_what_a_killed_process_was_writing_is_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_only_unfinished_files_of_killed_processes_are_removed(tmp_path: Path) -> None:
     disk.write_file(tmp_path / "file", "whole")
     (tmp_path / f"{disk.WRITING}file-123").write_text("ha")
     (tmp_path / f"{disk.WRITING}folder-123").mkdir()
@@ -109,15 +107,15 @@ def test_what_a_killed_process_was_writing_is_removed_and_nothing_else(tmp_path:
     assert names_in(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "whole"
 
 
-def test_a_link_points_to_its_newest_neighbour(tmp_path: Path) -> None:
+def test_a_link_points_to_its_newest_target(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-        disk.point(tmp_path / "latest", name)
+        disk.replace_link(tmp_path / "latest", name)
         assert (tmp_path / "latest").readlink() == Path(name)
     assert names_in(tmp_path) == ["latest", "one", "two"]
 
 
-def test_a_lock_names_its_holder_and_is_released_when_that_is_killed(
+def test_a_lock_names_its_holder_and_is_released_when_the_holder_is_killed(
     tmp_path: Path, holder: "subprocess.Popen[str]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk, "PATIENCE_S", 0.1)
@@ -132,7 +130,7 @@ def test_a_lock_names_its_holder_and_is_released_when_that_is_killed(
         assert (tmp_path / "lock").read_text() == str(os.getpid())
 
 
-def test_who_waits_has_the_lock_when_its_holder_has_ended(tmp_path: Path, holder: "subprocess.Popen[str]") -> None:
+def test_a_waiting_process_gets_the_lock_when_its_holder_exits(tmp_path: Path, holder: "subprocess.Popen[str]") -> None:
     killer = threading.Timer(0.1, holder.kill)
     killer.start()
     with disk.take_lock(tmp_path / "lock", wait=True):
@@ -141,7 +139,7 @@ def test_who_waits_has_the_lock_when_its_holder_has_ended(tmp_path: Path, holder
     assert not disk.is_locked(tmp_path / "lock")
 
 
-def test_to_ask_for_a_lock_creates_nothing_and_does_not_take_it(tmp_path: Path) -> None:
+def test_is_locked_creates_no_file_and_does_not_take_the_lock(tmp_path: Path) -> None:
     assert not disk.is_locked(tmp_path / "lock") and names_in(tmp_path) == []
     with disk.take_lock(tmp_path / "lock"):
         assert disk.is_locked(tmp_path / "lock") and disk.is_locked(tmp_path / "lock")
@@ -157,7 +155,7 @@ def mode_of(path: Path) -> int:
 @pytest.mark.parametrize(
     ("umask", "folder", "file", "shared"), [(0o022, 0o700, 0o600, 0o644), (0o177, 0o600, 0o600, 0o600)]
 )
-def test_what_is_private_is_its_users_alone_and_what_is_shared_follows_the_umask(
+def test_private_files_are_only_for_their_user_and_shared_ones_follow_the_umask(
     tmp_path: Path, umask: int, folder: int, file: int, shared: int
 ) -> None:
     before = os.umask(umask)
@@ -165,7 +163,7 @@ def test_what_is_private_is_its_users_alone_and_what_is_shared_follows_the_umask
         disk.make_private(tmp_path / "folder")
         disk.write_file(tmp_path / "private", "x", is_private=True)
         disk.write_file(tmp_path / "shared", "x")
-        disk.open_own(tmp_path / "log").close()
+        disk.open_private(tmp_path / "log").close()
         disk.take_lock(tmp_path / "lock").close()
         disk.write_hashed(tmp_path / "hashed", [memoryview(b"x")])
     finally:
@@ -174,21 +172,21 @@ def test_what_is_private_is_its_users_alone_and_what_is_shared_follows_the_umask
     assert {mode_of(tmp_path / name) for name in ("private", "log", "lock", "hashed")} == {file}
 
 
-@pytest.mark.parametrize("write", [disk.open_own, disk.take_lock, lambda path: disk.write_hashed(path, [])])
-def test_nothing_private_is_written_through_a_link(tmp_path: Path, write: Callable[[Path], object]) -> None:
+@pytest.mark.parametrize("write", [disk.open_private, disk.take_lock, lambda path: disk.write_hashed(path, [])])
+def test_private_files_are_not_written_through_a_link(tmp_path: Path, write: Callable[[Path], object]) -> None:
     (tmp_path / "victim").write_text("theirs")
     (tmp_path / "link").symlink_to("victim")
     with pytest.raises(OSError, match="symbolic links"):
         write(tmp_path / "link")
-    disk.write_file(tmp_path / "link", "ours", is_private=True)  # takes its place
+    disk.write_file(tmp_path / "link", "ours", is_private=True)  # replaces the link
     assert (tmp_path / "victim").read_text() == "theirs" and not (tmp_path / "link").is_symlink()
 
 
-def test_a_name_under_which_something_is_written_cannot_be_foreseen(tmp_path: Path) -> None:
-    assert len({disk.unfinished(tmp_path / "file") for _ in range(100)}) == 100
+def test_temporary_names_are_not_predictable(tmp_path: Path) -> None:
+    assert len({disk.temporary_path(tmp_path / "file") for _ in range(100)}) == 100
 
 
-def test_a_lock_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_named_like_a_lock_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "lock")
     assert not disk.is_locked(tmp_path / "lock")
 
@@ -198,21 +196,21 @@ def test_a_lock_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     [
         (1000, 0o40700, None),
         (1000, 0o40755, None),  # others can read which folders were indexed
-        (1000, 0o40775, r"others may write to it \(mode 775\); remove it, or chmod 700"),
-        (1000, 0o41777, "others may write to it"),
-        (1001, 0o40700, "it belongs to user 1001, and this is user 1000; set XDG_CACHE_HOME"),
+        (1000, 0o40775, r"other users can write to it \(mode 775\); remove it, or chmod 700"),
+        (1000, 0o41777, "other users can write to it"),
+        (1001, 0o40700, "it belongs to user 1001, not to user 1000; set XDG_CACHE_HOME"),
     ],
 )
-def test_a_cache_is_believed_if_only_its_user_can_have_written_it(owner: int, mode: int, problem: str | None) -> None:
-    found = disk.why_untrusted(owner, mode, user=1000)
+def test_a_cache_is_trusted_only_if_no_other_user_could_write_it(owner: int, mode: int, problem: str | None) -> None:
+    found = disk.trust_problem(owner, mode, user=1000)
     assert found is None if problem is None else found and re.match(problem, found)
 
 
-def test_a_cache_that_others_can_write_to_is_not_used_and_that_is_said_once(
+def test_a_cache_writable_by_others_is_not_used_and_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert disk.cache_folder() == tmp_path / "megabatch" and mode_of(tmp_path / "megabatch") == 0o700
     (tmp_path / "megabatch").chmod(0o777)
     assert disk.cache_folder() is None and disk.cache_folder() is None
-    assert capsys.readouterr().err.count("is not used: others may write to it") == 1
+    assert capsys.readouterr().err.count("is not used: other users can write to it") == 1

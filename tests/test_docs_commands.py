@@ -1,9 +1,11 @@
-"""Every command of README and docs: options, recipes and settings are there, and what is quick is run.
+"""Commands in README and docs: options, recipes and settings exist, and quick commands run.
 
-The reader's folder has what the pages speak of: photos, a recipe, a run.  Commands run in this process, since starting
-torch takes seconds; `train` is run with --dry-run, which resolves and prints everything and trains nothing.
+The reader's folder has the files that the pages mention: photos, a recipe, runs.  Commands run in this process,
+because starting torch takes seconds.  `train` runs with --dry-run, which resolves and prints everything but does not
+train.
 """
 
+import doctest
 import re
 import shlex
 import shutil
@@ -12,73 +14,105 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 import typer
 from PIL import Image
+from torch import nn
 from torch.distributed.run import get_args_parser
+from torch.nn.parallel import DistributedDataParallel
 from typer.testing import CliRunner
 
+import megabatch
 from megabatch.cli.app import app
 from megabatch.cli.overrides import split_arguments_or_run
+from megabatch.comm.api import attach, distribute
+from megabatch.comm.settings import CommSettings
 from megabatch.config.loading import load_config
 from megabatch.config.recipes import recipe_names
+from megabatch.config.schema import RunConfig
 from megabatch.errors import UserError
 from megabatch.experiments.design import read_design
+from megabatch.inference.classifier import load
+from megabatch.optim.groups import parameter_groups
+from megabatch.optim.lars import LARS
+from megabatch.ranks.world import connect, current_rank
+from megabatch.runs.records import EvaluationRecord, StepRecord
+from megabatch.training.fit import fit
 from tests.support.pages import ROOT, Command, blocks, commands, inline_commands, make_targets, name_of, pages
 from tests.support.photos import make_folder
 from tests.support.use import train_photos
 
-# Run as they stand.
-QUICK = {"compare", "eval", "export", "pack", "predict", "recipes", "report", "runs", "settings", "show", "simulate"}
+pytestmark = pytest.mark.ranks  # starts processes
+
+# Commands that are run.
+QUICK = {
+    "check",
+    "compare",
+    "eval",
+    "export",
+    "pack",
+    "predict",
+    "recipes",
+    "report",
+    "runs",
+    "settings",
+    "show",
+    "simulate",
+}
 QUICK |= {"train"}
-# Commands of which options, recipe and settings are checked, and no more: why, and what runs them.
+# Commands that are checked (options, recipe, settings) but not run: the reason, and the test that runs them.
 NOT_RUN = {
-    "bench": "it measures, for minutes; tests/lab/bench",
+    "bench": "measures for minutes; tests/lab/bench",
     "chaos": "minutes; tests/lab/chaos/test_command.py",
-    "doctor": "it measures, for half a minute; tests/training/test_doctor.py",
+    "doctor": "measures for half a minute; tests/training/test_doctor.py",
     "fuzz": "minutes; tests/lab/fuzz/test_command.py",
     "lr-range": "12 epochs eight times; tests/experiments/test_lr_range.py",
-    "plan": "it starts ranks and measures links; tests/distributed/test_tune.py",
-    "selftest": "minutes, on one's own devices; tests/rehearsal/test_selftest.py",
-    "profile": "it measures; tests/training/test_profile.py, tests/cli/test_profile.py",
+    "plan": "starts ranks and measures links; tests/comm/test_tune.py",
+    "selftest": "minutes, on all devices; tests/rehearsal/test_selftest.py",
+    "profile": "measures; tests/training/test_profile.py, tests/cli/test_profile.py",
     "study": "hours; tests/experiments",
 }
-# Lines of which the same is true, by a part of them.
+# The same for lines that contain these parts.
 NOT_RUN_HERE = {
-    "/data/": "ImageNet is not here",
-    "--open": "it opens a browser; tests/report/test_command.py",
+    "/data/": "ImageNet is not installed",
+    "--open": "opens a browser; tests/report/test_command.py",
     "torchvision.models:resnet18": "torchvision may not be installed; tests/models/test_torchvision.py",
     "timm:create_model": "timm may not be installed; tests/models/test_torchvision.py",
-    "runs/photos-003": "the same as those of docs/use.md, and exporting takes seconds",
+    "runs/photos-003": "the commands of docs/use.md again, and exporting takes seconds",
 }
-# What a page leaves to its reader, and what takes too long otherwise.
-STANDS_FOR = {
+# Replacements of placeholders, and of values that take too long.
+REPLACED = {
     "RUN": "runs/photos-001",
     "FOLDER": "my_photos",
     "RECIPE": "fashion",
     "runs/fashion-001": "runs/photos-001",
     "runs/fashion-002": "runs/photos-002",
-    "runs/fashion-*": "runs/photos-001",  # by a shell, both
+    "runs/fashion-*": "runs/photos-001",  # a shell would expand this to both runs
     "step-00000390": "last",
     "8..2048": "8",
 }
-# Options of torchrun that a page leaves to its reader.
+# Replacements of placeholders in options of torchrun.
 TORCHRUN = {
     "--node-rank=I": "--node-rank=1",
     "--nnodes=HOSTS": "--nnodes=2",
     "--nproc-per-node=GPUS": "--nproc-per-node=8",
 }
 # Python in pages that another test runs.
-PYTHON_ELSEWHERE = {"docs/attach.md": "tests/distributed/test_attach_scripts.py"}
+PYTHON_ELSEWHERE = {
+    "docs/attach.md": "tests/comm/test_attach_scripts.py",
+    "docs/clusters.md": "tests/cli/test_joined_ranks.py",  # needs Ray
+}
 
 
-def with_names(words: tuple[str, ...]) -> list[str]:
-    return [STANDS_FOR.get(word, word) for word in words]
+def fill_placeholders(words: tuple[str, ...]) -> list[str]:
+    return [REPLACED.get(word, word) for word in words]
 
 
 ALL = [command for page in pages() for command in commands(page)]
-FOUND = list({(command.before, *with_names(command.words)): command for command in reversed(ALL)}.values())
+FOUND = list({(command.prefix, *fill_placeholders(command.words)): command for command in reversed(ALL)}.values())
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +140,7 @@ def inside(readers_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def parse(words: list[str]) -> tuple[str, dict[str, Any]]:
-    """The command and its arguments, as the real command line reads them; a wrong option is an error."""
+    """Return the command and its arguments, as the command line parses them; a wrong option raises."""
     group: Any = typer.main.get_command(app)
     context = group.make_context("megabatch", list(words), resilient_parsing=False)
     path = []
@@ -117,9 +151,9 @@ def parse(words: list[str]) -> tuple[str, dict[str, Any]]:
     return path[0], context.params
 
 
-def check_torchrun(before: str) -> None:
-    """The options are torchrun's."""
-    words = [TORCHRUN.get(word, word) for word in shlex.split(before)[1:] if word != "..."]
+def check_torchrun(prefix: str) -> None:
+    """Check that torchrun has the options."""
+    words = [TORCHRUN.get(word, word) for word in shlex.split(prefix)[1:] if word != "..."]
     parsed, unknown = get_args_parser().parse_known_args([*words, "megabatch"])
     assert not unknown and parsed.module and parsed.training_script == "megabatch"
 
@@ -129,40 +163,45 @@ def test_commands_are_found() -> None:
     assert {command.page for command in FOUND} > {"README.md", "docs/use.md", "docs/clusters.md"}
 
 
-def test_what_is_not_run_here_is_run_by_the_tests_that_are_named() -> None:
+def test_the_tests_named_for_other_commands_exist() -> None:
     named = re.findall(r"tests/[\w/.]+", " ".join([*NOT_RUN.values(), *NOT_RUN_HERE.values()]))
     assert len(named) > 8 and all((ROOT / path).exists() for path in named)
 
 
 @pytest.mark.parametrize("command", FOUND, ids=lambda command: f"{command.page}: {command.line[:60]}")
-def test_a_command_of_a_page_works(command: Command, inside: Path) -> None:
-    words = with_names(command.words)
+def test_a_command_in_a_page_works(command: Command, inside: Path) -> None:
+    words = fill_placeholders(command.words)
     name, given = parse(words)
-    assert name in QUICK | set(NOT_RUN), f"a new command: say in {Path(__file__).name} whether it is quick"
-    if command.before.startswith("torchrun"):
-        check_torchrun(command.before)
+    assert name in QUICK | set(NOT_RUN), f"new command {name}: add it to QUICK or NOT_RUN in {Path(__file__).name}"
+    if command.prefix.startswith("torchrun"):
+        check_torchrun(command.prefix)
     if "given" in given and name != "simulate":
-        recipe, overrides = split_arguments_or_run(given["given"])
-        if command.said:
-            overrides = []  # which are to be refused, below
-        load_config(recipe, overrides, needs_source=False)
+        arguments = given["given"] or []
+        settings = [word for word in arguments if "=" in word]
+        # A study takes several recipes.
+        several = [[word, *settings] for word in arguments if "=" not in word] if name == "study" else [arguments]
+        for words_of_one in several:
+            recipe, overrides = split_arguments_or_run(words_of_one)
+            if command.message:
+                overrides = []  # they are invalid: the message is checked below
+            load_config(recipe, overrides, needs_source=False)
     if name in NOT_RUN or any(part in command.line for part in NOT_RUN_HERE):
         return
     if name == "train":
         words = [*words, "--dry-run"]
-    piped = command.before.removesuffix("|") if command.before.endswith("|") else ""
+    piped = command.prefix.removesuffix("|") if command.prefix.endswith("|") else ""
     stdin = subprocess.run(["bash", "-c", piped], capture_output=True, check=True).stdout if piped else None
     result = CliRunner().invoke(app, words, input=stdin)
-    if command.said:
-        assert command.said in f"{result.exception}\n{result.stderr}"
+    if command.message:
+        assert command.message in f"{result.exception}\n{result.stderr}"
     else:
         assert result.exit_code == 0, f"{result.exception!r} {result.output}"
-    if command.into:
+    if command.output:
         assert result.stdout.strip()
 
 
 @pytest.mark.parametrize("page", pages(), ids=name_of)
-def test_a_command_in_a_sentence_has_the_options_that_it_names(page: Path) -> None:
+def test_options_of_commands_in_sentences_exist(page: Path) -> None:
     for text in inline_commands(page):
         words = [word.strip("[],.") for word in text.split()[1:]]
         group: Any = typer.main.get_command(app)
@@ -178,7 +217,7 @@ def test_a_command_in_a_sentence_has_the_options_that_it_names(page: Path) -> No
             assert words[1] in recipe_names(), text
 
 
-def test_make_has_the_targets_that_pages_name() -> None:
+def test_make_targets_in_pages_exist() -> None:
     targets = make_targets()
     for page in pages():
         named = {word for text in blocks(page, "") for word in re.findall(r"^make ([\w-]+)", text, re.MULTILINE)}
@@ -186,18 +225,38 @@ def test_make_has_the_targets_that_pages_name() -> None:
 
 
 @pytest.mark.parametrize("page", [page for page in pages() if list(blocks(page, "python"))], ids=name_of)
-def test_the_python_of_a_page_runs(page: Path, inside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_in_a_page_runs(page: Path, inside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if elsewhere := PYTHON_ELSEWHERE.get(name_of(page)):
         assert page.name in (ROOT / elsewhere).read_text()
         return
-    # One core: two threads beside busy ranks take ten times as long.
+    # One core: with busy ranks on the same cores, two threads take ten times as long.
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0})
     for text in blocks(page, "python"):
         exec(compile(text, str(page), "exec"), {"model": torch.nn.Linear(2, 2)})
 
 
+PUBLIC = [fit, load, attach, distribute, LARS, parameter_groups, StepRecord, RunConfig]
+
+
+@pytest.mark.parametrize("public", PUBLIC, ids=lambda public: public.__name__)
+def test_the_example_in_a_public_docstring_runs(public: Any, inside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0})
+    names = {"megabatch": megabatch, "torch": torch, "nn": nn, "dist": dist, "Image": Image, "msgspec": msgspec}
+    names |= {
+        part.__name__: part for part in (DistributedDataParallel, EvaluationRecord, LARS, StepRecord, parameter_groups)
+    }
+    names |= {part.__name__: part for part in (CommSettings, attach, connect, current_rank, distribute)}
+    (example,) = doctest.DocTestFinder(recurse=False).find(public, public.__name__, globs=names)
+    assert example.examples
+    try:
+        assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example).failed == 0
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("page", [page for page in pages() if list(blocks(page, "toml"))], ids=name_of)
-def test_the_recipes_of_a_page_are_recipes(page: Path, tmp_path: Path) -> None:
+def test_recipes_in_a_page_are_valid(page: Path, tmp_path: Path) -> None:
     for text in blocks(page, "toml"):
         path = tmp_path / "my.toml"
         path.write_text(text)
@@ -205,11 +264,11 @@ def test_the_recipes_of_a_page_are_recipes(page: Path, tmp_path: Path) -> None:
             load_config(str(path))
         elif "[[arm]]" in text:
             read_design(str(path))
-        else:  # a part of one
+        else:  # part of a recipe
             assert tomllib.loads(text).keys() <= {"provenance"}
 
 
-def test_a_wrong_option_and_a_wrong_setting_would_be_found() -> None:
+def test_a_wrong_option_and_a_wrong_setting_are_found() -> None:
     with pytest.raises(Exception, match="No such option"):
         parse(["train", "--rank", "2"])
     with pytest.raises(UserError, match="there is no setting"):

@@ -1,4 +1,4 @@
-"""docs/errors.md quotes what the source says."""
+"""docs/errors.md quotes messages that are in the source."""
 
 import ast
 import re
@@ -14,17 +14,17 @@ GAP = "…"
 
 
 def quoted() -> list[str]:
-    """The first column of its tables, as far as we are the ones who say it."""
+    """Return the first column of the tables, without messages of other programs."""
     text = (ROOT / "docs/errors.md").read_text().partition(OTHERS)[0]
     return re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
 
 
-def templates(node: ast.expr) -> str:
-    """A string of the source, with a gap wherever something is put in."""
+def template_of(node: ast.expr) -> str:
+    """Return a string of the source, with a gap for each inserted value."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        return "".join(templates(value) if isinstance(value, ast.Constant) else GAP for value in node.values)
+        return "".join(template_of(value) if isinstance(value, ast.Constant) else GAP for value in node.values)
     return GAP
 
 
@@ -32,22 +32,22 @@ def strings() -> Iterator[str]:
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant | ast.JoinedStr):
-                yield templates(node)
+                yield template_of(node)
 
 
-def test_every_error_of_the_page_is_one_that_is_raised() -> None:
+def test_every_quoted_error_is_in_the_source() -> None:
     assert len(quoted()) >= 35
-    said = [text for text in strings() if len(text) > 8]
+    messages = [text for text in strings() if len(text) > 8]
     missing = []
     for line in quoted():
-        # What differs may be a part of another sentence there, or end the message here.
+        # A value may be inserted as part of a longer text, or be at the end of the quote.
         fixed = [re.escape(part.strip()) for part in line.split(GAP) if len(part.strip(" :;,.()=")) > 0]
         pattern = re.compile(r".*".join(fixed), re.DOTALL)
-        if not any(pattern.search(text) for text in said):
+        if not any(pattern.search(text) for text in messages):
             missing.append(line)
-    assert not missing, "docs/errors.md quotes what is nowhere in src"
+    assert not missing, "docs/errors.md quotes messages that are not in src"
 
 
-def test_a_line_that_is_not_ours_would_be_missed() -> None:
+def test_a_message_that_is_not_in_the_source_is_not_found() -> None:
     assert not any("is not a whole number of macrobatches" in text for text in strings())
     assert all(re.search(r"\w{3}", line) for line in quoted())

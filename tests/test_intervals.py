@@ -4,7 +4,7 @@ import statistics
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from scipy.stats import ttest_ind, ttest_rel
+from scipy.stats import ttest_ind, ttest_rel  # type: ignore[import-untyped]
 
 from megabatch.runs.intervals import Gap, Interval, gap, paired_gap, spread, student_t
 
@@ -18,7 +18,7 @@ def close(left: Interval | None, low: float, high: float) -> bool:
     return (left.low, left.high) == pytest.approx((low, high), abs=1e-6, rel=1e-9)
 
 
-def test_t_is_that_of_published_tables() -> None:
+def test_t_matches_published_tables() -> None:
     table = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 8: 2.306, 9: 2.262, 20: 2.086, 120: 1.980, 1e7: 1.960}
     assert {degrees: round(student_t(degrees), 3) for degrees in table} == table
 
@@ -35,7 +35,7 @@ def test_t_falls_with_the_degrees_of_freedom(degrees: float, more: float) -> Non
 
 
 @given(values=values)
-def test_mean_and_deviation_are_those_of_the_standard_library(values: list[float]) -> None:
+def test_mean_and_deviation_match_the_standard_library(values: list[float]) -> None:
     found = spread(values)
     assert found.mean == pytest.approx(statistics.fmean(values), abs=1e-9)
     assert found.deviation == pytest.approx(statistics.stdev(values), abs=1e-9)
@@ -49,7 +49,7 @@ def test_intervals_move_and_grow_with_the_values(values: list[float], shift: flo
 
 
 @given(one=values, other=values, shift=shifts, scale=scales)
-def test_a_gap_is_antisymmetric_ignores_a_common_shift_and_grows_with_the_scale(
+def test_gap_is_antisymmetric_shift_invariant_and_scales(
     one: list[float], other: list[float], shift: float, scale: float
 ) -> None:
     found, back = gap(one, other), gap(other, one)
@@ -67,7 +67,7 @@ def test_with_equal_sides_welch_is_the_pooled_t(values: list[float]) -> None:
     assert close(found.interval, -half, half)
 
 
-def test_a_gap_is_that_of_a_published_example() -> None:
+def test_gap_matches_a_published_example() -> None:
     # R's sleep data (Student 1908), as t.test(extra ~ group) prints it: t = -1.8608, df = 17.776, -3.3654832 0.2054832.
     first = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
     second = [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4]
@@ -77,14 +77,14 @@ def test_a_gap_is_that_of_a_published_example() -> None:
 
 
 @given(arm=values, baseline=values)
-def test_a_gap_is_that_of_scipys_welch_test(arm: list[float], baseline: list[float]) -> None:
+def test_gap_matches_scipys_welch_test(arm: list[float], baseline: list[float]) -> None:
     assume(len({*arm}) > 1 and len({*baseline}) > 1)
     reference = ttest_ind(baseline, arm, equal_var=False).confidence_interval(0.95)
     assert close(gap(arm, baseline).interval, reference.low, reference.high)
 
 
 @given(pairs=st.lists(st.tuples(st.integers(-1000, 1000), st.integers(-1000, 1000)), min_size=2, max_size=20))
-def test_a_paired_gap_is_that_of_scipys_paired_test(pairs: list[tuple[int, int]]) -> None:
+def test_paired_gap_matches_scipys_paired_test(pairs: list[tuple[int, int]]) -> None:
     assume(len({one - other for one, other in pairs}) > 1)
     arm, baseline = ([value / 10 for value in side] for side in zip(*pairs, strict=True))
     reference = ttest_rel(baseline, arm).confidence_interval(0.95)
@@ -93,7 +93,7 @@ def test_a_paired_gap_is_that_of_scipys_paired_test(pairs: list[tuple[int, int]]
     assert close(found.interval, reference.low, reference.high)
 
 
-def test_a_paired_gap_is_that_of_a_published_example() -> None:
+def test_paired_gap_matches_a_published_example() -> None:
     # R's sleep data (Student 1908), as t.test(..., paired = TRUE) prints it: t = -4.0621, -2.4598858 -0.7001142.
     first = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
     second = [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4]
@@ -101,17 +101,17 @@ def test_a_paired_gap_is_that_of_a_published_example() -> None:
 
 
 @given(values=values, shift=shifts)
-def test_what_a_seed_does_to_both_sides_leaves_no_doubt(values: list[float], shift: float) -> None:
+def test_effect_of_a_seed_on_both_sides_cancels(values: list[float], shift: float) -> None:
     found = paired_gap(values, [value + shift for value in values])
     assert found.size == pytest.approx(shift) and close(found.interval, shift, shift)
 
 
-def test_one_value_has_a_mean_and_no_interval() -> None:
+def test_single_value_has_a_mean_and_no_interval() -> None:
     alone = spread([93.0])
     assert (alone.num_values, alone.mean, alone.deviation, alone.interval) == (1, 93.0, None, None)
     assert gap([92.0], [93.0, 94.0]) == Gap(1.5, None)
     assert paired_gap([92.0], [93.0]) == Gap(1.0, None)
 
 
-def test_values_that_do_not_scatter_leave_no_doubt() -> None:
+def test_equal_values_have_an_interval_of_width_zero() -> None:
     assert gap([92.0, 92.0], [93.0, 93.0, 93.0]) == Gap(1.0, Interval(1.0, 1.0))

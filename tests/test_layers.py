@@ -57,7 +57,7 @@ def modules_of(folder: Path) -> Iterator[tuple[str, Path]]:
         yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
 
 
-def test_folders_import_downwards_and_siblings_do_not_know_each_other() -> None:
+def test_folders_import_only_lower_layers() -> None:
     wrong = []
     for name, path in modules_of(PACKAGE):
         own = part_of(name)
@@ -85,17 +85,27 @@ def test_the_product_does_not_import_its_lab() -> None:
 
 def test_planning_is_pure() -> None:
     used = {module.split(".")[0] for path in (PACKAGE / "planning").glob("*.py") for module in imports(path)}
-    assert used <= {"math", "typing", "msgspec", "megabatch", "itertools", "collections", "functools", "hashlib"}
+    assert used <= {
+        "math",
+        "typing",
+        "msgspec",
+        "megabatch",
+        "itertools",
+        "collections",
+        "functools",
+        "hashlib",
+        "bisect",
+    }
 
 
 @pytest.mark.parametrize("folder", ["planning", "simulate", "runs", "report", "io"])
-def test_what_reads_and_plans_does_not_import_torch(folder: str) -> None:
+def test_folders_that_plan_and_read_do_not_import_torch(folder: str) -> None:
     modules = [f"megabatch.{folder}.{file.stem}" for file in (PACKAGE / folder).glob("[!_]*.py")]
     code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_what_tests_share_is_in_no_test_file() -> None:
+def test_tests_share_code_only_through_tests_support() -> None:
     for path in Path(__file__).parent.rglob("*.py"):
         shared = [module for module in imports(path) if module.startswith("tests.")]
         assert all(module.startswith("tests.support") for module in shared), path

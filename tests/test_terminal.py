@@ -1,4 +1,4 @@
-"""What is printed: whatever stands in names and texts of a user's, a terminal gets no command of theirs."""
+"""Output to a terminal: names and texts from users cannot contain terminal commands."""
 
 import ast
 import io
@@ -17,7 +17,7 @@ import megabatch
 from megabatch.cli.app import app, main
 from megabatch.cli.show import print_preview
 from megabatch.config.loading import load_config
-from megabatch.io.terminal import Terminal, plain_table
+from megabatch.io.terminal import Terminal, is_watched, plain_table
 from megabatch.ranks.lifecycle import print_failure
 from megabatch.ranks.world import current_rank
 from megabatch.runs.folder import append_to_log
@@ -28,14 +28,14 @@ from tests.support.pictures import write_files
 
 PACKAGE = Path(megabatch.__file__).parent
 HOSTILE = "a[bold red]b[/] [link=http://x]c[/link] \x1b[31m\x1b]0;title\x07\x9b2J\r\x00\x7f\u202e\udcff"
-OWN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")  # rich's: colours, and where the cursor is
+OWN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")  # rich's escape sequences: colours and cursor positions
 
 
 def require_harmless(output: str) -> None:
-    assert all(letter.isprintable() or letter == "\n" for letter in output), output
+    assert all(character.isprintable() or character == "\n" for character in output), output
 
 
-def test_one_line_is_printable_whatever_it_is_of() -> None:
+def test_one_line_is_printable_for_all_characters() -> None:
     every = "".join(map(chr, range(0x300))) + "\u2028\u2029\u202e\ud800\U000e0001"
     assert one_line(every).isprintable() and len(one_line(every)) == len(every)
     require_harmless(lines_of(every))
@@ -43,7 +43,7 @@ def test_one_line_is_printable_whatever_it_is_of() -> None:
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_nothing_but_richs_own_commands_reaches_a_terminal(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_richs_escape_sequences_reach_a_terminal(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR" if is_terminal else "NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "200")
     with redirect_stdout(io.StringIO()) as written:
@@ -67,7 +67,7 @@ def test_nothing_but_richs_own_commands_reaches_a_terminal(is_terminal: bool, mo
     assert bool(OWN.search(written.getvalue())) == is_terminal
 
 
-def test_a_name_makes_no_second_line() -> None:
+def test_a_line_break_in_a_name_does_not_start_a_second_line() -> None:
     with redirect_stdout(io.StringIO()) as written:
         Terminal().row("recipe", "x\nfinished  top-1 1.0000")
         print_line("x\nmegabatch: all is well")
@@ -75,7 +75,7 @@ def test_a_name_makes_no_second_line() -> None:
 
 
 def test_only_these_files_print() -> None:
-    """Everything goes through what is tested here."""
+    """All output goes through the functions that this file tests."""
     printers = {"print", "echo", "secho", "Console", "get_console", "print_exc", "pprint"}
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -92,15 +92,17 @@ def test_only_these_files_print() -> None:
     assert set(found) == {"text.py", "io/terminal.py"}
 
 
-def test_no_text_of_ours_is_markup_that_is_not_seen_as_such() -> None:
-    """Nothing is markup any more: what still has some would be printed with it."""
-    for path in sorted(set(PACKAGE.rglob("*.py")) - set((PACKAGE / "fuzz").glob("*.py"))):  # whose texts are to be odd
+def test_only_help_texts_contain_markup() -> None:
+    """The terminal prints texts literally, so markup in them would be visible."""
+    for path in sorted(
+        set(PACKAGE.rglob("*.py")) - set((PACKAGE / "fuzz").glob("*.py"))
+    ):  # its texts are hostile on purpose
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and "[/" in node.value:
-                assert "megabatch " in node.value, f"{path}: {node.value}"  # help, which typer prints
+                assert "megabatch " in node.value, f"{path}: {node.value}"  # help texts, which typer renders
 
 
-def test_a_traceback_keeps_its_lines_and_nothing_else() -> None:
+def test_a_traceback_keeps_only_its_line_breaks() -> None:
     with redirect_stderr(io.StringIO()) as written:
         print_failure(f"megabatch: {HOSTILE}", f"Traceback\n  File {HOSTILE}\nValueError\n")
     require_harmless(written.getvalue())
@@ -112,7 +114,7 @@ def test_a_traceback_keeps_its_lines_and_nothing_else() -> None:
     ]
 
 
-def test_a_record_of_the_log_begins_with_its_date_whatever_it_quotes(tmp_path: Path) -> None:
+def test_only_log_records_start_with_a_date(tmp_path: Path) -> None:
     append_to_log(tmp_path, f"skipped: {HOSTILE}\n2026-01-01 00:00:00 finished after step 7")
     append_to_log(tmp_path, "finished after step 3")
     text = (tmp_path / "train.log").read_text()
@@ -123,7 +125,7 @@ def test_a_record_of_the_log_begins_with_its_date_whatever_it_quotes(tmp_path: P
 def test_a_run_on_hostile_names_prints_them_as_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Names of classes, files and folders with escapes and markup; training, evaluation, predictions, lists."""
+    """Train, evaluate, predict and list, with escapes and markup in names of classes, files and folders."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     folder = Path("set [bold]x[bold]")
@@ -149,7 +151,7 @@ def test_a_run_on_hostile_names_prints_them_as_text(
     recipe.write_text(load_config("photos", [*small, "about=[red]about[red]"]).to_toml())
     config = load_config(str(recipe))
     with prepare(config, current_rank(), resume="auto") as ready:
-        train_and_record(ready.config, "auto", ready.training)
+        train_and_record(ready.config, ready.start, ready.training)
     print_preview(config, 1, [str(recipe)])
     run = str(config.run.dir)
     words = ["runs", "."], ["eval", run], ["predict", run, str(folder / "[link=x]dog")], ["show", str(recipe)]
@@ -169,7 +171,7 @@ def test_a_run_on_hostile_names_prints_them_as_text(
     assert str(folder / "[link=x]dog" / "a[green]?[2Jb.jpg") in images
 
 
-def test_wrong_words_of_a_command_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_arguments_are_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     for words in (
         ["show", "x\x1b[31m"],
         ["x\x1b[31m"],
@@ -182,3 +184,16 @@ def test_wrong_words_of_a_command_are_one_line(monkeypatch: pytest.MonkeyPatch) 
             main()
         require_harmless(written.getvalue())
         assert ended.value.code == 2 and len(written.getvalue().splitlines()) == 1
+
+
+def test_a_terminal_that_mpiexec_gives_its_ranks_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = [{"OMPI_COMM_WORLD_RANK": "0"}, {"PMI_SIZE": "4"}]
+    others: list[dict[str, str]] = [
+        {},
+        {"PMI_SIZE": "1"},
+        {"RANK": "0", "WORLD_SIZE": "2"},
+    ]  # a shell of srun; torchrun
+    assert [is_watched(each) for each in (*ranks, *others)] == [False, False, True, True, True]
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert not Terminal().is_terminal

@@ -1,4 +1,4 @@
-"""Private names of torch: each is there and does what we use it for, and no other file uses one."""
+"""Private names of torch: each exists and works as we expect, and only one file uses them."""
 
 import ast
 import copy
@@ -9,7 +9,9 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from importlib.metadata import entry_points
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +27,7 @@ from tests.support.rank_pool import RankPool
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(megabatch.__file__).parent  # also if it was installed from a wheel
 MODULE = PACKAGE / "torch_api.py"
-# Attributes that begin with "_" and are not torch's, in any file.
+# Attributes that start with "_" and are not torch's, in any file.
 NOT_OF_TORCH = {
     "_replace": "NamedTuple's",
     "_exit": "of os",
@@ -34,7 +36,7 @@ NOT_OF_TORCH = {
     "_value": "LossScale's own",
     "_im": "of Pillow's images",
 }
-# What the benches alone need of torch.
+# Private names of torch that only the benches use.
 OF_BENCHES = {
     "lab/megabatch_lab/bench/input.py": {"_iterator", "_shutdown_workers"},  # of a DataLoader, which has no close()
     "lab/megabatch_lab/rehearsal/fake_cuda.py": {  # stands for torch.cuda; torch.accelerator calls these
@@ -44,6 +46,8 @@ OF_BENCHES = {
         "_accelerator_exchangeDevice",
         "_accelerator_maybeExchangeDevice",
         "_lazy_init",
+        "_host_emptyCache",
+        "_cuda_hasPrimaryContext",
         "_exchange_device",
         "_maybe_exchange_device",
     },
@@ -60,7 +64,7 @@ def is_attribute_of_torch(name: str) -> bool:
 
 
 def private_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Lines and names: attributes, names looked up by a string, and imports from torch."""
+    """Yield lines and names: attributes, names looked up by a string, and imports from torch."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             yield node.lineno, node.attr
@@ -99,7 +103,7 @@ def test_no_other_file_uses_a_private_name_of_torch() -> None:
 
 
 def names_of_torch() -> dict[str, str]:
-    """The private names in megabatch.torch_api that can be looked up from a module of torch, and where they are."""
+    """Return private names in megabatch.torch_api that can be looked up in a module of torch, with their lines."""
     tree = ast.parse(MODULE.read_text())
     modules = {}
     for node in ast.walk(tree):
@@ -118,7 +122,7 @@ def names_of_torch() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", names_of_torch())
-def test_torch_has_it(name: str) -> None:
+def test_torch_has_the_name(name: str) -> None:
     owner: Any = torch
     for part in name.split(".")[1:]:
         assert hasattr(owner, part), f"torch {torch.__version__} has no {name}, which {names_of_torch()[name]} uses"
@@ -138,7 +142,7 @@ def test_every_name_has_a_test_here() -> None:
 
 @pytest.fixture
 def api() -> Any:
-    """Imported late: without one of the names it cannot be, and then the tests above name it."""
+    """Import it late: the import fails without one of the names, and then the tests above report it."""
     from megabatch import torch_api
 
     return torch_api
@@ -159,7 +163,7 @@ FOREACH: dict[str, tuple[tuple[Any, ...], Callable[[Tensor], Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", FOREACH)
-def test_foreach_does_to_each_tensor_what_the_plain_operation_does(api: Any, name: str) -> None:
+def test_foreach_matches_the_plain_operation_on_each_tensor(api: Any, name: str) -> None:
     tensors = three()
     arguments, plain = FOREACH[name]
     result = getattr(api, name)(tensors, *arguments)
@@ -170,14 +174,14 @@ def test_foreach_does_to_each_tensor_what_the_plain_operation_does(api: Any, nam
         assert all(map(torch.equal, tensors, three()))
 
 
-def test_foreach_lerp_takes_a_weight_for_each_tensor(api: Any) -> None:
+def test_foreach_lerp_accepts_a_weight_per_tensor(api: Any) -> None:
     moved, ends = three(), [torch.zeros_like(tensor) for tensor in three()]
     api.foreach_lerp_(moved, ends, [0.0, 1.0, 0.5])
     assert all(torch.equal(found, x * share) for found, x, share in zip(moved, three(), (1.0, 0.0, 0.5), strict=True))
 
 
 @pytest.mark.parametrize("found_inf", [None, 0.0, 1.0])
-def test_fused_sgd_is_momentum_sgd_with_dampening_and_heeds_found_inf(api: Any, found_inf: float | None) -> None:
+def test_fused_sgd_is_momentum_sgd_with_dampening_and_skips_on_found_inf(api: Any, found_inf: float | None) -> None:
     weights, gradients, buffers = three(), [x.flip(0) for x in three()], [2 * x for x in three()]
     api.fused_sgd_(
         weights,
@@ -201,7 +205,7 @@ def test_fused_sgd_is_momentum_sgd_with_dampening_and_heeds_found_inf(api: Any, 
 
 
 @pytest.mark.parametrize("bad", [None, torch.inf, torch.nan])
-def test_unscale_multiplies_and_finds_what_is_not_finite(api: Any, bad: float | None) -> None:
+def test_unscale_multiplies_and_detects_inf_and_nan(api: Any, bad: float | None) -> None:
     gradients, found = three(), torch.zeros(())
     if bad is not None:
         gradients[1][2] = bad
@@ -245,14 +249,14 @@ def test_norm_base_is_every_layer_with_running_statistics(api: Any) -> None:
     assert not any(isinstance(layer, api.NormBase) for layer in others)
 
 
-def test_fake_tensors_take_no_memory_and_know_autocast(api: Any) -> None:
+def test_fake_tensors_use_no_memory_and_support_autocast(api: Any) -> None:
     with api.FakeTensorMode():
         images = torch.empty(1 << 24, 1 << 12)  # 256 GiB
         with torch.autocast("cpu", torch.bfloat16):
             assert nn.Linear(1 << 12, 10)(images).dtype == torch.bfloat16
 
 
-def test_a_storage_has_a_number_of_its_own(api: Any) -> None:
+def test_every_storage_has_a_unique_id(api: Any) -> None:
     tensor = torch.ones(4)
     assert api.storage_id(tensor[1:].untyped_storage()) == api.storage_id(tensor.untyped_storage())
     others = [torch.ones(4).untyped_storage(), torch.ones(0).untyped_storage(), torch.ones(0).untyped_storage()]
@@ -273,7 +277,7 @@ def test_shared_memory_is_mapped_by_its_descriptor(api: Any) -> None:
     assert tensor[7] == -1
 
 
-def test_a_queued_callback_runs_when_all_gradients_are_there(api: Any) -> None:
+def test_a_queued_callback_runs_after_all_gradients_are_computed(api: Any) -> None:
     first, last = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     seen: list[bool] = []
     last.register_hook(lambda _: api.queue_callback(lambda: seen.append(first.grad is not None)))
@@ -283,21 +287,41 @@ def test_a_queued_callback_runs_when_all_gradients_are_there(api: Any) -> None:
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """One rank, in this process; torch warns of nothing that we use."""
+    """Connect one rank in this process; deprecation warnings of torch are errors."""
     from megabatch.ranks.discover import RankInfo
     from megabatch.ranks.world import connect
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
         warnings.simplefilter("error", DeprecationWarning)
-        with connect(RankInfo(0, 1, 0, 1), "cpu", dist.HashStore()):
+        with connect(RankInfo(0, 1, 0, 1), "cpu"):
             yield
 
 
 @pytest.mark.usefixtures("alone")
-def test_the_default_store_is_that_of_all_ranks(api: Any) -> None:
+def test_the_default_store_is_shared_by_all_ranks(api: Any) -> None:
     api.default_store().set("key", "value")
     assert api.default_store().get("key").endswith(b"value")
+
+
+@pytest.mark.usefixtures("alone")
+def test_aborted_process_groups_are_gone(api: Any) -> None:
+    assert dist.is_initialized()
+    api.abort_process_groups()
+    assert not dist.is_initialized()
+
+
+def test_nccl_watchdog_sets_the_key_that_we_delete(api: Any) -> None:
+    header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
+    assert f'kStoreDumpKey = "{api.NCCL_DUMP_KEY}"' in header.read_text()
+
+
+def test_the_default_group_has_the_same_implementation_as_the_others(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch with two implementations registers the names of both as entry points."""
+    registered = {point.name for point in entry_points(group="torch.distributed.backends")}
+    assert api.nccl_backend() == ("nccl-legacy" if "nccl-legacy" in registered else "nccl")
+    monkeypatch.setattr(dist, "ProcessGroupNCCL2", object, raising=False)
+    assert api.nccl_backend() == "nccl-legacy"
 
 
 def gather_own(world: Any) -> list[float]:
@@ -315,7 +339,7 @@ def test_all_gather_single_fills_one_tensor_without_a_warning(ranks: RankPool) -
 
 
 def test_process_groups_have_the_collectives_that_our_plans_use(api: Any) -> None:
-    """Of two members, which are threads."""
+    """Use a group of two members, which are threads."""
     store, results = dist.HashStore(), {}
 
     def take_part(index: int) -> None:
@@ -348,21 +372,21 @@ class Steps(torch.optim.Optimizer):
         self.seen.append(float(getattr(self, "found_inf", -1.0)))
 
 
-def test_a_grad_scaler_leaves_found_inf_to_an_optimizer_that_promises_to_heed_it(api: Any) -> None:
+def test_a_grad_scaler_passes_found_inf_to_an_optimizer_that_handles_it(api: Any) -> None:
     fused, plain = (torch.optim.SGD([nn.Parameter(torch.ones(2))], fused=fused) for fused in (True, False))
-    assert api.heeds_found_inf(fused) and not api.heeds_found_inf(plain)
+    assert api.supports_found_inf(fused) and not api.supports_found_inf(plain)
     for promises in (False, True):
         parameter = nn.Parameter(torch.ones(2))
         optimizer, scaler = Steps(parameter), torch.amp.GradScaler("cpu")
         if promises:
-            api.promise_to_heed_found_inf(optimizer)
-        assert vars(optimizer).get(api.HEEDS_FOUND_INF, False) == promises
+            api.declare_found_inf_support(optimizer)
+        assert vars(optimizer).get(api.SUPPORTS_FOUND_INF, False) == promises
         scaler.scale((parameter * torch.inf).sum()).backward()
         scaler.step(optimizer)
         assert optimizer.seen == ([1.0] if promises else [])  # without the promise it skips the step
 
 
-def test_forward_hooks_can_be_taken_from_a_copy(api: Any) -> None:
+def test_forward_hooks_can_be_removed_from_a_copy(api: Any) -> None:
     module, calls = nn.Identity(), []
     module.register_forward_pre_hook(lambda *_: calls.append("before"))
     module.register_forward_hook(lambda *_: calls.append("after"))
@@ -377,12 +401,23 @@ def test_forward_hooks_can_be_taken_from_a_copy(api: Any) -> None:
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="needs NCCL")
-def test_nccl_takes_a_timeout_by_its_options(api: Any) -> None:
+def test_nccl_options_accept_a_timeout(api: Any) -> None:
     assert api.nccl_options(timedelta(seconds=7))._timeout == timedelta(seconds=7)
 
 
+def test_collectives_of_nccl_have_high_priority(monkeypatch: pytest.MonkeyPatch, api: Any) -> None:
+    if not dist.is_nccl_available():  # a CPU build has no such class
+        monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
+    assert api.nccl_options(timedelta(seconds=7)).is_high_priority_stream is True
+
+
+def test_nccl_options_still_have_a_priority() -> None:
+    header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
+    assert "explicit Options(bool is_high_priority_stream = false)" in header.read_text()
+
+
 @pytest.mark.usefixtures("alone")
-def test_ddp_asks_our_logger_for_the_times_that_it_does_not_take(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ddp_calls_our_logger_instead_of_recording_times(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(api.NoRuntimeStatistics, "set_runtime_stats_and_log", lambda self: calls.append(self))
     model = DistributedDataParallel(nn.Linear(2, 2))
@@ -390,15 +425,15 @@ def test_ddp_asks_our_logger_for_the_times_that_it_does_not_take(api: Any, monke
     for _ in range(2):
         model(torch.ones(1, 2)).sum().backward()
     assert len(calls) == 2
-    model.logger.set_error_and_log("all else reaches torch's logger")  # type: ignore[union-attr]
+    model.logger.set_error_and_log("other calls reach torch's logger")  # type: ignore[union-attr]
 
 
 def buffers_after_forward(world: Any, keeps: bool) -> list[float]:
-    from megabatch.torch_api import keep_own_buffers
+    from megabatch.torch_api import disable_buffer_broadcast
 
     model = DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(2, momentum=0.0), nn.Linear(2, 2)))
     if keeps:
-        keep_own_buffers(model)
+        disable_buffer_broadcast(model)
     model.module[0].running_mean.fill_(float(world.rank))  # type: ignore[operator, union-attr]
     model(torch.ones(2, 2)).sum().backward()
     model(torch.ones(2, 2)).sum().backward()
@@ -406,13 +441,13 @@ def buffers_after_forward(world: Any, keeps: bool) -> list[float]:
     return mean
 
 
-def test_ddp_leaves_buffers_alone_if_it_is_told_to(ranks: RankPool) -> None:
+def test_ddp_does_not_broadcast_buffers_if_disabled(ranks: RankPool) -> None:
     assert ranks.run(buffers_after_forward, False, num_ranks=2) == [[0, 0], [0, 0]]
     assert ranks.run(buffers_after_forward, True, num_ranks=2) == [[0, 0], [1, 1]]
 
 
 @pytest.mark.usefixtures("alone")
-def test_bucket_caps_are_those_that_ddp_was_given(api: Any) -> None:
+def test_bucket_caps_are_those_passed_to_ddp(api: Any) -> None:
     assert api.bucket_caps_bytes(DistributedDataParallel(nn.Linear(2, 2), bucket_cap_mb=3)) == [3 << 20]
     given: Any = [1, 0.5, 2]
     assert api.bucket_caps_bytes(DistributedDataParallel(nn.Linear(2, 2), bucket_cap_mb_list=given)) == [
@@ -424,7 +459,7 @@ def test_bucket_caps_are_those_that_ddp_was_given(api: Any) -> None:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("cut_mib", "num_graphs"), [(1, 3), (100, 2)])
-def test_a_compiled_graph_is_cut_where_we_say(api: Any, cut_mib: int, num_graphs: int) -> None:
+def test_a_compiled_graph_is_split_at_the_given_size(api: Any, cut_mib: int, num_graphs: int) -> None:
     graphs = []
 
     def count(graph: Any, _: Any) -> Any:
@@ -434,7 +469,7 @@ def test_a_compiled_graph_is_cut_where_we_say(api: Any, cut_mib: int, num_graphs
     torch.compiler.reset()
     network = nn.Sequential(*(nn.Linear(600, 600) for _ in range(3)))  # 1.4 MB each; the first cut is at 1 MiB or less
     model = DistributedDataParallel(network)
-    api.cut_compiled_graphs(model, cut_mib << 20)
+    api.split_compiled_graphs(model, cut_mib << 20)
     network.forward = torch.compile(network.forward, backend=count)  # type: ignore[method-assign]
     model(torch.ones(2, 600)).sum().backward()
     assert len(graphs) == num_graphs
@@ -455,3 +490,31 @@ def test_errors_of_torch_compile_are_recognised(api: Any) -> None:
         torch.compile(lambda x: x + 1, backend=note_stack)(torch.ones(1))
     assert refusal.type.__module__.startswith(api.COMPILER_MODULES)
     assert any(file.endswith(api.COMPILER_FILE) for file in files)
+
+
+def test_memory_is_pinned_in_place_as_a_whole(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rehearsal copies from such memory; without a GPU only the calls can be compared."""
+    calls: list[tuple[int, ...]] = []
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            calls.append((address, size, flags))
+            return 0 if len(calls) == 1 else 2  # cudaErrorMemoryAllocation
+
+        def cudaHostUnregister(self, address: int) -> int:
+            calls.append((address,))
+            return 0
+
+    runtime = getattr(torch.cuda, "_cudart", None)
+    assert runtime is None or {"cudaHostRegister", "cudaHostUnregister"} <= {*dir(runtime)}
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    memory = torch.empty(10, 3, 4, 4, dtype=torch.uint8)
+    assert api.pin_in_place(memory) and not api.pin_in_place(memory)
+    api.unpin(memory)
+    assert calls == [(memory.data_ptr(), 480, 0)] * 2 + [(memory.data_ptr(),)]
+
+
+def test_context_is_looked_up_in_torch(monkeypatch: pytest.MonkeyPatch, api: Any) -> None:
+    assert torch.version.cuda is None or hasattr(torch._C, "_cuda_hasPrimaryContext")
+    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index == 3, raising=False)
+    assert [api.has_context(index) for index in (0, 3)] == [False, True]

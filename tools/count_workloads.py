@@ -1,4 +1,4 @@
-"""Counts the networks that the simulator knows, at 224 pixels and with 1,000 classes, into src/megabatch/simulate.
+"""Count the work of the simulator's networks, at 224 pixels and with 1,000 classes, into src/megabatch/simulate.
 
 python tools/count_workloads.py
 """
@@ -18,4 +18,4 @@ if __name__ == "__main__":
         workload = count_workload(ModelSettings(name=name), image_size=224, num_classes=1000)
         (OUT / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(workload), indent=1) + b"\n")
         gflops = [f"{1e-9 * flops:.2f}" for flops in (workload.forward_flops, workload.backward_flops)]
-        print(f"{name}: {workload.num_parameters:,} parameters, GFLOP of an image {' forward, '.join(gflops)} backward")
+        print(f"{name}: {workload.num_parameters:,} parameters, GFLOP per image {' forward, '.join(gflops)} backward")

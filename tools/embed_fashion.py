@@ -1,6 +1,6 @@
-"""Makes the embedded data set: the first 1,000 training and 200 test images of each class of Fashion-MNIST.
+"""Write the embedded data set: the first 1,000 training and 200 test images of each class of Fashion-MNIST.
 
-    python tools/embed_fashion.py        needs Debian's package dataset-fashion-mnist
+    python tools/embed_fashion.py        needs the Debian package dataset-fashion-mnist
 
 The images stay in the order of the original files, so the subset is a fixed function of them.
 """
@@ -17,7 +17,7 @@ OUT = Path(__file__).parents[1] / "src/megabatch/data/embedded/fashion_mnist_10k
 
 
 def first_of_each_class(labels: np.ndarray, per_class: int) -> np.ndarray:
-    """Indices of the first `per_class` samples of every class, ascending."""
+    """Return the indices of the first `per_class` samples of every class, ascending."""
     chosen = [np.flatnonzero(labels == label)[:per_class] for label in np.unique(labels)]
     return np.sort(np.concatenate(chosen))
 

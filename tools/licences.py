@@ -1,6 +1,6 @@
-"""Writes docs/licences.md: what each pinned package says of its licence; fails if one is not allowed here.
+"""Write the licences of all pinned packages to docs/licences.md, and fail if a licence is not allowed.
 
-python tools/licences.py        # in the .venv of `make test`, as `make licences` does
+python tools/licences.py        # in the .venv of `make test`, or run `make licences`
 """
 
 import re
@@ -11,17 +11,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/licences.md"
-# They ask for their notice to be kept, and nothing of who uses them in a program under Apache-2.0.
+# Permissive licences, which only require their notice and are compatible with Apache-2.0.
 ALLOWED = {
     *("0BSD", "Apache-2.0", "Apache-2.0 WITH LLVM-exception", "BSD", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0"),
     *("CC0-1.0", "ISC", "MIT", "MIT-CMU", "PSF-2.0", "Zlib"),
 }
 EXCEPTIONS = {
-    "hypothesis": "MPL-2.0: it runs tests and is no part of what we distribute",
-    "pathspec": "MPL-2.0: the build tool uses it, unchanged, and it is no part of what we distribute",
-    "mpich": "LicenseRef-MPICH is MPICH's own permissive notice: a bench calls the library, nobody else does",
+    "hypothesis": "MPL-2.0: only runs tests and is not distributed with megabatch",
+    "pathspec": "MPL-2.0: only used by the build tool, unchanged, and not distributed with megabatch",
+    "mpich": "LicenseRef-MPICH is a permissive licence: only a bench calls the library",
 }
-# What packages say who do not use SPDX's names.
+# SPDX names for packages that use other names.
 SPDX = {
     "3-Clause BSD License": "BSD-3-Clause",
     "Apache 2.0": "Apache-2.0",
@@ -37,25 +37,25 @@ SETS = {
     "To test and to bench": ("dev",),
 }
 HEADER = """\
-# Licences of what `make` installs
+# Licences of the packages that `make` installs
 
-Written by `make licences` from the packages' own metadata; it fails where a licence is not in the short list of
-`tools/licences.py`. We distribute none of these packages. torch from the package index brings CUDA's libraries on Linux
-(`cuda-*` and `nvidia-*` in `requirements/torch.txt`), which are under NVIDIA's own licence and not listed here.
+`make licences` writes this page from the packages' metadata. It fails if a licence is not in the short list of
+`tools/licences.py`. megabatch distributes none of these packages. On Linux, torch from the package index installs
+CUDA's libraries (`cuda-*` and `nvidia-*` in `requirements/torch.txt`), which have NVIDIA's licence and are not listed.
 """
 
 
 def licence_of(metadata: Message) -> str:
-    """License-Expression; else the classifier, else the field License, which may be a whole text."""
+    """Return License-Expression, or else the classifier, or else the field License, which may be a long text."""
     if expression := metadata["License-Expression"]:
         return str(expression)
     classifiers = [str(line) for line in metadata.get_all("Classifier", []) if line.startswith("License :: ")]
-    said = classifiers[-1].rpartition(" :: ")[2] if classifiers else str(metadata["License"]).strip().split("\n")[0]
-    return SPDX.get(said, said)
+    name = classifiers[-1].rpartition(" :: ")[2] if classifiers else str(metadata["License"]).strip().split("\n")[0]
+    return SPDX.get(name, name)
 
 
 def is_allowed(licence: str) -> bool:
-    """Every licence of an expression is: no package here offers one of ours beside one that is not."""
+    """Return True if every licence of an expression is allowed.  No package offers a choice with one that is not."""
     return all(part.strip(" ()") in ALLOWED for part in re.split(r" AND | OR ", licence))
 
 
@@ -69,7 +69,7 @@ def main() -> None:
         lines += [f"## {title}", "| package | version | licence |", "|---|---|---|"]
         for name in [name for subject in subjects for name in pinned_names(subject)]:
             metadata = distribution(name).metadata
-            version = metadata["Version"].partition("+")[0]  # torch with CUDA or without
+            version = metadata["Version"].partition("+")[0]  # the same for torch with and without CUDA
             licence = licence_of(metadata)  # type: ignore[arg-type]
             if not is_allowed(licence) and name not in EXCEPTIONS:
                 refused.append(f"{name} {version}: {licence}")
@@ -78,7 +78,7 @@ def main() -> None:
         lines.append("")
     PAGE.write_text("\n".join(lines).rstrip("\n") + "\n")
     if refused:
-        sys.exit(f"not in ALLOWED and not in EXCEPTIONS of {Path(__file__).name}: {'; '.join(refused)}")
+        sys.exit(f"licences neither in ALLOWED nor in EXCEPTIONS of {Path(__file__).name}: {'; '.join(refused)}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Test the wheel with each pair of Python and torch that the README names: `make matrix`.
 
 For each pair, one at a time: create an environment outside the checkout, install the wheel with that torch, copy the
-tests out of the checkout, run the fast tests, and train on two ranks.  A torch with CUDA takes about 3 GB, which are
+checkout, run its fast tests on the wheel, and train on two ranks.  A torch with CUDA takes about 3 GB, which are
 freed before the next pair.
 
 python tools/matrix.py                    # all pairs
@@ -22,7 +22,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 # The CPU build that CI has, the same release from the package index, the newest release and the oldest that we support.
 PAIRS = ["3.11:2.13.0+cpu", "3.12:2.13.0", "3.13:2.15.0", "3.11:2.11.0"]
-# Without ranks, or on the fake CUDA: everything that a version of torch can break and that takes minutes, not more.
+# Tests without ranks and on the fake CUDA: they cover what a torch version can break and take only minutes.
 FAST_TESTS = ["-m", "fast or lab", "--ignore=tests/lab"]
 TRAIN = ["train", "fashion", "train.epochs=2", "--ranks", "2"]
 
@@ -65,22 +65,21 @@ def find_python(version: str) -> str:
     raise Failed(f"Python {version} is not installed")
 
 
-def copy_tests(folder: Path) -> None:
-    """Copy every file that git tracks except the package, so that only the installed wheel can be imported."""
+def copy_checkout(folder: Path) -> None:
+    """Copy every file that git tracks.  Tests read src/, but import the wheel, because src/ is not on Python's path."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in listed.rstrip("\0").split("\0"):
-        if not name.startswith("src/"):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, folder / name)
 
 
 def check(pair: str, wheel: Path, folder: Path) -> Result:
-    started = time.monotonic()
+    started_s = time.monotonic()
     version, _, torch = pair.partition(":")
     run([find_python(version), "-m", "venv", "env"], folder)
     python = str(folder / "env/bin/python")
     install = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    # Everything at its locked version, except torch, which the wheel's own requirements must allow.
+    # Everything at its locked version, except torch, which must satisfy the requirements of the wheel.
     locked = [word for name in ("train", "dev") for word in ("-r", str(ROOT / f"requirements/{name}.txt"))]
     run([*install, "--no-deps", "--only-binary", ":all:", *locked], folder)
     run([*install, str(wheel), f"torch=={torch}"], folder)
@@ -95,7 +94,7 @@ def check(pair: str, wheel: Path, folder: Path) -> Result:
     run([str(folder / "env/bin/megabatch"), *TRAIN], folder)
     summary = json.loads((folder / "runs/fashion-001/summary.json").read_text())
     counts = re.findall(r"^\d+ passed.*(?= in )", tests, flags=re.MULTILINE)
-    return Result(pair, where.split()[0], counts[-1], f"{summary['top1']:.4f}", (time.monotonic() - started) / 60)
+    return Result(pair, where.split()[0], counts[-1], f"{summary['top1']:.4f}", (time.monotonic() - started_s) / 60)
 
 
 def main() -> int:
@@ -103,7 +102,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="megabatch-matrix-") as built:
         run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", built], ROOT)
         (wheel,) = Path(built).glob("*.whl")
-        copy_tests(wheel.parent / "checkout")  # now, while they fit the wheel: a pair takes minutes
+        copy_checkout(wheel.parent / "checkout")  # before files change: a pair takes minutes
         for pair in sys.argv[1:] or PAIRS:
             print(f"== {pair}", flush=True)
             try:

@@ -1,1 +1,1 @@
-"""The proof of megabatch: it needs a checkout, imports megabatch, and is never imported by it."""
+"""Benchmarks, fault injection, fuzzing, studies and the fake CUDA.  Imports megabatch, never the reverse."""

@@ -1,4 +1,4 @@
-"""megabatch: trains image classifiers with huge batches, on one machine or a cluster.
+"""Training of image classifiers with huge batches, on one machine or a cluster.
 
 import megabatch
 summary = megabatch.fit(network, train=(images, labels), test=(images, labels), overrides=["batch.global=256"])
@@ -9,7 +9,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# Looked up when they are first used, so that `megabatch --help` need not import torch.
+# Imported when first used, so that `megabatch --help` does not import torch.
 PUBLIC = {
     "fit": "megabatch.training.fit",
     "load": "megabatch.inference.classifier",

@@ -1,38 +1,39 @@
-"""What a user sees when something is wrong: the value, the rule, the remedy, on one line."""
+"""Error types. Messages state the value, the rule and the remedy on one line."""
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 from megabatch.text import one_line
 
-LONGEST_QUOTED = 120  # letters of a wrong value, so that the rule and the remedy after it are read
+LONGEST_QUOTED = 120  # characters of an invalid value, so that the rule and the remedy stay visible
 
 
 class UserError(ValueError):
-    """Something only the user can fix. Its text is the one line the user sees, whatever was quoted in it."""
+    """An error that only the user can fix. Its message is printed as one line, without a traceback."""
 
     def __init__(self, text: str = "") -> None:
         super().__init__(one_line(text))
 
 
 class Diverged(UserError):
-    """Training has left the numbers: a loss or gradients are inf or NaN, though the images are not."""
+    """The loss or gradients are inf or NaN, although the images are finite."""
 
 
 class NotSaved(UserError):
-    """Training has come to its end, and what it was for could not be written."""
+    """Training finished, but its result could not be written."""
 
 
 class NotRepeated(RuntimeError):
-    """What was computed is wrong, and is not when it is computed again: a fault that a restart cures."""
+    """A wrong result that is correct when computed again: a transient fault, which a restart fixes."""
 
 
 class RanksDiffer(RuntimeError):
-    """Ranks have drifted apart: weights that are the same on all of them by construction are not."""
+    """Weights differ between ranks, although they are identical by construction."""
 
 
 def nearest(value: str, choices: Iterable[str]) -> str:
-    """The choice that looks most like `value`."""
+    """Return the choice that is most similar to `value`."""
     return get_close_matches(value[:LONGEST_QUOTED], list(choices), n=1, cutoff=0.0)[0]
 
 
@@ -41,3 +42,23 @@ def require_one_of(key: str, value: str, choices: Iterable[str]) -> None:
     if value not in choices:
         shown = one_line(repr(value), LONGEST_QUOTED)
         raise UserError(f"{key}={shown} is not one of {', '.join(choices)}; nearest: {key}={nearest(value, choices)}")
+
+
+TYPES = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "object": "a table",
+    "array": "a list",
+}
+
+
+def plain_rule(message: str) -> str:
+    """Turn msgspec's "Expected `float | null` <= 1.0, got `str`" into "expected a number <= 1, got text"."""
+
+    def words(found: re.Match[str]) -> str:
+        return " or ".join(TYPES.get(name, name) for name in found[1].split(" | ") if name != "null")
+
+    rule = re.sub(r"(\d)\.0\b", r"\1", re.sub(r"`([^`]*)`", words, message))
+    return rule[:1].lower() + rule[1:]

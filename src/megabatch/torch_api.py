@@ -1,7 +1,7 @@
-"""The names of torch that are private or differ between its versions: all that megabatch uses, and why.
+"""All names of torch that megabatch uses and that are private or differ between versions, with the reason for each.
 
 A private name may change in any release of torch.  So no other file of the package uses one, and
-tests/test_torch_api.py has a test of each name here.  Aliases are torch's own objects: a call costs what torch's costs.
+tests/test_torch_api.py tests each name here.  Aliases are torch's objects, so a call has no overhead.
 """
 
 import re
@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 from torch.nn.modules import batchnorm
 from torch.nn.parallel import DistributedDataParallel
 
-# Lists of tensors.  torch.optim uses these; a loop over tensors takes a launch for each, on an accelerator.
+# Operations on lists of tensors, as in torch.optim.  A loop would launch a kernel per tensor on an accelerator.
 foreach_add = torch._foreach_add
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
@@ -31,70 +31,108 @@ foreach_lerp_ = torch._foreach_lerp_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 foreach_zero_ = torch._foreach_zero_
-# Momentum SGD in one pass over memory.  torch.optim.SGD(fused=True) calls it with one learning rate for a whole group,
-# and LARS has one per tensor.
+# Momentum SGD in one pass over memory.  torch.optim.SGD(fused=True) has one learning rate per group, but LARS has one
+# per tensor.
 fused_sgd_ = torch._fused_sgd_
-# torch.amp.GradScaler's kernels.  GradScaler itself lets the scale fall below 1, and asks the host.
+# The kernels of torch.amp.GradScaler.  GradScaler lets the scale fall below 1 and synchronizes with the host.
 unscale_and_find_inf_ = torch._amp_foreach_non_finite_check_and_unscale_
 update_scale_ = torch._amp_update_scale_
-# torch.optim groups tensors by this, in C++: at every step, since any of them may have no gradient.
+# torch.optim groups tensors with this C++ function at every step, since any tensor may lack a gradient.
 group_by_device_and_dtype: Callable[[Any], dict[Any, Any]] = torch.optim.Optimizer._group_tensors_by_device_and_dtype
-# F.interpolate(antialias=True) calls it, and takes no `out`: it would allocate memory for every image.
+# F.interpolate(antialias=True) calls it, but has no `out` and would allocate memory for every image.
 resize_antialiased: Any = torch._C._nn._upsample_bilinear2d_aa
 
 # The base classes of all BatchNorm and InstanceNorm layers; torch has no public one.
 NormBase = batchnorm._NormBase
 BatchNormBase = batchnorm._BatchNorm
-# Tensors without content that keep their device: autocast does nothing on torch's public meta device.
+# Tensors without data that have a device: autocast has no effect on the public meta device.
 FakeTensorMode = fake_tensor.FakeTensorMode
 
-# A number for each storage.  The public data_ptr() is 0 for all empty ones, and fake ones have none.
+# A unique number of each storage.  The public data_ptr() is 0 for empty storages, and fake ones have none.
 storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
-# Moves a storage into shared memory, and returns the file descriptor and the number of bytes.  The public
-# share_memory_() does not return a descriptor that another process could map.
+# Moves a storage to shared memory, and returns the file descriptor and the number of bytes.  The public share_memory_()
+# returns no descriptor for other processes to map.
 share_by_descriptor: Callable[[torch.UntypedStorage], tuple[int, int]] = torch.UntypedStorage._share_fd_cpu_
-# Runs a function at the end of the backward pass, as DDP does; no public hook runs then.
+# Runs a function at the end of the backward pass, as in DDP; there is no public hook for it.
 queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
 
-# The store of the default process group, where the ranks find each other again for groups of ours.
+# The store of the default process group, through which ranks connect additional groups.
 default_store: Callable[[], Any] = distributed_c10d._get_default_store
-# Before torch 2.13 it is called all_gather_into_tensor, a name that 2.13 warns of.
+# Before torch 2.13 it is called all_gather_into_tensor, which is deprecated in 2.13.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# Methods of a process group.  torch.distributed's functions take only groups that dist.new_group has made.
+# Aborts the process groups of torch.distributed, in one NCCL group so that none waits for another.
+abort_process_groups: Callable[[], None] = distributed_c10d._abort_process_group
+# The key that NCCL's watchdog sets when an operation fails, in the store without prefixes.  A rank that finds it ends
+# eight minutes later, also after a restart.
+NCCL_DUMP_KEY = "exception_dump"
+# Methods of a process group.  The functions of torch.distributed accept only groups from dist.new_group.
 ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL = "_allgather_base", "_reduce_scatter_base", "alltoall_base"
 
-HEEDS_FOUND_INF = "_step_supports_amp_scaling"  # an optimizer's promise to GradScaler: its step looks at `found_inf`
 
-# torch.compile has no common base class of its errors.  They are defined in these modules, or pass through this file.
+def has_context(index: int) -> bool:
+    """Return whether this process has a CUDA context on the device.  The public functions would make one."""
+    of_cuda: Any = torch._C  # a CPU build lacks the function
+    return bool(of_cuda._cuda_hasPrimaryContext(index))
+
+
+SUPPORTS_FOUND_INF = "_step_supports_amp_scaling"  # GradScaler reads this: the optimizer's step checks `found_inf`
+
+# The errors of torch.compile have no common base class.  They are defined in these modules or raised through this file.
 COMPILER_MODULES = ("torch._inductor", "torch._dynamo", "torch._functorch")
 COMPILER_FILE = "torch/_dynamo/convert_frame.py"
 NO_CXX, NO_TRITON = "InvalidCxxCompiler", "TritonMissing"  # two of these errors
 
 
-def heeds_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer's step leaves everything as it is if its `found_inf` is 1, as GradScaler asks."""
-    return bool(getattr(optimizer, HEEDS_FOUND_INF, False))
+def supports_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer's step changes nothing if its `found_inf` is 1."""
+    return bool(getattr(optimizer, SUPPORTS_FOUND_INF, False))
 
 
-def promise_to_heed_found_inf(optimizer: torch.optim.Optimizer) -> None:
-    """Tell GradScaler that it need not read `found_inf` on the host before this optimizer's step."""
-    setattr(optimizer, HEEDS_FOUND_INF, True)
+def declare_found_inf_support(optimizer: torch.optim.Optimizer) -> None:
+    """Stop GradScaler from reading `found_inf` on the host before this optimizer's step."""
+    setattr(optimizer, SUPPORTS_FOUND_INF, True)
 
 
 def forward_hooks(module: nn.Module) -> Iterable[dict[int, Any]]:
-    """Return the hooks before and after the module's forward: the public handles are lost in a copy of the module."""
+    """Return the forward pre-hooks and hooks of the module. The public handles do not apply to a copy of the module."""
     return module._forward_pre_hooks, module._forward_hooks
 
 
+def nccl_backend() -> str:
+    """Return the name of the backend ProcessGroupNCCL, the class of all our groups.
+
+    torch 2.14 adds ProcessGroupNCCL2, which "nccl" means from 2.15 on, and the name "nccl-legacy".
+    """
+    return "nccl-legacy" if hasattr(dist, "ProcessGroupNCCL2") else "nccl"
+
+
 def nccl_options(timeout: timedelta) -> Any:
-    """Return the options of a NCCL process group with this timeout, which its constructor does not take."""
-    options = dist.ProcessGroupNCCL.Options()
+    """Return the options of an NCCL process group with this timeout, which its constructor does not accept.
+
+    NCCL's kernels run on the group's own stream. The priority of the stream that starts them has no effect.  With high
+    priority a bucket's all-reduce gets its few blocks as soon as any of backward's blocks end.
+    """
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
     return options
 
 
+def pin_in_place(tensor: torch.Tensor) -> bool:
+    """Pin memory that torch did not allocate, so that copies from it do not block; return False if that is impossible.
+
+    Tensor.pin_memory copies.  The functions of CUDA (and of ROCm, under the same name) are public in torch.cuda, but
+    only builds with CUDA have them.
+    """
+    size = tensor.untyped_storage().nbytes()
+    return bool(int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0)) == 0)
+
+
+def unpin(tensor: torch.Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+
+
 class NoRuntimeStatistics:
-    """DDP's logger without its times of single passes: to read those, the host waits for the device."""
+    """DDP's logger without the times of each pass, for which the host would wait for the device."""
 
     def __init__(self, logger: Any) -> None:
         self.logger = logger
@@ -109,32 +147,34 @@ def stop_runtime_statistics(model: DistributedDataParallel) -> None:
     model.logger = NoRuntimeStatistics(model.logger)
 
 
-def keep_own_buffers(model: DistributedDataParallel) -> None:
+def disable_buffer_broadcast(model: DistributedDataParallel) -> None:
     """Stop DDP from overwriting buffers with rank 0's in every forward pass.
 
-    The argument for this is called broadcast_buffers before torch 2.13 and forward_sync_buffers since; torch warns of
-    the older one there.  The attribute has the older name in all versions.
+    The argument of DDP is broadcast_buffers before torch 2.13 and forward_sync_buffers since, with a warning for the
+    old name.  The attribute has the old name in all versions.
     """
     model.broadcast_buffers = False
 
 
 def bucket_caps_bytes(model: DistributedDataParallel) -> list[int]:
-    """Return the sizes of DDP's buckets as it was given them: a size for each, or one for all."""
+    """Return the bucket sizes that were passed to DDP: one per bucket, or one for all."""
     return model.bucket_bytes_cap_list or [model.bucket_bytes_cap]
 
 
-def cut_compiled_graphs(model: DistributedDataParallel, num_bytes: int) -> None:
-    """Let torch.compile cut the graph of a DDP model about every `num_bytes` of gradients.  DDP itself does not read
-    this attribute after it has made its buckets."""
+def split_compiled_graphs(model: DistributedDataParallel, num_bytes: int) -> None:
+    """Make torch.compile split the graph of a DDP model about every `num_bytes` of gradients.
+
+    DDP does not read this attribute after it has created its buckets.
+    """
     model.bucket_bytes_cap = num_bytes
 
 
 class OperatorDefiner(MetaPathFinder):
-    """Defines the operators that torchvision describes on import, if its extension did not.  It finds no module.
+    """An import hook that defines torchvision's operators if its compiled extension did not. It finds no module.
 
-    Most wheels of torchvision are built for CUDA.  Beside a CPU build of torch the compiled extension does not load.
-    torchvision tolerates that until it describes two operators of the extension: they do not exist, and its import
-    fails.  So they are defined here, without a kernel, after torchvision has tried to load the extension.
+    Most torchvision wheels are built for CUDA, and their extension does not load with a CPU build of torch.  The import
+    of torchvision fails only when it registers metadata of two operators of the extension, which then do not exist.  So
+    they are defined here, without a kernel, after torchvision has tried to load the extension.
     """
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> None:
@@ -146,18 +186,18 @@ class OperatorDefiner(MetaPathFinder):
 
 @cache
 def torchvision_operators() -> torch.library.Library:
-    """Return the library of the operators defined here, which exist as long as it does."""
+    """Return the library of the operators defined here, which exist as long as the library."""
     return torch.library.Library("torchvision", "FRAGMENT")
 
 
 def lacks_extension() -> bool:
-    """Return whether torchvision has been imported and could not load its compiled extension."""
+    """Return whether torchvision was imported and could not load its compiled extension."""
     extension = sys.modules.get("torchvision.extension")
     return extension is not None and not extension._has_ops()
 
 
 def allow_torchvision_without_extension() -> None:
-    """Let torchvision and its users be imported from here on even if its compiled extension does not load."""
+    """Allow the import of torchvision even if its compiled extension does not load."""
     if not any(isinstance(finder, OperatorDefiner) for finder in sys.meta_path):
         sys.meta_path.insert(0, OperatorDefiner())
 
@@ -167,7 +207,7 @@ def missing_operator(error: BaseException) -> str | None:
     if not lacks_extension():
         return None
     functions = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if "_assert_has_ops" in functions:  # torchvision's functions call it first, and are named as their operators
+    if "_assert_has_ops" in functions:  # torchvision's functions have the names of their operators and call it first
         return functions[functions.index("_assert_has_ops") - 1]
     called = re.search(r"torchvision::(\w+)|'torchvision' object has no attribute '(\w+)'", str(error))
     return called[1] or called[2] if called else None

@@ -1,4 +1,4 @@
-"""Python code of a user's own that a setting names: "package.module:attribute"."""
+"""Import of user-defined Python code that a setting names as "package.module:attribute"."""
 
 import importlib
 import sys
@@ -10,14 +10,14 @@ from megabatch.errors import UserError
 from megabatch.torch_api import allow_torchvision_without_extension
 
 
-def is_own_code(name: str) -> bool:
+def is_user_code(name: str) -> bool:
     return ":" in name
 
 
-def import_own_code(setting: str, name: str) -> Callable[..., Any]:
+def import_user_code(setting: str, name: str) -> Callable[..., Any]:
     module_name, _, attribute = name.partition(":")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))  # last: what lies here shadows nothing
+        sys.path.append(str(Path.cwd()))  # last, so that local files do not shadow packages
     allow_torchvision_without_extension()
     try:
         found = getattr(importlib.import_module(module_name), attribute)

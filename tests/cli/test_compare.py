@@ -1,4 +1,4 @@
-"""megabatch compare: on 80 columns, and for other programs."""
+"""megabatch compare: tables on 80 columns, JSON and CSV."""
 
 import csv
 import io
@@ -31,10 +31,15 @@ def output(*words: str | Path) -> str:
 
 def record_sweep(num_rates: int, num_seeds: int) -> list[Path]:
     return [
-        record_run(Path(f"runs/fashion-{rate:03d}-{seed}"), 0.5 + rate / 100 + seed / 1000, seed=seed, **settings)
+        record_run(
+            Path(f"runs/fashion-{rate:03d}-{seed}"),
+            0.5 + rate / 100 + seed / 1000,
+            seed=seed,
+            optim__learning_rate=0.1 * (rate + 1),
+            data__source=f"/images/of/{rate}",
+        )
         for rate in range(num_rates)
         for seed in range(num_seeds)
-        for settings in [{"optim__learning_rate": 0.1 * (rate + 1), "data__source": f"/images/of/{rate}"}]
     ]
 
 
@@ -44,7 +49,7 @@ def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
 
 
-def test_two_runs_stand_side_by_side_with_the_change_to_the_first() -> None:
+def test_two_runs_are_shown_side_by_side_with_differences() -> None:
     record_run(Path("runs/one"), 0.90)
     record_run(Path("runs/other"), 0.85, 0.9123, seed=2, optim__learning_rate=0.2)
     lines = [line.split() for line in output("runs/one", "runs/other").splitlines()]
@@ -59,7 +64,7 @@ def test_two_runs_stand_side_by_side_with_the_change_to_the_first() -> None:
         ["straggler", "rank", "1", "4%", "rank", "1", "6%"],
     ):
         assert line in lines, line
-    assert not any("seeds" in line for line in lines)  # one of each: nothing to say of their means
+    assert not any("seeds" in line for line in lines)  # a mean needs several seeds
 
 
 @pytest.mark.parametrize(("num_rates", "num_seeds"), [(1, 1), (1, 2), (2, 1), (4, 3), (3, 4), (15, 2)])
@@ -76,7 +81,7 @@ def test_no_line_is_wider_than_the_terminal_and_every_run_is_named(
         assert f"/images/of/{rate}" in text
 
 
-def test_seeds_are_one_line_a_group_with_its_interval() -> None:
+def test_seeds_of_a_group_are_one_line_with_an_interval() -> None:
     text = output(*record_sweep(2, 3))
     _, table = text.split("Top-1 over seeds")
     lines = [" ".join(line.split()) for line in table.splitlines()[1:]]
@@ -89,33 +94,31 @@ def test_seeds_are_one_line_a_group_with_its_interval() -> None:
     ]
 
 
-def test_a_group_says_why_it_has_no_mean_or_an_interval_of_its_own() -> None:
+def test_a_group_explains_a_missing_mean_or_a_different_interval() -> None:
     paths = record_sweep(2, 2)
-    other_seed = record_run(
-        Path("runs/third"), 0.9, seed=7, **{"optim__learning_rate": 0.1, "data__source": "/images/of/0"}
-    )
+    other_seed = record_run(Path("runs/third"), 0.9, seed=7, optim__learning_rate=0.1, data__source="/images/of/0")
     killed = record_run(Path("runs/killed"), 0.9, seed=8, status=None, optim__learning_rate=0.3)
     diverged = record_run(Path("runs/diverged"), 0.9, seed=8, status="diverged", optim__learning_rate=0.4)
     text = " ".join(output(*paths, other_seed, killed, diverged).split())
-    assert "optim.learning_rate=0.2; not the same seeds, so Welch's interval" in text
+    assert "optim.learning_rate=0.2; different seeds, so Welch's interval" in text
     assert "1 unfinished, left out" in text and "1 diverged, so no mean" in text
 
 
-def test_equal_runs_differ_in_nothing_and_one_alone_has_its_results() -> None:
+def test_equal_runs_have_no_differing_settings_and_one_run_has_results() -> None:
     paths = [record_run(Path(f"runs/{name}"), 0.9) for name in "ab"]
     assert "Settings that differ none" in output(*paths)
-    alone = output(paths[0])
-    assert "differ" not in alone and "0.9000" in alone
+    single = output(paths[0])
+    assert "differ" not in single and "0.9000" in single
 
 
-def test_json_is_the_whole_comparison() -> None:
+def test_json_has_the_whole_comparison() -> None:
     paths = record_sweep(2, 2)
     text = output(*paths, "--json", "--target", "0.505")
     assert msgspec.json.decode(text, type=RunComparison, strict=True) == compare(paths, 0.505)
     assert list(json.loads(text)) == ["format", "runs", "settings", "environment", "groups"]
 
 
-def test_csv_has_a_row_for_each_run_and_a_column_for_each_setting_that_differs() -> None:
+def test_csv_has_a_row_per_run_and_a_column_per_differing_setting() -> None:
     paths = record_sweep(2, 2)
     rows = list(csv.DictReader(io.StringIO(output(*paths, "--csv"))))
     assert [row["path"] for row in rows] == [str(path) for path in paths]
@@ -125,7 +128,7 @@ def test_csv_has_a_row_for_each_run_and_a_column_for_each_setting_that_differs()
     assert rows[0]["resumed_from_step"] == "" and None not in rows[0]
 
 
-def test_names_of_any_letters_are_no_command_and_no_second_line() -> None:
+def test_hostile_names_print_on_one_line_without_escapes() -> None:
     paths = [
         record_run(Path(f"{HOSTILE}{number}"), 0.9, seed=number, data__source=HOSTILE * number) for number in (1, 2)
     ]
@@ -141,13 +144,13 @@ def test_names_of_any_letters_are_no_command_and_no_second_line() -> None:
     assert len(rows) == 2 and None not in rows[0] and all(cell.isprintable() for row in rows for cell in row.values())
 
 
-def test_a_name_that_is_no_text_can_be_printed() -> None:
+def test_an_undecodable_name_can_be_printed() -> None:
     path = record_run(Path("run-\udcff"), 0.9)
     for option in ([], ["--json"], ["--csv"]):
         assert "run-" in output(path, *option)
 
 
-def test_a_long_name_is_cut_and_still_its_own() -> None:
+def test_long_names_are_shortened_but_stay_distinct() -> None:
     names = short_names([f"runs/{'x' * 100}{number}{'y' * 100}" for number in range(20)])
     assert len({*names}) == 20 and all(len(name) <= LONGEST_NAME for name in names)
     assert short_names(["runs/a/", "runs/b"]) == ["a", "b"] and short_names(["x/a", "y/a"]) == ["x/a", "y/a"]
@@ -157,9 +160,7 @@ def test_a_long_name_is_cut_and_still_its_own() -> None:
     cells=st.lists(st.lists(st.text("ab漢", min_size=1, max_size=30), min_size=3, max_size=3), min_size=1, max_size=12),
     width=st.integers(1, 200),
 )
-def test_blocks_hold_every_column_once_in_order_and_are_as_wide_as_the_terminal(
-    cells: list[list[str]], width: int
-) -> None:
+def test_blocks_have_every_column_once_in_order_and_fill_the_terminal(cells: list[list[str]], width: int) -> None:
     fields = [Field(f"f{number}", column) for number, column in enumerate(cells)]
     blocks = lines_by_row(fields, ["r1", "r2", "r3"], width)
     assert [name for header, _ in blocks for name in header.split()[1:]] == [field.name for field in fields]
@@ -173,10 +174,10 @@ def test_blocks_hold_every_column_once_in_order_and_are_as_wide_as_the_terminal(
     by_name = {field.name: field for field in fields}
     for (header, lines), following in zip(blocks, starts, strict=False):
         widest = max(map(cell_len, [following, *by_name[following].cells]))
-        assert max(map(cell_len, [header, *lines])) + GAP + widest > width  # nothing stands below that had room
+        assert max(map(cell_len, [header, *lines])) + GAP + widest > width  # no column of the next block would fit
 
 
-def test_runs_are_compared_without_torch_and_one_alone_without_numpy() -> None:
+def test_compare_does_not_import_torch_or_for_one_run_numpy() -> None:
     paths = [str(path) for path in record_sweep(1, 2)]
     for given_paths, absent in ((paths, ["torch"]), (paths[:1], ["torch", "numpy", "scipy"])):
         code = (
@@ -188,9 +189,9 @@ def test_runs_are_compared_without_torch_and_one_alone_without_numpy() -> None:
         assert result.returncode == 0 and "fashion-000-0" in result.stdout, result.stderr
 
 
-def test_the_page_lists_every_field_of_the_json() -> None:
+def test_the_docs_list_every_field_of_the_json() -> None:
     text = (Path(__file__).parents[2] / "docs/compare.md").read_text()
-    _, *tables = text.split("| field | what it is |")
+    _, *tables = text.split("| field | meaning |")
     for table, kind in zip(tables, (RunComparison, RunOutcome, SeedGroup), strict=True):
         rows = re.findall(r"^\| (`.*?) \|", table, flags=re.MULTILINE)
         listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]

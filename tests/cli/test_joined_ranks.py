@@ -1,7 +1,9 @@
-"""Ranks that another launcher starts: it sets a few variables, and kills all ranks when the first one fails."""
+"""Ranks started by another launcher, which sets a few variables and kills all ranks when one fails."""
 
+import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,7 +18,8 @@ import torch
 
 import megabatch
 from megabatch.errors import UserError
-from megabatch.ranks.discover import COMPLETE, JOIN, LAUNCHED
+from megabatch.ranks.discover import COMPLETE, JOIN, LAUNCHED, RankInfo
+from megabatch.ranks.store import RankStore
 from megabatch.training.checkpoint.format import newest_first, step_of
 from tests.support.processes import wait_until
 from tests.support.small_runs import SMALL_RUN
@@ -45,6 +48,33 @@ def slow_fsync(descriptor):
 if os.environ.get("RANK") == "0":
     os.fsync = slow_fsync
 """
+# Reports the import of torch on standard output.
+SLOW_IMPORT = """
+import sys
+class ReportTorch:
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            sys.meta_path.remove(self)
+            print("imports torch", flush=True)
+sys.meta_path.insert(0, ReportTorch())
+"""
+# Rank 1 does not return from its first evaluation.
+STUCK_IN_EVALUATION = """
+import os, pathlib, time, torch, megabatch
+class Network(torch.nn.Sequential):
+    def forward(self, images):
+        if not self.training and os.environ["RANK"] == "1":
+            pathlib.Path("evaluating").touch()
+            time.sleep(1000)
+        return super().forward(images)
+labels = torch.arange(64) % 4
+images = torch.zeros(64, 1, 8, 8, dtype=torch.uint8)
+sets = {"train": (images, labels), "test": (images, labels)}
+settings = ["batch.global=16", "batch.micro=8", "run.threads=1", "run.dir=run", "train.epochs=2"]
+megabatch.fit(Network(torch.nn.Flatten(), torch.nn.Linear(64, 4)), **sets, overrides=settings)
+"""
+CLUSTERS = Path(__file__).parents[2] / "docs/clusters.md"
+ADDRESS = "127.77.0.1"  # has no reverse DNS entry
 ENDLESS = [
     "train.epochs=20000",
     "train.evaluate_every=0",
@@ -60,15 +90,19 @@ def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+def free_port() -> str:
+    with closing(socket.create_server((ADDRESS, 0))) as free:
+        return str(free.getsockname()[1])
+
+
 @contextmanager
 def started(command: Sequence[str], **variables: str) -> Iterator[list["subprocess.Popen[str]"]]:
-    """Two ranks with no more variables than Kubeflow sets.  Those that still live at the end are killed."""
-    with closing(socket.create_server(("127.0.0.1", 0))) as free:
-        port = str(free.getsockname()[1])
+    """Start two ranks with only the variables that Kubeflow sets.  Ranks that are alive at the end are killed."""
+    port = free_port()
     with ExitStack() as stack:
         ranks = []
         for rank in range(2):
-            joined = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            joined = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": ADDRESS, "MASTER_PORT": port}
             process = subprocess.Popen(
                 [sys.executable, *command],
                 env=os.environ | joined | variables,
@@ -83,7 +117,7 @@ def started(command: Sequence[str], **variables: str) -> Iterator[list["subproce
 
 
 def play_batch_system(ranks: Sequence["subprocess.Popen[str]"]) -> None:
-    """As `srun --kill-on-bad-exit` and Open MPI do: kill the others at once when a rank ends with a code above 0."""
+    """Kill the other ranks when one exits with a code above 0, as `srun --kill-on-bad-exit` and Open MPI do."""
     wait_until(lambda: any(rank.poll() for rank in ranks) or all(rank.poll() == 0 for rank in ranks))
     for rank in ranks:
         if rank.poll() is None:
@@ -102,40 +136,50 @@ def summary() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("command", [TRAIN, FIT], ids=["train", "fit"])
-def test_two_processes_that_know_only_rank_size_and_address_train_one_model(command: Sequence[str]) -> None:
+def test_processes_with_only_rank_size_and_address_train_one_model(
+    command: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if command == TRAIN:
+        (tmp_path / "code").mkdir()
+        (tmp_path / "code/sitecustomize.py").write_text(SLOW_IMPORT)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path / "code"))
     with started([*command, "train.epochs=8"]) as ranks:
         results = [(rank.communicate(timeout=100), rank.returncode) for rank in ranks]
     assert [code for _, code in results] == [0, 0], results
+    if command == TRAIN:
+        lines = results[0][0][0].splitlines()
+        assert lines[0].startswith("starting ") and "2 ranks by RANK and WORLD_SIZE, rank 0 on " in lines[0]
+        assert lines[1] == "imports torch"
     environment = json.loads(Path("run/env.json").read_text())
     assert (environment["ranks"], environment["hosts"], summary()["status"]) == (2, 1, "finished")
-    assert [path.name for path in Path().iterdir()] == ["run"]
+    assert {path.name for path in Path().iterdir()} - {"code"} == {"run"}
     assert [errors for (_, errors), _ in results] == ["", ""]
 
 
-def test_a_process_of_a_launcher_that_is_not_known_trains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_of_an_unknown_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLUX_JOB_SIZE", "2")
     ended = subprocess.run([sys.executable, *TRAIN], capture_output=True, text=True, timeout=100)
     (line,) = ended.stderr.splitlines()
     assert (ended.returncode, ended.stdout) == (2, "") and not Path("run").exists()
-    assert line.startswith("megabatch: FLUX_JOB_SIZE=2 says that a launcher started this process, but not which rank")
+    assert line.startswith("megabatch: FLUX_JOB_SIZE=2 means that a launcher started this process")
     assert line.endswith(
         "; set RANK, WORLD_SIZE and MASTER_ADDR for each rank, or unset FLUX_JOB_SIZE if no launcher set it"
     )
     images = torch.zeros(4, 1, 8, 8, dtype=torch.uint8), torch.arange(4)
-    with pytest.raises(UserError, match="FLUX_JOB_SIZE=2 says that a launcher started this process"):
+    with pytest.raises(UserError, match="FLUX_JOB_SIZE=2 means that a launcher started this process"):
         megabatch.fit(torch.nn.Flatten(), train=images, test=images)
 
 
 @pytest.fixture
 def slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file with the seconds that rank 0's fsync takes once it exists."""
+    """Return the path of a file with the duration of rank 0's fsync in seconds, which the test writes."""
     (tmp_path / "code").mkdir()
     (tmp_path / "code/sitecustomize.py").write_text(SLOW_DISK)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "code"))
     return tmp_path / "slow"
 
 
-def ask_to_stop(ranks: Sequence["subprocess.Popen[str]"], slow_disk: Path, fsync_s: float) -> None:
+def request_stop(ranks: Sequence["subprocess.Popen[str]"], slow_disk: Path, fsync_s: float) -> None:
     wait_until(lambda: len(rows()) > 5 or any(rank.poll() is not None for rank in ranks))
     slow_disk.write_text(str(fsync_s))
     for rank in ranks:
@@ -143,9 +187,9 @@ def ask_to_stop(ranks: Sequence["subprocess.Popen[str]"], slow_disk: Path, fsync
 
 
 @pytest.mark.parametrize("command", [TRAIN, FIT], ids=["train", "fit"])
-def test_no_rank_leaves_before_rank_0_has_saved(command: Sequence[str], slow_disk: Path) -> None:
+def test_no_rank_exits_before_rank_0_has_saved(command: Sequence[str], slow_disk: Path) -> None:
     with started([*command, *ENDLESS]) as ranks:
-        ask_to_stop(ranks, slow_disk, fsync_s=0.5)
+        request_stop(ranks, slow_disk, fsync_s=0.5)
         play_batch_system(ranks)
         results = [(rank.communicate(timeout=100), rank.returncode) for rank in ranks]
     codes = [code for _, code in results]
@@ -161,12 +205,61 @@ def test_no_rank_leaves_before_rank_0_has_saved(command: Sequence[str], slow_dis
         assert f"begins at step {last}\n" in Path("run/train.log").read_text()
 
 
-def test_a_rank_does_not_report_a_checkpoint_that_rank_0_was_killed_over(slow_disk: Path) -> None:
+def test_ranks_do_not_report_a_checkpoint_if_rank_0_is_killed_while_saving(slow_disk: Path) -> None:
     with started([*TRAIN, *ENDLESS]) as ranks:
-        ask_to_stop(ranks, slow_disk, fsync_s=1000.0)
+        request_stop(ranks, slow_disk, fsync_s=1000.0)
         wait_until(Path("saving").exists)
         ranks[0].kill()
         output, errors = ranks[1].communicate(timeout=100)
     assert ranks[1].returncode == 1, (output, errors)
     assert "FirstRankFailed: rank 0 was lost, or did not report" in errors.splitlines()[-1]
     assert not newest_first(Path("run/checkpoints"))
+
+
+def test_a_rank_lost_in_an_evaluation_is_named() -> None:
+    with started(["-c", STUCK_IN_EVALUATION]) as ranks:
+        wait_until(lambda: Path("evaluating").exists() or any(rank.poll() is not None for rank in ranks))
+        ranks[1].kill()
+        _, errors = ranks[0].communicate(timeout=100)
+    line = errors.splitlines()[-1]
+    assert ranks[0].returncode == 1 and "MissingRank: evaluation of step 4: network error: " in line, errors
+    assert f"rank 1 does not respond (on {os.uname().nodename})" in line
+
+
+@pytest.mark.parametrize("event", ["a failed rank", "SIGTERM"])
+def test_a_rank_that_waits_for_connections_notices(event: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    joined = {"WORLD_SIZE": "2", "MASTER_ADDR": ADDRESS, "MASTER_PORT": port}
+    with subprocess.Popen(
+        [sys.executable, *TRAIN], env=os.environ | joined | {"RANK": "0"}, stdout=subprocess.PIPE, text=True
+    ) as rank_0:
+        try:
+            for name, value in joined.items():
+                monkeypatch.setenv(name, value)
+            store = RankStore(RankInfo(1, 2))  # rank 1 never connects to rank 0 through Gloo
+            # Gloo has set rank 0's address, and waits for ours.
+            wait_until(lambda: any("cpu" in key for key in store.persistent.list_keys()))
+            if event == "SIGTERM":
+                rank_0.terminate()
+            else:
+                assert store.is_first_to_fail()
+            output, _ = rank_0.communicate(timeout=60)
+        finally:
+            rank_0.kill()
+    last = output.splitlines()[-1]
+    if event == "SIGTERM":
+        assert rank_0.returncode == 143 and "SIGTERM before the ranks were connected" in last
+    else:
+        assert rank_0.returncode == 1 and last.startswith("starting ")  # the failed rank reports
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray")
+def test_the_documented_example_trains_on_actors_of_ray() -> None:
+    found = re.search(r"## Ray\n.*?```python\n(.*?)```", CLUSTERS.read_text(), re.DOTALL)
+    assert found
+    # Without a dashboard and its agents, Ray starts in seconds.
+    code = found[1].replace("ray.init()", "ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)")
+    Path("example.py").write_text(code)
+    done = subprocess.run([sys.executable, "example.py"], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "finished", done.stderr
+    assert json.loads(Path("ray-run/env.json").read_text())["ranks"] == 2

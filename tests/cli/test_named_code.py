@@ -1,4 +1,4 @@
-"""A run's folder and a model's file may come from anybody: they do not decide which Python code is run."""
+"""Run folders and model files are untrusted: Python code that they name is not imported."""
 
 import sys
 from pathlib import Path
@@ -16,7 +16,7 @@ from megabatch.runs.files import CONFIG, WEIGHTS
 from megabatch.runs.model_card import METADATA, ModelCard
 
 FACTORY = "code_of_a_stranger:net"
-# What it does is seen: it leaves a file behind as soon as it is imported.
+# The module writes a file when it is imported.
 CODE = """
 from pathlib import Path
 from torch import nn
@@ -43,7 +43,7 @@ READERS = {
 
 
 @pytest.fixture(autouse=True)
-def run_of_a_stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def untrusted_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     monkeypatch.delitem(sys.modules, FACTORY.partition(":")[0], raising=False)
@@ -59,6 +59,7 @@ def run_of_a_stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         classes=[f"class {number}" for number in range(4)],
         num_channels=3,
         image_size=8,
+        test_image_size=8,
         center_crop=1.0,
         mean=[0.0] * 3,
         deviation=[1.0] * 3,
@@ -70,14 +71,14 @@ def run_of_a_stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("arguments", READERS.values(), ids=READERS)
-def test_code_that_a_run_names_is_not_imported(arguments: list[str]) -> None:
+def test_code_named_by_a_run_is_not_imported(arguments: list[str]) -> None:
     result = CliRunner().invoke(app, arguments)
     assert isinstance(result.exception, UserError) and f"Python code, {FACTORY}," in str(result.exception)
     assert not Path("ran").exists()
 
 
 @pytest.mark.parametrize("arguments", [["train", "--resume", "run"], ["lr-range", f"run/{CONFIG}"]])
-def test_an_optimizer_that_a_run_names_is_not_imported(arguments: list[str]) -> None:
+def test_an_optimizer_named_by_a_run_is_not_imported(arguments: list[str]) -> None:
     settings = ["optim.name=code_of_a_stranger:net", "data.synthetic={train=64,test=10,classes=4,channels=3}"]
     Path(f"run/{CONFIG}").write_text(load_config("smoke", settings).to_toml())
     result = CliRunner().invoke(app, arguments)
@@ -85,7 +86,7 @@ def test_an_optimizer_that_a_run_names_is_not_imported(arguments: list[str]) -> 
     assert not Path("ran").exists()
 
 
-def test_code_that_the_user_names_too_is_run() -> None:
+def test_code_that_the_user_names_as_well_is_imported() -> None:
     result = CliRunner().invoke(app, ["eval", "run", "--model", FACTORY])
     assert result.exit_code == 0, result.output
     assert "on 10 samples" in result.output and Path("ran").exists()
@@ -93,19 +94,19 @@ def test_code_that_the_user_names_too_is_run() -> None:
     assert result.exit_code == 0, result.output
 
 
-def test_naming_other_code_than_the_run_does_is_refused() -> None:
+def test_naming_code_that_differs_from_the_run_is_refused() -> None:
     result = CliRunner().invoke(app, ["eval", "run", "--model", "mine:net"])
     assert isinstance(result.exception, UserError)
     assert not Path("ran").exists()
 
 
-def test_loading_from_python_imports_what_is_named_there_alone() -> None:
+def test_load_imports_only_the_model_that_the_caller_names() -> None:
     with pytest.raises(UserError, match=r"in Python: model='code_of_a_stranger:net'"):
         megabatch.load("run")
     assert not Path("ran").exists()
     assert megabatch.load("run", model=FACTORY).classes == ("class 0", "class 1", "class 2", "class 3")
 
 
-def test_code_that_a_recipe_names_is_the_users_own() -> None:
+def test_code_named_by_a_recipe_is_imported() -> None:
     Path(f"run/{CONFIG}").rename("mine.toml")
     assert CliRunner().invoke(app, ["show", "mine.toml"]).exit_code == 0

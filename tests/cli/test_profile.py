@@ -1,4 +1,4 @@
-"""The profile command as a user meets it."""
+"""The command `megabatch profile`."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ def profile(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=100)
 
 
-def test_a_profile_is_shown_and_written_where_it_says() -> None:
+def test_a_profile_is_printed_and_written_to_the_named_file() -> None:
     result = profile("smoke", "--seconds", "0", "--ranks", "1", "run.threads=1")
     assert result.returncode == 0, result.stderr
     assert "slowest layers" in result.stdout
@@ -37,7 +37,7 @@ def test_a_profile_is_shown_and_written_where_it_says() -> None:
     assert read_profile(Path("profile-smoke.json")).threads == 1
 
 
-def test_the_rank_that_is_timed_has_the_threads_of_one_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_timed_rank_has_as_many_threads_as_a_rank_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[int, int]] = []
     monkeypatch.setattr(
         "megabatch.cli.profile.start_ranks",
@@ -56,11 +56,11 @@ def test_the_rank_that_is_timed_has_the_threads_of_one_of_the_run(monkeypatch: p
         (["smoke", "batch.mikro=4"], r"there is no setting batch.mikro; nearest: batch.micro"),
         (["smoke", "batch.micro=1"], r"batch.micro=1: .*nearest: batch.micro=4"),
         (["smoke", "--json", "nowhere/p.json"], r"the folder .*nowhere does not exist"),
-        (["smoke", "--json", "."], "is a folder; give a file in it"),
-        (["smoke", "--ranks", "0"], "at least one rank"),
-        (["smoke", "data.source=python:0123"], "is of a run from Python"),
+        (["smoke", "--json", "."], "is a folder"),
+        (["smoke", "--ranks", "0"], "at least 1 rank"),
+        (["smoke", "data.source=python:0123"], "was started from Python"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_started(words: list[str], expected: str) -> None:
+def test_invalid_arguments_fail_before_launch(words: list[str], expected: str) -> None:
     with pytest.raises(UserError, match=expected):
         CliRunner().invoke(app, ["profile", *words], catch_exceptions=False)

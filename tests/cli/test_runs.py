@@ -1,4 +1,4 @@
-"""megabatch runs: columns go, letters do not."""
+"""megabatch runs: a narrow terminal drops columns, not characters."""
 
 import os
 import subprocess
@@ -19,8 +19,8 @@ from megabatch.runs.records import EvaluationRecord, StepTimes
 from megabatch.runs.totals import RunTotals
 from tests.support.records import step_record
 
-DAY_S = time.mktime((2025, 11, 17, 12, 0, 0, 0, 0, -1))  # where the tests run
-LONGEST = "alexnet-bn-imagenet-16k"  # of the recipes that come with megabatch
+DAY_S = time.mktime((2025, 11, 17, 12, 0, 0, 0, 0, -1))  # in the local time zone
+LONGEST = "alexnet-bn-imagenet-16k"  # the longest name of a built-in recipe
 
 
 def make_run(folder: Path, recipe: str, batch: int, finished: bool = True) -> None:
@@ -71,7 +71,7 @@ def test_80_columns_show_recipe_batch_accuracy_and_date(monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("inside")
-def test_more_room_shows_more_and_in_the_end_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wider_terminals_show_more_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines_at(90, monkeypatch)[0] == ["run", "status", "recipe", "batch", "top-1", "date"]
     header, first, second = lines_at(200, monkeypatch)
     assert header == list(COLUMNS)
@@ -87,21 +87,21 @@ def test_the_name_of_a_run_is_whole_on_the_narrowest_terminal(monkeypatch: pytes
 
 
 @given(widths=st.lists(st.integers(1, 40), min_size=len(COLUMNS), max_size=len(COLUMNS)), width=st.integers(1, 300))
-def test_columns_are_dropped_in_their_order_and_no_more_than_needed(widths: list[int], width: int) -> None:
+def test_columns_are_dropped_in_order_and_only_as_needed(widths: list[int], width: int) -> None:
     by_name = dict(zip(COLUMNS, widths, strict=True))
-    kept = choose_columns(by_name, width)
-    dropped = [column for column in DROPPED if column not in kept]
-    assert dropped == list(DROPPED[: len(dropped)]) and [c for c in COLUMNS if c in kept] == kept
+    chosen = choose_columns(by_name, width)
+    dropped = [column for column in DROPPED if column not in chosen]
+    assert dropped == list(DROPPED[: len(dropped)]) and [c for c in COLUMNS if c in chosen] == chosen
 
     def needed(columns: list[str]) -> int:
         return sum(by_name[column] for column in columns) + GAP * (len(columns) - 1)
 
-    assert needed(kept) <= width or kept == ["run", "top-1"]
+    assert needed(chosen) <= width or chosen == ["run", "top-1"]
     if dropped:
-        assert needed([*kept, dropped[-1]]) > width
+        assert needed([*chosen, dropped[-1]]) > width
 
 
-def test_a_recipe_that_cannot_be_read_is_a_run_all_the_same(tmp_path: Path) -> None:
+def test_runs_with_unreadable_recipes_are_listed(tmp_path: Path) -> None:
     for name, text in (("a", "no = toml ="), ("b", "name = 3\nbatch = 4\n"), ("c", ""), ("d", "\xff")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.toml").write_bytes(text.encode("latin-1"))

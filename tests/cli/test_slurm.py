@@ -1,4 +1,4 @@
-"""The script of docs/clusters.md, with commands that stand in for Slurm's: srun starts ranks and passes signals on."""
+"""The script of docs/clusters.md with fake Slurm commands. tests/lab/chaos/test_launchers.py has real ones."""
 
 import os
 import re
@@ -16,11 +16,18 @@ SRUN = f"""#!{sys.executable}
 import os, signal, subprocess, sys
 step = dict(SLURM_NTASKS="2", SLURM_STEP_NODELIST="localhost", SLURM_STEP_TASKS_PER_NODE="2", SLURM_NODEID="0")
 ranks = [
-    subprocess.Popen(sys.argv[2:], env=os.environ | step | {{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}})
+    subprocess.Popen(sys.argv[3:], env=os.environ | step | {{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}})
     for rank in range(2)
 ]
 signal.signal(signal.SIGUSR1, lambda number, frame: [rank.send_signal(number) for rank in ranks])
 sys.exit(max(rank.wait() for rank in ranks))
+"""
+# Ends with the exit codes in a file, one per call.
+SRUN_CODES = """#!/bin/sh
+echo "$@" >> srun.log
+code=$(head -n 1 codes)
+sed -i 1d codes
+exit $code
 """
 MEGABATCH = f"""#!/bin/sh
 exec {sys.executable} -m megabatch "$@"
@@ -55,7 +62,7 @@ def documented_script() -> str:
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a job."""
+    """Return the folder of a job, with the fake commands in PATH."""
     (tmp_path / "bin").mkdir()
     scontrol = f'#!/bin/sh\necho "$@" >> {tmp_path}/scontrol.log\n'
     for name, text in {"srun": SRUN, "scontrol": scontrol, "megabatch": MEGABATCH}.items():
@@ -69,7 +76,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_job_that_loses_its_host_saves_and_is_requeued_and_then_resumes(slurm: Path) -> None:
+@pytest.mark.lab  # starts a job three times
+def test_a_preempted_job_saves_is_requeued_and_resumes(slurm: Path) -> None:
     run = slurm / "runs" / str(os.getpid())
     job = subprocess.Popen(["bash", "job.sh"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -87,3 +95,32 @@ def test_a_job_that_loses_its_host_saves_and_is_requeued_and_then_resumes(slurm:
     assert again.returncode == 0, again.stderr
     assert "resumes   after step" in again.stdout and "finished" in again.stdout
     assert (slurm / "scontrol.log").read_text().count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("codes", "restarts", "tries", "is_requeued"),
+    [
+        ([0], "", 1, False),
+        ([137, 1, 0], "", 3, False),  # kill -9 of a rank, then a lost rank
+        ([1, 1, 1, 1, 0], "", 4, False),  # the loop ends
+        ([2, 0], "", 1, False),  # a mistake in the recipe
+        ([138, 0], "", 1, True),
+        ([143, 0], "7", 1, True),
+        ([138, 0], "50", 1, False),  # perhaps the time limit is shorter than the start
+    ],
+)
+def test_the_script_retries_failures_and_requeues_stopped_runs_within_bounds(
+    codes: list[int], restarts: str, tries: int, is_requeued: bool, slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (slurm / "bin/srun").write_text(SRUN_CODES)
+    (slurm / "codes").write_text("".join(f"{code}\n" for code in codes))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+    job = subprocess.run(["bash", "job.sh"], capture_output=True, text=True, timeout=100)
+    assert (job.returncode, job.stderr) == (codes[tries - 1], "")
+    assert len((slurm / "srun.log").read_text().splitlines()) == tries
+    assert (slurm / "scontrol.log").exists() == is_requeued
+
+
+def test_the_script_for_gpus_is_the_one_for_clusters() -> None:
+    scripts = [path.name for path in DOCS.glob("*.md") if "#SBATCH" in path.read_text()]
+    assert scripts == ["clusters.md"]

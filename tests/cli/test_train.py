@@ -1,6 +1,7 @@
-"""The train command as a user meets it: real processes, files, signals."""
+"""The command `megabatch train`: real processes, files and signals."""
 
 import contextlib
+import csv
 import json
 import os
 import platform
@@ -27,6 +28,7 @@ from megabatch.errors import UserError
 from megabatch.inference.evaluate import evaluate_run
 from megabatch.ranks.world import World
 from megabatch.runs.reader import read_mistakes, read_step_trace
+from megabatch.training.checkpoint.resume import decide_start
 from megabatch.training.prepare import ready_to_train
 from megabatch.training.run import train_and_record
 from tests.support.processes import is_alive, wait_until
@@ -50,7 +52,7 @@ def train(*words: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedPr
 
 @contextlib.contextmanager
 def launched(*words: str, launcher: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[str]]:
-    """Killed at the end if it still lives."""
+    """Start a launcher and kill it at the end if it is still alive."""
     command = [sys.executable, *launcher, "-m", "megabatch", "train", *words]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -62,7 +64,7 @@ def launched(*words: str, launcher: tuple[str, ...] = ()) -> Iterator[subprocess
 
 @contextlib.contextmanager
 def started(*words: str, launcher: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[str]]:
-    """A run that has taken a few steps."""
+    """Start a run and wait for its first steps."""
     with launched(*words, "run.dir=run", launcher=launcher) as process:
         wait_until(lambda: process.poll() is not None or len(rows()) >= 3)
         assert process.poll() is None, process.communicate()
@@ -70,7 +72,7 @@ def started(*words: str, launcher: tuple[str, ...] = ()) -> Iterator[subprocess.
 
 
 def rows(folder: str = "run") -> list[dict[str, Any]]:
-    """The whole rows; a run may be writing the next."""
+    """Return the complete rows; the run may be writing the next one."""
     path = Path(folder) / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
@@ -93,7 +95,7 @@ def ranks_of(launcher: int, num_ranks: int = 2) -> list[int]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder of a run on two ranks, and what it has printed."""
+    """Return the folder of a run on two ranks and its output."""
     inside = tmp_path_factory.mktemp("finished")
     words = [*SMALL_RUN, "precision.name=fp32", "train.target_top1=0.5", "--ranks", "2", "--report"]
     command = [sys.executable, "-m", "megabatch", "train", *words]
@@ -102,18 +104,19 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return inside / "runs/fashion-001", result.stdout
 
 
-def test_a_run_leaves_its_rows_its_summary_and_its_recipe(finished: tuple[Path, str]) -> None:
+def test_a_run_writes_rows_summary_and_recipe(finished: tuple[Path, str]) -> None:
     path, stdout = finished
     folder = str(path)
     assert "runs/fashion-001" in stdout and "32 = 4 micro x 4 accumulated x 2 ranks" in stdout
-    assert "200 + 37 images of 12x12x3, 6 classes" in stdout
+    assert "200 + 37 images of 12 pixels, 3 channels, 6 classes (" in stdout
     assert "reference batch 128, learning rate 0.1, " in stdout
-    assert "warning   batch.micro=4 is BatchNorm's span" in stdout
+    assert "warning   batch.micro=4 is the span of BatchNorm" in stdout
     steps = [row for row in rows(folder) if "lr" in row]
     evaluations = [row for row in rows(folder) if "lr" not in row]
     assert [row["step"] for row in steps] == list(range(1, 51))
     fields = {"step", "epoch", "loss", "lr", "loss_scale", "skipped", "images_per_s", "data_wait_s", "comm_wait_s"}
     fields |= {"kind", "data_wait", "skipped_images", "straggler", "straggler_delay_s", "evaluated", "wall_s", "times"}
+    fields |= {"image_size", "noise"}
     assert all(set(row) == fields for row in steps)
     assert steps[-1]["epoch"] == 8.0
     assert [row["step"] for row in evaluations] == [7, 13, 19, 25, 32, 38, 44, 50]
@@ -131,7 +134,7 @@ def test_a_run_leaves_its_rows_its_summary_and_its_recipe(finished: tuple[Path, 
     assert load_config(f"{folder}/config.toml").train.target_top1 == 0.5
 
 
-def test_a_run_leaves_a_step_its_mistakes_and_a_page_that_says_what_limited_it(finished: tuple[Path, str]) -> None:
+def test_a_run_writes_a_traced_step_mistakes_and_a_report(finished: tuple[Path, str]) -> None:
     path, stdout = finished
     assert "report    runs/fashion-001/report.html" in stdout
     assert "of the time" in (path / "report.html").read_text()
@@ -142,20 +145,20 @@ def test_a_run_leaves_a_step_its_mistakes_and_a_page_that_says_what_limited_it(f
     assert abs(sum(sum(row["times"].values()) for row in written) - wall_s) < 0.05 * wall_s
 
 
-def test_a_line_has_the_pace_of_all_steps_since_the_line_before(finished: tuple[Path, str]) -> None:
+def test_a_printed_line_has_the_speed_since_the_previous_line(finished: tuple[Path, str]) -> None:
     steps = {row["step"]: row for row in rows(str(finished[0])) if "lr" in row}
     lines = re.findall(r"step +(\d+) loss .* +([\d,]+)/s .*data (\d+)% comm (\d+)%", finished[1])
     assert lines[-1][0] == "50"
     before = 0
-    for last, *said in lines:
+    for last, *printed in lines:
         since = [steps[step] for step in range(before + 1, int(last) + 1)]
         took_s = sum(32 / row["images_per_s"] for row in since)
         waits = [sum(row[key] for row in since) / took_s for key in ("data_wait_s", "comm_wait_s")]
-        assert said == [f"{32 * len(since) / took_s:,.0f}", *(f"{100 * wait:.0f}" for wait in waits)]
+        assert printed == [f"{32 * len(since) / took_s:,.0f}", *(f"{100 * wait:.0f}" for wait in waits)]
         before = int(last)
 
 
-def test_under_torchrun_it_joins_and_is_the_same_run(finished: tuple[Path, str]) -> None:
+def test_torchrun_gives_the_same_run(finished: tuple[Path, str]) -> None:
     joined = train(*SMALL_RUN, "precision.name=fp32", "run.dir=joined", launcher=TORCHRUN)
     assert joined.returncode == 0, joined.stderr
     assert "2 ranks" in joined.stdout
@@ -163,12 +166,18 @@ def test_under_torchrun_it_joins_and_is_the_same_run(finished: tuple[Path, str])
     assert ours == theirs and len(ours) == 50
 
 
-def test_eval_prints_the_figures_of_the_summary_again(finished: tuple[Path, str]) -> None:
+def test_eval_prints_the_figures_of_the_summary(finished: tuple[Path, str]) -> None:
     folder = finished[0]
     seen = summary(str(folder))
-    again = CliRunner().invoke(app, ["eval", str(folder)])
+    again = CliRunner().invoke(app, ["eval", str(folder), "--confusion", "matrix.csv"])
     expected = f"top-1 {seen['top1']:.4f}, top-5 {seen['top5']:.4f}, loss {seen['test_loss']:.6f} on 37 samples"
     assert expected in again.output
+    measures = {"precision": "precision", "balanced accuracy": "balanced_accuracy", "F1": "f1"}
+    assert ", ".join(f"{name} {seen[key]:.4f}" for name, key in measures.items()) in again.output
+    header, *matrix = csv.reader(Path("matrix.csv").read_text().splitlines())
+    assert header[1:] == [row[0] for row in matrix] and len(matrix) == 6
+    right = sum(int(row[1 + place]) for place, row in enumerate(matrix))
+    assert sum(int(count) for row in matrix for count in row[1:]) == 37 and right == round(37 * seen["top1"])
     assert evaluate_run(folder, None)[0].test_loss == seen["test_loss"]
 
 
@@ -179,12 +188,12 @@ def test_runs_lists_a_run_with_its_figures(finished: tuple[Path, str], monkeypat
     assert expected in [line.split()[:5] for line in listed.splitlines()]
 
 
-def test_eval_of_what_is_not_a_run_is_refused() -> None:
+def test_eval_refuses_a_folder_that_is_not_a_run() -> None:
     missing = CliRunner().invoke(app, ["eval", "nothing"])
     assert isinstance(missing.exception, UserError) and "nothing is not a run's folder" in str(missing.exception)
 
 
-def test_a_users_own_model_and_recipe_in_the_current_folder_are_trained(tmp_path: Path) -> None:
+def test_a_model_and_a_recipe_in_the_current_folder_are_trained(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from torch import nn\n"
         "def net(num_classes, in_channels, image_size):\n"
@@ -208,16 +217,8 @@ def test_ranks_do_not_outlive_a_killed_torchrun() -> None:
         wait_until(lambda: not any(is_alive(rank) for rank in ranks), at_most_s=10)
 
 
-def test_a_stop_signal_to_one_rank_stops_all() -> None:
-    with started(*LONG_RUN, "--ranks", "2") as launcher:
-        os.kill(ranks_of(launcher.pid)[1], signal.SIGTERM)
-        output, errors = launcher.communicate(timeout=60)
-    assert (launcher.returncode, errors) == (143, "")
-    assert "stopped" in output and summary()["status"] == "stopped"
-
-
-def test_what_ranks_find_wrong_is_shown_once_on_one_line() -> None:
-    """By all of them, in the last thing that is tried before anything is written."""
+def test_an_error_on_all_ranks_is_printed_once_on_one_line() -> None:
+    """All ranks fail in the last check before a file is written."""
     words = ["model.name=small_resnet", "data.image_size=8", "batch.micro=1", "model.options={}", "--ranks", "2"]
     result = train(*SMALL_RUN, *words)
     assert result.returncode == 2
@@ -229,16 +230,16 @@ def refusal(world: World, *overrides: str) -> str:
     config = small_run(*overrides)
     training = ready_to_train(config, load_data_set(config.data), world)
     with pytest.raises(UserError) as refused:
-        train_and_record(config, "never", training)
+        train_and_record(config, decide_start(config, "never", world), training)
     return str(refused.value)
 
 
-def test_what_rank_0_alone_finds_wrong_is_every_ranks_mistake(ranks: RankPool) -> None:
-    said = ranks.run(refusal, "run.dir=/proc/nothing", num_ranks=2)
-    assert said[0].startswith("run.dir='/proc/nothing' cannot be used") and said[0] == said[1]
+def test_a_user_error_on_rank_0_is_raised_on_every_rank(ranks: RankPool) -> None:
+    messages = ranks.run(refusal, "run.dir=/proc/nothing", num_ranks=2)
+    assert messages[0].startswith("run.dir='/proc/nothing' cannot be used") and messages[0] == messages[1]
 
 
-UNWELL = """
+FAILING = """
 import os
 from torch import nn
 
@@ -250,7 +251,7 @@ class Net(nn.Sequential):
     def forward(self, x):
         self.calls += 1
         if os.environ["RANK"] == "1" and self.calls > 20:
-            raise KeyError("unwell")
+            raise KeyError("failing")
         return super().forward(x)
 """
 
@@ -259,18 +260,18 @@ class Net(nn.Sequential):
 def test_an_unexpected_error_is_shown_once_with_its_rank_and_traceback(
     launcher: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "unwell.py").write_text(UNWELL)
+    (tmp_path / "failing.py").write_text(FAILING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    words = ["model.name=unwell:Net", "model.options={}", "--ranks", "2"]
+    words = ["model.name=failing:Net", "model.options={}", "--ranks", "2"]
     result = train(*SMALL_RUN, *words, launcher=launcher)
     assert result.returncode == 1
     log = "runs/fashion-001/train.log"
-    where = f"rank 1 on {platform.node()}" if launcher else "rank 1"
-    said = [line for line in result.stderr.splitlines() if line.startswith("megabatch:")]  # torchrun has its own say
-    assert said == [f"megabatch: {where}: KeyError: 'unwell' (traceback in {log})"]
+    rank = f"rank 1 on {platform.node()}" if launcher else "rank 1"
+    printed = [line for line in result.stderr.splitlines() if line.startswith("megabatch:")]  # torchrun prints too
+    assert printed == [f"megabatch: {rank}: KeyError: 'failing' (traceback in {log})"]
     assert bool(launcher) or len(result.stderr.splitlines()) == 1
     assert Path(log).read_text().count("Traceback (most recent call last)") == 1
-    assert 'raise KeyError("unwell")' in Path(log).read_text()
+    assert 'raise KeyError("failing")' in Path(log).read_text()
     assert summary("runs/fashion-001")["status"] == "failed"
 
 
@@ -294,7 +295,7 @@ class Net(nn.Sequential):
 """
 
 
-def test_a_rank_that_spins_is_named_with_what_it_does_and_the_run_restarts(
+def test_a_spinning_rank_is_reported_with_its_activity_and_the_run_restarts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "stuck.py").write_text(STUCK)
@@ -310,15 +311,15 @@ def test_a_rank_that_spins_is_named_with_what_it_does_and_the_run_restarts(
     assert summary()["status"] == "finished" and summary()["resumed_from_step"] is not None
 
 
-def test_a_mistake_is_shown_once_under_torchrun_too() -> None:
+def test_a_user_error_is_printed_once_under_torchrun() -> None:
     result = train(*SMALL_RUN, "optim.learning_rat=1", launcher=TORCHRUN)
-    assert result.returncode == 1  # torchrun's own
-    said = [line for line in result.stderr.splitlines() if line.startswith("megabatch:")]
-    assert len(said) == 1 and "optim.learning_rat" in said[0]
+    assert result.returncode == 1  # the exit code of torchrun
+    printed = [line for line in result.stderr.splitlines() if line.startswith("megabatch:")]
+    assert len(printed) == 1 and "optim.learning_rat" in printed[0]
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_on_one_line_and_is_not_mended_by_restarts() -> None:
-    # Weights grow by up to a billion times a step, and leave fp64 after about 30.
+def test_a_non_finite_loss_ends_the_run_with_one_line_and_no_restarts() -> None:
+    # Weights grow by a factor of up to 1e9 per step and overflow fp64 after about 30 steps.
     words = ["optim.learning_rate=1e6", "optim.weight_decay=1000", "schedule.warmup_epochs=0"]
     words += ["checkpoint.every_steps=1", "run.dir=run", "model.options={}"]
     result = train(*SMALL_RUN, *words, "--ranks", "2", "--max-restarts", "1", "--report")
@@ -327,65 +328,53 @@ def test_a_loss_that_is_not_finite_ends_the_run_on_one_line_and_is_not_mended_by
     assert "This run diverged." in Path("run/report.html").read_text()
     assert re.search(r"the loss is (nan|inf) at step \d+: microbatch 0,", result.stderr)
     log = Path("run/train.log").read_text()
-    assert log.count("begins at step") == 1  # the restarted ranks have not tried again
+    assert log.count("begins at step") == 1  # there was no restart
     assert summary()["status"] == "diverged"
-    state = load_file("run/checkpoints/last/state.safetensors")  # of a step before
+    state = load_file("run/checkpoints/last/state.safetensors")  # from an earlier step
     assert all(tensor.isfinite().all() for tensor in state.values())
-
-
-def test_runs_that_start_at_the_same_moment_take_folders_of_their_own() -> None:
-    command = [sys.executable, "-m", "megabatch", "train", *SMALL_RUN, "train.epochs=2"]
-    only_rank = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    runs = [
-        subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=only_rank | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-        )
-        for port in (free_port(), free_port())
-    ]
-    outputs = [run.communicate(timeout=100) for run in runs]
-    assert [run.returncode for run in runs] == [0, 0], outputs
-    assert sorted(path.name for path in Path("runs").glob("f*")) == ["fashion-001", "fashion-002"]
 
 
 def train_whole(world: World, folder: str, *overrides: str) -> None:
     config = small_run(*overrides, f"run.dir={folder}")
-    train_and_record(config, "never", ready_to_train(config, load_data_set(config.data), world))
+    train_and_record(
+        config, decide_start(config, "never", world), ready_to_train(config, load_data_set(config.data), world)
+    )
 
 
-def require_the_run_that_was_never_stopped() -> None:
+def check_same_as_undisturbed_run() -> None:
     assert summary("whole")["resumed_from_step"] is None
     for name in ("model.safetensors", "checkpoints/last/state.safetensors"):
         assert (Path("run") / name).read_bytes() == (Path("whole") / name).read_bytes()
-    for ours, theirs in zip(rows(), rows("whole"), strict=True):  # no row is missing, none is there twice
+    for ours, theirs in zip(rows(), rows("whole"), strict=True):  # no row is missing or repeated
         same = ("step", "epoch", "loss", "lr", "top1", "test_loss")
         assert [ours.get(key) for key in same] == [theirs.get(key) for key in same]
 
 
-# On one rank, two and three: test_checkpoint, without the launcher.
-def test_a_run_whose_ranks_are_killed_ends_to_the_bit_as_one_never_stopped(ranks: RankPool, tmp_path: Path) -> None:
-    """Twice: one, whereupon all are restarted, and resume what they began, also if that was a new run; then the one
-    that writes, as a killed launcher or host would end it too."""
+# test_checkpoint covers one, two and three ranks without the launcher.
+@pytest.mark.lab  # starts a run four times
+def test_a_run_with_killed_ranks_is_bitwise_identical_to_an_undisturbed_one(ranks: RankPool, tmp_path: Path) -> None:
+    """Kill a rank twice.
+
+    First rank 1: all ranks restart and resume, also in a new run.  Then rank 0, which writes: this ends the run, as a
+    killed launcher or host would.
+    """
     settings = ["batch.global=24", "precision.name=fp32", "train.epochs=18"]
     ranks.run(train_whole, str(tmp_path / "whole"), *settings, num_ranks=2)
     short = [*SMALL_RUN, *settings, "checkpoint.every_steps=7", "--ranks", "2"]
     with started(*short, "--max-restarts", "1", "--resume", "never") as launcher:
         wait_until(lambda: Path("run/checkpoints/last").exists())
         os.kill(ranks_of(launcher.pid)[1], signal.SIGKILL)
-        wait_until(lambda: launcher.poll() is not None or len(begun_at()) == 2)
-        first_resumed = begun_at()[1]
+        wait_until(lambda: launcher.poll() is not None or len(start_steps()) == 2)
+        first_resumed = start_steps()[1]
         assert "failed after step" in log()
         wait_until(lambda: launcher.poll() is not None or newest_checkpoint() > first_resumed)
         processes = ranks_of(launcher.pid)
-        os.kill(processes[0], signal.SIGKILL)  # which is named, and ends the run
+        os.kill(processes[0], signal.SIGKILL)  # it is named, and the run ends
         _, errors = launcher.communicate(timeout=90)
     assert launcher.returncode == 1
     assert errors.splitlines()[-1].startswith("megabatch: rank 0: ") and "SIGKILL" in errors.splitlines()[-1]
     assert not any(is_alive(process) for process in processes)
-    half_written = Path("run/checkpoints/writing-step-00000007")  # as a kill amid a checkpoint leaves it
+    half_written = Path("run/checkpoints/writing-step-00000007")  # as after a kill during a checkpoint
     half_written.mkdir(parents=True, exist_ok=True)
     (half_written / "state.safetensors").write_bytes(b"half")
     again = train(*short, "run.dir=run")
@@ -395,7 +384,7 @@ def test_a_run_whose_ranks_are_killed_ends_to_the_bit_as_one_never_stopped(ranks
     assert resumed[0] > 0 and resumed[1] > resumed[0]
     assert all(step % 7 == 0 or step in evaluated_steps() for step in resumed)
     assert steps_in() == list(range(1, 151))
-    require_the_run_that_was_never_stopped()
+    check_same_as_undisturbed_run()
 
 
 def log() -> str:
@@ -406,8 +395,8 @@ def newest_checkpoint() -> int:
     return max((int(path.name[-8:]) for path in Path("run/checkpoints").glob("step-*")), default=0)
 
 
-def begun_at() -> list[int]:
-    """The steps at which the run was begun and resumed."""
+def start_steps() -> list[int]:
+    """Return the steps at which the run started and resumed."""
     return [int(step) for step in re.findall(r"begins at step (\d+)", log())]
 
 
@@ -415,7 +404,7 @@ def evaluated_steps() -> list[int]:
     return [row["step"] for row in rows() if "top1" in row]
 
 
-def test_a_stopped_run_goes_on_with_the_command_that_it_prints_or_the_same_until_it_is_finished() -> None:
+def test_a_stopped_run_resumes_with_the_printed_or_the_same_command() -> None:
     folder, words = "runs/fashion-001", [*SMALL_RUN, "train.epochs=16", "--ranks", "2"]
     with launched(*words) as launcher:
         wait_until(lambda: len(rows(folder)) >= 3)
@@ -423,7 +412,7 @@ def test_a_stopped_run_goes_on_with_the_command_that_it_prints_or_the_same_until
         launcher.send_signal(signal.SIGINT)
         output, errors = launcher.communicate(timeout=60)
     assert (launcher.returncode, errors) == (130, "")
-    stopped_at = require_stopped(folder, output)
+    stopped_at = check_stopped(folder, output)
     assert not any(is_alive(rank) for rank in ranks)
     assert f"megabatch train --resume {folder} --ranks 2" in output
     with launched("--resume", folder, "--ranks", "1") as launcher:
@@ -431,7 +420,7 @@ def test_a_stopped_run_goes_on_with_the_command_that_it_prints_or_the_same_until
         launcher.send_signal(signal.SIGTERM)
         output, errors = launcher.communicate(timeout=60)
     assert (launcher.returncode, errors) == (143, "")
-    assert require_stopped(folder, output) > stopped_at and summary(folder)["resumed_from_step"] == stopped_at
+    assert check_stopped(folder, output) > stopped_at and summary(folder)["resumed_from_step"] == stopped_at
     assert train(*words).returncode == 0
     assert summary(folder)["status"] == "finished" and steps_in(folder) == list(range(1, 101))
     refused = CliRunner().invoke(app, ["train", *words, f"run.dir={folder}"])
@@ -440,8 +429,8 @@ def test_a_stopped_run_goes_on_with_the_command_that_it_prints_or_the_same_until
     assert [path.name for path in Path("runs").glob("f*")] == ["fashion-001"]
 
 
-def require_stopped(folder: str, output: str) -> int:
-    """All ranks have ended after the same step, which is returned, and have left it in a checkpoint."""
+def check_stopped(folder: str, output: str) -> int:
+    """Check that all ranks stopped after the same step and saved it; return the step."""
     taken = steps_in(folder)
     assert "stopped" in output and taken == list(range(1, len(taken) + 1))
     assert summary(folder)["status"] == "stopped" and summary(folder)["steps"] == taken[-1]
@@ -449,11 +438,11 @@ def require_stopped(folder: str, output: str) -> int:
     return taken[-1]
 
 
-def test_a_stop_that_cannot_write_its_checkpoint_says_so() -> None:
+def test_a_stop_reports_that_its_checkpoint_cannot_be_written() -> None:
     with started(*LONG_RUN, "checkpoint.every_steps=1000000", "--ranks", "2") as launcher:
         Path("run/checkpoints").mkdir(exist_ok=True)
         shutil.rmtree("run/checkpoints")
-        Path("run/checkpoints").write_text("in the way, as a full disk would be")
+        Path("run/checkpoints").write_text("a file instead of the folder, so that writing fails")
         launcher.send_signal(signal.SIGINT)
         _, errors = launcher.communicate(timeout=60)
     assert launcher.returncode == 2
@@ -465,17 +454,17 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
     with started(*LONG_RUN, "--ranks", "2") as launcher:
         ranks = ranks_of(launcher.pid)
         for rank in ranks:
-            os.kill(rank, signal.SIGSTOP)  # so that the first one cannot be obeyed
+            os.kill(rank, signal.SIGSTOP)  # so that it cannot handle the first one
         launcher.send_signal(signal.SIGINT)
         assert launcher.stdout is not None
-        assert any("stopping" in line for line in launcher.stdout)  # waits for it
+        assert any("stopping" in line for line in launcher.stdout)  # blocks until it is printed
         launcher.send_signal(signal.SIGINT)
         launcher.wait(timeout=10)
         wait_until(lambda: not any(is_alive(rank) for rank in ranks), at_most_s=10)
     assert launcher.returncode == 130
 
 
-def test_under_mpiexec_it_joins() -> None:
+def test_ranks_of_mpiexec_join_the_run() -> None:
     mpiexec = str(Path(sys.executable).parent / "mpiexec")
     command = [mpiexec, "-n", "2", sys.executable, "-m", "megabatch", "train", "smoke", "run.dir=run"]
     environment = os.environ | {"MASTER_PORT": str(free_port())}
@@ -487,7 +476,7 @@ def test_under_mpiexec_it_joins() -> None:
 
 @contextlib.contextmanager
 def two_nodes(*words: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """Two agents, as docs/clusters.md starts them, on one machine."""
+    """Start two torchrun agents on one machine, as docs/clusters.md does on two."""
     rendezvous = ["--rdzv-backend=static", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=3"]
     commands = [[*agent, *rendezvous, f"--node-rank={i}", "-m", "megabatch", "train", *words] for i in range(2)]
@@ -500,8 +489,8 @@ def two_nodes(*words: str) -> Iterator[list[subprocess.Popen[str]]]:
             node.communicate()
 
 
-def test_two_nodes_are_one_run_and_meet_again_after_a_rank_was_killed() -> None:
-    """Over sockets the other node notices late; each agent restarts its own ranks, in its own time."""
+def test_two_nodes_train_one_run_and_rejoin_after_a_killed_rank() -> None:
+    """The other node learns of the failure late, and each agent restarts its ranks separately."""
     words = [*SMALL_RUN, "train.epochs=16", "comm.algorithm=flat", "checkpoint.every_steps=5", "run.dir=run"]
     with two_nodes(*words) as nodes:
         wait_until(lambda: newest_checkpoint() >= 5)
@@ -509,7 +498,7 @@ def test_two_nodes_are_one_run_and_meet_again_after_a_rank_was_killed() -> None:
         os.kill(killed, signal.SIGKILL)
         outputs = [node.communicate(timeout=100) for node in nodes]
         assert [node.returncode for node in nodes] == [0, 0], outputs
-    assert sum("finished" in output for output, _ in outputs) == 1  # only rank 0 speaks
+    assert sum("finished" in output for output, _ in outputs) == 1  # only rank 0 prints
     assert summary()["status"] == "finished" and summary()["resumed_from_step"] >= 5
     assert steps_in() == list(range(1, 101))
 

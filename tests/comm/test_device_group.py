@@ -1,4 +1,4 @@
-"""What an all-reduce of 16 bits asks of an accelerator, whatever the number of ranks."""
+"""The operations that a 16-bit all-reduce runs on an accelerator do not depend on the number of ranks."""
 
 from collections import Counter
 from datetime import timedelta
@@ -26,7 +26,7 @@ class Launches(TorchDispatchMode):
 
 
 class Mirror:
-    """As if all members held what this one holds; it runs nothing by itself."""
+    """A process group whose members all have the tensor of this one."""
 
     def __init__(self, store: Any, index: int, size: int, timeout: timedelta) -> None:
         self.calls: Counter[str] = Counter()
@@ -39,7 +39,7 @@ class Mirror:
     def wait(self) -> None: ...
 
     def alltoall_base(self, out: torch.Tensor, flat: torch.Tensor, received: list[int], sent: list[int]) -> "Mirror":
-        assert received == sent == [] and len(flat) == len(out)  # equal slices: no list of members is made
+        assert received == sent == [] and len(flat) == len(out)  # equal slices need no list of sizes
         out.view(self.size, -1)[:] = flat.view(self.size, -1)[self.index]
         return self.called("alltoall")
 
@@ -62,16 +62,16 @@ def group_of(num_members: int, index: int = 0) -> DeviceGroup:
     [
         ("all_reduce", "bf16"),
         ("reduce_scatter", "bf16"),
-        ("reduce_scatter", "fp32"),
+        ("reduce_scatter", "same"),
         ("all_gather", "bf16"),
-        ("all_gather", "fp32"),
+        ("all_gather", "same"),
     ],
 )
 def test_operations_do_not_grow_with_the_number_of_members(operation: str, dtype: str) -> None:
     counted = []
     for num_members in (3, 64, 4096):
         group, flat = group_of(num_members), torch.ones(10_007)
-        getattr(group, operation)(flat, dtype)  # the first time, room is made
+        getattr(group, operation)(flat, dtype)  # the first call allocates the buffers
         group.group.calls.clear()
         with Launches() as launches:
             getattr(group, operation)(flat, dtype)
@@ -81,7 +81,7 @@ def test_operations_do_not_grow_with_the_number_of_members(operation: str, dtype
 
 
 @pytest.mark.parametrize("num_elements", [1, 5, 160, 1000])
-def test_the_own_slice_is_the_sum_and_padding_reaches_nobody(num_elements: int) -> None:
+def test_reduce_scatter_sums_the_own_slice_without_padding(num_elements: int) -> None:
     for index in range(3):
         group, flat = group_of(3, index), torch.arange(float(num_elements))
         views = group.buffers.slices(num_elements, torch.bfloat16)
@@ -92,21 +92,21 @@ def test_the_own_slice_is_the_sum_and_padding_reaches_nobody(num_elements: int) 
         assert torch.equal(flat, expected)
 
 
-def test_tensors_of_one_dtype_share_the_room_of_the_largest() -> None:
+def test_tensors_of_one_dtype_share_the_largest_buffer() -> None:
     group = group_of(4)
     for num_elements in (100, 5000, 300, 5000, 100):
         group.all_reduce(torch.ones(num_elements), "bf16")
-    rooms = group.buffers.rooms
-    assert {purpose for purpose, _ in rooms} == {"padded", "own", "arrived", "total"} and len(rooms) == 4
-    assert len(rooms["padded", torch.bfloat16]) < 5000 + 4 * BLOCK
+    storage = group.buffers.storage
+    assert {purpose for purpose, _ in storage} == {"padded", "own", "received", "total"} and len(storage) == 4
+    assert len(storage["padded", torch.bfloat16]) < 5000 + 4 * BLOCK
     group.free_buffers()
-    assert not group.buffers.rooms and not group.buffers.known_slices
+    assert not group.buffers.storage and not group.buffers.known_slices
 
 
 @pytest.mark.parametrize("num_rows", range(2, 17))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_one_reduction_adds_rows_in_ascending_order(num_rows: int, dtype: torch.dtype) -> None:
-    """On the CPU, for whole blocks: so the rehearsed CUDA has the bits of the CPU's own loop."""
+    """This holds on the CPU for whole blocks, so the rehearsal of CUDA is bitwise identical to the loop of the CPU."""
     for num_blocks in (1, 3, 64, 4097):
         generator = torch.Generator().manual_seed(num_blocks)
         rows = torch.randn(num_rows, num_blocks * BLOCK, generator=generator).to(dtype)
@@ -116,6 +116,6 @@ def test_one_reduction_adds_rows_in_ascending_order(num_rows: int, dtype: torch.
         assert torch.equal(torch.sum(rows, dim=0, dtype=torch.float32), total)
 
 
-def test_the_backend_waits_longer_than_our_own_watchdog() -> None:
+def test_timeout_of_the_backend_exceeds_that_of_the_watchdog() -> None:
     group = group_of(2)
     assert group.group.timeout.total_seconds() == backend_timeout_s(600.0) > 600.0

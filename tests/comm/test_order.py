@@ -7,8 +7,8 @@ from megabatch.comm.order import DEPTH, NodeOrder
 
 
 @given(lasts=st.lists(st.booleans(), max_size=30))
-def test_the_next_ones_go_ahead_and_the_last_of_a_step_leaves_none(lasts: list[bool]) -> None:
-    """Against the loop of a thread that takes them one by one."""
+def test_later_parts_go_ahead_and_the_last_of_a_step_completes_all(lasts: list[bool]) -> None:
+    """Compare with the loop of a thread that takes the parts one by one."""
     order: NodeOrder[int] = NodeOrder()
     in_flight: deque[int] = deque()
     for number, is_last in enumerate(lasts):

@@ -7,7 +7,7 @@ import torch
 from megabatch.comm.cpu.barrier import Header
 from megabatch.comm.work import RankPhases, Work
 from megabatch.planning.plan import Plan
-from megabatch.telemetry.timeline import KEPT_STEPS, LANES, NETWORK, TRAINING, Timeline
+from megabatch.telemetry.timeline import ALL_STEPS, KEPT_STEPS, LANES, NETWORK, TRAINING, Timeline
 
 
 def rows_of(timeline: Timeline, path: Path) -> list[dict[str, Any]]:
@@ -17,10 +17,10 @@ def rows_of(timeline: Timeline, path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def test_the_newest_steps_are_kept_however_long_the_run(tmp_path: Path) -> None:
-    timeline = Timeline(rank=3)
+def test_only_the_newest_steps_are_kept(tmp_path: Path) -> None:
+    timeline = Timeline(3, ALL_STEPS)
     timeline.restart(origin_s=0.0, first_step=8)
-    plan, tensor = Plan("flat/fp32", ()), torch.zeros(1)
+    plan, tensor = Plan("flat", ()), torch.zeros(1)
     work = Work(0, tensor, 0, 1, Header(), plan, RankPhases([], [], [], False), None, True, None)
     for step in range(8, 8 + 10 * KEPT_STEPS):
         timeline.begin_step(step)
@@ -32,8 +32,8 @@ def test_the_newest_steps_are_kept_however_long_the_run(tmp_path: Path) -> None:
     assert [row["args"]["name"] for row in rows if row["name"] == "thread_name"] == list(LANES)
 
 
-def test_a_lane_does_one_thing_at_a_time_and_a_wait_ends_where_the_phase_begins(tmp_path: Path) -> None:
-    timeline = Timeline(rank=0)
+def test_spans_of_a_lane_do_not_overlap_and_a_wait_ends_when_its_phase_begins(tmp_path: Path) -> None:
+    timeline = Timeline(0, ALL_STEPS)
     timeline.enter(TRAINING, "forward")
     timeline.enter(NETWORK, "bucket 1: all_reduce between nodes", bytes=8)
     timeline.enter(TRAINING, "backward")
@@ -45,7 +45,7 @@ def test_a_lane_does_one_thing_at_a_time_and_a_wait_ends_where_the_phase_begins(
         "forward",
         "bucket 1: waits for other ranks",
         "bucket 1: all_reduce between nodes",
-        "backward",  # still under way
+        "backward",  # has not ended
     ]
     assert abs(forward["ts"] + forward["dur"] - backward["ts"]) < 0.01 and backward["dur"] > 0
     assert abs(wait["ts"] + wait["dur"] - phase["ts"]) < 0.01

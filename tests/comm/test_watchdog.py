@@ -1,22 +1,32 @@
 import threading
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
+from megabatch.comm.api import distribute
 from megabatch.comm.cpu.barrier import MissingRank
 from megabatch.comm.faults import failure, watchdog
 from megabatch.comm.faults.failure import FailureReport, Stuck
 from megabatch.comm.faults.progress import BackwardProgress
 from megabatch.comm.faults.watchdog import Watchdog
 from megabatch.comm.layouts import BucketLayouts
-from megabatch.telemetry.activity import START_UP_TIMEOUT_S, Activity, LastWords
+from megabatch.comm.settings import CommSettings
+from megabatch.ranks import world as world_module
+from megabatch.ranks.backends import BACKENDS
+from megabatch.ranks.discover import RankInfo
+from megabatch.ranks.failures import PeerFailed
+from megabatch.ranks.store import RankStore
+from megabatch.ranks.world import World, connect, disconnect, leaving_with_others
+from megabatch.telemetry.activity import START_UP_TIMEOUT_S, Activity, ExitReporter
 
 
 class Groups:
-    """As a failure sees them."""
+    """The part of `comm.groups.Groups` that a failure report uses."""
 
     def __init__(self) -> None:
         self.device, self.names, self.rank, self.has_aborted = "cpu", (4, 5), 0, False
@@ -28,23 +38,28 @@ class Groups:
         return []
 
 
-class Heard(LastWords):
+class Recorder(ExitReporter):
     def __init__(self) -> None:
         super().__init__()
-        self.logged, self.spoken = list[str](), threading.Event()
+        self.logged, self.ended = list[str](), threading.Event()
+        self.announced: BaseException | None = None
+
+    def announce(self, error: BaseException) -> None:
+        assert not self.logged  # nothing comes before the report
+        self.announced = error
 
     def log(self, text: str) -> None:
         self.logged.append(text)
 
-    def end(self, error: BaseException) -> None:
+    def end_process(self, error: BaseException) -> None:
         self.error = error
-        self.spoken.set()
+        self.ended.set()
 
 
-def watch(activity: Activity, store: Any, words: LastWords) -> tuple[FailureReport, Groups]:
+def watch(activity: Activity, store: Any, reporter: ExitReporter) -> tuple[FailureReport, Groups]:
     layouts, groups = BucketLayouts(nn.Linear(2, 2)), Groups()
     groups.device = type("Device", (), {"type": "cpu"})()
-    found = Watchdog(store, 0, (4, 5), activity, BackwardProgress(layouts), words)
+    found = Watchdog(store, 0, (4, 5), activity, BackwardProgress(layouts), reporter)
     return FailureReport(groups, layouts, found), groups  # type: ignore[arg-type]
 
 
@@ -57,39 +72,39 @@ def activity(monkeypatch: pytest.MonkeyPatch) -> Activity:
     return activity
 
 
-def test_a_rank_that_is_stuck_is_interrupted_with_what_it_was_doing(activity: Activity) -> None:
-    words, store = Heard(), dist.HashStore()  # type: ignore[attr-defined]
+def test_stuck_rank_is_interrupted_and_reports_its_activity(activity: Activity) -> None:
+    reporter, store = Recorder(), dist.HashStore()  # type: ignore[attr-defined]
     with activity.interruptible():
-        report, groups = watch(activity, store, words)
+        report, groups = watch(activity, store, reporter)
         activity.begin("data")
-        time.sleep(0.5)  # in start-up that is no time
+        time.sleep(0.5)  # shorter than the timeout of start-up
         activity.begin_steps()
         activity.begin("data")
         with pytest.raises(
-            Stuck, match=r"is in data of step 12 on .* since \d\d:\d\d:\d\d \(.*test_watchdog.py:\d+ test_a_rank"
+            Stuck, match=r"is in data of step 12 on .* since \d\d:\d\d:\d\d \(.*test_watchdog.py:\d+ test_stuck_rank"
         ):
             threading.Event().wait(30)
         report.has_left.set()
-    assert groups.has_aborted and not words.spoken.is_set()
-    assert "threading.Event().wait(30)" in words.logged[0]
+    assert groups.has_aborted and not reporter.ended.is_set() and isinstance(reporter.announced, Stuck)
+    assert "threading.Event().wait(30)" in reporter.logged[0]
     assert "has aborted: is in data of step 12" in store.get("message/1").decode()
 
 
-def test_one_that_waits_names_those_that_do_not_come(activity: Activity) -> None:
-    """Nothing interrupts it, as nothing would in Gloo: so the watchdog speaks, and ends the process."""
-    words, store = Heard(), dist.HashStore()  # type: ignore[attr-defined]
+def test_waiting_rank_names_the_missing_ranks(activity: Activity) -> None:
+    """A call in Gloo cannot be interrupted, so the watchdog reports the error and ends the process."""
+    reporter, store = Recorder(), dist.HashStore()  # type: ignore[attr-defined]
     activity.thread = 0
     activity.begin("evaluation", waits=True)
     activity.begin_steps()
-    watch(activity, store, words)
-    assert words.spoken.wait(30)
-    assert isinstance(words.error, MissingRank)
-    assert str(words.error).startswith(
-        "other ranks did not come within 0.3 s to evaluation of step 12; rank 5 says nothing"
+    watch(activity, store, reporter)
+    assert reporter.ended.wait(30)
+    assert isinstance(reporter.error, MissingRank)
+    assert str(reporter.error).startswith(
+        "other ranks did not arrive within 0.3 s at evaluation of step 12; rank 5 does not respond"
     )
 
 
-def test_patience_follows_what_a_step_takes_and_starting_up_may_take_longer() -> None:
+def test_timeout_follows_the_longest_activity_and_is_longer_at_start_up() -> None:
     activity = Activity(timeout_s=0.01)
     assert activity.patience_s == START_UP_TIMEOUT_S and not activity.steps_run
     activity.begin_steps()
@@ -101,3 +116,61 @@ def test_patience_follows_what_a_step_takes_and_starting_up_may_take_longer() ->
     activity.end_steps()
     assert activity.patience_s == START_UP_TIMEOUT_S
     assert Activity(7.0, is_followed=False).patience_s == 7.0
+
+
+def test_a_generator_that_is_closed_early_is_not_a_failure() -> None:
+    """The benches and the self-test stop after some steps; nothing of a healthy run is aborted."""
+    reported = list[str]()
+
+    def steps(world: World) -> Iterator[None]:
+        with distribute(nn.Linear(2, 2), world, CommSettings())[1] as gradients:
+            gradients.failure.watchdog.report_final = reported.append  # type: ignore[method-assign]
+            yield
+
+    with connect(RankInfo(0, 1, 0, 1), "cpu") as world:
+        running = steps(world)
+        next(running)
+        running.close()
+    assert not reported
+
+
+def cuda_world(monkeypatch: pytest.MonkeyPatch, abort: Callable[[], None]) -> tuple[World, Recorder]:
+    """A rank on an accelerator with a short patience.  It uses no device."""
+    monkeypatch.setattr(world_module, "abort_process_groups", abort)
+    monkeypatch.setattr(world_module, "GRACE_S", 0.05)
+    monkeypatch.setattr(world_module, "LEFT_WITHIN_S", 0.2)
+    monkeypatch.setattr(world_module, "POLL_S", 0.02)
+    reporter = Recorder()
+    world = World(0, 2, torch.device("cuda", 0), BACKENDS["cuda"], exit_reporter=reporter)
+    world.owns_process_group = True
+    return world, reporter
+
+
+def test_process_ends_although_abort_never_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, reporter = cuda_world(monkeypatch, lambda: threading.Event().wait() and None)
+    left = list[BaseException]()
+    world.leaving.append(left.append)
+    with pytest.raises(ValueError), world.announcing():
+        raise ValueError("out of memory")
+    assert isinstance(reporter.announced, ValueError) and left == [reporter.announced]
+    assert reporter.ended.wait(30) and reporter.error is reporter.announced
+
+
+def test_error_reaches_the_script_if_abort_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, reporter = cuda_world(monkeypatch, lambda: None)
+    with pytest.raises(ValueError), world.announcing():
+        raise ValueError("out of memory")
+    disconnect(world)
+    assert not reporter.ended.wait(0.5)
+
+
+def test_rank_that_waits_leaves_when_another_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, reporter = cuda_world(monkeypatch, lambda: None)
+    shared = dist.HashStore()  # type: ignore[attr-defined]
+    own, other = (RankStore(RankInfo(rank, 2, rank, 2), shared) for rank in range(2))
+    with world.activity.interruptible(), leaving_with_others(world, own):
+        other.register(ValueError("out of memory"))
+        with pytest.raises(PeerFailed, match="another rank failed"):
+            threading.Event().wait(30)
+        world.has_left.set()
+    assert not reporter.ended.is_set()

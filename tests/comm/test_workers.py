@@ -1,4 +1,4 @@
-"""The prediction of planning.pipeline against the loops of the two workers, with clocks that are made up."""
+"""The prediction of planning.pipeline against the loops of the two workers, with simulated clocks."""
 
 import queue
 import threading
@@ -14,20 +14,20 @@ from megabatch.comm import order
 from megabatch.comm.cpu.workers import NetworkWorker, NodeWorker
 from megabatch.comm.work import RankPhases, Work
 from megabatch.planning.pipeline import Costs, Passage, pass_through
-from megabatch.telemetry.timeline import NoTimeline
+from megabatch.telemetry.timeline import Timeline
 from tests.support.pipelines import buckets
 
 PLAIN_QUEUE = queue.SimpleQueue
 
 
 class Clocks(threading.local):
-    """Every thread has its own time: an hour of work takes no time at all."""
+    """Simulated clocks, one per thread, so that an hour of work takes no time."""
 
     now_s = 0.0
 
 
 class TimedQueue:
-    """What a thread takes out, it has not before it was put in."""
+    """A queue that advances the clock of the reader to the time at which the item was put."""
 
     def __init__(self, clocks: Clocks) -> None:
         self.clocks = clocks
@@ -60,7 +60,7 @@ class TimedEvent:
 
 
 class TimedPhases:
-    """Stands for `PhaseRunner`: a step is the seconds that it takes."""
+    """A stand-in for `PhaseRunner`, in which a phase is its number of seconds."""
 
     def __init__(self, clocks: Clocks) -> None:
         self.clocks = clocks
@@ -82,8 +82,9 @@ class TimedNetworkWorker(NetworkWorker):
         yield from ()
 
 
-class Ends(NoTimeline):
+class Ends(Timeline):
     def __init__(self, clocks: Clocks) -> None:
+        super().__init__()
         self.clocks = clocks
         self.ends_s: dict[int, float] = {}
 
@@ -92,7 +93,7 @@ class Ends(NoTimeline):
 
 
 def run_step(ready_s: list[float], costs: list[Costs]) -> list[Passage]:
-    """The workers' own loops, in their own threads."""
+    """Run the loops of the workers in their threads."""
     clocks = Clocks()
     phases, ends = TimedPhases(clocks), Ends(clocks)
     with patch.object(queue, "SimpleQueue", lambda: TimedQueue(clocks)):
@@ -114,13 +115,13 @@ def run_step(ready_s: list[float], costs: list[Costs]) -> list[Passage]:
 
 
 def is_a_step(costs: list[Costs]) -> bool:
-    """In no topology some plans cross nothing and others have a part after: the last bucket would not end it."""
+    """Return False for costs that no topology has: the last bucket must end the step."""
     return costs[-1].crosses or not any(cost.after_s for cost in costs)
 
 
 @given(buckets=buckets)
-def test_the_prediction_is_what_the_workers_do(buckets: list[tuple[float, Costs]]) -> None:
-    """Of buckets of one part each, with one of them ahead."""
+def test_prediction_equals_the_workers(buckets: list[tuple[float, Costs]]) -> None:
+    """Buckets have one part each, and one of them is ahead."""
     ready_s, costs = map(list, zip(*buckets, strict=True))
     assume(is_a_step(costs))
     with patch.object(order, "DEPTH", 1):

@@ -1,4 +1,4 @@
-"""Every setting of the schema with values that are none: one line, or a run that could be."""
+"""Every setting with invalid values: one line, or a valid run."""
 
 import io
 import math
@@ -22,7 +22,7 @@ from megabatch.text import is_plain
 VALUES = ["-1", "0", "1e308", "1e-320", "nan", "inf", "1" + 30 * "0", "''", "'x'", "true", "[]"]
 SMALL = ["data.synthetic.train=256", "data.synthetic.test=16"]
 NUMBERS = (msgspec.inspect.IntType, msgspec.inspect.FloatType)
-# Texts that are no choice, and so take whatever is plain: as names of files, which need not be there for a plan.
+# Settings that accept any plain text, such as paths of files that do not have to exist for a plan.
 FREE_TEXTS = {"about", "name", "model.weights", "data.source", "run.dir"}
 
 
@@ -43,7 +43,7 @@ def bounds(key: str) -> tuple[float, float]:
 
 
 def choices_of(key: str) -> list[str]:
-    """As the refusal of something else lists them."""
+    """Return the choices that the error message lists."""
     if not isinstance(kind_of(key), msgspec.inspect.StrType):
         return list(choices(key))
     with pytest.raises(UserError, match=r"is not one of") as refusal:
@@ -51,19 +51,19 @@ def choices_of(key: str) -> list[str]:
     return str(refusal.value).partition("is not one of ")[2].partition(";")[0].split(", ")
 
 
-def require_meaning(config: RunConfig, key: str, text: str) -> None:
-    """What a user would take the value for: it is the one given, within its bounds, and makes a run that could be."""
+def check_accepted(config: RunConfig, key: str, text: str) -> None:
+    """Check that an accepted value is the given one, within its bounds, and makes a valid run."""
     value = dict(flatten(msgspec.to_builtins(config)))[key]
     kind = kind_of(key)
     given = text if isinstance(kind, msgspec.inspect.StrType) else tomllib.loads(f"v = {text}")["v"]
-    assert value == (given.strip("'") if isinstance(given, str) else given), "it was taken for something else"
+    assert value == (given.strip("'") if isinstance(given, str) else given), "parsed as another value"
     if isinstance(value, int | float) and not isinstance(value, bool):
         low, high = bounds(key)
         assert math.isfinite(value) and low <= value <= high
     elif isinstance(value, str):
         assert is_plain(value) and (key in FREE_TEXTS or value in choices_of(key))
     again = msgspec.convert(tomllib.loads(config.to_toml()), RunConfig)
-    assert again == config, "its config.toml is another recipe"
+    assert again == config, "config.toml does not round-trip"
 
     seen = preview(config, 1, needs_images=False)
     plan = seen.plan
@@ -74,20 +74,20 @@ def require_meaning(config: RunConfig, key: str, text: str) -> None:
     assert 0 < seen.memory.total < 2**63
 
 
-def require_shown(config: RunConfig) -> None:
+def check_preview(config: RunConfig) -> None:
     with redirect_stdout(io.StringIO()) as shown:
         print_preview(config, 1, ["smoke"], needs_images=False)
     assert all(letter.isprintable() or letter == "\n" for letter in shown.getvalue())
 
 
 @pytest.mark.parametrize("key", FIELDS)
-def test_every_value_of_a_setting_is_one_line_or_means_something(key: str) -> None:
+def test_every_value_is_accepted_or_refused_in_one_line(key: str) -> None:
     for text in VALUES:
         try:
             config = load(f"{key}={text}")
-            require_meaning(config, key, text)
+            check_accepted(config, key, text)
             if text in ("0", "true", "[]"):
-                require_shown(config)
+                check_preview(config)
         except UserError as refusal:
             line = str(refusal)
             assert key in line and line.isprintable() and len(line) < 500, line
@@ -95,12 +95,12 @@ def test_every_value_of_a_setting_is_one_line_or_means_something(key: str) -> No
 
 
 @pytest.mark.parametrize("key", [key for key in FIELDS if isinstance(kind_of(key), NUMBERS)])
-def test_every_number_has_bounds_and_means_something_at_them(key: str) -> None:
+def test_every_number_has_bounds_that_are_valid_values(key: str) -> None:
     low, high = bounds(key)
     for value in (low, high):
         try:
-            require_meaning(load(f"{key}={value}"), key, str(value))
-        except UserError as refusal:  # a bound that is open, or that other settings leave no room for
+            check_accepted(load(f"{key}={value}"), key, str(value))
+        except UserError as refusal:  # an open bound, or one that contradicts other settings
             assert ";" in str(refusal)
     for beyond in (low - 1, 2 * high):
         with pytest.raises(UserError, match=key.replace(".", r"\.")):
@@ -108,7 +108,7 @@ def test_every_number_has_bounds_and_means_something_at_them(key: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["nan", "inf", "-inf", "1e308", "1" + 30 * "0", "-1"])
-def test_no_number_is_taken_that_no_run_can_have(text: str) -> None:
+def test_numbers_that_no_run_can_have_are_refused(text: str) -> None:
     for key in FIELDS.keys() - FREE_TEXTS:
         with pytest.raises(UserError):
             load(f"{key}={text}")
@@ -126,7 +126,7 @@ def test_no_number_is_taken_that_no_run_can_have(text: str) -> None:
         ["precision.name=fp64", "precision.loss_scale=8"],
     ],
 )
-def test_settings_that_make_no_sense_together_are_refused(pair: list[str]) -> None:
+def test_contradictory_settings_are_refused(pair: list[str]) -> None:
     with pytest.raises(UserError, match=r"[=:].*;"):
         load_config("smoke", pair, report=silent)
 
@@ -140,4 +140,5 @@ def test_the_command_ends_with_one_line_and_exit_code_2(
         main()
     assert ended.value.code == 2
     out, errors = capfd.readouterr()
-    assert out == "" and len(errors.splitlines()) == 1 and words[0].partition("=")[0] in errors
+    assert out.startswith("starting ") and out.count("\n") == 1
+    assert len(errors.splitlines()) == 1 and words[0].partition("=")[0] in errors

@@ -1,4 +1,4 @@
-"""The reference of settings: docs/settings.md, and `megabatch settings`."""
+"""The reference of all settings: docs/settings.md and `megabatch settings`."""
 
 from pathlib import Path
 
@@ -15,23 +15,23 @@ from megabatch.errors import UserError
 PAGE = Path(__file__).parents[2] / "docs/settings.md"
 
 
-def test_every_setting_has_a_meaning_and_no_other_has() -> None:
+def test_settings_and_meanings_match() -> None:
     assert len(FIELDS) > 20
-    assert set(MEANINGS) == set(FIELDS), "src/megabatch/config/settings_page.py says what each setting means"
+    assert set(MEANINGS) == set(FIELDS), "add the meaning of each setting to src/megabatch/config/settings_page.py"
     assert set(DEFAULTS) < set(FIELDS)
     assert all(FIELDS[key].default is None or key == "name" for key in DEFAULTS), "the schema has their default"
 
 
-def test_the_page_is_that_of_the_schema() -> None:
+def test_the_page_matches_the_schema() -> None:
     assert PAGE.read_text() == page(), "megabatch settings --markdown > docs/settings.md"
 
 
 @pytest.mark.parametrize("key", sorted(CHOICES))
-def test_choices_are_those_that_a_recipe_may_have(key: str) -> None:
+def test_listed_choices_match_the_accepted_ones(key: str) -> None:
     with pytest.raises(UserError) as refusal:
         load_config("smoke", [f"{key}=nonsense"])
-    said = str(refusal.value).partition("is not one of ")[2].partition("; nearest")[0]
-    assert set(said.split(", ")) == {choice for choice in CHOICES[key] if ":" not in choice}
+    choices = str(refusal.value).partition("is not one of ")[2].partition("; nearest")[0]
+    assert set(choices.split(", ")) == {choice for choice in CHOICES[key] if ":" not in choice}
 
 
 def test_the_page_names_types_ranges_and_defaults() -> None:
@@ -44,13 +44,13 @@ def test_the_page_names_types_ranges_and_defaults() -> None:
     assert all(takes and default for takes, default in rows.values())
 
 
-def test_a_part_is_printed_without_markup() -> None:
-    said = CliRunner().invoke(app, ["settings", "checkpoint"], catch_exceptions=False).output
-    assert said.splitlines()[0] == "checkpoint.every_steps  integer in [0, 1e12]; default: 0"
-    assert "`" not in said and "](" not in said and "optim" not in said
+def test_a_section_is_printed_without_markup() -> None:
+    output = CliRunner().invoke(app, ["settings", "checkpoint"], catch_exceptions=False).output
+    assert output.splitlines()[0] == "checkpoint.every_steps  integer in [0, 1e12]; default: 0"
+    assert "`" not in output and "](" not in output and "optim" not in output
 
 
 @pytest.mark.parametrize("words", [["nonsense"], ["optim", "--markdown"]])
-def test_what_there_is_not_is_one_line(words: list[str]) -> None:
+def test_unknown_settings_are_refused_in_one_line(words: list[str]) -> None:
     with pytest.raises(UserError, match=r"; "):
         CliRunner().invoke(app, ["settings", *words], catch_exceptions=False)

@@ -10,13 +10,13 @@ from megabatch.planning.batch import BatchSettings, plan_steps
 
 
 def numbered(count: int) -> ArrayImages:
-    """Images whose every pixel is the sample's number, as is the label."""
+    """Return images whose pixels and label are the sample's number."""
     numbers = torch.arange(count)
     return ArrayImages(numbers.to(torch.uint8)[:, None, None, None].expand(count, 1, 8, 8).contiguous(), numbers)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
-def test_evaluation_reads_every_sample_once_in_batches_that_do_not_depend_on_the_ranks(num_ranks: int) -> None:
+def test_evaluation_batches_do_not_depend_on_ranks_and_have_every_sample_once(num_ranks: int) -> None:
     images = numbered(37)
     by_number = {}
     for rank in range(num_ranks):
@@ -25,7 +25,7 @@ def test_evaluation_reads_every_sample_once_in_batches_that_do_not_depend_on_the
     assert by_number == {number: list(range(4 * number, min(4 * number + 4, 37))) for number in range(10)}
 
 
-def test_training_microbatches_follow_the_order_of_the_epochs() -> None:
+def test_training_microbatches_follow_the_epoch_order() -> None:
     images = numbered(50)
     plan = plan_steps(BatchSettings(global_batch=12, microbatch=4), 1, 50, 3)
     training = TrainingImages(images, DataSettings(source="", image_size=8), 9, plan)

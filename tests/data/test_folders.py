@@ -22,7 +22,7 @@ def photos(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def num_walks(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+def walked(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     walked: list[Path] = []
     index = folders.index_folder
 
@@ -46,20 +46,20 @@ def test_samples_are_numbered_by_class_and_then_by_path(photos: Path) -> None:
     assert dataset.train.labels.tolist() == [0, 0, 1, 1, 2] and dataset.train.labels.dtype == np.int64
 
 
-def test_content_is_that_of_the_file_that_where_names(photos: Path) -> None:
+def test_content_is_read_from_the_named_file(photos: Path) -> None:
     train = read_folder(photos).train
     for number in range(len(train)):
         assert train.content(number) == Path(train.where(number)).read_bytes()
 
 
-def test_hidden_files_and_folders_and_other_suffixes_are_passed_over(photos: Path) -> None:
+def test_hidden_files_and_other_suffixes_are_ignored(photos: Path) -> None:
     before = names(read_folder(photos).train)
     write_files(photos, ["a/.hidden.jpg", ".cache/1.jpg", "a/.ipynb_checkpoints/1.jpg", "a/notes.txt", "list.csv"])
     assert names(read_folder(photos).train) == before
 
 
 @pytest.mark.parametrize("test_folder", ["val", "validation", "test"])
-def test_train_and_a_test_folder_are_two_parts_of_one_numbering(tmp_path: Path, test_folder: str) -> None:
+def test_train_and_test_folders_share_one_numbering(tmp_path: Path, test_folder: str) -> None:
     write_files(tmp_path, ["train/b/1.jpg", "train/a/2.jpg", "train/a/1.jpg", f"{test_folder}/a/7.jpg"])
     write_files(tmp_path, [f"{test_folder}/b/8.jpg", "docs/1.txt"])
     dataset = read_folder(tmp_path)
@@ -70,7 +70,7 @@ def test_train_and_a_test_folder_are_two_parts_of_one_numbering(tmp_path: Path, 
     assert Path(dataset.test.where(1)) == tmp_path / test_folder / "b/8.jpg"
 
 
-def test_of_val_and_test_val_is_read_and_train_may_be_alone(tmp_path: Path) -> None:
+def test_val_is_preferred_to_test_and_both_are_optional(tmp_path: Path) -> None:
     write_files(tmp_path / "set", ["train/a/1.jpg"])
     assert read_folder(tmp_path / "set").class_names == ("a",) and read_folder(tmp_path / "set").test is None
     write_files(tmp_path / "set", ["val/a/1.jpg", "test/unlabelled.jpg"])
@@ -78,7 +78,7 @@ def test_of_val_and_test_val_is_read_and_train_may_be_alone(tmp_path: Path) -> N
     assert test is not None and names(test) == ["a/1.jpg"] and "val" in test.where(0)
 
 
-def test_a_class_may_be_called_train(tmp_path: Path) -> None:
+def test_a_class_may_be_named_train(tmp_path: Path) -> None:
     write_files(tmp_path / "set", ["train/1.jpg", "plane/1.jpg"])
     assert read_folder(tmp_path / "set").class_names == ("plane", "train")
 
@@ -87,19 +87,19 @@ def test_a_class_may_be_called_train(tmp_path: Path) -> None:
     ("files", "message"),
     [
         ([], r"set is empty; expected CLASS/IMAGE"),
-        (["1.jpg", "2.jpg"], r"set holds 2 files \(1.jpg\) but no class folders; put each image .*val/CLASS/IMAGE"),
-        (["train/a/1.jpg", "val/1.JPEG"], r"set/val holds 1 files \(1.JPEG\) but no class folders"),
-        (["a/1.jpg", "b/"], r"set/b holds no image \(suffixes .jpg .*\); remove it"),
-        (["a/1.jpg", "b/x/1.heic"], r"set/b holds no image .*; x/1.heic has another suffix; remove it"),
-        (["train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg"], r"set/val has no class 'b', which .*set/train has"),
+        (["1.jpg", "2.jpg"], r"set has 2 files \(1.jpg\) but no class folders; put each image .*val/CLASS/IMAGE"),
+        (["train/a/1.jpg", "val/1.JPEG"], r"set/val has 1 files \(1.JPEG\) but no class folders"),
+        (["a/1.jpg", "b/"], r"set/b has no image \(suffixes .jpg .*\); remove it"),
+        (["a/1.jpg", "b/x/1.heic"], r"set/b has no image .*; x/1.heic has another suffix; remove it"),
+        (["train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg"], r"set/val has no class 'b', but .*set/train has"),
         (
             ["train/a/1.jpg", "val/a/1.jpg", "val/b/1.jpg", "val/c/1.jpg"],
-            r"set/train has no class 'b' and 1 more, which .*set/val has",
+            r"set/train has no class 'b' and 1 more, but .*set/val has",
         ),
-        (["a\nb/1.jpg"], r"set has a class folder 'a\\nb', whose name is no plain text; rename it"),
+        (["a\nb/1.jpg"], r"set has a class folder 'a\\nb' with control characters .*; rename it"),
     ],
 )
-def test_a_folder_of_another_layout_is_named_with_its_fault(tmp_path: Path, files: list[str], message: str) -> None:
+def test_a_folder_with_another_layout_is_refused_with_a_reason(tmp_path: Path, files: list[str], message: str) -> None:
     (tmp_path / "set").mkdir()
     write_files(tmp_path / "set", [name for name in files if not name.endswith("/")])
     for name in files:
@@ -110,23 +110,23 @@ def test_a_folder_of_another_layout_is_named_with_its_fault(tmp_path: Path, file
     assert "\n" not in str(caught.value)
 
 
-def test_a_path_that_is_no_folder_is_named(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"gone does not exist; give a folder"):
         read_folder(tmp_path / "gone")
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"file is no folder; give a folder"):
+    with pytest.raises(UserError, match=r"file is not a folder; give a folder"):
         read_folder(tmp_path / "file")
 
 
-def test_a_folder_that_contains_itself_is_an_error_and_not_endless(photos: Path) -> None:
+def test_a_folder_that_contains_itself_is_refused(photos: Path) -> None:
     (photos / "a" / "again").symlink_to(photos)
     with pytest.raises(UserError, match=r"cannot be read \(Too many levels of symbolic links\)"):
         read_folder(photos)
 
 
-def test_a_folder_is_walked_once_and_again_after_any_change_of_its_files(photos: Path, num_walks: list[Path]) -> None:
+def test_a_folder_is_indexed_again_only_after_a_change(photos: Path, walked: list[Path]) -> None:
     first, again = read_folder(photos), read_folder(photos)
-    assert len(num_walks) == 1
+    assert len(walked) == 1
     assert isinstance(first.train, FolderFiles) and isinstance(again.train, FolderFiles)
     assert first.train.fingerprint() == again.train.fingerprint() and first.class_names == again.class_names
     for change in (
@@ -140,22 +140,22 @@ def test_a_folder_is_walked_once_and_again_after_any_change_of_its_files(photos:
         assert names(changed.train) == sorted(
             str(path.relative_to(photos)) for path in photos.rglob("*") if path.is_file()
         )
-    assert len(num_walks) == 5
+    assert len(walked) == 5
 
 
-@pytest.mark.parametrize("spoil", [lambda raw: b"", lambda raw: raw[:200], lambda raw: raw[:300] + b"?" + raw[301:]])
-def test_a_damaged_cache_is_made_again(photos: Path, index_cache: Path, num_walks: list[Path], spoil: object) -> None:
+@pytest.mark.parametrize("damage", [lambda raw: b"", lambda raw: raw[:200], lambda raw: raw[:300] + b"?" + raw[301:]])
+def test_a_damaged_cache_is_rebuilt(photos: Path, index_cache: Path, walked: list[Path], damage: object) -> None:
     expected = names(read_folder(photos).train)
     (stored,) = index_cache.glob("*.npz")
-    stored.write_bytes(spoil(stored.read_bytes()))  # type: ignore[operator]
-    assert names(read_folder(photos).train) == expected and len(num_walks) == 2
-    assert names(read_folder(photos).train) == expected and len(num_walks) == 2
+    stored.write_bytes(damage(stored.read_bytes()))  # type: ignore[operator]
+    assert names(read_folder(photos).train) == expected and len(walked) == 2
+    assert names(read_folder(photos).train) == expected and len(walked) == 2
 
 
 @pytest.mark.parametrize(
-    "name", ["parts", "class_names", "folders", "folder_ends", "mtimes", "names_0", "ends_0", "labels_0"]
+    "name", ["parts", "class_names", "folders", "folder_ends", "ctimes", "names_0", "ends_0", "labels_0"]
 )
-def test_a_cache_that_lies_is_made_again(photos: Path, index_cache: Path, name: str) -> None:
+def test_a_cache_with_wrong_values_is_rebuilt(photos: Path, index_cache: Path, name: str) -> None:
     expected = names(read_folder(photos).train)
     (stored,) = index_cache.glob("*.npz")
     index = read_arrays(stored)
@@ -164,8 +164,8 @@ def test_a_cache_that_lies_is_made_again(photos: Path, index_cache: Path, name: 
         assert names(read_folder(photos).train) == expected
 
 
-def test_only_regular_files_of_a_modest_size_are_read(photos: Path) -> None:
-    """Links to them too; a FIFO would be waited for, and a sparse file of terabytes fill the memory."""
+def test_only_regular_files_below_the_size_limit_are_read(photos: Path) -> None:
+    """Links to such files are read too.  A FIFO would block, and a sparse file of terabytes would fill the memory."""
     os.mkfifo(photos / "fifo")
     (photos / "a/link.jpg").symlink_to(photos / "b/2.jpg")
     (photos / "a/to_fifo.jpg").symlink_to(photos / "fifo")
@@ -178,11 +178,11 @@ def test_only_regular_files_of_a_modest_size_are_read(photos: Path) -> None:
     for name in ("to_fifo.jpg", "to_null.jpg"):
         with pytest.raises(OSError, match="it is not a regular file"):
             files.content(number_of[name])
-    with pytest.raises(OSError, match=r"its 6,442,450,944 bytes are more than data.max_file_mb=256"):
+    with pytest.raises(OSError, match=r"its 6,442,450,944 bytes exceed data.max_file_mb=256"):
         files.content(number_of["sparse.jpg"])
 
 
-def test_without_a_place_for_the_cache_the_folder_is_read_all_the_same(
+def test_a_folder_is_read_without_a_writable_cache(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -192,12 +192,12 @@ def test_without_a_place_for_the_cache_the_folder_is_read_all_the_same(
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert cache_folder() == tmp_path / "home/.cache/megabatch"
     monkeypatch.delenv("HOME")
-    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # of a user whom the system does not know
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as for a user without a passwd entry
     assert cache_folder() is None
 
 
-def test_of_many_that_start_together_one_walks(photos: Path, num_walks: list[Path]) -> None:
-    """flock holds between open files, so threads are as good as processes here."""
+def test_concurrent_starts_index_the_folder_once(photos: Path, walked: list[Path]) -> None:
+    """flock locks open files, so threads exclude each other as processes do."""
     begin = threading.Barrier(6)
     found: list[list[str]] = []
 
@@ -210,10 +210,10 @@ def test_of_many_that_start_together_one_walks(photos: Path, num_walks: list[Pat
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(num_walks) == 1 and len(found) == 6 and all(each == found[0] for each in found)
+    assert len(walked) == 1 and len(found) == 6 and all(each == found[0] for each in found)
 
 
-def test_the_cache_is_no_pickle(photos: Path, index_cache: Path) -> None:
+def test_the_cache_is_not_a_pickle(photos: Path, index_cache: Path) -> None:
     read_folder(photos)
     (stored,) = index_cache.glob("*.npz")
     with np.load(stored, allow_pickle=False) as archive:
@@ -222,7 +222,7 @@ def test_the_cache_is_no_pickle(photos: Path, index_cache: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="needs a user other than root")
-def test_a_class_folder_that_may_not_be_read_is_named(photos: Path) -> None:
+def test_an_unreadable_class_folder_is_named(photos: Path) -> None:
     (photos / "b").chmod(0)
     with pytest.raises(UserError, match=r"photos/b cannot be read \(Permission denied\)"):
         read_folder(photos)

@@ -1,4 +1,4 @@
-"""ImageNet as it is downloaded: a tiny one, in every layout that it comes in."""
+"""A tiny ImageNet in every layout in which it is distributed."""
 
 import io
 import struct
@@ -16,8 +16,8 @@ from megabatch.data.sources.imagenet import read_imagenet, read_structs
 from megabatch.errors import UserError
 from tests.support.pictures import picture, write_tar
 
-# By their numbers in the devkit, which are not in the order of their names.
-SYNSETS = {1: "n02119789", 2: "n01440764", 3: "n02100735", 4: "n00001740"}  # the last is a parent, without images
+# Synsets by their number in the devkit, which is not the order of their names.
+SYNSETS = {1: "n02119789", 2: "n01440764", 3: "n02100735", 4: "n00001740"}  # the last is a parent without images
 TRAIN = [f"{name}_{number}" for name in ("n01440764", "n02100735", "n02119789") for number in (10, 2)]
 VALIDATION = [2, 1, 3, 2]  # the class of each image, in order
 SYNSET_LIST = "imagenet_2012_validation_synset_labels.txt"
@@ -31,7 +31,7 @@ def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def element(kind: int, content: bytes) -> bytes:
-    """As MATLAB writes it: short ones within the tag."""
+    """Return an element as MATLAB writes it: short values are inside the tag."""
     if 0 < len(content) <= 4:
         return struct.pack("<HH", kind, len(content)) + content.ljust(4, b"\0")
     return struct.pack("<II", kind, len(content)) + content.ljust(-(-len(content) // 8) * 8, b"\0")
@@ -144,15 +144,15 @@ def pack(*arguments: str) -> str:
         ("folders", "folders", ""),
     ],
 )
-def test_a_pack_of_what_is_downloaded_is_a_pack_of_the_sorted_folders(
+def test_a_pack_of_the_downloads_equals_a_pack_of_the_sorted_folders(
     train: str, validation: str, classes: str, tmp_path: Path
 ) -> None:
     write_train(train)
     write_validation(validation)
     write_classes(classes)
-    said = pack("--imagenet", "in", "packed")
-    assert "10 images of 3 classes" in said
-    assert said.splitlines()[-1] == "train     megabatch train resnet50-imagenet-256 data.source=packed"
+    printed = pack("--imagenet", "in", "packed")
+    assert "10 images of 3 classes" in printed
+    assert printed.splitlines()[-1] == "train     megabatch train resnet50-imagenet-256 data.source=packed"
     Path("in").rename("downloaded")
     write_train("folders")
     write_validation("folders")
@@ -174,7 +174,7 @@ def meta_of(variable: bytes) -> bytes:
 
 
 def nested(depth: int) -> bytes:
-    """Structs inside of structs."""
+    """Return nested structs."""
     inner = matlab_value("x")
     names = element(5, struct.pack("<i", 8)) + element(1, b"a".ljust(8, b"\0"))
     for level in range(depth):
@@ -188,7 +188,7 @@ def bomb() -> bytes:
 
 
 def many() -> bytes:
-    """So many structs of no fields."""
+    """Return a huge array of structs without fields."""
     names = element(5, struct.pack("<i", 8)) + element(1, b"")
     return matrix(2, (2**30, 2**30), names, "synsets")
 
@@ -203,28 +203,28 @@ def many() -> bytes:
         (lambda: remove("in/val"), r"^in has no validation images; expected one of ILSVRC2012_img_val.tar, val"),
         (
             lambda: remove("in/ILSVRC2012_devkit_t12"),
-            r"^in does not say which classes .*; put the devkit \(ILSVRC2012_d",
+            r"^in has no list of the classes .*; add the devkit \(ILSVRC2012_d",
         ),
         (
             lambda: remove(f"in/{DATA}/meta.mat"),
-            r"devkit_t12 has no data/meta.mat; fetch the devkit again, or put imagen",
+            r"devkit_t12 has no data/meta.mat; download the devkit again, or add imagen",
         ),
-        (lambda: write("in" / DATA / "meta.mat", b"x" * 300), r"data/meta.mat cannot be read \(it is no .mat file of"),
+        (lambda: write("in" / DATA / "meta.mat", b"x" * 300), r"cannot be read \(it is not a .mat file of"),
         (lambda: write("in" / DATA / "meta.mat", meta()[:250]), r"data/meta.mat cannot be read \(it is damaged"),
-        (lambda: write("in" / DATA / "meta.mat", meta_of(nested(60))), r"cannot be read \(it has structs inside of"),
+        (lambda: write("in" / DATA / "meta.mat", meta_of(nested(60))), r"cannot be read \(its structs are nested"),
         (
             lambda: write("in" / DATA / "meta.mat", meta_of(bomb())),
-            r"cannot be read \(it holds more than 64,000,000",
+            r"cannot be read \(it .* more than 64,000,000",
         ),
-        (lambda: write("in" / DATA / "meta.mat", meta_of(many())), r"cannot be read \(it is damaged: 0 members are"),
+        (lambda: write("in" / DATA / "meta.mat", meta_of(many())), r"cannot be read \(it is damaged: 0 members"),
         (lambda: write(Path("in/LOC_val_solution.csv"), b"a\nb,\n"), r"LOC_val_solution.csv has a line 'b' without a"),
-        (lambda: write(Path(f"in/{SYNSET_LIST}"), b"\xff\xfe\n"), r"classes are listed of 1"),
-        (lambda: remove(f"in/val/{val_name(3)}"), r"in/val holds 3 images, and classes are listed of 4: some are miss"),
-        (lambda: write(Path("in/val/x.jpg"), b""), r"in/val holds 5 images, .*: x.jpg among them is not listed"),
+        (lambda: write(Path(f"in/{SYNSET_LIST}"), b"\xff\xfe\n"), r"but 1 are listed"),
+        (lambda: remove(f"in/val/{val_name(3)}"), r"in/val has 3 images, but 4 are listed .*some are miss"),
+        (lambda: write(Path("in/val/x.jpg"), b""), r"in/val has 5 images, .*x.jpg is not listed"),
         (lambda: write(Path("in/ILSVRC2012_img_train.tar"), b"x" * 2000), r"img_train.tar is damaged at offset 0 \("),
     ],
 )
-def test_what_is_missing_or_damaged_is_one_line(change: Any, message: str) -> None:
+def test_missing_and_damaged_files_raise_one_line(change: Any, message: str) -> None:
     write_train("tar")
     write_validation("flat")
     write_classes("devkit")
@@ -234,14 +234,14 @@ def test_what_is_missing_or_damaged_is_one_line(change: Any, message: str) -> No
     assert "\n" not in str(caught.value)
 
 
-def test_a_flat_val_folder_names_the_command_that_sorts_it() -> None:
+def test_the_error_for_a_flat_val_folder_names_the_command_that_sorts_it() -> None:
     write_train("folders")
     write_validation("flat")
-    with pytest.raises(UserError, match=r"no class folders; ImageNet as it is .*megabatch pack --imagenet DIR OUT"):
+    with pytest.raises(UserError, match=r"no class folders; .*megabatch pack --imagenet DIR OUT"):
         read_encoded(Path("in"))
 
 
-def test_struct_arrays_of_matlab_are_read_as_they_were_written() -> None:
+def test_matlab_struct_arrays_are_read() -> None:
     structs = read_structs(meta(), "synsets")
     assert [(members["ILSVRC2012_ID"], members["WNID"]) for members in structs] == [
         ([number], name) for number, name in SYNSETS.items()

@@ -29,7 +29,7 @@ def test_normalised_images_have_zero_mean_and_unit_deviation() -> None:
     torch.testing.assert_close(deviations, torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64), atol=1e-9, rtol=0)
 
 
-def test_statistics_are_those_of_numpy_to_the_last_digits() -> None:
+def test_statistics_match_numpy() -> None:
     pixels = torch.randint(0, 256, (300, 2, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     statistics = measure_pixels(unlabelled(pixels))
     values = pixels.numpy().astype(np.float64).swapaxes(0, 1).reshape(2, -1)
@@ -45,22 +45,22 @@ def test_black_and_white_pixels_become_minus_one_and_one() -> None:
         assert (result[0] == -1).all() and (result[1] == 1).all()
 
 
-def test_of_a_large_set_images_of_all_of_it_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be sorted by class: here by brightness."""
+def test_a_large_set_is_sampled_over_its_whole_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A set may be sorted by class; this one is sorted by brightness."""
     monkeypatch.setattr(normalise, "MEASURED_SAMPLES", 20)
     pixels = torch.arange(200, dtype=torch.uint8).view(200, 1, 1, 1).expand(200, 1, 8, 8).contiguous()
     (mean,) = measure_pixels(unlabelled(pixels)).mean
     assert abs(mean - 99.5) < 10
 
 
-def test_a_set_that_cannot_be_measured_is_named_with_its_fault(tmp_path: Path) -> None:
+def test_a_set_without_statistics_is_refused_with_a_reason(tmp_path: Path) -> None:
     pixels = torch.zeros(9, 1, 8, 8)
     pixels[4, 0, 1, 1] = torch.inf
-    with pytest.raises(UserError, match="image 4 of the training set is not finite; fix it or leave it out"):
+    with pytest.raises(UserError, match="image 4 of the training set is not finite; fix or remove it"):
         measure_pixels(unlabelled(pixels))
     folder = make_folder(tmp_path / "photos", per_class=3)
     for path in folder.rglob("*.jpg"):
         path.write_bytes(b"text")
     data = load_data_set(DataSettings(source=str(folder), image_size=8, validation=0.3, on_error="skip"))
-    with pytest.raises(UserError, match="none of 6 training images that were tried can be read; fix the set"):
+    with pytest.raises(UserError, match="none of 6 training images can be read"):
         measure_pixels(data.train)

@@ -1,4 +1,4 @@
-"""Arrays from files that anyone may have written: what numpy writes is read as numpy reads it, all else is refused."""
+"""Arrays from untrusted files: files that numpy writes are read as numpy reads them, and all others are refused."""
 
 import io
 import os
@@ -47,7 +47,7 @@ def header(descr: str = "'<i8'", order: str = "False", shape: str = "(2,)") -> s
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_what_numpy_writes_is_read_as_numpy_reads_it(tmp_path: Path, save: Any) -> None:
+def test_files_written_by_numpy_are_read_as_numpy_reads_them(tmp_path: Path, save: Any) -> None:
     save(tmp_path / "a.npz", **KINDS)
     read = read_arrays(tmp_path / "a.npz")
     with np.load(tmp_path / "a.npz") as expected:
@@ -60,7 +60,7 @@ def test_what_numpy_writes_is_read_as_numpy_reads_it(tmp_path: Path, save: Any) 
 
 
 @pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
-def test_all_versions_of_headers_are_read(version: tuple[int, int]) -> None:
+def test_all_header_versions_are_read(version: tuple[int, int]) -> None:
     file = io.BytesIO()
     np.lib.format.write_array(file, KINDS["fortran"], version)
     file.seek(0)
@@ -94,24 +94,24 @@ def test_all_versions_of_headers_are_read(version: tuple[int, int]) -> None:
         "(",
     ],
 )
-def test_a_header_of_anything_else_is_refused(text: str) -> None:
+def test_invalid_headers_are_refused(text: str) -> None:
     content = npy(text, bytes(16), version=2)
     with pytest.raises(NotArrays):
         read_array(io.BytesIO(content).read, len(content))
 
 
-def test_letters_that_are_none_are_refused() -> None:
+def test_invalid_characters_are_refused() -> None:
     content = npy(header("'<U1'"), struct.pack("<II", 65, 0x110000))
-    with pytest.raises(NotArrays, match="letters that are none"):
+    with pytest.raises(NotArrays, match="invalid code points"):
         read_array(io.BytesIO(content).read, len(content))
 
 
-def lying(**said: int) -> bytes:
-    """An archive whose directory says something else of its one member."""
+def with_wrong_directory(**fields: int) -> bytes:
+    """Return an archive whose directory has wrong fields for its only member."""
     content = bytearray(zipped({"a.npy": npy(header(), bytes(16))}))
     places = {"flags": (8, 2), "compression": (10, 2), "stored": (20, 4), "size": (24, 4), "offset": (42, 4)}
     directory = content.index(b"PK\x01\x02")
-    for name, value in said.items():
+    for name, value in fields.items():
         place, length = places[name]
         content[directory + place : directory + place + length] = value.to_bytes(length, "little")
     return bytes(content)
@@ -120,30 +120,30 @@ def lying(**said: int) -> bytes:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "no whole zip"),
-        (b"\x93NUMPY\x01\x00v\x00", "no whole zip"),
-        (zipped({"a.npy": b"PK"}), "no .npy of version"),
-        (zipped({"a.npy": npy(header(), bytes(15))}), "has 16 bytes, and others are there"),
-        (zipped({"a.npy": npy(header(), bytes(17))}), "has 16 bytes, and others are there"),
-        (zipped({"a.npy": b"", "a": b""}), "two arrays of one name"),
-        (zipped({"a.npy": b""}, zipfile.ZIP_LZMA), "compressed by other means"),
-        (lying(flags=1), "encrypted"),
-        (lying(compression=99), "compressed by other means"),
-        (lying(size=2**32 - 2), "its two sizes differ"),
-        (lying(compression=8, size=2**32 - 2), "would become"),
-        (lying(stored=10**6, size=10**6), "overlap"),
-        (lying(offset=10**6), "overlap"),
-        (lying()[:-30], "no whole zip"),
+        (b"", "not a complete .npz"),
+        (b"\x93NUMPY\x01\x00v\x00", "not a complete .npz"),
+        (zipped({"a.npy": b"PK"}), "not an .npy of version"),
+        (zipped({"a.npy": npy(header(), bytes(15))}), "has 16 bytes; 15 are stored"),
+        (zipped({"a.npy": npy(header(), bytes(17))}), "has 16 bytes; 17 are stored"),
+        (zipped({"a.npy": b"", "a": b""}), "two arrays of the same name"),
+        (zipped({"a.npy": b""}, zipfile.ZIP_LZMA), "compression is not one of numpy"),
+        (with_wrong_directory(flags=1), "encrypted"),
+        (with_wrong_directory(compression=99), "compression is not one of numpy"),
+        (with_wrong_directory(size=2**32 - 2), "its two sizes differ"),
+        (with_wrong_directory(compression=8, size=2**32 - 2), "would expand to"),
+        (with_wrong_directory(stored=10**6, size=10**6), "overlap"),
+        (with_wrong_directory(offset=10**6), "overlap"),
+        (with_wrong_directory()[:-30], "not a complete .npz"),
     ],
 )
-def test_a_zip_that_lies_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+def test_an_inconsistent_zip_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "a.npz").write_bytes(content)
     with pytest.raises(NotArrays, match=message):
         read_arrays(tmp_path / "a.npz")
 
 
-def test_memory_is_not_taken_for_what_is_not_there(tmp_path: Path) -> None:
-    """A hundred megabytes are announced, a few bytes are there."""
+def test_memory_is_not_allocated_for_missing_bytes(tmp_path: Path) -> None:
+    """The header announces a hundred megabytes; the file has a few bytes."""
     content = npy(header("'<u1'", shape=f"({10**8},)"), bytes(100))
     (tmp_path / "a.npz").write_bytes(zipped({"a.npy": content}, zipfile.ZIP_DEFLATED))
     tracemalloc.start()
@@ -155,7 +155,7 @@ def test_memory_is_not_taken_for_what_is_not_there(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
-def test_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_fifo_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "a.npz").symlink_to(tmp_path / "fifo")
     with pytest.raises(OSError, match="not a regular file"):

@@ -11,7 +11,7 @@ def test_every_sample_appears_once_per_epoch(seed: int, epoch: int, num_samples:
 
 
 @given(num_samples=st.integers(1, 50), cut=st.integers(1, 90))
-def test_the_stream_is_the_epochs_one_after_another_however_it_is_cut(num_samples: int, cut: int) -> None:
+def test_slices_of_the_stream_join_to_consecutive_epochs(num_samples: int, cut: int) -> None:
     whole = np.concatenate([epoch_order(3, epoch, num_samples) for epoch in range(5)])
     pieces = [
         samples_at(3, num_samples, range(start, min(start + cut, len(whole)))) for start in range(0, len(whole), cut)
@@ -20,13 +20,13 @@ def test_the_stream_is_the_epochs_one_after_another_however_it_is_cut(num_sample
     assert np.array_equal(np.concatenate([epochs for _, epochs in pieces]), np.repeat(np.arange(5), num_samples))
 
 
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+def test_epochs_and_seeds_have_different_orders() -> None:
     orders = {tuple(epoch_order(seed, epoch, 100)) for seed in range(5) for epoch in range(5)}
     assert len(orders) == 25
     assert tuple(range(100)) not in orders
 
 
-def test_every_place_is_equally_likely() -> None:
+def test_every_position_is_equally_likely() -> None:
     places = np.array([epoch_order(1, epoch, 10) for epoch in range(5000)])
     counts = np.array([np.bincount(column, minlength=10) for column in places.T])
     assert abs(counts - 500).max() < 110  # five standard deviations

@@ -6,7 +6,7 @@ from megabatch.data.pipeline.order import draw, draw_below, dropout_seed, philox
 
 @pytest.mark.parametrize(
     ("counter", "key", "expected"),
-    # The known answers that Random123 publishes for philox4x32-10.
+    # Known answers from Random123 for philox4x32-10.
     [
         ([0, 0, 0, 0], [0, 0], [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
         ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
@@ -22,14 +22,14 @@ def test_philox_gives_the_published_answers(counter: list[int], key: list[int], 
     assert [int(word[0]) for word in philox((a, b, c, d), (key[0], key[1]))] == expected
 
 
-def test_a_draw_depends_on_its_own_counter_alone() -> None:
+def test_a_draw_depends_only_on_its_counter() -> None:
     together = draw(7, 1, np.arange(100), 3)
     for sample in (0, 42, 99):
         alone = draw(7, 1, [sample], [3])
         assert [int(words[sample]) for words in together] == [int(words[0]) for words in alone]
 
 
-def test_seed_stream_and_both_counters_all_matter() -> None:
+def test_draws_depend_on_seed_stream_and_both_counters() -> None:
     drawn = {
         tuple(int(word[0]) for word in draw(*place, [first], [second]))
         for place in ((1, 0), (1, 1), (2, 0), (2**40 + 1, 0))
@@ -38,7 +38,7 @@ def test_seed_stream_and_both_counters_all_matter() -> None:
     assert len(drawn) == 12
 
 
-def test_draws_below_a_limit_are_even() -> None:
+def test_draws_below_a_limit_are_uniform() -> None:
     counts = np.bincount(draw_below(5, draw(1, 0, np.arange(50_000), 0)[0]), minlength=5)
     assert len(counts) == 5
     assert abs(counts - 10_000).max() < 450  # five standard deviations

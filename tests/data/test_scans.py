@@ -1,4 +1,4 @@
-"""JPEGs that cost more than they look."""
+"""JPEGs with many scans, which cost far more to decode than their size suggests."""
 
 import io
 
@@ -19,7 +19,7 @@ from megabatch.data.pipeline.decode import (
 from megabatch.data.settings import MAX_PIXELS
 from tests.support.photos import decode, encoded, photo
 
-EMPTY = SCAN + bytes([0, 8, 1, 1, 0, 1, 63, 0])  # of one colour
+EMPTY = SCAN + bytes([0, 8, 1, 1, 0, 1, 63, 0])  # one component
 PHOTO = photo(5, 90, 70)
 
 
@@ -33,7 +33,7 @@ def test_a_baseline_jpeg_has_one_scan(options: dict[str, object]) -> None:
         assert has_one_scan(encoded(image, **options)) and count_scans(encoded(image, **options)) == 1
 
 
-def test_a_progressive_jpeg_has_the_scans_that_its_encoder_wrote() -> None:
+def test_the_scans_of_a_progressive_jpeg_are_counted() -> None:
     for image, scans in ((PHOTO, 10), (PHOTO.convert("L"), 6)):
         content = encoded(image, progressive=True)
         assert count_scans(content) == scans and count_scans(memoryview(content)) == scans
@@ -41,8 +41,8 @@ def test_a_progressive_jpeg_has_the_scans_that_its_encoder_wrote() -> None:
 
 
 @pytest.mark.parametrize("progressive", [True, False])
-def test_a_jpeg_of_many_scans_is_refused_by_its_markers(progressive: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And where a sequential one has others behind the first, libjpeg does not look at them."""
+def test_a_jpeg_with_many_scans_is_refused_by_its_markers(progressive: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """libjpeg ignores all scans of a sequential JPEG after the first."""
     content = with_scans(encoded(PHOTO, progressive=progressive), 5000)
     if progressive:
         monkeypatch.setattr("simplejpeg.decode_jpeg", None)
@@ -53,7 +53,7 @@ def test_a_jpeg_of_many_scans_is_refused_by_its_markers(progressive: bool, monke
             decode(content, 10**6)
 
 
-def test_colours_in_scans_of_their_own_are_counted() -> None:
+def test_separate_scans_for_each_component_are_counted() -> None:
     content = encoded(PHOTO)
     scan = content.index(SCAN)
     one_colour = content[:scan] + SCAN + bytes([0, 8, 1, 1, 0, 0, 63, 0]) + content[scan + 14 :]
@@ -63,7 +63,7 @@ def test_colours_in_scans_of_their_own_are_counted() -> None:
         read_size(with_scans(one_colour, 700), 10**6)
 
 
-def test_as_many_scans_as_encoders_write_are_allowed_for_the_largest_image() -> None:
+def test_the_largest_image_may_have_as_many_scans_as_encoders_write() -> None:
     assert not are_too_many(20, MAX_PIXELS) and not are_too_many(1, 10 * MOST_SCANNED)
     assert are_too_many(100, MAX_PIXELS) and are_too_many(MOST_SCANS + 1, 64)
 
@@ -71,5 +71,5 @@ def test_as_many_scans_as_encoders_write_are_allowed_for_the_largest_image() -> 
 @pytest.mark.parametrize(
     "content", [b"", b"\xff\xd8", b"\xff\xd8\xff", b"\xff\xd8" + b"\xff\xe0\0\x02" * 1000, SCAN * 9]
 )
-def test_what_is_no_jpeg_has_no_single_scan(content: bytes) -> None:
+def test_other_files_do_not_count_as_a_single_scan(content: bytes) -> None:
     assert not has_one_scan(content) and count_scans(content) == content.count(SCAN)

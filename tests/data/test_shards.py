@@ -31,7 +31,7 @@ def num_scans(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def write_shards(folder: Path) -> None:
-    """Two classes; samples 0 to 5 in two training shards, 6 and 7 in one for testing."""
+    """Write two classes: samples 0 to 5 in two training shards, 6 and 7 in a test shard."""
     for shard, numbers in {"train-000000": range(3), "train-000001": range(3, 6), "val-000000": range(6, 8)}.items():
         members = [
             (f"{number}.{suffix}", picture(number) if suffix == "jpg" else str(number % 2))
@@ -51,7 +51,7 @@ def test_tars_are_read_in_the_order_of_their_names_and_members(tmp_path: Path) -
     assert dataset.train.labels.dtype == np.int64
 
 
-def test_where_names_the_shard_the_offset_and_the_member(tmp_path: Path) -> None:
+def test_a_location_names_the_shard_the_offset_and_the_member(tmp_path: Path) -> None:
     write_shards(tmp_path)
     where = read_shards(tmp_path).train.where(4)
     with tarfile.open(tmp_path / "train-000001.tar") as tar:
@@ -60,8 +60,8 @@ def test_where_names_the_shard_the_offset_and_the_member(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_members_are_found_where_tarfile_finds_them(tmp_path: Path, form: int) -> None:
-    """mtime=1.5 gives every member a pax header, as WebDataset's writer does; long names need headers of their own."""
+def test_member_offsets_match_tarfile(tmp_path: Path, form: int) -> None:
+    """mtime=1.5 gives every member a pax header, as WebDataset's writer does; long names need extra headers."""
     directory = "d" * 90
     names = ["a.jpg", f"{directory}/{'n' * 60}.jpg", "deep/er/b.x.png", "empty.cls"]
     if form != tarfile.USTAR_FORMAT:
@@ -82,7 +82,7 @@ def test_members_are_found_where_tarfile_finds_them(tmp_path: Path, form: int) -
     assert [images.member_name(0, offset) for _, offset, _ in expected] == [name for name, _, _ in expected]
 
 
-def test_labels_are_text_or_json_numbers_or_names(tmp_path: Path) -> None:
+def test_labels_are_numbers_or_names_in_text_or_json(tmp_path: Path) -> None:
     write_tar(
         tmp_path / "a.tar",
         [
@@ -102,7 +102,7 @@ def test_labels_are_text_or_json_numbers_or_names(tmp_path: Path) -> None:
     assert [bytes(dataset.train.content(number)) for number in (0, 2)] == [picture(0), picture(2)]
 
 
-def test_numbers_number_the_classes_and_classes_txt_names_them(tmp_path: Path) -> None:
+def test_classes_are_numbered_by_labels_and_named_by_classes_txt(tmp_path: Path) -> None:
     write_tar(
         tmp_path / "a.tar", [("0.jpg", picture(0)), ("0.cls", "2"), ("1.jpg", picture(1)), ("1.json", {"cls": 0})]
     )
@@ -125,17 +125,17 @@ def test_numbers_number_the_classes_and_classes_txt_names_them(tmp_path: Path) -
         (["train2017-1.tar", "val2017-1.tar", "test2017-1.tar"], [0, 1, None]),
     ],
 )
-def test_the_name_of_a_shard_says_which_part_it_belongs_to(names: list[str], splits: list[int | None]) -> None:
+def test_the_name_of_a_shard_gives_its_split(names: list[str], splits: list[int | None]) -> None:
     assert split_by_name(names) == splits
 
 
-def test_one_tar_is_all_training_whatever_its_name(tmp_path: Path) -> None:
+def test_a_single_tar_is_for_training_under_any_name(tmp_path: Path) -> None:
     write_shards(tmp_path)
     dataset = read_shards(tmp_path / "val-000000.tar")
     assert len(dataset.train) == 2 and dataset.test is None
 
 
-def test_a_members_name_never_becomes_a_path(tmp_path: Path) -> None:
+def test_a_member_name_is_never_used_as_a_path(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     names = [
         "../../evil.jpg",
@@ -154,7 +154,7 @@ def test_a_members_name_never_becomes_a_path(tmp_path: Path) -> None:
     assert not new and not (tmp_path.parent / "evil.jpg").exists()
 
 
-def test_tars_are_scanned_once_and_again_when_one_has_changed(tmp_path: Path, num_scans: list[Path]) -> None:
+def test_tars_are_scanned_again_only_after_a_change(tmp_path: Path, num_scans: list[Path]) -> None:
     write_shards(tmp_path / "set")
     first, again = read_shards(tmp_path / "set"), read_shards(tmp_path / "set")
     assert len(num_scans) == 3
@@ -167,7 +167,7 @@ def test_tars_are_scanned_once_and_again_when_one_has_changed(tmp_path: Path, nu
     assert len(num_scans) == 3 + 3 + 2
 
 
-def test_any_thread_may_ask_first(tmp_path: Path) -> None:
+def test_any_thread_may_read_first(tmp_path: Path) -> None:
     write_shards(tmp_path)
     train = read_shards(tmp_path).train
     begin = threading.Barrier(8)
@@ -185,12 +185,12 @@ def test_any_thread_may_ask_first(tmp_path: Path) -> None:
     assert found == [True] * 8
 
 
-def test_a_shard_that_shrank_after_the_index_was_read_is_an_error_and_no_crash(tmp_path: Path) -> None:
+def test_a_shard_truncated_after_indexing_raises_instead_of_crashing(tmp_path: Path) -> None:
     write_shards(tmp_path)
     dataset = read_shards(tmp_path)
     assert dataset.train.content(0) == picture(0)
     os.truncate(tmp_path / "train-000000.tar", 600)  # while it is open
-    with pytest.raises(OSError, match=r"train-000000.tar ends before offset [\d,]+, where it did not before"):
+    with pytest.raises(OSError, match=r"train-000000.tar was truncated: it ends before offset [\d,]+"):
         dataset.train.content(0)
 
 
@@ -201,28 +201,28 @@ def image_and(*members: tuple[str, object]) -> list[tuple[str, object]]:
 @pytest.mark.parametrize(
     ("members", "message"),
     [
-        ([], r"holds no image for training"),
-        ([("a.cls", "1")], r"holds no image for training"),
-        (image_and(), r"x.tar at offset 512: the image a.jpg has no label; expected a member .cls"),
+        ([], r"has no training image"),
+        ([("a.cls", "1")], r"has no training image"),
+        (image_and(), r"x.tar at offset 512: the image a.jpg has no label; expected a member .*.cls"),
         (image_and(("b.cls", "0")), r"the image a.jpg has no label"),
         (image_and(("a.json", {"caption": "b"})), r"the image a.jpg has no label"),
         (
             image_and(("a.json", "{")),
-            r"x.tar at offset \d+ \(a.json\) is no label: .*; expected the number or the name",
+            r"x.tar at offset \d+ \(a.json\) is not a label: .*; expected the number or the name",
         ),
         (image_and(("a.json", {"label": [1]})), r"\[1\] is neither a number nor a name"),
         (image_and(("a.cls", "")), r"'' is neither a number nor a name"),
-        (image_and(("a.cls", b"\xff")), r"\(a.cls\) is no label"),
-        (image_and(("a.cls", "-1")), r"has a label -1; labels number the classes from 0"),
-        (image_and(("a.cls", "10000000")), r"has a label 10000000; labels number the classes from 0"),
-        (image_and(("a.cls", "9" * 5000)), r"is no label: a name has more than 1,000 letters"),
-        (image_and(("a.json", '{"label": ' + "9" * 5000 + "}")), r"\(a.json\) is no label"),
-        (image_and(("a.json", '{"label": ' + "[" * 100_000)), r"\(a.json\) is no label"),
+        (image_and(("a.cls", b"\xff")), r"\(a.cls\) is not a label"),
+        (image_and(("a.cls", "-1")), r"has a label -1; labels must be from 0"),
+        (image_and(("a.cls", "10000000")), r"has a label 10000000; labels must be from 0"),
+        (image_and(("a.cls", "9" * 5000)), r"is not a label: 5,000 characters; the limit is 1,000"),
+        (image_and(("a.json", '{"label": ' + "9" * 5000 + "}")), r"\(a.json\) is not a label"),
+        (image_and(("a.json", '{"label": ' + "[" * 100_000)), r"\(a.json\) is not a label"),
         (image_and(("a.cls", "\x1b[2J")), r"is neither a number nor a name"),
         (image_and(("a.png", picture(0)), ("a.cls", "0")), r"x.tar has two images of one sample, a.jpg and a.png"),
     ],
 )
-def test_a_tar_of_other_content_is_named_with_its_fault(tmp_path: Path, members: object, message: str) -> None:
+def test_a_tar_without_valid_samples_is_refused_with_a_reason(tmp_path: Path, members: object, message: str) -> None:
     write_tar(tmp_path / "x.tar", members)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=message) as caught:
         read_shards(tmp_path)
@@ -230,41 +230,41 @@ def test_a_tar_of_other_content_is_named_with_its_fault(tmp_path: Path, members:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("damage", "message"),
     [
-        (lambda raw: b"", r"x.tar is damaged at offset 0 \(it is cut short\); fetch it again"),
-        (lambda raw: raw[:700], r"x.tar is damaged at offset 0 \(the member there has .* bytes, more than are left\)"),
-        (lambda raw: raw[:1536], r"x.tar is damaged at offset 1536 \(it is cut short\)"),
-        (lambda raw: raw[:1700], r"x.tar is damaged at offset 1536 \(it is cut short\)"),
-        (lambda raw: raw[:1540] + b"?" + raw[1541:], r"damaged at offset 1536 \(no header of a member is there\)"),
+        (lambda raw: b"", r"x.tar is damaged at offset 0 \(it is truncated\); download"),
+        (lambda raw: raw[:700], r"x.tar is damaged at offset 0 \(its member has .* bytes, more than are left\)"),
+        (lambda raw: raw[:1536], r"x.tar is damaged at offset 1536 \(it is truncated\)"),
+        (lambda raw: raw[:1700], r"x.tar is damaged at offset 1536 \(it is truncated\)"),
+        (lambda raw: raw[:1540] + b"?" + raw[1541:], r"damaged at offset 1536 \(it is not a header\)"),
         (lambda raw: raw[:124] + b"????????" + raw[132:], r"damaged at offset 0 "),
         (lambda raw: b"\x1f\x8b" + raw[2:], r"damaged at offset 0 "),
     ],
 )
-def test_a_damaged_tar_is_named_with_the_offset(tmp_path: Path, spoil: object, message: str) -> None:
+def test_a_damaged_tar_is_named_with_the_offset(tmp_path: Path, damage: object, message: str) -> None:
     write_tar(tmp_path / "x.tar", [("a.jpg", picture(0)[:600]), ("a.cls", "1")])
     content = (tmp_path / "x.tar").read_bytes()
-    (tmp_path / "x.tar").write_bytes(spoil(content))  # type: ignore[operator]
+    (tmp_path / "x.tar").write_bytes(damage(content))  # type: ignore[operator]
     with pytest.raises(UserError, match=message):
         read_shards(tmp_path)
 
 
-def test_no_bytes_make_the_walk_of_a_tar_fail_in_another_way(tmp_path: Path) -> None:
+def test_a_corrupt_tar_raises_only_damaged(tmp_path: Path) -> None:
     write_tar(tmp_path / "x.tar", [("a.jpg", picture(0)), ("é" * 120, "1")], tarfile.PAX_FORMAT)
     content = (tmp_path / "x.tar").read_bytes()
     generator = np.random.default_rng(0)
     for place in generator.integers(0, len(content), 2000):
-        spoilt = bytearray(content)
-        spoilt[place] = generator.integers(256)
+        corrupt = bytearray(content)
+        corrupt[place] = generator.integers(256)
         try:
-            found = list(walk_members(lambda start, length: bytes(spoilt[start : start + length]), len(spoilt)))  # noqa: B023
+            found = list(walk_members(lambda start, length: bytes(corrupt[start : start + length]), len(corrupt)))  # noqa: B023
         except Damaged:
             continue
-        assert all(0 < each.offset <= each.offset + each.length <= len(spoilt) for each in found)
+        assert all(0 < each.offset <= each.offset + each.length <= len(corrupt) for each in found)
 
 
 def with_pax(records: bytes) -> bytes:
-    """A tar of one member behind a pax header."""
+    """Return a tar with one member after a pax header."""
     member = tarfile.TarInfo("x")
     member.size, member.type = len(records), tarfile.XHDTYPE
     padding = bytes(-len(records) % 512)
@@ -284,35 +284,35 @@ def with_pax(records: bytes) -> bytes:
         b"0 a=b\n",
     ],
 )
-def test_a_pax_header_that_lies_is_damage(records: bytes) -> None:
+def test_an_invalid_pax_header_is_damage(records: bytes) -> None:
     content = with_pax(records)
     with pytest.raises(Damaged):
         list(walk_members(lambda start, length: content[start : start + length], len(content)))
 
 
-def test_a_member_that_is_announced_and_not_there_has_no_name() -> None:
+def test_a_long_name_without_a_member_is_damage() -> None:
     content = with_pax(b"9 path=b\n")[:1024] + bytes(2048)
-    with pytest.raises(Damaged, match="it is no header"):
+    with pytest.raises(Damaged, match="it is not a header"):
         member_name(lambda start, length: content[start : start + length], len(content), 1536)
 
 
-def test_a_shard_that_is_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_fifo_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "x.tar").symlink_to(tmp_path / "fifo")
     with pytest.raises(UserError, match=r"x\.tar cannot be read \(it is not a regular file\)"):
         read_shards(tmp_path)
 
 
-def test_a_member_larger_than_allowed_is_not_read(tmp_path: Path) -> None:
+def test_a_member_above_the_size_limit_is_not_read(tmp_path: Path) -> None:
     write_shards(tmp_path)
     train = read_shards(tmp_path).train
     assert len(train.content(0, most_bytes=len(picture(0)))) == len(picture(0))
-    with pytest.raises(OSError, match=r"bytes are more than data\.max_file_mb"):
+    with pytest.raises(OSError, match=r"bytes exceed data\.max_file_mb"):
         train.content(0, most_bytes=len(picture(0)) - 1)
 
 
 @pytest.mark.parametrize("name", ["stamps", "listed", "offset", "label", "shards", "class_names", "sizes"])
-def test_a_cached_scan_that_is_none_is_made_again(tmp_path: Path, index_cache: Path, name: str) -> None:
+def test_an_invalid_cached_scan_is_rebuilt(tmp_path: Path, index_cache: Path, name: str) -> None:
     write_shards(tmp_path)
     expected = read_shards(tmp_path).train.fingerprint()
     (stored,) = index_cache.glob("*.npz")
@@ -325,21 +325,21 @@ def test_a_cached_scan_that_is_none_is_made_again(tmp_path: Path, index_cache: P
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("x.tar.gz", r"x.tar.gz is compressed, so images cannot be read from it at random; unpack it to .tar first"),
+        ("x.tar.gz", r"x.tar.gz is compressed, so .*; decompress it to .tar first"),
         ("x.tgz", r"x.tgz is compressed"),
-        ("x.zip", r"x.zip is no .tar; give a .tar file"),
+        ("x.zip", r"x.zip is not a .tar; give a .tar file"),
     ],
 )
-def test_what_is_no_plain_tar_is_refused(tmp_path: Path, name: str, message: str) -> None:
+def test_files_other_than_plain_tars_are_refused(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / name).write_bytes(b"x")
     with pytest.raises(UserError, match=message):
         read_shards(tmp_path / name)
 
 
-def test_a_place_without_tars_is_named(tmp_path: Path) -> None:
+def test_a_folder_without_tars_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"gone does not exist"):
         read_shards(tmp_path / "gone")
-    with pytest.raises(UserError, match=r"holds no .tar; give a .tar file, or a folder of them"):
+    with pytest.raises(UserError, match=r"has no .tar; give a .tar file or a folder"):
         read_shards(tmp_path)
     assert not holds_shards(tmp_path) and not holds_shards(tmp_path / "gone")
     write_shards(tmp_path / "set")

@@ -1,4 +1,4 @@
-"""Cutting a JPEG before it is decoded changes no pixel."""
+"""Cutting a JPEG before decoding changes no pixel."""
 
 import io
 
@@ -49,24 +49,24 @@ def test_a_crop_is_the_same_with_and_without_cutting(size: int, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("content", [encoded(photo(8, 75, 200)), encoded(photo(8, 75, 200), "PNG"), b"\xff\xd8", b""])
-def test_what_has_no_table_is_left_whole(content: bytes) -> None:
+def test_images_without_a_table_are_not_cut(content: bytes) -> None:
     assert cut_rows(content, 200, 150, 40, reach=2) is None
 
 
-def test_the_table_is_nothing_to_other_readers() -> None:
+def test_other_readers_ignore_the_table() -> None:
     plain = encoded(photo(8, 75, 200), restart_marker_rows=1)
     assert np.array_equal(decode(with_table(plain), PLENTY).copy(), decode(plain, PLENTY))
     opened = [np.asarray(Image.open(io.BytesIO(content)).convert("RGB")) for content in (plain, with_table(plain))]
     assert np.array_equal(*opened)
 
 
-def test_a_view_can_be_cut_too() -> None:
+def test_a_memoryview_can_be_cut() -> None:
     content = striped("4:2:0", 200)
     assert cut_rows(memoryview(content), 200, 0, 20, 2) == cut_rows(content, 200, 0, 20, 2) is not None
 
 
-def test_a_table_that_does_not_fit_its_image_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as that of an image that another program has encoded again, with all segments that it did not know."""
+def test_a_table_that_does_not_match_its_image_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program may encode the image again and copy the segments that it does not know."""
     content = striped("4:2:0", 200)
     table = content[20 : 20 + 2 + int.from_bytes(content[22:24])]
     others = [encoded(photo(9, 75, height), restart_marker_rows=1) for height in (200, 184, 400)]

@@ -1,4 +1,4 @@
-"""A study without its runs: what is trained, in which order, and what becomes of the results."""
+"""The order of trials in a study and the use of their results, with simulated runs."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -45,7 +45,7 @@ BEST_RATE = 2.0
 
 
 class FakeRuns:
-    """Accuracy falls with the distance from the best rate; `wild` diverges from 4 on."""
+    """Runs whose accuracy falls with the distance from the best rate; `wild` diverges from a rate of 4."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.calls, self.wild_from = folder, list[list[Trial]](), 4.0
@@ -111,7 +111,7 @@ def test_rates_are_searched_on_held_out_images_and_seeds_trained_on_all(runs: Fa
             assert settings["data.validation"] == "0.25" and settings["seed"] == str(SEARCH_SEED)
         else:
             assert "data.validation" not in settings and settings["seed"] in ("1", "2")
-            assert settings["train.evaluate_every"] == "0"  # the test images are looked at once
+            assert settings["train.evaluate_every"] == "0"  # the test images are used once
         assert settings["train.epochs"] == "3"
     names = [trial.name for trial in runs.trials]
     assert len(set(names)) == len(names) == DESIGN.num_trials == 2 * 5 + 3 * 2 + 1
@@ -125,7 +125,7 @@ def test_every_search_has_the_same_budget_and_rounds_fill_the_queue_together(run
     assert len(first) == 6 and len(last) == 7
 
 
-def test_the_best_rate_is_trained_with_and_others_follow_it(runs: FakeRuns) -> None:
+def test_final_runs_use_the_best_rate_and_derived_arms_follow(runs: FakeRuns) -> None:
     study = conduct(runs)
     small, scaled, wild, given = study.arms
     assert small.learning_rate == 2 and scaled.learning_rate == 20 and given.learning_rate == 3
@@ -143,7 +143,7 @@ def test_an_arm_that_diverges_at_every_rate_is_not_trained_further(runs: FakeRun
     wild = study.arm("wild")
     assert wild.learning_rate is None and wild.runs == [] and {run.top1 for run in wild.tuned} == {None}
     assert len(runs.calls[-1]) == 5
-    assert study.num_runs == study.num_planned == DESIGN.num_trials - 2  # nothing is waited for
+    assert study.num_runs == study.num_planned == DESIGN.num_trials - 2  # no run is pending
 
 
 def test_arms_of_a_criterion_are_searched_and_run_before_the_others(runs: FakeRuns) -> None:
@@ -154,8 +154,8 @@ def test_arms_of_a_criterion_are_searched_and_run_before_the_others(runs: FakeRu
     assert not any("small-1" in name or "scaled" in name for name in names[9:])
 
 
-def test_a_later_start_runs_what_is_missing_and_comes_to_the_same(runs: FakeRuns, tmp_path: Path) -> None:
-    """After every run, with nothing but what was written then, as on another machine."""
+def test_later_start_runs_only_missing_trials_with_the_same_result(runs: FakeRuns, tmp_path: Path) -> None:
+    """Restart after every run with only the written results, as on another machine."""
     written: list[Study] = []
     whole = conduct(runs, write=written.append)
     assert [study.num_runs for study in written] == [*range(1, 18)]
@@ -163,34 +163,34 @@ def test_a_later_start_runs_what_is_missing_and_comes_to_the_same(runs: FakeRuns
     for number in (1, 4, 11, 16):
         (tmp_path / f"again-{number}").mkdir()
         again = FakeRuns(tmp_path / f"again-{number}")
-        kept = msgspec.json.decode(msgspec.json.encode(written[number - 1]), type=Study)
-        study = conduct(again, before=kept)
+        stored = msgspec.json.decode(msgspec.json.encode(written[number - 1]), type=Study)
+        study = conduct(again, before=stored)
         assert len(again.trials) == 17 - number
         assert (study.arms, study.took_s, study.versions) == (whole.arms, whole.took_s, whole.versions)
 
 
-def test_a_page_of_some_runs_says_so_and_judges_nothing(runs: FakeRuns) -> None:
+def test_page_of_an_incomplete_study_judges_nothing(runs: FakeRuns) -> None:
     written: list[Study] = []
     criterion = Criterion(arm="scaled", baseline="small, 1", max_gap_points=50.0)
     design = msgspec.structs.replace(DESIGN, criteria=(criterion,))
     conduct(runs, design, written.append)
     pages = [page(study, []) for study in written]
-    assert "**1 of 17 runs have been made**" in pages[0] and "search under way" in pages[0]
-    assert "not judged before all seeds are there (scaled: 1 of 2; small, 1: 2 of 2)" in pages[7]
+    assert "**1 of 17 runs are complete.**" in pages[0] and "search in progress" in pages[0]
+    assert "not judged until all seeds are complete (scaled: 1 of 2; small, 1: 2 of 2)" in pages[7]
     assert not any(": holds" in text for text in pages[:8])
     assert all(": holds" in text for text in pages[8:])
-    assert "have been made**" not in pages[-1]
+    assert "runs are complete.**" not in pages[-1]
 
 
-def test_results_of_other_settings_are_not_taken_and_not_lost(runs: FakeRuns) -> None:
+def test_results_of_other_settings_are_neither_used_nor_lost(runs: FakeRuns) -> None:
     whole = conduct(runs)
     fewer = msgspec.structs.replace(DESIGN, seeds=1)
     longer = msgspec.structs.replace(DESIGN, settings=("train.epochs=4", "batch.micro=8"))
     without = msgspec.structs.replace(DESIGN, arms=DESIGN.arms[:3])
     for design, reason in (
-        (fewer, "tiny.json has a run 'seed-2-small-1' of other settings"),
-        (longer, "tiny.json has a run 'search-small-1-0.25' of other settings"),
-        (without, "tiny.json has runs of an arm 'given', which the study has not"),
+        (fewer, "tiny.json has run 'seed-2-small-1' with settings that differ"),
+        (longer, "tiny.json has run 'search-small-1-0.25' with settings that differ"),
+        (without, "tiny.json has runs of arm 'given', which is not in the study"),
     ):
         with pytest.raises(UserError, match=reason):
             conduct(runs, design, before=whole)

@@ -29,11 +29,11 @@ def made(more: list[float | None], less: list[float | None]) -> Study:
     [
         ([8.0, 8.8, 7.3], [2.0, 2.2, 1.8], True, ": agrees"),
         ([2.0, 2.2, 1.8], [8.0, 8.8, 7.3], False, ": disagrees"),
-        ([8.0, 1.0], [2.0, 2.5], None, ": these seeds do not tell them apart"),
-        ([8.0], [2.0], None, "(one seed, so no interval): cannot be told"),
+        ([8.0, 1.0], [2.0, 2.5], None, ": these seeds do not distinguish them"),
+        ([8.0], [2.0], None, "(one seed, so no interval): undecided"),
     ],
 )
-def test_growth_is_told_apart_by_its_factor(
+def test_growth_is_compared_by_its_factor(
     more: list[float | None], less: list[float | None], holds: bool | None, ends: str
 ) -> None:
     verdict = judge_curves(made(more, less), CLAIM)
@@ -43,10 +43,10 @@ def test_growth_is_told_apart_by_its_factor(
     assert len(more) == 1 or f"{means[0] / means[1]:.3g} times as much" in verdict.text
 
 
-def test_what_is_not_there_is_not_judged() -> None:
+def test_missing_curves_are_not_judged() -> None:
     study = pair([0.9, 0.9], [0.9, 0.9])
     later = msgspec.structs.replace(study, arms=[study.arms[0], untrained(TRIAL)])
-    assert judge_curves(later, CLAIM).text == f"{TRIAL}: not run: cannot be told"
+    assert judge_curves(later, CLAIM).text == f"{TRIAL}: not run: undecided"
     waiting = made([8.0, 8.8], [2.0, 2.2])
     waiting = msgspec.structs.replace(
         waiting, arms=[waiting.arms[0], msgspec.structs.replace(waiting.arms[1], num_seeds=3)]

@@ -8,7 +8,7 @@ GRID, MOMENTA, BUDGET = (2.0, 6.0, 18.0), (0.9, 0.95), 6
 
 
 def search(peak: float, best_momentum: float) -> dict[Point, Score]:
-    """Accuracy has its peak at a rate that is as fast as `peak` with 0.9, and diverges at 100 times that."""
+    """Search an accuracy that peaks at the rate as fast as `peak` with momentum 0.9 and diverges at 100 times that."""
     scores: dict[Point, Score] = {}
     while points := next_points(scores, GRID, MOMENTA, BUDGET):
         for point in points:
@@ -28,18 +28,18 @@ def test_momenta_share_the_budget_and_the_better_one_is_refined(peak: float, mom
     assert {point.momentum for point in points[4:]} == {momentum}
     found = best_point(scores)
     assert found.momentum == momentum
-    # Half a step of the grid is as far as two finer rates can leave it; beyond the grid, two steps were gone.
+    # Two finer rates get within half a step of the grid; beyond the grid, the search takes two steps.
     assert abs(math.log(as_fast_as(found, 0.9).learning_rate / peak)) < math.log(3) / 2 + 1e-2 or peak > 54
 
 
-def test_without_momenta_it_is_the_search_over_rates() -> None:
+def test_search_without_momenta_is_the_search_over_rates() -> None:
     assert next_points({}, (1, 4), (), 4) == [Point(1), Point(4)]
     assert next_points({Point(1): 0.5, Point(4): 0.8}, (1, 4), (), 4) == [Point(16)]
     assert next_points({Point(1): 0.5, Point(4): 0.8, Point(16): 0.7}, (1, 4), (), 4) == [Point(8)]
     assert next_points({Point(1): None, Point(4): None}, (1, 4), (), 2) == []
 
 
-def test_a_point_is_as_fast_with_another_momentum_where_steps_add_up_to_the_same() -> None:
+def test_points_of_equal_speed_have_equal_total_steps() -> None:
     for momentum in (0.5, 0.95):
         rate = as_fast_as(Point(6.0, 0.9), momentum).learning_rate
         ways = [sum(lr * mu**k for k in range(2000)) for lr, mu in ((6.0, 0.9), (rate, momentum))]

@@ -1,4 +1,4 @@
-"""The results that lie in docs/studies: pages say what their JSON says."""
+"""The pages in docs/studies match their JSON."""
 
 import re
 from pathlib import Path
@@ -9,10 +9,10 @@ import pytest
 from megabatch.config.loading import load_config
 from megabatch.config.reference_results import REFERENCE_RESULTS
 from megabatch.config.schema import RunConfig
-from megabatch.experiments.conduct import arm_so_far, take_over
+from megabatch.experiments.conduct import arm_so_far, earlier_results
 from megabatch.experiments.design import read_design
-from megabatch.experiments.figures import draw_figures
-from megabatch.experiments.page import figure_file, load_study, page
+from megabatch.experiments.page import load_study, page, plot_file
+from megabatch.experiments.plots import draw_plots
 from megabatch.experiments.verdict import points, range_words, top1_gap
 
 FOLDER = Path(__file__).parents[2] / "docs" / "studies"
@@ -30,21 +30,21 @@ def words_of(svg: str) -> list[str]:
 @pytest.mark.parametrize("name", STUDIES)
 def test_pages_are_computed_from_their_json(name: str) -> None:
     study = load_study(FOLDER / f"{name}.json")
-    drawings = draw_figures(study)
+    drawings = draw_plots(study)
     assert (FOLDER / f"{name}.md").read_text() == page(study, drawings)
     assert study.command == f"megabatch study {name}"
     for drawing in drawings:  # lines may differ in their last digits on another machine; words do not
-        assert words_of((FOLDER / figure_file(study, drawing)).read_text()) == words_of(drawing.svg)
+        assert words_of((FOLDER / plot_file(study, drawing)).read_text()) == words_of(drawing.svg)
 
 
 @pytest.mark.parametrize("name", STUDIES)
-def test_results_are_those_of_the_designs(name: str) -> None:
-    """All of them are taken by a later start, which runs what is missing."""
+def test_results_match_their_designs(name: str) -> None:
+    """A later start uses all results and runs only missing trials."""
     design, study = read_design(name), load_study(FOLDER / f"{name}.json")
     assert (study.question, study.setup, study.paired) == (design.question, design.setup, design.paired)
     assert (study.criteria, study.claims) == (list(design.criteria), list(design.claims))
     assert study.curve_claims == list(design.curve_claims)
-    results = take_over(design, study, name)
+    results = earlier_results(design, study, name)
     assert len(results) == study.num_runs
     assert study.arms == [arm_so_far(design, arm, results) for arm in design.arms]
 
@@ -60,7 +60,7 @@ def test_results_are_those_of_the_designs(name: str) -> None:
         ("fashion-90-4k", "large-batch-90", "LARS, 4,096"),
     ],
 )
-def test_recipes_carry_the_values_that_were_found(recipe: str, study: str, arm: str) -> None:
+def test_recipes_have_the_values_that_studies_found(recipe: str, study: str, arm: str) -> None:
     found, design = load_study(FOLDER / f"{study}.json").arm(arm), read_design(study)
     chosen = [f"optim.learning_rate={found.learning_rate}"]
     if found.momentum is not None:
@@ -85,10 +85,10 @@ def test_recipes_carry_the_values_that_were_found(recipe: str, study: str, arm: 
         ("precision", "fp32", "fp16, dynamic scale", "{} points above (95 % interval {})"),
     ],
 )
-def test_the_readme_says_what_the_json_says(study: str, lower: str, higher: str, sentence: str) -> None:
+def test_table_of_results_matches_the_json(study: str, lower: str, higher: str, sentence: str) -> None:
     found = load_study(FOLDER / f"{study}.json")
     gap = top1_gap(found, found.arm(lower), found.arm(higher))
     assert gap and gap.interval
-    readme = (FOLDER.parents[1] / "README.md").read_text().splitlines()
+    readme = (FOLDER.parent / "README.md").read_text().splitlines()
     (row,) = (line for line in readme if f"`megabatch study {study}`" in line)
     assert sentence.format(points(gap.size), range_words(gap.interval)) in row

@@ -25,7 +25,7 @@ def search(grid: list[float], budget: int, score: Callable[[float], Score]) -> d
 
 
 def peaked(peak: float, left: float, right: float) -> Callable[[float], float]:
-    """Falls from its peak with other slopes on either side."""
+    """Return a score that falls from its peak with different slopes on either side."""
 
     def score(rate: float) -> float:
         distance = math.log(rate / peak)
@@ -35,14 +35,14 @@ def peaked(peak: float, left: float, right: float) -> Callable[[float], float]:
 
 
 @given(lows, steps, sizes)
-def test_a_grid_is_geometric_from_end_to_end(low: float, step: float, num: int) -> None:
+def test_grid_is_geometric(low: float, step: float, num: int) -> None:
     grid = coarse_grid(low, low * step ** (num - 1), num)
     assert grid[0] == rounded(low) and grid[-1] == rounded(low * step ** (num - 1)) and len(grid) == num
     assert all(above / below == pytest.approx(step, rel=0.011) for below, above in pairwise(grid))
 
 
 @given(lows, steps, sizes, st.integers(0, 12), st.data())
-def test_whatever_the_scores_the_budget_is_kept_and_no_rate_is_tried_twice(
+def test_any_scores_keep_the_budget_and_repeat_no_rate(
     low: float, step: float, num: int, extra: int, data: st.DataObject
 ) -> None:
     scores = st.none() | st.sampled_from([0.1, 0.5, 0.9])  # with ties
@@ -53,7 +53,7 @@ def test_whatever_the_scores_the_budget_is_kept_and_no_rate_is_tried_twice(
 
 @settings(max_examples=200)
 @given(lows, steps, st.integers(3, 6), st.floats(0, 1), st.floats(0.1, 10), st.floats(0.1, 10), st.integers(0, 3))
-def test_a_peak_within_the_grid_is_enclosed_by_a_gap_that_every_two_trials_halve(
+def test_two_trials_halve_the_interval_around_a_peak(
     low: float, step: float, num: int, where: float, left: float, right: float, rounds: int
 ) -> None:
     span = step ** (num - 1)
@@ -68,7 +68,7 @@ def test_a_peak_within_the_grid_is_enclosed_by_a_gap_that_every_two_trials_halve
 
 
 @given(lows, steps, st.integers(-4, 4))
-def test_a_peak_beyond_an_end_is_reached_step_by_step(low: float, step: float, beyond: int) -> None:
+def test_peak_beyond_an_end_is_reached_step_by_step(low: float, step: float, beyond: int) -> None:
     grid = coarse_grid(low, low * step**2, 3)
     peak = grid[1] * step ** (beyond + math.copysign(1, beyond))
     tried = search(grid, 3 + abs(beyond) + 2, peaked(peak, 1.0, 1.0))
@@ -76,14 +76,14 @@ def test_a_peak_beyond_an_end_is_reached_step_by_step(low: float, step: float, b
     assert 1 / step / ROUNDING < best_learning_rate(tried) / peak < step * ROUNDING
 
 
-def test_what_diverges_is_worse_than_anything_and_all_that_diverges_leads_downwards() -> None:
+def test_divergence_is_the_worst_score_and_leads_to_lower_rates() -> None:
     assert best_learning_rate({0.1: 0.0, 1.0: None}) == 0.1
     assert next_learning_rates({0.1: 0.2, 1.0: 0.3, 10.0: None}, budget=9) == [0.316, 3.16]
     assert next_learning_rates({1.0: None, 10.0: None}, budget=3) == [0.1]
     assert next_learning_rates({1e-300: None, 1.0: None}, budget=3) == []  # there is no rate below
 
 
-def test_of_equals_the_lower_rate_is_the_best() -> None:
+def test_lower_rate_wins_a_tie() -> None:
     assert best_learning_rate({4.0: 0.9, 2.0: 0.9, 1.0: 0.8}) == 2.0
 
 

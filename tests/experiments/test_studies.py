@@ -1,4 +1,4 @@
-"""What the studies promise on paper, held to their designs."""
+"""The designs of the studies match their descriptions."""
 
 from itertools import pairwise
 
@@ -24,7 +24,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", STUDIES)
-def test_arms_have_equal_epochs_and_differ_in_what_they_say(name: str) -> None:
+def test_arms_have_equal_epochs_and_differ_only_as_stated(name: str) -> None:
     configs = CONFIGS[name].values()
     alike = {
         (
@@ -44,16 +44,16 @@ def test_arms_have_equal_epochs_and_differ_in_what_they_say(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", STUDIES)
-def test_every_search_is_as_fine(name: str) -> None:
+def test_every_search_has_the_same_resolution(name: str) -> None:
     grids = [arm.learning_rates for arm in STUDIES[name].arms if arm.learning_rates]
     steps = [high / low for grid in grids for low, high in pairwise(grid)]
     assert steps == pytest.approx([steps[0]] * len(steps)) and len({*map(len, grids)}) == 1
 
 
 def test_without_a_name_the_studies_are_listed_with_their_runs() -> None:
-    said = CliRunner().invoke(app, ["study"], env={"COLUMNS": "200"}).output
+    output = CliRunner().invoke(app, ["study"], env={"COLUMNS": "200"}).output
     for name, design in STUDIES.items():
-        assert f"{name}  {design.num_trials} runs: {design.title}" in said
+        assert f"{name}  {design.num_trials} runs: {design.title}" in output
 
 
 @pytest.mark.parametrize("name", STUDIES)
@@ -68,9 +68,10 @@ def test_setups_name_the_values_of_their_recipes(name: str) -> None:
     assert f"{design.seeds} seeds" in design.setup or f"{design.seeds} for the others" in design.setup
 
 
-def test_large_batch_is_of_the_issue() -> None:
+def test_large_batch_matches_its_issue() -> None:
     configs, design = CONFIGS["large-batch"], STUDIES["large-batch"]
-    assert next(iter(configs.values())).train.epochs >= 30 and design.seeds == 5
+    epochs = next(iter(configs.values())).train.epochs
+    assert epochs and epochs >= 30 and design.seeds == 5
     assert all(config.data.source == "fashion-mnist" for config in configs.values())
     assert round(FULL_FASHION_MNIST.num_train / configs["LARS, 3,072"].batch.global_batch) == 20
     trial = search_trial(design, design.arms[0], Point(0.1))
@@ -103,7 +104,7 @@ def test_large_batch_90_has_the_steps_of_the_paper() -> None:
     assert f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters" in design.setup
 
 
-def test_20_steps_an_epoch_everywhere() -> None:
+def test_every_arm_has_20_steps_per_epoch() -> None:
     for name in ("ablation", "precision"):
         for config in CONFIGS[name].values():
             assert round(FASHION_MNIST_10K.num_train / config.batch.global_batch) == 20

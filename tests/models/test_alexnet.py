@@ -22,7 +22,7 @@ NORM_CHANNELS = {"norm1": 96, "norm2": 256, "norm3": 384, "norm4": 384, "norm5":
 
 @pytest.fixture(scope="module", params=[alexnet, alexnet_bn])
 def grey(request: pytest.FixtureRequest) -> Iterator[nn.Module]:
-    """A network of grey images with weights: half a second to make, 250 MB."""
+    """A network for grey images, with weights.  It takes half a second to create, and 250 MB."""
     torch.manual_seed(1)
     yield request.param(num_classes=10, in_channels=1)
 
@@ -32,7 +32,7 @@ def parameters_by_layer(model: nn.Module) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
-def test_alexnet_has_the_parameters_of_caffes() -> None:
+def test_alexnet_has_the_parameters_of_caffe() -> None:
     with torch.device("meta"):
         counts = parameters_by_layer(alexnet(num_classes=1000))
     assert counts == PUBLISHED_PARAMETERS
@@ -49,7 +49,7 @@ def test_alexnet_bn_adds_gamma_and_beta_of_each_norm() -> None:
     assert without == counts
 
 
-def test_layers_stand_in_the_order_of_the_source() -> None:
+def test_layers_are_in_the_order_of_the_source() -> None:
     with torch.device("meta"):
         names = [name for name, _ in alexnet_bn(num_classes=10).named_children()]
     assert " ".join(names) == (
@@ -59,7 +59,7 @@ def test_layers_stand_in_the_order_of_the_source() -> None:
 
 
 @pytest.mark.parametrize(("size", "pooled"), [(39, 1), (64, 1), (224, 6), (227, 6), (256, 7)])
-def test_pool5_gives_what_fc6_reads_at_224_and_227_pixels(size: int, pooled: int) -> None:
+def test_pool5_has_the_size_of_fc6_at_224_and_227_pixels(size: int, pooled: int) -> None:
     with torch.device("meta"):
         model = alexnet(num_classes=10)
         x = torch.zeros(2, 3, size, size)
@@ -70,7 +70,7 @@ def test_pool5_gives_what_fc6_reads_at_224_and_227_pixels(size: int, pooled: int
     assert x.shape == (2, 10)
 
 
-def test_resizing_leaves_6x6_as_it_is() -> None:
+def test_resizing_does_not_change_6x6() -> None:
     with torch.device("meta"):
         resize = alexnet(num_classes=10).get_submodule("resize")
     x = torch.randn(2, 3, 6, 6)
@@ -84,7 +84,7 @@ def test_38_pixels_are_too_few() -> None:
             model(torch.zeros(2, 3, 38, 38))
 
 
-def test_the_memory_order_of_images_does_not_matter(grey: nn.Module) -> None:
+def test_memory_format_of_images_does_not_matter(grey: nn.Module) -> None:
     images = torch.randn(2, 1, 64, 64)
     grey.eval()
     with torch.no_grad():
@@ -94,12 +94,12 @@ def test_the_memory_order_of_images_does_not_matter(grey: nn.Module) -> None:
     torch.testing.assert_close(logits, expected)
 
 
-def test_logits_start_neither_mute_nor_loud(grey: nn.Module) -> None:
+def test_initial_logits_are_neither_too_small_nor_too_large(grey: nn.Module) -> None:
     with torch.no_grad():
         assert 0.1 < grey.train()(torch.randn(8, 1, 64, 64)).std().item() < 2
 
 
-def test_weights_start_as_stated(grey: nn.Module) -> None:
+def test_initial_weights_have_the_stated_distribution(grey: nn.Module) -> None:
     has_batch_norm = isinstance(grey.get_submodule("norm5"), nn.BatchNorm2d)
     for name, layer in grey.named_children():
         if isinstance(layer, nn.Conv2d | nn.Linear):
@@ -125,7 +125,7 @@ def test_no_gamma_or_beta_decays() -> None:
     assert groups["biases"] == [f"{layer}.bias" for layer in PUBLISHED_PARAMETERS]
 
 
-def test_the_small_one_has_the_same_layers_and_an_eighth_of_the_channels() -> None:
+def test_small_alexnet_bn_has_the_same_layers_and_an_eighth_of_the_channels() -> None:
     with torch.device("meta"):
         small, full = small_alexnet_bn(num_classes=10), alexnet_bn(num_classes=10)
         assert small(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
@@ -136,7 +136,7 @@ def test_the_small_one_has_the_same_layers_and_an_eighth_of_the_channels() -> No
     assert parameters_by_layer(small).keys() - parameters_by_layer(without).keys() == {"norm5"}
 
 
-def test_signals_of_the_small_one_are_as_strong() -> None:
+def test_signals_of_small_alexnet_bn_are_as_strong() -> None:
     torch.manual_seed(1)
     with torch.no_grad():
         full = alexnet_bn(num_classes=10).train()(torch.randn(8, 3, 224, 224)).std().item()

@@ -14,12 +14,12 @@ from megabatch.precision.cast import place_model
 from megabatch.precision.policy import PrecisionSettings
 
 
-def users_own(num_classes: int, image_size: int, hidden: int = 5) -> nn.Module:
+def custom_model(num_classes: int, image_size: int, hidden: int = 5) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(image_size**2, hidden), nn.Linear(hidden, num_classes))
 
 
 class Viewing(nn.Module):
-    """As many networks do; between two convolutions the order of memory is seen."""
+    """A network that calls view, as many do.  Between two convolutions the memory format matters."""
 
     def __init__(self, num_classes: int, in_channels: int, image_size: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def build(name: str, seed: int = 1, in_channels: int = 1, **options: object) -> 
 
 @pytest.mark.parametrize("name", list(MODELS))
 @pytest.mark.parametrize("channels", [1, 3])
-def test_no_model_depends_on_the_size_of_images(name: str, channels: int) -> None:
+def test_models_accept_images_of_any_size(name: str, channels: int) -> None:
     with torch.device("meta"):
         model = build(name, in_channels=channels)
         for size in (64, 224) if name.startswith("alexnet") else (28, 32, 64, 224):
@@ -53,11 +53,11 @@ def test_no_model_depends_on_the_size_of_images(name: str, channels: int) -> Non
 
 
 @pytest.mark.parametrize(("name", "expected"), [("small_resnet", 121_274), ("shallow_cnn", 204_602)])
-def test_models_have_the_parameters_that_are_stated(name: str, expected: int) -> None:
+def test_models_have_the_stated_number_of_parameters(name: str, expected: int) -> None:
     assert sum(parameter.numel() for parameter in build(name).parameters()) == expected
 
 
-def test_weights_depend_on_the_seed_alone() -> None:
+def test_weights_depend_only_on_the_seed() -> None:
     first = build("small_cnn", seed=1).state_dict()
     torch.rand(3)
     again, other = (build("small_cnn", seed=seed).state_dict() for seed in (1, 2))
@@ -65,14 +65,14 @@ def test_weights_depend_on_the_seed_alone() -> None:
     assert not torch.equal(first["0.0.weight"], other["0.0.weight"])
 
 
-def test_a_zero_gamma_branch_starts_as_nothing() -> None:
+def test_zero_gamma_branch_starts_as_zero() -> None:
     x = torch.rand(2, 4, 5, 5)
     assert torch.equal(Residual(4, zero_gamma=True)(x), x)
     assert not torch.equal(Residual(4, zero_gamma=False)(x), x)
 
 
-def test_a_users_own_factory_gets_the_arguments_it_names() -> None:
-    model = build(f"{__name__}:users_own", hidden=7)
+def test_custom_factory_gets_the_arguments_it_names() -> None:
+    model = build(f"{__name__}:custom_model", hidden=7)
     assert model(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
     assert sum(parameter.numel() for parameter in model.parameters()) == 784 * 7 + 7 + 70 + 10
 
@@ -92,7 +92,7 @@ def test_a_users_own_factory_gets_the_arguments_it_names() -> None:
         (f"{__name__}:not_a_model", {"x": 3}, r"model.options.x: .* has no such option; it takes none"),
     ],
 )
-def test_what_cannot_be_built_is_one_line(name: str, options: dict[str, object], message: str) -> None:
+def test_invalid_model_is_a_one_line_error(name: str, options: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         build(name, **options)
 
@@ -106,13 +106,13 @@ def test_what_cannot_be_built_is_one_line(name: str, options: dict[str, object],
         (f"{__name__}:Viewing", True, True),
     ],
 )
-def test_our_models_are_channels_last_and_users_own_where_they_say_so(name: str, given: Any, expected: bool) -> None:
+def test_built_in_models_are_channels_last_and_custom_ones_on_request(name: str, given: Any, expected: bool) -> None:
     assert ModelSettings(name=name, channels_last=given).wants_channels_last == expected
     config = load_config("fashion", [f"model.name={name}", f"model.channels_last={str(given).lower()}"])
     assert config.model.wants_channels_last == expected
 
 
-def test_a_view_that_channels_last_does_not_allow_is_one_line() -> None:
+def test_view_that_channels_last_does_not_allow_is_a_one_line_error() -> None:
     settings = ModelSettings(name=f"{__name__}:Viewing", channels_last=True)
     model = build_model(settings, 1, num_classes=10, in_channels=3, image_size=28)
     place_model(model, PrecisionSettings(), torch.device("cpu"), settings.wants_channels_last)
@@ -123,13 +123,13 @@ def test_a_view_that_channels_last_does_not_allow_is_one_line() -> None:
     assert "\n" not in str(refusal.value)
 
 
-def test_another_order_of_memory_is_refused_with_those_that_there_are() -> None:
+def test_unknown_memory_format_is_rejected_with_the_known_ones() -> None:
     expected = r"^model.channels_last='fast': expected (true or false or auto|auto or true or false); for example model"
     with pytest.raises(UserError, match=expected):
         load_config("fashion", ["model.channels_last=fast"])
 
 
-def test_the_loss_is_the_sum_over_samples_of_the_smoothed_cross_entropy() -> None:
+def test_loss_is_the_smoothed_cross_entropy_summed_over_samples() -> None:
     logits = torch.tensor([[1.0, 2.0, 3.0], [0.5, 0.0, -1.0]], dtype=torch.float64)
     labels = torch.tensor([2, 1])
     target = torch.full((2, 3), 0.3 / 3, dtype=torch.float64)
@@ -138,7 +138,19 @@ def test_the_loss_is_the_sum_over_samples_of_the_smoothed_cross_entropy() -> Non
     torch.testing.assert_close(summed_loss(LossSettings(label_smoothing=0.3), logits, labels), expected)
 
 
+@pytest.mark.usefixtures("torchvision")  # which timm imports
+@pytest.mark.parametrize("smoothing", [0.0, 0.08])
+def test_bce_is_timms_summed_over_classes_and_samples(smoothing: float) -> None:
+    from timm.loss import BinaryCrossEntropy
+
+    logits, labels = torch.randn(6, 5, dtype=torch.float64, requires_grad=True), torch.randint(0, 5, (6,))
+    ours = summed_loss(LossSettings(name="bce", label_smoothing=smoothing), logits, labels)
+    theirs = 6 * BinaryCrossEntropy(smoothing, sum_classes=True)(logits, labels)
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, logits)[0] for loss in (ours, theirs)))
+
+
 @pytest.mark.parametrize("size", [6, 7, 8, 14])
-def test_tiny_cnns_pool_averages_as_torchs(size: int) -> None:
+def test_pool_of_tiny_cnn_averages_as_in_torch(size: int) -> None:
     images = torch.randn(3, 5, size, size)
     assert torch.equal(AverageTo(7)(images), nn.functional.adaptive_avg_pool2d(images, 7))

@@ -16,29 +16,29 @@ def build(name: str, **options: object) -> nn.Module:
         return build_model(settings, seed=1, num_classes=7, in_channels=3, image_size=64)
 
 
-def gives_the_scores(model: nn.Module) -> bool:
+def computes_the_logits(model: nn.Module) -> bool:
     head = model.get_submodule(head_of(model))
     with torch.device("meta"):
         return model.eval()(torch.zeros(2, 3, 64, 64)).shape == (2, 7) and getattr(head, "out_features", None) == 7
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-def test_the_head_of_every_model_gives_the_scores(name: str) -> None:
-    assert gives_the_scores(build(name))
+def test_head_of_every_model_computes_the_logits(name: str) -> None:
+    assert computes_the_logits(build(name))
 
 
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "densenet121", "efficientnet_b0", "convnext_tiny"])
-def test_torchvisions_models_are_built_by_name_and_their_heads_found(torchvision: ModuleType, name: str) -> None:
-    assert gives_the_scores(build(f"torchvision.models:{name}"))
+def test_head_of_torchvision_models_is_found(torchvision: ModuleType, name: str) -> None:
+    assert computes_the_logits(build(f"torchvision.models:{name}"))
 
 
 @pytest.mark.parametrize("name", ["resnet18", "mobilenetv3_small_100", "vit_tiny_patch16_224"])
-def test_timms_models_are_built_by_name_and_their_heads_found(torchvision: ModuleType, name: str) -> None:
+def test_head_of_timm_models_is_found(torchvision: ModuleType, name: str) -> None:
     options = {"img_size": 64} if name.startswith("vit") else {}
-    assert gives_the_scores(build("timm:create_model", model_name=name, **options))
+    assert computes_the_logits(build("timm:create_model", model_name=name, **options))
 
 
-def test_frozen_modules_are_not_trained_and_compute_as_in_evaluation() -> None:
+def test_frozen_modules_are_not_trained_and_run_in_evaluation_mode() -> None:
     with torch.device("meta"):
         model = freeze(resnet18(num_classes=7), ["conv1", "bn1", "layer1", "layer2.0"])
     frozen = ("conv1.", "bn1.", "layer1.", "layer2.0.")
@@ -62,6 +62,6 @@ def test_head_parameters_are_named_as_in_the_state_dict() -> None:
         (["conv1", "bn1", "layer1", "layer2", "layer3", "layer4", "fc"], r"leaves nothing to train; leave 'fc' out"),
     ],
 )
-def test_what_cannot_be_frozen_is_one_line(names: list[str], message: str) -> None:
+def test_invalid_freeze_is_a_one_line_error(names: list[str], message: str) -> None:
     with torch.device("meta"), pytest.raises(UserError, match=message):
         freeze(resnet18(num_classes=7), names)

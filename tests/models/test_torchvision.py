@@ -13,6 +13,8 @@ from megabatch import torch_api
 from megabatch.errors import UserError
 from megabatch.models.catalog import ModelSettings, build_model, model_errors
 
+pytestmark = pytest.mark.ranks  # trains in processes
+
 SMALL = [
     "batch.global=8",
     "batch.micro=4",
@@ -51,7 +53,7 @@ def needs_mismatch() -> None:
         ("timm:create_model", '{model_name="resnet10t"}'),
     ],
 )
-def test_a_process_trains_a_model_by_its_name(
+def test_process_trains_a_model_by_name(
     name: str, options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip(name.partition(":")[0], reason=f"needs {name.partition(':')[0]}")
@@ -62,7 +64,7 @@ def test_a_process_trains_a_model_by_its_name(
 
 
 @pytest.mark.usefixtures("torchvision")
-def test_a_model_that_calls_a_missing_operator_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_operator_is_a_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needs_mismatch()
     monkeypatch.chdir(tmp_path)
     Path("boxes.py").write_text(CODE)
@@ -74,7 +76,7 @@ def test_a_model_that_calls_a_missing_operator_is_one_line(tmp_path: Path, monke
 
 
 class Calls(nn.Module):
-    """Calls an operator by the name that torch knows it by."""
+    """A model that calls an operator by its name in torch."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -87,15 +89,15 @@ class Calls(nn.Module):
 
 @pytest.mark.usefixtures("torchvision")
 @pytest.mark.parametrize("name", ["nms", "qnms", "roi_align"])  # the last one is not even defined
-def test_an_operator_that_torch_does_not_have_is_named(name: str) -> None:
+def test_missing_operator_is_named(name: str) -> None:
     needs_mismatch()
     with pytest.raises(UserError, match=f"operator {name},"), model_errors(ModelSettings(name="mine:net")):
         Calls(name)(torch.ones(1))
 
 
 @pytest.mark.usefixtures("torchvision")
-def test_other_errors_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In code that is imported, and in its forward."""
+def test_other_errors_are_not_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors of the import and of forward."""
     monkeypatch.chdir(tmp_path)
     Path("broken.py").write_text('import torchvision\nraise RuntimeError("operator mine::nms does not exist")\n')
     with pytest.raises(RuntimeError, match="mine::nms"):
@@ -105,7 +107,7 @@ def test_other_errors_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.Monke
     assert torch_api.missing_operator(RuntimeError("mine")) is None
 
 
-def test_an_operator_is_defined_once_and_only_if_torchvision_did_not(torchvision: ModuleType) -> None:
+def test_operator_is_defined_once_and_only_if_torchvision_did_not(torchvision: ModuleType) -> None:
     torch_api.allow_torchvision_without_extension()
     assert sum(isinstance(finder, torch_api.OperatorDefiner) for finder in sys.meta_path) == 1
     for _ in range(2):
@@ -117,7 +119,7 @@ def test_an_operator_is_defined_once_and_only_if_torchvision_did_not(torchvision
 
 
 @pytest.mark.parametrize("name", ["torchvision.models:resnet18", "timm:create_model"])
-def test_without_the_package_it_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_a_one_line_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = name.partition(":")[0]
     for part in (module, module.partition(".")[0]):
         monkeypatch.setitem(sys.modules, part, None)

@@ -7,7 +7,7 @@ from megabatch.optim.optimizers import set_learning_rate
 
 
 class Block(nn.Module):
-    """A shortcut with a BatchNorm that no rule by name would recognise."""
+    """A block whose shortcut has a BatchNorm that a rule by name would not recognise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def test_only_weights_decay() -> None:
     assert decay == {"weights": 0.1, "biases": 0.0, "normalisation": 0.0}
 
 
-def test_if_all_decay_nothing_else_changes() -> None:
+def test_decay_all_changes_only_the_weight_decay() -> None:
     model = Block()
     groups, usual = parameter_groups(model, 0.1, decay_all=True), parameter_groups(model, 0.1)
     assert {group["weight_decay"] for group in groups} == {0.1}
@@ -71,10 +71,10 @@ def test_every_trained_parameter_is_in_exactly_one_group() -> None:
     grouped = [parameter for group in parameter_groups(model, 0.1) for parameter in group["params"]]
     assert {id(parameter) for parameter in grouped} == {id(parameter) for parameter in model.parameters()}
     assert len(grouped) == len(list(model.parameters()))
-    torch.optim.SGD(parameter_groups(model, 0.1), lr=0.1)  # torch itself refuses doubles
+    torch.optim.SGD(parameter_groups(model, 0.1), lr=0.1)  # torch rejects duplicates
 
 
-def test_a_head_apart_has_groups_of_its_own_and_its_share_of_every_learning_rate() -> None:
+def test_head_has_separate_groups_and_a_factor_of_every_learning_rate() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     groups = split_head(parameter_groups(model, 0.1), ["2.weight", "2.bias"], factor=5.0)
     assert {group["name"]: (group["param_names"], group["weight_decay"]) for group in groups} == {

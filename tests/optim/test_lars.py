@@ -13,7 +13,7 @@ from megabatch.optim import LARS, parameter_groups
 from megabatch.optim.lars import VARIANTS, trust_ratio, trust_ratios
 from megabatch.optim.momentum import ROW, norm
 from megabatch.optim.optimizers import OPTIMIZERS, OptimSettings, set_learning_rate
-from tests.support.lars_reference import ETA, MU, REFERENCES
+from tests.support.lars_reference import ETA, LRS, MLPERF, MU, REFERENCES
 
 DECAY, EPS = 0.02, 1e-6
 RATES = [0.0, 0.5, 1.0, 2.0, 3.0, 3.0, 0.0, 1.5, 1.0, 0.4, 0.1, 0.01]  # warm-up from 0, a pause, decay
@@ -61,9 +61,30 @@ def test_each_variant_is_its_reference_in_float64(variant: str, foreach: bool | 
             torch.testing.assert_close(weight.detach(), expected[index], **SAME)
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e8])  # 1e8: too small a trust ratio for the fused kernel
+@pytest.mark.parametrize("foreach", [None, True])
+@pytest.mark.parametrize("variant", MLPERF)
+def test_mlperfs_lars_step_by_step(variant: str, foreach: bool | None) -> None:
+    """Through warm-up and decay, on convolution, BatchNorm, linear layer and biases."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 5)).double()
+    groups = parameter_groups(model, weight_decay=2e-4)
+    optimizer = LARS(groups, lr=1.0, momentum=0.94, eps=1e-3, variant=variant, foreach=foreach)
+    expected = {name: parameter.detach().numpy().copy() for name, parameter in model.named_parameters()}
+    steppers = {name: MLPERF[variant](0.94, 2e-4, 0.001, 1e-3) for name in expected}
+    for step, rate in enumerate(LRS):
+        set_learning_rate(optimizer, rate)
+        for index, (name, parameter) in enumerate(model.named_parameters()):
+            parameter.grad = random(*parameter.shape, seed=100 * step + index)
+            is_skipped = name.startswith("1.") or name.endswith("bias")
+            expected[name] = steppers[name].step(expected[name], parameter.grad.numpy(), rate, is_skipped)
+        optimizer.step()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.detach(), torch.from_numpy(expected[name]), **SAME)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e8])  # at 1e8 the trust ratio is too small for the fused kernel
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_in_float32_the_step_of_each_weight_is_right_to_rounding(variant: str, scale: float) -> None:
+def test_float32_step_of_each_weight_is_correct_up_to_rounding(variant: str, scale: float) -> None:
     weight, gradient = random(3, 50_000, dtype=torch.float32), scale * random(3, 50_000, dtype=torch.float32, seed=1)
     parameter = nn.Parameter(weight.clone())
     optimizer = make_lars([parameter], variant=variant)
@@ -74,7 +95,7 @@ def test_in_float32_the_step_of_each_weight_is_right_to_rounding(variant: str, s
     torch.testing.assert_close(buffer, expected, rtol=1e-6, atol=1e-7 * expected.abs().max().item())
 
 
-def test_outside_is_pytorch_optimizers_lars() -> None:
+def test_outside_equals_lars_of_pytorch_optimizer() -> None:
     weights = [nn.Parameter(random(4, 7)), nn.Parameter(random(6, 5, seed=1))]
     theirs = copy.deepcopy(weights)
     take_steps(make_lars(weights, variant="outside"), RATES)
@@ -86,7 +107,7 @@ def test_outside_is_pytorch_optimizers_lars() -> None:
 @pytest.mark.usefixtures("torchvision")  # which timm imports
 @pytest.mark.parametrize("eps", [EPS, 5.0])
 @pytest.mark.parametrize("variant", ["outside", "larc"])
-def test_outside_and_larc_are_timms_lars_with_eps_too(variant: str, eps: float) -> None:
+def test_outside_and_larc_equal_lars_of_timm_also_with_eps(variant: str, eps: float) -> None:
     import timm.optim as timm
 
     weights = [nn.Parameter(random(4, 7)), nn.Parameter(random(6, 5, seed=1))]
@@ -101,7 +122,7 @@ def test_outside_and_larc_are_timms_lars_with_eps_too(variant: str, eps: float) 
 
 @pytest.mark.parametrize("foreach", [None, True])
 def test_eps_is_added_to_the_gradients_norm(foreach: bool | None) -> None:
-    """Worked by hand: |w| = 5, |g| = 5 and eps = 5 make a trust ratio of 0.1 x 5 / (5 + 5) = 0.05."""
+    """Calculated by hand: with |w| = 5, |g| = 5 and eps = 5 the trust ratio is 0.1 x 5 / (5 + 5) = 0.05."""
     weight = nn.Parameter(torch.tensor([3.0, 4.0]))
     weight.grad = torch.tensor([0.0, 5.0])
     make_lars([weight], weight_decay=0.0, trust_coefficient=0.1, eps=5.0, foreach=foreach).step()
@@ -109,7 +130,7 @@ def test_eps_is_added_to_the_gradients_norm(foreach: bool | None) -> None:
 
 
 @pytest.mark.parametrize("variant", ["outside", "larc"])
-def test_without_trust_ratios_it_is_fused_sgd_to_the_bit(variant: str) -> None:
+def test_lars_without_trust_ratios_is_bitwise_fused_sgd(variant: str) -> None:
     weights = make_weights(torch.float32)
     others = copy.deepcopy(weights)
     take_steps(make_lars([{"params": weights, "trust_ratio": False}], variant=variant), ABOVE_ZERO)  # type: ignore[list-item]
@@ -117,7 +138,7 @@ def test_without_trust_ratios_it_is_fused_sgd_to_the_bit(variant: str) -> None:
     assert all(torch.equal(mine, other) for mine, other in zip(weights, others, strict=True))
 
 
-def test_without_trust_ratios_you2017_is_sgd_while_the_learning_rate_stands() -> None:
+def test_you2017_without_trust_ratios_is_sgd_at_a_constant_learning_rate() -> None:
     weights = make_weights()
     others = copy.deepcopy(weights)
     take_steps(make_lars([{"params": weights, "trust_ratio": False}]), [0.3] * 5)  # type: ignore[list-item]
@@ -127,8 +148,8 @@ def test_without_trust_ratios_you2017_is_sgd_while_the_learning_rate_stands() ->
 
 
 @pytest.mark.parametrize("foreach", [None, True])
-def test_without_decay_the_gradients_scale_does_not_matter(foreach: bool | None) -> None:
-    """Which holds only if the trust ratio is there without weight decay."""
+def test_scale_of_the_gradient_does_not_matter_without_weight_decay(foreach: bool | None) -> None:
+    """This holds only if the trust ratio also applies without weight decay."""
     results = []
     for scale in (1.0, 2.0**-30, 2.0**40):
         weights = make_weights(torch.float32)
@@ -139,7 +160,7 @@ def test_without_decay_the_gradients_scale_does_not_matter(foreach: bool | None)
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_the_trust_ratio_is_one_where_a_norm_is_zero() -> None:
+def test_trust_ratio_is_one_if_a_norm_is_zero() -> None:
     settings = {"trust_coefficient": 0.5, "weight_decay": 0.0}
     for clip_at in (None, 0.0, 10.0):
         for norms in ((0.0, 2.0), (2.0, 0.0), (0.0, 0.0)):
@@ -150,7 +171,9 @@ def test_the_trust_ratio_is_one_where_a_norm_is_zero() -> None:
 
 @pytest.mark.parametrize("clip_at", [None, 0.0, 0.01, 10.0])
 @pytest.mark.parametrize(("weight_decay", "eps"), [(0.0, 0.0), (0.1, 0.0), (0.1, 0.2)])
-def test_the_trust_ratios_of_many_are_those_of_each(weight_decay: float, eps: float, clip_at: float | None) -> None:
+def test_trust_ratios_of_many_tensors_equal_those_of_each(
+    weight_decay: float, eps: float, clip_at: float | None
+) -> None:
     norms = torch.tensor([0.0, 1e-12, 0.3, 2.0, 1e6], dtype=torch.float64)
     weights, gradients = norms.repeat_interleave(5), norms.repeat(5)
     settings: dict[str, Any] = {"trust_coefficient": 0.02, "weight_decay": weight_decay, "eps": eps, "clip_at": clip_at}
@@ -170,7 +193,7 @@ def test_zero_weights_and_zero_gradients_move_as_with_sgd(variant: str, foreach:
 
 @pytest.mark.parametrize("foreach", [None, True])
 @pytest.mark.parametrize("momentum", [MU, 0.0])
-def test_the_memory_order_of_weight_gradient_and_buffer_does_not_matter(momentum: float, foreach: bool | None) -> None:
+def test_memory_order_of_weight_gradient_and_buffer_does_not_matter(momentum: float, foreach: bool | None) -> None:
     shape = (64, 64, 3, 3)  # whole rows of `norm`, and more than one
     plain = nn.Parameter(random(*shape, dtype=torch.float32))
     permuted = nn.Parameter(plain.detach().to(memory_format=torch.channels_last))
@@ -190,7 +213,7 @@ def test_the_memory_order_of_weight_gradient_and_buffer_does_not_matter(momentum
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_lists_of_tensors_give_what_one_by_one_gives(variant: str) -> None:
+def test_foreach_equals_the_update_of_one_tensor_at_a_time(variant: str) -> None:
     results = []
     for foreach in (False, True):
         weights = make_weights(torch.float32)
@@ -202,8 +225,8 @@ def test_lists_of_tensors_give_what_one_by_one_gives(variant: str) -> None:
 
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_norm_that_was_asked_for_before_a_step_changes_nothing(variant: str, foreach: bool) -> None:
-    """In every other step; in between, norms are those of the new gradients."""
+def test_gradient_norm_before_a_step_changes_nothing(variant: str, foreach: bool) -> None:
+    """The norm is taken in every other step; the steps in between must use the new gradients."""
     results = []
     for asks in (False, True):
         weights = make_weights(torch.float32)
@@ -221,7 +244,7 @@ def test_a_norm_that_was_asked_for_before_a_step_changes_nothing(variant: str, f
 
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_a_gradient_that_is_not_finite_is_in_the_norm(foreach: bool, value: float) -> None:
+def test_norm_of_a_gradient_with_inf_or_nan_is_not_finite(foreach: bool, value: float) -> None:
     for index in range(len(SHAPES)):
         weights = make_weights(torch.float32)
         groups = [{"params": weights[:2]}, {"params": weights[2:], "trust_ratio": False}]
@@ -232,7 +255,7 @@ def test_a_gradient_that_is_not_finite_is_in_the_norm(foreach: bool, value: floa
 
 
 @pytest.mark.parametrize("foreach", [False, True])
-def test_where_gradients_overflowed_nothing_changes(foreach: bool) -> None:
+def test_step_changes_nothing_if_gradients_overflowed(foreach: bool) -> None:
     weights = make_weights(torch.float32)
     groups: list[Any] = [{"params": weights[:2]}, {"params": weights[2:], "trust_ratio": False}]
     optimizer = make_lars(groups, foreach=foreach)
@@ -253,7 +276,7 @@ def test_where_gradients_overflowed_nothing_changes(foreach: bool) -> None:
 
 @pytest.fixture
 def fused_sgd_off_the_cpu() -> Iterator[None]:
-    """Which the meta device lacks."""
+    """Provide a fused SGD for the meta device, which has none."""
     library = torch.library.Library("aten", "IMPL", "Meta")
     library.impl("_fused_sgd_", lambda *args, **settings: None)
     yield
@@ -263,7 +286,7 @@ def fused_sgd_off_the_cpu() -> Iterator[None]:
 @pytest.mark.usefixtures("fused_sgd_off_the_cpu")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_off_the_cpu_no_step_waits_for_a_value(variant: str) -> None:
-    """Tensors of the meta device have none: whatever asks for one fails."""
+    """Tensors of the meta device have no values, so reading one fails."""
     weights = [nn.Parameter(weight.detach().to("meta")) for weight in make_weights(torch.float32)]
     groups: list[Any] = [{"params": weights[:2]}, {"params": weights[2:], "trust_ratio": False}]
     optimizer = make_lars(groups, variant=variant)
@@ -278,7 +301,7 @@ def test_off_the_cpu_no_step_waits_for_a_value(variant: str) -> None:
         optimizer.step()
 
 
-def test_a_norm_is_right_for_any_size_and_any_number_of_threads() -> None:
+def test_norm_is_correct_for_any_size_and_number_of_threads() -> None:
     threads = torch.get_num_threads()
     for size in (0, 1, ROW - 1, ROW, ROW + 1, 100 * ROW + 5):
         tensor = random(size, dtype=torch.float32)
@@ -292,14 +315,14 @@ def test_a_norm_is_right_for_any_size_and_any_number_of_threads() -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_restored_state_resumes_to_the_bit(variant: str) -> None:
+def test_restored_state_resumes_bitwise(variant: str) -> None:
     weights = make_weights(torch.float32)
     weights[0] = nn.Parameter(weights[0].detach().to(memory_format=torch.channels_last))
     optimizer = make_lars(weights, variant=variant)
     take_steps(optimizer, RATES[:5])
     again = copy.deepcopy(weights)
     saved = pickle.loads(pickle.dumps(optimizer.state_dict()))
-    for state in saved["state"].values():  # as a file that knows no memory order gives it back
+    for state in saved["state"].values():  # as loaded from a file, which has no memory order
         state["momentum_buffer"] = state["momentum_buffer"].contiguous()
     restored = make_lars(again, lr=7.0, variant="you2017", weight_decay=0.5)
     restored.load_state_dict(saved)
@@ -312,7 +335,7 @@ def test_a_restored_state_resumes_to_the_bit(variant: str) -> None:
         assert torch.equal(weight, duplicate.param_groups[0]["params"][index])
 
 
-def test_groups_may_come_late_and_parameters_may_lack_a_gradient() -> None:
+def test_groups_can_be_added_later_and_parameters_can_lack_a_gradient() -> None:
     first, late, unused = (nn.Parameter(random(3, 3, seed=seed)) for seed in range(3))
     optimizer = make_lars([first, unused])
     first.grad = random(3, 3)
@@ -325,7 +348,7 @@ def test_groups_may_come_late_and_parameters_may_lack_a_gradient() -> None:
     assert torch.equal(unused, random(3, 3, seed=2)) and not optimizer.state[unused]
 
 
-def test_schedulers_and_closures_work_as_with_torchs_own() -> None:
+def test_schedulers_and_closures_work_as_with_torch_optimizers() -> None:
     weight = nn.Parameter(random(3, 3))
     expected, step = weight.detach().clone(), REFERENCES["you2017"]()
     optimizer = make_lars([weight])
@@ -359,7 +382,7 @@ def test_schedulers_and_closures_work_as_with_torchs_own() -> None:
         ({"variant": "lark"}, r"variant='lark' is not one of you2017, .*nearest: variant=larc"),
     ],
 )
-def test_a_wrong_value_is_refused_also_in_a_later_group(settings: dict[str, Any], message: str) -> None:
+def test_invalid_value_is_rejected_also_in_a_later_group(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         make_lars(make_weights(), **settings)
     optimizer = make_lars(make_weights())
@@ -368,8 +391,8 @@ def test_a_wrong_value_is_refused_also_in_a_later_group(settings: dict[str, Any]
     assert len(optimizer.param_groups) == 1
 
 
-def test_half_precision_is_refused() -> None:
-    with pytest.raises(UserError, match=r"\[2, 2\] is torch.float16, whose range LARS leaves; .*float32"):
+def test_half_precision_is_rejected() -> None:
+    with pytest.raises(UserError, match=r"\[2, 2\] is torch.float16, whose range is too small for LARS; .*float32"):
         make_lars([nn.Parameter(torch.zeros(2, 2, dtype=torch.float16))])
     optimizer = make_lars(make_weights())
     with pytest.raises(UserError, match="float16"):
@@ -377,7 +400,7 @@ def test_half_precision_is_refused() -> None:
     assert len(optimizer.param_groups) == 1
 
 
-def test_a_recipes_lars_has_trust_ratios_for_weights_alone() -> None:
+def test_lars_of_a_recipe_has_trust_ratios_only_for_weights() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
     settings = OptimSettings(
         name="lars", learning_rate=2.0, variant="larc", trust_coefficient=0.01, eps=1e-8, weight_decay=0.1

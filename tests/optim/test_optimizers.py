@@ -7,8 +7,8 @@ from megabatch.optim.optimizers import OPTIMIZERS, OptimSettings, clip_gradients
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_sgd_is_torchs_plain_one(nesterov: bool) -> None:
-    """Ours is fused: another kernel than that of the reference, which goes tensor by tensor."""
+def test_sgd_equals_unfused_sgd_of_torch(nesterov: bool) -> None:
+    """The product uses the fused kernel; the reference processes one tensor at a time."""
     settings = OptimSettings(learning_rate=1.0, momentum=0.9, nesterov=nesterov)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(7, dtype=torch.float64, generator=generator, requires_grad=True)
@@ -26,7 +26,7 @@ def test_sgd_is_torchs_plain_one(nesterov: bool) -> None:
         torch.testing.assert_close(weight, expected, rtol=1e-13, atol=1e-13)
 
 
-def test_clipping_shortens_the_whole_gradient_and_only_a_long_one() -> None:
+def test_clipping_scales_the_whole_gradient_only_above_the_limit() -> None:
     parts = [torch.zeros(2, requires_grad=True), torch.zeros(1, requires_grad=True)]
     optimizer = torch.optim.SGD([{"params": [part]} for part in parts], lr=1.0)
     for limit, expected in ((0.0, 13.0), (20.0, 13.0), (6.5, 6.5)):
@@ -36,7 +36,7 @@ def test_clipping_shortens_the_whole_gradient_and_only_a_long_one() -> None:
         assert length == pytest.approx(expected, rel=1e-4)
 
 
-def test_sgd_has_nesterov_by_default_where_there_is_momentum_and_lars_refuses_it() -> None:
+def test_sgd_with_momentum_uses_nesterov_by_default_and_lars_rejects_it() -> None:
     for momentum, expected in ((0.9, True), (0.0, False)):
         settings = OptimSettings(learning_rate=0.1, momentum=momentum)
         assert OPTIMIZERS["sgd"]([{"params": [torch.zeros(1)]}], settings).defaults["nesterov"] is expected
@@ -44,11 +44,38 @@ def test_sgd_has_nesterov_by_default_where_there_is_momentum_and_lars_refuses_it
         OptimSettings(name="lars", learning_rate=0.1, nesterov=True)
 
 
+def test_decoupled_decay_shrinks_weights_with_the_shape_of_the_schedule_beside_sgds_step() -> None:
+    """Against the formula on plain SGD without decay; and nothing changes where `found_inf` is 1."""
+    peak, decay = 2.0, 0.01
+    settings = OptimSettings(learning_rate=peak, momentum=0.9, nesterov=False, decoupled_decay=True)
+    weight, head = (torch.randn(7, dtype=torch.float64).requires_grad_() for _ in range(2))
+    groups = [{"params": [weight], "weight_decay": decay}, {"params": [head], "weight_decay": decay, "lr_factor": 3.0}]
+    optimizer = OPTIMIZERS["sgd"](groups, settings)
+    expected = [each.detach().clone() for each in (weight, head)]
+    momenta = [torch.zeros(7, dtype=torch.float64) for _ in range(2)]
+    for rate, skipped in ((0.5, None), (1.0, 0.0), (2.0, 1.0), (0.7, 0.0), (0.0, None)):
+        optimizer.found_inf = None if skipped is None else torch.tensor(skipped)  # type: ignore[attr-defined]
+        set_learning_rate(optimizer, rate)
+        for index, each in enumerate((weight, head)):
+            each.grad = torch.randn(7, dtype=torch.float64)
+            if not skipped:
+                momenta[index] = 0.9 * momenta[index] + each.grad
+                lr = rate * (1.0, 3.0)[index]
+                expected[index] = (1 - decay * rate / peak) * expected[index] - lr * momenta[index]
+        optimizer.step()
+        torch.testing.assert_close(weight.detach(), expected[0], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(head.detach(), expected[1], rtol=1e-12, atol=1e-12)
+    with pytest.raises(UserError, match=r"optim.decoupled_decay=true with optim.name=lars: .* leave"):
+        OptimSettings(name="lars", learning_rate=0.1, decoupled_decay=True)
+    with pytest.raises(UserError, match=r"optim.weight_decay=1 with optim.decoupled_decay=true: .*less than 1"):
+        OptimSettings(learning_rate=0.1, weight_decay=1, decoupled_decay=True)
+
+
 def forgetful(groups: object, settings: OptimSettings) -> torch.optim.Optimizer:
     return torch.optim.AdamW([torch.zeros(1)], lr=settings.learning_rate)
 
 
-def test_an_optimizer_of_ones_own_is_named_by_its_module() -> None:
+def test_custom_optimizer_is_imported_by_name() -> None:
     groups = [{"params": [torch.zeros(3, requires_grad=True)], "weight_decay": 0.1, "param_names": ["w"]}]
     settings = OptimSettings(name="megabatch_lab.studies.lars_in_fp16:lars_in_fp16", learning_rate=0.1, momentum=0.8)
     optimizer = make_optimizer(groups, settings)
@@ -56,12 +83,12 @@ def test_an_optimizer_of_ones_own_is_named_by_its_module() -> None:
     for name, reason in (
         ("no.such:thing", r"optim.name='no.such:thing' cannot be imported"),
         (f"{__name__}:pytest", "is a module; it must be a function or a class"),
-        (f"{__name__}:forgetful", "of other parameter groups than it was given"),
+        (f"{__name__}:forgetful", "other parameter groups"),
     ):
         with pytest.raises(UserError, match=reason):
             make_optimizer(groups, OptimSettings(name=name, learning_rate=0.1))
 
 
-def test_nesterov_without_momentum_is_refused() -> None:
+def test_nesterov_without_momentum_is_rejected() -> None:
     with pytest.raises(UserError, match=r"optim.nesterov=false"):
         OptimSettings(learning_rate=0.1, momentum=0.0, nesterov=True)

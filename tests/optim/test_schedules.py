@@ -16,7 +16,7 @@ def rates(decay: str, **settings: float) -> list[float]:
 
 
 def by_torch(scheduler: Callable[[torch.optim.Optimizer], LRScheduler], peak: float, num_steps: int) -> list[float]:
-    """The learning rates that a scheduler of torch gives."""
+    """Return the learning rates of a torch scheduler."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=peak)
     scheduled = scheduler(optimizer)
     seen = []
@@ -28,19 +28,19 @@ def by_torch(scheduler: Callable[[torch.optim.Optimizer], LRScheduler], peak: fl
 
 
 @pytest.mark.parametrize("decay", ["poly", "cosine", "constant"])
-def test_warmup_is_torchs_linear_one_and_ends_at_the_peak(decay: str) -> None:
+def test_warmup_equals_linear_lr_and_ends_at_the_peak(decay: str) -> None:
     expected = by_torch(lambda optimizer: LinearLR(optimizer, 1 / WARMUP, total_iters=WARMUP - 1), PEAK, WARMUP)
     assert rates(decay)[:WARMUP] == pytest.approx(expected)
     assert rates(decay)[WARMUP - 1] == pytest.approx(PEAK) == rates(decay)[WARMUP]
 
 
 @pytest.mark.parametrize("power", [1.0, 2.0])
-def test_poly_is_torchs_polynomial_one_above_the_end(power: float) -> None:
+def test_poly_equals_polynomial_lr_above_the_end(power: float) -> None:
     above = by_torch(lambda optimizer: PolynomialLR(optimizer, STEPS - WARMUP, power), PEAK - END, STEPS - WARMUP)
     assert rates("poly", power=power)[WARMUP:] == pytest.approx([END + rate for rate in above])
 
 
-def test_cosine_is_torchs_annealing_to_the_end() -> None:
+def test_cosine_equals_cosine_annealing_lr() -> None:
     expected = by_torch(lambda optimizer: CosineAnnealingLR(optimizer, STEPS - WARMUP, END), PEAK, STEPS - WARMUP)
     assert rates("cosine")[WARMUP:] == pytest.approx(expected)
 
@@ -59,6 +59,6 @@ def test_without_warmup_the_first_step_is_at_the_peak() -> None:
     assert schedule(ScheduleSettings(), PEAK, 0, STEPS)(0) == PEAK
 
 
-def test_an_unknown_decay_is_refused_with_the_nearest() -> None:
+def test_unknown_decay_is_rejected_with_the_nearest() -> None:
     with pytest.raises(UserError, match=r"schedule.decay='cosin' .*nearest: schedule.decay=cosine"):
         ScheduleSettings(decay="cosin")

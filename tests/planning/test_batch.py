@@ -30,7 +30,7 @@ def test_ranks_share_every_position_of_a_step_exactly_once(
 
 
 @given(micro=sizes, microbatches=st.integers(1, 24), step=st.integers(0, 50))
-def test_what_a_microbatch_holds_does_not_depend_on_the_ranks(micro: int, microbatches: int, step: int) -> None:
+def test_contents_of_a_microbatch_do_not_depend_on_ranks(micro: int, microbatches: int, step: int) -> None:
     seen = {
         ranks: [plan.positions(step, index) for rank in range(ranks) for index in plan.microbatches_of(rank)]
         for ranks in range(1, microbatches + 1)
@@ -55,7 +55,7 @@ def test_steps_are_the_whole_batches_in_all_epochs(samples: int, batch: int, epo
 
 
 @given(samples=st.integers(1, 60), batch=st.integers(1, 40), epochs=st.integers(1, 6), every=st.integers(0, 4))
-def test_evaluation_follows_every_step_that_crosses_an_epoch_to_evaluate_after_and_the_last(
+def test_evaluation_follows_each_evaluated_epoch_and_the_last_step(
     samples: int, batch: int, epochs: int, every: int
 ) -> None:
     if epochs * samples < batch:
@@ -72,7 +72,7 @@ def test_evaluation_follows_every_step_that_crosses_an_epoch_to_evaluate_after_a
 
 
 @given(batch=st.integers(1, 5000), micro=st.integers(1, 300))
-def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_does(batch: int, micro: int) -> None:
+def test_indivisible_batch_error_proposes_the_nearest_valid_batch(batch: int, micro: int) -> None:
     if batch % micro == 0:
         assert BatchSettings(global_batch=batch, microbatch=micro).num_microbatches == batch // micro
         return
@@ -84,9 +84,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_does(batc
 
 
 @given(micro=sizes, microbatches=st.integers(1, 40), ranks=st.integers(1, 40))
-def test_ranks_that_cannot_share_evenly_are_refused_with_remedies_that_work(
-    micro: int, microbatches: int, ranks: int
-) -> None:
+def test_uneven_ranks_error_proposes_remedies_that_work(micro: int, microbatches: int, ranks: int) -> None:
     batch = BatchSettings(global_batch=micro * microbatches, microbatch=micro)
     if microbatches % ranks == 0:
         check_ranks(batch, ranks)
@@ -94,14 +92,32 @@ def test_ranks_that_cannot_share_evenly_are_refused_with_remedies_that_work(
         return
     with pytest.raises(UserError, match="cannot share evenly") as refusal:
         check_ranks(batch, ranks)
-    found = re.search(r"nearest: batch.global=(\d+) or (\d+) ranks?$", str(refusal.value))
+    found = re.search(
+        r"nearest: (?:batch.micro=(\d+), .*; or )?(\d+) ranks?, or batch.global=(\d+)$", str(refusal.value)
+    )
     assert found
-    check_ranks(BatchSettings(global_batch=int(found[1]), microbatch=micro), ranks)
+    check_ranks(BatchSettings(global_batch=int(found[3]), microbatch=micro), ranks)
     check_ranks(batch, int(found[2]))
+    share = batch.global_batch / ranks
+    assert (found[1] is not None) == (share > 1 and share.is_integer())
+    if found[1]:
+        check_ranks(BatchSettings(global_batch=batch.global_batch, microbatch=int(found[1])), ranks)
+
+
+def test_the_error_names_the_microbatch_that_fits_before_another_batch() -> None:
+    """Jia et al. 2018 trained 65,536 images on 2,048 GPUs."""
+    expected = (
+        "batch.global=65536 makes 512 microbatches of 128, which 2048 ranks cannot share evenly; nearest: "
+        "batch.micro=32, with which BatchNorm normalises over 32 images instead of 128; or 512 ranks, or "
+        "batch.global=262144"
+    )
+    with pytest.raises(UserError) as refusal:
+        check_ranks(BatchSettings(global_batch=65_536, microbatch=128), 2048)
+    assert str(refusal.value) == expected
 
 
 @given(samples=st.integers(1, 1000), batch=st.integers(1, 1000))
-def test_less_than_one_step_is_refused_with_a_remedy_that_works(samples: int, batch: int) -> None:
+def test_less_than_one_step_error_proposes_a_remedy_that_works(samples: int, batch: int) -> None:
     settings = BatchSettings(global_batch=batch, microbatch=batch)
     with pytest.raises(UserError, match=r"less than one step") as refusal:
         plan_steps(settings, 1, samples, 0.99 * batch / samples)
@@ -109,10 +125,10 @@ def test_less_than_one_step_is_refused_with_a_remedy_that_works(samples: int, ba
     assert plan_steps(settings, 1, samples, proposed).num_steps >= 1
 
 
-def test_no_ranks_are_refused() -> None:
-    with pytest.raises(UserError, match=r"^0 ranks: a run needs at least one$"):
+def test_zero_ranks_are_rejected() -> None:
+    with pytest.raises(UserError, match=r"0 ranks.*at least one"):
         check_ranks(BatchSettings(global_batch=256, microbatch=64), 0)
 
 
-def test_a_great_many_ranks_are_counted_down_quickly() -> None:
+def test_most_ranks_is_fast_for_a_huge_limit() -> None:
     assert most_ranks(BatchSettings(global_batch=256, microbatch=64), 10**12) == 4

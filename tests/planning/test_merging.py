@@ -2,16 +2,17 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, pairwise, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megabatch.planning.buckets import MIB, Merged, Price, find_cuts, fuse, merge
-from megabatch.planning.pipeline import Costs, Gradient, pass_through
+from megabatch.planning.buckets import MIB, MergedBucket, Price, find_cuts, fuse, merge
+from megabatch.planning.pipeline import Costs, Gradient, GradientDtype, pass_through
 
-EXACT = {"grain": 0.0, "width": None, "tolerance": 0.0}
+EXACT: dict[str, Any] = {"grain": 0.0, "width": None, "tolerance": 0.0}
+DTYPES: tuple[GradientDtype, ...] = ("fp32", "bf16", "fp16")
 
 
 class Step(NamedTuple):
@@ -19,27 +20,27 @@ class Step(NamedTuple):
     ready_s: list[float]
 
 
-def steps(dtypes: str, most_gradients: int, most_bytes: int = 8) -> st.SearchStrategy[Step]:
-    """Whole seconds, so that sums are exact whatever their order."""
+def steps(dtypes: Sequence[GradientDtype], most_gradients: int, most_bytes: int = 8) -> st.SearchStrategy[Step]:
+    """Generate whole seconds, so that sums are exact in any order."""
     gradient = st.builds(Gradient, st.integers(1, most_bytes), st.sampled_from(dtypes))
     timed = st.lists(st.tuples(gradient, st.integers(0, 60)), min_size=1, max_size=most_gradients)
     return timed.map(lambda pairs: Step([g for g, _ in pairs], sorted(float(ready) for _, ready in pairs)))
 
 
 def step_of(sizes: list[int], ready_s: list[float]) -> Step:
-    return Step([Gradient(size, "a") for size in sizes], ready_s)
+    return Step([Gradient(size, "fp32") for size in sizes], ready_s)
 
 
 def any_price(seed: int, num_options: int) -> Price:
-    """Dearer for larger buckets, or many buckets would never pay; else without rhyme or reason."""
+    """Return random prices that grow with the bucket, so that cutting can pay."""
 
-    def price(num_bytes: int, dtype: str) -> list[Costs]:
-        whim = random.Random(f"{seed} {num_bytes} {dtype}")
-        parts = [[float(whim.choice([0, 0, 1, 2, 3]) * num_bytes) for _ in range(3)] for _ in range(num_options)]
-        latency_s = whim.choice([0.0, 1.0, 4.0])
+    def price(num_bytes: int, dtype: GradientDtype) -> list[Costs]:
+        generator = random.Random(f"{seed} {num_bytes} {'abc'[DTYPES.index(dtype)]}")
+        parts = [[float(generator.choice([0, 0, 1, 2, 3]) * num_bytes) for _ in range(3)] for _ in range(num_options)]
+        latency_s = generator.choice([0.0, 1.0, 4.0])
         return [
             Costs(before_s, latency_s + crossing_s, after_s, True)
-            if whim.random() < 0.8
+            if generator.random() < 0.8
             else Costs(before_s + crossing_s, 0.0, 0.0, False)
             for before_s, crossing_s, after_s in parts
         ]
@@ -51,9 +52,9 @@ prices = st.builds(any_price, st.integers(0, 2**31), st.integers(1, 3))
 
 
 def linear_price(*options: tuple[float, float, float]) -> Price:
-    """Options: latency and seconds per byte of the network, seconds per byte of each part in the node."""
+    """Return prices by (network latency, network seconds per byte, node seconds per byte)."""
 
-    def price(num_bytes: int, dtype: str) -> list[Costs]:
+    def price(num_bytes: int, dtype: GradientDtype) -> list[Costs]:
         return [
             Costs(node * num_bytes, latency + beta * num_bytes, node * num_bytes, True)
             for latency, beta, node in options
@@ -66,7 +67,7 @@ def end_s(ready_s: Sequence[float], costs: Sequence[Costs]) -> float:
     return max(passage.end_s for passage in pass_through(ready_s, costs))
 
 
-def end_of(merged: list[Merged]) -> float:
+def end_of(merged: list[MergedBucket]) -> float:
     return end_s([bucket.ready_s for bucket in merged], [bucket.costs for bucket in merged])
 
 
@@ -81,7 +82,7 @@ def every_cut(gradients: list[Gradient]) -> Iterator[list[list[int]]]:
 
 
 def every_end(step: Step, price: Price, is_allowed: Callable[[list[int], int], bool]) -> Iterator[tuple[float, int]]:
-    """The end and the number of buckets of every cut with every choice of plans."""
+    """Yield the end and the number of buckets of every cut with every choice of plans."""
     for buckets in every_cut(step.gradients):
         sizes = [sum(step.gradients[index].num_bytes for index in bucket) for bucket in buckets]
         if all(map(is_allowed, buckets, sizes)):
@@ -95,18 +96,16 @@ def every_end(step: Step, price: Price, is_allowed: Callable[[list[int], int], b
 
 @settings(max_examples=200)
 @given(
-    step=st.one_of(steps("a", 6), steps("ab", 5)),
+    step=st.one_of(steps(DTYPES[:1], 6), steps(DTYPES[:2], 5)),
     price=prices,
     tolerance=st.sampled_from([0.0, 0.1]),
     limit_bytes=st.sampled_from([None, 8, 12]),
 )
-# Rare: where a later state with fewer buckets is needed, or a plan that crosses beside a cheaper one that does not.
+# Rare cases: a later state with fewer buckets is needed, or a plan that crosses beats a cheaper one that does not.
 @example(step_of([4, 2, 2, 7, 8], [3, 10, 21, 27, 28]), any_price(86228, 1), 0.1, None)
 @example(step_of([1, 7, 4, 6], [3, 7, 26, 27]), any_price(143240, 3), 0.0, 8)
 @example(step_of([5, 2, 7], [2, 4, 15]), any_price(20779, 2), 0.0, 12)
-def test_of_all_cuts_and_all_plans_it_is_the_fewest_buckets_with_the_least_end(
-    step: Step, price: Price, tolerance: float, limit_bytes: int | None
-) -> None:
+def test_merge_equals_an_exhaustive_search(step: Step, price: Price, tolerance: float, limit_bytes: int | None) -> None:
     merged = merge(*step, price, limit_bytes=limit_bytes, grain=0.0, width=None, tolerance=tolerance)
     ends = list(
         every_end(step, price, lambda bucket, size: limit_bytes is None or len(bucket) == 1 or size <= limit_bytes)
@@ -117,14 +116,14 @@ def test_of_all_cuts_and_all_plans_it_is_the_fewest_buckets_with_the_least_end(
 
 
 @settings(max_examples=10)
-@given(step=steps("a", 7), seed=st.integers(0, 2**31))
-def test_a_choice_of_two_plans_for_seven_gradients_is_the_best_too(step: Step, seed: int) -> None:
+@given(step=steps(DTYPES[:1], 7), seed=st.integers(0, 2**31))
+def test_merge_equals_an_exhaustive_search_of_two_plans_and_seven_gradients(step: Step, seed: int) -> None:
     price = any_price(seed, 2)
     assert end_of(merge(*step, price, **EXACT)) == min(every_end(step, price, lambda *_: True))[0]
 
 
-@given(step=steps("abc", 30, most_bytes=40), price=prices, limit_bytes=st.none() | st.integers(1, 100))
-def test_every_gradient_is_in_one_bucket_of_its_dtype_in_order_and_within_the_limit(
+@given(step=steps(DTYPES, 30, most_bytes=40), price=prices, limit_bytes=st.none() | st.integers(1, 100))
+def test_merged_buckets_hold_each_gradient_once_in_order_within_the_limit(
     step: Step, price: Price, limit_bytes: int | None
 ) -> None:
     merged = merge(*step, price, limit_bytes=limit_bytes)
@@ -136,64 +135,70 @@ def test_every_gradient_is_in_one_bucket_of_its_dtype_in_order_and_within_the_li
         assert limit_bytes is None or len(bucket.gradients) == 1 or size <= limit_bytes
         assert bucket.costs == price(size, dtype)[bucket.option]
         assert bucket.ready_s == step.ready_s[bucket.gradients[-1]]
-    for dtype in "abc":
+    for dtype in DTYPES:
         in_order = [index for index, gradient in enumerate(step.gradients) if gradient.dtype == dtype]
         of_dtype = [bucket for bucket in merged if step.gradients[bucket.gradients[0]].dtype == dtype]
         assert [index for bucket in of_dtype for index in bucket.gradients] == in_order
 
 
 @given(
-    step=steps("a", 12, most_bytes=40 * MIB),
+    step=steps(DTYPES[:1], 12, most_bytes=40 * MIB),
     options=st.lists(
         st.tuples(st.floats(0, 20), st.floats(0, 1e-6), st.sampled_from([0.0, 1e-8, 1e-6])), min_size=1, max_size=3
     ),
 )
-def test_it_is_never_later_than_a_rule_of_thumb(step: Step, options: list[tuple[float, float, float]]) -> None:
+def test_merge_never_ends_later_than_simple_rules(step: Step, options: list[tuple[float, float, float]]) -> None:
     price = linear_price(*options)
     found_s = end_of(merge(*step, price, **EXACT))
     each = [[index] for index in range(len(step.gradients))]
     for buckets in ([list(range(len(each)))], each, fuse(step.gradients, 25 * MIB)):
         for option in range(len(options)):
-            costs = [price(sum(step.gradients[index].num_bytes for index in bucket), "a")[option] for bucket in buckets]
+            costs = [
+                price(sum(step.gradients[index].num_bytes for index in bucket), "fp32")[option] for bucket in buckets
+            ]
             assert found_s <= end_s([step.ready_s[bucket[-1]] for bucket in buckets], costs) * (1 + 1e-9)
 
 
-@given(step=steps("a", 10))
-def test_without_latency_it_ends_as_if_every_gradient_went_alone(step: Step) -> None:
+@given(step=steps(DTYPES[:1], 10))
+def test_without_latency_merging_costs_nothing(step: Step) -> None:
     price = linear_price((0.0, 2.0, 0.0))
-    alone = [price(gradient.num_bytes, "a")[0] for gradient in step.gradients]
+    alone = [price(gradient.num_bytes, "fp32")[0] for gradient in step.gradients]
     assert end_of(merge(*step, price, **EXACT)) == end_s(step.ready_s, alone)
 
 
-def test_what_has_crossed_under_backward_travels_together_and_the_last_gradient_alone() -> None:
+def test_gradients_hidden_by_backward_are_merged_and_the_last_is_not() -> None:
     step = step_of([10] * 8, [100.0, 200.0, 300.0, 400.0, 500.0, 600.0, 700.0, 800.0])
     merged = merge(*step, linear_price((1.0, 0.1, 0.0)), **EXACT)
     assert [bucket.gradients for bucket in merged] == [[0, 1, 2, 3, 4, 5, 6], [7]]
 
 
-@given(step=steps("a", 12))
-def test_with_a_huge_latency_there_is_one_bucket(step: Step) -> None:
+@given(step=steps(DTYPES[:1], 12))
+def test_a_huge_latency_makes_one_bucket(step: Step) -> None:
     assert len(merge(*step, linear_price((1e6, 1.0, 1.0), (2e6, 0.5, 0.5)))) == 1
 
 
-def test_every_bucket_has_its_own_plan() -> None:
+def test_buckets_may_have_different_plans() -> None:
     step = step_of([1, 1000], [0.0, 1000.0])
     merged = merge(*step, linear_price((100.0, 1.0, 0.0), (1.0, 3.0, 0.0)), **EXACT)
     assert [bucket.option for bucket in merged] == [1, 0]
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_grain_and_width_lose_little(seed: int) -> None:
-    whim = random.Random(seed)
-    gradients = [Gradient(int(10 ** whim.uniform(2, 7)), "a") for _ in range(40)]
-    ready_s = sorted(whim.uniform(0.0, 1.0) for _ in gradients)
+def test_default_grain_and_width_are_nearly_exact(seed: int) -> None:
+    generator = random.Random(seed)
+    gradients = [Gradient(int(10 ** generator.uniform(2, 7)), "fp32") for _ in range(40)]
+    ready_s = sorted(generator.uniform(0.0, 1.0) for _ in gradients)
     price = linear_price((1e-2, 1e-8, 0.0), (2e-2, 5e-9, 1e-9), (1e-3, 3e-8, 1e-9))
-    found_s, least_s = (end_of(merge(gradients, ready_s, price, **knobs)) for knobs in ({}, EXACT))
+    found_s, least_s = (end_of(merge(gradients, ready_s, price, **options)) for options in ({}, EXACT))
     assert found_s < 1.005 * least_s
 
 
-@given(step=steps("ab", 60, most_bytes=1000), grain=st.floats(0.01, 1), limit=st.integers(1, 2000) | st.just(math.inf))
-def test_no_piece_exceeds_the_grain_or_could_take_more(step: Step, grain: float, limit: float) -> None:
+@given(
+    step=steps(DTYPES[:2], 60, most_bytes=1000),
+    grain=st.floats(0.01, 1),
+    limit=st.integers(1, 2000) | st.just(math.inf),
+)
+def test_pieces_are_maximal_within_the_grain(step: Step, grain: float, limit: float) -> None:
     gradients, ready_s = step
     sizes = [gradient.num_bytes for gradient in gradients]
 
@@ -209,9 +214,9 @@ def test_no_piece_exceeds_the_grain_or_could_take_more(step: Step, grain: float,
     assert not any(is_fine(begin, end + 1) for begin, end in pairwise(cuts[:-1]))
 
 
-def test_without_a_grain_every_gradient_can_go_alone() -> None:
-    assert find_cuts([Gradient(4, "a")] * 5, [0.0] * 5, 0.0, math.inf) == [0, 1, 2, 3, 4, 5]
+def test_zero_grain_allows_every_cut() -> None:
+    assert find_cuts([Gradient(4, "fp32")] * 5, [0.0] * 5, 0.0, math.inf) == [0, 1, 2, 3, 4, 5]
 
 
-def test_no_gradients_make_no_buckets() -> None:
+def test_merge_of_no_gradients_is_empty() -> None:
     assert merge([], [], any_price(0, 2)) == []

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabatch.planning.topology import ClusterShape, Topology, from_hosts, regular, runs_of
+from megabatch.planning.topology import Axis, ClusterShape, Topology, from_hosts, regular, runs_of
 from tests.support.oracle import regular_but_shuffled, topologies
 
-AXES = ("all", "node", "leaders", "inter_node")
+AXES: tuple[Axis, ...] = ("all", "node", "leaders", "inter_node")
 
 
 @given(topology=topologies())
-def test_the_groups_of_an_axis_are_ascending_and_share_no_rank(topology: Topology) -> None:
+def test_groups_are_ascending_and_disjoint(topology: Topology) -> None:
     for axis in AXES:
         groups = topology.groups(axis)
         assert all(list(group) == sorted(group) and group for group in groups)
@@ -22,7 +22,7 @@ def test_the_groups_of_an_axis_are_ascending_and_share_no_rank(topology: Topolog
 
 
 @given(topology=topologies())
-def test_members_are_the_group_that_holds_the_rank(topology: Topology) -> None:
+def test_members_are_the_group_of_the_rank(topology: Topology) -> None:
     for axis in AXES:
         for rank in range(topology.num_ranks):
             holding = [group for group in topology.groups(axis) if rank in group]
@@ -30,14 +30,14 @@ def test_members_are_the_group_that_holds_the_rank(topology: Topology) -> None:
 
 
 @given(topology=topologies())
-def test_leaders_are_one_rank_of_every_node(topology: Topology) -> None:
+def test_leaders_are_the_first_rank_of_every_node(topology: Topology) -> None:
     (leaders,) = topology.groups("leaders")
     assert [topology.members("node", leader)[0] for leader in leaders] == list(leaders)
     assert len(leaders) == topology.num_nodes
 
 
 @given(topology=regular_but_shuffled())
-def test_in_equal_nodes_every_rank_meets_those_of_its_place_in_every_node(topology: Topology) -> None:
+def test_inter_node_groups_have_the_same_local_index(topology: Topology) -> None:
     def place(rank: int) -> int:
         return topology.members("node", rank).index(rank)
 
@@ -47,27 +47,27 @@ def test_in_equal_nodes_every_rank_meets_those_of_its_place_in_every_node(topolo
         assert len(others) == topology.num_nodes
 
 
-def test_ranks_dealt_out_to_hosts_in_turn_are_nodes_too() -> None:
+def test_ranks_assigned_round_robin_form_nodes() -> None:
     topology = from_hosts(["a", "b", "b", "a"])
     assert topology.nodes == ((0, 3), (1, 2))
     assert topology.groups("inter_node") == [(0, 1), (2, 3)]
     assert from_hosts(["a", "a", "b", "b"]) == regular(2, 2)
 
 
-def test_unequal_nodes_have_no_groups_between_them() -> None:
+def test_unequal_nodes_have_no_inter_node_groups() -> None:
     topology = from_hosts("aab")
     assert not topology.is_regular and topology.largest_node == 2
     assert topology.groups("inter_node") == [] and topology.members("inter_node", 0) == ()
 
 
 @pytest.mark.parametrize("nodes", [(), ((),), ((0,), ()), ((0, 0),), ((1, 2),), ((1, 0),), ((1,), (0,))])
-def test_a_rank_that_is_missing_double_or_out_of_order_is_no_topology(nodes: tuple[tuple[int, ...], ...]) -> None:
+def test_missing_duplicate_or_unordered_ranks_are_rejected(nodes: tuple[tuple[int, ...], ...]) -> None:
     with pytest.raises(ValueError, match="rank"):
         Topology(nodes)
 
 
 @given(topology=topologies())
-def test_a_shape_counts_what_a_topology_names(topology: Topology) -> None:
+def test_shape_agrees_with_topology(topology: Topology) -> None:
     shape = topology.shape
     for axis in AXES:
         groups = list(map(len, topology.groups(axis)))
@@ -77,27 +77,27 @@ def test_a_shape_counts_what_a_topology_names(topology: Topology) -> None:
 
 
 @given(topology=topologies())
-def test_a_place_is_where_a_rank_is_in_its_group(topology: Topology) -> None:
+def test_places_are_indices_in_groups(topology: Topology) -> None:
     for axis in AXES:
         groups = [topology.members(axis, rank) for rank in range(topology.num_ranks)]
         expected = {rank: (group.index(rank), len(group)) for rank, group in enumerate(groups) if group}
         assert topology.places(axis) == expected
 
 
-def test_a_regular_shape_is_that_of_regular_nodes_however_many() -> None:
+def test_a_regular_shape_is_the_shape_of_regular_nodes() -> None:
     assert ClusterShape.regular(3, 4) == regular(3, 4).shape
     million = ClusterShape.regular(125_000, 8)
     assert (million.num_ranks, million.group_sizes("inter_node")) == (1_000_000, ((125_000, 8),))
 
 
 @pytest.mark.parametrize("node_sizes", [(), ((0, 2),), ((2, 0),), ((4, 1), (2, 1)), ((2, 1), (2, 1))])
-def test_a_shape_has_every_size_once_and_ascending(node_sizes: tuple[tuple[int, int], ...]) -> None:
+def test_a_shape_needs_distinct_ascending_sizes(node_sizes: tuple[tuple[int, int], ...]) -> None:
     with pytest.raises(AssertionError):
         ClusterShape(node_sizes)
 
 
 @given(st.sets(st.integers(0, 20), min_size=1).map(sorted))
-def test_runs_are_as_few_as_cover_just_these_ranks(ranks: list[int]) -> None:
+def test_runs_are_the_fewest_that_cover_exactly_these_ranks(ranks: list[int]) -> None:
     runs = runs_of(ranks)
     assert [rank for begin, end in runs for rank in range(begin, end)] == ranks
     assert all(end < begin for (_, end), (begin, _) in pairwise(runs))

@@ -16,19 +16,19 @@ def dynamic(value: float = 2.0**24) -> LossScale:
 
 
 def take_step(scale: LossScale, overflowed: bool) -> None:
-    """The device follows, the host hears of it, and both have the same scale."""
-    scale.follow(torch.tensor(float(overflowed)))
-    scale.note(overflowed)
+    """Update the scale on the device, then on the host, and check that both are the same."""
+    scale.update(torch.tensor(float(overflowed)))
+    scale.record(overflowed)
     assert scale.on_device == scale.value
 
 
-def test_the_first_scale_grows_with_the_batch_that_the_loss_is_divided_by() -> None:
+def test_the_initial_scale_is_proportional_to_the_global_batch() -> None:
     for batch, expected in ((32, 8192), (65_536, 2**24)):
         scale = choose_loss_scale(PrecisionSettings(name="fp16"), True, batch)
         assert (scale.kind, scale.value) == ("dynamic", expected)
 
 
-def test_without_fp16_on_the_way_there_is_none_and_a_given_one_is_fixed() -> None:
+def test_there_is_no_scale_without_fp16_and_a_user_set_scale_is_fixed() -> None:
     assert not choose_loss_scale(PrecisionSettings(name="bf16"), False, 32).is_on
     assert {name for name, precision in PRECISIONS.items() if precision.has_small_range} == {"fp16", "amp"}
     fixed = choose_loss_scale(PrecisionSettings(name="fp16", loss_scale=1000), True, 32)
@@ -40,7 +40,7 @@ def test_without_fp16_on_the_way_there_is_none_and_a_given_one_is_fixed() -> Non
     assert LossScale("off").scaled(loss) is loss
 
 
-def test_every_hundred_clean_steps_double_it_and_an_overflow_halves_it() -> None:
+def test_a_hundred_steps_without_overflow_double_the_scale_and_an_overflow_halves_it() -> None:
     scale = dynamic(2.0**4)
     values = []
     for step in range(1, 451):
@@ -54,7 +54,7 @@ def test_every_hundred_clean_steps_double_it_and_an_overflow_halves_it() -> None
     assert changes == {100: 2**5, 150: 2**4, 250: 2**5, 350: 2**6, 450: 2**7}
 
 
-def test_there_is_no_maximum_and_the_minimum_is_one() -> None:
+def test_the_scale_has_no_maximum_and_a_minimum_of_one() -> None:
     scale = dynamic()
     for _ in range(100 * GROWTH_INTERVAL):
         take_step(scale, overflowed=False)
@@ -68,7 +68,7 @@ def test_there_is_no_maximum_and_the_minimum_is_one() -> None:
     assert scale.value == 1.0
 
 
-def test_a_fixed_scale_is_exhausted_after_as_many_overflows_in_a_row() -> None:
+def test_a_fixed_scale_is_exhausted_after_several_overflows_in_a_row() -> None:
     fixed = LossScale("fixed", 8.0)
     for overflowed in [True] * (MAX_OVERFLOWS_IN_A_ROW - 1) + [False] + [True] * (MAX_OVERFLOWS_IN_A_ROW - 1):
         assert not (overflowed and fixed.is_exhausted)

@@ -43,7 +43,7 @@ def test_only_normalisation_stays_in_fp32(name: str, norm: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp16", "amp"])
-def test_local_response_norm_does_not_overflow_where_its_squares_would(name: str) -> None:
+def test_local_response_norm_does_not_overflow_although_its_squares_would(name: str) -> None:
     images = torch.full((1, 4, 2, 2), 1000.0)
     expected = nn.LocalResponseNorm(3)(images)
     model = nn.Sequential(nn.Identity(), nn.LocalResponseNorm(3))
@@ -51,7 +51,7 @@ def test_local_response_norm_does_not_overflow_where_its_squares_would(name: str
     torch.testing.assert_close(model(images.half()), expected.half())
 
 
-def test_what_is_not_trained_is_saved_as_it_was_and_what_has_changed_as_it_is() -> None:
+def test_constant_tensors_are_saved_unrounded_and_changed_buffers_with_their_values() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
     model.register_buffer("constant", torch.tensor([1 / 3, 1e6]))
     model.register_buffer("counter", torch.tensor(1 / 3))
@@ -72,14 +72,14 @@ def test_what_is_not_trained_is_saved_as_it_was_and_what_has_changed_as_it_is() 
 
 
 @pytest.mark.parametrize("name", ["fp32", "tf32", "fp64", "amp", "amp-bf16"])
-def test_wide_weights_are_their_own_master_weights(name: str) -> None:
+def test_weights_of_32_or_more_bits_need_no_master_weights(name: str) -> None:
     model = network().to(PRECISIONS[name].update)
     master_weights = to_precision(model, PRECISIONS[name], CPU)
     assert not master_weights.copies
     assert all(master_weights.weights[name] is parameter for name, parameter in master_weights.parameters.items())
 
 
-def test_the_constructor_leaves_the_model_as_it_is() -> None:
+def test_the_constructor_does_not_change_the_model() -> None:
     model, other = network(), network()
     before = {name: (tensor.data_ptr(), tensor.dtype) for name, tensor in model.state_dict().items()}
     MasterWeights(model, clone_tensors(other))
@@ -110,8 +110,8 @@ def test_amp_computes_in_16_bits_and_keeps_fp32_weights_and_gradients(name: str,
     assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
 
 
-def test_master_weights_keep_what_the_model_rounds() -> None:
-    """A step of 1e-5 is lost on an fp16 weight of 1; a hundred of them are not lost on its master weight."""
+def test_master_weights_keep_updates_that_fp16_would_round_away() -> None:
+    """A step of 1e-5 has no effect on an fp16 weight of 1, but a hundred of them change its master weight."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
     master_weights = to_precision(model, PRECISIONS["fp16"], CPU)
@@ -134,7 +134,7 @@ def test_copying_to_the_model_rounds_each_weight_to_nearest() -> None:
 
 
 def loaded(gradient: list[float], scale: float) -> tuple[bool, torch.Tensor]:
-    """What the optimizer gets when backward has left `gradient` times `scale` in fp16."""
+    """Return the optimizer's gradient after a backward pass that left `gradient` times `scale` in fp16."""
     model = nn.Linear(len(gradient), 1, bias=False)
     master_weights = to_precision(model, PRECISIONS["fp16"], CPU)
     model.weight.grad = (torch.tensor([gradient], dtype=torch.float64) * scale).half()
@@ -142,8 +142,8 @@ def loaded(gradient: list[float], scale: float) -> tuple[bool, torch.Tensor]:
     return overflowed, master_weights.weights["weight"].grad
 
 
-def test_the_loss_scale_is_undone_in_fp32() -> None:
-    """1e-9 is nothing in fp16; a scale that is undone there would have been in vain."""
+def test_gradients_are_unscaled_in_fp32() -> None:
+    """1e-9 is 0 in fp16, so dividing by the scale in fp16 would lose it."""
     values = [1e-9, -3e-7, 2e-6]
     assert not torch.tensor(values[0]).half()
     overflowed, gradient = loaded(values, 2.0**24)
@@ -151,19 +151,19 @@ def test_the_loss_scale_is_undone_in_fp32() -> None:
     torch.testing.assert_close(gradient, torch.tensor([values]), rtol=2**-10, atol=0)
 
 
-def test_an_overflow_is_seen_and_its_first_parameter_in_backward_named() -> None:
+def test_an_overflow_is_detected_and_the_first_parameter_in_backward_named() -> None:
     assert loaded([1e-3, 1.0], 2.0**17)[0]
     model = network()
     master_weights = to_precision(model, PRECISIONS["fp16"], CPU)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    for name in ("1.weight", "0.weight"):  # that of the BatchNorm comes first, in fp32, and spoils the convolution
+    for name in ("1.weight", "0.weight"):  # BatchNorm's overflows first, in fp32, and makes the convolution's NaN
         model.get_parameter(name).grad.fill_(torch.inf if name == "1.weight" else torch.nan)
     assert master_weights.load_gradients(LossScale("dynamic", 256.0))
     assert master_weights.first_overflow() == "1.weight"
 
 
-def test_a_precision_that_the_device_lacks_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_precision_that_the_device_lacks_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in PRECISIONS:
         check_device(PrecisionSettings(name=name), CPU)
 

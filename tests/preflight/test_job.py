@@ -1,4 +1,4 @@
-"""A recipe as the simulator takes it, beside what training makes of it."""
+"""The simulator's job of a recipe matches the training run."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("smoke", ["train.epochs=0.3"]),
     ],
 )
-def test_a_job_has_the_steps_evaluations_and_parameters_of_the_run(recipe: str, overrides: list[str]) -> None:
+def test_job_has_the_steps_evaluations_and_parameters_of_the_run(recipe: str, overrides: list[str]) -> None:
     config = load_config(recipe, overrides)
     shape = infer_shape(config.data)
     plan = plan_run(config, shape, num_ranks=1)
@@ -40,21 +40,21 @@ def test_a_job_has_the_steps_evaluations_and_parameters_of_the_run(recipe: str, 
     assert job.workload.num_parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_how_gradients_travel_is_what_the_recipe_says() -> None:
+def test_communication_settings_come_from_the_recipe() -> None:
     job, _ = job_of_recipe(load_config("fashion", ["comm.dtype=bf16", "comm.algorithm=torus", "comm.bucket_mb=3"]))
     assert job.all_reduce == ("bf16", "torus", "auto", 3.0)
     job, _ = job_of_recipe(load_config("fashion"))
-    assert job.all_reduce == ("fp32", "auto", "auto", None)
+    assert job.all_reduce == ("same", "auto", "auto", None)
 
 
-def test_without_images_as_many_as_imagenet_has_are_assumed() -> None:
+def test_without_images_the_size_of_imagenet_is_assumed() -> None:
     config = load_config("photos", ["data.source=nowhere", "data.image_size=32", "model.name=tiny_cnn"])
     job, has_images = job_of_recipe(config)
     assert not has_images and (job.num_train, job.num_test) == (1_281_167, 50_000)
     assert job.scenario(load_cluster("p40-roce100"), 2).length is not None
 
 
-def test_a_stored_workload_serves_only_the_very_network() -> None:
+def test_stored_workload_is_used_only_for_the_same_network() -> None:
     stored, _ = job_of_recipe(load_config("resnet50-imagenet-256"))
     other, _ = job_of_recipe(load_config("resnet50-imagenet-256", ["data.image_size=160"]))
     assert stored.workload.image_size == 224 and other.workload.image_size == 160

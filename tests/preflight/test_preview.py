@@ -4,7 +4,7 @@ from megabatch.optim.groups import parameter_groups
 from megabatch.preflight.preview import list_parameters
 
 
-def test_every_parameter_is_listed_once_also_one_that_is_shared_or_not_trained() -> None:
+def test_every_parameter_is_listed_once_even_if_shared_or_frozen() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
     model[2].weight = model[0].weight
     model[2].bias.requires_grad_(False)

@@ -1,10 +1,20 @@
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from megabatch.errors import UserError
-from megabatch.ranks.discover import NOT_KNOWN, RankInfo, discover, first_host, per_node, rendezvous_address
+from megabatch.ranks.discover import (
+    NOT_KNOWN,
+    RankInfo,
+    discover,
+    first_host,
+    launch_name,
+    launcher_name,
+    parse_tasks_per_node,
+    rendezvous_address,
+)
 from megabatch.ranks.machine import fair_threads, host_identity, usable_cores
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -17,7 +27,7 @@ OPEN_MPI = {
 MPICH = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
 PALS = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4", "PALS_RANKID": "5"}
 PALS_NAMES = {"PMI_RANK": "5", "PMI_SIZE": "8", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "4", "PALS_RANKID": "5"}
-KUBEFLOW = {  # of a PyTorchJob with nprocPerNode: 1
+KUBEFLOW = {  # a PyTorchJob with nprocPerNode: 1
     "RANK": "5",
     "WORLD_SIZE": "8",
     "MASTER_ADDR": "job-master-0",
@@ -42,7 +52,7 @@ SHELL = SRUN | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
 
 
 @pytest.mark.parametrize("environment", [TORCHRUN, OPEN_MPI, MPICH, PALS, PALS_NAMES, SRUN])
-def test_every_launcher_says_which_rank_this_is(environment: dict[str, str]) -> None:
+def test_rank_is_read_from_the_variables_of_each_launcher(environment: dict[str, str]) -> None:
     assert discover(environment) == RankInfo(rank=5, num_ranks=8, local_rank=1, num_local_ranks=4)
 
 
@@ -55,21 +65,21 @@ def test_every_launcher_says_which_rank_this_is(environment: dict[str, str]) -> 
         (KUBEFLOW | {"LOCAL_RANK": "3", "NODE_RANK": "1"}, 3),  # Azure ML, DeepSpeed
     ],
 )
-def test_rank_size_and_address_mean_that_this_process_joins(environment: dict[str, str], local_rank: int) -> None:
+def test_rank_size_and_address_are_sufficient(environment: dict[str, str], local_rank: int) -> None:
     info = discover(environment)
     assert info == RankInfo(5, 8, local_rank, NOT_KNOWN)
-    assert not info.is_alone and not info.is_located
+    assert not info.is_single_host and not info.is_located
     assert rendezvous_address(info, environment) == ("job-master-0", int(environment.get("MASTER_PORT", "29500")))
 
 
-def test_what_was_started_last_says_which_rank_this_is() -> None:
+def test_the_innermost_launcher_has_priority() -> None:
     assert discover(SRUN | TORCHRUN | {"RANK": "2"}) == RankInfo(2, 8, 1, 4)
     inside = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "MASTER_ADDR": "gpu07"}
     assert discover(SRUN | inside) == RankInfo(9, 16, 1, NOT_KNOWN)
-    exported = {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "gpu07"}  # once, by the job's script
+    exported = {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "gpu07"}  # by the job's script, for all tasks
     assert discover(SRUN | exported) == RankInfo(5, 8, 1, 4)
     assert discover(SRUN | {"PMI_RANK": "5", "PMI_SIZE": "8", "PALS_RANKID": "5"}) == RankInfo(5, 8, 1, 4)
-    step = SRUN | {"SLURM_NTASKS": "64", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_ID": "0"}  # of a larger job
+    step = SRUN | {"SLURM_NTASKS": "64", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_ID": "0"}  # a step of a larger job
     assert discover(step) == RankInfo(5, 8, 1, 4)
     of_the_job = {name: value for name, value in step.items() if name != "SLURM_STEP_TASKS_PER_NODE"}
     assert discover(of_the_job | {"SLURM_TASKS_PER_NODE": "32(x2)"}) == RankInfo(5, 8, 1, NOT_KNOWN)
@@ -82,7 +92,7 @@ def test_what_was_started_last_says_which_rank_this_is() -> None:
         BATCH_SCRIPT,
         BATCH_SCRIPT | {"MASTER_ADDR": "gpu07", "MASTER_PORT": "29500"},
         SHELL | {"SLURM_NTASKS": "1", "PMI_RANK": "0", "PMI_SIZE": "1", "PALS_RANKID": "0"},  # srun --pty bash
-        SHELL | {"SLURM_STEP_NUM_TASKS": "1"},  # of salloc: SLURM_NTASKS is that of the job
+        SHELL | {"SLURM_STEP_NUM_TASKS": "1"},  # salloc: SLURM_NTASKS is that of the job
         SHELL | {"SLURM_STEP_ID": "4294967290"},
         {"WORLD_SIZE": "1"},
         {
@@ -122,11 +132,11 @@ def test_a_shell_or_a_script_is_not_a_rank(environment: dict[str, str]) -> None:
         (KUBEFLOW | {"RANK": "0", "WORLD_SIZE": "1", "FLUX_JOB_SIZE": "4"}, "FLUX_JOB_SIZE=4", "WORLD_SIZE is 1"),
     ],
 )
-def test_a_launcher_that_is_not_understood_is_one_line(environment: dict[str, str], value: str, missing: str) -> None:
-    with pytest.raises(UserError) as refusal:
+def test_an_unknown_launcher_fails(environment: dict[str, str], value: str, missing: str) -> None:
+    with pytest.raises(UserError) as caught:
         discover(environment)
-    line = str(refusal.value)
-    assert line.startswith(f"{value} says that a launcher started this process, but not which rank it is (")
+    line = str(caught.value)
+    assert line.startswith(f"{value} means that a launcher started this process")
     assert f"{missing}); set RANK, WORLD_SIZE and MASTER_ADDR for each rank, or unset " in line
 
 
@@ -138,25 +148,27 @@ def test_a_launcher_that_is_not_understood_is_one_line(environment: dict[str, st
         ({"PET_NNODES": "1:4"}, "PET_NNODES=1:4"),
     ],
 )
-def test_variables_for_torchrun_without_torchrun_are_one_line(environment: dict[str, str], value: str) -> None:
+def test_variables_for_torchrun_without_torchrun_fail(environment: dict[str, str], value: str) -> None:
     with pytest.raises(
-        UserError, match=f"^{value} asks for torchrun, .*; start it with torchrun -m megabatch, or unset"
+        UserError, match=f"^{value} is meant for torchrun, .*; start it with torchrun -m megabatch, or unset"
     ):
         discover(environment)
     assert discover(environment | TORCHRUN) == RankInfo(5, 8, 1, 4)
 
 
-def test_a_rank_beyond_their_number_is_one_line() -> None:
+def test_a_rank_that_is_not_less_than_the_number_of_ranks_fails() -> None:
     with pytest.raises(UserError, match=r"^RANK=8 and WORLD_SIZE=8: ranks count from 0, so it must be less; set"):
         discover(KUBEFLOW | {"RANK": "8"})
 
 
-def test_ranks_meet_at_the_first_host_of_the_step_or_where_they_are_told() -> None:
+def test_rendezvous_is_on_the_first_host_of_the_step_or_at_master_addr() -> None:
     info = RankInfo(5, 8, 1, 4)
     assert rendezvous_address(info, SRUN) == ("gpu07", 29_500 + 345)
     assert rendezvous_address(info, SRUN | {"MASTER_ADDR": "head", "MASTER_PORT": "7"}) == ("head", 7)
     host, port = rendezvous_address(RankInfo(1, 2, 1, 2), MPICH)
     assert host == "127.0.0.1" and 29_500 <= port < 30_500
+    steps = [rendezvous_address(info, SRUN | {"SLURM_STEP_ID": str(step)}) for step in range(1000)]
+    assert steps[0] == ("gpu07", 29_500 + 345) and len(set(steps)) == 1000
     with pytest.raises(UserError, match="MASTER_ADDR is not set"):
         rendezvous_address(info, MPICH)
     launched = [rendezvous_address(RankInfo(0, 2, 0, 2), PALS | {"PALS_APID": name}) for name in ("a", "a", "b")]
@@ -166,36 +178,73 @@ def test_ranks_meet_at_the_first_host_of_the_step_or_where_they_are_told() -> No
             rendezvous_address(info, KUBEFLOW | {"MASTER_PORT": port})
 
 
+def test_launches_have_names_if_their_launcher_numbers_them() -> None:
+    steps = [SRUN | {"SLURM_STEP_ID": step, "SLURM_RESTART_COUNT": count} for step in "01" for count in ("", "1")]
+    assert [launch_name(step) for step in steps] == [
+        "Slurm's step 12345.0",
+        "Slurm's step 12345.0 of restart 1",
+        "Slurm's step 12345.1",
+        "Slurm's step 12345.1 of restart 1",
+    ]
+    assert launch_name(OPEN_MPI | {"OMPI_MCA_ess_base_jobid": "77"}) == "Open MPI's 77"
+    assert launch_name(PALS | {"PALS_APID": "a"}) == "PALS's a"
+    # Ranks that the user numbered may be in several steps.
+    several_steps = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "3"}
+    assert [launch_name(each) for each in (MPICH, KUBEFLOW, SRUN | KUBEFLOW | several_steps, {})] == [""] * 4
+    named = (TORCHRUN, OPEN_MPI, MPICH, SRUN, KUBEFLOW)
+    assert [launcher_name(each) for each in named] == ["torchrun", "Open MPI", "MPICH", "srun", "RANK and WORLD_SIZE"]
+
+
 @pytest.mark.parametrize(
     ("nodelist", "host"),
     [("a", "a"), ("a,b", "a"), ("n[3-5]", "n3"), ("n[003,7],m", "n003"), ("x-1.cluster,y", "x-1.cluster")],
 )
-def test_the_first_host_of_a_nodelist(nodelist: str, host: str) -> None:
+def test_first_host_of_a_nodelist(nodelist: str, host: str) -> None:
     assert first_host(nodelist) == host
 
 
-def test_a_variable_that_is_no_number_is_named() -> None:
+def test_a_variable_that_is_not_a_number_is_reported() -> None:
     with pytest.raises(UserError, match="the variable RANK='a' must be a number"):
         discover(TORCHRUN | {"RANK": "a"})
 
 
-def test_tasks_per_node() -> None:
-    assert per_node("2(x3),1") == [2, 2, 2, 1]
+def test_tasks_per_node_are_parsed() -> None:
+    assert parse_tasks_per_node("2(x3),1") == [2, 2, 2, 1]
 
 
-def test_ranks_share_the_cores_that_they_may_use() -> None:
+def test_ranks_share_their_usable_cores() -> None:
     eight = frozenset(range(8))
     torchrun = [("a", eight)] * 2 + [("b", eight)] * 3
     assert [fair_threads(rank, torchrun) for rank in range(5)] == [4, 4, 2, 2, 2]
-    srun = [("a", frozenset(range(4 * rank, 4 * rank + 4))) for rank in range(2)]  # each task its own
+    srun = [("a", frozenset(range(4 * rank, 4 * rank + 4))) for rank in range(2)]  # separate cores per task
     assert [fair_threads(rank, srun) for rank in range(2)] == [4, 4]
     assert fair_threads(0, [("a", frozenset({0}))] * 3) == 1  # more ranks than cores
     assert fair_threads(1, [("a", frozenset({0, 1, 2})), ("a", frozenset({2, 3, 4}))]) == 2  # 2.5
 
 
-def test_hosts_are_told_apart_by_name_boot_and_namespaces() -> None:
+def test_host_identity_has_name_boot_id_and_namespaces() -> None:
     name, boot, network, processes = host_identity().split()
     assert name == os.uname().nodename
     assert boot == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     assert network.startswith("net:[") and processes.startswith("pid:[")
     assert usable_cores() == os.sched_getaffinity(0)
+
+
+def test_the_documented_job_of_kubernetes_gives_each_pod_its_rank() -> None:
+    page = (Path(__file__).parents[2] / "docs/clusters.md").read_text()
+    manifest = page[page.index("kind: Service") : page.index("## Ray")]
+    values = dict(re.findall(r'- \{name: (\w+), value: "?([\w.-]+)"?\}', manifest))
+    job, count, service = (
+        re.findall(pattern, manifest)[0]
+        for pattern in (
+            r"kind: Job\nmetadata: \{name: ([\w-]+)\}",
+            r"completions: (\d+)",
+            r"subdomain: ([\w-]+)",
+        )
+    )
+    assert values["MASTER_ADDR"] == f"{job}-0.{service}" and values["WORLD_SIZE"] == count
+    assert re.findall(r"kind: Service\nmetadata: \{name: ([\w-]+)\}", manifest) == [service]
+    for index in range(int(count)):  # the annotation that RANK refers to
+        info = discover(values | {"RANK": str(index), "KUBERNETES_SERVICE_HOST": "10.0.0.1"})
+        assert info == RankInfo(index, int(count))
+        assert rendezvous_address(info, values) == (f"{job}-0.{service}", int(values["MASTER_PORT"]))

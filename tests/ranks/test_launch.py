@@ -10,7 +10,14 @@ import pytest
 import torch.distributed as dist
 
 from megabatch.ranks.failures import RankFailed, Report
-from megabatch.ranks.launch import Attempt, file_store, first_to_end, loopback_store, own_store, passed_on
+from megabatch.ranks.launch import (
+    Attempt,
+    file_store,
+    first_failure,
+    inherited_file,
+    loopback_store,
+    open_launcher_store,
+)
 from megabatch.ranks.signals import LAUNCHER, LauncherSignals, Stopped
 from megabatch.ranks.store import RankStore
 
@@ -22,14 +29,14 @@ NOBODY = 65_534
     [
         ([None, 0], None),
         ([2, None], (0, 2)),
-        ([1, -signal.SIGKILL], (1, -signal.SIGKILL)),  # what rank 0 says is that rank 1 is missing
+        ([1, -signal.SIGKILL], (1, -signal.SIGKILL)),  # rank 0 only reports that rank 1 is missing
         ([1, 1], (0, 1)),
     ],
 )
-def test_a_rank_that_was_killed_is_the_cause_of_whatever_others_report(
+def test_a_killed_rank_is_the_cause_of_other_failures(
     exit_codes: list[int | None], first: tuple[int, int] | None
 ) -> None:
-    assert first_to_end(exit_codes) == first
+    assert first_failure(exit_codes) == first
 
 
 def start(code: str) -> "subprocess.Popen[bytes]":
@@ -48,45 +55,45 @@ EXITS, DIES, HANGS, STOPS = (
 
 
 @pytest.mark.parametrize(
-    ("codes", "reported_by", "rank", "said"),
+    ("codes", "reported_by", "rank", "message"),
     [
-        ([EXITS, STOPS], 0, 0, "boom"),  # and the other, which is stopped, is ended at once
+        ([EXITS, STOPS], 0, 0, "boom"),  # the other one, which is stopped, is killed at once
         ([EXITS, DIES], 0, 1, "was ended by SIGSEGV while it was starting"),
-        ([DIES], 0, 0, "boom"),  # it has reported, and then crashed
+        ([DIES], 0, 0, "boom"),  # it reported and then crashed
         (["os._exit(3)"], None, 0, "ended with exit code 3 while it was starting"),
     ],
 )
-def test_the_launcher_says_what_the_first_rank_that_failed_has_said(
-    codes: list[str], reported_by: int | None, rank: int, said: str
+def test_the_launcher_reports_the_first_failure(
+    codes: list[str], reported_by: int | None, rank: int, message: str
 ) -> None:
-    with own_store() as (store, _), LauncherSignals() as signals:
+    with open_launcher_store() as (store, _), LauncherSignals() as signals:
         if reported_by is not None:
-            as_seen_by_ranks = object.__new__(RankStore)
-            as_seen_by_ranks.lasting = store
-            as_seen_by_ranks.report(Report(reported_by, 1, "boom"))
+            rank_store = object.__new__(RankStore)
+            rank_store.persistent = store
+            rank_store.report(Report(reported_by, 1, "boom"))
         failed = Attempt([start(code) for code in codes], store, signals).wait()
     assert isinstance(failed, RankFailed)
-    assert (failed.rank, str(failed)) == (rank, said)
+    assert (failed.rank, str(failed)) == (rank, message)
 
 
-def test_a_rank_that_stays_stopped_is_ended_and_named() -> None:
-    with own_store() as (store, _), LauncherSignals() as signals:
+def test_a_stopped_rank_is_killed_and_reported() -> None:
+    with open_launcher_store() as (store, _), LauncherSignals() as signals:
         failed = Attempt([start(HANGS), start(STOPS)], store, signals, stop_s=0.2).wait()
     assert isinstance(failed, RankFailed)
     assert (failed.rank, str(failed)) == (1, "its process was stopped for 0.2 s, by a signal such as SIGSTOP")
 
 
-def test_ranks_that_end_as_they_were_asked_have_stopped() -> None:
-    with own_store() as (store, _), LauncherSignals() as signals:
+def test_ranks_that_end_after_a_signal_raise_stopped() -> None:
+    with open_launcher_store() as (store, _), LauncherSignals() as signals:
         signals.number = signal.SIGTERM
         with pytest.raises(Stopped):
-            Attempt([start(HANGS)], store, signals).wait()  # it does not listen, and dies of it
-        assert Attempt([start("os._exit(0)")], store, signals).wait() is None  # it had just finished
+            Attempt([start(HANGS)], store, signals).wait()  # it has no handler, so the signal kills it
+        assert Attempt([start("os._exit(0)")], store, signals).wait() is None  # it had finished before the signal
 
 
-def test_after_ctrl_c_ranks_do_not_wait_for_one_that_was_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_ctrl_c_ranks_do_not_wait_for_a_starting_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megabatch.ranks.launch.GRACE_S", 0.1)
-    with own_store() as (store, _), LauncherSignals() as signals:
+    with open_launcher_store() as (store, _), LauncherSignals() as signals:
         starting = subprocess.Popen(
             [sys.executable, "-c", STARTING_RANK], env=os.environ | {LAUNCHER: str(os.getpid())}
         )
@@ -99,30 +106,30 @@ def test_after_ctrl_c_ranks_do_not_wait_for_one_that_was_starting(monkeypatch: p
     assert (waiting.returncode, starting.returncode) == (-signal.SIGKILL, -signal.SIGINT)
 
 
-# Imports what a rank imports first, and then pretends that importing torch takes a minute.
+# Performs the first import of a rank; the sleep stands for a slow import of torch.
 STARTING_RANK = "import time, megabatch.ranks.lifecycle; time.sleep(60)"
 
 
 def catches_interrupt(process: int) -> bool:
-    """Return whether a handler for SIGINT is set; Python sets its own one before it runs any code."""
+    """Return whether SIGINT has a handler; Python sets one before it runs any code."""
     caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{process}/status").read_text())
     running = "time.sleep" in Path(f"/proc/{process}/cmdline").read_text()
     return not running or caught is None or bool(int(caught[1], 16) >> (signal.SIGINT - 1) & 1)
 
 
-def test_what_is_passed_on_has_no_name_and_can_be_read_by_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inherited_file_has_no_name_and_each_rank_can_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with passed_on("seed = 7") as file:
+    with inherited_file("seed = 7") as file:
         assert not list(tmp_path.iterdir())
         read = [sys.executable, "-c", f"print(open({file.path!r}).read())"]
         for _ in range(2):
-            said = subprocess.run(read, pass_fds=file.descriptors, capture_output=True, text=True).stdout
-            assert said == "seed = 7\n"
+            output = subprocess.run(read, pass_fds=file.descriptors, capture_output=True, text=True).stdout
+            assert output == "seed = 7\n"
 
 
-def test_a_store_behind_a_port_listens_on_the_loopback_interface_alone() -> None:
-    with loopback_store() as (store, door):
-        port = int(door.variables["MASTER_PORT"])
+def test_loopback_store_listens_only_on_loopback() -> None:
+    with loopback_store() as (store, handle):
+        port = int(handle.variables["MASTER_PORT"])
         dist.TCPStore("127.0.0.1", port, is_master=False).set("a", "b")  # type: ignore[attr-defined]
         assert store.get("a") == b"b"
         listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
@@ -134,17 +141,18 @@ ADDS = "import os, torch.distributed as dist; print(dist.FileStore(os.environ['M
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux: files in memory")
-def test_a_store_in_memory_is_that_of_whoever_inherits_it() -> None:
-    with file_store() as (store, door):
+def test_only_processes_that_inherit_a_file_store_can_open_it() -> None:
+    with file_store() as (store, handle):
         store.add("a", 1)
-        command, environment = [sys.executable, "-c", ADDS], os.environ | door.variables
+        command, environment = [sys.executable, "-c", ADDS], os.environ | handle.variables
         for number in (2, 3):
-            done = subprocess.run(command, env=environment, pass_fds=door.descriptors, capture_output=True, text=True)
+            done = subprocess.run(command, env=environment, pass_fds=handle.descriptors, capture_output=True, text=True)
             assert done.stdout == f"{number}\n"
         assert store.add("a", 0) == 3
-        # Nobody else can open it: not by that name, and another user not by ours in /proc.
-        assert b"No such file" in subprocess.run(["cat", door.variables["MEGABATCH_STORE"]], capture_output=True).stderr
+        # No other process can open it by that name, and no other user through /proc.
+        other = subprocess.run(["cat", handle.variables["MEGABATCH_STORE"]], capture_output=True)
+        assert b"No such file" in other.stderr
         if os.geteuid() == 0:
-            path = f"/proc/{os.getpid()}/fd/{door.descriptors[0]}"
+            path = f"/proc/{os.getpid()}/fd/{handle.descriptors[0]}"
             other = subprocess.run(["cat", path], capture_output=True, user=NOBODY, group=NOBODY)
             assert b"Permission denied" in other.stderr

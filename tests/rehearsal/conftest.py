@@ -9,11 +9,11 @@ from tests.support.rank_pool import RankPool
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    """Ranks with a CUDA that is not there."""
+    """Ranks on the fake CUDA."""
     reason = fake_cuda.why_not()
     if reason:
         pytest.skip(reason)
-    fake_cuda.build()  # here, so that it does not count against a test's time
+    fake_cuda.build()  # not within the time limit of a test
     pool = RankPool(size=4, device="cuda", starts=rehearsals.start)
     yield pool
     pool.close()

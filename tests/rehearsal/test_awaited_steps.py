@@ -1,4 +1,4 @@
-"""On accelerators a step is read while the next one runs; which are read at once, all ranks know, if one asks."""
+"""Accelerators: the results of a step are read during the next one, unless a rank needs them at once."""
 
 import dataclasses
 from typing import Any
@@ -13,11 +13,11 @@ from megabatch.training.loop import train
 from tests.support.rank_pool import RankPool
 from tests.support.rehearsals import begin, on, tiny_for
 
-SAVED = (4, 5, 9)  # steps whose weights rank 0 wants
+SAVED = (4, 5, 9)  # steps whose weights rank 0 saves
 
 
 def train_until_stopped(world: World, stop: int) -> list[tuple[int, bool]]:
-    """Rank 1 is asked to stop in step `stop`; steps that were read, and whether they were read at once."""
+    """Request a stop from rank 1 in step `stop`; return the steps, and whether they were read at once."""
     fake_cuda.set_lag(fake_cuda.LAG)
     seen: list[tuple[int, bool]] = []
     training = begin(tiny_for(world.num_ranks), world)
@@ -34,12 +34,12 @@ def train_until_stopped(world: World, stop: int) -> list[tuple[int, bool]]:
 
 
 @pytest.mark.parametrize("stop", [4, 6, 7])
-def test_ranks_stop_together_and_read_at_once_what_one_of_them_wants_to_save(ranks: RankPool, stop: int) -> None:
+def test_ranks_stop_together_and_read_saved_steps_at_once(ranks: RankPool, stop: int) -> None:
     first, second = ranks.run(train_until_stopped, stop, num_ranks=2, join=on("cuda"))
     assert first == second
     steps = [step for step, _ in first]
     assert steps == list(range(1, len(steps) + 1)) and stop <= len(steps) <= stop + 2
-    expected = {1, *SAVED, steps[-1]} & set(steps)  # nobody could ask before the first
+    expected = {1, *SAVED, steps[-1]} & set(steps)  # no rank can ask before the first
     assert {step for step, is_current in first if is_current} == expected
 
 
@@ -54,7 +54,7 @@ def drift_apart(world: World) -> tuple[str, list[Any]]:
     return str(raised.value), fake_cuda.seen("hazard")
 
 
-def test_a_rank_that_drifts_apart_is_named_by_the_others(ranks: RankPool) -> None:
-    for said, hazards in ranks.run(drift_apart, num_ranks=3, join=on("cuda")):
-        assert said.startswith("rank 2 differs from the others after step 8, and not after step 1: 0.0.weight;")
+def test_drifting_rank_is_named_by_the_others(ranks: RankPool) -> None:
+    for message, hazards in ranks.run(drift_apart, num_ranks=3, join=on("cuda")):
+        assert message.startswith("rank 2 differs from the others after step 8, and not after step 1: 0.0.weight;")
         assert hazards == []

@@ -1,5 +1,3 @@
-"""The process groups of rehearsals."""
-
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ from tests.support.rehearsals import mirrored, on
 
 
 def collectives(world: World) -> dict[str, Any]:
-    """What each collective gives; rank r brings 1 + r, or a row of them."""
+    """Return the result of each collective; rank r contributes 1 + r, or a row."""
     p, device = world.num_ranks, world.device
     own = torch.full((2,), 1.0 + world.rank, device=device)
     row = torch.arange(p, dtype=torch.float32, device=device) + 10 * world.rank
@@ -45,7 +43,7 @@ def collectives(world: World) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_every_collective_of_real_ranks_is_what_it_says(ranks: RankPool, device: str) -> None:
+def test_collectives_of_real_ranks(ranks: RankPool, device: str) -> None:
     for rank, found in enumerate(ranks.run(collectives, num_ranks=3, join=on(device))):
         assert found == {
             "gathered": [1, 1, 2, 2, 3, 3],
@@ -59,7 +57,7 @@ def test_every_collective_of_real_ranks_is_what_it_says(ranks: RankPool, device:
         }
 
 
-def test_a_mirrored_rank_gets_what_it_would_if_all_held_the_same(ranks: RankPool) -> None:
+def test_collectives_of_a_mirrored_rank(ranks: RankPool) -> None:
     (found,) = ranks.run(collectives, num_ranks=1, join=mirrored(4, 2))
     assert found == {
         "gathered": [1] * 8,
@@ -78,8 +76,8 @@ def sum_of(world: World, values: list[float], dtype: torch.dtype) -> float:
     return float(world.all_reduce(tensor).item())
 
 
-def test_members_add_in_ascending_order_and_16_bits_are_rounded_at_every_addition(ranks: RankPool) -> None:
-    """In fp16 2,048 + 1 is 2,048; 1 + 1 + 2,046 is 2,048."""
+def test_members_add_in_ascending_order_and_round_16_bits_at_every_addition(ranks: RankPool) -> None:
+    """Check rounding: in fp16, 2,048 + 1 is 2,048, and 1 + 1 + 2,046 is 2,048."""
     for values, total in (([2048, 1, 1], 2048), ([1, 1, 2046], 2048), ([1e4, 6e4, -6e4], float("inf"))):
         assert ranks.run(sum_of, values, torch.float16, num_ranks=3, join=on("cuda")) == [total] * 3
     assert ranks.run(sum_of, [1e8, 1, -1e8], torch.float32, num_ranks=3, join=on("cuda")) == [0] * 3
@@ -92,7 +90,7 @@ def logged(world: World) -> list[backends.Collective]:
     return list(backends.log)
 
 
-def test_collectives_are_logged_with_what_a_rank_sends_and_receives(ranks: RankPool) -> None:
+def test_collectives_are_logged_with_their_traffic(ranks: RankPool) -> None:
     (found,) = ranks.run(logged, num_ranks=1, join=mirrored(4, 2))
     assert found == [
         backends.Collective("allreduce", torch.float32, 100, 4, 0, 4 * 400 * 3 // 4),
@@ -100,9 +98,9 @@ def test_collectives_are_logged_with_what_a_rank_sends_and_receives(ranks: RankP
     ]
 
 
-def test_a_store_counts_what_is_asked_of_it() -> None:
+def test_store_counts_requests_and_bytes() -> None:
     store = CountingStore()
-    prefixed = dist.PrefixStore("run", store)
+    prefixed = dist.PrefixStore("run", store)  # type: ignore[attr-defined]  # torch does not export it
     prefixed.set("key", "value")
     assert prefixed.get("key") == b"value" and prefixed.add("number", 2) == 2 and not prefixed.check(["other"])
     assert store.requests == {"set": 1, "get": 1, "add": 1, "check": 1}

@@ -1,4 +1,4 @@
-"""The device that is not there does what a real one would, as far as a host can tell."""
+"""The fake CUDA behaves like a real device, as far as a host can observe."""
 
 import re
 import subprocess
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from megabatch_lab.rehearsal import fake_cuda
+from torch import nn
 
 from megabatch.ranks.world import World
 from tests.support.rank_pool import RankPool
@@ -30,14 +31,14 @@ def waits() -> list[str]:
     return [seen.name for seen in fake_cuda.seen("sync")]
 
 
-def read_what_was_copied(world: World, how: str) -> dict[str, Any]:
-    """What pinned memory holds before and after the host has made sure of a copy, and what that cost."""
+def read_copy(world: World, how: str) -> dict[str, Any]:
+    """Return pinned memory before and after the host has waited for a copy, and the waits."""
     values, memory = torch.arange(3.0, device="cuda"), torch.zeros(3).pin_memory()
     fake_cuda.reset()
     memory.copy_(values, non_blocking=True)
     event = torch.Event("cuda")
     event.record()
-    values.zero_()  # behind the copy
+    values.zero_()  # after the copy
     early, asked = memory.tolist(), event.query()
     match how:
         case "later":
@@ -74,8 +75,8 @@ def read_what_was_copied(world: World, how: str) -> dict[str, Any]:
         ("another stream", ["event.synchronize"]),
     ],
 )
-def test_a_copy_to_the_host_is_seen_when_its_event_is_complete(ranks: RankPool, how: str, expected: list[str]) -> None:
-    seen = run(ranks, read_what_was_copied, how)
+def test_copy_to_the_host_is_visible_once_its_event_is_complete(ranks: RankPool, how: str, expected: list[str]) -> None:
+    seen = run(ranks, read_copy, how)
     assert seen == {"early": [0, 0, 0], "asked": False, "late": [0, 1, 2], "waits": expected}
 
 
@@ -96,12 +97,12 @@ def overwrite_a_source(world: World, when: str) -> int:
 
 
 @pytest.mark.parametrize(("when", "hazards"), [("at once", 1), ("later", 0), ("freed", 0)])
-def test_pinned_memory_that_changes_under_a_copy_is_a_hazard(ranks: RankPool, when: str, hazards: int) -> None:
+def test_pinned_memory_that_changes_during_a_copy_is_a_hazard(ranks: RankPool, when: str, hazards: int) -> None:
     assert run(ranks, overwrite_a_source, when) == hazards
 
 
 def use_on_two_streams(world: World, how: str) -> list[str]:
-    """What is wrong with work that is spread over two streams."""
+    """Return the hazards of work on two streams."""
     main, side = torch.accelerator.current_stream(), torch.Stream("cuda")
     values = torch.ones(4, device="cuda")
     fake_cuda.reset()
@@ -130,13 +131,13 @@ def use_on_two_streams(world: World, how: str) -> list[str]:
         ("waits", []),
         ("host waits", []),
         ("registered", []),
-        ("reads too early", ["aten::mul: stream _ does not wait for what stream 0 writes"]),
-        ("reads the result too early", ["aten::add: stream 0 does not wait for what stream _ writes"] * 2),
-        ("writes too early", ["aten::add: stream 0 writes what stream _ uses"]),
+        ("reads too early", ["aten::mul: stream _ does not wait for a write of stream 0"]),
+        ("reads the result too early", ["aten::add: stream 0 does not wait for a write of stream _"] * 2),
+        ("writes too early", ["aten::add: stream 0 writes memory in use on stream _"]),
         ("freed too early", ["freed on stream _, in use on stream 0"]),
     ],
 )
-def test_streams_that_do_not_wait_for_each_other_are_a_hazard(ranks: RankPool, how: str, hazards: list[str]) -> None:
+def test_missing_wait_between_streams_is_a_hazard(ranks: RankPool, how: str, hazards: list[str]) -> None:
     assert [re.sub("stream [1-9][0-9]*", "stream _", name) for name in run(ranks, use_on_two_streams, how)] == hazards
 
 
@@ -182,7 +183,7 @@ def finished(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     return future.then(lambda ready: ready.value() + 1)
 
 
-def test_what_waits_on_a_real_device_is_counted_and_nothing_else(ranks: RankPool) -> None:
+def test_only_operations_that_wait_on_a_real_device_are_counted(ranks: RankPool) -> None:
     found = run(ranks, waits_by_operation)
     never = list(found)[: list(found).index("item")]
     assert {name: found[name] for name in never} == {name: [] for name in never}
@@ -198,7 +199,7 @@ def wait_on_another_thread(world: World) -> tuple[str, str]:
     return seen.thread, seen.where
 
 
-def test_a_wait_on_another_thread_is_a_wait(ranks: RankPool) -> None:
+def test_wait_on_another_thread_is_counted(ranks: RankPool) -> None:
     thread, where = run(ranks, wait_on_another_thread)
     assert thread == "aside" and "test_fake_cuda.py:" in where
 
@@ -243,7 +244,7 @@ def test_torch_finds_its_devices_streams_memory_and_clock(ranks: RankPool) -> No
         "accelerator": "cuda",
         "one": (1, 1),
         "eight": 8,
-        "bytes": 1000 + 8,  # and the product
+        "bytes": 1000 + 8,  # with the product
         "peak": True,
         "sum": 500,
         "pinned": (True, True, False),
@@ -254,14 +255,15 @@ def test_torch_finds_its_devices_streams_memory_and_clock(ranks: RankPool) -> No
     }
 
 
-# mul.Tensor is one that torch can take apart, relu is not; empty is one that the fake has a kernel for.
+# torch can decompose mul.Tensor but not relu, and the fake CUDA has a kernel for empty.
 REGISTERED_BEFORE = """
 import torch
+from torch import nn
 from megabatch_lab.rehearsal import fake_cuda
 
 
 def kernel(*args, **options):
-    raise AssertionError("a kernel for a GPU was asked")
+    raise AssertionError("a GPU kernel was called")
 
 
 library = torch.library.Library("aten", "IMPL")
@@ -275,8 +277,74 @@ print((tensor * tensor).tolist(), tensor.relu().tolist(), fake_cuda.launches()["
 
 
 def test_kernels_of_a_cuda_build_are_replaced(ranks: RankPool) -> None:
-    """In another process, where kernels are registered before the fake is installed, as a CUDA build of torch does."""
+    """Run in another process that registers kernels before the fake CUDA is installed, like a CUDA build of torch."""
     command, root = [sys.executable, "-W", "ignore", "-c", REGISTERED_BEFORE], Path(__file__).parents[2]
     result = subprocess.run(command, cwd=root, capture_output=True, text=True)
     assert result.stdout == "[4.0, 4.0] [0.0, 0.0] 1\n", result.stderr
     assert result.stderr == ""
+
+
+def refused(world: World, deterministic: bool) -> list[str]:
+    """Return torch's errors of operations, some of which have no deterministic kernel on CUDA."""
+    operations = {
+        "adaptive max": lambda x: nn.AdaptiveMaxPool2d(1)(x).sum().backward(),
+        "adaptive average to 2x2": lambda x: nn.AdaptiveAvgPool2d(2)(x).sum().backward(),
+        "adaptive average to 1x1": lambda x: nn.AdaptiveAvgPool2d(1)(x).sum().backward(),
+        "max": lambda x: nn.MaxPool2d(2)(x).sum().backward(),
+        "cumsum": lambda x: x.cumsum(0),
+        "cumsum of integers": lambda x: x.long().cumsum(0),
+    }
+    errors = []
+    torch.use_deterministic_algorithms(deterministic)
+    for name, run_on in operations.items():
+        try:
+            run_on(torch.ones(2, 3, 6, 6, device="cuda", requires_grad=True))
+        except RuntimeError as error:
+            errors.append(f"{name}: {str(error).partition(',')[0]}")
+    torch.use_deterministic_algorithms(False)
+    return errors
+
+
+def test_operations_without_a_deterministic_kernel_are_refused_as_on_cuda(ranks: RankPool) -> None:
+    assert run(ranks, refused, False) == []
+    lacking = "_cuda does not have a deterministic implementation"
+    assert run(ranks, refused, True) == [
+        f"adaptive max: adaptive_max_pool2d_backward{lacking}",
+        f"adaptive average to 2x2: adaptive_avg_pool2d_backward{lacking}",
+        f"cumsum: cumsum{lacking}",
+    ]
+
+
+def contexts_after(world: World, how: str) -> list[int]:
+    """Return the devices with a context after a thread used an event of device 5, which is current in this one."""
+    torch.accelerator.set_device_index(5)
+    tensor, event = torch.zeros(2, device="cuda"), torch.Event("cuda")
+    tensor += 1
+    event.record()
+    fake_cuda.reset()
+    events = [event]
+    del event
+
+    def use() -> None:
+        if how == "query on its device":
+            torch.accelerator.set_device_index(5)
+        if how.startswith("query"):
+            events[0].query()
+        if how == "drop":
+            events.clear()
+        if how == "launch":
+            tensor.add_(1)  # torch's guard returns without a call of CUDA
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    found = fake_cuda.contexts()
+    torch.accelerator.set_device_index(0)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"), [("query", [0]), ("drop", [0, 5]), ("launch", [5]), ("query on its device", [5])]
+)
+def test_thread_that_sets_no_device_makes_a_context_on_device_0(ranks: RankPool, how: str, expected: list[int]) -> None:
+    assert run(ranks, contexts_after, how) == expected

@@ -1,4 +1,4 @@
-"""A loss or a gradient that is NaN on one rank, on devices whose results are read a step later."""
+"""A NaN in the loss or gradient of one rank, on devices whose results are read one step later."""
 
 import dataclasses
 from collections.abc import Callable
@@ -32,11 +32,11 @@ def spoil_gradient(training: Training, is_bad: Callable[[], bool]) -> Training:
 
 
 def train_into_nan(world: World, spoil: Any, read_at_once_by: list[int], *overrides: str) -> dict[str, Any]:
-    """Rank 1 has a NaN in its third step: of its images, so also when they come again, and in no other."""
+    """Train until rank 1 has a NaN in its third step, caused by its images, also when the step is repeated."""
     fake_cuda.set_lag(fake_cuda.LAG)
     training = begin(tiny_for(world.num_ranks, *overrides), world)
     bad_images, _ = training.images.microbatch(BAD_STEP - 1, world.rank)
-    seen, states = [], [state_of(training)]
+    seen, states = list[bool](), [state_of(training)]
 
     def is_bad() -> bool:
         return world.rank == 1 and seen[-1]
@@ -52,12 +52,12 @@ def train_into_nan(world: World, spoil: Any, read_at_once_by: list[int], *overri
                 states.append(state_of(training))
             assert record.step < BAD_STEP
     before = states[-1] if read_at_once_by else None
-    return {"said": str(raised.value), "seen": seen, "before": before, "after": state_of(training)}
+    return {"message": str(raised.value), "seen": seen, "before": before, "after": state_of(training)}
 
 
 @pytest.mark.parametrize("read_at_once_by", [[], [0], [0, 1]])
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "message"),
     [
         (spoil_loss, f"the loss is nan at step {BAD_STEP}: microbatch 1, whose images are finite"),
         (
@@ -66,13 +66,13 @@ def train_into_nan(world: World, spoil: Any, read_at_once_by: list[int], *overri
         ),
     ],
 )
-def test_a_nan_is_named_and_leaves_everything_as_it_was_though_the_next_step_was_begun(
-    ranks: RankPool, spoil: Any, said: str, read_at_once_by: list[int]
+def test_nan_is_reported_and_leaves_the_state_unchanged_although_the_next_step_has_started(
+    ranks: RankPool, spoil: Any, message: str, read_at_once_by: list[int]
 ) -> None:
-    """Also where rank 0 alone wants to read steps at once, as before a checkpoint: nobody keeps the others waiting."""
+    """The case in which only rank 0 reads steps at once is a checkpoint: no rank may wait forever for the others."""
     results = ranks.run(train_into_nan, spoil, read_at_once_by, num_ranks=2, join=on("cuda"))
     for result in results:
-        assert result["said"].startswith(said)
+        assert result["message"].startswith(message)
         next_step, repeated = [False] * (not read_at_once_by), [True] * (spoil is spoil_gradient)
         assert result["seen"] == [False] * (BAD_STEP - 1) + [True] + next_step + repeated
         for name, content in (result["before"] or results[0]["after"]).items():

@@ -1,7 +1,6 @@
-"""The same recipe on an accelerator and on the CPU: the same losses and weights, to the bit.
+"""The same recipe on an accelerator and on the CPU gives bitwise identical losses and weights.
 
-The device lags behind, so a host that reads a result before it has arrived, or overwrites what is still being copied,
-ends with other bits.
+The device lags behind, so a host that reads a result too early, or overwrites memory during a copy, gets other bits.
 """
 
 from pathlib import Path
@@ -19,15 +18,22 @@ from tests.support.rehearsals import on, tiny, train_through
 TWO_BY_TWO, TWO_HOSTS = regular(2, 2), regular(2, 1)
 
 # Every precision with every optimizer, and every algorithm with 16 and 32 bits, on 1, 2 and 4 ranks.
+NOISE = "train.noise_every=1"
 RUNS = [
     (1, None, ("precision.name=fp32", "optim.name=sgd")),
-    (1, None, ("precision.name=fp16", "optim.name=lars")),
+    (1, None, ("precision.name=fp16", "optim.name=lars", NOISE)),
     (2, None, ("precision.name=bf16", "optim.name=sgd", "comm.algorithm=flat")),
-    (2, TWO_HOSTS, ("precision.name=amp", "optim.name=lars", "comm.algorithm=hierarchical")),
+    (2, TWO_HOSTS, ("precision.name=amp", "optim.name=lars", "comm.algorithm=hierarchical", NOISE)),
     (4, TWO_BY_TWO, ("precision.name=fp32", "optim.name=lars", "comm.algorithm=torus", "comm.dtype=bf16")),
-    (4, TWO_BY_TWO, ("precision.name=fp16", "optim.name=sgd", "comm.algorithm=hierarchical", "optim.clip_norm=0.5")),
+    (
+        4,
+        TWO_BY_TWO,
+        ("precision.name=fp16", "optim.name=sgd", "comm.algorithm=hierarchical", "optim.clip_norm=0.5", NOISE),
+    ),
     (4, TWO_BY_TWO, ("precision.name=bf16", "optim.name=lars", "comm.algorithm=flat")),
     (4, TWO_BY_TWO, ("precision.name=amp", "optim.name=sgd", "comm.algorithm=torus")),
+    (1, None, ("precision.name=fp16", "optim.name=lars", "model.options.dropout=0.5", "model.cuda_graphs=true")),
+    (2, TWO_HOSTS, ("precision.name=amp", "optim.name=sgd", "model.cuda_graphs=true")),
 ]
 
 
@@ -40,7 +46,7 @@ def require_same(
     scale: float | None = None,
     lag: int = LAG,
 ) -> list[Any]:
-    """The records, if all ranks have them on both devices.  The CPU's run is not interrupted."""
+    """Assert that all ranks agree on both devices and return the records.  The CPU's run is not interrupted."""
     config = tiny(*overrides)
     expected, *others = ranks.run(train_through, config, None, scale, num_ranks=num_ranks, join=on("cpu", topology))
     others += ranks.run(train_through, config, stop, scale, lag, num_ranks=num_ranks, join=on("cuda", topology))
@@ -58,27 +64,27 @@ def require_same(
     RUNS,
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
 )
-def test_losses_and_weights_are_the_cpus_to_the_bit(
+def test_losses_and_weights_are_bitwise_those_of_the_cpu(
     ranks: RankPool, num_ranks: int, topology: Topology | None, overrides: tuple[str, ...]
 ) -> None:
     assert len(require_same(ranks, num_ranks, topology, *overrides)) == 14 + 2
 
 
 @pytest.mark.parametrize("precision", ["fp16", "amp"])
-def test_steps_that_overflow_are_skipped_as_on_the_cpu(ranks: RankPool, precision: str) -> None:
+def test_overflowing_steps_are_skipped_as_on_the_cpu(ranks: RankPool, precision: str) -> None:
     records = require_same(ranks, 2, TWO_HOSTS, f"precision.name={precision}", "optim.name=lars", scale=2.0**27)
     skipped = [record[-1] for record in records if len(record) == 5]
     assert skipped[0] and not skipped[-1]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_run_that_is_resumed_is_the_uninterrupted_one_of_the_cpu(ranks: RankPool, precision: str) -> None:
+def test_resumed_run_equals_the_uninterrupted_run_of_the_cpu(ranks: RankPool, precision: str) -> None:
     require_same(ranks, 2, TWO_HOSTS, f"precision.name={precision}", "optim.name=sgd", stop=5)
 
 
 @pytest.mark.parametrize("lag", [20, 2000])
-def test_images_that_threads_decode_arrive_as_they_were_decoded(ranks: RankPool, tmp_path: Path, lag: int) -> None:
-    """Their pinned memory is used again and again, also where the device is many steps behind."""
+def test_images_decoded_by_threads_arrive_unchanged(ranks: RankPool, tmp_path: Path, lag: int) -> None:
+    """Their pinned memory is reused, even if the device is many steps behind."""
     names = [f"{'train' if number < 32 else 'val'}/class{number % 2}/{number}.jpg" for number in range(40)]
     write_files(tmp_path, names)
     require_same(ranks, 2, TWO_HOSTS, f"data.source={tmp_path}", "batch.global=8", "precision.name=fp32", lag=lag)

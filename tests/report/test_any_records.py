@@ -1,4 +1,4 @@
-"""Records may say anything that their bounds allow: there is a page all the same."""
+"""Any records within their bounds give a page."""
 
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ STEPS = st.fixed_dictionaries(
         "lr": FINITE,
         "loss_scale": st.floats(1e-300, 1e300, exclude_min=True),
         "skipped": st.booleans(),
+        "image_size": COUNTS,
         "images_per_s": AMOUNTS,
         "data_wait_s": SECONDS,
         "comm_wait_s": SECONDS,
@@ -35,6 +36,16 @@ STEPS = st.fixed_dictionaries(
         "straggler_delay_s": AMOUNTS,
         "wall_s": AMOUNTS,
         "times": TIMES,
+    }
+)
+GPUS = st.fixed_dictionaries(
+    {
+        "utilization": st.none() | SHARES,
+        "power_w": st.none() | AMOUNTS,
+        "clock_mhz": st.none() | AMOUNTS,
+        "slowed": st.dictionaries(st.sampled_from(["power cap", "heat", "power brake", "hardware slowdown"]), SHARES),
+        "ecc_errors": st.none() | COUNTS,
+        "xid_errors": COUNTS,
     }
 )
 EVALUATIONS = st.fixed_dictionaries(
@@ -51,6 +62,7 @@ EVALUATIONS = st.fixed_dictionaries(
         "wall_s": AMOUNTS,
         "times": TIMES,
         "rank_waits_s": st.lists(SECONDS, max_size=40),
+        "rank_gpus": st.lists(st.none() | GPUS, max_size=40),
     }
 )
 MISTAKES = st.fixed_dictionaries(
@@ -88,7 +100,7 @@ LINES = st.lists(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(rows=st.lists(STEPS | EVALUATIONS, max_size=12), mistakes=MISTAKES, trace=TRACES, lines=LINES)
-def test_any_records_have_a_page(
+def test_any_records_give_a_page(
     rows: list[dict[str, Any]], mistakes: dict[str, Any], trace: dict[str, Any], lines: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / files.CONFIG).write_text('name = "x"\n[batch]\nglobal = 8\n')

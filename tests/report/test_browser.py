@@ -1,4 +1,4 @@
-"""The page in a real browser: nothing is complained of, fetched, cut or hard to read."""
+"""The page in a real browser: no console errors, requests, clipped text or low contrast."""
 
 import re
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ from tests.support.made_up_run import NAMES, make_run
 
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="needs chromium")
 LONG_NAMES = ["<script>alert(1)</script>", "a class with a very long name " * 8, *NAMES[2:]]
-ENOUGH = 4.5  # WCAG's contrast of text
+MIN_CONTRAST = 4.5  # of text, by WCAG
 
-# Boxes of all texts that can be seen, with their colour and what lies behind them.
+# Boxes of all visible texts, with their colour and background.
 TEXTS = """(() => {
   const found = [];
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
@@ -57,7 +57,6 @@ CHARTS = """[...document.querySelectorAll(".plot > svg")].map((svg) => ({
   name: svg.querySelector("title").textContent,
   about: svg.querySelector("desc").textContent,
   marks: svg.querySelectorAll("path, rect, circle").length,
-  letters: svg.querySelectorAll("text").length,
   width: svg.getBoundingClientRect().width,
   drawn: [...svg.querySelectorAll("path")].every((path) => path.getTotalLength() > 0),
 }))"""
@@ -102,7 +101,7 @@ def contrast(text: dict[str, Any]) -> float:
 
 
 def overlaps(texts: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Pairs of texts of which one covers more than a hair of the other."""
+    """Return pairs of texts that overlap by more than `hair` pixels."""
     hair = 1.5
     ordered = sorted((text for text in texts if not text["inScroll"]), key=lambda text: text["top"])
     found = []
@@ -119,10 +118,10 @@ def overlaps(texts: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("width", [390, 1280])
-def test_every_page_is_drawn_and_read_at_a_phones_and_a_screens_width(tab: Page, pages: list[Path], width: int) -> None:
+def test_pages_fit_the_width_of_a_phone_and_of_a_screen(tab: Page, pages: list[Path], width: int) -> None:
     for path in pages:
         tab.open(path, width)
-        assert tab.complaints() == []
+        assert tab.console_messages() == []
         assert tab.requests() == [path.resolve().as_uri()]
         assert tab.run("document.documentElement.scrollWidth") <= width, path
         charts = tab.run(CHARTS)
@@ -136,16 +135,16 @@ def test_every_page_is_drawn_and_read_at_a_phones_and_a_screens_width(tab: Page,
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_every_text_has_enough_contrast(tab: Page, pages: list[Path], dark: bool) -> None:
+def test_all_text_has_enough_contrast(tab: Page, pages: list[Path], dark: bool) -> None:
     for path in (pages[0], pages[3]):
         tab.open(path, 1280, dark)
         texts = tab.run(TEXTS)
         assert {luminance(colour(text["ground"])) < 0.2 for text in texts} == {dark}
-        poor = {(text["text"], round(contrast(text), 2)) for text in texts if contrast(text) < ENOUGH}
+        poor = {(text["text"], round(contrast(text), 2)) for text in texts if contrast(text) < MIN_CONTRAST}
         assert not poor
 
 
-def test_values_are_shown_under_the_pointer_and_by_keys(tab: Page, pages: list[Path]) -> None:
+def test_pointer_and_arrow_keys_show_values(tab: Page, pages: list[Path]) -> None:
     tab.open(pages[0], 1280)
     tab.run("document.querySelector('#loss .plot').scrollIntoView({block: 'center', behavior: 'instant'})")
     box = tab.run("document.querySelector('#loss .plot > svg').getBoundingClientRect().toJSON()")
@@ -163,4 +162,4 @@ def test_values_are_shown_under_the_pointer_and_by_keys(tab: Page, pages: list[P
         assert all(shown) and len(set(shown)) == 3, (plot, shown)
     tab.call("Input.dispatchKeyEvent", type="keyDown", key="Escape")
     assert tab.run("document.getElementById('tip').hidden")
-    assert tab.complaints() == []
+    assert tab.console_messages() == []

@@ -1,4 +1,4 @@
-"""megabatch report, as a user gives it."""
+"""The command `megabatch report`."""
 
 import os
 import stat
@@ -15,7 +15,7 @@ from megabatch.report.page import write_report
 from tests.support.made_up_run import make_run
 
 
-def test_the_page_lies_in_the_runs_folder_for_its_user_alone(tmp_path: Path) -> None:
+def test_page_is_private_and_in_the_run_folder(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=20)
     result = CliRunner().invoke(app, ["report", str(folder)], catch_exceptions=False)
     assert result.output == f"report    {folder / 'report.html'}\n"
@@ -23,7 +23,7 @@ def test_the_page_lies_in_the_runs_folder_for_its_user_alone(tmp_path: Path) -> 
     assert not list(folder.glob(".writing-*"))
 
 
-def test_several_runs_have_theirs_here_or_where_it_is_asked_for(
+def test_page_of_several_runs_is_in_the_current_folder_or_at_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -35,7 +35,7 @@ def test_several_runs_have_theirs_here_or_where_it_is_asked_for(
     assert "2 runs" in Path("a/both.html").read_text()
 
 
-def test_what_is_opened_is_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_shows_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
     monkeypatch.setattr("webbrowser.open", opened.append)
     folder = make_run(tmp_path / "run", steps=20)
@@ -44,13 +44,13 @@ def test_what_is_opened_is_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("out", ["missing/page.html", "run"])
-def test_a_place_that_cannot_be_written_to_is_one_line(out: str, tmp_path: Path) -> None:
+def test_unwritable_output_is_a_user_error(out: str, tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=20)
     with pytest.raises(UserError, match=r"cannot be written: .*; .*--out"):
         write_report([folder], tmp_path / out)
 
 
-def test_it_needs_neither_torch_nor_numpy(tmp_path: Path) -> None:
+def test_report_imports_neither_torch_nor_numpy(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=20)
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-X", "importtime", "-m", "megabatch", "report", str(folder)]

@@ -1,4 +1,4 @@
-"""What the log says, on the axis of the run."""
+"""Log lines are placed on the time axis of the run."""
 
 from pathlib import Path
 
@@ -21,17 +21,17 @@ LOG = """\
 """
 
 
-def test_lines_lie_where_the_run_was_when_they_were_said(tmp_path: Path) -> None:
+def test_log_lines_are_placed_at_their_step_and_wall_time(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=100, evaluations=4)
     (folder / files.LOG).write_text(LOG)
     view = read_run(folder)
     events = events_of(view)
-    assert [event.kind for event in events] == ["start", "warning", "fault", "resumed", "said", "end"]
-    start, warning, fault, resumed, said, end = events
+    assert [event.kind for event in events] == ["start", "warning", "fault", "resumed", "note", "end"]
+    start, warning, fault, resumed, note, end = events
     assert (start.step, start.wall_s) == (0, 0.0)
     assert warning.wall_s == pytest.approx(10) and fault.wall_s == pytest.approx(20)
     steps, walls = list(view.steps.of["step"]), list(view.steps.end_s)
     assert warning.step == next(step for step, wall_s in zip(steps, walls, strict=True) if wall_s >= 10)
     assert (resumed.step, resumed.wall_s) == (40, walls[39])
-    assert (said.step, end.step) == (50, 100)
+    assert (note.step, end.step) == (50, 100)
     assert [event.kind for event in marked(events)] == ["warning", "fault", "resumed"]

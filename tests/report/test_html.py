@@ -1,4 +1,4 @@
-"""Text is escaped, whatever it is."""
+"""Any text is escaped."""
 
 import json
 from html.parser import HTMLParser
@@ -27,7 +27,7 @@ class Reader(HTMLParser):
 
 
 @given(text=st.text())
-def test_a_text_is_read_back_as_it_is_but_for_what_cannot_be_seen(text: str) -> None:
+def test_escaped_text_reads_back_without_unprintable_characters(text: str) -> None:
     read = Reader(tag("p", tag("b", text), title=text))
     shown = "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
     assert read.tags == ["p", "b"]
@@ -41,7 +41,7 @@ def test_a_text_is_read_back_as_it_is_but_for_what_cannot_be_seen(text: str) -> 
         st.text() | st.integers() | st.none(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
     )
 )
-def test_data_of_the_script_ends_no_element_and_is_read_back(value: object) -> None:
+def test_json_block_cannot_end_its_element_and_reads_back(value: object) -> None:
     block = json_block(value)
     begin, end = '<script type="application/json">', "</script>"
     assert block.startswith(begin) and block.endswith(end)

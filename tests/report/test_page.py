@@ -1,4 +1,4 @@
-"""The page of any run: whole, small, escaped."""
+"""The page of a run is complete, small and escaped."""
 
 import base64
 import hashlib
@@ -26,7 +26,7 @@ VOID = ("meta", "img", "br", "link")
 
 
 class Elements(HTMLParser):
-    """Its elements, and whether each is closed."""
+    """The elements of a page; checks that each is closed."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -58,11 +58,11 @@ def read(page: str) -> Elements:
     return elements
 
 
-def test_a_whole_run_has_every_section_and_the_same_bytes_again(tmp_path: Path) -> None:
+def test_complete_run_has_every_section_and_a_reproducible_page(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=300)
     page = page_of([read_run(folder)])
     elements = read(page)
-    assert set(SECTIONS) <= set(elements.ids)
+    assert {*SECTIONS, "measures", "reliability"} <= set(elements.ids)
     assert page == page_of([read_run(folder)])
     for text in ("exposed communication", "torus", "Ankle boot", "begins at step 114", "lars", "NVIDIA A100"):
         assert text in elements.text
@@ -70,7 +70,7 @@ def test_a_whole_run_has_every_section_and_the_same_bytes_again(tmp_path: Path) 
     assert elements.names.count("details") >= 10
 
 
-def test_only_its_own_style_and_script_may_run(tmp_path: Path) -> None:
+def test_policy_allows_only_the_pages_style_and_script(tmp_path: Path) -> None:
     page = page_of([read_run(make_run(tmp_path / "run", steps=20))])
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
     assert policy and "default-src &#x27;none&#x27;" in policy[1]
@@ -81,7 +81,7 @@ def test_only_its_own_style_and_script_may_run(tmp_path: Path) -> None:
     assert " style=" not in page and not re.search(r"https?://(?!www\.w3\.org)", page)
 
 
-def test_whatever_a_run_says_is_text(tmp_path: Path) -> None:
+def test_markup_in_records_is_escaped(tmp_path: Path) -> None:
     folder = make_run(tmp_path / f"run{HOSTILE.replace('/', '')}", steps=40, classes=[HOSTILE, *"bcdefghij"])
     usual = read(page_of([read_run(make_run(tmp_path / "usual", steps=40))]))
     config = (folder / files.CONFIG).read_text()
@@ -108,7 +108,7 @@ def test_whatever_a_run_says_is_text(tmp_path: Path) -> None:
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.text(st.characters(exclude_categories=("Cs", "Cc", "Zl", "Zp")), min_size=1, max_size=40))
-def test_any_class_name_leaves_the_elements_as_they_are(name: str, tmp_path: Path) -> None:
+def test_class_names_do_not_change_the_elements(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     if not folder.exists():
         make_run(folder, steps=20)
@@ -118,7 +118,7 @@ def test_any_class_name_leaves_the_elements_as_they_are(name: str, tmp_path: Pat
     assert read(page_of([view])).names == usual.names
 
 
-def test_a_long_run_of_many_ranks_and_classes_is_a_small_page(tmp_path: Path) -> None:
+def test_long_run_with_many_ranks_and_classes_has_a_small_page(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=20_000, ranks=512, classes=[f"n{number:08d}" for number in range(1000)])
     page = page_of([read_run(folder)])
     assert len(page.encode()) < 500_000  # 100,000 steps are drawn with as many points
@@ -126,14 +126,14 @@ def test_a_long_run_of_many_ranks_and_classes_is_a_small_page(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
-def test_a_run_of_hardly_any_steps_has_a_page(steps: int, tmp_path: Path) -> None:
+def test_run_of_few_steps_has_a_page(steps: int, tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=steps, status=None)
     elements = read(page_of([read_run(folder)]))
     assert "killed" in elements.text
 
 
 @pytest.mark.parametrize("kept", [(), (files.METRICS,), (files.LOG, files.ENVIRONMENT)])
-def test_what_is_missing_is_left_out(kept: tuple[str, ...], tmp_path: Path) -> None:
+def test_missing_files_are_left_out(kept: tuple[str, ...], tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=30)
     for path in folder.iterdir():
         if path.name not in (files.CONFIG, *kept):
@@ -143,33 +143,33 @@ def test_what_is_missing_is_left_out(kept: tuple[str, ...], tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", [files.SUMMARY, files.PLAN, files.MISTAKES, files.STEP_TRACE, files.MODEL])
-def test_a_damaged_file_beside_the_rows_is_named_on_the_page(name: str, tmp_path: Path) -> None:
+def test_damaged_file_is_named_on_the_page(name: str, tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=30)
     (folder / name).write_bytes(b"{\xff")
     assert f"{name} is damaged" in read(page_of([read_run(folder)])).text
 
 
-def test_a_damaged_row_is_one_line_and_a_cut_one_is_none(tmp_path: Path) -> None:
+def test_damaged_row_is_an_error_and_a_truncated_last_row_is_not(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=30)
     rows = (folder / files.METRICS).read_bytes()
     (folder / files.METRICS).write_bytes(rows[:-20])
-    assert read_run(folder).num_steps == 30  # the last row is the evaluation that is being written
+    assert read_run(folder).num_steps == 30  # the truncated row is the last evaluation
     (folder / files.METRICS).write_bytes(rows.replace(b'"loss"', b'"lost"', 1))
     with pytest.raises(UserError, match=r"metrics\.jsonl, row 1: .*damaged"):
         write_report([folder])
-    with pytest.raises(UserError, match=r"is no run's folder"):
+    with pytest.raises(UserError, match=r"run's folder"):
         write_report([tmp_path])
 
 
-def test_a_loss_that_is_no_number_is_a_gap_and_a_finding(tmp_path: Path) -> None:
+def test_nan_loss_is_a_gap_and_a_finding(tmp_path: Path) -> None:
     view = read_run(make_run(tmp_path / "run", steps=60, status="diverged"))
-    for place in range(40, 60):  # no row has such a loss today: the run ends before it is written
+    for place in range(40, 60):  # a run ends before it writes such a row
         view.steps.of["loss"][place] = math.nan
     text = read(page_of([view])).text
-    assert "The loss was not a number" in text and "first time in step 41" in text and "Gaps" in text
+    assert "The loss was not finite" in text and "first such step is 41" in text and "Gaps" in text
 
 
-def test_pictures_are_pngs_or_jpegs_and_no_more_than_there_is_room_for(tmp_path: Path) -> None:
+def test_pictures_are_png_or_jpeg_and_limited_in_size(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=20)
     mistakes = msgspec.json.decode((folder / files.MISTAKES).read_bytes(), type=Mistakes)
     example = mistakes.examples[0]
@@ -188,7 +188,7 @@ def test_pictures_are_pngs_or_jpegs_and_no_more_than_there_is_room_for(tmp_path:
     assert len(page_of([read_run(folder)])) < 1_000_000
 
 
-def test_several_runs_are_told_apart_and_their_differences_named(tmp_path: Path) -> None:
+def test_page_of_several_runs_lists_their_differences(tmp_path: Path) -> None:
     folders = [
         make_run(tmp_path / "one", steps=60),
         make_run(tmp_path / "two", steps=60, seed=2, learning_rate=8.0, fp16=False),
@@ -198,3 +198,19 @@ def test_several_runs_are_told_apart_and_their_differences_named(tmp_path: Path)
     differing = re.findall(r"optim\.learning_rate|precision\.name|batch\.global|model\.name", elements.text)
     assert differing == ["optim.learning_rate", "precision.name"]
     assert {"loss", "accuracy", "accuracy-time", "throughput", "time-bars"} <= set(elements.ids)
+
+
+def test_a_run_with_several_sizes_shows_the_steps_speed_and_work_of_each(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=300)
+    rows = [msgspec.json.decode(row) for row in (run / files.METRICS).read_bytes().splitlines()]
+    for row in rows:
+        if row["kind"] == "step":
+            row |= {"image_size": 112 if row["step"] <= 200 else 224, "images_per_s": 10.0 if row["step"] % 2 else 30.0}
+            row |= {"epoch": row["step"] / 100}
+        else:
+            row |= {"raw_top1": 0.125}
+    (run / files.METRICS).write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+    text = re.sub(r"\s+", " ", re.sub("<[^>]+>", " ", page_of([read_run(run)])))
+    assert "112 1 to 200 2 0.5 15" in text and "224 201 to 300 1 1 15" in text  # the mean time of 10/s and 30/s
+    assert "raw top-1" in text
+    assert "Image sizes" not in page_of([read_run(make_run(tmp_path / "other", steps=30))])

@@ -1,4 +1,4 @@
-"""Where the time goes: it all adds up to the wall time."""
+"""The time breakdown adds up to the wall time."""
 
 import math
 from pathlib import Path
@@ -36,10 +36,10 @@ def columns_of(records: list[Record]) -> TimeColumns:
 
 
 @given(rows=st.lists(st.tuples(TIMES, STAGE_TIMES, st.floats(0, 1e4)), min_size=1, max_size=20))
-def test_the_parts_of_any_rows_add_up_to_the_wall_time(
+def test_parts_of_any_rows_add_up_to_the_wall_time(
     rows: list[tuple[StepTimes, TimeBreakdown, float]],
 ) -> None:
-    """Also of rows whose parts contradict their wall time, which may go backwards."""
+    """Rows may contradict their wall time, which may also decrease."""
     records: list[Record] = [
         replace(step_record(step, 1.0, 1.0), times=times, data_wait=stages, wall_s=wall_s)
         for step, (times, stages, wall_s) in enumerate(rows)
@@ -59,7 +59,7 @@ def test_the_parts_of_any_rows_add_up_to_the_wall_time(
         assert inside == pytest.approx(end - begin, rel=1e-6, abs=1e-6 * columns.wall_s)
 
 
-def test_consistent_rows_keep_their_own_parts() -> None:
+def test_consistent_rows_keep_their_parts() -> None:
     records = list(made_up_records(60, evaluations=6))
     totals = columns_of(records).totals()
     for part in ("forward", "backward", "comm", "update", "evaluation", "checkpoint"):
@@ -68,6 +68,6 @@ def test_consistent_rows_keep_their_own_parts() -> None:
     assert math.fsum(totals[stage] for stage in STAGES) == pytest.approx(waits) and totals["data"] == 0
 
 
-def test_the_shares_of_a_run_add_up_to_its_summary(tmp_path: Path) -> None:
+def test_parts_of_a_run_add_up_to_the_wall_time_of_its_summary(tmp_path: Path) -> None:
     view = read_run(make_run(tmp_path / "run", steps=50))
     assert view.summary and math.fsum(view.times.totals().values()) == pytest.approx(view.summary.wall_s)

@@ -1,4 +1,4 @@
-"""The verdict names what took the time, and what to change."""
+"""The verdict names the bottleneck and the setting to change."""
 
 from pathlib import Path
 
@@ -6,17 +6,18 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from megabatch.report.stragglers import rank_charts
 from megabatch.report.verdict import findings_of, headline
 from megabatch.report.view import RankDelays, RunView, excess_s, read_run
 from megabatch.runs import files
-from megabatch.runs.records import EvaluationRecord, Record, StepRecord, StepTimes, TimeBreakdown
+from megabatch.runs.records import EvaluationRecord, GpuUse, Record, StepRecord, StepTimes, TimeBreakdown
 from tests.support.made_up_run import made_up_records, make_run
 
 STEP = StepTimes(data=0.001, forward=0.03, backward=0.06, comm=0.001, update=0.005)
 
 
 def run_with(folder: Path, times: StepTimes, stage: str = "decode", evaluation_s: float = 0.01) -> RunView:
-    """A run whose steps all take these times."""
+    """Return a run whose steps all take these times."""
     make_run(folder, steps=90, fp16=False)
     wall_s, records = 0.0, list[Record]()
     for record in made_up_records(90, fp16=False, evaluations=9):
@@ -45,10 +46,10 @@ def run_with(folder: Path, times: StepTimes, stage: str = "decode", evaluation_s
         ({"comm": 0.05}, "read", "Exposed communication", "comm.dtype=bf16"),
         ({"checkpoint": 0.05}, "read", "Checkpoints", "checkpoint.every_steps"),
         ({"other": 0.05}, "read", "Other work", "batch.global"),
-        ({}, "read", "Compute", "nothing to gain from input or network"),
+        ({}, "read", "Compute", "nothing to gain"),
     ],
 )
-def test_what_took_the_time_comes_first_with_its_share_and_a_remedy(
+def test_largest_share_of_the_time_comes_first_with_a_remedy(
     times: dict[str, float], stage: str, title: str, advice: str, tmp_path: Path
 ) -> None:
     view = run_with(tmp_path / "run", replace(STEP, **times), stage)
@@ -61,7 +62,7 @@ def test_what_took_the_time_comes_first_with_its_share_and_a_remedy(
     assert headline(view, findings).startswith(title)  # each takes a third of the time
 
 
-def test_frequent_evaluations_are_told_how_rare_they_should_be(tmp_path: Path) -> None:
+def test_frequent_evaluations_get_advice_on_their_interval(tmp_path: Path) -> None:
     view = run_with(tmp_path / "run", STEP, evaluation_s=0.4)
     (found,) = [found for found in findings_of(view) if found.title == "Evaluations"]
     assert found.share == pytest.approx(9 * 0.4 / view.wall_s)
@@ -69,7 +70,7 @@ def test_frequent_evaluations_are_told_how_rare_they_should_be(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("status", ["failed", "diverged", "stopped", None])
-def test_a_run_that_did_not_finish_says_so_first(status: str | None, tmp_path: Path) -> None:
+def test_unfinished_run_is_the_first_finding(status: str | None, tmp_path: Path) -> None:
     view = read_run(make_run(tmp_path / "run", steps=60, status=status))  # type: ignore[arg-type]
     first = findings_of(view)[0]
     assert first.title == f"It {'was ' if status in ('stopped', None) else ''}{status or 'killed'}"
@@ -78,7 +79,7 @@ def test_a_run_that_did_not_finish_says_so_first(status: str | None, tmp_path: P
     assert (status or "killed") in headline(view, findings_of(view))
 
 
-def test_a_loss_that_does_not_fall_is_a_problem(tmp_path: Path) -> None:
+def test_constant_loss_is_a_problem(tmp_path: Path) -> None:
     view = read_run(make_run(tmp_path / "run", steps=100))
     assert "The loss does not fall" not in [found.title for found in findings_of(view)]
     for place in range(100):
@@ -101,7 +102,7 @@ def evaluation(step: int, waits: list[float]) -> EvaluationRecord:
     )
 
 
-def test_who_waits_least_was_waited_for(tmp_path: Path) -> None:
+def test_rank_that_waits_least_is_the_straggler(tmp_path: Path) -> None:
     delays = RankDelays()
     delays.add_evaluation(evaluation(10, [5.0, 5.0, 1.0, 4.0]))
     delays.add_evaluation(evaluation(20, [3.0, 2.0, 1.0, 3.0]))
@@ -109,12 +110,12 @@ def test_who_waits_least_was_waited_for(tmp_path: Path) -> None:
     assert (first.rank, first.delay_s, first.wait_s, first.num_last) == (2, 6.0, 2.0, 2)
     assert [row.delay_s for row in delays.by_delay()] == [6.0, 1.0, 1.0, 0.0]
     assert excess_s(delays) == 5.0 and delays.num_steps == 20
-    delays.add_evaluation(evaluation(30, [1.0, 2.0]))  # it has resumed on two ranks: those before are others
+    delays.add_evaluation(evaluation(30, [1.0, 2.0]))  # resumed on two ranks: earlier delays are dropped
     assert (delays.num_ranks, delays.num_steps) == (2, 10)
     assert delays.by_delay()[0].rank == 0
 
 
-def test_one_slow_rank_is_named(tmp_path: Path) -> None:
+def test_slow_rank_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run_with(folder, replace(STEP, comm=0.05))
     rows = (
@@ -123,3 +124,37 @@ def test_one_slow_rank_is_named(tmp_path: Path) -> None:
     (folder / files.METRICS).write_bytes(rows)
     titles = [found.title for found in findings_of(read_run(folder))]
     assert "Waiting for rank 3" in titles
+
+
+def gpu(clock_mhz: float, xid_errors: int = 0, **slowed: float) -> GpuUse:
+    return GpuUse(
+        utilization=1.0,
+        clock_mhz=clock_mhz,
+        slowed={name.replace("_", " "): share for name, share in slowed.items()},  # type: ignore[misc]
+        xid_errors=xid_errors,
+    )
+
+
+@pytest.mark.parametrize(
+    ("slow", "cause"),
+    [
+        (gpu(1410, power_cap=0.9), ""),  # as the others
+        (gpu(1005, heat=0.8, power_cap=0.9), "throttled, by power cap 90 % of the time: 1,005 MHz, the others 1,410"),
+        (gpu(1400, heat=0.2, power_cap=0.9), "throttled, by heat 20 % of the time. Check the cooling"),
+        (gpu(1005), "throttled: 1,005 MHz, the others 1,410. Compare its clocks"),
+        (gpu(1410, xid_errors=2), "reported 2 critical errors (Xid): see dmesg"),
+        (None, ""),
+    ],
+)
+def test_straggler_with_a_throttled_gpu_is_explained(tmp_path: Path, slow: GpuUse | None, cause: str) -> None:
+    folder = tmp_path / "run"
+    run_with(folder, replace(STEP, comm=0.05))
+    gpus = msgspec.json.encode([gpu(1410, power_cap=0.9)] * 3 + [slow])
+    of_ranks = b'"rank_waits_s":[0.4,0.4,0.4,0.02],"rank_gpus":' + gpus
+    rows = (folder / files.METRICS).read_bytes().replace(b'"rank_waits_s":[0.1,0.1],"rank_gpus":[]', of_ranks)
+    (folder / files.METRICS).write_bytes(rows)
+    view = read_run(folder)
+    (finding,) = (found for found in findings_of(view) if found.title == "Waiting for rank 3")
+    assert cause in finding.advice and ("Check its host for other processes" in finding.advice) == (not cause)
+    page = str(rank_charts(view))
+    assert ("1,005 MHz" in page) == (slow is not None and slow.clock_mhz == 1005) and "power cap 90 %" in page

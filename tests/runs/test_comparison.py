@@ -1,4 +1,4 @@
-"""Runs side by side, against what scipy says of the same numbers."""
+"""Comparison of runs, checked against scipy."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from scipy.stats import t, ttest_ind, ttest_rel
+from scipy.stats import t, ttest_ind, ttest_rel  # type: ignore[import-untyped]
 
 from megabatch.errors import UserError
 from megabatch.runs.comparison import RunComparison, compare
@@ -22,7 +22,7 @@ def differing(compared: RunComparison) -> dict[str, list[Any]]:
 
 
 def record_arms(folder: Path, first_seeds: list[int]) -> list[Path]:
-    """Four seeds of each learning rate, from its first one on."""
+    """Record four seeds of each learning rate, starting at its first seed."""
     return [
         record_run(folder / f"{rate}-{seed}", top1, seed=seed, optim__learning_rate=rate)
         for (rate, top1s), first in zip(ARMS.items(), first_seeds, strict=True)
@@ -35,7 +35,7 @@ def require_interval(found: Interval | None, reference: Any) -> None:
     assert (found.low, found.high) == pytest.approx(tuple(reference), abs=1e-9)
 
 
-def test_only_settings_that_differ_are_listed_with_what_each_run_has(tmp_path: Path) -> None:
+def test_only_differing_settings_are_listed(tmp_path: Path) -> None:
     one = record_run(tmp_path / "one", 0.9, about="words", run__dir="one", provenance={"a": "b"})
     other = record_run(tmp_path / "other", 0.9, seed=2, optim__momentum=0.9, optim__decay_all=True, run__threads=2)
     assert differing(compare([one, other])) == {
@@ -47,7 +47,7 @@ def test_only_settings_that_differ_are_listed_with_what_each_run_has(tmp_path: P
     assert compare([one, one]).settings == compare([one]).settings == []
 
 
-def test_true_is_not_one(tmp_path: Path) -> None:
+def test_true_differs_from_one(tmp_path: Path) -> None:
     paths = [record_run(tmp_path / str(value), optim__decay_all=value) for value in (True, 1, 1.0)]
     assert differing(compare(paths)) == {"optim.decay_all": [True, 1, 1.0]}
     assert compare(paths[1:]).settings == []
@@ -66,14 +66,14 @@ def test_true_is_not_one(tmp_path: Path) -> None:
         ({"data__source": "fashion"}, False),
     ],
 )
-def test_runs_that_differ_in_the_seed_and_in_what_decides_no_number_are_a_group(
+def test_runs_that_differ_only_in_seed_or_irrelevant_settings_form_a_group(
     settings: dict[str, Any], is_a_group: bool, tmp_path: Path
 ) -> None:
     paths = [record_run(tmp_path / "one", 0.9), record_run(tmp_path / "other", 0.9, **settings)]
     assert [group.runs for group in compare(paths).groups] == ([[0, 1]] if is_a_group else [[0], [1]])
 
 
-def test_the_same_images_by_another_path_are_the_same(tmp_path: Path) -> None:
+def test_same_images_under_another_path_are_equal(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     here = {"directory": str(tmp_path)}
     one = record_run(tmp_path / "one", 0.9, data__source="images", environment=here)
@@ -82,7 +82,7 @@ def test_the_same_images_by_another_path_are_the_same(tmp_path: Path) -> None:
     assert [group.runs for group in compare([one, other, gone]).groups] == [[0, 1, 2]]
 
 
-def test_the_mean_over_seeds_has_students_interval(tmp_path: Path) -> None:
+def test_mean_over_seeds_has_students_interval(tmp_path: Path) -> None:
     first, second = compare(record_arms(tmp_path, [1, 1])).groups
     for group, (rate, top1s) in zip((first, second), ARMS.items(), strict=True):
         assert group.seeds == [1, 2, 3, 4] and group.settings == {"optim.learning_rate": rate}
@@ -91,7 +91,7 @@ def test_the_mean_over_seeds_has_students_interval(tmp_path: Path) -> None:
         require_interval(group.top1.interval, t.interval(0.95, df=3, loc=group.top1.mean, scale=error))
 
 
-def test_gaps_of_the_same_seeds_are_paired_and_those_of_others_are_welchs(tmp_path: Path) -> None:
+def test_gap_is_paired_for_equal_seeds_and_welchs_otherwise(tmp_path: Path) -> None:
     first, second = ARMS.values()
     paired = compare(record_arms(tmp_path / "same", [1, 1])).groups[1].gap_to_first
     welch = compare(record_arms(tmp_path / "others", [1, 2])).groups[1].gap_to_first
@@ -101,19 +101,19 @@ def test_gaps_of_the_same_seeds_are_paired_and_those_of_others_are_welchs(tmp_pa
     require_interval(welch.interval, ttest_ind(second, first, equal_var=False).confidence_interval(0.95))
 
 
-def test_pairs_are_made_by_seed_and_not_by_the_order_in_which_runs_are_given(tmp_path: Path) -> None:
+def test_runs_are_paired_by_seed_and_not_by_order(tmp_path: Path) -> None:
     paths = record_arms(tmp_path, [1, 1])
     paired = compare(paths).groups[1].gap_to_first
     assert compare([*paths[:4], *reversed(paths[4:])]).groups[1].gap_to_first == paired
 
 
-def test_a_seed_that_was_run_twice_counts_once(tmp_path: Path) -> None:
+def test_repeated_seed_counts_once(tmp_path: Path) -> None:
     once = [record_run(tmp_path / f"{seed}", 0.9 + seed / 100, seed=seed) for seed in (1, 2)]
     again = record_run(tmp_path / "again", 0.91, seed=1)
     assert compare([*once, again]).groups[0].top1 == compare(once).groups[0].top1
 
 
-def test_what_has_not_finished_is_in_no_mean_and_what_diverged_leaves_none(tmp_path: Path) -> None:
+def test_mean_skips_unfinished_runs_and_is_missing_if_a_run_diverged(tmp_path: Path) -> None:
     paths = [record_run(tmp_path / f"{seed}", 0.9 + seed / 100, seed=seed) for seed in (1, 2)]
     killed = record_run(tmp_path / "killed", 0.1, seed=3, status=None)
     stopped = record_run(tmp_path / "stopped", 0.1, seed=4, status="stopped")
@@ -124,7 +124,7 @@ def test_what_has_not_finished_is_in_no_mean_and_what_diverged_leaves_none(tmp_p
     assert compare([killed]).groups[0].top1 is None
 
 
-def test_a_killed_run_has_the_figures_that_its_summary_would_have(tmp_path: Path) -> None:
+def test_killed_run_has_the_values_of_its_would_be_summary(tmp_path: Path) -> None:
     whole = record_run(tmp_path / "whole", 0.5, 0.95, 0.92)
     killed = record_run(tmp_path / "killed", 0.5, 0.95, 0.92, status=None)
     summarised, added_up = compare([whole, killed]).runs
@@ -135,24 +135,24 @@ def test_a_killed_run_has_the_figures_that_its_summary_would_have(tmp_path: Path
     assert summarised.time_to_target_s == 6.0
 
 
-def test_a_running_run_shows_what_there_is(tmp_path: Path) -> None:
+def test_running_run_shows_its_rows_so_far(tmp_path: Path) -> None:
     with RunFolder(tmp_path) as folder:
         folder.begin(config_of(1, {}), {}, step=0)
         begun = compare([tmp_path]).runs[0]
     assert (begun.status, begun.steps, begun.top1, begun.wall_s, begun.images_per_s) == ("running", 0, None, None, None)
 
 
-def test_a_resumption_is_read_off_the_log_where_there_is_no_summary(tmp_path: Path) -> None:
+def test_resume_is_read_from_the_log_without_a_summary(tmp_path: Path) -> None:
     record_run(tmp_path, 0.5, 0.6, status=None)
     assert compare([tmp_path]).runs[0].resumed_from_step is None
     with RunFolder(tmp_path) as folder:
         folder.begin(config_of(1, {}), {}, step=2)
-        folder.log("warning: begins at step 7")  # is none
+        folder.log("warning: begins at step 7")  # not a start
     resumed = compare([tmp_path]).runs[0]
     assert (resumed.resumed_from_step, resumed.steps) == (2, 2)
 
 
-def test_a_target_that_is_asked_for_is_looked_up_in_the_rows(tmp_path: Path) -> None:
+def test_requested_target_is_found_in_the_rows(tmp_path: Path) -> None:
     new = record_run(tmp_path / "new", 0.5, 0.7, 0.95)
     found = compare([new], target=0.6).runs[0]
     assert (found.target_top1, found.time_to_target_s, found.steps_to_target) == (0.6, 6.0, 4)
@@ -160,31 +160,31 @@ def test_a_target_that_is_asked_for_is_looked_up_in_the_rows(tmp_path: Path) -> 
     assert (missed.time_to_target_s, missed.steps_to_target) == (None, None)
 
 
-def test_ranks_and_hosts_are_those_of_the_plan_or_of_the_launcher(tmp_path: Path) -> None:
+def test_ranks_and_hosts_come_from_the_plan_or_the_launcher(tmp_path: Path) -> None:
     paths = [
-        record_run(tmp_path / name, 0.9, environment={"variables": {"WORLD_SIZE": said}})
-        for name, said in (("planned", "4"), ("launched", "4"), ("unknown", "many"))
+        record_run(tmp_path / name, 0.9, environment={"variables": {"WORLD_SIZE": size}})
+        for name, size in (("planned", "4"), ("launched", "4"), ("unknown", "many"))
     ]
     (paths[0] / "plan.json").write_text('{"topology":{"nodes":[[0,1,2],[3,4,5]]},"links":{}}')
     (paths[1] / "plan.json").write_text('{"topology":{"nodes":[[0,5]]}}')
     assert [(run.ranks, run.hosts) for run in compare(paths).runs] == [(6, 2), (4, None), (None, None)]
 
 
-def test_versions_and_machines_that_differ_are_listed(tmp_path: Path) -> None:
+def test_differing_versions_and_machines_are_listed(tmp_path: Path) -> None:
     one = record_run(tmp_path / "one", environment={"torch": "2.13", "host": "a", "gpus": ["H100", "H100"]})
     other = record_run(tmp_path / "other", environment={"torch": "2.14", "host": "a", "gpus": []})
     found = {difference.name: difference.values for difference in compare([one, other]).environment}
     assert found == {"torch": ["2.13", "2.14"], "gpus": ["2 x H100", None]}
 
 
-def test_a_run_that_is_given_twice_is_there_once_in_the_order_given(tmp_path: Path) -> None:
+def test_run_passed_twice_counts_once_in_order(tmp_path: Path) -> None:
     one, other = record_run(tmp_path / "one", 0.9), record_run(tmp_path / "other", 0.9)
     (tmp_path / "link").symlink_to(one)
     found = compare([other, one, tmp_path / "link", other])
     assert [run.path for run in found.runs] == [str(other), str(one)]
 
 
-def test_what_toml_has_and_json_has_not_is_text(tmp_path: Path) -> None:
+def test_toml_values_without_json_type_become_text(tmp_path: Path) -> None:
     paths = [record_run(tmp_path / name, 0.9) for name in ("one", "other")]
     for path, value in zip(paths, ("nan", "[1979-05-27, inf]"), strict=True):
         (path / "config.toml").write_text(f"{config_of(1, {})}\n[x]\ny = {value}\nz = nan\n")
@@ -202,7 +202,7 @@ def test_what_toml_has_and_json_has_not_is_text(tmp_path: Path) -> None:
         ("metrics.jsonl", b"[]\n", "metrics.jsonl, row 1: .*damaged"),
     ],
 )
-def test_a_damaged_run_is_one_line(name: str, content: bytes, words: str, tmp_path: Path) -> None:
+def test_damaged_run_is_a_user_error(name: str, content: bytes, words: str, tmp_path: Path) -> None:
     path = record_run(tmp_path / "run\nrun", 0.9, status="finished" if name == "summary.json" else None)
     (path / name).write_bytes(content)
     with pytest.raises(UserError, match=words) as caught:
@@ -211,14 +211,14 @@ def test_a_damaged_run_is_one_line(name: str, content: bytes, words: str, tmp_pa
 
 
 @pytest.mark.parametrize("changes", [{"batch.global": None}, {"batch.global": 0}, {"batch": 5}])
-def test_rows_without_a_batch_add_up_to_nothing(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_rows_without_a_batch_are_a_user_error(changes: dict[str, Any], tmp_path: Path) -> None:
     path = record_run(tmp_path, 0.9, status=None)
     (path / "config.toml").write_text(config_of(1, changes))
-    with pytest.raises(UserError, match="damaged: a step of no images"):
+    with pytest.raises(UserError, match=r"damaged.*step without images"):
         compare([path])
 
 
-def test_rows_that_cannot_be_read_are_one_line(tmp_path: Path) -> None:
+def test_unreadable_rows_are_a_user_error(tmp_path: Path) -> None:
     path = record_run(tmp_path, 0.9, status=None)
     (path / "metrics.jsonl").unlink()
     assert compare([path]).runs[0].steps == 0
@@ -227,13 +227,13 @@ def test_rows_that_cannot_be_read_are_one_line(tmp_path: Path) -> None:
         compare([path])
 
 
-def test_a_folder_that_is_no_run_is_said_with_what_to_give(tmp_path: Path) -> None:
+def test_folder_without_a_run_is_a_user_error_with_a_remedy(tmp_path: Path) -> None:
     record_run(tmp_path / "runs/one", 0.9)
     (tmp_path / "file").touch()
     for path in (tmp_path / "none", tmp_path / "file", tmp_path / "runs/one/no"):
-        with pytest.raises(UserError, match=r"is no run's folder.*`megabatch runs` lists runs"):
+        with pytest.raises(UserError, match=r"not a run's folder.*`megabatch runs` lists runs"):
             compare([path])
-    with pytest.raises(UserError, match=r"give the runs in it: .*/runs/\*$"):
+    with pytest.raises(UserError, match=r"pass the runs in it: .*/runs/\*$"):
         compare([tmp_path / "runs"])
-    with pytest.raises(UserError, match="no run is given; for example"):
+    with pytest.raises(UserError, match="no runs to compare; for example"):
         compare([])

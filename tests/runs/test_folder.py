@@ -35,7 +35,7 @@ def test_two_runs_never_share_a_folder(tmp_path: Path) -> None:
         pass
 
 
-def test_rows_beyond_the_checkpoint_and_half_rows_are_cut(tmp_path: Path) -> None:
+def test_rows_after_the_checkpoint_and_incomplete_rows_are_dropped(tmp_path: Path) -> None:
     rows = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": step}) + "\n" for step in (1, 2, 2, 3)]
     rows.write_text("".join(lines) + '{"step"')
@@ -47,7 +47,7 @@ def test_rows_beyond_the_checkpoint_and_half_rows_are_cut(tmp_path: Path) -> Non
     assert [json.loads(line)["step"] for line in rows.read_text().splitlines()] == [1, 2, 2, 3]
 
 
-def test_a_run_that_begins_again_keeps_no_rows(tmp_path: Path) -> None:
+def test_run_that_starts_over_keeps_no_rows(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step":1}\n')
     with RunFolder(tmp_path) as folder:
         folder.begin(load_config("fashion").to_toml(), {}, step=0)
@@ -60,18 +60,18 @@ def rows_in(folder: Path) -> list[int]:
 
 
 @contextmanager
-def begun(path: Path) -> Iterator[tuple[RunFolder, list[str]]]:
-    """A run's folder, and what it has to say."""
-    said: list[str] = []
+def open_folder(path: Path) -> Iterator[tuple[RunFolder, list[str]]]:
+    """Open a run's folder; yield it and the list of its reported lines."""
+    reported: list[str] = []
     with RunFolder(path) as folder:
-        folder.outage.say = lambda name, text: said.append(f"{name}: {text}")
+        folder.outage.report = lambda name, text: reported.append(f"{name}: {text}")
         folder.begin(load_config("fashion").to_toml(), {}, step=0)
-        yield folder, said
+        yield folder, reported
 
 
-def test_rows_that_a_disk_does_not_take_wait_and_follow_in_order(tmp_path: Path) -> None:
-    """The limit cuts a row in two."""
-    with begun(tmp_path) as (folder, said):
+def test_rows_wait_for_a_full_disk_and_are_written_in_order(tmp_path: Path) -> None:
+    """The limit leaves an incomplete row."""
+    with open_folder(tmp_path) as (folder, reported):
         folder.write(step_record(1, epoch=1.0, loss=1.0))
         with file_size_limit((tmp_path / "metrics.jsonl").stat().st_size + 20):
             for step in (2, 3, 4):
@@ -80,24 +80,24 @@ def test_rows_that_a_disk_does_not_take_wait_and_follow_in_order(tmp_path: Path)
                 folder.sync_rows()
             half = (tmp_path / "metrics.jsonl").read_bytes().splitlines()[1]
             assert len(half) == 20
-        assert len(said) == 1 and "File too large" in said[0] and "ulimit -f" in said[0]
+        assert len(reported) == 1 and "File too large" in reported[0] and "ulimit -f" in reported[0]
         folder.sync_rows()
         assert rows_in(tmp_path) == [1, 2, 3, 4]
-        assert said[1:] == ["saved: again, with all that waited"]
+        assert reported[1:] == ["saved: all pending data is written"]
 
 
 def test_rows_in_memory_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megabatch.runs.folder.MOST_WAITING_BYTES", 1000)
-    with begun(tmp_path) as (folder, _), file_size_limit(1):
+    with open_folder(tmp_path) as (folder, _), file_size_limit(1):
         folder.write(step_record(1, epoch=1.0, loss=1.0))
-        with pytest.raises(NotSaved, match=r"metrics\.jsonl could not be written to for long"):
+        with pytest.raises(NotSaved, match=r"metrics\.jsonl cannot be written"):
             for step in range(2, 9):
                 folder.write(step_record(step, epoch=1.0, loss=1.0))
 
 
-def test_rows_that_a_disk_has_failed_to_keep_are_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a failed fsync the kernel takes them for written: another one says nothing."""
-    with begun(tmp_path) as (folder, said):
+def test_rows_are_written_again_after_a_failed_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed fsync marks the data as clean, so a second fsync succeeds without writing it."""
+    with open_folder(tmp_path) as (folder, reported):
         folder.write(step_record(1, epoch=1.0, loss=1.0))
         before = (tmp_path / "metrics.jsonl").stat().st_ino
         with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output"):
@@ -107,7 +107,7 @@ def test_rows_that_a_disk_has_failed_to_keep_are_written_again(tmp_path: Path, m
         folder.sync_rows()
         folder.write(step_record(3, epoch=1.0, loss=1.0))
         assert (tmp_path / "metrics.jsonl").stat().st_ino != before and rows_in(tmp_path) == [1, 2, 3]
-        assert "see what is wrong with that disk" in said[0] and said[1:] == ["saved: again, with all that waited"]
+        assert "check that disk for errors" in reported[0] and reported[1:] == ["saved: all pending data is written"]
 
 
 def fail_to_sync(descriptor: int) -> None:
@@ -115,12 +115,10 @@ def fail_to_sync(descriptor: int) -> None:
 
 
 @pytest.mark.parametrize("is_moved", [False, True])
-def test_a_folder_that_is_removed_or_moved_under_a_run_is_made_again_with_all_rows(
-    tmp_path: Path, is_moved: bool
-) -> None:
+def test_removed_or_moved_folder_is_created_again_with_all_rows(tmp_path: Path, is_moved: bool) -> None:
     path = tmp_path / "runs/one"
-    with begun(path) as (folder, said):
-        folder.describe("model.json", "{}")
+    with open_folder(path) as (folder, reported):
+        folder.write_text("model.json", "{}")
         folder.write(step_record(1, epoch=1.0, loss=1.0))
         if is_moved:
             path.rename(tmp_path / "elsewhere")
@@ -132,37 +130,37 @@ def test_a_folder_that_is_removed_or_moved_under_a_run_is_made_again_with_all_ro
         assert rows_in(path) == [1, 2, 3] and is_running(path)
         assert load_config(str(path / "config.toml")) == load_config("fashion")
         assert (path / "model.json").read_text() == "{}" and (path / "env.json").read_text() == "{}\n"
-        assert len(said) == 1 and f"{path} was removed under this run; it is made again" in said[0]
+        assert len(reported) == 1 and f"{path} was removed during the run; it was created again" in reported[0]
     assert not is_running(path)
 
 
-def test_a_run_describes_itself_while_its_folder_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_can_be_written_while_the_folder_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run"
     with RunFolder(path) as folder:
         folder.begin("seed = 1\n", {}, 0)
-        folder.describe("plan.json", "older")
+        folder.write_text("plan.json", "older")
 
-        def describe() -> None:
-            folder.describe("plan.json", "newer")
-            folder.describe("step.json", "{}")
+        def write_texts() -> None:
+            folder.write_text("plan.json", "newer")
+            folder.write_text("step.json", "{}")
 
-        training = threading.Thread(target=describe)
+        training = threading.Thread(target=write_texts)
 
-        def write_while_it_is_described(*args: Any, **options: Any) -> Path:
+        def write_meanwhile(*args: Any, **options: Any) -> Path:
             if not training.ident:
                 training.start()
                 training.join(0.1)
             return write_file(*args, **options)
 
         shutil.rmtree(path)
-        monkeypatch.setattr("megabatch.runs.folder.write_file", write_while_it_is_described)
+        monkeypatch.setattr("megabatch.runs.folder.write_file", write_meanwhile)
         folder.sync_rows()
         training.join()
     assert (path / "plan.json").read_text() == "newer" and (path / "step.json").exists()
 
 
-def test_the_log_fails_for_nobody(tmp_path: Path) -> None:
+def test_failing_log_raises_nothing(tmp_path: Path) -> None:
     (tmp_path / "train.log").mkdir()
-    with begun(tmp_path) as (folder, _):
+    with open_folder(tmp_path) as (folder, _):
         folder.log("hello")
     assert not append_to_log(tmp_path, "hello") and not append_to_log(tmp_path / "nowhere", "hello")

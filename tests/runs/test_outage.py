@@ -6,28 +6,28 @@ from megabatch.runs.outage import LONGEST_PAUSE_S, Outage, pause_s
 FULL = OSError(errno.ENOSPC, "No space left on device", "runs/x/metrics.jsonl")
 
 
-def test_a_reason_is_said_once_with_its_remedy_and_its_end_once() -> None:
-    said: list[tuple[str, str]] = []
-    outage = Outage(lambda name, text: said.append((name, text)))
+def test_each_reason_and_the_recovery_are_reported_once() -> None:
+    reported: list[tuple[str, str]] = []
+    outage = Outage(lambda name, text: reported.append((name, text)))
     outage.worked("rows")
     for _ in range(3):
         outage.failed("rows", Path("x"), FULL)
         outage.failed("checkpoints", Path("x"), FULL)
-    assert said == [
+    assert reported == [
         (
             "warning",
-            "rows cannot be written to runs/x/metrics.jsonl: No space left on device; training goes on, and tries "
-            "again; make room on that disk",
+            "rows cannot be written to runs/x/metrics.jsonl: No space left on device; training continues and "
+            "retries; free some space on that disk",
         )
     ]
     with outage.survived("checkpoints", Path("x")):
         raise PermissionError(errno.EACCES, "Permission denied", "runs/x/checkpoints")
-    assert len(said) == 2 and "Permission denied" in said[1][1] and "allow its owner to write" in said[1][1]
+    assert len(reported) == 2 and "Permission denied" in reported[1][1] and "check its permissions" in reported[1][1]
     outage.worked("checkpoints")
-    assert len(said) == 2
+    assert len(reported) == 2
     with outage.survived("rows", Path("x")):
         pass
-    assert said[2:] == [("saved", "again, with all that waited")]
+    assert reported[2:] == [("saved", "all pending data is written")]
 
 
 def test_attempts_become_rarer_up_to_a_minute() -> None:

@@ -44,14 +44,14 @@ def write_run(path: Path, records: list[Record], status: str | None = None) -> N
             folder.finish(RunTotals(global_batch=1, target_top1=None).summary(status))  # type: ignore[arg-type]
 
 
-def test_what_is_written_is_read_and_every_row_says_what_it_is(tmp_path: Path) -> None:
+def test_written_records_read_back_and_every_row_has_its_kind(tmp_path: Path) -> None:
     write_run(tmp_path, RECORDS)
     assert list(read_records(tmp_path)) == RECORDS
     rows = [msgspec.json.decode(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["kind"] for row in rows] == ["step", "step", "evaluation"]
 
 
-def test_a_row_that_is_being_written_is_not_read(tmp_path: Path) -> None:
+def test_incomplete_row_is_not_read(tmp_path: Path) -> None:
     write_run(tmp_path, RECORDS[:2])
     with (tmp_path / "metrics.jsonl").open("a") as rows:
         rows.write('{"kind":"step","step":3,"epoch":')
@@ -59,7 +59,7 @@ def test_a_row_that_is_being_written_is_not_read(tmp_path: Path) -> None:
     assert last_record(tmp_path) == RECORDS[1]
 
 
-def test_the_last_row_is_found_at_the_end_of_a_long_run(tmp_path: Path) -> None:
+def test_last_row_of_a_long_run_is_found(tmp_path: Path) -> None:
     assert last_record(tmp_path) is None
     write_run(tmp_path, [step_record(step, epoch=step / 10, loss=1.0) for step in range(1, 2000)])
     last = last_record(tmp_path)
@@ -68,18 +68,18 @@ def test_the_last_row_is_found_at_the_end_of_a_long_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["kind", "wall_s", "times"])
 @pytest.mark.parametrize("place", [0, 2])
-def test_a_row_without_a_field_that_every_row_has_is_refused(tmp_path: Path, key: str, place: int) -> None:
+def test_row_without_a_required_field_is_rejected(tmp_path: Path, key: str, place: int) -> None:
     write_run(tmp_path, RECORDS[place : place + 1])
     rows = tmp_path / "metrics.jsonl"
     row = msgspec.json.decode(rows.read_bytes())
     del row[key]
     rows.write_bytes(msgspec.json.encode(row) + b"\n")
     for read in (lambda path: list(read_records(path)), last_record):
-        with pytest.raises(UserError, match=rf"row.*`{key}`; it is damaged: remove the run, or train it again$"):
+        with pytest.raises(UserError, match=rf"row.*`{key}`; it is damaged: delete the run or train it again$"):
             read(tmp_path)
 
 
-def test_a_damaged_row_is_named_in_one_line(tmp_path: Path) -> None:
+def test_damaged_row_is_a_user_error(tmp_path: Path) -> None:
     write_run(tmp_path, RECORDS)
     with (tmp_path / "metrics.jsonl").open("a") as rows:
         rows.write('{"step":3,"lr":"fast"}\n')
@@ -88,20 +88,20 @@ def test_a_damaged_row_is_named_in_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_last_row_of_any_length_is_read(tmp_path: Path) -> None:
+def test_last_row_of_any_length_is_read(tmp_path: Path) -> None:
     unreadable = [f"images/{number}.jpg cannot be read" for number in range(20_000)]
     long = msgspec.structs.replace(EVALUATION, unreadable=unreadable)
     write_run(tmp_path, [*RECORDS[:2], long])
     assert last_record(tmp_path) == long
 
 
-def test_losses_are_means_over_the_steps_that_end_in_an_epoch(tmp_path: Path) -> None:
+def test_epoch_losses_are_means_over_the_steps_of_each_epoch(tmp_path: Path) -> None:
     losses = [(0.5, 4.0), (1.0, 2.0), (1.2, 8.0)]
     write_run(tmp_path, [step_record(1, epoch=epoch, loss=loss) for epoch, loss in losses])
     assert epoch_losses(tmp_path) == {1: 3.0, 2: 8.0}
 
 
-def test_runs_are_listed_with_how_they_ended(tmp_path: Path) -> None:
+def test_runs_are_listed_with_their_status(tmp_path: Path) -> None:
     write_run(tmp_path / "a", RECORDS, "finished")
     write_run(tmp_path / "b", RECORDS)
     (tmp_path / "no-run").mkdir()
@@ -119,7 +119,7 @@ LIES = [b"", b"[]", b"\xff", b"[" * 100_000, b'{"status": "finished"}', b'{"stat
 
 
 @pytest.mark.parametrize("content", LIES)
-def test_a_summary_that_cannot_be_one_is_listed_as_damaged(tmp_path: Path, content: bytes) -> None:
+def test_invalid_summary_is_listed_as_damaged(tmp_path: Path, content: bytes) -> None:
     write_run(tmp_path / "a", RECORDS, "finished")
     (tmp_path / "a/summary.json").write_bytes(content)
     assert [(run.status, run.summary) for run in list_runs(tmp_path)] == [("damaged", None)]
@@ -129,14 +129,14 @@ def test_a_summary_that_cannot_be_one_is_listed_as_damaged(tmp_path: Path, conte
     ("key", "value"),
     [("steps", -1), ("steps", 10**30), ("wall_s", 1e300), ("top1", 7.0), ("images_per_s", -1), ("saves", None)],
 )
-def test_figures_that_no_run_has_are_damage(tmp_path: Path, key: str, value: float | None) -> None:
+def test_values_out_of_bounds_are_damage(tmp_path: Path, key: str, value: float | None) -> None:
     write_run(tmp_path / "a", RECORDS, "finished")
     path = tmp_path / "a/summary.json"
     path.write_bytes(msgspec.json.encode(msgspec.json.decode(path.read_bytes()) | {key: value}))
     assert list_runs(tmp_path)[0].status == "damaged"
 
 
-def test_files_that_are_none_are_not_waited_for(tmp_path: Path) -> None:
+def test_pipes_in_place_of_files_do_not_block(tmp_path: Path) -> None:
     run = tmp_path / "run"
     write_run(run, RECORDS)
     for name in ("summary.json", "metrics.jsonl", "env.json"):
@@ -149,7 +149,7 @@ def test_files_that_are_none_are_not_waited_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "config", [b"x = " + b"[" * 100_000, b"\xff", b"name = 5", b'name = "\\u001b[31m"', b"batch = 1"]
 )
-def test_a_recipe_of_anything_is_listed_in_plain_letters(tmp_path: Path, config: bytes) -> None:
+def test_any_recipe_name_is_listed_in_printable_characters(tmp_path: Path, config: bytes) -> None:
     write_run(tmp_path / "a", RECORDS, "finished")
     (tmp_path / "a/config.toml").write_bytes(config)
     assert list_runs(tmp_path)[0].recipe in (None, "?[31m")
@@ -158,7 +158,7 @@ def test_a_recipe_of_anything_is_listed_in_plain_letters(tmp_path: Path, config:
 @pytest.mark.parametrize(
     "row", [b"[" * 100_000, b"5", b"{}", b'{"step": "x"}', b'{"step": -1}', b'{"step": 1e30}', b"\xff"]
 )
-def test_rows_are_kept_up_to_the_first_that_is_none(tmp_path: Path, row: bytes) -> None:
+def test_rows_are_kept_up_to_the_first_invalid_row(tmp_path: Path, row: bytes) -> None:
     write_run(tmp_path, RECORDS)
     path = tmp_path / "metrics.jsonl"
     good = path.read_bytes()
@@ -170,7 +170,7 @@ def test_rows_are_kept_up_to_the_first_that_is_none(tmp_path: Path, row: bytes) 
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "train.log", ".lock"])
-def test_nothing_is_written_through_a_link(tmp_path: Path, name: str) -> None:
+def test_links_are_not_followed_for_writing(tmp_path: Path, name: str) -> None:
     (tmp_path / "thesis.txt").write_text("precious")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).symlink_to(tmp_path / "thesis.txt")
@@ -180,6 +180,6 @@ def test_nothing_is_written_through_a_link(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("content", [*LIES, b'{"directory": 5}', b'{"directory": "a\\u0000b"}'])
-def test_where_a_run_was_started_is_here_if_it_does_not_say(tmp_path: Path, content: bytes) -> None:
+def test_working_directory_defaults_to_the_current_one(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "env.json").write_bytes(content)
     assert started_in(tmp_path) == Path()

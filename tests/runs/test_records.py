@@ -8,19 +8,22 @@ from megabatch.training.step_metrics import straggler_of
 
 
 def step(number: int, images_per_s: float = 100.0) -> StepRecord:
-    waits = {"data_wait_s": 0.1, "comm_wait_s": 0.2, "straggler": 5, "straggler_delay_s": 0.1 * number}
     split = TimeBreakdown(read=0.01, decode=0.06, augment=0.02, copy=0.01)
-    more = {"data_wait": split, "skipped_images": [f"{number}.jpg"] * number}
-    scale = {"loss_scale": 2.0**number, "skipped": number == 2}
     return StepRecord(
         step=number,
         epoch=number / 2,
         loss=1.0,
         lr=0.1,
+        image_size=8,
         images_per_s=images_per_s,
-        **waits,
-        **scale,
-        **more,
+        data_wait_s=0.1,
+        comm_wait_s=0.2,
+        straggler=5,
+        straggler_delay_s=0.1 * number,
+        loss_scale=2.0**number,
+        skipped=number == 2,
+        data_wait=split,
+        skipped_images=[f"{number}.jpg"] * number,
         wall_s=1.0,
         times=StepTimes(),
     )
@@ -41,7 +44,7 @@ def evaluation(number: int, top1: float) -> EvaluationRecord:
     )
 
 
-def test_the_summary_adds_the_records_up() -> None:
+def test_summary_is_the_total_of_the_records() -> None:
     totals = RunTotals(global_batch=50, target_top1=0.5)
     totals.add(step(1, images_per_s=100.0), wall_s=1)
     totals.add(evaluation(1, 0.4), wall_s=2)
@@ -56,14 +59,15 @@ def test_the_summary_adds_the_records_up() -> None:
     assert summary.images_per_s == pytest.approx(100 / 1.5)
     assert summary.data_wait_share == pytest.approx(0.2 / 1.5)
     assert summary.data_wait is not None and summary.data_wait.decode == pytest.approx(0.12 / 1.5)
-    assert summary.skipped_images == 2  # each once, though it was met more often
+    assert summary.skipped_images == 2  # each once, though read repeatedly
     assert summary.comm_wait_share == pytest.approx(0.4 / 1.5)
-    assert summary.straggler == Straggler(rank=5, delay_s=0.2, share=pytest.approx(0.4 / 1.5))
+    assert summary.straggler and summary.straggler.share == pytest.approx(0.4 / 1.5)
+    assert summary.straggler == Straggler(rank=5, delay_s=0.2, share=summary.straggler.share)
     assert summary.time_to_target_s == 4  # the first that reached it, not the last
     assert summary.device_mb == 7e3
 
 
-def test_a_run_without_target_or_evaluation_says_so_with_null() -> None:
+def test_missing_target_or_evaluation_is_null() -> None:
     totals = RunTotals(global_batch=50, target_top1=None)
     assert totals.summary("failed").images_per_s is None
     totals.add(evaluation(1, 1.0), wall_s=2)
@@ -79,12 +83,12 @@ def test_a_run_without_target_or_evaluation_says_so_with_null() -> None:
         ([4, 3, 1, 2, 9], 2, 1, 3.5),
     ],
 )
-def test_the_straggler_is_the_rank_that_waits_least(
+def test_straggler_is_the_rank_that_waits_least(
     waits_s: list[float], straggler: int, least_s: float, median_s: float
 ) -> None:
     found = straggler_of(torch.tensor(waits_s, dtype=torch.float64))
     assert [number.item() for number in found] == [straggler, least_s, median_s]
 
 
-def test_before_any_step_there_is_no_straggler() -> None:
+def test_no_straggler_before_the_first_step() -> None:
     assert RunTotals(global_batch=1, target_top1=None).summary("stopped").straggler is None

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megabatch.errors import UserError
-from megabatch.simulate.device import Curve, Point, fit_curve
+from megabatch.simulate.device import EXTRAPOLATION, Curve, Point, fit_curve
 
 
 def points(variant: str, fixed_ms: float, per_image_ms: float, *batches: float) -> tuple[Point, ...]:
@@ -17,21 +17,21 @@ def points(variant: str, fixed_ms: float, per_image_ms: float, *batches: float) 
 
 
 @given(st.integers(0, 399), st.floats(0.01, 10))
-def test_a_curve_is_found_again_in_its_own_points(quarters: int, per_image_ms: float) -> None:
+def test_fit_recovers_the_line_of_exact_points(quarters: int, per_image_ms: float) -> None:
     fixed_ms = quarters / 4 * per_image_ms
     found = fit_curve(Curve(points=points("", fixed_ms, per_image_ms, 16, 64, 256)))
     assert 1e3 * found.line.fixed_s == pytest.approx(fixed_ms, rel=1e-6, abs=1e-9)
     assert 1e3 * found.line.per_image_s == pytest.approx(per_image_ms)
 
 
-def test_batches_of_one_variant_speak_for_another() -> None:
-    """A slow card at a small batch is not taken for a large t0."""
+def test_variants_share_the_fixed_time() -> None:
+    """A slow card at a small batch is not mistaken for a large t0."""
     fast, slow = points("80GB", 4, 0.29, 408), points("40GB", 4 * 1.1, 0.29 * 1.1, 204, 408)
     found = fit_curve(Curve(points=(*fast, *slow)), "80GB")
     assert 1e3 * found.line.seconds(51) == pytest.approx(4 + 0.29 * 51, rel=0.02)
 
 
-def test_the_spread_is_that_of_the_machines() -> None:
+def test_spread_is_the_deviation_of_machines() -> None:
     draw = random.Random(1)
     noisy = tuple(
         Point(batch=point.batch, images_per_s=point.images_per_s * math.exp(draw.gauss(0, 0.05)))
@@ -40,25 +40,41 @@ def test_the_spread_is_that_of_the_machines() -> None:
     assert fit_curve(Curve(points=noisy)).spread == pytest.approx(0.05, rel=0.2)
 
 
-def test_points_without_a_variant_serve_all() -> None:
+def test_points_without_a_variant_apply_to_all() -> None:
     curve = Curve(points=points("", 4, 0.3, 16, 64))
     assert fit_curve(curve, "any") == fit_curve(curve)
 
 
-def test_one_batch_does_not_tell_what_another_costs() -> None:
+def test_one_batch_needs_a_prior() -> None:
     alone = points("", 4, 0.3, 256)
-    with pytest.raises(UserError, match="fixed_images"):
+    with pytest.raises(UserError, match="fixed_ms"):
         fit_curve(Curve(points=alone))
-    found = fit_curve(Curve(points=alone, fixed_images=4 / 0.3))
+    found = fit_curve(Curve(points=alone, fixed_ms=4))
     assert 1e3 * found.line.seconds(16) == pytest.approx(4 + 0.3 * 16)
 
 
-def test_an_unknown_variant_is_named() -> None:
-    with pytest.raises(UserError, match="'90GB' is none of 80GB; nearest: 80GB"):
+def test_prior_and_points_share_the_decision() -> None:
+    """Points of one batch leave the prior as it is; a point at a small batch outweighs it."""
+    large, small = points("", 4, 0.3, 256, 400), points("", 4, 0.3, *[8] * 20)
+    vague, certain = (fit_curve(Curve(points=given, fixed_ms=8)) for given in (large, (*large, *small)))
+    assert 4 < 1e3 * vague.line.fixed_s < 8
+    assert 1e3 * certain.line.fixed_s == pytest.approx(4, rel=0.02)
+    assert certain.doubt(8) < vague.doubt(8)
+
+
+def test_doubt_grows_outside_the_range_of_the_points() -> None:
+    exact = fit_curve(Curve(points=points("", 4, 0.3, *[16, 400] * 50)))
+    inside, below, above = (exact.doubt(batch) for batch in (16, 16 / math.e, 400 * math.e))
+    assert inside < 0.02 < EXTRAPOLATION <= min(below, above)
+    assert exact.doubt(1) > below
+
+
+def test_unknown_variant_error_names_the_known_ones() -> None:
+    with pytest.raises(UserError, match="'90GB' is not one of 80GB; nearest: 80GB"):
         fit_curve(Curve(points=points("80GB", 4, 0.3, 16, 64)), "90GB")
 
 
-def test_large_batches_do_not_tell_what_small_ones_cost() -> None:
+def test_large_batches_leave_small_ones_uncertain() -> None:
     draw = random.Random(2)
     near, far = (
         Curve(
@@ -73,11 +89,11 @@ def test_large_batches_do_not_tell_what_small_ones_cost() -> None:
     assert fit_curve(far).doubt(600) < 0.05
 
 
-def test_what_a_step_has_waited_is_not_the_devices() -> None:
+def test_waiting_is_not_part_of_the_devices_time() -> None:
     waited = tuple(
         Point(batch=point.batch, images_per_s=1e3 * point.batch / (1e3 * point.seconds + 2), waited_ms=2)
         for point in points("", 4, 0.3, 16, 64, 256)
     )
     assert 1e3 * fit_curve(Curve(points=waited)).line.seconds(32) == pytest.approx(4 + 0.3 * 32, rel=1e-3)
-    with pytest.raises(UserError, match="longer than it waited"):
+    with pytest.raises(UserError, match="waited_ms"):
         Curve(points=(Point(batch=1, images_per_s=1000, waited_ms=2),))

@@ -1,4 +1,4 @@
-"""How ranks share what is to be trained."""
+"""The division of a job among ranks."""
 
 import pytest
 from hypothesis import given
@@ -17,11 +17,14 @@ from megabatch.simulate.job import (
     share_batch,
     share_images,
     with_batch_per_rank,
+    with_profile,
 )
 from megabatch.simulate.load import load_cluster
+from megabatch.simulate.profile import Profile, ProfiledGradient, ProfilePoint
 from megabatch.simulate.request import ModelSettings
+from megabatch.simulate.scenario import simulate
 from megabatch.simulate.step import AllReduceSettings
-from megabatch.simulate.workload import load_workload
+from megabatch.simulate.workload import load_workload, scaled
 
 RESNET = load_workload("resnet50")
 PAPER = load_cluster("p40-roce100")
@@ -38,7 +41,7 @@ RECIPE = Job(
 
 
 @given(st.integers(1, 60), st.integers(1, 40), st.integers(1, 100), st.integers(0, 3))
-def test_evaluations_are_counted_as_a_run_makes_them(batch: int, steps: int, images: int, every: int) -> None:
+def test_number_of_evaluations_equals_that_of_a_run(batch: int, steps: int, images: int, every: int) -> None:
     plan = StepPlan(
         global_batch=batch, microbatch=1, num_ranks=1, num_samples=images, num_steps=steps, evaluate_every=every
     )
@@ -46,7 +49,7 @@ def test_evaluations_are_counted_as_a_run_makes_them(batch: int, steps: int, ima
 
 
 @given(st.integers(1, 64), st.integers(1, 16), st.integers(1, 80))
-def test_a_batch_is_shared_in_whole_microbatches_or_refused_with_the_nearest(
+def test_a_batch_is_divided_into_whole_microbatches_or_rejected(
     num_microbatches: int, microbatch: int, num_ranks: int
 ) -> None:
     batch = num_microbatches * microbatch
@@ -75,30 +78,32 @@ def test_images_of_a_rank_are_whole_microbatches() -> None:
         share_images(100, 64)
 
 
-def test_what_the_run_itself_would_not_do_is_said() -> None:
+def test_notes_on_batches_that_differ_from_the_recipe() -> None:
     assert notes(RECIPE, [8, 512], 65536) == []
     (note,) = notes(RECIPE, [512, 1024, 2048], 65536)
-    assert note.startswith("at 1,024 and 2,048 ranks a rank has 64 and 32 images, fewer than batch.micro=128")
-    assert note.endswith("the run itself wants batch.micro=64 or 32")
+    assert note.startswith("at 1,024 and 2,048 ranks, a rank has 64 and 32 images, fewer than batch.micro=128")
+    assert "set batch.micro=64 or 32" in note
     (note,) = notes(with_batch_per_rank(RECIPE, 256), [8], 65536)
-    assert "--batch-per-rank 256" in note and "65,536; steps follow, learning rates do not" in note
+    assert "--batch-per-rank 256" in note and "65,536" in note and "learning rates are not" in note
     of_steps = replace(RECIPE, epochs=None, num_steps=100)
     (note,) = notes(with_batch_per_rank(of_steps, 256), [8], 65536)
-    assert note.endswith("neither steps (train.steps=100) nor learning rates follow")
+    assert "neither" in note and "train.steps=100" in note
 
 
 @pytest.mark.parametrize("precision", GRADIENTS)
-@pytest.mark.parametrize("wire", [None, "fp32", "bf16", "fp16"])
-def test_what_does_not_travel_as_asked_is_said(precision: str, wire: CommDtype | None) -> None:
+@pytest.mark.parametrize("comm_dtype", [None, "same", "bf16", "fp16"])
+def test_note_on_a_comm_dtype_without_effect(precision: str, comm_dtype: CommDtype | None) -> None:
     cluster = load_cluster("p40-roce100")
-    job = replace(RECIPE, precision=precision, all_reduce=AllReduceSettings(dtype=wire or "fp32"))
+    job = replace(RECIPE, precision=precision, all_reduce=AllReduceSettings(dtype=comm_dtype or "same"))
     if CURVES.get(precision, precision) not in cluster.device.curves:
         curves = {CURVES.get(precision, precision): next(iter(cluster.device.curves.values()))}
         cluster = replace(cluster, device=replace(cluster.device, curves=curves))
-    travelling = job.scenario(cluster, 512).in_use.dtype
-    found = notes(job, [512], 65536, wire)
-    assert bool(found) == (wire is not None and travelling != wire)
-    assert all(f"--wire {wire} changes nothing" in note and f"gradients are {travelling}" in note for note in found)
+    in_use = job.scenario(cluster, 512).in_use.dtype
+    found = notes(job, [512], 65536, comm_dtype)
+    assert bool(found) == (comm_dtype not in (None, "same", in_use) and in_use != "same")
+    assert all(
+        f"--comm-dtype {comm_dtype} has no effect" in note and f"gradients are {in_use}" in note for note in found
+    )
 
 
 def test_the_global_batch_decides_the_steps() -> None:
@@ -110,7 +115,7 @@ def test_the_global_batch_decides_the_steps() -> None:
     assert larger.length and larger.length.num_steps == 90 * 1_281_167 // 131072
 
 
-def test_a_model_alone_runs_in_16_bits_at_the_batch_that_was_measured() -> None:
+def test_a_model_without_a_recipe_uses_16_bits_and_the_measured_batch() -> None:
     job = job_of_model(RESNET, PAPER, ModelSettings(), AllReduceSettings(), None, 1000, 100)
     assert (job.precision, job.batch_per_rank, job.has_length) == ("fp16", 64, False)
     fp32 = ModelSettings(precision="fp32", image_size=192, epochs=90)
@@ -121,7 +126,57 @@ def test_a_model_alone_runs_in_16_bits_at_the_batch_that_was_measured() -> None:
         job_of_model(RESNET, PAPER, ModelSettings(precision="fp8"), AllReduceSettings(), 7, 1000, 100)
 
 
-def test_a_microbatch_that_does_not_fit_the_device_is_refused() -> None:
+def test_a_microbatch_that_does_not_fit_on_the_device_is_rejected() -> None:
     job = job_of_model(RESNET, PAPER, ModelSettings(), AllReduceSettings(), 10_000, 1000, 100)
     with pytest.raises(UserError, match="P40 has 24; nearest: "):
         job.scenario(PAPER, 8)
+
+
+STAGED = replace(RECIPE, workload=scaled(RESNET, 192), sizes=[(0.0, 96), (0.25, 192)], test_side=256)
+
+
+def test_a_job_with_sizes_takes_the_time_of_each_size_and_its_memory() -> None:
+    result = simulate(STAGED.scenario(PAPER, 64))
+    alone = {side: simulate(replace(RECIPE, workload=scaled(RESNET, side)).scenario(PAPER, 64)) for side in (96, 192)}
+    small, large = result.stages
+    assert (small.stage.side, large.stage.side) == (96, 192)
+    assert large.step == result.step == alone[192].step
+    assert small.step.computing_s == pytest.approx(alone[96].step.computing_s)
+    assert small.memory_bytes < large.memory_bytes
+    assert result.training and alone[192].training and result.scenario.length
+    num_steps = result.scenario.length.num_steps
+    assert small.stage.num_steps + large.stage.num_steps == num_steps
+    expected_s = small.stage.num_steps * small.step.total_s + large.stage.num_steps * large.step.total_s
+    assert result.training.steps_s == pytest.approx(expected_s)
+    assert result.training.evaluation_s > alone[192].training.evaluation_s  # of images of 256 pixels
+    assert [row["side"] for row in result.row["stages"]] == [96, 192]
+
+
+def test_a_network_that_was_counted_for_one_size_is_refused() -> None:
+    fixed = replace(STAGED, workload=replace(STAGED.workload, takes_any_size=False))
+    with pytest.raises(UserError, match=r"image_size=96: resnet50 was counted for 192 pixels"):
+        simulate(fixed.scenario(PAPER, 64))
+
+
+PROFILE = Profile(
+    model="resnet50",
+    image_size=192,
+    num_classes=1000,
+    precision="bf16",
+    device="a GPU",
+    threads=1,
+    gradients=[ProfiledGradient(name="head.weight", num_elements=50, dtype="bf16")],
+    points=[
+        ProfilePoint(
+            microbatch=size, forward_s=0.01 * size, backward_s=0.02 * size, forward_by_layer_s={}, ready_s=[0.1]
+        )
+        for size in (16, 128)
+    ],
+    update_s=0.25,
+)
+
+
+def test_the_compute_of_a_profile_grows_with_the_area_and_its_update_does_not() -> None:
+    job = with_profile(replace(STAGED, precision="bf16"), PROFILE)
+    small, large = (job.scenario(PAPER, 64).compute_at(side) for side in (96, 192))
+    assert small.forward_s == pytest.approx(large.forward_s / 4) and small.update_s == large.update_s

@@ -11,7 +11,7 @@ from megabatch.simulate.profile import Profile, fit_line, layer_times, read_prof
 
 
 def made_up(seconds: dict[int, float]) -> dict[str, Any]:
-    """A pass whose forward takes so long at each microbatch, and its backward twice as long."""
+    """Return a profile with these forward times by microbatch; backward takes twice as long."""
     return {
         "format": 1,
         "model": "made_up",
@@ -43,7 +43,7 @@ def profile_of(seconds: dict[int, float]) -> Profile:
     return msgspec.convert(made_up(seconds), Profile)
 
 
-def test_recorded_times_are_given_as_they_are() -> None:
+def test_recorded_times_are_returned_unchanged() -> None:
     profile = profile_of({2: 0.7, 4: 0.9, 8: 2.5})
     assert [profile.forward_s(size) for size in (2, 4, 8)] == [0.7, 0.9, 2.5]
     assert [profile.backward_s(size) for size in (2, 4, 8)] == [1.4, 1.8, 5.0]
@@ -53,7 +53,7 @@ def test_recorded_times_are_given_as_they_are() -> None:
     assert backward.ready_s == profile.points[1].ready_s
 
 
-def test_other_microbatches_follow_the_line_of_those_that_were_recorded() -> None:
+def test_other_microbatches_follow_the_fitted_line() -> None:
     profile = profile_of({size: 0.5 + 0.125 * size for size in (4, 8, 16)})
     assert profile.forward_line == pytest.approx((0.5, 0.125))
     for microbatch in (1, 6, 64):
@@ -69,7 +69,7 @@ times = st.floats(1e-6, 1e3)
 
 
 @given(times, times, times, st.floats(-1, 1), st.floats(-1, 1))
-def test_no_line_without_negative_terms_is_nearer(
+def test_the_fit_is_the_nearest_nonnegative_line(
     quarter_s: float, half_s: float, whole_s: float, more_fixed: float, more_per_image: float
 ) -> None:
     recorded = {4: quarter_s, 8: half_s, 16: whole_s}
@@ -84,7 +84,7 @@ def test_no_line_without_negative_terms_is_nearer(
 
 
 @given(times, times, times, st.integers(1, 4096))
-def test_gradients_appear_in_order_and_within_backward_at_any_microbatch(
+def test_gradients_are_ready_in_order_within_backward_at_any_microbatch(
     quarter_s: float, half_s: float, whole_s: float, microbatch: int
 ) -> None:
     profile = profile_of({4: quarter_s, 8: half_s, 16: whole_s})
@@ -94,7 +94,7 @@ def test_gradients_appear_in_order_and_within_backward_at_any_microbatch(
     assert backward.ready_s[-1] <= profile.backward_s(microbatch)
 
 
-def test_layers_share_out_forward_and_backward() -> None:
+def test_layer_times_add_up_to_forward_and_backward() -> None:
     profile = profile_of({4: 1.0, 8: 2.0})
     layers = {layer.name: layer for layer in layer_times(profile, profile.points[0])}
     assert list(layers) == ["norm", "pool", "head"]
@@ -103,7 +103,7 @@ def test_layers_share_out_forward_and_backward() -> None:
     assert layers["norm"] == pytest.approx(("norm", 0.5, 1.25, 3))
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_a_profile_round_trips_through_its_file(tmp_path: Path) -> None:
     profile = profile_of({4: 1.0, 8: 2.0})
     path = tmp_path / "profile.json"
     path.write_bytes(msgspec.json.encode(profile))
@@ -123,26 +123,26 @@ def changed(place: tuple[str | int, ...], value: Any) -> bytes:
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"", "is no profile"),
-        (b"\xff\xfe", "is no profile"),
-        (b"[]", "is no profile"),
-        (b"{}", "is no profile .*`format`"),
-        (changed(("format",), 2), "has format 2, and this version reads 1"),
-        (changed(("update_s",), -1.0), r"is no profile .*\$.update_s"),
+        (b"", "is not a profile"),
+        (b"\xff\xfe", "is not a profile"),
+        (b"[]", "is not a profile"),
+        (b"{}", "is not a profile .*`format`"),
+        (changed(("format",), 2), "has format 2.*reads 1"),
+        (changed(("update_s",), -1.0), r"is not a profile .*\$.update_s"),
         (changed(("points", 0, "forward_s"), -0.5), r"\$.points\[0\].forward_s"),
         (changed(("points", 0, "forward_s"), 1e300), r"\$.points\[0\].forward_s"),
         (changed(("points", 1, "backward_s"), 0.0), "none after backward_s=0"),
-        (changed(("points", 1, "microbatch"), 4), r"microbatches \[4, 4\]: expected two at least, ascending"),
+        (changed(("points", 1, "microbatch"), 4), r"microbatches \[4, 4\]: expected at least two, ascending"),
         (changed(("points", 1, "microbatch"), 0), r"\$.points\[1\].microbatch"),
-        (changed(("points",), []), r"microbatches \[\]: expected two at least"),
-        (changed(("points", 0, "ready_s"), [0.1]), "at microbatch 4: expected 3 times"),
-        (changed(("points", 0, "ready_s"), [0.3, 0.2, 0.4]), "at microbatch 4: expected 3 times, ascending"),
+        (changed(("points",), []), r"microbatches \[\]: expected at least two"),
+        (changed(("points", 0, "ready_s"), [0.1]), "at microbatch 4: expected 3 ascending"),
+        (changed(("points", 0, "ready_s"), [0.3, 0.2, 0.4]), "at microbatch 4: expected 3 ascending"),
         (changed(("gradients", 0, "name"), "head.weight"), "3 gradients of 2 names"),
         (changed(("gradients", 0, "num_elements"), 0), "num_elements"),
         (changed(("gradients", 0, "dtype"), "int8"), "dtype"),
     ],
 )
-def test_a_file_that_is_no_profile_is_refused_in_one_line(tmp_path: Path, content: bytes, expected: str) -> None:
+def test_an_invalid_profile_is_rejected_in_one_line(tmp_path: Path, content: bytes, expected: str) -> None:
     path = tmp_path / "profile.json"
     path.write_bytes(content)
     with pytest.raises(UserError, match=expected) as refused:
@@ -151,7 +151,7 @@ def test_a_file_that_is_no_profile_is_refused_in_one_line(tmp_path: Path, conten
     assert "megabatch profile RECIPE" in str(refused.value)
 
 
-def test_a_file_that_is_not_there_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_missing_file_gives_a_message_of_one_line(tmp_path: Path) -> None:
     for path in (tmp_path / "nowhere.json", tmp_path):
         with pytest.raises(UserError, match=r"cannot be read .*megabatch profile RECIPE"):
             read_profile(path)

@@ -1,4 +1,4 @@
-"""Whole trainings: intervals, time, interruptions, money."""
+"""Whole training runs: intervals, time, interruptions, cost."""
 
 import math
 
@@ -38,13 +38,13 @@ def run(cluster: Cluster, ranks: int, batch: int = 64, **settings: object) -> Si
 
 @pytest.mark.parametrize("name", preset_names())
 @pytest.mark.parametrize("ranks", [1, 8, 2048])
-def test_a_prediction_lies_in_its_interval(name: str, ranks: int) -> None:
+def test_a_prediction_is_inside_its_interval(name: str, ranks: int) -> None:
     found = run(load_cluster(name), ranks)
     assert 0 < found.low_images_per_s < found.images_per_s < found.high_images_per_s
     assert 0 < found.efficiency <= 1
 
 
-def test_what_is_known_better_has_a_smaller_interval() -> None:
+def test_less_uncertainty_gives_a_smaller_interval() -> None:
     cluster = load_cluster("hkbu-10gbe")
     surer = replace(cluster, uncertainty=Uncertainty(bandwidth=1.01, latency=1.01, jitter=1.01))
     vague, sure = (run(one, 32, all_reduce=AllReduceSettings(overlap="none")) for one in (cluster, surer))
@@ -52,7 +52,7 @@ def test_what_is_known_better_has_a_smaller_interval() -> None:
 
 
 def test_the_ends_of_an_interval_are_steps_of_slower_and_faster_clusters() -> None:
-    """With one uncertain input, the interval is exactly what the step takes at that input's ends."""
+    """If one input is uncertain, the interval is the step time at the ends of that input."""
     cluster = load_cluster("hkbu-10gbe")
     only_bandwidth = replace(cluster, uncertainty=Uncertainty(bandwidth=1.5))
     found = run(only_bandwidth, 32, all_reduce=AllReduceSettings(overlap="none"))
@@ -65,12 +65,12 @@ def test_the_ends_of_an_interval_are_steps_of_slower_and_faster_clusters() -> No
     assert found.high_step_s - found.step.total_s == pytest.approx(later_s, rel=1e-3)
 
 
-def test_batches_that_nobody_has_measured_have_wide_intervals() -> None:
-    """All H100 points are of 400 images and more: what 16 take is hardly known."""
+def test_batches_outside_the_fitted_range_have_wide_intervals() -> None:
+    """The points of an H100 have 50 to 816 images."""
     cluster = load_cluster("dgx-h100")
-    results = [run(cluster, 8, batch) for batch in (16, 64, 400)]
+    results = [run(cluster, 8, batch) for batch in (4, 16, 64)]
     widths = [found.high_images_per_s / found.low_images_per_s for found in results]
-    assert widths[0] > 2 > widths[1] > 1.3 > 1.2 > widths[2]
+    assert widths[0] > 1.4 > widths[1] > 1.25 > 1.2 > widths[2]
 
 
 def test_steps_and_evaluations_add_up() -> None:
@@ -78,18 +78,18 @@ def test_steps_and_evaluations_add_up() -> None:
     found = run(load_cluster("dgx-a100"), 64, length=length)
     assert found.training
     assert found.training.steps_s == pytest.approx(1000 * found.step.total_s)
-    # 782 images a rank, at the rate of forward passes.
+    # 782 images per rank, at the rate of forward passes.
     assert found.training.evaluation_s == pytest.approx(10 * 782 / (64 / found.step.forward_s))
     assert found.minutes == pytest.approx(found.training.total_s / 60)
 
 
-def test_checkpoints_as_often_as_young_and_daly_say_cost_least() -> None:
+def test_checkpoint_interval_of_young_and_daly_costs_least() -> None:
     faults = Faults(interruptions_per_rank_hour=2e-5, restart_minutes=5, checkpoint_s=30)
     cluster = replace(load_cluster("dgx-h100"), faults=faults)
     found = train_for(RunLength(num_steps=1), 54 * 86_400, 0.0, 16_384, cluster)
     hours_between = 1 / (2e-5 * 16_384)
     assert found.num_interruptions == pytest.approx(54 * 24 / hours_between)
-    assert found.num_interruptions == pytest.approx(419, rel=0.02)  # Llama 3, whose rate it is
+    assert found.num_interruptions == pytest.approx(419, rel=0.02)  # the rate comes from Llama 3
 
     def overhead(interval_s: float) -> float:
         return 30 / interval_s + (interval_s / 2 + 300) / (3600 * hours_between)
@@ -100,37 +100,37 @@ def test_checkpoints_as_often_as_young_and_daly_say_cost_least() -> None:
     assert overhead(chosen_s) <= min(overhead(0.9 * chosen_s), overhead(1.1 * chosen_s))
 
 
-def test_a_cluster_costs_what_its_ranks_cost_an_hour() -> None:
+def test_cost_is_ranks_times_hours_times_price() -> None:
     cluster = replace(load_cluster("dgx-a100"), price=Price(usd_per_rank_hour=2.0), faults=Faults())
-    found = train_for(RunLength(num_steps=3600), 1.0, 0.0, 64, cluster)
+    found = train_for(RunLength(num_steps=3600), 3600.0, 0.0, 64, cluster)
     assert found.usd == pytest.approx(128)
     unpriced = train_for(RunLength(num_steps=3600), 1.0, 0.0, 64, replace(cluster, price=Price()))
     assert unpriced.usd is None
 
 
-def test_a_profile_takes_the_place_of_a_curve() -> None:
+def test_a_profile_replaces_the_curve() -> None:
     profile = made_up_profile("small", 32, 10, (8, 16), (1e-3, 2e-3, 1e-3), 1000, 0.5)
     compute = compute_by_profile(profile, 16, accumulation=2)
     assert compute.total_s == pytest.approx(2 * (0.016 + 0.032) + 0.5)
     assert compute.backward.ready_s == [0.016]
 
 
-def test_a_model_without_points_is_slower_by_its_flops() -> None:
+def test_a_model_without_points_scales_with_its_flops() -> None:
     cluster, alexnet = load_cluster("dgx-a100"), load_workload("alexnet")
     times_s = [compute_by_curve(workload, cluster, "fp16", 1e6).total_s for workload in (RESNET, alexnet)]
     flops = [workload.forward_flops + workload.backward_flops for workload in (RESNET, alexnet)]
     assert times_s[0] / times_s[1] == pytest.approx(flops[0] / flops[1], rel=0.01)
 
 
-def test_a_precision_without_a_curve_gives_one_line() -> None:
-    with pytest.raises(UserError, match=r"hkbu-10gbe has no throughput .* only in fp32; nearest: precision.name=fp32"):
+def test_a_precision_without_a_curve_is_rejected() -> None:
+    with pytest.raises(UserError, match=r"hkbu-10gbe has the throughput .* only in fp32; nearest: precision.name=fp32"):
         compute_by_curve(RESNET, load_cluster("hkbu-10gbe"), "fp16", 64)
 
 
-def test_a_batch_beyond_the_memory_gives_one_line_and_the_largest_that_fits() -> None:
+def test_memory_error_names_the_largest_batch_that_fits() -> None:
     cluster = load_cluster("p40-roce100")
     require_memory(RESNET, cluster, "fp16", 64)
-    with pytest.raises(UserError, match=r"and P40 has 24; nearest: (\d+) images") as raised:
+    with pytest.raises(UserError, match=r"P40 has 24; nearest: (\d+) images") as raised:
         require_memory(RESNET, cluster, "fp16", 4096)
     largest = int(str(raised.value).split("nearest: ")[1].split(" ")[0])
     assert memory_bytes(RESNET, "fp16", largest) <= 24e9 < memory_bytes(RESNET, "fp16", largest + 1)

@@ -1,4 +1,4 @@
-"""One step: what is hidden, what is exposed, and who waits."""
+"""One step: hidden and exposed communication, jitter, input."""
 
 import random
 import statistics
@@ -23,7 +23,7 @@ def compute(cluster_name: str, batch: int = 64, precision: str = "fp16") -> Comp
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_one_rank_waits_for_nobody(name: str) -> None:
+def test_one_rank_never_waits(name: str) -> None:
     cluster = load_cluster(name)
     alone = compute(name, precision=next(iter(cluster.device.curves)))
     step = simulate_step(alone, cluster, 1, AllReduceSettings())
@@ -37,7 +37,7 @@ def test_fused_buckets_expose_least(name: str, ranks: int) -> None:
     cluster = load_cluster(name)
     precision = next(iter(cluster.device.curves))
     of_overlap = {
-        overlap: simulate_step(compute(name, precision=precision), cluster, ranks, AllReduceSettings(overlap=overlap))  # type: ignore[arg-type]
+        overlap: simulate_step(compute(name, precision=precision), cluster, ranks, AllReduceSettings(overlap=overlap))
         for overlap in ("none", "layer", "fused", "auto")
     }
     least_s = min(step.total_s for step in of_overlap.values())
@@ -46,14 +46,14 @@ def test_fused_buckets_expose_least(name: str, ranks: int) -> None:
     assert len(of_overlap["none"].buckets) == 1 and len(of_overlap["layer"].buckets) == 161
 
 
-def test_without_overlap_all_of_the_all_reduce_is_exposed() -> None:
+def test_without_overlap_the_whole_all_reduce_is_exposed() -> None:
     cluster = load_cluster("dgx-a100")
     step = simulate_step(compute("dgx-a100"), cluster, 64, AllReduceSettings(overlap="none"))
     assert step.exposed_s == pytest.approx(step.all_reduce_s)
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_a_chosen_algorithm_is_no_better_than_the_best(name: str) -> None:
+def test_auto_is_at_least_as_good_as_any_forced_algorithm(name: str) -> None:
     cluster = load_cluster(name)
     precision = next(iter(cluster.device.curves))
     best = simulate_step(compute(name, precision=precision), cluster, 64, AllReduceSettings())
@@ -78,7 +78,7 @@ def test_a_faster_network_never_makes_a_step_longer() -> None:
     assert all(later <= 1.002 * earlier for earlier, later in pairwise(times_s))
 
 
-def test_accumulation_hides_under_the_last_backward_alone() -> None:
+def test_only_the_last_backward_hides_communication() -> None:
     cluster = load_cluster("hkbu-10gbe")
     once, four = (
         compute("hkbu-10gbe", precision="fp32"),
@@ -89,7 +89,7 @@ def test_accumulation_hides_under_the_last_backward_alone() -> None:
     assert steps[1].forward_s == pytest.approx(4 * steps[0].forward_s)
 
 
-def test_a_step_waits_for_images_that_a_node_cannot_read_so_fast() -> None:
+def test_a_step_waits_for_slow_input() -> None:
     cluster = load_cluster("dgx-a100", ["input.images_per_s=8000"])
     step = simulate_step(compute("dgx-a100"), cluster, 64, AllReduceSettings())
     assert step.total_s == pytest.approx(8 * 64 / 8000) and step.input_s > 0
@@ -99,8 +99,8 @@ def test_a_step_waits_for_images_that_a_node_cannot_read_so_fast() -> None:
     assert fast.input_s == 0
 
 
-def test_torus_wants_equal_nodes() -> None:
-    with pytest.raises(UserError, match="unequal"):
+def test_torus_needs_equal_nodes() -> None:
+    with pytest.raises(UserError, match="different numbers of ranks"):
         simulate_step(compute("dgx-a100"), load_cluster("dgx-a100"), 20, AllReduceSettings(algorithm="torus"))
     assert simulate_step(compute("dgx-a100"), load_cluster("dgx-a100"), 20, AllReduceSettings()).buckets
 
@@ -108,15 +108,15 @@ def test_torus_wants_equal_nodes() -> None:
 def test_stalls_grow_with_ranks_and_noise_hardly_does() -> None:
     noise, stalls = Jitter(noise=0.003), Jitter(stalls_per_step=1e-4, stall_ms=7)
     nodes = {count: ClusterShape.regular(count, 8) for count in (1, 2, 8, 512)}
-    assert jitter_s(noise, nodes[1], 0.1) == jitter_s(stalls, nodes[1], 0.1) == 0  # within a node, the device's speed
+    assert jitter_s(noise, nodes[1], 0.1) == jitter_s(stalls, nodes[1], 0.1) == 0  # part of the device's speed
     assert jitter_s(noise, nodes[512], 0.1) < 3 * jitter_s(noise, nodes[8], 0.1)
-    # While they are rare, as many stalls as ranks times probability, each of its mean length.
+    # While stalls are rare, their number is ranks times probability, and each has the mean length.
     assert jitter_s(stalls, nodes[2], 0.1) == pytest.approx(8e-4 * 7e-3, rel=1e-3)
     assert jitter_s(stalls, nodes[512], 0.1) > 30 * jitter_s(stalls, nodes[8], 0.1) / 2
 
 
 @pytest.mark.parametrize("num_ranks", [2, 8, 64, 2048])
-def test_the_slowest_of_many_is_their_expected_maximum(num_ranks: int) -> None:
+def test_slowest_of_is_the_expected_maximum(num_ranks: int) -> None:
     draw = random.Random(num_ranks)
     rounds = 200_000 // num_ranks
     drawn = statistics.fmean(max(draw.gauss(0, 1) for _ in range(num_ranks)) for _ in range(rounds))

@@ -28,19 +28,19 @@ def made_up(**changes: object) -> Workload:
     return msgspec.structs.replace(workload, **changes)
 
 
-def test_resnet50_is_the_one_of_the_literature() -> None:
+def test_resnet50_has_the_published_flops_and_parameters() -> None:
     resnet50 = load_workload("resnet50")
     assert resnet50.num_parameters == 25_557_032
-    # 4.09 billion multiply-adds: torchvision's table of weights, and fvcore's count.
+    # 4.09 billion multiply-adds: torchvision's table of weights and fvcore's count.
     assert resnet50.forward_flops / 2 == pytest.approx(4.09e9, rel=2e-3)
     convolutions = [layer for layer in resnet50.layers if layer.forward_flops]
-    assert len(convolutions) == 53 + 1  # with the four of shortcuts, and fc
+    assert len(convolutions) == 53 + 1  # including four shortcuts, and fc
     assert sum(len(layer.parameters) for layer in resnet50.layers) == 161
     assert resnet50.buffer_elements == 2 * 26_560
 
 
 def test_alexnet_is_caffes_with_two_groups() -> None:
-    """Krizhevsky's table by hand: 2 x height x width x out x in/groups x kernel squared."""
+    """Computed by hand from Krizhevsky's table: 2 x height x width x out x in/groups x kernel squared."""
     by_hand = {
         "conv1": 2 * 54 * 54 * 96 * 3 * 11 * 11,
         "conv2": 2 * 27 * 27 * 256 * 48 * 5 * 5,
@@ -60,12 +60,12 @@ def test_alexnet_is_caffes_with_two_groups() -> None:
     assert load_workload("alexnet_bn").num_parameters == 60_967_976
 
 
-def test_a_network_that_is_not_stored_is_refused_with_those_that_are() -> None:
+def test_unknown_network_error_names_the_stored_ones() -> None:
     with pytest.raises(UserError, match=r"'resnet5'.*resnet50, alexnet, alexnet_bn.*nearest: resnet50"):
         load_workload("resnet5")
 
 
-def test_gradients_appear_in_the_order_of_backward_when_it_has_come_past_their_layer() -> None:
+def test_gradients_are_ready_when_backward_has_passed_their_layer() -> None:
     backward = timed_backward(made_up(), backward_s=1.9, fixed_s=0.3)
     assert backward.names == ["c.b", "c.w", "n.b", "n.w", "b.w"]
     assert [gradient.num_bytes for gradient in backward.gradients] == [4, 28, 12, 8, 40]
@@ -88,7 +88,7 @@ def test_backward_ends_with_the_first_layers_gradient(name: str, dtype: Gradient
     assert backward.ready_s[-1] == pytest.approx(0.2)
 
 
-def test_what_is_spread_over_space_grows_with_the_area_and_nothing_else_does() -> None:
+def test_only_spatial_layers_grow_with_the_area() -> None:
     larger = scaled(made_up(), 64)
     assert larger.image_size == 64
     assert [layer.forward_flops for layer in larger.layers] == [36.0, 16.0, 0.0, 6.0]
@@ -98,7 +98,7 @@ def test_what_is_spread_over_space_grows_with_the_area_and_nothing_else_does() -
     assert scaled(larger, 32) == made_up()
 
 
-def test_a_network_made_for_one_size_is_not_scaled() -> None:
+def test_a_network_for_one_size_is_not_scaled() -> None:
     fixed = made_up(takes_any_size=False)
     assert scaled(fixed, 32) == fixed
     with pytest.raises(UserError, match=r"image_size=64: made_up was counted for 32 pixels.*nearest: image_size=32"):

@@ -1,4 +1,4 @@
-"""Headless Chromium, spoken to through two pipes: what a page looks like, says on its console and asks the network for.
+"""Headless Chromium, controlled through two pipes: screenshots, console messages and network requests of a page.
 
 python -m tests.support.browser page.html shot.png --width 390 --dark
 """
@@ -32,7 +32,7 @@ FLAGS = (
 
 
 class Page:
-    """One tab.  Every call waits for its answer; events that come meanwhile are kept."""
+    """A tab.  Every call waits for its answer and stores the events that arrive meanwhile."""
 
     def __init__(self, to_browser: int, from_browser: int) -> None:
         self.to_browser, self.from_browser = to_browser, from_browser
@@ -62,13 +62,13 @@ class Page:
     def read(self) -> dict[str, Any]:
         while b"\0" not in self.pending:
             content = os.read(self.from_browser, 1 << 20)
-            assert content, "the browser has ended"
+            assert content, "the browser exited"
             self.pending += content
         message, _, self.pending = self.pending.partition(b"\0")
         return json.loads(message)  # type: ignore[no-any-return]
 
     def open(self, path: Path, width: int = 1280, dark: bool = False) -> None:
-        """Waits until it is loaded."""
+        """Open a page and wait until it is loaded."""
         self.resize(width)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
@@ -87,22 +87,22 @@ class Page:
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
-    def complaints(self) -> list[str]:
-        """Errors and warnings of the console, and of the page's policy."""
-        self.run("0")  # what was said before is here now
-        said = []
+    def console_messages(self) -> list[str]:
+        """Return console messages, exceptions and violations of the content security policy."""
+        self.run("0")  # events arrive in order: earlier ones are stored when this returns
+        messages = []
         for event in self.events:
             method, given = event.get("method"), event.get("params", {})
             if method == "Runtime.exceptionThrown":
-                said.append(str(given["exceptionDetails"]))
+                messages.append(str(given["exceptionDetails"]))
             elif method == "Log.entryAdded":
-                said.append(given["entry"]["text"])
+                messages.append(given["entry"]["text"])
             elif method == "Runtime.consoleAPICalled":
-                said.append(str(given["args"]))
-        return said
+                messages.append(str(given["args"]))
+        return messages
 
     def requests(self) -> list[str]:
-        """Addresses that the page asked for; what is in the page itself is none."""
+        """Return the addresses that the page requested, without data: URLs."""
         self.run("0")
         urls = [
             event["params"]["request"]["url"]
@@ -140,7 +140,7 @@ def browser() -> Iterator[Page]:
         try:
             yield Page(to_browser, from_browser)
         finally:
-            os.close(to_browser)  # upon which it ends by itself, and its children with it
+            os.close(to_browser)  # Chromium and its children then exit
             os.close(from_browser)
             try:
                 process.wait(PATIENCE_S)
@@ -155,7 +155,7 @@ if __name__ == "__main__":
     parser.add_argument("out", type=Path)
     parser.add_argument("--width", type=int, default=1280)
     parser.add_argument("--dark", action="store_true")
-    parser.add_argument("--part", help="a CSS selector: of that element alone")
+    parser.add_argument("--part", help="CSS selector: take a screenshot of only that element")
     given = parser.parse_args()
     with browser() as page:
         page.open(given.page, given.width, given.dark)
@@ -164,4 +164,4 @@ if __name__ == "__main__":
             "return {x: b.x + scrollX, y: b.y + scrollY, width: b.width, height: b.height}})()"
         )
         page.screenshot(given.out, box or None)
-        print(page.complaints(), page.requests())
+        print(page.console_messages(), page.requests())

@@ -1,6 +1,7 @@
-"""The cost model by enumeration: every group of every phase, and every pair of ranks in it.
+"""The cost model by enumeration of every group of every phase, and of every pair of ranks in it.
 
-The reference for planning's closed forms, which count groups by shape; for clusters of a few ranks.
+This is the reference for the closed forms in megabatch.planning, which count groups by shape.  It is meant for small
+clusters.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +13,7 @@ from megabatch.planning.topology import Axis, Topology
 
 
 def all_transfers(plan: Plan, topology: Topology, num_elements: int) -> list[list[Transfer]]:
-    """For every phase, what each group of its axis exchanges."""
+    """Return the transfer of each group, for every phase."""
     held: list[list[Slice]] = [[(0, num_elements)] for _ in range(topology.num_ranks)]
     result = []
     for phase in plan.phases:
@@ -50,7 +51,7 @@ def bytes_sent(plan: Plan, topology: Topology, num_elements: int, rank: int, ele
 
 
 def bytes_crossing(plan: Plan, topology: Topology, num_elements: int, element_bytes: int = 4) -> list[int]:
-    """Bytes that each node sends to others."""
+    """Return the number of bytes that each node sends to other nodes."""
     node_of = {rank: index for index, node in enumerate(topology.nodes) for rank in node}
     sent = [0] * topology.num_nodes
     for phase, groups in zip(plan.phases, all_transfers(plan, topology, num_elements), strict=True):
@@ -65,9 +66,10 @@ def bytes_crossing(plan: Plan, topology: Topology, num_elements: int, element_by
 
 
 def path_of(half: Half, phase: Phase, width: int) -> Callable[[Half, list[int], int, int], int]:
-    """Over all ranks, the backend's own all-reduce, and its gather of 16 bits, follow a ring in the order of ranks.
+    """Return the function that counts the elements sent between two members.
 
-    Elsewhere every member is in another node, or none is, and a ring sends as much as a direct exchange.
+    On the axis "all", the backend's all-reduce and its 16-bit all-gather follow a ring in the order of ranks.  On the
+    other axes either all members share a node or no two do, and a ring sends as much as a direct exchange.
     """
     along_ring = phase.axis == "all" and (width > 2 or half == "all_gather")
     return elements_along_ring if along_ring else elements_between
@@ -76,7 +78,7 @@ def path_of(half: Half, phase: Phase, width: int) -> Callable[[Half, list[int], 
 def phase_seconds(
     plan: Plan, topology: Topology, num_elements: int, links: Mapping[Axis, Link], element_bytes: int = 4
 ) -> list[float]:
-    """The slowest group of each phase."""
+    """Return the time of the slowest group of each phase."""
     return [
         max(
             group_seconds(phase, sizes_of(end - begin, len(members)), links[phase.axis], element_bytes)
@@ -97,7 +99,7 @@ def group_seconds(phase: Phase, sizes: list[int], link: Link, element_bytes: int
 
 
 def elements_of_busiest(half: Half, sizes: list[int]) -> int:
-    """What the busiest member sends or receives, whichever is more, found by looking at every pair."""
+    """Return the largest number of elements that any member sends or receives, from every pair of members."""
     members = range(len(sizes))
     sent = [sum(elements_between(half, sizes, i, j) for j in members if j != i) for i in members]
     received = [sum(elements_between(half, sizes, j, i) for j in members if j != i) for i in members]
@@ -117,7 +119,10 @@ def elements_between(half: Half, sizes: list[int], sender: int, receiver: int) -
 
 
 def elements_along_ring(half: Half, sizes: list[int], sender: int, receiver: int) -> int:
-    """To its successor a member sends every slice but the one that ends there: its own sum, or what the other has."""
+    """Count the elements on a ring: a member sends its successor all slices but one.
+
+    A reduce-scatter leaves out the slice that the sender owns, an all-gather the one that the receiver owns.
+    """
     if receiver != (sender + 1) % len(sizes):
         return 0
     return sum(sizes) - sizes[sender if half == "reduce_scatter" else receiver]
@@ -128,4 +133,4 @@ def sizes_of(num_elements: int, parts: int) -> list[int]:
 
 
 def bytes_of_element(phase: Phase, element_bytes: int) -> int:
-    return element_bytes if phase.dtype == "fp32" else COMM_DTYPES[phase.dtype].num_bytes
+    return element_bytes if phase.dtype == "same" else COMM_DTYPES[phase.dtype].num_bytes

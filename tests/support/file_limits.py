@@ -1,4 +1,4 @@
-"""A disk that takes no more: RLIMIT_FSIZE gives the kernel's own error, to whoever is root or not."""
+"""A full disk, simulated with RLIMIT_FSIZE: the kernel's error is real, and root gets it too."""
 
 import resource
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 def limit_file_size(num_bytes: int) -> None:
-    """No file of this process grows beyond it; -1 lifts it."""
+    """Limit the size of every file that this process writes; -1 removes the limit."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 

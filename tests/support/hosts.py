@@ -1,4 +1,4 @@
-"""Ranks of one machine that take each other for ranks of several hosts."""
+"""Ranks of one machine that appear to be on several hosts."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,9 +9,9 @@ from megabatch.ranks.world import World
 
 @contextmanager
 def on_hosts(world: World, hosts: str) -> Iterator[None]:
-    """The host of each rank is a letter, in the order of ranks."""
-    kept, groups.host_identity = groups.host_identity, lambda: hosts[world.rank]
+    """Give each rank a host: character r of `hosts` is the host of rank r."""
+    original, groups.host_identity = groups.host_identity, lambda: hosts[world.rank]
     try:
         yield
     finally:
-        groups.host_identity = kept
+        groups.host_identity = original

@@ -1,23 +1,26 @@
-"""LARS in float64, put together from what others have written; nothing is shared with megabatch/optim/lars.py.
+"""LARS in float64, composed of independent implementations.  It shares no code with megabatch/optim/lars.py.
+MLPerf's two forms are transcribed from their public code into numpy.
 
-u = tau (g + lambda w) is the step of pytorch_optimizer's LARS without momentum (and so without eps, which it lacks).
-The momentum is that of torch.optim.SGD, which is given u, or lr u, as a gradient.
+u = tau (g + lambda w) is the step of pytorch_optimizer's LARS without momentum; that LARS has no eps.
+The momentum is that of torch.optim.SGD, with u or lr u as the gradient.
 """
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from pytorch_optimizer import LARS
 from torch import Tensor, nn
 
 MU, ETA = 0.9, 0.01
-EXACT = 2.0**60  # a learning rate beside which the weight vanishes, so that the difference is u to the last bit
-Step = Callable[[Tensor, Tensor, float, float], Tensor]  # weight, gradient, learning rate, decay -> the new weight
+EXACT = 2.0**60  # a learning rate so large that the weight is rounded away: the difference is exactly u
+Step = Callable[[Tensor, Tensor, float, float], Tensor]  # weight, gradient, learning rate, decay -> new weight
 
 
 def scaled_gradient(w: Tensor, g: Tensor, decay: float) -> Tensor:
     """u = tau (g + lambda w)."""
-    weight = nn.Parameter(w.reshape(1, -1).clone())  # a vector would have no trust ratio there
+    weight = nn.Parameter(w.reshape(1, -1).clone())  # pytorch_optimizer gives vectors no trust ratio
     weight.grad = g.reshape(1, -1).clone()
     LARS([weight], lr=EXACT, momentum=0.0, weight_decay=decay, trust_coefficient=ETA).step()
     return (w - weight.detach().reshape(w.shape)) / EXACT
@@ -48,7 +51,7 @@ def outside() -> Step:
 
 
 def larc() -> Step:
-    """Of SGD's step and that of LARS, whichever is shorter."""
+    """Take the shorter of the steps of SGD and LARS."""
     momentum = Momentum()
 
     def step(w: Tensor, g: Tensor, lr: float, decay: float) -> Tensor:
@@ -60,3 +63,45 @@ def larc() -> Step:
 
 
 REFERENCES = {"you2017": you2017, "outside": outside, "larc": larc}
+
+Array = NDArray[np.float64]
+LRS = [3.0 * step / 5 for step in range(1, 6)] + [3.0 * (1 - step / 20) ** 2 + 1e-4 for step in range(1, 20)]
+
+
+class MlperfReference:
+    """mlcommons/training, image_classification/tensorflow2/lars_optimizer.py: `compute_lr`, `_resource_apply_dense`.
+
+    `is_skipped`: the name is in the skip list (BatchNorm and biases), and the parameter neither decays nor is scaled.
+    """
+
+    def __init__(self, momentum: float, weight_decay: float, eeta: float, epsilon: float) -> None:
+        self.momentum, self.weight_decay, self.eeta, self.epsilon = momentum, weight_decay, eeta, epsilon
+        self.mom: Array | float = 0.0
+
+    def step(self, var: Array, grad: Array, learning_rate: float, is_skipped: bool) -> Array:
+        scaled_lr = learning_rate
+        if not is_skipped:
+            w_norm, g_norm = np.linalg.norm(var.ravel()), np.linalg.norm(grad.ravel())
+            trust_ratio = 1.0
+            if w_norm > 0 and g_norm > 0:
+                trust_ratio = self.eeta * w_norm / (g_norm + self.weight_decay * w_norm + self.epsilon)
+            scaled_lr = learning_rate * trust_ratio
+            grad = grad + self.weight_decay * var
+        self.mom = self.mom * self.momentum - grad * scaled_lr
+        return var + self.mom
+
+
+class NvidiaSubmission(MlperfReference):
+    """training_results_v3.0, NVIDIA's mxnet/common/fit.py, SGDwFASTLARS: the momentum is multiplied by lr / last lr."""
+
+    last_lr: float | None = None
+
+    def step(self, var: Array, grad: Array, learning_rate: float, is_skipped: bool) -> Array:
+        usual = self.momentum
+        self.momentum = usual * learning_rate / (self.last_lr or learning_rate)
+        stepped = super().step(var, grad, learning_rate, is_skipped)
+        self.momentum, self.last_lr = usual, learning_rate
+        return stepped
+
+
+MLPERF = {"you2017": MlperfReference, "outside": NvidiaSubmission}

@@ -1,4 +1,4 @@
-"""Sockets that wait for whoever comes, as the kernel lists them."""
+"""Listening sockets, as the kernel lists them."""
 
 import ipaddress
 import os
@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-STATES = {"tcp": "0A", "tcp6": "0A", "udp": "07", "udp6": "07"}  # listening; bound, and connected to nobody
+STATES = {"tcp": "0A", "tcp6": "0A", "udp": "07", "udp6": "07"}  # tcp: listening; udp: bound but not connected
 
 
 class Listener(NamedTuple):
@@ -20,21 +20,22 @@ class Listener(NamedTuple):
         return ipaddress.ip_address(self.address).is_loopback
 
 
-def listeners_beside(process: int) -> set[Listener]:
-    """All in the network namespace of a process."""
-    return {listener for listener, _ in listed(process)}
+def list_namespace_listeners(process: int) -> set[Listener]:
+    """Return the listeners in the network namespace of a process."""
+    return {listener for listener, _ in read_sockets(process)}
 
 
-def own_listeners() -> set[Listener]:
-    """Those of this process alone."""
+def list_process_listeners() -> set[Listener]:
+    """Return the listeners of this process only."""
     inodes = set()
     for path in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # the one by which they are listed
+        with suppress(FileNotFoundError):  # iterdir's descriptor is closed by now
             inodes |= {*re.findall(r"^socket:\[(\d+)\]$", str(path.readlink()))}
-    return {listener for listener, inode in listed(os.getpid()) if inode in inodes}
+    return {listener for listener, inode in read_sockets(os.getpid()) if inode in inodes}
 
 
-def listed(process: int) -> list[tuple[Listener, str]]:
+def read_sockets(process: int) -> list[tuple[Listener, str]]:
+    """Return each listener with its inode."""
     found = []
     for kind, state in STATES.items():
         path = Path(f"/proc/{process}/net/{kind}")
@@ -46,6 +47,6 @@ def listed(process: int) -> list[tuple[Listener, str]]:
 
 
 def to_address(digits: str) -> str:
-    """The kernel prints words of 32 bits, as this machine reads them."""
+    """Convert an address that the kernel prints as 32-bit words in little-endian order."""
     words = [bytes.fromhex(digits[begin : begin + 8])[::-1] for begin in range(0, len(digits), 8)]
     return str(ipaddress.ip_address(b"".join(words)))

@@ -1,8 +1,8 @@
-"""The folder of a run that nobody has trained, of any length: every record, with values such as a real run has.
+"""A run folder of any length without training: all records, with realistic values.
 
     python -m tests.support.made_up_run /tmp/long --steps 100000 --ranks 16
 
-It is a function of its arguments.  The plan is made by the real planning code, for two hosts.
+The folder depends only on the arguments.  The real planning code makes the plan, for two nodes.
 """
 
 import argparse
@@ -33,6 +33,7 @@ from megabatch.runs.records import (
     Lane,
     Mistakes,
     Record,
+    ReliabilityBin,
     Span,
     Status,
     StepRecord,
@@ -70,7 +71,7 @@ name = "{precision}"
 
 [comm]
 algorithm = "auto"
-dtype = "fp32"
+dtype = "same"
 
 [train]
 epochs = 90.0
@@ -80,7 +81,7 @@ evaluate_every = 1
 
 
 def made_up_plan(ranks: int, hosts: int = 2) -> Tuning:
-    """ResNet-50's sizes in spirit: small layers first in the network, so last in backward."""
+    """Plan sizes like ResNet-50's: small layers come first in the network, so last in backward."""
     sizes = [2_048_000, 2000] + [
         size for stage in range(16) for size in (2_359_296 >> stage // 4, 1_048_576 >> stage // 4, 2048)
     ]
@@ -92,20 +93,20 @@ def made_up_plan(ranks: int, hosts: int = 2) -> Tuning:
     topology = regular(hosts, ranks // hosts)
     links = {axis: Link(20e-6, 1 / 1.2e9, 1 / 8e9) for axis in ("all", "leaders", "inter_node")}
     links["node"] = Link(4e-6, 1 / 9e9, 1 / 9e9, in_memory=True)
-    plans = candidate_plans("auto", "fp32", topology.shape, in_memory=True, on_accelerators=False)
+    plans = candidate_plans("auto", "same", topology.shape, in_memory=True, on_accelerators=False)
     tuning = choose(backward, plans, topology, links, bucket_mb=None)  # type: ignore[arg-type]
     generator = random.Random(5)
     for ask in (open_questions, all_questions):
-        taken = {
+        measured_s = {
             question: question.count * question.num_elements * 4e-9 * generator.uniform(0.4, 0.6)
             for question in ask(tuning)[:4]
         }
-        tuning = with_measurements(tuning, taken)
+        tuning = with_measurements(tuning, measured_s)
     return confirm(tuning)
 
 
 def made_up_trace(tuning: Tuning, step: int) -> StepTrace:
-    """As predicted, a tenth later, with forward and update around it."""
+    """Return the predicted trace with all-reduces a tenth later, between a forward pass and an update."""
     forward_s, late = 0.06, 1.12
     backward_s = tuning.backward_s * 1.05
     spans = [
@@ -141,7 +142,7 @@ def span(lane: Lane, name: str, begin_s: float, end_s: float, bucket: int | None
 
 
 def png(number: int, size: int = 28) -> str:
-    """A small grey picture in base64."""
+    """Return a small grey picture in base64."""
     rows = b"".join(
         b"\0" + bytes(int(127 + 120 * math.sin(number + x / (2 + number % 5)) * math.cos(y / 4)) for x in range(size))
         for y in range(size)
@@ -195,13 +196,13 @@ def made_up_records(
     evaluations: int = 30,
     learning_rate: float = 12.0,
 ) -> Iterator[Record]:
-    """A file server is busy for a while, rank 5 is slow, gradients overflow now and then."""
+    """Yield records of a run with a busy file server, a slow rank 5 and occasional gradient overflows."""
     generator = random.Random(seed)
     wall_s, scale, per_epoch = 0.0, 65536.0, max(1, steps // 90)
     every = max(1, steps // evaluations)
     for step in range(1, steps + 1):
         done = step / steps
-        slow = 1.8 if 0.55 < done < 0.6 else 1.0  # a file server that was busy
+        slow = 1.8 if 0.55 < done < 0.6 else 1.0  # the file server is busy
         data_s = max(0.0, generator.gauss(0.02, 0.006)) * slow**3
         forward_s, backward_s = generator.gauss(0.055, 0.002), generator.gauss(0.11, 0.004)
         comm_s, update_s = max(0.0, generator.gauss(0.025, 0.006)), 0.011
@@ -225,6 +226,7 @@ def made_up_records(
             lr=learning_rate * min(1.0, 18 * done) * (1 - done) ** 2,
             loss_scale=scale if fp16 else 1.0,
             skipped=skipped,
+            image_size=224,
             images_per_s=BATCH / sum(parts),
             data_wait_s=parts[0],
             data_wait=TimeBreakdown(read=0.2 * parts[0], decode=0.65 * parts[0], augment=0.15 * parts[0]),
@@ -256,6 +258,11 @@ def made_up_records(
                 test_loss=5.0 * math.exp(-2.6 * done) + 0.95,
                 class_top1=[min(1.0, max(0.0, generator.gauss(top1, 0.1))) for _ in range(classes)],
                 samples_evaluated=1000 * classes,
+                precision=min(1.0, max(0.0, top1)),
+                balanced_accuracy=min(1.0, max(0.0, top1)),
+                f1=min(1.0, max(0.0, top1)),
+                ece=0.05,
+                reliability=[ReliabilityBin(100 * n, (n + 0.5) / 15, n / 15) for n in range(15)],
                 resident_mb=2100 + 300 * done,
                 device_mb=14_200 + 100 * done,
                 wall_s=wall_s,
@@ -265,7 +272,7 @@ def made_up_records(
 
 
 def log_of(steps: int, seconds: float) -> str:
-    """A fault after two fifths, from which the run resumes a little earlier."""
+    """Return a log with a fault after two fifths of the run, which resumes from a slightly earlier step."""
 
     def at(second: float) -> str:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(1_794_000_000 + second))
@@ -275,7 +282,7 @@ def log_of(steps: int, seconds: float) -> str:
     return (
         f"{at(0)} begins at step 0\n"
         f"{at(0.15 * seconds)} warning: checkpoints cannot be written to /scratch: No space left on device\n"
-        f"{at(0.17 * seconds)} saved: again, with all that waited\n"
+        f"{at(0.17 * seconds)} saved: all pending data is written\n"
         f"{at(fault_s)} rank 5: RuntimeError: Connection closed by peer [10.0.0.2]\n"
         '  Traceback (most recent call last):\n    File "loop.py", line 1\n'
         "  RuntimeError: Connection closed by peer [10.0.0.2]\n"
@@ -293,7 +300,7 @@ def make_run(
     seed: int = 1,
     fp16: bool = True,
     recipe: str = "resnet50-imagenet-8k",
-    status: Status | None = "finished",  # None: no summary, as after a kill
+    status: Status | None = "finished",  # None: killed, so without a summary
     learning_rate: float = 12.0,
     speed: float = 1.0,
     evaluations: int = 30,
@@ -330,6 +337,7 @@ def make_run(
         classes=list(classes),
         num_channels=1,
         image_size=224,
+        test_image_size=224,
         center_crop=0.875,
         mean=[0.0],
         deviation=[1.0],

@@ -1,4 +1,4 @@
-"""Studies made up for tests."""
+"""Studies with invented results."""
 
 from collections.abc import Sequence
 
@@ -36,7 +36,7 @@ def untrained(name: str, tuned: Sequence[SearchRun] = (), num_seeds: int = 3) ->
 def arm(name: str, top1s: Sequence[float | None], rate: float | None = 0.2) -> Arm:
     return Arm(
         name=name,
-        about=f"what {name} is",
+        about=f"about {name}",
         settings=["batch.global=3072", "optim.name=lars"],
         learning_rate=rate,
         num_trials=4,
@@ -47,7 +47,7 @@ def arm(name: str, top1s: Sequence[float | None], rate: float | None = 0.2) -> A
 
 
 def study(arms: Sequence[Arm], max_gap_points: float = 0.3) -> Study:
-    """Its baseline is the first arm, and every other has a criterion."""
+    """Return a study whose baseline is the first arm; every other arm has a criterion."""
     first, *others = [arm.name for arm in arms]
     return Study(
         name="large-batch",

@@ -1,7 +1,7 @@
-"""Runs any plan on plain tensors, one per rank, and counts the bytes that each rank sends to each other.
+"""Run any plan on plain tensors, one per rank, and count the bytes that each rank sends to each other rank.
 
-Messages are really made, in the dtype of their phase, so the count is of what travelled.  Whatever a rank no longer
-holds is overwritten with nan: a plan that used it would end in nan.
+Messages are real tensors in the dtype of their phase, so the counts are exact.  Elements that a rank no longer holds
+are overwritten with nan, which spreads to the result of a plan that uses them.
 """
 
 from collections import Counter
@@ -68,32 +68,34 @@ class Oracle:
         return message.clone()
 
     def keep(self, rank: int, group: Transfer, begin: int, part: Tensor) -> None:
-        """Of the elements of this transfer the rank holds only `part` from here on."""
+        """Store `part` in a rank and invalidate the transfer's other elements there."""
         self.tensors[rank][group.begin : group.end] = torch.nan
         self.tensors[rank][begin : begin + part.numel()] = part
 
 
 def plans(topology: Topology) -> list[tuple[CommDtype, Plan]]:
-    """Every plan that applies, with its dtype."""
+    """Return all plans that apply to a topology, each with its dtype."""
     made = [(dtype, algorithm(topology.shape, dtype)) for algorithm in ALGORITHMS.values() for dtype in COMM_DTYPES]
     return [(dtype, plan) for dtype, plan in made if plan]
 
 
 def every_plan(topology: Topology) -> list[Plan]:
-    """Those that apply, and more that no algorithm makes: of one phase along any axis, and with slices of any depth."""
-    axes: list[Axis] = ["all", "node", "leaders", *(["inter_node"] if topology.is_regular else [])]
-    alone = [(Phase(op, axis, dtype),) for op in WITHOUT_SLICES for axis in axes for dtype in COMM_DTYPES]
+    """Return the plans that apply, and others that no algorithm makes: single phases and nested slices on any axis."""
+    axes: list[Axis] = ["all", "node", "leaders"]
+    if topology.is_regular:
+        axes.append("inter_node")
+    single = [(Phase(op, axis, dtype),) for op in WITHOUT_SLICES for axis in axes for dtype in COMM_DTYPES]
     halves = [scattered((axis,), dtype) for axis in axes for dtype in COMM_DTYPES]
     deeper = [scattered(("node", "inter_node"), dtype) for dtype in COMM_DTYPES] if topology.is_regular else []
     is_consecutive = topology == regular(topology.num_nodes, topology.largest_node)
-    if is_consecutive:  # elsewhere ranks of a node have different places in their groups
+    if is_consecutive:  # otherwise the ranks of a node have different positions in their groups
         deeper.append(scattered(("inter_node", "node"), "bf16"))
-        deeper.append(scattered(("inter_node",), "bf16", Phase("all_reduce", "node", "fp32")))
-    return [plan for _, plan in plans(topology)] + [Plan("made up", phases) for phases in (*alone, *halves, *deeper)]
+        deeper.append(scattered(("inter_node",), "bf16", Phase("all_reduce", "node", "same")))
+    return [plan for _, plan in plans(topology)] + [Plan("made up", phases) for phases in (*single, *halves, *deeper)]
 
 
 def scattered(axes: tuple[Axis, ...], dtype: CommDtype, *between: Phase) -> tuple[Phase, ...]:
-    """Reduce-scatters along the axes, what is in between, and as many all-gathers back."""
+    """Return reduce-scatters along the axes, the phases `between`, and all-gathers in reverse order."""
     there = [Phase("reduce_scatter", axis, dtype) for axis in axes]
     back = [Phase("all_gather", axis, dtype) for axis in reversed(axes)]
     return (*there, *between, *back)
@@ -106,12 +108,12 @@ def regular_but_shuffled() -> st.SearchStrategy[Topology]:
 
 
 def topologies() -> st.SearchStrategy[Topology]:
-    """1 to 12 ranks; nodes equal or not, their ranks in any order of hosts."""
+    """Draw 1 to 12 ranks in nodes of equal or different sizes, with ranks in any order of nodes."""
     unequal = st.lists(st.sampled_from("abcde"), min_size=1, max_size=12).map(from_hosts)
     consecutive = st.integers(1, 12).flatmap(lambda ranks: st.integers(1, 12 // ranks).map(lambda n: regular(n, ranks)))
     return st.one_of(unequal, consecutive, regular_but_shuffled())
 
 
 def element_counts() -> st.SearchStrategy[int]:
-    """None, one, fewer than ranks, odd, around whole cache lines for all ranks."""
+    """Draw zero, one, fewer than ranks, odd numbers, and numbers around a cache line for each rank."""
     return st.one_of(st.sampled_from([0, 1, 2, 3, 11, 12, 13, 191, 192, 193, 1000]), st.integers(0, 600))

@@ -1,4 +1,4 @@
-"""What a reader of README and docs sees: fenced blocks, the commands in them, links and headings."""
+"""The Markdown pages of this repository: fenced blocks, their commands, links and headings."""
 
 import re
 import shlex
@@ -13,7 +13,7 @@ SHELL = ("", "bash", "sh")
 
 
 def pages() -> list[Path]:
-    """Those that a reader opens: what lies in the root, and docs."""
+    """Return the Markdown pages in the root and in docs."""
     found = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
     assert len(found) > 20
     return found
@@ -28,14 +28,14 @@ def make_targets() -> set[str]:
 
 
 class Command(NamedTuple):
-    """A line of a shell that ends with a command of ours."""
+    """A shell line that ends with a megabatch command."""
 
     page: str
     line: str  # without its comment
-    before: str  # what is piped into it, or starts it: cat x |, torchrun ... -m
+    prefix: str  # a pipe or launcher before it: cat x |, torchrun ... -m
     words: tuple[str, ...]  # after `megabatch`
-    into: str  # the file that its output goes to
-    said: str  # the line of ours that the page shows below it, if one
+    output: str  # the file that its output is redirected to
+    message: str  # the "megabatch: " line that the page shows below it, or ""
 
 
 def blocks(page: Path, *languages: str) -> Iterator[str]:
@@ -45,7 +45,7 @@ def blocks(page: Path, *languages: str) -> Iterator[str]:
 
 
 def shell_lines(text: str) -> Iterator[tuple[str, str]]:
-    """Commands, each with the line below it.  Where some begin with $, the other lines are what they printed."""
+    """Yield each command with the line below it.  If any line starts with $, the lines without $ are output."""
     lines = text.replace("\\\n", " ").splitlines()
     prompts = any(line.strip().startswith("$ ") for line in lines)
     for number, line in enumerate(lines):
@@ -62,21 +62,21 @@ def commands(page: Path) -> Iterator[Command]:
             place = re.search(r"(?:^| )megabatch(?= |$)", line)
             if not place:
                 continue
-            rest, _, into = line[place.end() :].partition(" > ")
+            rest, _, output = line[place.end() :].partition(" > ")
             words = tuple(word for word in shlex.split(rest, comments=True) if word != "...")
-            said = below.removeprefix("megabatch: ") if below.startswith("megabatch: ") else ""
-            yield Command(name_of(page), line, line[: place.start()].strip(), words, into.strip(), said)
+            message = below.removeprefix("megabatch: ") if below.startswith("megabatch: ") else ""
+            yield Command(name_of(page), line, line[: place.start()].strip(), words, output.strip(), message)
 
 
 def inline_commands(page: Path) -> Iterator[str]:
-    """Such as `megabatch bench train` in a sentence or a table."""
+    """Yield commands in a sentence or a table, such as `megabatch bench train`."""
     for text in INLINE.findall(FENCED.sub("", page.read_text())):
         if re.match(r"megabatch [a-z]", text):
             yield " ".join(text.split())
 
 
 def headings(text: str) -> Iterator[str]:
-    """The anchors of a page by GitHub's rule: small letters, no punctuation, hyphens for spaces, -1 for a second."""
+    """Yield a page's anchors by GitHub's rule: lower case, no punctuation, hyphens for spaces, -1 for a duplicate."""
     seen: dict[str, int] = {}
     for title in re.findall(r"^#{1,6} +(.*?) *$", FENCED.sub("", text), re.MULTILINE):
         title = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).replace("`", "")
@@ -92,11 +92,11 @@ class Link(NamedTuple):
 
 
 def links(text: str) -> Iterator[Link]:
-    """Those of Markdown and of HTML, without what is code."""
+    """Yield links in Markdown and HTML, except those in code."""
     text = INLINE.sub(lambda code: "x" * len(code[0]), FENCED.sub("", text))
     for mark, words, target in re.findall(r"(!?)\[((?:[^][]|\[[^]]*\])*)\]\(([^()\s]+)\)", text):
         yield Link(words, target, bool(mark))
-        yield from links(words)  # a picture that is a link
+        yield from links(words)  # a picture inside a link
     for tag in re.findall(r"<(?:img|source|a)\b[^>]*>", text):
         attributes = dict(re.findall(r'(\w+)="([^"]*)"', tag))
         target = attributes.get("src") or attributes.get("srcset") or attributes.get("href") or ""

@@ -1,6 +1,7 @@
-"""Photos for tests: the embedded ones, coloured and enlarged, as files of many kinds."""
+"""Photos for tests: the embedded images, coloured and enlarged, in several formats."""
 
 import io
+import threading
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from megabatch.data.catalog import load_data_set
 from megabatch.data.pipeline.decode import Pixels, decode_crop, read_size
 from megabatch.data.pipeline.images import ImageSet
 from megabatch.data.settings import DataSettings
-from megabatch.data.sources.files import Content
+from megabatch.data.sources.files import Content, EncodedFiles, Subset
+from megabatch.io.reading import MOST_BYTES
 
 CLASSES = ("ankle", "bag", "coat")
 
@@ -23,7 +25,7 @@ def embedded() -> ImageSet:
 
 
 def photo(number: int, width: int = 90, height: int = 70) -> Image.Image:
-    """Three embedded images as red, green and blue."""
+    """Return a photo with three embedded images as its red, green and blue channels."""
     channels = embedded().read(np.array([number, number + 1, number + 2]))[:, 0].numpy()
     small = Image.fromarray(np.ascontiguousarray(channels.transpose(1, 2, 0)))
     return small.resize((width, height), Image.Resampling.BICUBIC)
@@ -36,14 +38,27 @@ def encoded(image: Image.Image, format: str = "JPEG", **options: Any) -> bytes:
 
 
 def decode(content: Content, max_pixels: int) -> Pixels:
-    """The whole image, at its own size."""
+    """Decode the whole image at its original size."""
     return decode_crop(content, lambda height, width: (0, 0, height, width), max_pixels, max_pixels).reshape(
         *read_size(content, max_pixels)[:2], 3
     )
 
 
+class HangingFiles(Subset):
+    """The files of another set, of which one is never read."""
+
+    def __init__(self, files: EncodedFiles, hanging: int) -> None:
+        super().__init__(files, np.arange(len(files)))
+        self.hanging = hanging
+
+    def content(self, number: int, most_bytes: int = MOST_BYTES) -> Content:
+        if number == self.hanging:
+            threading.Event().wait()
+        return super().content(number, most_bytes)
+
+
 def make_folder(folder: Path, per_class: int = 6, classes: tuple[str, ...] = CLASSES) -> Path:
-    """A folder of class folders of JPEGs of several sizes."""
+    """Write one folder per class, with JPEGs of several sizes."""
     for label, name in enumerate(classes):
         (folder / name).mkdir(parents=True)
         for number in range(per_class):

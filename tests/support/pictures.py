@@ -1,4 +1,4 @@
-"""Small images on disk, each of another colour, and tars of them."""
+"""Small images of different colours, as files and in tar files."""
 
 import io
 import json
@@ -12,7 +12,7 @@ from PIL import Image
 
 @cache
 def picture(number: int, size: tuple[int, int] = (20, 16), form: str = "JPEG") -> bytes:
-    """Encoded; width and height are `size`.  Its pixels are a function of `number`."""
+    """Return an encoded image of `size` (width, height).  Its pixels depend only on `number`."""
     generator = np.random.default_rng(number)
     coarse = Image.fromarray(generator.integers(0, 256, (4, 4, 3), np.uint8))
     content = io.BytesIO()
@@ -21,7 +21,7 @@ def picture(number: int, size: tuple[int, int] = (20, 16), form: str = "JPEG") -
 
 
 def write_files(folder: Path, names: list[str], **options: object) -> dict[str, bytes]:
-    """One image per name; what was written."""
+    """Write one image per name and return the contents."""
     written = {}
     for number, name in enumerate(names):
         path = folder / name

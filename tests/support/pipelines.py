@@ -1,4 +1,4 @@
-"""Steps of made-up buckets: when each is ready, and what it costs.  Whole numbers, so that sums are exact."""
+"""Hypothesis strategies for buckets: ready times and costs.  Times are whole numbers, so that sums are exact."""
 
 from hypothesis import strategies as st
 

@@ -1,10 +1,10 @@
-"""A launcher with two ranks that pretend to train, without torch: FOLDER STEPS MAX_RESTARTS FLAW FAULTS PLACE.
+"""A launcher with two ranks that simulate training without torch: FOLDER STEPS MAX_RESTARTS FLAW FAULTS PLACE.
 
-Rank 0 writes what a run writes: log, rows, a checkpoint every few steps, weights.  It imports nothing of ours.
+Rank 0 writes the files of a run: log, rows, a checkpoint every few steps, weights.  It imports no megabatch code.
 
-It does not get past a fault that is still to come, however late that comes on a busy machine: an attempt that is to be
-struck waits for it at its PLACE, `step` or `write` (of a checkpoint).  At `start-up` it waits there for a file named
-`released`, then in a step, and its launcher takes a while to end.
+The script waits for every expected fault, so a late fault on a busy machine changes nothing.  It waits at PLACE:
+in a `step`, or in the `write` of a checkpoint.  At `start-up` it waits for a file named `released`, then in a step,
+and its launcher exits after a delay.
 """
 
 import ctypes
@@ -20,8 +20,8 @@ from pathlib import Path
 folder, num_steps, max_restarts, flaw = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 num_faults, place = int(sys.argv[5]), sys.argv[6]
 run = folder / "run"
-FIRST_WAIT, STEPS_BETWEEN = 9, 10  # faults come after a step before each
-DELAY_S = 0.5 if place == "start-up" else 0.0  # of the launcher, when it ends
+FIRST_WAIT, STEPS_BETWEEN = 9, 10  # steps at which it waits for a fault
+DELAY_S = 0.5 if place == "start-up" else 0.0  # before the launcher exits
 
 
 def save(path: Path, value: float) -> None:
@@ -35,8 +35,8 @@ def wait_for_fault() -> None:
 
 
 def write(path: Path, text: str, is_struck: bool = False) -> None:
-    """Replaces the file at once: a kill leaves the old or the new text, but for the flaw that chaos must find."""
-    # The name by which chaos knows a write, only if it is to strike this one.
+    """Replace the file atomically: a kill leaves the old or the new text, except with the flaw that chaos must find."""
+    # chaos recognises writes by the prefix .writing-, which only the write to be struck has.
     name = f".writing-{path.name}" if is_struck else f".{path.name}"
     unfinished = path if flaw == "tears checkpoints" else path.with_name(name)
     with unfinished.open("w") as file:
@@ -48,7 +48,7 @@ def write(path: Path, text: str, is_struck: bool = False) -> None:
 
 def die_with_launcher() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.getppid() != int(os.environ["LAUNCHER"]):  # it died before this rank could ask
+    if os.getppid() != int(os.environ["LAUNCHER"]):  # the launcher died before prctl
         os._exit(1)
 
 
@@ -82,7 +82,7 @@ def train() -> None:
     (run / "summary.json").write_text((folder / "summary").read_text())
 
 
-def describe(rank: "subprocess.Popen[bytes]") -> str:
+def describe_end(rank: "subprocess.Popen[bytes]") -> str:
     code = rank.poll()
     if code is None:
         return "is stopped"
@@ -100,7 +100,7 @@ def has_failed(rank: "subprocess.Popen[bytes]") -> bool:
 
 def end_at_once(number: int, frame: object) -> None:
     time.sleep(DELAY_S)
-    os._exit(128 + number)  # and the kernel kills the ranks
+    os._exit(128 + number)  # the kernel then kills the ranks
 
 
 def launch() -> None:
@@ -117,13 +117,13 @@ def launch() -> None:
                 break
         time.sleep(DELAY_S)
         failed = next((number for number in (1, 0) if has_failed(ranks[number])), None)
-        cause = "" if failed is None else describe(ranks[failed])
+        cause = "" if failed is None else describe_end(ranks[failed])
         for rank in ranks:
             rank.kill()
             rank.wait()
         if failed is None:
             return
-        if flaw != "says nothing":
+        if flaw != "prints no message":
             print(f"megabatch: rank {failed}: {cause}", file=sys.stderr, flush=True)
     sys.exit(1)
 

@@ -1,4 +1,4 @@
-"""Processes, as tests look at them from outside."""
+"""Processes, observed from outside."""
 
 import time
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from pathlib import Path
 def wait_until(holds: Callable[[], bool], at_most_s: float = 60.0) -> None:
     deadline = time.monotonic() + at_most_s
     while not holds():
-        assert time.monotonic() < deadline, "it did not happen in time"
+        assert time.monotonic() < deadline, "condition not met in time"
         time.sleep(0.05)
 
 
@@ -21,9 +21,9 @@ def is_alive(process: int) -> bool:
 
 
 def descendants(process: int) -> list[int]:
-    """Whichever of its threads has started them."""
+    """Return the descendants of a process, started by any of its threads."""
     children = []
     for listed in Path(f"/proc/{process}/task").glob("*/children"):
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+        with suppress(FileNotFoundError, ProcessLookupError):  # the process exited
             children += [int(child) for child in listed.read_text().split()]
     return children + [other for child in children for other in descendants(child)]

@@ -1,10 +1,10 @@
-"""One pool of started ranks for all tests of a pytest worker: starting torch for every test would eat the time.
+"""One pool of started ranks for all tests of a pytest worker, because starting torch for every test is slow.
 
-    results = ranks.run(function, argument, num_ranks=2)      # function(world, argument) on each, in rank order
+    results = ranks.run(function, argument, num_ranks=2)      # function(world, argument) of each rank
 
-A pool may be started and joined in its own way: rehearsals give each rank a CUDA that is not there, and a backend.
-A rank that raises fails the test with its own traceback.  Ranks that do not answer in time are named, show where
-they hang (on stderr), and are replaced before the next test.
+`starts` and `join` change how ranks start and join: rehearsals install a fake CUDA and another backend.
+A rank that raises fails the test with its traceback.  Ranks that do not answer in time are named, print their stack
+to stderr, and are replaced before the next test.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 # Imported once, in the process that ranks are forked from: torch, and its compiler, which the first DDP model imports,
-# take 3.5 s of a core, and a pool of four ranks is started anew after every test that kills one.
+# take 3.5 s of a core, and a pool of four ranks is restarted after every test that kills a rank.
 IMPORTED = ["torch", "torch._dynamo", "megabatch.training.prepare"]
-GRACE_S = 10.0  # what the others get to notice that one of them has failed
+GRACE_S = 10.0  # time for the other ranks to notice a failure
 
 
-Join = Callable[[int, int, str], AbstractContextManager[Any]]  # rank, num_ranks, a file for the store: the world
+Join = Callable[[int, int, str], AbstractContextManager[Any]]  # rank, num_ranks, store file -> World
 
 
 class RanksFailed(AssertionError):
@@ -40,14 +40,16 @@ def join_by_file(device: str, rank: int, num_ranks: int, store: str) -> Abstract
     import torch.distributed as dist
 
     from megabatch.ranks.discover import RankInfo
+    from megabatch.ranks.store import RankStore
     from megabatch.ranks.world import connect
 
-    return connect(RankInfo(rank, num_ranks, rank, num_ranks), device, dist.FileStore(store, num_ranks))
+    info = RankInfo(rank, num_ranks, rank, num_ranks)
+    return connect(info, device, RankStore(info, dist.FileStore(store, num_ranks)))
 
 
 class RankPool:
     def __init__(self, size: int, device: str, starts: Callable[[], object] = int) -> None:
-        self.size, self.device, self.starts = size, device, starts  # the last is called in each rank, once
+        self.size, self.device, self.starts = size, device, starts  # each rank calls `starts` once
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
 
@@ -66,10 +68,10 @@ class RankPool:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 for rank, pipe in enumerate(self.pipes[:num_ranks]):
-                    with contextlib.suppress(BrokenPipeError):  # it has ended, and `collect` says so
+                    with contextlib.suppress(BrokenPipeError):  # the rank exited; `collect` reports it
                         pipe.send((function, args, partial(join, rank, num_ranks, str(Path(folder) / "store"))))
                 answers = self.collect(num_ranks, timeout_s)
-            except BaseException:  # pytest's own timeout, or Ctrl-C: nobody must read these answers later
+            except BaseException:  # pytest's timeout or Ctrl-C: a later test must not read these answers
                 self.close()
                 raise
         failures = {rank: text for rank, (ok, text) in answers.items() if not ok}
@@ -94,7 +96,7 @@ class RankPool:
                 try:
                     answers[rank] = pipe.recv()  # type: ignore[union-attr]
                 except (EOFError, ConnectionResetError):
-                    answers[rank] = (False, "its process ended without a word")
+                    answers[rank] = (False, "its process exited without a message")
                 if not answers[rank][0]:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         return answers
@@ -128,7 +130,7 @@ class RankPool:
 
 
 def serve(pipe: Connection, starts: Callable[[], object]) -> None:
-    """A rank's life: take a function, join the ranks it is meant for, call it, answer."""
+    """Run functions until the pipe closes: join the ranks of each function, call it, send its result."""
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch
@@ -140,7 +142,7 @@ def serve(pipe: Connection, starts: Callable[[], object]) -> None:
             function, args, join = pipe.recv()
         except EOFError:
             return
-        torch.set_num_threads(1)  # whatever the last function has set
+        torch.set_num_threads(1)  # undo the last function's setting
         try:
             with join() as world:
                 answer = (True, function(world, *args))

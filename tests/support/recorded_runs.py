@@ -1,4 +1,4 @@
-"""Folders of runs that nobody has trained."""
+"""Run folders with invented records."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ BATCH, TARGET = 128, 0.9
 
 
 def config_of(seed: int, changes: Mapping[str, Any]) -> str:
-    """A recipe, of which settings are changed by their dotted names; None removes one."""
+    """Return a recipe with settings changed by their dotted names; None removes a setting."""
     tables: dict[str, Any] = {
         "name": "smoke",
         "seed": seed,
@@ -37,7 +37,7 @@ def config_of(seed: int, changes: Mapping[str, Any]) -> str:
 
 
 def records_of(top1s: Sequence[float]) -> list[Record]:
-    """Two steps, and an evaluation, for each; a second each."""
+    """Return two steps and an evaluation for each accuracy; each takes a second."""
     records: list[Record] = []
     for number, top1 in enumerate(top1s):
         for step in (2 * number + 1, 2 * number + 2):
@@ -69,7 +69,7 @@ def record_run(
     environment: Mapping[str, object] | None = None,
     **settings: Any,
 ) -> Path:
-    """Settings by their dotted names, with __ for the dots.  Without a status the run was killed."""
+    """Write a run folder.  Names of settings have __ for dots.  Without a status the run was killed."""
     totals = RunTotals(global_batch=BATCH, target_top1=TARGET)
     changes = {key.replace("__", "."): value for key, value in settings.items()}
     with RunFolder(path) as folder:

@@ -1,4 +1,4 @@
-"""Records of steps that nobody has taken."""
+"""Step records with invented values."""
 
 from megabatch.runs.records import StepRecord, StepTimes
 
@@ -11,6 +11,7 @@ def step_record(step: int, epoch: float, loss: float) -> StepRecord:
         lr=0.1,
         loss_scale=1.0,
         skipped=False,
+        image_size=8,
         images_per_s=1.0,
         data_wait_s=0.0,
         comm_wait_s=0.0,

@@ -1,8 +1,11 @@
-"""Rehearsals of the GPU path (lab/megabatch_lab/rehearsal): how ranks join for one, and what they do there."""
+"""Helpers for tests of the GPU path on the fake CUDA (lab/megabatch_lab/rehearsal)."""
 
+import operator
+import subprocess
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,12 +22,13 @@ from megabatch.config.schema import RunConfig
 from megabatch.data.catalog import load_data_set
 from megabatch.planning.topology import Topology, regular
 from megabatch.ranks.discover import RankInfo
+from megabatch.ranks.store import RankStore
 from megabatch.ranks.world import World, connect
 from megabatch.runs.records import StepRecord
 from megabatch.training.checkpoint.state import restore_training_state, training_state
 from megabatch.training.loop import train
 from megabatch.training.parts import Training
-from megabatch.training.prepare import ready_to_train
+from megabatch.training.prepare import decoding_in, ready_to_train
 from tests.support.rank_pool import Join
 
 # 14 steps of four microbatches of four, with an evaluation after the seventh and the last.
@@ -42,44 +46,54 @@ STEADY = 13  # DDP times its first ten iterations, and waits for the device to d
 
 
 def start() -> None:
-    """Before a rank of a rehearsal does anything.
+    """Prepare a rank: install the fake CUDA and turn off shared memory.
 
-    Without shared memory, which is the CPU's alone: both devices take the same collectives of the same backend.  Links
-    that are not there need no careful measuring.
+    Only CPUs have shared memory, and both devices must run the same collectives of the same backend.  Links are probed
+    only briefly, because they are not real.
     """
     fake_cuda.install()
-    probe.PART_BYTES, probe.ROUNDS = 1 << 14, 1
-    SharedMemory.is_supported = staticmethod(lambda: False)  # type: ignore[method-assign, assignment]
+    probe.PART_BYTES, probe.ROUNDS = 1 << 14, 1  # type: ignore[attr-defined]
+    SharedMemory.is_supported = staticmethod(lambda: False)  # type: ignore[method-assign]
 
 
 def on(device: str, topology: Topology | None = None) -> Join:
-    """Real processes."""
+    """Return a function that joins real processes."""
     return partial(join_rehearsed, device, topology)
 
 
 def join_rehearsed(
     device: str, topology: Topology | None, rank: int, num_ranks: int, store: str
 ) -> AbstractContextManager[World]:
-    info, file = RankInfo(rank, num_ranks, rank, num_ranks), dist.FileStore(store, num_ranks)
-    return connect(info, device, file, backend=REHEARSED, topology=topology)
+    info, file = RankInfo(rank, num_ranks, rank, num_ranks), dist.FileStore(store, num_ranks)  # type: ignore[attr-defined]
+    return connect(info, device, RankStore(info, file), backend=REHEARSED, topology=topology)
 
 
-def mirrored(num_ranks: int, ranks_per_node: int = 4) -> Join:
-    """One process, which is rank 0 of many: what others would receive from rank 0, it has."""
-    return partial(join_mirrored, num_ranks, ranks_per_node)
+def mirrored(num_ranks: int, ranks_per_node: int = 4, local_rank: int = 0) -> Join:
+    """Return a function that joins one process as rank 0 of many, on the device `local_rank`."""
+    return partial(join_mirrored, num_ranks, ranks_per_node, local_rank)
 
 
-def join_mirrored(mirrored_ranks: int, ranks_per_node: int, *_: Any) -> AbstractContextManager[World]:
+def join_mirrored(mirrored_ranks: int, ranks_per_node: int, local_rank: int, *_: Any) -> AbstractContextManager[World]:
     info, topology = (
-        RankInfo(0, mirrored_ranks, 0, ranks_per_node),
+        RankInfo(0, mirrored_ranks, local_rank, ranks_per_node),
         regular(mirrored_ranks // ranks_per_node, ranks_per_node),
     )
-    return connect(info, "cuda", dist.HashStore(), backend=MIRRORED, topology=topology)
+    store = RankStore(info, dist.HashStore())  # type: ignore[attr-defined]
+    return connect(info, "cuda", store, backend=MIRRORED, topology=topology)
 
 
 def alone(*_: Any) -> AbstractContextManager[None]:
-    """One process, which has joined nobody yet."""
+    """Join no other process."""
     return nullcontext()
+
+
+def build_nvml(folder: Path) -> Path:
+    """Compile the fake NVML."""
+    built = folder / "libnvidia-ml.so.1"
+    subprocess.run(
+        ["g++", "-std=c++20", "-shared", "-fPIC", str(fake_cuda.HERE / "fake_nvml.cpp"), "-o", str(built)], check=True
+    )
+    return built
 
 
 def tiny(*overrides: str) -> RunConfig:
@@ -87,17 +101,19 @@ def tiny(*overrides: str) -> RunConfig:
 
 
 def tiny_for(num_ranks: int, *overrides: str) -> RunConfig:
-    """Twenty steps of one microbatch of two on each rank."""
+    """Return a config for twenty steps, with one microbatch of two images per rank."""
     sizes = (f"batch.global={2 * num_ranks}", "batch.micro=2", f"data.synthetic.train={40 * num_ranks}")
     return tiny(*sizes, "train.epochs=1", "schedule.warmup_epochs=0.5", *overrides)
 
 
 def begin(config: RunConfig, world: World) -> Training:
-    return ready_to_train(config, load_data_set(config.data), world)
+    data = load_data_set(config.data)
+    world.closing.enter_context(decoding_in(config.run.decode_in, data, world.device.type))
+    return ready_to_train(config, data, world)
 
 
 def state_of(training: Training) -> dict[str, np.ndarray]:
-    """As bytes: what is NaN is equal to itself."""
+    """Return the state as bytes, so that NaN equals NaN."""
     return {
         name: tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().copy()
         for name, tensor in training_state(training).items()
@@ -107,7 +123,7 @@ def state_of(training: Training) -> dict[str, np.ndarray]:
 def train_through(
     world: World, config: RunConfig, stop: int | None = None, scale: float | None = None, lag: int = fake_cuda.LAG
 ) -> dict[str, Any]:
-    """All records of a run, begun again from its own state after `stop` steps; and what it ends with."""
+    """Train, restarting from the saved state after `stop` steps; return the records and the final state."""
     records, first, stored = list[Any](), 0, None
     fake_cuda.reset()
     fake_cuda.set_lag(lag)
@@ -117,7 +133,7 @@ def train_through(
             restore_training_state(training, stored)
         elif scale:
             training.loss_scale.value = scale
-        for record in train(training, first, is_due=lambda done, last=last: done == last):
+        for record in train(training, first, is_due=partial(operator.eq, last)):
             if isinstance(record, StepRecord):
                 records.append((record.step, record.loss, record.lr, record.loss_scale, record.skipped))
             else:
@@ -131,7 +147,7 @@ def train_through(
 
 @dataclass
 class Step:
-    """What one step in the middle of a run has done."""
+    """The activity of one step in the middle of a run."""
 
     launches: dict[str, int]
     waits: list[Seen]

@@ -1,4 +1,4 @@
-"""What the simulator is given, made up: profiles, and what cores cost."""
+"""Invented input of the simulator: profiles and core costs."""
 
 from collections.abc import Sequence
 
@@ -25,11 +25,11 @@ def made_up_profile(
     image_size: int,
     num_classes: int,
     microbatches: Sequence[int],
-    an_image_s: tuple[float, float, float],  # forward, backward, and until its one gradient is ready
+    image_s: tuple[float, float, float],  # per image: forward, backward, time until the only gradient is ready
     num_elements: int,
     update_s: float,
 ) -> Profile:
-    forward_s, backward_s, ready_s = an_image_s
+    forward_s, backward_s, ready_s = image_s
     points = [
         ProfilePoint(
             microbatch=b,

@@ -1,4 +1,4 @@
-"""Small runs for tests, on real ranks: what a rank returns is plain and can be compared."""
+"""Small runs on real ranks, with results that tests can compare."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from megabatch.training.loop import train
 from megabatch.training.parts import Training
 from megabatch.training.prepare import ready_to_train
 
-# 50 steps of eight microbatches of four; 8 evaluations of 37 images; dropout, crops and flips, decay and warm-up.
+# 50 steps of eight microbatches of four; 8 evaluations of 37 images; dropout, crops, flips, decay and warm-up.
 SMALL_RUN = [
     "model.name=small_cnn",
     "model.options.width=4",
@@ -42,7 +42,7 @@ def begin_small(world: World, *overrides: str) -> Training:
 
 
 def train_small(world: World, *overrides: str) -> dict[str, Any]:
-    """Trains `small_run` and returns its losses, its evaluations, and the final state as float64 arrays."""
+    """Train `small_run`; return its losses, its evaluations, and the final state as float64 arrays."""
     training = begin_small(world, *overrides)
     losses, evaluations, norms = [], [], []
     for record in train(training):
@@ -52,4 +52,5 @@ def train_small(world: World, *overrides: str) -> dict[str, Any]:
         elif isinstance(record, EvaluationRecord):
             evaluations.append(record)
     state = {key: value.cpu().numpy() for key, value in training.model.module.state_dict().items()}
+    state |= {f"average.{name}": average.cpu().numpy() for name, average in training.average.tensors.items()}
     return {"losses": losses, "evaluations": evaluations, "norms": norms, "state": state}

@@ -1,4 +1,4 @@
-"""Small models of photos, trained in this process."""
+"""Small models of photos, trained in the test's process."""
 
 from pathlib import Path
 
@@ -23,5 +23,5 @@ SMALL = [
 def train_photos(folder: Path, *overrides: str) -> Path:
     config = load_config("photos", [*SMALL, f"run.dir={folder}", *overrides])
     with prepare(config, current_rank(), resume="auto") as ready:
-        train_and_record(ready.config, "auto", ready.training)
+        train_and_record(ready.config, ready.start, ready.training)
     return folder

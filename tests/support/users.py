@@ -1,20 +1,20 @@
-"""What another user of this machine sees."""
+"""Calls as another user of this machine."""
 
 import os
 from collections.abc import Callable
 
-NOBODY = 65_534
+OTHER_USER = 65_534
 
 
 def as_another_user(function: Callable[[], str]) -> str:
-    """Calls it in a copy of this process, which must be root's, that has become nobody; it can import nothing more."""
+    """Call a function in a forked process that has become user 65534; needs root.  The function must not import."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             os.setgroups([])
-            os.setresgid(NOBODY, NOBODY, NOBODY)
-            os.setresuid(NOBODY, NOBODY, NOBODY)
+            os.setresgid(OTHER_USER, OTHER_USER, OTHER_USER)
+            os.setresuid(OTHER_USER, OTHER_USER, OTHER_USER)
             os.write(writing, function().encode())
         except BaseException as error:
             os.write(writing, repr(error).encode())
@@ -22,6 +22,6 @@ def as_another_user(function: Callable[[], str]) -> str:
             os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        said = pipe.read().decode()
+        result = pipe.read().decode()
     os.waitpid(child, 0)
-    return said
+    return result

@@ -1,4 +1,4 @@
-"""What a run asks of torch is set while it lasts, and afterwards everything is as it was."""
+"""A run sets torch's global flags and restores them when it ends."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from torch import nn
 from megabatch.errors import UserError
 from megabatch.precision.policy import PRECISIONS, PrecisionSettings
 from megabatch.ranks.world import current_rank
-from megabatch.training.numerics import WORKSPACE, arithmetic, fix_workspace
+from megabatch.training.numerics import WORKSPACE, arithmetic, set_cublas_workspace
 from megabatch.training.prepare import prepare
 from tests.support.small_runs import small_run
 
@@ -19,7 +19,7 @@ MATMUL, CUDNN = torch.backends.cuda.matmul, torch.backends.cudnn
 
 
 def readable(owner: Any) -> bool | None:
-    """None where the older of torch's two interfaces cannot be read."""
+    """Return `allow_tf32`, or None if torch's older interface cannot be read."""
     try:
         return bool(owner.allow_tf32)
     except RuntimeError:
@@ -73,7 +73,7 @@ def as_before() -> Iterator[None]:
 @pytest.mark.parametrize("set_before", [leave_alone, allow_all, allow_none, use_the_newer, be_deterministic])
 @pytest.mark.parametrize("name", PRECISIONS)
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_only_tf32_multiplies_in_tf32_and_all_is_afterwards_as_before(
+def test_only_tf32_multiplies_in_tf32_and_flags_are_restored(
     name: str, deterministic: bool, set_before: Callable[[], None]
 ) -> None:
     set_before()
@@ -88,12 +88,12 @@ def test_only_tf32_multiplies_in_tf32_and_all_is_afterwards_as_before(
             pass
     after = flags()
     for then, now in zip(before.pop("allowed"), after.pop("allowed"), strict=True):
-        assert then is None or now == then  # what could not be read may be readable now
+        assert then is None or now == then  # a flag that was not readable may be readable now
     assert after == before
 
 
 class Scattered(nn.Module):
-    """Where two sources meet, which of them wins is not determined: torch has no form of this that says so."""
+    """A module whose `put_` writes one index twice: torch has no deterministic form of it."""
 
     def __init__(self, num_classes: int, in_channels: int, image_size: int) -> None:
         super().__init__()
@@ -104,14 +104,14 @@ class Scattered(nn.Module):
         return logits + torch.zeros_like(logits).put_(torch.tensor([0, 0]), logits.new_ones(2), accumulate=False)
 
 
-def test_an_operation_without_a_deterministic_form_is_one_line() -> None:
+def test_an_operation_without_a_deterministic_form_is_refused_in_one_line() -> None:
     before = flags()
     settings = [f"model.name={__name__}:Scattered", "model.options={}"]
     with prepare(small_run(*settings), current_rank()):
         pass
     with (
         pytest.raises(
-            UserError, match=r"^run.deterministic=true: put_ has no deterministic form .*; use anoth"
+            UserError, match=r"^run.deterministic=true: put_ has no deterministic implementation .*; repla"
         ) as line,
         prepare(small_run(*settings, "run.deterministic=true"), current_rank()),
     ):
@@ -120,33 +120,31 @@ def test_an_operation_without_a_deterministic_form_is_one_line() -> None:
     assert flags() == before
 
 
-def test_our_own_models_are_refused_by_the_same_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As AdaptiveMaxPool2d would be on CUDA, in a setting of `model_errors`."""
+def test_built_in_models_are_refused_in_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raise the error of AdaptiveMaxPool2d on CUDA inside `model_errors`."""
     refuse = "adaptive_max_pool2d_backward_cuda does not have a deterministic implementation, but you set"
 
     def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError(refuse)
 
     monkeypatch.setattr(nn.AdaptiveMaxPool2d, "forward", forward)
-    expected = r"^run.deterministic=true: adaptive_max_pool2d_backward_cuda has no deterministic form"
+    expected = r"^run.deterministic=true: adaptive_max_pool2d_backward_cuda has no deterministic impl"
     with pytest.raises(UserError, match=expected), prepare(small_run("run.deterministic=true"), current_rank()):
         pass
 
 
-def test_cublas_is_told_before_cuda_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cublas_workspace_is_set_before_cuda_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(WORKSPACE, raising=False)
-    fix_workspace(False, "cuda")
-    fix_workspace(True, "cpu")
+    set_cublas_workspace(False, "cuda")
+    set_cublas_workspace(True, "cpu")
     assert WORKSPACE not in os.environ
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(
-        UserError, match=rf"CUDA has started .* without {WORKSPACE}; start it with {WORKSPACE}=:4096:8$"
-    ):
-        fix_workspace(True, "cuda")
+    with pytest.raises(UserError, match=rf"CUDA started .* without {WORKSPACE}; set {WORKSPACE}=:4096:8 before"):
+        set_cublas_workspace(True, "cuda")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    fix_workspace(True, "cuda")
-    fix_workspace(True, "cuda")
+    set_cublas_workspace(True, "cuda")
+    set_cublas_workspace(True, "cuda")
     assert os.environ[WORKSPACE] == ":4096:8"
     monkeypatch.setenv(WORKSPACE, ":0:0")
-    with pytest.raises(UserError, match=rf"{WORKSPACE}=:0:0 is none of :4096:8, :16:8, .*; leave it out$"):
-        fix_workspace(True, "cuda")
+    with pytest.raises(UserError, match=rf"only with {WORKSPACE}=:4096:8 or :16:8, not :0:0; unset it$"):
+        set_cublas_workspace(True, "cuda")

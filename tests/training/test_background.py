@@ -1,4 +1,4 @@
-"""The thread that writes: two copies at most, in order, the newest and the best."""
+"""The thread that writes checkpoints: at most two copies, in order, the newest and the best."""
 
 import threading
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ PATIENCE_S = 30
 
 
 class Disk:
-    """What is written, when it is let; a step in `failing` is not."""
+    """A disk that writes nothing until its gate opens; writes of steps in `failing` fail."""
 
     def __init__(self, failing: set[int] | None = None) -> None:
         self.written: list[int] = []
@@ -43,11 +43,11 @@ def save(writer: BackgroundWriter, step: int, is_best: bool = False) -> None:
 
 
 def begun(writer: BackgroundWriter) -> None:
-    """The thread has taken the first one."""
+    """Wait until the thread has taken the first save."""
     wait_until(lambda: writer.current is not None, PATIENCE_S)
 
 
-def test_a_newer_one_takes_the_place_of_one_that_waits_and_nobody_waits_for_the_disk() -> None:
+def test_a_newer_save_replaces_a_pending_one_without_waiting_for_the_disk() -> None:
     disk = Disk()
     writer = BackgroundWriter(disk.write)
     assert not writer.is_busy
@@ -63,9 +63,9 @@ def test_a_newer_one_takes_the_place_of_one_that_waits_and_nobody_waits_for_the_
     writer.close()
 
 
-def test_where_all_are_wanted_who_comes_third_waits() -> None:
+def test_the_third_save_waits_if_all_are_written() -> None:
     disk = Disk()
-    writer = BackgroundWriter(disk.write, keeps_all=True)
+    writer = BackgroundWriter(disk.write, writes_all=True)
     save(writer, 1)
     save(writer, 2)
     third = threading.Thread(target=save, args=(writer, 3))
@@ -79,7 +79,7 @@ def test_where_all_are_wanted_who_comes_third_waits() -> None:
     writer.close()
 
 
-def test_the_best_that_waits_is_overtaken_by_a_better_one_alone() -> None:
+def test_a_pending_best_save_is_replaced_only_by_a_better_one() -> None:
     disk = Disk()
     writer = BackgroundWriter(disk.write)
     save(writer, 1)
@@ -94,7 +94,7 @@ def test_the_best_that_waits_is_overtaken_by_a_better_one_alone() -> None:
     writer.close()
 
 
-def test_close_writes_what_waits_and_leaves_no_thread() -> None:
+def test_close_writes_pending_saves_and_ends_the_thread() -> None:
     disk = Disk()
     writer = BackgroundWriter(disk.write)
     save(writer, 1)
@@ -105,7 +105,7 @@ def test_close_writes_what_waits_and_leaves_no_thread() -> None:
     assert not any(thread.name == "checkpoints" for thread in threading.enumerate())
 
 
-def test_the_best_that_failed_is_tried_again_before_the_next_and_others_are_not() -> None:
+def test_only_a_failed_best_save_is_retried_before_the_next() -> None:
     disk = Disk(failing={1, 2})
     writer = BackgroundWriter(disk.write)
     disk.open()
@@ -120,7 +120,7 @@ def test_the_best_that_failed_is_tried_again_before_the_next_and_others_are_not(
     writer.close()
 
 
-def test_a_better_one_takes_the_place_of_a_best_that_failed() -> None:
+def test_a_better_save_replaces_a_failed_best_save() -> None:
     disk = Disk(failing={1, 2, 3})
     writer = BackgroundWriter(disk.write)
     disk.open()
@@ -135,7 +135,7 @@ def test_a_better_one_takes_the_place_of_a_best_that_failed() -> None:
     writer.close()
 
 
-def test_our_own_mistake_in_the_thread_reaches_whoever_saves_next() -> None:
+def test_an_exception_in_the_thread_is_raised_in_the_caller() -> None:
     def write(save: Save) -> bool:
         raise KeyError("ours")
 
@@ -146,7 +146,7 @@ def test_our_own_mistake_in_the_thread_reaches_whoever_saves_next() -> None:
     writer.close()
 
 
-def test_memory_is_made_ready_meanwhile_and_used_for_the_first_copy() -> None:
+def test_memory_is_reserved_in_the_background_and_used_by_the_first_copy() -> None:
     state = {"weight": torch.ones(3, 4).T, "half": torch.ones(5, dtype=torch.bfloat16), "number": torch.tensor(7)}
     writer = BackgroundWriter(lambda save: True)
     writer.reserve(state)

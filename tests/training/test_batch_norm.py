@@ -9,14 +9,14 @@ from megabatch.training.batch_norm import RunningStatistics, share_of_momentum
 @pytest.mark.parametrize("outside", [False, True])
 @pytest.mark.parametrize("accumulation", [1, 2, 5])
 @pytest.mark.parametrize("momentum", [0.1, 1.0, 0.0, None])
-def test_a_step_moves_the_statistics_once_by_the_mean_of_its_microbatches(
+def test_a_step_updates_statistics_once_with_the_mean_of_its_microbatches(
     accumulation: int, momentum: float | None, outside: bool
 ) -> None:
     norm = nn.BatchNorm1d(3, momentum=momentum, dtype=torch.float64)
     model = nn.Sequential(norm)
     statistics = RunningStatistics(model, accumulation)
     if outside:
-        statistics.move_outside(model)
+        statistics.update_outside_graph(model)
         model(torch.randn(8, 3, dtype=torch.float64))  # a warm-up pass, whose statistics are discarded
         norm.reset_running_stats()
     mean, variance = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
@@ -24,10 +24,10 @@ def test_a_step_moves_the_statistics_once_by_the_mean_of_its_microbatches(
         microbatches = torch.randn(accumulation, 8, 3, dtype=torch.float64) * 3 + 1
         for turn, microbatch in enumerate(microbatches):
             statistics.begin_microbatch(turn)
-            assert norm.momentum == 1.0 or not outside  # a compiled network holds it for a constant
+            assert norm.momentum == 1.0 or not outside  # a compiled network treats it as a constant
             model(microbatch).sum().backward()
             with torch.no_grad():
-                model.eval()(microbatch)  # as evaluation does
+                model.eval()(microbatch)  # like evaluation
                 model.train()
         statistics.end_step(torch.cat(statistics.tensors))
         moved = 1 / (step + 1) if momentum is None else momentum
@@ -39,14 +39,14 @@ def test_a_step_moves_the_statistics_once_by_the_mean_of_its_microbatches(
         assert norm.momentum == momentum
 
 
-def test_shares_keep_the_weight_of_the_past() -> None:
+def test_shares_keep_the_weight_of_earlier_steps() -> None:
     kept = 1.0
     for turn in range(7):
         kept *= 1 - share_of_momentum(0.3, turn, 7)
     assert kept == pytest.approx(0.7)
 
 
-def test_frozen_and_stateless_layers_are_left_alone() -> None:
+def test_frozen_and_stateless_layers_are_unchanged() -> None:
     frozen, stateless = nn.BatchNorm1d(3).eval(), nn.BatchNorm1d(3, track_running_stats=False)
     statistics = RunningStatistics(nn.Sequential(frozen, stateless), accumulation=2)
     for turn in range(2):
@@ -58,7 +58,7 @@ def test_frozen_and_stateless_layers_are_left_alone() -> None:
     assert torch.equal(frozen.running_mean, torch.zeros(3))  # type: ignore[arg-type]
 
 
-def test_a_frozen_layer_with_a_plain_average_is_left_alone() -> None:
+def test_a_frozen_layer_with_a_cumulative_average_is_unchanged() -> None:
     norm = nn.BatchNorm1d(3, momentum=None).eval()
     statistics = RunningStatistics(nn.Sequential(norm), accumulation=2)
     for _ in range(3):
@@ -79,7 +79,7 @@ def test_a_layer_that_is_used_twice_in_a_pass_is_refused() -> None:
         statistics.end_step(torch.cat(statistics.tensors))
 
 
-def test_instance_norms_that_keep_statistics_move_them_once_a_step_too() -> None:
+def test_instance_norms_with_statistics_update_them_once_per_step() -> None:
     norm = nn.InstanceNorm1d(3, momentum=0.5, track_running_stats=True)
     statistics = RunningStatistics(nn.Sequential(norm), accumulation=2)
     microbatches = torch.randn(2, 4, 3, 10) + 2

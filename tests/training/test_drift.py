@@ -1,9 +1,9 @@
-"""Who is wrong, of ranks whose sums of bits differ."""
+"""Find the faulty rank when the checksums of ranks differ."""
 
 import pytest
 import torch
 
-from megabatch.training.drift import describe, sum_of_bits
+from megabatch.training.drift import describe_difference, sum_of_bits
 
 NAMES = ("conv.weight", "linear.weight", "momentum_buffer of conv.weight")
 
@@ -21,20 +21,22 @@ NAMES = ("conv.weight", "linear.weight", "momentum_buffer of conv.weight")
         ),
         (
             [[1, 2, 3], [1, 2, 4]],
-            "rank 1 differs from rank 0 after step 20, and not after step 10: momentum_buffer of conv.weight (noth",
+            "rank 1 differs from rank 0 after step 20, and not after step 10: momentum_buffer of conv.weight (ther",
         ),
         ([[1, 2, 3], [1, 2, 4], [1, 2, 5], [1, 2, 3]], "ranks 1, 2 differ from the others after step 20"),
         ([[1, 2, 3]] * 20 + [[1, 0, 3]] * 9, "ranks 20, 21, 22, 23, 24, 25, 26, 27 ... differ from the others"),
     ],
 )
-def test_most_ranks_decide_who_is_wrong(sums: list[list[int]], said: str) -> None:
-    assert describe(NAMES, sums, done=20, before=10).startswith(said)
+def test_the_majority_of_ranks_decides_which_rank_is_wrong(sums: list[list[int]], said: str) -> None:
+    assert describe_difference(NAMES, sums, done=20, before=10).startswith(said)
 
 
-def test_checkpoints_are_doubted_only_where_they_may_be_wrong() -> None:
-    assert "may have it" not in describe(NAMES, [[1, 2, 3], [1, 2, 3], [1, 5, 3]], 20, 10)
+def test_only_checkpoints_that_may_be_wrong_are_reported() -> None:
+    assert "checkpoints" not in describe_difference(NAMES, [[1, 2, 3], [1, 2, 3], [1, 5, 3]], 20, 10)
     for sums in ([[0, 2, 3], [1, 2, 3], [1, 2, 3]], [[1, 2, 3], [1, 2, 4]]):
-        assert describe(NAMES, sums, 20, 10).endswith("; checkpoints after step 10 may have it")
+        assert describe_difference(NAMES, sums, 20, 10).endswith(
+            "; checkpoints after step 10 may contain the difference"
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
@@ -45,7 +47,7 @@ def test_every_bit_of_a_tensor_counts(dtype: torch.dtype, shape: tuple[int, ...]
         tensor = tensor.contiguous(memory_format=torch.channels_last)
     before = sum_of_bits(tensor)
     words = tensor.permute(0, 2, 3, 1) if len(shape) == 4 else tensor
-    content = words.reshape(-1).view(torch.uint8)  # of the tensor itself
+    content = words.reshape(-1).view(torch.uint8)  # shares the tensor's memory
     for byte in range(len(content)):
         for bit in range(8):
             content[byte] ^= 1 << bit

@@ -1,4 +1,5 @@
 import json
+import sys
 
 import pytest
 
@@ -10,3 +11,19 @@ def test_the_environment_is_written_from_an_allow_list(monkeypatch: pytest.Monke
     monkeypatch.setenv("NCCL_ALGO", "Tree")
     text = json.dumps(describe_environment())
     assert "hunter2" not in text and '"NCCL_ALGO": "Tree"' in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        (["/opt/venv/bin/megabatch", "train", "a b.toml"], "megabatch train 'a b.toml'"),  # srun, mpiexec
+        (["/opt/lib/megabatch/__main__.py", "train"], "megabatch train"),  # torchrun -m megabatch
+        (["my_script.py", "train"], None),
+    ],
+)
+def test_the_command_of_a_rank_is_recorded_under_any_launcher(
+    arguments: list[str], command: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MEGABATCH_COMMAND", raising=False)
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert describe_environment()["command"] == command

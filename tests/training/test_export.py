@@ -24,7 +24,7 @@ MEAN, DEVIATION = (97.3, 11.0), (41.7, 93.1)
 
 
 def in_use(network: nn.Module) -> nn.Module:
-    """With BatchNorms that leave nothing as it is."""
+    """Return the network with BatchNorm statistics and weights that change their input."""
     torch.manual_seed(3)
     for name, tensor in network.state_dict().items():
         if tensor.is_floating_point() and tensor.ndim == 1:
@@ -38,6 +38,7 @@ def made(network: nn.Module, preprocessing: bool = False, size: int = 16) -> Exp
         mean=list(MEAN),
         deviation=list(DEVIATION),
         classes=["a", "b", "c", "d", "e"],
+        center_crop=0.875,
         image_size=size,
         num_channels=2,
         preprocessing_inside=preprocessing,
@@ -49,7 +50,7 @@ def small(name: str = "small_cnn") -> nn.Module:
 
 
 def evaluated(network: nn.Module, pixels: torch.Tensor) -> torch.Tensor:
-    """As the run evaluates."""
+    """Return the scores, computed as in the run's evaluation."""
     normalise = Normalise(PixelStatistics(MEAN, DEVIATION), torch.device("cpu"), torch.float32)
     with torch.no_grad():
         scores: torch.Tensor = network.eval()(normalise(pixels))
@@ -87,10 +88,12 @@ def test_onnx_gives_the_top1_of_evaluation(tmp_path: Path) -> None:
         torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-4)
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
     properties = {entry.key: entry.value for entry in onnx.load(tmp_path / "model.onnx").metadata_props}
-    assert '"classes": ["a", "b", "c", "d", "e"]' in properties["megabatch"]
+    assert '"classes": ["a", "b", "c", "d", "e"], "center_crop": 0.875' in properties["megabatch"]
+    graph = onnx.load(tmp_path / "model.onnx").graph
+    assert {end.type.tensor_type.shape.dim[0].dim_param for end in (*graph.input, *graph.output)} == {"batch"}
 
 
-def test_global_max_pools_are_replaced_for_onnx_and_give_the_same() -> None:
+def test_global_max_pools_are_replaced_for_onnx_without_changing_results() -> None:
     module = nn.Sequential(
         nn.AdaptiveMaxPool2d(3), nn.Sequential(nn.AdaptiveMaxPool2d(1)), nn.AdaptiveMaxPool2d((1, 1))
     )
@@ -101,14 +104,14 @@ def test_global_max_pools_are_replaced_for_onnx_and_give_the_same() -> None:
     assert [type(child) for child in replaced.modules() if isinstance(child, nn.AdaptiveMaxPool2d)] == [type(module[0])]
 
 
-def test_onnx_that_is_not_installed_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_onnx_is_reported_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export, "EXPORT_PACKAGES", ("torch", "onnx_of_nobody"))
-    with pytest.raises(UserError, match=r"ONNX needs onnx_of_nobody; pip install 'megabatch\[export\]'"):
+    with pytest.raises(UserError, match=r"--onnx needs onnx_of_nobody; run pip install 'megabatch\[export\]'"):
         export_onnx(made(small()), tmp_path / "model.onnx")
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "amp"])
-def test_a_network_of_16_bits_is_exported_in_fp32(tmp_path: Path, precision: str) -> None:
+def test_a_16_bit_network_is_exported_in_fp32(tmp_path: Path, precision: str) -> None:
     network = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(784, 5))
     rounded = {name: tensor.to(PRECISIONS[precision].model).float() for name, tensor in network.state_dict().items()}
     to_precision(network, PRECISIONS[precision], torch.device("cpu"))
@@ -135,17 +138,17 @@ class OfEightImages(LooksAtValues):
 
 
 @pytest.mark.parametrize("network", [LooksAtValues(), OfEightImages()])
-def test_a_network_that_cannot_be_exported_is_one_line(tmp_path: Path, network: nn.Module) -> None:
+def test_a_network_that_cannot_be_exported_is_refused_in_one_line(tmp_path: Path, network: nn.Module) -> None:
     with pytest.raises(UserError, match=rf"{type(network).__name__} cannot be exported to torch.export \(") as error:
         export_torch(made(network), tmp_path / "model.pt2")
     assert "\n" not in str(error.value) and not list(tmp_path.iterdir())
 
 
-def test_a_program_that_answers_otherwise_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_with_different_results_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     network = small()
     trace = export.trace
     monkeypatch.setattr(export, "trace", lambda module, exported: trace(small("tiny_cnn"), exported))
-    with pytest.raises(UserError, match="answers other than the network does"):
+    with pytest.raises(UserError, match="does not match the network"):
         export_torch(made(network), tmp_path / "model.pt2")
     assert not list(tmp_path.iterdir())
 
@@ -166,19 +169,19 @@ def test_torchvision_loads_our_resnets_and_gives_the_same_scores(
         torch.testing.assert_close(theirs(images), ours(images))
 
 
-def test_torchvisions_own_models_are_exported_as_they_are(torchvision: ModuleType, tmp_path: Path) -> None:
+def test_torchvision_models_are_exported_unchanged(torchvision: ModuleType, tmp_path: Path) -> None:
     model = torchvision.models.mobilenet_v3_small(num_classes=5)
     assert export_torchvision(made(model), tmp_path / "model.pth").startswith("model.load_state_dict(")
     again = torchvision.models.mobilenet_v3_small(num_classes=5)
     again.load_state_dict(torch.load(tmp_path / "model.pth", weights_only=True))
 
 
-def test_what_torchvision_does_not_have_is_one_line(tmp_path: Path) -> None:
+def test_a_model_that_torchvision_lacks_is_refused_in_one_line(tmp_path: Path) -> None:
     with torch.device("meta"):
         networks = [MODELS[name](5, 3) for name in ("alexnet", "small_resnet")]
     for network in networks:
-        with pytest.raises(UserError, match="torchvision has no such network"):
+        with pytest.raises(UserError, match="is not in torchvision"):
             export_torchvision(made(network), tmp_path / "model.pth")
-    with pytest.raises(UserError, match="a state dict holds no preprocessing"):
+    with pytest.raises(UserError, match="a state dict has no preprocessing"):
         export_torchvision(made(small(), preprocessing=True), tmp_path / "model.pth")
     assert not list(tmp_path.iterdir())

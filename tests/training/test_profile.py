@@ -41,10 +41,10 @@ def test_a_profile_has_every_gradient_of_the_network_and_every_leaf(ranks: RankP
     network = make_model(config, infer_shape(config.data))
     parameters = {name: parameter.numel() for name, parameter in network.named_parameters()}
     assert {gradient.name: gradient.num_elements for gradient in profile.gradients} == parameters
-    assert profile.gradients[0].name.startswith("8.")  # the head's is the first
+    assert profile.gradients[0].name.startswith("8.")  # the head's gradient is the first
     assert profile.gradients[-1].name.startswith("0.")
     dtypes = {gradient.name: gradient.dtype for gradient in profile.gradients}
-    assert (dtypes["0.0.weight"], dtypes["0.1.weight"]) == ("bf16", "fp32")  # a BatchNorm's stays
+    assert (dtypes["0.0.weight"], dtypes["0.1.weight"]) == ("bf16", "fp32")  # BatchNorm stays in fp32
     assert profile.microbatches == [2, 4, 8]
     assert (profile.num_classes, profile.image_size, profile.threads) == (6, 12, 1)
     leaves = [name for name, module in network.named_modules() if not list(module.children())]
@@ -54,13 +54,13 @@ def test_a_profile_has_every_gradient_of_the_network_and_every_leaf(ranks: RankP
     assert "2, 4, 8 images, 3 times each" in lines[0]
 
 
-def test_images_that_are_not_there_are_not_needed(ranks: RankPool) -> None:
+def test_missing_images_are_not_needed(ranks: RankPool) -> None:
     profile, _ = ranks.run(recorded, *OWN, "data.source=nowhere", num_ranks=1)[0]
     assert profile.num_classes == 10  # assumed, as by `megabatch show`
 
 
 def test_a_profile_is_of_one_rank(ranks: RankPool) -> None:
-    with pytest.raises(AssertionError, match="2 ranks were started: a profile is of one"):
+    with pytest.raises(AssertionError, match=r"2 ranks were started.*needs one"):
         ranks.run(recorded, *OWN, num_ranks=2)
 
 

@@ -10,14 +10,14 @@ from megabatch.cli.train import choose_recipe
 from megabatch.config.loading import load_config
 from megabatch.config.schema import CheckpointSettings, RunConfig
 from megabatch.errors import UserError
-from megabatch.io.disk import point
+from megabatch.io.disk import replace_link
 from megabatch.runs.folder import RunFolder
 from megabatch.runs.model_card import ModelCard
 from megabatch.runs.records import Status
 from megabatch.runs.totals import RunTotals
 from megabatch.text import one_line
 from megabatch.training.checkpoint.format import Description, write_checkpoint
-from megabatch.training.checkpoint.resume import Start, choose_start, newest_of, read_start, stored_tuning, why_other
+from megabatch.training.checkpoint.resume import Start, choose_start, read_start, recipe_difference, stored_tuning
 from megabatch.training.checkpoint.save import Checkpoints
 from tests.support.users import as_another_user
 
@@ -32,7 +32,7 @@ def config_of(*overrides: str) -> RunConfig:
 
 
 def make_run(folder: str, config: RunConfig, status: Status | None = None) -> None:
-    """A run's folder without checkpoints; without a status it was killed."""
+    """Write a run's folder without checkpoints; status None means that the run was killed."""
     Path(folder).mkdir(parents=True)
     (Path(folder) / "config.toml").write_text(config.to_toml())
     if status:
@@ -41,17 +41,17 @@ def make_run(folder: str, config: RunConfig, status: Status | None = None) -> No
 
 
 def start(*overrides: str, resume: str = "auto") -> Start:
-    return choose_start(config_of(*overrides), resume, newest_of)
+    return choose_start(config_of(*overrides), resume)
 
 
-def test_without_earlier_runs_the_first_number_is_taken() -> None:
-    assert start() == Start(Path("runs/fashion-001"), None)
-    assert start("run.dir=a/b") == Start(Path("a/b"), None)
+def test_the_first_run_has_the_first_number() -> None:
+    assert start() == Start(Path("runs/fashion-001"), None, is_new=True)
+    assert start("run.dir=a/b") == Start(Path("a/b"), None, is_new=True)
     assert not list(Path.cwd().iterdir())
 
 
 @pytest.mark.parametrize("status", ["stopped", "diverged", "failed", None])
-def test_an_unfinished_run_of_the_same_recipe_goes_on(status: Status | None) -> None:
+def test_an_unfinished_run_of_the_same_recipe_resumes(status: Status | None) -> None:
     make_run("runs/fashion-007", config_of(), status)
     assert start().folder == Path("runs/fashion-007")
     assert start("run.dir=runs/fashion-007").folder == Path("runs/fashion-007")
@@ -59,7 +59,7 @@ def test_an_unfinished_run_of_the_same_recipe_goes_on(status: Status | None) -> 
     assert start(resume="never").folder == Path("runs/fashion-008")
 
 
-def test_what_does_not_change_the_numbers_does_not_make_another_run() -> None:
+def test_settings_that_do_not_change_results_do_not_start_another_run() -> None:
     make_run(
         "runs/fashion-001", config_of("checkpoint.keep=5", "run.threads=3", "about=x", "provenance.seed=assumed: x")
     )
@@ -67,28 +67,28 @@ def test_what_does_not_change_the_numbers_does_not_make_another_run() -> None:
     assert start(*others).folder == Path("runs/fashion-001")
 
 
-def test_a_run_from_before_there_was_an_auto_goes_on() -> None:
+def test_auto_resumes_a_run_with_the_value_that_it_means() -> None:
     make_run("runs/fashion-001", config_of("data.center_crop=0.875", "data.validation=0.1"))
     assert start("data.validation=auto").folder == Path("runs/fashion-001")
     assert start("data.validation=auto", "data.center_crop=1.0").folder == Path("runs/fashion-002")
     assert start().folder == Path("runs/fashion-002")
 
 
-def test_a_finished_run_is_left_alone() -> None:
+def test_a_finished_run_is_not_resumed() -> None:
     make_run("runs/fashion-001", config_of(), "finished")
     assert start().folder == Path("runs/fashion-002")
     with pytest.raises(UserError, match=r"runs/fashion-001 holds this run, and it is finished; give another run.dir"):
         start("run.dir=runs/fashion-001")
 
 
-def test_another_recipe_is_refused_with_the_first_difference() -> None:
+def test_a_different_recipe_is_refused_with_the_first_difference() -> None:
     make_run("runs/fashion-001", config_of("optim.learning_rate=0.1"))
     assert start().folder == Path("runs/fashion-002")
     with pytest.raises(UserError, match=r"with optim.learning_rate=0.1, not 0.2; give another run.dir"):
         start("run.dir=runs/fashion-001")
 
 
-def test_a_run_of_so_many_steps_is_resumed_by_as_many() -> None:
+def test_a_run_with_train_steps_is_resumed_by_the_same_number() -> None:
     make_run("runs/fashion-001", config_of("train.steps=5"))
     assert start("train.steps=5").folder == Path("runs/fashion-001")
     assert start().folder == start("train.steps=6").folder == Path("runs/fashion-002")
@@ -96,7 +96,7 @@ def test_a_run_of_so_many_steps_is_resumed_by_as_many() -> None:
     assert start("train.epochs=1").folder == Path("runs/fashion-002")  # its warm-up is shortened as before
 
 
-def test_an_older_unfinished_run_goes_on_too_and_numbers_have_no_end() -> None:
+def test_an_older_unfinished_run_resumes_and_numbers_exceed_three_digits() -> None:
     make_run("runs/fashion-003", config_of())
     make_run("runs/fashion-1000", config_of("seed=5"))
     make_run("runs/fashion-full-002", config_of())
@@ -104,20 +104,20 @@ def test_an_older_unfinished_run_goes_on_too_and_numbers_have_no_end() -> None:
     assert start("seed=9").folder == Path("runs/fashion-1001")
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew_in_its_place() -> None:
+def test_a_run_with_only_damaged_checkpoints_is_not_overwritten() -> None:
     make_run("runs/fashion-001", config_of())
     Path("runs/fashion-001/checkpoints/step-00000007").mkdir(parents=True)
-    with pytest.raises(UserError, match="runs/fashion-001 has no checkpoint that is whole"):
+    with pytest.raises(UserError, match="runs/fashion-001: all checkpoints are damaged"):
         read_start(start(), print)
 
 
-def test_a_run_that_runs_is_left_alone() -> None:
+def test_a_running_run_is_not_resumed() -> None:
     make_run("runs/fashion-001", config_of())
     with RunFolder(Path("runs/fashion-001")):
         assert start().folder == Path("runs/fashion-002")
 
 
-def test_a_folder_with_something_else_in_it_is_refused_untouched() -> None:
+def test_a_folder_with_other_files_is_refused_and_unchanged() -> None:
     Path("mine").mkdir()
     Path("mine/thesis.txt").write_text("precious")
     for wrong in ("run.dir=mine", "run.dir=mine/thesis.txt"):
@@ -128,17 +128,17 @@ def test_a_folder_with_something_else_in_it_is_refused_untouched() -> None:
     assert Path("mine/thesis.txt").read_text() == "precious"
 
 
-def test_a_run_that_was_killed_before_its_recipe_was_written_begins_again() -> None:
+def test_a_run_killed_before_its_recipe_was_written_starts_again() -> None:
     Path("run").mkdir()
     (Path("run") / ".lock").touch()
     (Path("run") / ".writing-config.toml-123").touch()
-    assert start("run.dir=run") == Start(Path("run"), None)
+    assert start("run.dir=run") == Start(Path("run"), None, is_new=True)
     (Path("run") / "notes.txt").touch()
     with pytest.raises(UserError, match="is not an empty folder"):
         start("run.dir=run")
 
 
-def test_a_relative_source_is_the_same_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_source_means_the_same_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine").mkdir()
     make_run("run", config_of("data.source=mine"), "stopped")
     Path("run/env.json").write_text(json.dumps({"directory": str(tmp_path)}))
@@ -147,36 +147,36 @@ def test_a_relative_source_is_the_same_from_another_folder(tmp_path: Path, monke
     recipe, overrides = choose_recipe(["train.target_top1=0.9"], "../run", ())
     assert overrides == [f"data.source={tmp_path / 'mine'}", "train.target_top1=0.9"]
     config = load_config(recipe, overrides[:1])
-    assert why_other(Path("../run"), config) is None
+    assert recipe_difference(Path("../run"), config) is None
     (tmp_path / "other").mkdir()
-    assert "data.source='mine'" in str(why_other(Path("../run"), load_config(recipe, ["data.source=../other"])))
+    assert "data.source='mine'" in str(recipe_difference(Path("../run"), load_config(recipe, ["data.source=../other"])))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: only root becomes another user")
 @pytest.mark.parametrize(("given", "resume"), [("theirs", "auto"), ("theirs", "never"), (None, "theirs")])
-def test_a_run_that_its_user_keeps_to_themselves_is_refused_on_one_line(given: str | None, resume: str) -> None:
+def test_a_private_run_of_another_user_is_refused_in_one_line(given: str | None, resume: str) -> None:
     config = config_of(*[f"run.dir={given}"] if given else [])
     with RunFolder(Path("theirs")) as folder:
         folder.begin(config.to_toml(), {}, 0)
 
     def start() -> str:
         try:
-            return str(choose_start(config, resume, newest_of))
+            return str(choose_start(config, resume))
         except UserError as error:
             return str(error)
 
     open_to_all = [Path.cwd(), *[parent for parent in Path.cwd().parents if parent.stat().st_mode & 0o77 == 0]]
     modes = {path: path.stat().st_mode for path in open_to_all}
     for path in open_to_all:
-        path.chmod(0o755)  # pytest's own are 0700
+        path.chmod(0o755)  # instead of pytest's 0700
     said = as_another_user(start)
     for path, mode in modes.items():
         path.chmod(mode)
-    assert said.endswith("theirs is closed to this user; ask its owner to open it, or give another")
+    assert said.endswith("theirs: permission denied; ask its owner for access, or give another folder")
 
 
 def outside(tmp_path: Path) -> Path:
-    """A folder that belongs to somebody else, and looks like a run's."""
+    """Create a folder outside the run that looks like a checkpoint folder."""
     (tmp_path / "outside/step-00000009").mkdir(parents=True)
     (tmp_path / "outside/step-00000009/thesis.txt").write_text("precious")
     return tmp_path / "outside"
@@ -196,7 +196,7 @@ STRAYS: dict[str, Callable[[Path], object]] = {
 }
 
 
-def test_what_is_only_called_like_a_checkpoint_is_passed_over_and_left(tmp_path: Path) -> None:
+def test_entries_that_are_only_named_like_checkpoints_are_ignored_and_kept(tmp_path: Path) -> None:
     outside(tmp_path)
     make_run("runs/fashion-001", config_of())
     folder = Path("runs/fashion-001/checkpoints")
@@ -212,7 +212,7 @@ def test_what_is_only_called_like_a_checkpoint_is_passed_over_and_left(tmp_path:
     assert (tmp_path / "outside/step-00000009/thesis.txt").read_text() == "precious"
 
 
-def test_a_file_in_the_place_of_a_checkpoint_is_not_taken_for_one_that_was_saved(tmp_path: Path) -> None:
+def test_a_file_with_the_name_of_a_checkpoint_is_not_taken_for_a_saved_one(tmp_path: Path) -> None:
     (tmp_path / "step-00000003").touch()
     totals = RunTotals(global_batch=1, target_top1=None, steps=3)
     card = ModelCard(
@@ -220,6 +220,7 @@ def test_a_file_in_the_place_of_a_checkpoint_is_not_taken_for_one_that_was_saved
         classes=["a"],
         num_channels=1,
         image_size=8,
+        test_image_size=8,
         center_crop=1.0,
         mean=[0.0],
         deviation=[1.0],
@@ -232,19 +233,19 @@ def test_a_file_in_the_place_of_a_checkpoint_is_not_taken_for_one_that_was_saved
 
 
 @pytest.mark.parametrize("link", ["last", "best"])
-def test_a_link_that_leads_elsewhere_is_replaced_and_not_followed(tmp_path: Path, link: str) -> None:
+def test_a_link_to_another_folder_is_replaced_and_not_followed(tmp_path: Path, link: str) -> None:
     elsewhere = outside(tmp_path)
     for target in (elsewhere, Path("nowhere"), Path(link)):
         folder = tmp_path / f"run-{target.name}/checkpoints"
         folder.mkdir(parents=True)
         (folder / link).symlink_to(target)
         Checkpoints(folder.parent, CheckpointSettings(), first_step=0).close()
-        point(folder / link, "step-00000001")
+        replace_link(folder / link, "step-00000001")
         assert (folder / link).readlink() == Path("step-00000001")
     assert (elsewhere / "step-00000009/thesis.txt").read_text() == "precious"
 
 
-def test_checkpoints_that_lie_elsewhere_are_refused_and_nothing_there_is_removed(tmp_path: Path) -> None:
+def test_checkpoints_outside_the_run_are_refused_and_not_removed(tmp_path: Path) -> None:
     elsewhere = outside(tmp_path)
     (tmp_path / "run").mkdir()
     makers: list[Callable[[Path], object]] = [
@@ -257,22 +258,22 @@ def test_checkpoints_that_lie_elsewhere_are_refused_and_nothing_there_is_removed
     for make in makers:
         folder = tmp_path / "run/checkpoints"
         make(folder)
-        with pytest.raises(UserError, match=r"checkpoints is not a folder of its own run"):
+        with pytest.raises(UserError, match=r"checkpoints is a link or a file, not a folder"):
             Checkpoints(tmp_path / "run", CheckpointSettings(), first_step=0)
         folder.unlink()
     for name in ("last", "best"):
         (tmp_path / "run/checkpoints" / name).mkdir(parents=True)
-        with pytest.raises(UserError, match=f"checkpoints/{name} is not the link that it should be"):
+        with pytest.raises(UserError, match=f"checkpoints/{name} is not a symbolic link"):
             Checkpoints(tmp_path / "run", CheckpointSettings(), first_step=0)
         (tmp_path / "run/checkpoints" / name).rmdir()
     assert (elsewhere / "step-00000009/thesis.txt").read_text() == "precious"
 
 
-def test_a_stored_plan_that_is_none_is_reported_and_passed_over(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_stored_plan_is_reported_and_ignored(capsys: pytest.CaptureFixture[str]) -> None:
     make_run("runs/fashion-001", config_of())
-    assert stored_tuning(config_of(), "auto") is None and capsys.readouterr().err == ""
+    assert stored_tuning(start()) is None and capsys.readouterr().err == ""
     for content in (b"", b"[" * 100_000, b"{}", b"\xff"):
         Path("runs/fashion-001/plan.json").write_bytes(content)
-        assert stored_tuning(config_of(), "auto") is None
+        assert stored_tuning(start()) is None
         said = capsys.readouterr().err
-        assert said.startswith("megabatch: runs/fashion-001/plan.json does not say") and said.count("\n") == 1
+        assert said.startswith("megabatch: runs/fashion-001/plan.json has no readable plan") and said.count("\n") == 1

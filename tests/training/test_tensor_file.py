@@ -1,4 +1,4 @@
-"""Safetensors files are those of the library, and their checksum is that of the file."""
+"""Safetensors files are identical to the library's, and their checksum is that of the file."""
 
 import hashlib
 from pathlib import Path
@@ -12,7 +12,7 @@ from megabatch.training.checkpoint.format import DTYPES, read_flat, tensors_in, 
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    """Of every dtype, and of every way to lie in memory."""
+    """Return tensors of every dtype and every memory layout."""
     torch.manual_seed(1)
     of_each_dtype = {f"of {name}, ü": torch.randn(5, 3).to(dtype) for name, dtype in DTYPES.items()}
     tied = torch.randn(3, 4)
@@ -26,7 +26,7 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("metadata", [None, {"key": 'a "word" of ü'}])
-def test_the_file_has_the_bytes_of_safetensors_own_writer(tmp_path: Path, metadata: dict[str, str] | None) -> None:
+def test_the_file_is_byte_identical_to_that_of_safetensors(tmp_path: Path, metadata: dict[str, str] | None) -> None:
     path = tmp_path / "file"
     checksum = write_tensors(path, tensors(), metadata)
     apart = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors().items()}
@@ -34,7 +34,7 @@ def test_the_file_has_the_bytes_of_safetensors_own_writer(tmp_path: Path, metada
     assert checksum == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_what_is_read_is_what_was_written_by_either_reader(tmp_path: Path) -> None:
+def test_both_readers_return_the_tensors_that_were_written(tmp_path: Path) -> None:
     path = tmp_path / "file"
     written = write_tensors(path, tensors())
     flat, read = read_flat(path)
@@ -44,7 +44,7 @@ def test_what_is_read_is_what_was_written_by_either_reader(tmp_path: Path) -> No
         assert all(same_bytes(found[name], tensor) for name, tensor in tensors().items())
 
 
-def test_a_file_that_is_shorter_than_it_was_is_not_taken_for_whole(tmp_path: Path) -> None:
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"12345")
     with pytest.raises(OSError, match="it ends after 5 of 6 bytes"):
         read_hashed(tmp_path / "file", memoryview(bytearray(6)))

@@ -1,4 +1,4 @@
-"""A trained model in use: what belongs to it is with it, wherever it goes."""
+"""A trained model in use: its file contains everything it needs, in any folder."""
 
 import io
 import json
@@ -32,14 +32,23 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("photos") / "all", per_class=12)
 
 
-@pytest.fixture(scope="module", params=["fp32", "fp16"])
+RUNS = {
+    "fp32": [],
+    "fp16, sizes, average": [
+        *("precision.name=fp16", "data.image_size=20", "data.sizes=[[0, 12], [0.5, 20]]", "data.test_image_size=24"),
+        *("train.ema_half_life_epochs=0.5", "train.ema_every_steps=2"),
+    ],
+}
+
+
+@pytest.fixture(scope="module", params=RUNS)
 def run(request: pytest.FixtureRequest, photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("use") / "run"
-    return train_photos(folder, f"data.source={photos}", "train.epochs=3", f"precision.name={request.param}")
+    return train_photos(folder, f"data.source={photos}", "train.epochs=3", *RUNS[request.param])
 
 
 def held_out(photos: Path) -> list[tuple[Path, int]]:
-    """The photos that the run was tested on, with their classes."""
+    """Return the photos on which the run was tested, with their classes."""
     config = load_config("photos", [*SMALL, f"data.source={photos}"])
     from megabatch.data.catalog import load_data_set
 
@@ -47,18 +56,18 @@ def held_out(photos: Path) -> list[tuple[Path, int]]:
     return [(Path(test.files.where(n)), int(test.labels[n])) for n in range(len(test))]  # type: ignore[attr-defined]
 
 
-def test_top1_of_the_loaded_model_is_that_of_the_summary(run: Path, photos: Path) -> None:
+def test_the_loaded_model_has_the_top1_of_the_summary(run: Path, photos: Path) -> None:
     summary, samples = read_summary(run), held_out(photos)
     classifier = megabatch.load(run)
     assert summary is not None and classifier.classes == CLASSES
-    with torch.no_grad():
-        scores = classifier([Image.open(path) for path, _ in samples])
+    scores = classifier([Image.open(path) for path, _ in samples])
+    assert not scores.requires_grad and torch.equal(classifier([path for path, _ in samples]), scores)
     assert scores.shape == (len(samples), len(CLASSES)) and scores.dtype == torch.float32
     right = scores.argmax(1) == torch.tensor([label for _, label in samples])
     assert int(right.sum()) / len(samples) == summary.top1
 
 
-def test_it_is_loaded_in_a_fresh_process_when_the_images_are_gone_and_the_run_has_moved(
+def test_a_new_process_loads_the_model_of_a_moved_run_without_its_images(
     run: Path, photos: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(run, tmp_path / "moved")
@@ -75,7 +84,7 @@ def test_it_is_loaded_in_a_fresh_process_when_the_images_are_gone_and_the_run_ha
     assert result.stdout.strip() == expected
 
 
-def test_a_picture_a_tensor_and_a_list_are_the_same_image(run: Path) -> None:
+def test_a_picture_a_tensor_and_a_list_give_the_same_scores(run: Path) -> None:
     classifier = megabatch.load(run)
     pixels = torch.randint(0, 256, (2, 3, 24, 24), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     content = io.BytesIO()
@@ -87,18 +96,18 @@ def test_a_picture_a_tensor_and_a_list_are_the_same_image(run: Path) -> None:
     decoded = Image.fromarray(larger[0].permute(1, 2, 0).numpy())
     assert torch.equal(classifier.prepare(decoded), from_tensor) and from_tensor.shape == (1, 3, 24, 24)
     assert classifier([]).shape == (0, 3)
-    for wrong in (pixels.float(), pixels[:, :1], "a.jpg"):
-        with pytest.raises(UserError, match="expected"):
+    for wrong in (pixels.float(), pixels[:, :1], 5, "a.jpg"):
+        with pytest.raises(UserError, match=r"expected|a.jpg cannot be read: No such file"):
             classifier(wrong)
 
 
-def test_the_figures_are_found_again_from_the_weights_and_by_folder(run: Path, photos: Path, tmp_path: Path) -> None:
+def test_eval_reproduces_the_results_from_the_weights_and_for_a_folder(run: Path, photos: Path, tmp_path: Path) -> None:
     summary = read_summary(run)
     assert summary is not None
     result, names = evaluate_run(run, None)
     assert (result.top1, result.top5, result.test_loss) == (summary.top1, summary.top5, summary.test_loss)
     assert names == CLASSES
-    for path, label in held_out(photos):  # only the test images, and of two classes
+    for path, label in held_out(photos):  # only the test images, of two classes
         if label < 2:
             (tmp_path / "some" / CLASSES[label]).mkdir(parents=True, exist_ok=True)
             shutil.copy(path, tmp_path / "some" / CLASSES[label])
@@ -109,14 +118,14 @@ def test_the_figures_are_found_again_from_the_weights_and_by_folder(run: Path, p
     assert other.class_top1[:2] == result.class_top1[:2] and other.class_top1[2] is None
 
 
-def test_what_is_measured_at_the_first_start_is_never_measured_again(
+def test_pixel_statistics_are_measured_only_at_the_first_start(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = train_photos(tmp_path / "whole", f"data.source={photos}", "train.epochs=2")
     config = load_config("photos", [*SMALL, f"run.dir={tmp_path / 'run'}", f"data.source={photos}", "train.epochs=2"])
     asked = iter(range(100))
     with prepare(config, current_rank(), resume="auto", stop_requested=lambda: next(asked) >= 2) as ready:
-        assert train_and_record(ready.config, "auto", ready.training).status == "stopped"
+        assert train_and_record(ready.config, ready.start, ready.training).status == "stopped"
 
     def refuse(images: object) -> None:
         raise AssertionError("measured again")
@@ -128,17 +137,15 @@ def test_what_is_measured_at_the_first_start_is_never_measured_again(
         assert (tmp_path / "run" / name).read_bytes() == (whole / name).read_bytes(), name
 
 
-def test_a_card_says_nothing_of_paths_hosts_and_dates(run: Path, photos: Path) -> None:
+def test_a_model_card_has_no_paths_hosts_or_dates(run: Path, photos: Path) -> None:
     text = (run / "model.json").read_text()
     card = json.loads(text)
     assert str(photos) not in text and str(run) not in text and "run." not in " ".join(card["recipe"])
-    assert card["classes"] == list(CLASSES) and card["image_size"] == 24 and len(card["mean"]) == 3
+    assert card["classes"] == list(CLASSES) and card["test_image_size"] == 24 and len(card["mean"]) == 3
     assert card["recipe"]["optim.learning_rate"] == 0.05 and card["top1"] == read_summary(run).top1  # type: ignore[union-attr]
 
 
-def test_images_folders_and_lists_are_predicted_in_order_and_bad_ones_named(
-    run: Path, photos: Path, tmp_path: Path
-) -> None:
+def test_predictions_are_in_order_and_unreadable_images_are_named(run: Path, photos: Path, tmp_path: Path) -> None:
     folder = tmp_path / "some"
     shutil.copytree(photos / "bag", folder)
     (folder / "000.jpg").write_bytes(b"no image")
@@ -159,8 +166,8 @@ def test_images_folders_and_lists_are_predicted_in_order_and_bad_ones_named(
     np.testing.assert_allclose(best["probability"], probabilities.max(), rtol=1e-5)
 
 
-def test_what_is_not_there_is_one_line(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"has no checkpoint 'first'; there are best, last, step-"):
+def test_a_missing_checkpoint_or_model_is_reported_in_one_line(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no checkpoint 'first'; choose from best, last, step-"):
         megabatch.load(run, "first")
     with pytest.raises(UserError, match="has no model and no checkpoint yet; train it first"):
         megabatch.load(tmp_path)
@@ -170,12 +177,12 @@ def test_what_is_not_there_is_one_line(run: Path, tmp_path: Path) -> None:
     assert len(megabatch.load(run, "best").classes) == 3
 
 
-def test_a_model_of_arrays_sees_files_as_it_saw_arrays(tmp_path: Path) -> None:
+def test_a_model_trained_on_arrays_gets_the_same_input_from_files(tmp_path: Path) -> None:
     config = load_config(
         "smoke", ["train.epochs=0.5", "schedule.warmup_epochs=0", f"run.dir={tmp_path / 'run'}", "run.threads=1"]
     )
     with prepare(config, current_rank(), resume="auto") as ready:
-        summary = train_and_record(ready.config, "auto", ready.training)
+        summary = train_and_record(ready.config, ready.start, ready.training)
         images, labels = ready.training.data.test, ready.training.data.test.labels
     pixels = images.read(np.arange(200))
     classifier = megabatch.load(tmp_path / "run")
@@ -189,7 +196,7 @@ def test_a_model_of_arrays_sees_files_as_it_saw_arrays(tmp_path: Path) -> None:
     assert summary.top1 is not None and len(labels) >= 200
 
 
-def test_a_run_that_starts_from_another_takes_its_normalisation_and_its_weights(
+def test_a_run_initialised_from_another_uses_its_normalisation_and_weights(
     run: Path, photos: Path, tmp_path: Path
 ) -> None:
     start = f"model.weights={run}"

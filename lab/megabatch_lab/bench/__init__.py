@@ -1,1 +1,1 @@
-"""Peers side by side: `megabatch bench NAME` runs the file of that name, from a checkout."""
+"""Benchmarks against peers: `megabatch bench NAME` runs the file of that name, from a checkout."""

@@ -1,16 +1,16 @@
-"""megabatch bench allreduce: an all-reduce (sum, fp32) inside one host, ours against Gloo's and MPICH's.
+"""megabatch bench allreduce: an all-reduce (sum, fp32) on one node, compared with Gloo and MPICH.
 
-All arms live in the same ranks, one thread each, and take turns: a block of calls of one, then of the next, the order
-turned every round; the first call of a block only warms up.  All ranks leave a barrier, and a call's time is that of
-the slowest rank, on every arm; what counts is the median of all calls.  Each arm's sum is checked before.
-ours   a tensor that lives in shared memory, as DDP's buckets do: nothing is copied in or out
-gloo   torch.distributed.all_reduce of a tensor, over the loopback interface
-mpich  MPI_Allreduce in place, of memory from MPI_Alloc_mem, MPI initialised for one thread: of the ways to call it, the
-       fastest.  MPIR_CVAR_NOLOCAL=1 in the environment makes it use UCX's shared memory instead of its own: twice as
-       fast from 1 MiB on, slower below; rows tell which.  It is measured where mpi4py is installed (then mpiexec
-       starts the ranks) and each rank has a core: MPICH polls, and would be timing the scheduler.
-limit  the memory's: each rank, all at the same time, reads and writes every byte of a tensor of its own once.  No
-       all-reduce can move less: p tensors are read, p are written.  `memory_limit_fraction` is its time by ours.
+All arms run in the same ranks with one thread each.  They take turns: a block of calls of one arm, then of the next,
+with a rotated order every round.  The first call of a block is a warm-up.  Every call starts at a barrier and takes as
+long as its slowest rank.  The median of all calls is reported.  The result of each arm is checked first.
+ours   a tensor in shared memory, like DDP's buckets: nothing is copied in or out
+gloo   torch.distributed.all_reduce over the loopback interface
+mpich  in-place MPI_Allreduce on memory from MPI_Alloc_mem, with MPI initialised for one thread: the fastest way to call
+       it.  MPIR_CVAR_NOLOCAL=1 makes MPICH use UCX's shared memory, which is twice as fast from 1 MiB and slower below.
+       Rows record which one was used.  Measured only if mpi4py is installed (mpiexec then starts the ranks) and each
+       rank has a core: MPICH polls, so with fewer cores the scheduler would be measured.
+limit  memory bandwidth: all ranks at once read and write every byte of a private tensor.  No all-reduce can move less,
+       because p tensors are read and p are written.  `memory_limit_fraction` is its time divided by ours.
 """
 
 import importlib.util
@@ -35,12 +35,12 @@ from megabatch.ranks.machine import usable_cores
 from megabatch.ranks.store import RankStore
 from megabatch.ranks.world import World, connect
 from megabatch.torch_api import default_store
-from megabatch_lab.bench.report import print_lines, write
+from megabatch_lab.bench.report import in_turns, print_lines, write
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 100 * MIB]
 CLASSES = {"up to 256 KiB": (0, 256 * KIB), "1 to 16 MiB": (MIB, 16 * MIB), "100 MiB": (100 * MIB, 100 * MIB)}
-BLOCK_BYTES = 16 * MIB  # a block has more calls of small tensors, whose times wander more
+BLOCK_BYTES = 16 * MIB  # small tensors get more calls per block, because their times vary more
 MAX_CALLS = 20
 MPIEXEC = Path(sys.executable).parent / "mpiexec"
 
@@ -50,7 +50,7 @@ def has_mpi(num_ranks: int) -> bool:
 
 
 def become_mpiexec(arguments: Sequence[str], num_ranks: int) -> NoReturn:
-    """Signals then reach mpiexec, which ends its ranks."""
+    """Replace this process by mpiexec, so that signals reach mpiexec, which ends its ranks."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MASTER_PORT": str(port)}
@@ -60,7 +60,7 @@ def become_mpiexec(arguments: Sequence[str], num_ranks: int) -> NoReturn:
 
 @contextmanager
 def mpi(num_ranks: int) -> Iterator[Any]:
-    """mpi4py's MPI; None where mpiexec has not started this rank."""
+    """Yield mpi4py's MPI, or None if mpiexec did not start this rank."""
     if "PMI_RANK" not in os.environ or not has_mpi(num_ranks):
         yield None
         return
@@ -74,13 +74,13 @@ def mpi(num_ranks: int) -> Iterator[Any]:
 
 
 def run_rank(info: RankInfo, store: RankStore, rounds: int, sizes: Sequence[int], json_file: Path | None) -> int:
-    """One rank of the bench; rank 0 reports.  Returns the exit code."""
+    """Run one rank of the bench and return its exit code.  Rank 0 reports."""
     torch.set_num_threads(1)
-    with mpi(info.num_ranks) as mpi_or_none, connect(info, "cpu", store.store) as world:
-        store = dist.PrefixStore("bench", default_store())
-        with SharedMemory(store, info.rank, info.num_ranks) as memory:
+    with mpi(info.num_ranks) as mpi_or_none, connect(info, "cpu", store) as world:
+        bench_store = dist.PrefixStore("bench", default_store())  # type: ignore[attr-defined]  # torch does not export it
+        with SharedMemory(bench_store, info.rank, info.num_ranks) as memory:
             rows = [measure(size, rounds, world, memory, mpi_or_none) for size in sizes]
-        if info.rank == 0:  # before MPI is left: then mpiexec may end, with 0, and this rank with it
+        if info.rank == 0:  # before MPI.Finalize: mpiexec may exit with 0 after it and end this rank
             print_lines([line(row) for row in rows])
             print_lines([summary for name, ends in CLASSES.items() for summary in summarise(name, ends, rows)])
             write(rows, json_file)
@@ -98,11 +98,9 @@ def measure(size: int, rounds: int, world: World, memory: SharedMemory, mpi: Any
         tensors[name].zero_()
     num_calls = max(1, min(MAX_CALLS, BLOCK_BYTES // size))
     times: dict[str, list[float]] = {name: [] for name in calls}
-    names = list(calls)
-    for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            times[name] += time_block(calls[name], num_calls, memory)
-    medians = {name: slowest_rank(times[name]) for name in names}
+    for name, _ in in_turns(calls, rounds):
+        times[name] += time_block(calls[name], num_calls, memory)
+    medians = {name: slowest_rank(times[name]) for name in calls}
     ours = medians["ours"]
     return {
         "bytes": size,
@@ -148,10 +146,10 @@ def time_block(call: Callable[[], object], num_calls: int, memory: SharedMemory)
 
 
 def slowest_rank(times: list[float]) -> float:
-    """The median over calls of the time of the slowest rank."""
+    """Return the median over calls of the slowest rank's time."""
     slowest = torch.tensor(times, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return statistics.median(slowest.tolist())
+    return float(statistics.median(slowest.tolist()))
 
 
 def line(row: dict[str, Any]) -> dict[str, str]:
@@ -163,11 +161,11 @@ def line(row: dict[str, Any]) -> dict[str, str]:
     for name in ("gloo", "mpich"):
         ratio = row[f"{name}_ratio"]
         shown[f"{name} / ours"] = "-" if ratio is None else f"{ratio:.2f}"
-    return shown | {"of memory's limit": f"{row['memory_limit_fraction']:.2f}"}
+    return shown | {"memory limit / ours": f"{row['memory_limit_fraction']:.2f}"}
 
 
 def summarise(name: str, ends: tuple[int, int], rows: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """Geometric means over a class of sizes, and the worst of it."""
+    """Return the geometric means and the smallest ratios over a class of sizes."""
     chosen = [row for row in rows if ends[0] <= row["bytes"] <= ends[1]]
     if not chosen:
         return []
@@ -176,5 +174,5 @@ def summarise(name: str, ends: tuple[int, int], rows: list[dict[str, Any]]) -> l
         ratios = [row[f"{peer}_ratio"] for row in chosen]
         if None not in ratios:
             mean = math.exp(statistics.fmean(map(math.log, ratios)))
-            summary |= {f"{peer} / ours": f"{mean:.2f}", f"least, {peer}": f"{min(ratios):.2f}"}
+            summary |= {f"{peer} / ours": f"{mean:.2f}", f"smallest {peer} / ours": f"{min(ratios):.2f}"}
     return [summary]

@@ -1,9 +1,9 @@
-"""What hosts get of their wire when they exchange as Gloo does, over plain TCP: no ranks, no torch, nothing is summed.
+"""Measure the bandwidth of hosts that exchange messages like Gloo, over plain TCP, without ranks, torch or reductions.
 
-Gloo sends a message once its receiver has said that it is ready, on the same connection, where that waits behind
-whatever is on its way.  An all-reduce in stages (comm/cpu/process_group.py) is two exchanges on separate connections:
-    scatter   every host sends every other a message, and the next such exchange is begun before this one has ended
-    gather    messages go round a ring, each sent on when it has come; the next one begins when this one has ended
+Gloo sends a message after its receiver has sent a ready message on the same connection, behind other data.  An
+all-reduce in stages (comm/cpu/process_group.py) is two exchanges on separate connections:
+    scatter   every host sends a message to every other host; the next scatter starts before this one has ended
+    gather    messages travel around a ring, each forwarded on arrival; the next gather starts after this one has ended
 Run on every host: exchange_stream.py HOST MESSAGE_BYTES SECONDS ADDRESS...; prints the Gb/s that this host received.
 """
 
@@ -15,7 +15,7 @@ import threading
 import time
 
 SCATTER_PORT, GATHER_PORT = 5600, 5601
-WARM_UP_S, LATEST_S = 0.4, 1.0  # the others still measure when this host has ended
+WARM_UP_S, LATEST_S = 0.4, 1.0  # keep sending: the other hosts may still be measuring
 READY, MESSAGE = b"R", b"M"
 CONNECT_ATTEMPTS, CONNECT_PAUSE_S = 300, 0.02
 
@@ -47,7 +47,7 @@ class Connection:
 
 
 def connect(host: int, addresses: list[str], port: int, num_bytes: int) -> dict[int, Connection]:
-    """With every other host."""
+    """Connect to every other host."""
     with socket.create_server((addresses[host], port)) as server:
         found: dict[int, socket.socket] = {}
         for other in range(host):
@@ -63,12 +63,12 @@ def connect_to(address: str, port: int) -> socket.socket:
     for _ in range(CONNECT_ATTEMPTS):
         try:
             return socket.create_connection((address, port))
-        except ConnectionRefusedError:  # it listens in a moment
+        except ConnectionRefusedError:  # the other host is not listening yet
             time.sleep(CONNECT_PAUSE_S)
-    raise TimeoutError(f"{address}:{port} does not listen")
+    raise TimeoutError(f"{address}:{port} is not listening")
 
 
-class AllReduceSettings:
+class Exchange:
     def __init__(self, host: int, addresses: list[str], num_bytes: int) -> None:
         self.scatters = connect(host, addresses, SCATTER_PORT, num_bytes)
         self.before = connect(host, addresses, GATHER_PORT, num_bytes)[(host - 1) % len(addresses)]
@@ -89,7 +89,7 @@ class AllReduceSettings:
             self.gather_ended.release()
 
     def turn(self) -> None:
-        """One scatter and one gather further."""
+        """Complete one scatter and start one gather."""
         self.begin_scatter()
         if self.num_turns:
             self.gather_ended.acquire()
@@ -98,8 +98,8 @@ class AllReduceSettings:
         self.gather_begins.release()
         self.num_turns += 1
 
-    def turns_in(self, seconds: float) -> float:
-        """Turns per second."""
+    def turns_per_s(self, seconds: float) -> float:
+        """Return turns per second."""
         began_s, num_before = time.perf_counter(), self.num_turns
         while (elapsed_s := time.perf_counter() - began_s) < seconds:
             self.turn()
@@ -107,9 +107,9 @@ class AllReduceSettings:
 
 
 def main(host: int, num_bytes: int, seconds: float, addresses: list[str]) -> None:
-    exchange = AllReduceSettings(host, addresses, num_bytes)
-    exchange.turns_in(WARM_UP_S)
-    received = 2 * (len(addresses) - 1) * num_bytes * exchange.turns_in(seconds)
+    exchange = Exchange(host, addresses, num_bytes)
+    exchange.turns_per_s(WARM_UP_S)
+    received = 2 * (len(addresses) - 1) * num_bytes * exchange.turns_per_s(seconds)
     print(8e-9 * received, flush=True)
     threading.Timer(LATEST_S, os._exit, (0,)).start()
     while True:

@@ -1,8 +1,8 @@
-"""What cores cost, from all-reduces that were measured on two hosts of one machine: the inverse of cores.py.
+"""Fit the core costs of simulate/cores.py to all-reduces measured on two hosts of one machine.
 
-Where the wire is no limit (gbps is infinite) an all-reduce takes what the cores do, and each way of all-reducing gives
-its own cost.  Where it is one, what an all-reduce takes beyond the longer of wire and cores is the part of the shorter
-that is not hidden; of those that were measured, the median counts.  What small tensors take is left to steps.
+Without a network limit (infinite gbps) an all-reduce takes the time of the cores, and each kind of all-reduce gives one
+cost.  With a limit, the time beyond the longer of network and cores is the part of the shorter one that is not hidden;
+the median over measurements is used.  The cost of small tensors is fitted as the latency of a step.
 """
 
 import statistics
@@ -22,10 +22,10 @@ MAX_STEP_S, HALVINGS = 0.1, 40
 
 
 class TimedAllReduce(Struct, frozen=True, kw_only=True):
-    """Of fp32 tensors, one behind another, on hosts that share a machine."""
+    """A measured all-reduce of fp32 tensors, one after another, on hosts that share a machine."""
 
     plan: Plan
-    dtype: CommDtype  # that travels between hosts
+    dtype: CommDtype  # between hosts
     shape: ClusterShape
     num_elements: list[int]  # of each tensor
     gbps: float
@@ -38,7 +38,7 @@ class TimedAllReduce(Struct, frozen=True, kw_only=True):
 
     @property
     def unhidden(self) -> str:
-        """The cost that says how much of it is not hidden."""
+        """Return the name of the cost for the part that is not hidden."""
         axis = next(phase.axis for phase in self.plan.phases if phase.axis != "node")
         if in_stages(axis, self.shape, self.dtype):
             return "exchange_unhidden"
@@ -46,13 +46,13 @@ class TimedAllReduce(Struct, frozen=True, kw_only=True):
 
 
 class Unlimited(Struct, frozen=True, kw_only=True):
-    """All-reduces for which the wire is no limit."""
+    """All-reduces without a network limit."""
 
-    ring: TimedAllReduce  # the backend's own over all ranks, of one large tensor
+    ring: TimedAllReduce  # the backend's all-reduce of one large tensor over all ranks
     small: TimedAllReduce  # of many tensors
-    exchange_s: float  # what it takes in stages
-    exchange_16: TimedAllReduce  # in stages, 16 bits travel
-    memory: TimedAllReduce  # torus: in shared memory, and the backend's own between two hosts
+    exchange_s: float  # the same as `ring`, in stages
+    exchange_16: TimedAllReduce  # in stages, with 16 bits between hosts
+    memory: TimedAllReduce  # torus: in shared memory, and by the backend between two hosts
 
 
 def fit_costs(
@@ -93,7 +93,7 @@ def fit_costs(
 
 
 def solve(name: str, timed: Sequence[TimedAllReduce], costs: CoreCosts, num_cores: float) -> float:
-    """The cost of this name with which these take what they took, 0 at least; the median of each alone."""
+    """Return the cost `name`, at least 0, that explains the measured times; the median over measurements."""
     without: Any = replace(costs, **{name: 0.0})
     with_one: Any = replace(costs, **{name: 1.0})
     found = []
@@ -104,7 +104,7 @@ def solve(name: str, timed: Sequence[TimedAllReduce], costs: CoreCosts, num_core
 
 
 def fit_step(small: TimedAllReduce, costs: CoreCosts, num_cores: float) -> float:
-    """The latency of a step with which these take what they took; more of it takes no less."""
+    """Return the latency of a step that explains the measured time, by bisection: the prediction is monotonic."""
     low_s, high_s = 0.0, MAX_STEP_S
     for _ in range(HALVINGS):
         middle_s = (low_s + high_s) / 2

@@ -1,4 +1,4 @@
-"""A model's gradients as flat memory: the tensors that `megabatch bench cluster` sums, and the check of a sum."""
+"""The gradients of a model in flat memory, for `megabatch bench cluster` to all-reduce and check."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -10,14 +10,14 @@ from megabatch.planning.pipeline import Gradient
 from megabatch.planning.plan import BLOCK
 
 IMAGE_SIZE, NUM_CLASSES = 224, 1000
-PERIOD = 3  # of the values that are summed; prime to everything that cuts a tensor
+PERIOD = 3  # of the values; coprime to every size that splits a tensor
 CHUNK = PERIOD << 20
 
 
 class GradientSet:
-    """All gradients of a model, in backward order, in one piece of memory.
+    """All gradients of a model in one tensor, in backward order.
 
-    Each begins at a cache line, as torch's own allocations do; the gaps, some 32 bytes in all, travel along.
+    Each gradient starts at a cache line, like torch's allocations.  The gaps, about 32 bytes in all, are reduced too.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -30,17 +30,17 @@ class GradientSet:
         return [Gradient(size * self.flat.element_size(), "fp32") for size in self.sizes]
 
     def bucket(self, indices: Sequence[int]) -> torch.Tensor:
-        assert list(indices) == list(range(indices[0], indices[-1] + 1)), f"not one after another: {indices}"
+        assert list(indices) == list(range(indices[0], indices[-1] + 1)), f"not consecutive: {indices}"
         return self.flat[self.bounds[indices[0]] : self.bounds[indices[-1] + 1]]
 
     def fill(self, rank: int) -> None:
-        """With small whole numbers, of which even bf16 holds the sums exactly."""
+        """Write small integers, whose sums are exact even in bf16."""
         values = values_of(rank)
         for part in self.flat.split(CHUNK):
             part.copy_(values[: len(part)])
 
     def check(self, num_ranks: int, scale: float) -> None:
-        """The sum of what all ranks have filled in, times `scale`; whole numbers are exact.  Leaves zeros."""
+        """Assert that this holds the sum over all ranks times `scale`, then write zeros.  Integers must be exact."""
         expected = sum((values_of(rank) for rank in range(num_ranks)), torch.zeros(CHUNK)) * scale
         for part in self.flat.split(CHUNK):
             is_sum = torch.allclose(part, expected[: len(part)], rtol=0.0 if scale == 1 else 1e-6, atol=0.0)
@@ -53,6 +53,6 @@ def values_of(rank: int) -> torch.Tensor:
 
 
 def gradient_sizes(model: str) -> list[int]:
-    """Elements of each gradient, the last layer's first."""
+    """Return the number of elements of each gradient, last layer first."""
     built = build_model(ModelSettings(name=model), 0, NUM_CLASSES, 3, IMAGE_SIZE)
     return [parameter.numel() for parameter in reversed(list(built.parameters()))]

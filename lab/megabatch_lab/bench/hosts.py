@@ -1,4 +1,4 @@
-"""Hosts of a bench: the network namespaces of `chaos.namespaces`, and what plain TCP gets between them."""
+"""The hosts of a bench: the network namespaces of `chaos.namespaces`, and the bandwidth of plain TCP between them."""
 
 import statistics
 import subprocess
@@ -22,7 +22,7 @@ with socket.create_server((sys.argv[1], {STREAM_PORT})) as server:
     stream = server.accept()[0]
 room = bytearray(1 << 20)
 started_s = time.perf_counter()
-while time.perf_counter() - started_s < 0.2:  # TCP finds its pace
+while time.perf_counter() - started_s < 0.2:  # TCP slow start
     stream.recv_into(room)
 num_bytes, started_s = 0, time.perf_counter()
 while (elapsed_s := time.perf_counter() - started_s) < {STREAM_S}:
@@ -37,24 +37,28 @@ with contextlib.suppress(OSError), socket.create_connection((sys.argv[1], {STREA
 """
 
 
+Ranks = tuple[int, ...]  # of each host
+
+
 class Cluster(NamedTuple):
     hosts: list[Host]
     gbps: float
 
     def stream_gbps(self, sender: int = 0, receiver: int = 1) -> float:
-        """What one plain TCP stream gets, which must be near the nominal rate."""
+        """Return the bandwidth of one plain TCP stream, which must be near the nominal rate."""
         found: list[float] = []
-        for _ in range(STREAM_ATTEMPTS):  # others may have the cores for a moment
+        for _ in range(STREAM_ATTEMPTS):  # other processes may briefly use the cores
             found.append(measure_stream(self.hosts[sender], self.hosts[receiver]))
             if abs(found[-1] / self.gbps - 1) <= STREAM_TOLERANCE:
                 return found[-1]
+        rates = ", ".join(f"{rate:.2f}" for rate in found)
         raise UserError(
-            f"between hosts of {self.gbps:g} Gb/s a plain TCP stream gets {', '.join(f'{rate:.2f}' for rate in found)} "
-            f"Gb/s; it must be within {STREAM_TOLERANCE:.0%}: leave the machine to the bench, or give a lower --gbps"
+            f"a plain TCP stream between hosts of {self.gbps:g} Gb/s reached {rates} Gb/s; it must be "
+            f"within {STREAM_TOLERANCE:.0%}: stop other processes, or give a lower --gbps"
         )
 
     def exchange_gbps(self, part_bytes: int) -> float:
-        """What a host receives when all exchange parts of this size in stages, as Gloo does, over plain TCP."""
+        """Return the mean bandwidth of hosts that exchange parts of this size in stages over plain TCP, like Gloo."""
         addresses = [host.address for host in self.hosts]
         words = [str(part_bytes // len(self.hosts)), str(EXCHANGE_S), *addresses]
         command = [sys.executable, "-I", str(EXCHANGE_SCRIPT)]
@@ -64,7 +68,9 @@ class Cluster(NamedTuple):
         ]
         answers = [process.communicate()[0] for process in started]
         if not all(answers):
-            raise UserError(f"hosts of {self.gbps:g} Gb/s do not exchange over TCP; leave the machine to the bench")
+            raise UserError(
+                f"hosts of {self.gbps:g} Gb/s failed to exchange over TCP; stop other processes and try again"
+            )
         return statistics.fmean(map(float, answers))
 
 
@@ -76,12 +82,12 @@ def measure_stream(sender: Host, receiver: Host) -> float:
     sending = sender.start([*python, SEND, receiver.address])
     rate, _ = receiving.communicate()
     if receiving.returncode or sending.wait():
-        raise UserError(f"no TCP stream gets from {sender.name} to {receiver.name}; see above")
+        raise UserError(f"the TCP stream from {sender.name} to {receiver.name} failed; see the error above")
     return float(rate)
 
 
 @contextmanager
 def hosts(num_hosts: int, gbps: float) -> Iterator[Cluster]:
-    """Everything is removed at the end, processes first, also after errors, Ctrl-C and SIGTERM."""
+    """Create hosts.  On exit, also after errors, Ctrl-C and SIGTERM, end their processes and remove them."""
     with namespaces(num_hosts, gbps) as made:
         yield Cluster(made, gbps)

@@ -1,24 +1,23 @@
-"""megabatch bench input: from JPEG files to batches of uint8 images, ours against its peers, in images per second.
+"""megabatch bench input: from JPEG files to batches of uint8 images, compared with its peers, in images per second.
 
-Every arm takes random resized crops (8% to 100% of the area, ratio 3/4 to 4/3) of all images, resizes them to S x S by
-an antialiased bilinear filter and mirrors half of them.  All have the same cores, and the page cache is warm.  Arms
-take turns, the order turned every round; what they start (workers, threads) lives through all rounds, so that a round
-is one epoch and no start-up.  A speed is the median over rounds; ratios are medians of ratios within a round, whose
-neighbours share the machine's mood.  Peers with a choice (workers, threads or processes) run as the fastest of a trial.
+Every arm takes random resized crops (8% to 100% of the area, ratio 3/4 to 4/3) of all images, resizes them to S x S
+with an antialiased bilinear filter and mirrors half of them.  All arms have the same cores and a warm page cache.  Arms
+take turns, with a rotated order every round.  Workers and threads live through all rounds, so that a round is one epoch
+without start-up.  A speed is the median over rounds.  A ratio is the median of ratios within a round, because the
+machine's speed varies over time.  Peers with options (workers, threads or processes) use the fastest of a trial.
 
-ours_folder        the files, by `megabatch train`'s loader
-ours_processes     the files, by as many processes of one thread as the others have threads: what the GIL costs
-ours_packed        the shards that `megabatch pack --shorter-side 256` makes of them
-dataloader_pillow  torch's DataLoader; Pillow decodes, by libjpeg-turbo too, at 1/2, 1/4 or 1/8 of the size where the
-                   crop allows it, and resizes the crop only; persistent workers
-torchvision_v2     the same files and DataLoader, with transforms of torchvision.transforms.v2, on tensors or on
-                   Pillow's images; Pillow decodes (torchvision's own decoder is not in a build that can be imported
-                   beside torch for CPUs)
-webdataset         the shards of ours_packed, through webdataset and a DataLoader, with the crops of dataloader_pillow
-raw_decode         simplejpeg.decode_jpeg of the files, whose bytes are in memory before; no crops: the decoder alone
+ours_folder        the files, read by the loader of `megabatch train`
+ours_processes     the files, read by one single-threaded process per core: the difference is the cost of the GIL
+ours_packed        the shards that `megabatch pack --shorter-side 256` writes
+dataloader_pillow  torch's DataLoader with persistent workers; Pillow decodes, also with libjpeg-turbo, at 1/2, 1/4 or
+                   1/8 of the size if the crop allows it, and resizes only the crop
+torchvision_v2     the same files and DataLoader, with torchvision.transforms.v2 on tensors or on Pillow images; Pillow
+                   decodes, because no build with torchvision's decoder can be imported together with CPU-only torch
+webdataset         the shards of ours_packed, read by webdataset and a DataLoader, with the crops of dataloader_pillow
+raw_decode         simplejpeg.decode_jpeg of files in memory, without crops: only the decoder
 
 Sets of images: as_is, the files of the folder; full_size, the same photos scaled to a longer side of 500 and
-re-encoded (4:2:0) at the quality at which a file has 100 KB, the mean of ImageNet.
+re-encoded (4:2:0) at the quality that gives files of 100 KB, the mean of ImageNet.
 """
 
 import importlib
@@ -39,7 +38,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
-import simplejpeg
+import simplejpeg  # type: ignore[import-untyped]  # has no types
 import torch
 from PIL import Image
 from torch import Tensor
@@ -57,21 +56,21 @@ from megabatch.data.settings import DataSettings
 from megabatch.errors import UserError
 from megabatch.ranks.machine import usable_cores
 from megabatch.torch_api import allow_torchvision_without_extension
-from megabatch_lab.bench.report import report
+from megabatch_lab.bench.report import in_turns, report
 
 SETS = ("as_is", "full_size")
 ARMS = ("ours_folder", "ours_packed", "dataloader_pillow", "torchvision_v2", "webdataset", "raw_decode")
 FULL_SIDE, FULL_BYTES = 500, 100_000
 SHORTER_SIDE = 256
-SHARD_MB = 3  # so that there are some for every worker of webdataset
+SHARD_MB = 3  # small enough to give every worker of webdataset some shards
 TRIAL_SHARDS = 8
 AREAS, RATIOS = (0.08, 1.0), (3 / 4, 4 / 3)
 LOG_RATIOS = (math.log(RATIOS[0]), math.log(RATIOS[1]))
-TRIAL_BATCHES = 10  # enough for all workers to have as much to do
+TRIAL_BATCHES = 10  # enough to keep all workers equally busy
 CLEARLY_SLOWER = 1.5
 CHUNK = 16
 
-Epoch = Callable[[int], int]  # from a seed to the number of images that were seen
+Epoch = Callable[[int], int]  # from a seed to the number of images
 Opener = Callable[[], AbstractContextManager[Epoch]]
 Candidates = Mapping[Any, Opener]
 
@@ -81,10 +80,10 @@ class Photos(NamedTuple):
     paths: list[Path]
     pack: Path
     shards: list[Path]
-    row: dict[str, Any]  # how they were made and what they are like
+    row: dict[str, Any]  # origin and properties
 
     def sample(self, most: int) -> "Photos":
-        """A part of them, spread over the whole, for trials."""
+        """Return an evenly spread sample for trials."""
         num_shards = max(TRIAL_SHARDS, math.ceil(most / len(self.paths) * len(self.shards)))
         return self._replace(paths=spread(self.paths, most), shards=self.shards[:num_shards])
 
@@ -92,7 +91,7 @@ class Photos(NamedTuple):
 class Settings(NamedTuple):
     image_size: int
     batch: int
-    worker_counts: Sequence[int]  # that the DataLoaders are tried with
+    worker_counts: Sequence[int]  # to try for the DataLoaders
     cores: int
 
 
@@ -111,7 +110,7 @@ def run(
     worker_counts = worker_counts or sorted({0, 1, cores, cores * 3 // 2, cores * 2})
     settings = Settings(image_size, batch, worker_counts, cores)
     threads_before = torch.get_num_threads()
-    torch.set_num_threads(1)  # arms bring their own threads
+    torch.set_num_threads(1)  # arms start separate threads
     rows = []
     try:
         with warnings.catch_warnings():
@@ -125,7 +124,7 @@ def run(
         torch.set_num_threads(threads_before)
     report(rows, json_file)
     if any(row[arm] is None for row in rows for arm in ARMS):
-        print("peers that are not installed were left out; `make .venv/installed-dev` installs them")
+        print("some peers are not installed and were left out; `make .venv/installed-dev` installs them")
 
 
 def measure(photos: Photos, settings: Settings, rounds: int) -> dict[str, Any]:
@@ -141,7 +140,7 @@ def measure(photos: Photos, settings: Settings, rounds: int) -> dict[str, Any]:
             arms[name] = choice[chosen[name]]
     arms["ours_processes"] = partial(open_our_processes, photos.folder, settings)
     with ExitStack() as opened:
-        # Those with processes first: a process is better forked from one thread than from several.
+        # Arms with processes first: forking a process with several threads is unsafe.
         epochs = {name: opened.enter_context(arms[name]()) for name in reversed(arms)}
         times = take_turns(epochs, len(photos.paths), rounds)
     return describe(photos, chosen, times, rounds)
@@ -149,13 +148,11 @@ def measure(photos: Photos, settings: Settings, rounds: int) -> dict[str, Any]:
 
 def take_turns(epochs: Mapping[str, Epoch], num_images: int, rounds: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in epochs}
-    names = list(times)
-    for turn in range(-1, rounds):  # one round starts the workers and warms up
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            took_s, seen = time_epoch(epochs[name], seed=rounds + turn)
-            assert seen == num_images, f"{name} gave {seen} images of {num_images}"
-            if turn >= 0:
-                times[name].append(took_s)
+    for number, (name, is_counted) in enumerate(in_turns(epochs, rounds, warm_up=1)):
+        took_s, seen = time_epoch(epochs[name], seed=rounds - 1 + number // len(epochs))
+        assert seen == num_images, f"{name} gave {seen} images of {num_images}"
+        if is_counted:
+            times[name].append(took_s)
     return times
 
 
@@ -183,7 +180,7 @@ def describe(photos: Photos, chosen: dict[str, Any], times: dict[str, list[float
     num_images = len(photos.paths)
 
     def ratio(above: str, below: str) -> float | None:
-        """Of speeds; None where one is absent."""
+        """Return the ratio of two speeds, or None if an arm was not measured."""
         if above not in times or below not in times:
             return None
         return statistics.median(other / one for one, other in zip(times[above], times[below], strict=True))
@@ -206,41 +203,41 @@ def describe(photos: Photos, chosen: dict[str, Any], times: dict[str, list[float
     }
 
 
-# The sets.
+# Sets of images
 
 
 def jpegs_of(source: Path) -> list[Path]:
     found = sorted(path for path in source.glob("*/*") if path.suffix.lower() in (".jpg", ".jpeg"))
     if not found:
-        wrong = "has no JPEGs in folders of classes" if source.is_dir() else "is no folder"
-        raise UserError(f"--source {source} {wrong}; give a folder that has class/photo.jpg in it")
+        wrong = "has no JPEGs in class folders" if source.is_dir() else "is not a folder"
+        raise UserError(f"--source {source} {wrong}; give a folder with class/photo.jpg")
     return found
 
 
 def decodable(paths: list[Path], source: Path, cores: int) -> list[Path]:
-    """Those that the bare decoder takes: one of ImageNet's .JPEG files is a PNG."""
+    """Return the photos that the bare decoder accepts: one of ImageNet's .JPEG files is a PNG."""
     with ThreadPoolExecutor(cores) as pool:
-        takes = list(pool.map(decoder_takes, paths))
-    refused = [path for path, taken in zip(paths, takes, strict=True) if not taken]
+        accepted = list(pool.map(is_decodable, paths))
+    refused = [path for path, is_accepted in zip(paths, accepted, strict=True) if not is_accepted]
     if len(refused) == len(paths):
-        raise UserError(f"--source {source}: libjpeg-turbo decodes none of {len(paths):,} photos; give JPEGs")
+        raise UserError(f"--source {source}: libjpeg-turbo can decode none of the {len(paths):,} photos; give JPEGs")
     if refused:
-        print(f"{len(refused):,} photos that libjpeg-turbo does not decode are left out, first: {refused[0]}")
-    return [path for path, taken in zip(paths, takes, strict=True) if taken]
+        print(f"left out {len(refused):,} photos that libjpeg-turbo cannot decode, first: {refused[0]}")
+    return [path for path, is_accepted in zip(paths, accepted, strict=True) if is_accepted]
 
 
-def decoder_takes(path: Path) -> bool:
+def is_decodable(path: Path) -> bool:
     try:
         simplejpeg.decode_jpeg(path.read_bytes())
     except ValueError:
         return False
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); fix that, or remove it") from error
+        raise UserError(f"{path} cannot be read ({error.strerror}); check its permissions or remove it") from error
     return True
 
 
 def spread(paths: list[Path], most: int) -> list[Path]:
-    """At most so many, evenly spread."""
+    """Return at most `most` paths, evenly spread."""
     count = min(most, len(paths))
     return [paths[number * len(paths) // count] for number in range(count)]
 
@@ -282,7 +279,7 @@ def make_photos(name: str, source: Path, originals: list[Path], folder: Path, co
 
 
 def quality_for(num_bytes: int, originals: list[Path]) -> int:
-    """The JPEG quality at which an enlarged photo has so many bytes, on average."""
+    """Return the JPEG quality at which an enlarged photo has `num_bytes` on average."""
     sample = [enlarged(path) for path in spread(originals, 64)]
 
     @cache
@@ -309,7 +306,7 @@ def encoded(image: Image.Image, quality: int) -> bytes:
     return file.getvalue()
 
 
-# Ours.
+# Our arms
 
 
 @contextmanager
@@ -325,39 +322,39 @@ def our_reader(source: Path, settings: Settings) -> Reader:
 
 
 def our_epoch(reader: Reader, batch: int, seed: int, part: int = 0, num_parts: int = 1) -> Iterator[Tensor]:
-    """What a rank of `megabatch train` reads, for one epoch."""
+    """Yield the batches that a rank of `megabatch train` reads in one epoch."""
     order = epoch_order(seed, 0, len(reader.images))[part::num_parts]
     parts = np.split(order, range(batch, len(order), batch))
     requests = (partial(Request, samples, np.full_like(samples, seed)) for samples in parts)
-    with closing(reader.prefetch(requests)) as batches:
+    with closing(reader.prefetch(requests, batch)) as batches:
         for made in batches:
             yield made.images
 
 
 @contextmanager
 def open_our_processes(source: Path, settings: Settings) -> Iterator[Epoch]:
-    alone = settings._replace(cores=1)
-    with multiprocessing.get_context("fork").Pool(settings.cores, become_ours, (source, alone)) as pool:
+    one_core = settings._replace(cores=1)
+    with multiprocessing.get_context("fork").Pool(settings.cores, open_worker_reader, (source, one_core)) as pool:
         parts = range(settings.cores)
-        yield lambda seed: sum(pool.map(partial(our_part, alone, seed, len(parts)), parts, chunksize=1))
+        yield lambda seed: sum(pool.map(partial(our_part, one_core, seed, len(parts)), parts, chunksize=1))
 
 
-OURS: list[Reader] = []
+WORKER_READERS: list[Reader] = []  # one in each worker process
 
 
-def become_ours(source: Path, settings: Settings) -> None:
-    OURS.append(our_reader(source, settings))
+def open_worker_reader(source: Path, settings: Settings) -> None:
+    WORKER_READERS.append(our_reader(source, settings))
 
 
 def our_part(settings: Settings, seed: int, num_parts: int, part: int) -> int:
-    return count(our_epoch(OURS[-1], settings.batch, seed, part, num_parts), settings.image_size)
+    return count(our_epoch(WORKER_READERS[-1], settings.batch, seed, part, num_parts), settings.image_size)
 
 
-# The peers.
+# Peers
 
 
 def random_box(draws: random.Random, height: int, width: int) -> Box:
-    """torchvision's law of a random resized crop: ten tries, then the middle.  Top, left, height, width."""
+    """Draw a crop like torchvision's RandomResizedCrop: ten attempts, then the centre.  Top, left, height, width."""
     for _ in range(10):
         area = height * width * draws.uniform(*AREAS)
         ratio = math.exp(draws.uniform(*LOG_RATIOS))
@@ -369,7 +366,7 @@ def random_box(draws: random.Random, height: int, width: int) -> Box:
 
 
 def crop_with_pillow(file: Path | io.BytesIO, image_size: int) -> Tensor:
-    """uint8 [S, S, 3].  Nothing is resized but the crop, and a large one is decoded small: Pillow's fastest way."""
+    """Return uint8 [S, S, 3] in Pillow's fastest way: decode large crops at reduced size, resize only the crop."""
     with Image.open(file) as image:
         top, left, rows, columns = random_box(random, image.height, image.width)  # type: ignore[arg-type]
         scale = min(rows, columns) // image_size
@@ -378,12 +375,12 @@ def crop_with_pillow(file: Path | io.BytesIO, image_size: int) -> Tensor:
             image.draft("RGB", (image.width // scale, image.height // scale))
             scale = round(width / image.width)
             top, left, rows, columns = (edge // scale for edge in (top, left, rows, columns))
-        image = image.convert("RGB").resize(
+        crop = image.convert("RGB").resize(
             (image_size, image_size), Image.Resampling.BILINEAR, box=(left, top, left + columns, top + rows)
         )
     if random.random() < 0.5:
-        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    return torch.from_numpy(np.array(image))
+        crop = crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    return torch.from_numpy(np.array(crop))
 
 
 class CropsWithPillow(Dataset[Tensor]):
@@ -467,7 +464,8 @@ def open_loader(
         yield lambda seed: count(loader, settings.image_size)
     finally:
         if workers and loader._iterator is not None:
-            loader._iterator._shutdown_workers()  # which else waits for the garbage collector
+            # Otherwise workers run until garbage collection.  The method is private: torch has no public one.
+            loader._iterator._shutdown_workers()  # type: ignore[attr-defined]
 
 
 def raw_decode(photos: Photos, settings: Settings) -> Candidates:
@@ -488,7 +486,7 @@ def raw_threads(contents: list[bytes], cores: int) -> Iterator[Epoch]:
 @contextmanager
 def raw_processes(contents: list[bytes], cores: int) -> Iterator[Epoch]:
     chunks = [slice(start, start + CHUNK) for start in range(0, len(contents), CHUNK)]
-    # A forked process has the contents already: nothing is sent to it but where a chunk lies.
+    # A forked process inherits the contents: only the bounds of a chunk are sent to it.
     with multiprocessing.get_context("fork").Pool(cores, INHERITED.append, (contents,)) as pool:
         yield lambda seed: sum(pool.imap_unordered(decode_inherited, chunks))
 

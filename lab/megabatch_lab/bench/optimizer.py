@@ -1,19 +1,19 @@
-"""megabatch bench optimizer: one step of LARS, ours against its peers' and against torch's fused SGD.
+"""megabatch bench optimizer: one step of LARS, compared with other implementations and with torch's fused SGD.
 
-Every arm has the weights, gradients, groups and settings of the same network; biases and normalisation layers have no
-decay and no trust ratio in any of them.  Arms take turns, the order turned every round; before a step, outside of its
-time, the gradients are written anew, as a backward pass would (and because the peers leave others behind).  A step's
-time is the median over rounds; ratios are medians of ratios within a round, whose neighbours share the machine's mood.
-ours        LARS as `megabatch train` makes it (you2017: the rate inside the momentum)
-peers       pytorch_optimizer's LARS, tensor by tensor and with foreach; timm's Lars, which has one way.  Both keep the
-            rate outside.  `peer` names the fastest, and `peer_lars_s` is its time
-sgd_fused   torch.optim.SGD(fused=True) with momentum: what a step costs without trust ratios
-checked     ours, and sgd_fused, after the norm of the whole gradient, as `megabatch train` looks for inf and NaN: LARS
-            takes the norms of its step from there, and SGD has none
-limit       4 bytes x (7 for each weight with a trust ratio: w and g read for the norms, w, g, v read and w, v written;
-            5 for the others), over the bandwidth of torch.add(a, b, out=a), which reads two tensors and writes one, on
-            64 MiB each, with the same threads, in the same rounds.  Weights that stay in the cache from the norms to
-            the update can be faster than that.
+Every arm has the weights, gradients, parameter groups and settings of the same network.  Biases and normalisation
+layers have no decay and no trust ratio.  Arms take turns, with a rotated order every round.  The gradients are written
+before each step, outside the measured time, as a backward pass would (some peers also modify them).  A step's time is
+the median over rounds.  A ratio is the median of ratios within a round, because the machine's speed varies over time.
+ours        LARS as `megabatch train` builds it (you2017: the learning rate inside the momentum)
+peers       LARS of pytorch_optimizer, per tensor and with foreach, and Lars of timm.  Both apply the learning rate
+            outside the momentum.  `peer` names the fastest, and `peer_lars_s` is its time
+sgd_fused   torch.optim.SGD(fused=True) with momentum: the cost of a step without trust ratios
+checked     ours and sgd_fused after the norm of the whole gradient, by which `megabatch train` detects inf and NaN:
+            LARS reuses these norms in its step, SGD cannot
+limit       4 bytes x (7 per weight with a trust ratio: w and g read for the norms, w, g, v read and w, v written; 5 per
+            other weight), divided by the bandwidth of torch.add(a, b, out=a), which reads two tensors and writes one,
+            on 64 MiB each, with the same threads, in the same rounds.  Weights that stay in the cache between norms and
+            update can be faster than this.
 """
 
 import importlib
@@ -33,11 +33,11 @@ from megabatch.optim.lars import LARS
 from megabatch.optim.optimizers import OPTIMIZERS, OptimSettings, gradient_norm
 from megabatch.ranks.machine import usable_cores
 from megabatch.torch_api import allow_torchvision_without_extension
-from megabatch_lab.bench.report import report
+from megabatch_lab.bench.report import in_turns, report
 
 NETWORKS = ("resnet50", "alexnet")
-OWN = ("ours", "ours_checked", "sgd_fused", "sgd_checked")
-RATE, MOMENTUM, DECAY, TRUST = 0.1, 0.9, 5e-5, 0.001
+OUR_ARMS = ("ours", "ours_checked", "sgd_fused", "sgd_checked")
+LEARNING_RATE, MOMENTUM, DECAY, TRUST_COEFFICIENT = 0.1, 0.9, 5e-5, 0.001
 BANDWIDTH_BYTES = 64 << 20
 
 Groups = list[dict[str, Any]]
@@ -56,22 +56,26 @@ def run(networks: Sequence[str], rounds: int, json_file: Path | None) -> None:
         torch.set_num_threads(threads_before)
     report(rows, json_file)
     if any(row["pytorch_optimizer_s"] is None or row["timm_s"] is None for row in rows):
-        print("peers that are not installed were left out; `make .venv/installed-dev` installs them")
+        print("some peers are not installed and were left out; `make .venv/installed-dev` installs them")
 
 
 def measure(name: str, threads: int, rounds: int) -> dict[str, Any]:
     with torch.device("meta"):
         network = build_model(ModelSettings(name=name), seed=1, num_classes=1000, in_channels=3, image_size=224)
     groups = parameter_groups(network, DECAY)
-    source = [random_like(parameter) for parameter in trained(groups)]
+    source = [random_like(parameter) for parameter in parameters_of(groups)]
     arms: dict[str, torch.optim.Optimizer] = {
         "ours": OPTIMIZERS["lars"](
             copies(groups),
             OptimSettings(
-                name="lars", learning_rate=RATE, momentum=MOMENTUM, weight_decay=DECAY, trust_coefficient=TRUST
+                name="lars",
+                learning_rate=LEARNING_RATE,
+                momentum=MOMENTUM,
+                weight_decay=DECAY,
+                trust_coefficient=TRUST_COEFFICIENT,
             ),
         ),
-        "sgd_fused": torch.optim.SGD(copies(groups), lr=RATE, momentum=MOMENTUM, fused=True),
+        "sgd_fused": torch.optim.SGD(copies(groups), lr=LEARNING_RATE, momentum=MOMENTUM, fused=True),
         **peers(groups),
     }
     moved = [torch.ones(BANDWIDTH_BYTES // 4) for _ in range(2)]
@@ -79,22 +83,20 @@ def measure(name: str, threads: int, rounds: int) -> dict[str, Any]:
     for arm, of in (("ours_checked", "ours"), ("sgd_checked", "sgd_fused")):
         arms[arm], steps[arm] = arms[of], partial(step_checked, arms[of])
     times: dict[str, list[float]] = {arm: [] for arm in (*arms, "bandwidth")}
-    names = list(times)
-    for turn in range(-2, rounds):  # two rounds make the momentum buffers and warm up
-        for arm in names[turn % len(names) :] + names[: turn % len(names)]:
-            if arm == "bandwidth":
-                took_s = time_call(lambda: torch.add(moved[0], moved[1], out=moved[0]))
-            else:
-                write_gradients(arms[arm], source)
-                took_s = time_call(steps[arm])
-            if turn >= 0:
-                times[arm].append(took_s)
+    for arm, is_counted in in_turns(times, rounds, warm_up=2):  # the warm-up creates the momentum buffers
+        if arm == "bandwidth":
+            took_s = time_call(lambda: torch.add(moved[0], moved[1], out=moved[0]))
+        else:
+            write_gradients(arms[arm], source)
+            took_s = time_call(steps[arm])
+        if is_counted:
+            times[arm].append(took_s)
     return describe(name, threads, rounds, groups, times)
 
 
 def describe(name: str, threads: int, rounds: int, groups: Groups, times: dict[str, list[float]]) -> dict[str, Any]:
     seconds = {arm: statistics.median(taken) for arm, taken in times.items()}
-    peer_arms = [arm for arm in times if arm not in (*OWN, "bandwidth")]
+    peer_arms = [arm for arm in times if arm not in (*OUR_ARMS, "bandwidth")]
     peer = min(peer_arms, key=seconds.__getitem__, default=None)
     bytes_per_s = 3 * BANDWIDTH_BYTES / seconds["bandwidth"]
     num_bytes = sum(
@@ -103,7 +105,7 @@ def describe(name: str, threads: int, rounds: int, groups: Groups, times: dict[s
     return {
         "model": name,
         "threads": threads,
-        "parameters": sum(parameter.numel() for parameter in trained(groups)),
+        "parameters": sum(parameter.numel() for parameter in parameters_of(groups)),
         "rounds": rounds,
         "ours_s": seconds["ours"],
         "peer_lars_s": seconds[peer] if peer else None,
@@ -120,18 +122,24 @@ def describe(name: str, threads: int, rounds: int, groups: Groups, times: dict[s
 
 
 def peers(groups: Groups) -> dict[str, torch.optim.Optimizer]:
-    """Those that are installed."""
+    """Return the peers that are installed."""
     found: dict[str, torch.optim.Optimizer] = {}
     pytorch_optimizer = import_or_none("pytorch_optimizer")
-    if pytorch_optimizer:  # its skip rule is "one dimension", which is the same in these networks
+    if pytorch_optimizer:  # it skips one-dimensional parameters: the same ones in these networks
         for arm, foreach in (("pytorch_optimizer", False), ("pytorch_optimizer_foreach", True)):
             found[arm] = pytorch_optimizer.LARS(
-                copies(groups), lr=RATE, momentum=MOMENTUM, trust_coefficient=TRUST, foreach=foreach
+                copies(groups),
+                lr=LEARNING_RATE,
+                momentum=MOMENTUM,
+                trust_coefficient=TRUST_COEFFICIENT,
+                foreach=foreach,
             )
     allow_torchvision_without_extension()  # timm imports it
     timm = import_or_none("timm.optim")
-    if timm:  # its skip rule is "no decay"
-        found["timm"] = timm.Lars(copies(groups), lr=RATE, momentum=MOMENTUM, trust_coeff=TRUST, eps=0.0)
+    if timm:  # it skips parameters without decay
+        found["timm"] = timm.Lars(
+            copies(groups), lr=LEARNING_RATE, momentum=MOMENTUM, trust_coeff=TRUST_COEFFICIENT, eps=0.0
+        )
     return found
 
 
@@ -143,7 +151,7 @@ def import_or_none(name: str) -> Any:
 
 
 def copies(groups: Groups) -> Groups:
-    """The same groups with weights of their own, the same in every arm."""
+    """Return the groups with copies of the weights, which are the same in every arm."""
     return [group | {"params": [nn.Parameter(random_like(each)) for each in group["params"]]} for group in groups]
 
 
@@ -157,12 +165,12 @@ def random_like(parameter: Tensor) -> Tensor:
     return torch.randn(parameter.shape, generator=generator).mul_(0.02)
 
 
-def trained(groups: Iterable[dict[str, Any]]) -> list[Tensor]:
+def parameters_of(groups: Iterable[dict[str, Any]]) -> list[Tensor]:
     return [parameter for group in groups for parameter in group["params"]]
 
 
 def write_gradients(optimizer: torch.optim.Optimizer, source: Iterable[Tensor]) -> None:
-    for parameter, gradient in zip(trained(optimizer.param_groups), source, strict=True):
+    for parameter, gradient in zip(parameters_of(optimizer.param_groups), source, strict=True):
         if parameter.grad is None:
             parameter.grad = torch.empty_like(parameter)
         parameter.grad.copy_(gradient)

@@ -1,8 +1,8 @@
-"""What Jia et al. 2018 (arXiv 1807.11205) report, beside what the simulator says of their cluster (p40-roce100).
+"""The results of Jia et al. 2018 (arXiv 1807.11205), compared with the simulator on their cluster (p40-roce100).
 
-A step is simulated as megabatch would run it.  "NCCL-based training" is taken in two ways: one ring for each tensor, as
-soon as its gradient is ready; and rings over buckets of 64 MB, Horovod's default.  Where the two do not meet, `needed`
-says what would have to be true for the reported figure.
+A step is simulated as megabatch would run it.  "NCCL-based training" is read in two ways: one ring per tensor, as soon
+as its gradient is ready, and rings over buckets of 64 MB, Horovod's default.  `needed` states the conditions for the
+reported figure.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from megabatch.simulate.workload import load_workload
 
 CLUSTER = "p40-roce100"
 RESNET_EPOCHS, ALEXNET_EPOCHS = 90, 95
-NCCL = {"a ring for each tensor": AllReduceSettings(algorithm="ring", overlap="layer")}
+NCCL = {"one ring per tensor": AllReduceSettings(algorithm="ring", overlap="layer")}
 NCCL["rings over 64 MB"] = AllReduceSettings(algorithm="ring", overlap="fused", bucket_mb=64)
 
 
@@ -61,8 +61,8 @@ def time_of(what: str, reported_minutes: float, simulated: Simulated, epochs: in
     return Claim(
         f"time: {what}",
         f"{reported_minutes:g} min",
-        f"{images / simulated.images_per_s / 60:.1f} min ({low:.1f} to {high:.1f}), steps alone",
-        f"{reported_rate:,.0f} images/s a GPU over the whole run, where steps alone give "
+        f"{images / simulated.images_per_s / 60:.1f} min ({low:.1f} to {high:.1f}), steps only",
+        f"{reported_rate:,.0f} images/s per GPU over the whole run; steps only reach "
         f"{simulated.images_per_s / ranks:,.0f}: {60 * reported_minutes - images / simulated.images_per_s:,.0f} s of "
         "start, input, evaluation and checkpoints",
     )
@@ -76,19 +76,19 @@ def efficiency_of(what: str, reported: str, wanted: float, simulated: Simulated)
         f"efficiency: {what}",
         reported,
         f"{100 * simulated.efficiency:.1f} %",
-        f"{allowed_ms:.1f} ms of waiting in a step for {100 * wanted:.0f} %; simulated are {lost_ms:.1f}: "
-        f"{1e3 * step.exposed_s:.1f} of all-reduce, {1e3 * step.jitter_s:.1f} for the slowest rank",
+        f"{allowed_ms:.1f} ms of waiting per step for {100 * wanted:.0f} %; simulated: {lost_ms:.1f} ms, "
+        f"of which {1e3 * step.exposed_s:.1f} of all-reduce and {1e3 * step.jitter_s:.1f} for the slowest rank",
     )
 
 
 def speedup(name: str, reported: float, ours: Simulated, how: str, all_reduce: AllReduceSettings) -> Claim:
     scenario = ours.scenario
-    # The baseline's gradients are fp32, and it computes in 16 bits too.
+    # The baseline also computes in 16 bits, with fp32 gradients.
     theirs = run(scenario.workload.model, scenario.num_ranks, scenario.batch_per_rank, "amp", all_reduce)
     return Claim(
         f"speed-up over NCCL at 1,024 GPUs: {name}, {how}",
         f"up to {reported:g}x",
         f"{theirs.step.total_s / ours.step.total_s:.1f}x",
-        f"a baseline at {100 * ours.efficiency / reported:.0f} % efficiency; simulated is one at "
+        f"a baseline at {100 * ours.efficiency / reported:.0f} % efficiency; simulated: "
         f"{100 * theirs.efficiency:.0f} %",
     )

@@ -1,17 +1,17 @@
-"""megabatch bench planning: how long the choice of buckets and plans takes, on clusters that nobody has to start.
+"""megabatch bench planning: how long the choice of buckets and plans takes for large clusters, without starting ranks.
 
-ResNet-50's 161 fp32 gradients on nodes of 8 ranks, 256 of them (2,048 ranks) and 2,048 (16,384); flat, hierarchical and
-torus are the candidates, with bf16 between nodes.  Gradients are ready at times that are their share of the parameters
-of a backward pass of 100 ms.  The links are made up, of the order of GPUs that share a switch and a network card per
-node: nothing here says how fast such a cluster is, only how fast it is planned.
-    axis         latency    bytes      adding up
+ResNet-50's 161 fp32 gradients on 256 nodes of 8 ranks (2,048 ranks) and on 2,048 nodes (16,384 ranks).  The candidates
+are flat, hierarchical and torus, with bf16 between nodes.  In a backward pass of 100 ms, gradients are ready in
+proportion to the parameters so far.  The links are invented, typical of GPUs with one switch and one network card per
+node.  The bench measures how fast such a cluster is planned, not how fast it is.
+    axis         latency    bytes      reduction
     node           3 us     150 GB/s   600 GB/s
-    leaders       10 us      25 GB/s   600 GB/s   one rank has the card
-    inter_node    10 us       3 GB/s   600 GB/s   the 8 ranks of a node share it
+    leaders       10 us      25 GB/s   600 GB/s   one rank uses the card
+    inter_node    10 us       3 GB/s   600 GB/s   the 8 ranks of a node share the card
     all           10 us       3 GB/s   600 GB/s
-choose_s           of `choose`, which prices, cuts and decides; the median over rounds
-bytes_crossing_s   of `Tuning.bytes_crossing`, which answers for every node; the median over rounds
-median_mb_from_a_node   what it answers, of the median node
+choose_s                median seconds of `choose`, which prices the plans, cuts the buckets and decides
+bytes_crossing_s        median seconds of `Tuning.bytes_crossing`, which covers every node
+median_mb_from_a_node   the result of `bytes_crossing` for the median node
 """
 
 import statistics
@@ -30,13 +30,13 @@ from megabatch_lab.bench.gradient_sets import gradient_sizes
 from megabatch_lab.bench.report import report
 
 MODEL, BACKWARD_S = "resnet50", 0.1
-CLUSTERS = ((256, 8), (2048, 8))  # nodes, ranks of each
-ADDING_UP = 1 / 600e9
+CLUSTERS = ((256, 8), (2048, 8))  # nodes, ranks per node
+REDUCTION_S_PER_BYTE = 1 / 600e9
 LINKS: dict[Axis, Link] = {
-    "node": Link(3e-6, 1 / 150e9, ADDING_UP),
-    "leaders": Link(1e-5, 1 / 25e9, ADDING_UP),
-    "inter_node": Link(1e-5, 1 / 3e9, ADDING_UP),
-    "all": Link(1e-5, 1 / 3e9, ADDING_UP),
+    "node": Link(3e-6, 1 / 150e9, REDUCTION_S_PER_BYTE),
+    "leaders": Link(1e-5, 1 / 25e9, REDUCTION_S_PER_BYTE),
+    "inter_node": Link(1e-5, 1 / 3e9, REDUCTION_S_PER_BYTE),
+    "all": Link(1e-5, 1 / 3e9, REDUCTION_S_PER_BYTE),
 }
 Result = TypeVar("Result")
 
@@ -47,7 +47,7 @@ def run(rounds: int, json_file: Path | None) -> None:
 
 
 def made_up_backward(sizes: list[int]) -> RecordedBackward:
-    """Whose gradients are ready in proportion to the parameters that backward has come past."""
+    """Return a backward pass whose gradients are ready in proportion to the parameters so far."""
     ready_s = [BACKWARD_S * past / sum(sizes) for past in accumulate(sizes)]
     gradients = [Gradient(size * ELEMENT_BYTES["fp32"], "fp32") for size in sizes]
     return RecordedBackward([f"gradient {index}" for index in range(len(sizes))], gradients, ready_s)
@@ -74,7 +74,7 @@ def measure(backward: RecordedBackward, num_nodes: int, ranks_per_node: int, rou
 
 
 def median_s(call: Callable[[], Result], rounds: int) -> tuple[Result, float]:
-    """What it returns, and the median of its seconds."""
+    """Return the result of `call` and the median of its seconds."""
     times_s = []
     for _ in range(rounds):
         started_s = time.perf_counter()

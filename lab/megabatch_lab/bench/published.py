@@ -1,14 +1,17 @@
-"""Published trainings of ResNet-50 (published.csv), predicted, and how good the predictions are.
+"""Predictions for published ResNet-50 runs (published.csv), and their errors.
 
-A row of the file is a run somebody has published: its source, ranks, batch and images/s; how it is simulated (a preset,
-overrides, overlap, precision); and its role.  `calibrates`: a device's curve or a constant was fitted to it.
-`predicted`: nothing was.  `left out`: with the reason.  Scores are of predicted rows alone.
+A row of the file is a published run: its source, ranks, batch and images/s; how to simulate it (preset, overrides,
+overlap, precision); and its role.  `calibrates`: a device's curve or a constant was fitted to it.  `predicted`: nothing
+was fitted to it.  `left out`: not simulated, with the reason.  Only predicted rows are scored.
 
-Sources: mlp-vX is mlcommons/training_results_vX, whose raw logs give images/s (the median over evaluation blocks but
+Sources: mlp-vX is mlcommons/training_results_vX, whose raw logs give images/s (the median over evaluation blocks except
 the first, of five runs); ddl is HKBU-HPML/ddl-benchmarks @30de09bc.
 
-Two rows differ in one thing alone if all else in them is the same: in ranks; in the network card; in how communication
-is overlapped.  Their ratio then tells whether that one thing is modelled, whatever the device's speed.
+Some pairs of rows differ only in ranks, in the network card, or in the overlap of communication.  The ratio of such a
+pair shows whether that one factor is modelled, independent of the device's speed.
+
+Held out: each row on several nodes is also predicted without its cluster, from curves without the points that ran on
+several nodes of it; and each row of fewer than SMALL images per GPU without all such points of its device.
 """
 
 import csv
@@ -20,18 +23,22 @@ from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
+from megabatch.simulate.cluster import Cluster
+from megabatch.simulate.device import Point
 from megabatch.simulate.load import load_cluster
 from megabatch.simulate.scenario import Scenario, Simulated, simulate
 from megabatch.simulate.step import AllReduceSettings, Overlap
 from megabatch.simulate.workload import load_workload
 
 FILE = Path(__file__).with_name("published.csv")
-DIFFERENT = 0.03  # of images/s: below it, an order of two measurements means nothing
+DIFFERENT = 0.03  # of images/s: below it, the order of two measurements is noise
+SMALL = 60  # images per GPU
 
 
 class Published(Struct, frozen=True, kw_only=True):
-    """A row of the file; "" where a source does not say."""
+    """A row of the file; "" if the source does not state the value."""
 
     source: str
     system: str
@@ -60,7 +67,7 @@ class Published(Struct, frozen=True, kw_only=True):
 
     @property
     def setup(self) -> str:
-        """What was run; in MLPerf round and submitter, since the name of a system says its nodes and cards."""
+        """Return a name that pairs of rows share, without MLPerf system names: these contain nodes and cards."""
         return self.source.split("/")[0] if self.is_mlperf else f"{self.source} {self.system}"
 
 
@@ -74,7 +81,7 @@ class Prediction(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Predicted by measured images/s."""
+        """Return predicted divided by measured images/s."""
         return self.simulated.images_per_s / self.measured
 
     @property
@@ -92,12 +99,12 @@ class Pair(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Of the ratio of the two."""
+        """Return the relative error of the ratio of the two rows."""
         return abs(self.second.ratio / self.first.ratio - 1)
 
     @property
     def differs(self) -> bool:
-        """True if their measurements do, by more than they may by chance."""
+        """Return True if the measurements differ by more than noise."""
         low, high = sorted((self.first.measured, self.second.measured))
         return high / low - 1 > DIFFERENT
 
@@ -138,10 +145,10 @@ def read_rows(path: Path = FILE) -> list[Published]:
         return [msgspec.convert(row, Published, strict=False) for row in csv.DictReader(file)]
 
 
-def predict(row: Published) -> Prediction:
+def predict(row: Published, is_held_out: Callable[[Point], bool] = lambda point: False) -> Prediction:
     scenario = Scenario(
         workload=load_workload("resnet50"),
-        cluster=load_cluster(row.cluster, row.overrides.split()),
+        cluster=without_points(load_cluster(row.cluster, row.overrides.split()), is_held_out),
         num_ranks=int(row.ranks),
         batch_per_rank=int(row.batch_per_rank),
         precision=row.precision,
@@ -152,6 +159,33 @@ def predict(row: Published) -> Prediction:
 
 def predict_all(role: str, rows: Iterable[Published]) -> list[Prediction]:
     return [predict(row) for row in rows if row.role == role]
+
+
+def without_points(cluster: Cluster, is_held_out: Callable[[Point], bool]) -> Cluster:
+    curves = {
+        precision: [
+            replace(curve, points=tuple(point for point in curve.points if not is_held_out(point))) for curve in of_one
+        ]
+        for precision, of_one in cluster.device.curves.items()
+    }
+    return replace(cluster, device=replace(cluster.device, curves=curves))
+
+
+def predict_without_cluster(rows: Sequence[Published]) -> list[Prediction]:
+    """Predict every row on several nodes from curves without such points of its cluster."""
+    several = [row for row in rows if row.role != "left out" and int(row.nodes) > 1]
+
+    def held_out(cluster: str) -> Callable[[Point], bool]:
+        sources = tuple(f"calibrates: {row.source}," for row in several if row.cluster == cluster)
+        return lambda point: point.source.startswith(sources)
+
+    return [predict(row, held_out(row.cluster)) for row in several]
+
+
+def predict_without_small(rows: Iterable[Published]) -> list[Prediction]:
+    """Predict every row of fewer than SMALL images per GPU from curves without such points."""
+    small = [row for row in rows if row.role != "left out" and row.is_mlperf and float(row.batch_per_rank) < SMALL]
+    return [predict(row, lambda point: point.batch < SMALL) for row in small]
 
 
 def score(predictions: Sequence[Prediction]) -> Scores:

@@ -1,9 +1,10 @@
-"""What every bench writes: {"command": ..., "machine": {...}, "rows": [...]}, and a table on the screen."""
+"""The order of arms, the table on the screen and the JSON file of every bench."""
 
 import json
 import os
 import platform
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,14 @@ from rich.console import Console
 from rich.table import Table
 
 from megabatch.ranks.machine import cpu_name
+
+
+def in_turns(arms: Iterable[str], rounds: int, warm_up: int = 0) -> Iterator[tuple[str, bool]]:
+    """Yield every arm once per round, each round starting with the next arm, and whether its time counts."""
+    names = list(arms)
+    for turn in range(-warm_up, rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            yield name, turn >= 0
 
 
 def machine() -> dict[str, Any]:
@@ -26,7 +35,7 @@ def machine() -> dict[str, Any]:
 
 
 def report(rows: list[dict[str, Any]], json_file: Path | None) -> None:
-    """A column per row: a row has more values than a terminal has room for."""
+    """Print one column per row, because a row has too many values for a line, and write the JSON file."""
     table = Table(box=None, pad_edge=False, show_header=False)
     for name in rows[0]:
         table.add_row(name, *(show(row[name]) for row in rows))
@@ -35,7 +44,7 @@ def report(rows: list[dict[str, Any]], json_file: Path | None) -> None:
 
 
 def print_lines(rows: list[dict[str, str]]) -> None:
-    """A line per row, under the names."""
+    """Print a table with one line per row."""
     table = Table(box=None, pad_edge=False)
     for name in rows[0]:
         table.add_column(name, justify="right")
@@ -45,6 +54,7 @@ def print_lines(rows: list[dict[str, str]]) -> None:
 
 
 def write(rows: list[dict[str, Any]], json_file: Path | None) -> None:
+    """Write {"command": ..., "machine": {...}, "rows": [...]}."""
     if json_file is not None:
         command = " ".join(["megabatch", *sys.argv[1:]])
         json_file.write_text(json.dumps({"command": command, "machine": machine(), "rows": rows}, indent=2) + "\n")

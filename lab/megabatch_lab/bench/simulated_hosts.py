@@ -1,14 +1,14 @@
-"""megabatch bench simulator --part here: the simulator against this machine, on clusters that nothing was fitted to.
+"""megabatch bench simulator --part here: compare the simulator with this machine, on clusters it was not fitted to.
 
-Hosts are network namespaces (hosts.py) that share the machine's cores.  In one invocation:
-    fit       all-reduces of ResNet-50's gradients on two hosts of one rank and of two, at 1 and 2.5 Gb/s and without a
-              limit, barriers on one host, and an exchange over plain TCP between two (exchange_stream.py), give what
-              cores and wire cost (bench/fit_cores.py).  Of a training, one host: the profile and the steps of a rank
-              with a core to itself, and steps with a rank on every core; and steps on two hosts at 1 Gb/s
-    predict   through planning (choose, price, merge, pass_through), for the shapes of ALL_REDUCES and TRAININGS
-    measure   those all-reduces, by the plans and buckets that were predicted, and those trainings (simulated_ranks.py)
-`error` is predicted / measured - 1.  The order of two algorithms counts where their measured times differ by more than
-10 %: on the same hosts, for the same model and dtype, the faster one must be predicted to be the faster.
+Hosts are network namespaces (hosts.py) that share the machine's cores.  One invocation runs three stages:
+    fit       measure the costs of cores and network (fit_cores.py): all-reduces of ResNet-50's gradients on two hosts
+              of one and of two ranks, at 1 and 2.5 Gb/s and without a limit; barriers on one host; an exchange over
+              plain TCP (exchange_stream.py).  For training: on one host, the profile and the steps of a rank with a
+              core to itself, and steps with a rank on every core; and steps on two hosts at 1 Gb/s
+    predict   the shapes of ALL_REDUCES and TRAININGS, by planning (choose, price, merge, pass_through)
+    measure   those all-reduces, with the predicted plans and buckets, and those trainings (simulated_ranks.py)
+`error` is predicted / measured - 1.  The order of two algorithms is scored if they ran on the same hosts with the same
+model and dtype and their measured times differ by more than 10 %: the faster one must be predicted to be faster.
 """
 
 import itertools
@@ -23,7 +23,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
-from megabatch.planning.algorithms import ALGORITHMS
+from megabatch.planning.algorithms import ALGORITHMS, plan_name
 from megabatch.planning.buckets import MIB
 from megabatch.planning.choosing import choose
 from megabatch.planning.cost import Link
@@ -33,14 +33,13 @@ from megabatch.planning.topology import Axis, ClusterShape, Topology
 from megabatch.planning.tuning import Bucket, Tuning
 from megabatch.simulate.cluster import Cluster, Cpu, Device, EngineSettings, Network, Node
 from megabatch.simulate.cores import CoreCosts, Cores, StepTime, core_seconds, gaps_of_hosts
-from megabatch.simulate.step import AllReduceSettings, Compute, choose_cut, time_on_cores, wire_step
+from megabatch.simulate.step import AllReduceSettings, Compute, choose_cut, run_without_contention, time_on_cores
 from megabatch_lab.bench.cluster import applying, ready_at_once
 from megabatch_lab.bench.fit_cores import TimedAllReduce, Unlimited, fit_costs
 from megabatch_lab.bench.gradient_sets import gradient_sizes
 from megabatch_lab.bench.host_ranks import run_ranks
-from megabatch_lab.bench.hosts import hosts
+from megabatch_lab.bench.hosts import Ranks, hosts
 from megabatch_lab.bench.report import print_lines, write
-from megabatch_lab.bench.setups import Ranks
 from megabatch_lab.bench.simulated_ranks import (
     MICROBATCH,
     AllReduces,
@@ -53,19 +52,19 @@ from megabatch_lab.bench.simulated_ranks import (
 )
 from megabatch_lab.chaos.namespaces import require_tools
 
-BOTH: tuple[CommDtype, ...] = ("fp32", "bf16")
-NO_LIMIT_GBPS = 100.0  # far more than the cores push through TCP
+BOTH: tuple[CommDtype, ...] = ("same", "bf16")
+NO_LIMIT_GBPS = 100.0  # far more than TCP reaches on these cores
 BASE_MODEL = "resnet50"
 BASE: list[tuple[Ranks, float]] = [((1, 1), 1.0), ((1, 1), 2.5), ((2, 2), 1.0), ((2, 2), 2.5)]
-BASE_OF_CORES: Ranks = (2, 2)  # where the wire is no limit
-EXCHANGE, BY_TENSOR = "flat/fp32 in stages", "flat/fp32 by tensor"
+BASE_OF_CORES: Ranks = (2, 2)  # without a network limit
+EXCHANGE, BY_TENSOR = "flat in stages", "flat by tensor"
 EXCHANGE_HOSTS, EXCHANGE_GBPS, EXCHANGE_ATTEMPTS = 4, 1.0, 5
 PROFILE_S = 5.0
-DIFFERS = 1.1  # two algorithms have an order, if measured times differ by more
+DIFFERS = 1.1  # the order of two algorithms is scored if their times differ by more
 
 
 class Case(NamedTuple):
-    """Hosts that nothing is fitted to, and what they all-reduce."""
+    """Hosts, and the model whose gradients they all-reduce."""
 
     ranks: Ranks
     gbps: float
@@ -99,10 +98,10 @@ TRAININGS = [
 
 class Row(Struct, frozen=True, kw_only=True):
     kind: str  # all-reduce, or step (of training)
-    ranks: str  # of each host
+    ranks: str  # per host, joined by +
     gbps: float
     model: str
-    wire: CommDtype
+    comm_dtype: CommDtype
     algorithm: str
     predicted_s: float
     measured_s: float
@@ -113,37 +112,34 @@ class Row(Struct, frozen=True, kw_only=True):
 
 
 class Score(NamedTuple):
-    median_error: float  # of sizes of errors
+    median_error: float  # of absolute errors
     worst_error: float
-    num_ordered: int  # pairs of algorithms in the right order
+    num_ordered: int  # pairs of algorithms predicted in the right order
     num_pairs: int
 
 
 class BaseTimes(NamedTuple):
-    """What was measured on one of BASE."""
+    """The measurements of one element of BASE."""
 
-    timed: dict[str, TimedAllReduce]  # by arm, such as torus/fp32
-    stream_share: float  # of the nominal rate, by one plain TCP stream; 1 where there is no limit
+    timed: dict[str, TimedAllReduce]  # by arm, such as torus/bf16
+    stream_share: float  # of the nominal rate that one plain TCP stream reached; 1 without a limit
 
 
 class Training(NamedTuple):
-    """What one host of TRAINED has shown."""
+    """Measurements of a training of TRAINED on one host."""
 
     backward: RecordedBackward  # of a rank with a core to itself
     other_s: float  # the rest of its step
-    crowding: float  # by how much a rank computes longer when all cores compute: they share the machine's memory
+    crowding: float  # slowdown of a rank when all cores compute, since they share the memory bandwidth
 
 
 def run_here(rounds: int, json_file: Path | None) -> list[Row]:
-    """Fits, predicts, measures; the rows of what nothing was fitted to."""
+    """Fit, predict and measure; return the rows of the clusters that nothing was fitted to."""
     require_tools()
     num_cores = len(os.sched_getaffinity(0))
     barrier_s = measure((num_cores,), NO_LIMIT_GBPS, Barriers())[0].memory_step_s
     limited, unlimited = [], []
-    for (
-        ranks,
-        gbps,
-    ) in BASE:  # cores are faster at times than at others, so what they cost is measured between the others
+    for ranks, gbps in BASE:  # the cores' speed varies over time, so their costs are measured in between
         unlimited.append(measure_base(BASE_OF_CORES, NO_LIMIT_GBPS, rounds))
         limited.append(measure_base(ranks, gbps, rounds))
     costs = fit_base(limited, median_of(unlimited), measure_exchange_gaps(), barrier_s, num_cores)
@@ -153,7 +149,7 @@ def run_here(rounds: int, json_file: Path | None) -> list[Row]:
     rows: list[Row] = []
     for case in ALL_REDUCES:
         rows += all_reduce_rows(case, costs, num_cores, rounds)
-        write([as_json(row) for row in rows], json_file)  # a later one may fail, minutes on
+        write([as_json(row) for row in rows], json_file)  # a later one may fail minutes from now
     for case in TRAININGS:
         rows += [step_row(case, dtype, training, costs, num_cores, rounds) for dtype in case.dtypes]
         write([as_json(row) for row in rows], json_file)
@@ -172,7 +168,7 @@ def here_tables(rows: Sequence[Row]) -> dict[str, list[dict[str, str]]]:
 
 
 def measure(ranks: Ranks, gbps: float, task: Task) -> tuple[Measured, float]:
-    """By ranks on hosts that are made for it; and the share of the rate that a plain TCP stream gets."""
+    """Run the task on new hosts; return its result and the share of the rate that a plain TCP stream reached."""
     with hosts(len(ranks), gbps) as cluster:
         share = cluster.stream_gbps() / gbps if gbps < NO_LIMIT_GBPS else 1.0
         answer = run_ranks(cluster, ranks, "megabatch_lab.bench.simulated_ranks", msgspec.json.encode(task))
@@ -180,18 +176,18 @@ def measure(ranks: Ranks, gbps: float, task: Task) -> tuple[Measured, float]:
 
 
 def measure_base(ranks: Ranks, gbps: float, rounds: int) -> BaseTimes:
-    """Every all-reduce of all gradients in one bucket."""
+    """Measure every algorithm with all gradients in one bucket."""
     sizes, topology, is_limited = gradient_sizes(BASE_MODEL), topology_of(ranks), gbps < NO_LIMIT_GBPS
     whole = sum(gradient.num_bytes for gradient in described(sizes)) / MIB
     arms = [
-        ArmTask(f"{name}/{dtype}", fused_to(whole, sizes, name, dtype, topology))
+        ArmTask(plan_name(name, dtype), fused_to(whole, sizes, name, dtype, topology))
         for dtype in BOTH
         for name in distinct(topology.shape, dtype)
     ]
     if not is_limited:
         arms += [
-            ArmTask(EXCHANGE, fused_to(whole, sizes, "flat", "fp32", topology), in_stages=True),
-            ArmTask(BY_TENSOR, fused_to(0.0, sizes, "flat", "fp32", topology)),
+            ArmTask(EXCHANGE, fused_to(whole, sizes, "flat", "same", topology), in_stages=True),
+            ArmTask(BY_TENSOR, fused_to(0.0, sizes, "flat", "same", topology)),
         ]
     measured, share = measure(ranks, gbps, AllReduces(sizes, arms, rounds))
     timed = {
@@ -213,7 +209,7 @@ def dtype_between_hosts(tuning: Tuning) -> CommDtype:
 
 
 def measure_exchange_gaps() -> float:
-    """What an exchange over plain TCP, without ranks, leaves idle of what a stream gets."""
+    """Measure the bandwidth that an exchange over plain TCP leaves idle, relative to a single stream."""
     with hosts(EXCHANGE_HOSTS, EXCHANGE_GBPS) as cluster:
         stream_gbps = cluster.stream_gbps()
         exchange_gbps = statistics.median(cluster.exchange_gbps(PART_BYTES) for _ in range(EXCHANGE_ATTEMPTS))
@@ -221,7 +217,7 @@ def measure_exchange_gaps() -> float:
 
 
 def median_of(base: Sequence[BaseTimes]) -> BaseTimes:
-    """Of what was measured several times."""
+    """Return the median of repeated measurements."""
     timed = {
         arm: replace(one, taken_s=statistics.median(times.timed[arm].taken_s for times in base))
         for arm, one in base[0].timed.items()
@@ -234,11 +230,11 @@ def fit_base(
 ) -> CoreCosts:
     return fit_costs(
         Unlimited(
-            ring=unlimited.timed["flat/fp32"],
+            ring=unlimited.timed["flat"],
             small=unlimited.timed[BY_TENSOR],
             exchange_s=unlimited.timed[EXCHANGE].taken_s,
             exchange_16=unlimited.timed["flat/bf16"],
-            memory=unlimited.timed["torus/fp32"],
+            memory=unlimited.timed["torus"],
         ),
         [timed for times in limited for timed in times.timed.values()],
         num_cores,
@@ -249,7 +245,7 @@ def fit_base(
 
 
 def distinct(shape: ClusterShape, dtype: CommDtype) -> list[str]:
-    """Algorithms that apply; with one rank per host, leaders are all ranks, and torus is the same exchange."""
+    """Return the applicable algorithms.  With one rank per host, hierarchical equals torus and is left out."""
     return [name for name in applying(shape, dtype) if name != "hierarchical" or shape.largest_node > 1]
 
 
@@ -293,7 +289,7 @@ def all_reduce_rows(case: Case, costs: CoreCosts, num_cores: int, rounds: int) -
 
 
 def cluster_of(costs: CoreCosts, gbps: float, num_cores: float, crowding: float = 1.0) -> Cluster:
-    """The hosts of this machine, for the simulator."""
+    """Return the hosts of this machine as a cluster of the simulator."""
     return Cluster(
         name="hosts of this machine",
         device=Device(name="cpu", stack="this", memory_gb=1, memory_gb_per_s=1, curves={}),
@@ -308,12 +304,12 @@ def measure_training(rounds: int, costs: CoreCosts, num_cores: int) -> Training:
     profile = measure((1,), NO_LIMIT_GBPS, Recording(PROFILE_S))[0].profile
     assert profile
     alone_s, beside_s = (
-        measure((num_ranks,), NO_LIMIT_GBPS, Steps("fp32", rounds))[0].taken_s["fp32"] for num_ranks in (1, num_cores)
+        measure((num_ranks,), NO_LIMIT_GBPS, Steps("same", rounds))[0].taken_s["same"] for num_ranks in (1, num_cores)
     )
     backward = profile.backward(MICROBATCH)
-    # In one host all-reduces are work of the cores, which nothing hides.
+    # On one host, all-reduces are work of the cores that is not hidden.
     shape = ClusterShape.regular(1, num_cores)
-    plan = ALGORITHMS["torus"](shape, "fp32")
+    plan = ALGORITHMS["torus"](shape, "same")
     assert plan
     num_elements = sum(gradient.num_bytes for gradient in backward.gradients) // ELEMENT_BYTES["fp32"]
     reducing_s = core_seconds(plan, shape, num_elements, costs, Cores({num_cores: 1}, num_cores)) / num_cores
@@ -335,19 +331,19 @@ def measure_step(
     shape = topology_of(case.ranks).shape
     evenly = even_cores(shape, num_cores)
     backward, other_s, most_crowding = training
-    # Of the time, cores beside the busiest one compute for as much as they have ranks.
+    # Cores other than the busiest one compute in proportion to their ranks.
     crowding = 1 + (most_crowding - 1) * (evenly - 1) / max(1, num_cores - 1)
     cluster = cluster_of(replace(costs, step_unhidden=0.0), case.gbps, evenly, crowding)
     assert cluster.cpu
     compute = Compute(other_s, backward, max(backward.ready_s))
     settings = AllReduceSettings(dtype=dtype)
-    step = wire_step(compute, cluster, shape, settings, choose_cut(compute, cluster, shape, settings))
+    step = run_without_contention(compute, cluster, shape, settings, choose_cut(compute, cluster, shape, settings))
     measured, _ = measure(case.ranks, case.gbps, Steps(dtype, rounds))
     return MeasuredStep(time_on_cores(step, cluster.cpu, shape), measured.taken_s[dtype])
 
 
 def fit_steps(steps: Sequence[MeasuredStep], costs: CoreCosts) -> CoreCosts:
-    """With the part of the lesser of wire and cores that these steps have not hidden."""
+    """Return the costs with the fitted share of the shorter of network and cores that steps do not hide."""
     parts = [(taken_s - max(step)) / min(step) for step, taken_s in steps]
     return replace(costs, step_unhidden=min(1.0, max(0.0, statistics.fmean(parts))))
 
@@ -358,8 +354,10 @@ def step_row(case: Case, dtype: CommDtype, training: Training, costs: CoreCosts,
 
 
 def even_cores(shape: ClusterShape, num_cores: int) -> float:
-    """The i-th ranks of all hosts are bound to the i-th core, in turn, and all wait for the one with most of them: as
-    many cores do as much, if ranks are shared out evenly."""
+    """Return the number of evenly loaded cores that would take as long as these.
+
+    The i-th rank of every host is bound to the i-th core, and all ranks wait for the core with the most ranks.
+    """
     most = sum(math.ceil(size / num_cores) * count for size, count in shape.node_sizes)
     return shape.num_ranks / most
 
@@ -370,7 +368,7 @@ def make_row(kind: str, case: Case, dtype: CommDtype, algorithm: str, predicted_
         ranks="+".join(map(str, case.ranks)),
         gbps=case.gbps,
         model=case.model,
-        wire=dtype,
+        comm_dtype=dtype,
         algorithm=algorithm,
         predicted_s=predicted_s,
         measured_s=measured_s,
@@ -389,8 +387,8 @@ def score(rows: Sequence[Row]) -> Score:
 
 
 def is_comparison(one: Row, other: Row) -> bool:
-    """Two algorithms for the same task, of which one took clearly longer."""
-    same = all(getattr(one, name) == getattr(other, name) for name in ("kind", "ranks", "gbps", "model", "wire"))
+    """Return True if these are two algorithms for the same task and one took clearly longer."""
+    same = all(getattr(one, name) == getattr(other, name) for name in ("kind", "ranks", "gbps", "model", "comm_dtype"))
     return same and max(one.measured_s, other.measured_s) > DIFFERS * min(one.measured_s, other.measured_s)
 
 
@@ -400,11 +398,11 @@ def is_ordered(one: Row, other: Row) -> bool:
 
 def line(row: Row) -> dict[str, str]:
     return {
-        "what": row.kind,
+        "operation": row.kind,
         "ranks": row.ranks,
         "Gb/s": f"{row.gbps:g}",
         "model": row.model,
-        "wire": row.wire,
+        "comm_dtype": row.comm_dtype,
         "algorithm": row.algorithm,
         "predicted s": f"{row.predicted_s:.3f}",
         "measured s": f"{row.measured_s:.3f}",

@@ -1,8 +1,8 @@
-"""The ranks of `megabatch bench simulator --here`: they all-reduce, train or record what simulated_hosts.py asks for.
+"""The ranks of `megabatch bench simulator --part here`, which run the tasks of simulated_hosts.py.
 
-As in bench cluster, gradients have the shapes of a model's and are all ready at once; all arms live in the same ranks,
-work on the same memory and take turns; a time is that of the slowest rank, and the median of the rounds counts.
-Buckets and plans come with the task, as the simulator chose them, so that what is measured is what was predicted.
+As in bench cluster, gradients have the shapes of a model and are all ready at once.  All arms run in the same ranks,
+use the same memory and take turns.  A time is that of the slowest rank, and the median of the rounds is reported.  The
+task contains the buckets and plans that the simulator chose, so that measurement and prediction agree on them.
 """
 
 import statistics
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from msgspec import Struct
 
+from megabatch.comm.cpu.process_group import ProcessGroup
 from megabatch.comm.cpu.workers import Reducer
 from megabatch.comm.faults.failure import FirstError
 from megabatch.comm.groups import AXES, Groups
@@ -27,14 +28,14 @@ from megabatch.planning.plan import CommDtype
 from megabatch.planning.tuning import Tuning
 from megabatch.preflight.profile import record
 from megabatch.ranks.discover import RankInfo, discover
-from megabatch.ranks.lifecycle import be_a_rank
+from megabatch.ranks.lifecycle import run_as_rank
 from megabatch.ranks.store import RankStore
 from megabatch.ranks.world import World, connect
 from megabatch.runs.folder import RunFolder
 from megabatch.simulate.profile import Profile
-from megabatch.telemetry.timeline import NoTimeline
+from megabatch.telemetry.timeline import Timeline
 from megabatch.training.prepare import share_cores
-from megabatch_lab.bench.cluster import STEPS_A_BLOCK, TIMEOUT_S, TRAINING, Arm, Ours, bind_to_core, take_turns
+from megabatch_lab.bench.cluster import STEPS_PER_BLOCK, TIMEOUT_S, TRAINING, Arm, Ours, bind_to_core, take_turns
 from megabatch_lab.bench.gradient_sets import GradientSet
 from megabatch_lab.bench.host_ranks import RESULT, TASK
 from megabatch_lab.bench.train import in_memory, our_steps, time_block
@@ -47,28 +48,28 @@ class ArmTask(Struct, frozen=True):
 
     name: str
     tuning: Tuning
-    in_stages: bool = False  # also where the backend's own all-reduce would be taken
+    in_stages: bool = False  # instead of the backend's all-reduce
 
 
 class AllReduces(Struct, frozen=True, tag=True):
-    sizes: list[int]  # elements of each gradient, the last layer's first
+    sizes: list[int]  # elements of each gradient, last layer first
     arms: list[ArmTask]
     rounds: int
 
 
 class Barriers(Struct, frozen=True, tag=True):
-    """In the shared memory of one host."""
+    """Barriers in the shared memory of one host."""
 
 
 class Steps(Struct, frozen=True, tag=True):
-    """Of training, as in bench cluster --train, ours alone."""
+    """Steps of our training, as in bench cluster --train."""
 
     dtype: CommDtype
     rounds: int
 
 
 class Recording(Struct, frozen=True, tag=True):
-    """What one rank with a core to itself takes for the same training."""
+    """A profile of the same training on one rank with a core to itself."""
 
     seconds: float
 
@@ -77,7 +78,7 @@ Task = AllReduces | Barriers | Steps | Recording
 
 
 class Measured(Struct, frozen=True):
-    taken_s: dict[str, float] = {}  # by arm; of a step of training under its dtype
+    taken_s: dict[str, float] = {}  # by arm; for a training step, by dtype
     memory_step_s: float = 0.0
     profile: Profile | None = None
 
@@ -86,7 +87,7 @@ def run_rank(info: RankInfo, store: RankStore, scratch: Path) -> int:
     task = msgspec.json.decode((scratch / TASK).read_bytes(), type=Task)
     if isinstance(task, Steps | Recording):
         bind_to_core(info.local_rank)
-    with connect(info, "cpu", store.store, TIMEOUT_S) as world, store.failures_announced():
+    with connect(info, "cpu", store, TIMEOUT_S) as world:
         match task:
             case AllReduces():
                 measured = measure_all_reduces(task, world)
@@ -95,8 +96,10 @@ def run_rank(info: RankInfo, store: RankStore, scratch: Path) -> int:
             case Steps():
                 measured = measure_steps(task, world)
             case Recording():
-                config = load_config("fashion", training(MICROBATCH, "fp32"))
-                measured = Measured(profile=record(share_cores(config, world), world, task.seconds, lambda line: None))
+                config = load_config("fashion", training(MICROBATCH, "same"))
+                measured = Measured(
+                    profile=record(share_cores(config, world)[0], world, task.seconds, lambda line: None)
+                )
     if info.rank == 0:
         (scratch / RESULT).write_bytes(msgspec.json.encode(measured))
     return 0
@@ -124,7 +127,7 @@ def measure_all_reduces(task: AllReduces, world: World) -> Measured:
 def measure_barriers(world: World) -> Measured:
     with closing(Groups(dist.group.WORLD, torch.device("cpu"), TIMEOUT_S)) as groups:
         groups.open(["node"])
-        reducer = Reducer(groups, FirstError(), NoTimeline())
+        reducer = Reducer(groups, FirstError(), Timeline())
         taken_s = time_in_node(reducer, "reduce_scatter", SMALL)
         dist.barrier()
         reducer.close()
@@ -133,6 +136,7 @@ def measure_barriers(world: World) -> Measured:
 
 def in_stages(ours: Ours, groups: Groups) -> Callable[[], None]:
     group = groups.process_groups["all"]
+    assert isinstance(group, ProcessGroup)
 
     def reduce() -> None:
         group.uses_backend = False
@@ -148,9 +152,9 @@ def measure_steps(task: Steps, world: World) -> Measured:
     with tempfile.TemporaryDirectory() as folder, RunFolder(Path(folder)) as run_folder:
         run_folder.begin(config.to_toml(), {}, 0)
         take_step = our_steps(config, data, world, run_folder)
-        time_block(take_step, STEPS_A_BLOCK)  # caches warm up
-        blocks_s = [time_block(take_step, STEPS_A_BLOCK) for _ in range(task.rounds)]
-    return Measured({task.dtype: statistics.median(blocks_s) / STEPS_A_BLOCK})
+        time_block(take_step, STEPS_PER_BLOCK)  # caches warm up
+        blocks_s = [time_block(take_step, STEPS_PER_BLOCK) for _ in range(task.rounds)]
+    return Measured({task.dtype: statistics.median(blocks_s) / STEPS_PER_BLOCK})
 
 
 def training(global_batch: int, dtype: CommDtype) -> list[str]:
@@ -160,4 +164,4 @@ def training(global_batch: int, dtype: CommDtype) -> list[str]:
 if __name__ == "__main__":
     info = discover()
     assert info
-    be_a_rank(info, lambda store: run_rank(store.info, store, Path(sys.argv[1])))
+    run_as_rank(info, lambda store: run_rank(store.info, store, Path(sys.argv[1])))

@@ -1,11 +1,11 @@
-"""megabatch bench simulator: what `megabatch simulate` predicts, beside what was measured.
+"""megabatch bench simulator: compare the predictions of `megabatch simulate` with measurements.
 
 here        hosts of this machine, in shapes that nothing was fitted to (simulated_hosts.py); needs root and iproute2
-published   every published ResNet-50 that can be simulated, to 4,320 GPUs (published.py)
-paper       what Jia et al. 2018 report of 1,024 and 2,048 P40 (paper.py)
-guide       what to expect of clusters from 8 to 16,384 GPUs, and the paper's improvements one by one (guide.py)
+published   every published ResNet-50 run that can be simulated, up to 4,320 GPUs (published.py)
+paper       the results of Jia et al. 2018 on 1,024 and 2,048 P40 (paper.py)
+guide       predictions for clusters of 8 to 16,384 GPUs, and the paper's improvements one by one (guide.py)
 
-All but the first are arithmetic: the same figures on every machine.  `--docs` writes their tables into docs/scaling.md.
+All except `here` are arithmetic and give the same values on every machine.  `--docs` writes the tables to a page.
 """
 
 import statistics
@@ -18,9 +18,21 @@ from typing import TYPE_CHECKING, Any
 from megabatch.errors import UserError
 from megabatch.experiments.drawing import GREY, color_of, mark_log_ticks, to_svg
 from megabatch_lab.bench import simulated_hosts
+from megabatch_lab.bench.batches import batch_tables
 from megabatch_lab.bench.guide import guide_tables
 from megabatch_lab.bench.paper import claims
-from megabatch_lab.bench.published import Pair, Prediction, Published, Scores, predict_all, read_rows, score
+from megabatch_lab.bench.published import (
+    SMALL,
+    Pair,
+    Prediction,
+    Published,
+    Scores,
+    predict_all,
+    predict_without_cluster,
+    predict_without_small,
+    read_rows,
+    score,
+)
 from megabatch_lab.bench.report import print_lines, write
 from megabatch_lab.bench.simulated_hosts import here_tables, run_here
 from megabatch_lab.chaos.namespaces import require_tools
@@ -28,11 +40,11 @@ from megabatch_lab.chaos.namespaces import require_tools
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PARTS = ("here", "published", "paper", "guide")
-ERROR, RATIO_OF_RANKS, RATIO_OF_CARDS, WIDE_ERROR = 0.08, 0.03, 0.06, 0.20  # the bars that docs/scaling.md names
-BAND = 0.10  # of the figure
+PARTS = ("here", "published", "paper", "guide", "batch")
+ERROR, RATIO_OF_RANKS, RATIO_OF_CARDS, WIDE_ERROR = 0.08, 0.03, 0.06, 0.20  # the targets in docs/scaling.md
+BAND = 0.10  # shaded in the plot
 SHADE: dict[str, Any] = {"color": "#000000", "alpha": 0.08, "lw": 0}
-ONLY_IN_DOCS = {"simulated as", "interval"}  # columns that a terminal has no room for
+ONLY_IN_DOCS = {"simulated as", "interval"}  # columns that do not fit in a terminal
 
 Line = dict[str, str]
 
@@ -54,6 +66,8 @@ def run(
         show(paper_tables(), docs_file)
     if "guide" in parts:
         show(guide_tables(), docs_file)
+    if "batch" in parts:
+        show(batch_tables(read_rows()), docs_file)
     if "here" in parts:
         measured = run_here(rounds, json_file)
         show(here_tables(measured), docs_file)
@@ -70,11 +84,11 @@ def show(tables: dict[str, list[Line]], docs_file: Path | None) -> None:
 
 
 def default_parts() -> list[str]:
-    """All that this user can run: hosts of this machine need root."""
+    """Return the parts that this user can run: hosts of this machine need root."""
     try:
         require_tools()
     except UserError as error:
-        print(f"megabatch: without --part here: {error}", file=sys.stderr)
+        print(f"megabatch: --part here is left out: {error}", file=sys.stderr)
         return [part for part in PARTS if part != "here"]
     return list(PARTS)
 
@@ -92,6 +106,8 @@ def published_tables(rows: list[Published], calibrated: list[Prediction], scores
         "predicted": [prediction_line(prediction) for prediction in scores.predictions],
         "calibrated, several nodes": [prediction_line(prediction) for prediction in several],
         "calibrated, one node": node_lines(single),
+        "held out, by cluster": held_out_lines(predict_without_cluster(rows)),
+        f"held out, below {SMALL} images": [prediction_line(prediction) for prediction in predict_without_small(rows)],
         "left out": [{"rows": str(count), "reason": reason} for reason, count in left_out.most_common()],
     }
 
@@ -101,7 +117,7 @@ def score_lines(scores: Scores) -> list[Line]:
         errors = sorted(pair.error for pair in pairs)
         within = f"{sum(error <= bar for error in errors)} of {len(errors)} within the bar"
         return {
-            "what": f"{name}: error of the ratio of two rows",
+            "measure": f"{name}: error of the ratio of two rows",
             "found": f"median {statistics.median(errors):.1%}, worst {errors[-1]:.1%}; {within}",
             "bar": f"{bar:.0%}",
         }
@@ -111,25 +127,25 @@ def score_lines(scores: Scores) -> list[Line]:
     different = sum(pair.differs for pair in scores.overlaps)
     return [
         {
-            "what": "median error",
+            "measure": "median error",
             "found": f"{scores.median_error:.1%} of {len(errors)} rows; "
             f"{statistics.median(of_mlperf):.1%} of the {len(of_mlperf)} of MLPerf",
             "bar": f"{ERROR:.0%}",
         },
         {
-            "what": f"rows within {WIDE_ERROR:.0%}",
+            "measure": f"rows within {WIDE_ERROR:.0%}",
             "found": f"{scores.share_within(WIDE_ERROR):.0%}; worst {errors[-1]:.1%}",
             "bar": "90%",
         },
         ratios("rows that differ only in ranks", scores.ranks, RATIO_OF_RANKS),
         ratios("rows that differ only in the network card", scores.cards, RATIO_OF_CARDS),
         {
-            "what": "order of overlap none, layer, fused",
+            "measure": "order of overlap none, layer, fused",
             "found": f"right in {scores.share_in_order:.0%} of {different} pairs that differ by over 3 %",
             "bar": "100%",
         },
         {
-            "what": "measured rows in the interval, which was set in view of them",
+            "measure": "measured rows in the interval, which was set in view of them",
             "found": f"{scores.share_in_interval:.0%}",
             "bar": "80% to 97%",
         },
@@ -152,7 +168,7 @@ def prediction_line(prediction: Prediction) -> Line:
 
 
 def node_lines(predictions: Sequence[Prediction]) -> list[Line]:
-    """Single nodes of one device together: its curve was fitted to them."""
+    """Group single nodes by device, because the curve of a device was fitted to them."""
     groups: dict[str, list[Prediction]] = {}
     for prediction in predictions:
         groups.setdefault(prediction.row.reason, []).append(prediction)
@@ -166,6 +182,27 @@ def node_lines(predictions: Sequence[Prediction]) -> list[Line]:
             "worst": f"{max(p.error for p in group):.1%}",
         }
         for reason, group in groups.items()
+    ]
+
+
+def held_out_lines(predictions: Sequence[Prediction]) -> list[Line]:
+    """Group predictions by the cluster that was left out, with totals at the end."""
+    groups: dict[str, list[Prediction]] = {}
+    for prediction in predictions:
+        groups.setdefault(prediction.row.cluster, []).append(prediction)
+    groups["all of MLPerf"] = [prediction for prediction in predictions if prediction.row.is_mlperf]
+    groups["all"] = list(predictions)
+    return [
+        {
+            "left out": name,
+            "rows": str(len(group)),
+            "GPUs": spread([int(prediction.row.ranks) for prediction in group]),
+            "batch": spread([int(prediction.row.batch_per_rank) for prediction in group]),
+            "median error": f"{statistics.median(p.error for p in group):.1%}",
+            "worst": f"{max(p.error for p in group):.1%}",
+            "in their intervals": f"{sum(p.is_in_interval for p in group)}",
+        }
+        for name, group in groups.items()
     ]
 
 
@@ -186,10 +223,10 @@ def paper_tables() -> dict[str, list[Line]]:
     return {
         "the paper": [
             {
-                "what": claim.what,
+                "result": claim.what,
                 "reported": claim.reported,
                 "predicted": claim.predicted,
-                "what would have to be true": claim.needed,
+                "needed for it": claim.needed,
             }
             for claim in claims()
         ]
@@ -197,7 +234,7 @@ def paper_tables() -> dict[str, list[Line]]:
 
 
 def write_tables(path: Path, tables: dict[str, list[Line]]) -> None:
-    """Between the marks that the page has for each: <!-- table: predicted --> ... <!-- end -->."""
+    """Replace the tables between the markers of the page: <!-- table: predicted --> ... <!-- end -->."""
     text = path.read_text()
     for title, lines in tables.items():
         text = with_table(text, title, lines)
@@ -206,7 +243,7 @@ def write_tables(path: Path, tables: dict[str, list[Line]]) -> None:
 
 def with_table(text: str, title: str, lines: list[Line]) -> str:
     begin, end = f"<!-- table: {title} -->\n", "<!-- end -->"
-    assert begin in text, f"the page has no mark {begin}"
+    assert begin in text, f"the page has no marker {begin}"
     head, _, rest = text.partition(begin)
     _, _, tail = rest.partition(end)
     return f"{head}{begin}{markdown(lines)}{end}{tail}"
@@ -233,7 +270,7 @@ def as_json(prediction: Prediction) -> dict[str, Any]:
 
 
 def draw(figure: "Figure", calibrated: Sequence[Prediction], predicted: Sequence[Prediction]) -> None:
-    """Simulated against measured, and below it the error against the number of GPUs."""
+    """Plot simulated against measured images/s, and below it the error against the number of GPUs."""
     figure.set_size_inches(6.4, 7.4)
     above, below = figure.subplots(2, 1, height_ratios=[2.4, 1])
     groups = {"fitted": (calibrated, GREY, 3.0), "predicted": (predicted, color_of(1), 5.0)}

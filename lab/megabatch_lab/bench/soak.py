@@ -1,20 +1,20 @@
-"""megabatch bench soak: whether a long run stays as it was: its memory, threads, files and speed.
+"""megabatch bench soak: check that memory, threads, files and speed stay flat in a long run.
 
-A tiny network learns from a folder of JPEGs, on ranks of this machine: reader threads, the all-reduce in shared memory,
-an evaluation and a checkpoint every 100 steps.  POINTS times, evenly over the steps, every process (ranks
-and launcher) is looked at from outside:
-    memory_mb      its own memory, without the pages of files
-    shared_mb      its share of shared memory
+A tiny network trains on a folder of JPEGs with ranks of this machine, which covers reader threads, the all-reduce in
+shared memory, and an evaluation and a checkpoint every 100 steps.  At POINTS points, evenly spread over the steps, the
+bench reads from /proc for every process (ranks and launcher):
+    memory_mb      private memory, without file pages
+    shared_mb      proportional share of shared memory
     shared_maps    mappings of files in /dev/shm
-    threads, descriptors, and for the launcher processes: those that it has started, and theirs
-    shm_files      files in /dev/shm that one of them has made or holds; after the end: that are still there
-The first tenth of the steps is warm-up: caches fill, and allocators settle.  `first` is from the second tenth, `last`
-from the last.  Memory is flat if its median has grown by at most GROWTH (of itself, in 10,000 steps) or NOISE_MB;
-all else is flat if the least of the last tenth is not above that of the first: what is opened and closed again, such as
-a checkpoint's file, is not held.
-    steps_per_s    medians between points, evaluations and checkpoints included, of the first tenth without its first
-                   point (start-up) and of the last.  The last may be slower by SLOWER, or by the distance between the
-                   quartiles of either tenth, if that is more.  What others compute meanwhile is said.
+    threads, descriptors, and for the launcher processes: its descendants
+    shm_files      files in /dev/shm that the processes created or hold; after the end: the remaining ones
+The first tenth of the steps is a warm-up for caches and allocators.  `first` is from the second tenth, `last` from the
+last.  Memory is flat if its median grew by at most GROWTH (relative, per 10,000 steps) or NOISE_MB.  Every other value
+is flat if the minimum of the last tenth is not above the minimum of the second: a file that is opened and closed again,
+such as a checkpoint, is not a leak.
+    steps_per_s    the median rate between points, with evaluations and checkpoints, in the first tenth without its
+                   first point (start-up) and in the last.  The last may be slower by SLOWER, or by the interquartile
+                   range of either tenth if that is larger.  The load of other processes is reported.
 """
 
 import os
@@ -37,21 +37,21 @@ from megabatch.data.catalog import load_data_set
 from megabatch.data.settings import DataSettings
 from megabatch.errors import UserError
 from megabatch.runs.reader import last_record
-from megabatch_lab.bench.process_figures import (
+from megabatch_lab.bench.process_stats import (
     busy_s,
     cpu_s,
     descendants,
     environment,
-    read_figures,
+    read_stats,
     shared_memory_files,
 )
 from megabatch_lab.bench.report import print_lines, show, write
 
 POINTS = 100
 GROWTH, NOISE_MB, SLOWER = 0.01, 2.0, 0.05
-BUSY_CORES = 0.2  # of others, from which on speeds cannot be compared
+BUSY_CORES = 0.2  # used by other processes; above it, speeds cannot be compared
 CLASSES, IMAGES_PER_CLASS = 4, 50
-EVERY_S = 0.02  # between looks at how far the run is
+POLL_S = 0.02
 OVERRIDES = [
     "model.name=tiny_cnn",
     "model.options.hidden=32",
@@ -67,29 +67,27 @@ OVERRIDES = [
 class Point(NamedTuple):
     step: int
     seconds: float
-    other_s: float  # of the cores, computed by others, since the machine was started
-    figures: dict[tuple[str, str], float]  # (process, name)
+    other_s: float  # CPU seconds of other processes since boot
+    stats: dict[tuple[str, str], float]  # by process and name
 
 
 def run(num_steps: int, num_ranks: int, json_file: Path | None) -> bool:
-    """True if nothing has grown or slowed down."""
+    """Run the bench and return True if nothing grew or slowed down."""
     if not Path("/proc/self/smaps_rollup").exists():
-        raise UserError("bench soak reads /proc/PID/smaps_rollup, which this system does not have; run it on Linux")
+        raise UserError("bench soak reads /proc/PID/smaps_rollup, which this system lacks; run it on Linux")
     with TemporaryDirectory() as name:
         folder = Path(name)
         make_photos(folder / "photos")
         points, left = watch(folder, num_steps, num_ranks)
     if any(len(tenth(points, num_steps, number)) < 3 for number in (0, 1, 9)):
-        raise UserError(f"--steps {num_steps} were over before they could be watched; try --steps {10 * num_steps}")
+        raise UserError(f"--steps {num_steps} is too short to measure; try --steps {10 * num_steps}")
     rows = [*compare(points, num_steps), compare_speed(points, num_steps)]
     rows.append(row_of("after the end", "shm_files", 0.0, float(len(left)), 0.0))
     print_lines([{name: shown(value) for name, value in row.items()} for row in rows])
     write([{"steps": num_steps, "ranks": num_ranks, "points": len(points), **row} for row in rows], json_file)
     others = cores_of_others(points, num_steps)
     if others > BUSY_CORES:
-        print(
-            f"something else kept {others:.1f} cores busy: the speed is not the run's own; measure on a quiet machine"
-        )
+        print(f"other processes used {others:.1f} cores, so the speed is not reliable; measure on an idle machine")
     changed = [f"{row['process']}: {row['figure']}" for row in rows if not row["flat"]]
     print(f"not flat: {', '.join(changed)}" if changed else f"flat over {num_steps:,} steps on {num_ranks} ranks")
     return not changed
@@ -105,22 +103,22 @@ def make_photos(folder: Path) -> None:
 
 
 def watch(folder: Path, num_steps: int, num_ranks: int) -> tuple[list[Point], set[str]]:
-    """The points of a run, and its files that are left in /dev/shm."""
+    """Return the points of a run, and its files that remain in /dev/shm."""
     points: list[Point] = []
     pids: set[int] = set()
     files: set[str] = set()
     due = 1
     with training(folder, num_steps, num_ranks) as process:
         while process.poll() is None:
-            time.sleep(EVERY_S)
+            time.sleep(POLL_S)
             record = last_record(folder / "run")
             if record and record.step >= due:
-                # One that has ended just now is at its last step: the run is over, and so is the watch.
+                # A process may have just ended after its last step.
                 with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
                     alive = {process.pid: "launcher"} | ranks_below(process.pid)
                     pids |= set(alive)
                     if len(alive) == 1 + num_ranks:
-                        points.append(look(record.step, alive, files))
+                        points.append(read_point(record.step, alive, files))
                 due = max(due, record.step) + num_steps // POINTS
     left = {name for name in files | shared_memory_files(pids) if Path("/dev/shm", name).exists()}
     return points, left
@@ -142,7 +140,7 @@ def training(folder: Path, num_steps: int, num_ranks: int) -> Iterator["subproce
             process.wait()
     if process.returncode:
         *_, line = ["", *log.read_text().splitlines()]
-        raise UserError(f"the run that was watched ended with code {process.returncode}: {line}; train it by itself")
+        raise UserError(f"the training ended with exit code {process.returncode}: {line}; run its command by itself")
 
 
 def ranks_below(launcher: int) -> dict[int, str]:
@@ -154,25 +152,25 @@ def ranks_below(launcher: int) -> dict[int, str]:
     return ranks
 
 
-def look(step: int, names: dict[int, str], files: set[str]) -> Point:
-    figures: dict[tuple[str, str], float] = {}
+def read_point(step: int, names: dict[int, str], files: set[str]) -> Point:
+    stats: dict[tuple[str, str], float] = {}
     for pid, process in names.items():
-        figures |= {(process, name): float(value) for name, value in read_figures(pid).items()}
+        stats |= {(process, name): float(value) for name, value in read_stats(pid).items()}
         if process == "launcher":
-            figures[process, "processes"] = float(len(descendants(pid)))
+            stats[process, "processes"] = float(len(descendants(pid)))
     found = shared_memory_files(set(names))
     files |= found
-    figures["all", "shm_files"] = float(len(found))
-    return Point(step, time.perf_counter(), busy_s() - sum(map(cpu_s, [*names, os.getpid()])), figures)
+    stats["all", "shm_files"] = float(len(found))
+    return Point(step, time.perf_counter(), busy_s() - sum(map(cpu_s, [*names, os.getpid()])), stats)
 
 
 def compare(points: Sequence[Point], num_steps: int) -> list[dict[str, Any]]:
-    """A row for each figure of each process."""
+    """Return a row for each value of each process."""
     before, after = tenth(points, num_steps, 1), tenth(points, num_steps, 9)
     apart = statistics.median(p.step for p in after) - statistics.median(p.step for p in before)
     rows = []
-    for process, name in before[0].figures:
-        earlier, later = ([point.figures[process, name] for point in part] for part in (before, after))
+    for process, name in before[0].stats:
+        earlier, later = ([point.stats[process, name] for point in part] for part in (before, after))
         if name == "memory_mb":
             first, last = statistics.median(earlier), statistics.median(later)
             allowed = max(NOISE_MB, GROWTH * first * apart / 10_000)
@@ -190,7 +188,7 @@ def compare_speed(points: Sequence[Point], num_steps: int) -> dict[str, Any]:
 
 
 def cores_of_others(points: Sequence[Point], num_steps: int) -> float:
-    """Those that something else kept busy, in the first or the last tenth, whichever is more."""
+    """Return the cores that other processes used in the first or last tenth, the larger of the two."""
     parts = [tenth(points, num_steps, number) for number in (0, 9)]
     return max((part[-1].other_s - part[0].other_s) / (part[-1].seconds - part[0].seconds) for part in parts)
 
@@ -200,7 +198,7 @@ def rates(points: Sequence[Point]) -> list[float]:
 
 
 def spread(values: Sequence[float]) -> float:
-    """The distance between the quartiles."""
+    """Return the interquartile range."""
     low, _, high = statistics.quantiles(values, n=4)
     return high - low
 

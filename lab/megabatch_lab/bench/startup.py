@@ -1,23 +1,27 @@
-"""megabatch bench startup: what one rank of thousands does until its first step, and in a step, without the others.
+"""megabatch bench startup: the start and one step of a single rank out of thousands, without the other ranks.
 
-One process is rank 0 of a mirrored world: every collective gives what it would if all ranks held what this one holds
-(rehearsal/backends.py), on a CUDA that is not there (rehearsal/fake_cuda.py), with 8 ranks to a node.  It starts the
-real trainer on the recipe `smoke` with LARS: no network, no GPU and no NCCL is measured, but what is asked of them.
-    seconds             from joining the ranks to the first step, without measuring links; of this process alone, the
+One process is rank 0 of a mirrored world with 8 ranks per node: every collective returns the result that it would have
+if all ranks held the same data (rehearsal/backends.py), on a fake CUDA (rehearsal/fake_cuda.py).  It starts the real
+trainer on the recipe `smoke` with LARS.  The bench measures the requests to the network, the GPU and NCCL, not these.
+    seconds             from joining the ranks to the first step, without measuring links; of this process only, the
                         median over rounds
-    bytes               that this rank sends and receives in order to agree with the others
-    bytes_a_rank        what of these each further rank adds: the rest is the same for any number of ranks
-    weights_bytes       DDP's own broadcast of the weights, and the gradients of the warm-up pass
-    links_mb            what is sent on purpose, to measure links
+    bytes               that this rank sends and receives to agree with the others
+    bytes_a_rank        the part of `bytes` that each additional rank adds; the rest does not depend on the ranks
+    weights_bytes       DDP's broadcast of the weights, and the gradients of the warm-up pass
+    links_mb            traffic that measures links
     store_requests      of a rank other than 0
-    rank_0_requests     of rank 0, for as many ranks at a real store (TCPStore), whose keys this process sets;
-    rank_0_seconds      it names all ranks in each, so its bytes grow with them
+    rank_0_requests     of rank 0 with this number of ranks at a real store (TCPStore), whose keys this process sets;
+    rank_0_seconds      each request names all ranks, so its bytes grow with them
     rank_0_store_bytes
-    launches_per_step   of kernels and collectives in a steady step, the most over flat, hierarchical and torus in fp32
-    syncs_per_step      and fp16; and how often its host waits for the device
+    stats_per_node      requests for the state of a file or folder by the ranks of a node, for a cached data set of
+                        CLASSES folders
+    launches_per_step   of kernels and collectives in a steady step: the maximum over flat, hierarchical and torus in
+    syncs_per_step      fp32 and fp16; and how often the host waits for the device
 """
 
 import math
+import os
+import shutil
 import statistics
 import time
 import uuid
@@ -25,54 +29,41 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch.distributed as dist
+from PIL import Image
 
 from megabatch.comm import api as hook
 from megabatch.comm import tune
 from megabatch.config.loading import load_config, silent
 from megabatch.config.schema import RunConfig
+from megabatch.data.catalog import load_data_set
+from megabatch.data.settings import DataSettings
+from megabatch.data.sources.index import SHARED, Shared
 from megabatch.errors import UserError
 from megabatch.planning.algorithms import ALGORITHMS
 from megabatch.planning.topology import regular
 from megabatch.ranks.discover import RankInfo
-from megabatch.ranks.store import KEYS_AT_ONCE, agree_on_name
+from megabatch.ranks.store import KEYS_AT_ONCE, RankStore, agree_on_name
 from megabatch.training.loop import train
 from megabatch.training.parts import Training
 from megabatch.training.prepare import WarmUpPass, prepare
 from megabatch_lab.bench.report import report
-from megabatch_lab.rehearsal import backends, counting_store, fake_cuda
+from megabatch_lab.rehearsal import backends, fake_cuda
+from megabatch_lab.rehearsal.counting_store import CountingStore
 
 RANKS_PER_NODE, MICROBATCH = 8, 2
+CLASSES = 100
 PRECISIONS = ("fp32", "fp16")
-STEADY_STEP = 14  # DDP takes the time of its first ten
-AGREEING, WEIGHTS, LINKS = "agreeing", "weights", "links"  # what bytes are sent for
-
-
-class CountingStore(counting_store.CountingStore):
-    """Also of requests with many keys."""
-
-    def has_extended_api(self) -> bool:
-        return bool(self.inner.has_extended_api())  # nobody is asked
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        values: list[bytes] = self.inner.multi_get(keys)
-        self.count("multi_get", *keys, *values)
-        return values
-
-    def multi_set(self, keys: list[str], values: list[str]) -> None:
-        self.count("multi_set", *keys, *values)
-        self.inner.multi_set(keys, values)
-
-    @property
-    def num_requests(self) -> int:
-        return sum(self.requests.values())
+STEADY_STEP = 14  # DDP times its first ten steps
+AGREEING, WEIGHTS, LINKS = "agreeing", "weights", "links"  # the purpose of bytes
 
 
 class Start(NamedTuple):
-    """What it took to start."""
+    """The cost of a start."""
 
     seconds: float
     bytes_for: dict[str, int]
@@ -81,14 +72,14 @@ class Start(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Of a function that was called."""
+    """One call of a function."""
 
-    places: range  # of its collectives in the log
+    places: range  # indices of its collectives in the log
     seconds: float
 
 
 class Agreement(NamedTuple):
-    """What it took a rank to agree with the others on a name."""
+    """The cost of agreeing with the other ranks on a name."""
 
     seconds: float
     store: CountingStore
@@ -100,11 +91,11 @@ class Step(NamedTuple):
 
 
 def read_numbers(text: str) -> list[int]:
-    """8,256,2048"""
+    """Parse numbers of ranks such as 8,256,2048."""
     words = text.split(",")
     if not all(word.isdecimal() and int(word) and int(word) % RANKS_PER_NODE == 0 for word in words):
         raise UserError(
-            f"--ranks {text} must be numbers with commas, each a multiple of {RANKS_PER_NODE} ranks to a node"
+            f"--ranks {text} must be multiples of {RANKS_PER_NODE} (the ranks of a node), separated by commas: 8,256"
         )
     return [int(word) for word in words]
 
@@ -112,7 +103,7 @@ def read_numbers(text: str) -> list[int]:
 def run(numbers: list[int], rounds: int, json_file: Path | None) -> None:
     reason = fake_cuda.why_not()
     if reason:
-        raise UserError(f"bench startup rehearses CUDA on the CPU and {reason}")
+        raise UserError(f"bench startup needs the fake CUDA: {reason}")
     fake_cuda.install()
     with started(config_for(RANKS_PER_NODE), RANKS_PER_NODE):  # imports, which take seconds
         pass
@@ -138,13 +129,14 @@ def measure(num_ranks: int, rounds: int) -> dict[str, Any]:
         "rank_0_requests": rank_0.store.num_requests + begun.store_requests,
         "rank_0_seconds": rank_0.seconds,
         "rank_0_store_bytes": rank_0.store.num_bytes,
+        "stats_per_node": stats_per_node(min(num_ranks, RANKS_PER_NODE)),
         "launches_per_step": max(step.num_launches for step in steps),
         "syncs_per_step": max(step.num_syncs for step in steps),
     }
 
 
 def growth(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """How figures grow between the last two rows: before these there may be one node, on which less is to be done."""
+    """Yield the growth between the last two rows.  Earlier rows may have one node, which does less work."""
     if len(rows) < 2:
         return
     before, last = rows[-2:]
@@ -152,10 +144,10 @@ def growth(rows: list[dict[str, Any]]) -> Iterator[str]:
     doublings = math.log2(last["ranks"] / before["ranks"])
     yield f"from {before['ranks']:,} to {last['ranks']:,} ranks"
     for name in ("bytes", "rank_0_store_bytes"):
-        yield f"  {name} grow by {more[name] / more['ranks']:,.0f} a rank"
+        yield f"  {name} grow by {more[name] / more['ranks']:,.0f} per rank"
     for name in ("seconds", "rank_0_seconds"):
-        yield f"  {name} grow by {more[name] / doublings:.3f} a doubling of the ranks"
-    for name in ("store_requests", "rank_0_requests", "launches_per_step", "syncs_per_step"):
+        yield f"  {name} grow by {more[name] / doublings:.3f} per doubling of the ranks"
+    for name in ("store_requests", "rank_0_requests", "stats_per_node", "launches_per_step", "syncs_per_step"):
         yield f"  {name} " + (f"grow by {more[name]:,}" if more[name] else "are the same")
 
 
@@ -169,15 +161,15 @@ def config_for(num_ranks: int, *overrides: str) -> RunConfig:
 def started(config: RunConfig, num_ranks: int, store: Any = None) -> Iterator[Training]:
     topology = regular(num_ranks // RANKS_PER_NODE, RANKS_PER_NODE)
     with ExitStack() as stack:
-        # `prepare` makes no store of its own: the ranks that it would wait for are not there.
-        found_by = mock.Mock(store=store or dist.HashStore(), failures_announced=ExitStack)  # type: ignore[attr-defined]
+        # A given store keeps `prepare` from waiting for ranks that do not exist.
         info = RankInfo(0, num_ranks, 0, RANKS_PER_NODE)
-        ready = stack.enter_context(prepare(config, info, found_by, backend=backends.MIRRORED, topology=topology))
+        rank_store = RankStore(info, store or dist.HashStore())  # type: ignore[attr-defined]
+        ready = stack.enter_context(prepare(config, info, rank_store, backend=backends.MIRRORED, topology=topology))
         yield ready.training
 
 
 def start(num_ranks: int) -> Start:
-    """Once, as the recipe is: the algorithm is chosen."""
+    """Start once with the recipe's settings, which choose the algorithm."""
     backends.log.clear()
     spans: dict[str, list[Span]] = {LINKS: [], WEIGHTS: []}
     counting = CountingStore()
@@ -204,7 +196,7 @@ def start(num_ranks: int) -> Start:
 
 
 def attributed(function: Callable[..., Any], spans: list[Span]) -> Callable[..., Any]:
-    """The function, which leaves a span."""
+    """Wrap a function so that each call appends a span."""
 
     def call(*args: Any, **named: Any) -> Any:
         first, began_s = len(backends.log), time.perf_counter()
@@ -216,7 +208,7 @@ def attributed(function: Callable[..., Any], spans: list[Span]) -> Callable[...,
 
 
 def steady_step(num_ranks: int, algorithm: str, precision: str) -> Step:
-    # Buckets of a fixed size: how many there are would else be chosen by timing, and launches with them.
+    # Fixed bucket size: otherwise timings would change the number of buckets and of launches.
     choices = [f"comm.algorithm={algorithm}", f"precision.name={precision}", "comm.bucket_mb=25"]
     config = config_for(num_ranks, *choices)
     with started(config, num_ranks) as training, closing(train(training)) as records:
@@ -227,8 +219,33 @@ def steady_step(num_ranks: int, algorithm: str, precision: str) -> Step:
         return Step(fake_cuda.launches().total(), len(fake_cuda.seen("sync")))
 
 
+def stats_per_node(num_ranks: int) -> int:
+    """Count the calls of stat by the ranks of a node that load a folder of images, as in `load_once_per_host`."""
+    asked, stat = 0, os.stat
+
+    def counted(path: Any, **options: Any) -> os.stat_result:
+        nonlocal asked
+        asked += 1
+        return stat(path, **options)
+
+    with TemporaryDirectory() as folder, mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{folder}/cache"):
+        for number in range(CLASSES):
+            path = Path(folder, "set", f"class{number:03d}", "0.png")
+            path.parent.mkdir(parents=True)
+            Image.new("RGB", (8, 8)).save(path)
+            shutil.copyfile(path, path.with_name("1.png"))
+        settings = DataSettings(source=f"{folder}/set", image_size=8, validation=0.5)
+        load_data_set(settings)  # writes the cache
+        with mock.patch.object(os, "stat", counted), closing(Shared(None)) as first:
+            for rank in range(num_ranks):
+                token = SHARED.set(first if rank == 0 else Shared(first.offer()))
+                load_data_set(settings)
+                SHARED.reset(token)
+    return asked
+
+
 def agree(num_ranks: int) -> tuple[Agreement, Agreement]:
-    """Of rank 0 and of rank 1, at a real store.  The others are one thread, which does what they would do."""
+    """Return the cost for rank 0 and rank 1 at a real store.  One thread stands for all other ranks."""
     server = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)  # type: ignore[attr-defined]
     stores = [CountingStore(client_of(server)) for _ in range(2)]
     others = range(2, num_ranks)
@@ -245,15 +262,15 @@ def agree(num_ranks: int) -> tuple[Agreement, Agreement]:
                 some = others[begin : begin + KEYS_AT_ONCE]
                 crowd.multi_set([f"thanks/{name}/{rank}" for rank in some], [""] * len(some))
 
-    def come(rank: int) -> Agreement:
+    def join(rank: int) -> Agreement:
         began_s = time.perf_counter()
         agree_on_name(stores[rank], RankInfo(rank, num_ranks, rank, RANKS_PER_NODE))
         return Agreement(time.perf_counter() - began_s, stores[rank])
 
     with ThreadPoolExecutor() as threads:
         threads.submit(thank)
-        second = threads.submit(come, 1)
-        return come(0), second.result()
+        second = threads.submit(join, 1)
+        return join(0), second.result()
 
 
 def client_of(server: Any) -> Any:

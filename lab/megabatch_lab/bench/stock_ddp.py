@@ -1,8 +1,9 @@
-"""The peer of `megabatch bench train`: stock DistributedDataParallel, written plainly and with its best settings.
+"""The peer of `megabatch bench train`: plain DistributedDataParallel with its best settings.
 
-DDP's default buckets and averaging, `no_sync` while it accumulates, gradients as views of the buckets, fused SGD,
-channels_last, images in memory cropped and flipped a batch at a time, the loss read once a step.
-Nothing here comes from megabatch; model and images are handed in, so that both arms train the same thing.
+It uses DDP's default buckets and averaging, `no_sync` during accumulation, gradients as views of the buckets, fused
+SGD and channels_last.  Images are in memory, and are cropped and flipped per batch.  The loss is read once per
+step.  This file imports nothing from megabatch.  The caller passes the model and the images, so that both arms train
+the same model.
 """
 
 from collections.abc import Iterator
@@ -26,10 +27,10 @@ def train_stock(
     crop_padding: int,
     label_smoothing: float,
 ) -> Iterator[float]:
-    """Trains without end; yields the loss after every step."""
+    """Train forever; yield the loss after every step."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     accumulation = global_batch // (microbatch * num_ranks)
-    model = model.to(device, memory_format=torch.channels_last)
+    model = model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's stubs
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(
         model.parameters(), lr=learning_rate, momentum=0.9, nesterov=True, weight_decay=5e-4, fused=True
@@ -44,7 +45,7 @@ def train_stock(
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(epoch))
         for start in range(0, len(images) - global_batch + 1, global_batch):
             mine = order[start : start + global_batch][rank::num_ranks]
-            optimizer.zero_grad(set_to_none=accumulation == 1)  # whichever is faster
+            optimizer.zero_grad(set_to_none=accumulation == 1)  # the faster choice
             total = torch.zeros((), device=device)
             for turn, chosen in enumerate(mine.split(microbatch)):
                 x = F.pad(images[chosen], [crop_padding] * 4).unfold(2, size, 1).unfold(3, size, 1)

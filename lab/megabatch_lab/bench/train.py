@@ -1,12 +1,12 @@
-"""megabatch bench train: our trainer against stock DDP, images per second.
+"""megabatch bench train: our trainer compared with stock DDP, in images per second.
 
-Both arms live in the same ranks with the same threads, model, images and batch, and take turns: a block of steps
-of one, then of the other, the order swapped every round.  A block's time is that of the slowest rank (a barrier
-ends it); `ratio` is the median over rounds of stock's time by ours in the same round, since neighbours in time share
-the machine's mood.  Ours writes every row of metrics.jsonl, as `megabatch train` does; evaluation is left out of both.
-`check_percent` is what ours spends of a step on the search for inf and NaN in the gradients, call by call: on CPUs the
-time that the core has worked on it, since another thread may have had the core meanwhile.  `record_percent` is what it
-spends so on knowing where the time of a step goes.
+Both arms run in the same ranks with the same threads, model, images and batch.  They take turns: a block of steps of
+one, then of the other, with the order swapped every round.  A block takes as long as its slowest rank (it ends with a
+barrier).  `ratio` is the median over rounds of stock's time divided by ours in the same round, because the machine's
+speed varies over time.  Our arm writes every row of metrics.jsonl, as `megabatch train` does.  Neither arm evaluates.
+`check_percent` is the share of our step spent on detecting inf and NaN in the gradients, summed over calls.  On CPUs it
+is thread CPU time, because another thread may use the core meanwhile.  `record_percent` is the share spent on recording
+the times of a step, and `noise_percent` that of measuring the gradient noise scale on some steps (train.noise_every).
 """
 
 import dataclasses
@@ -23,34 +23,36 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megabatch.comm.cpu import shared_memory
 from megabatch.config.loading import load_config
 from megabatch.config.resolve import make_model
 from megabatch.data.catalog import load_data_set
 from megabatch.data.pipeline.images import ArrayImages, DataSet
+from megabatch.ranks.devices import choose_device
 from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.store import RankStore
-from megabatch.ranks.world import World, choose_device, connect
+from megabatch.ranks.world import World, connect
 from megabatch.runs.folder import RunFolder
 from megabatch.runs.records import StepRecord
-from megabatch.telemetry.activity import HostTimes
+from megabatch.telemetry.activity import Activity
 from megabatch.training import loop
 from megabatch.training.evaluate import NOT_EVALUATED
 from megabatch.training.loop import train
+from megabatch.training.noise import NoiseMeter
 from megabatch.training.numerics import arithmetic
 from megabatch.training.prepare import now, ready_to_train, seconds_between
-from megabatch.training.step_metrics import DeviceTimes
 from megabatch_lab.bench.report import report
 from megabatch_lab.bench.stock_ddp import train_stock
 
-# Overrides of the recipe `fashion`, steps in a block, and rounds as a share of those asked for.
+# Overrides of the recipe `fashion`, steps per block, and the share of the requested rounds.
 WORKLOADS = {
     "small_resnet": (["model.name=small_resnet"], 4, 1.0),
     "small_cnn": (["model.name=small_cnn"], 4, 1.0),
     "alexnet_like": (
         [
-            "model.name=megabatch_lab.bench.models:alexnet_like",
+            "model.name=megabatch_lab.bench.train:alexnet_like",
             "data.source=synthetic",
             "data.image_size=64",
             "data.synthetic.train=1024",
@@ -65,17 +67,19 @@ WORKLOADS = {
     ),
 }
 
-# What looks for inf and NaN: in a rank's gradients, and in its part of their sums.
+# Functions that detect inf and NaN: in a rank's gradients, and in its part of the all-reduced ones.
 CHECKS = [(loop, "clip_and_check"), (shared_memory, "product_of_halves")]
-# What sees how long each activity takes, and makes the times of a row of it.
-RECORDING = [(HostTimes, "begin"), (DeviceTimes, "begin"), (loop, "step_times")]
+# Functions that record the times of activities and compute the times of a row.
+RECORDING = [(Activity, "begin"), (loop, "step_times")]
+# Functions that measure the noise of gradients.
+NOISE = [(NoiseMeter, "note"), (NoiseMeter, "squares")]
 
 
 def run_rank(
     info: RankInfo, store: RankStore, device: str, rounds: int, models: Sequence[str], json_file: Path | None
 ) -> int:
-    """One rank of the bench; rank 0 reports.  Returns the exit code."""
-    with connect(info, choose_device(device), store.store) as world:
+    """Run one rank of the bench and return its exit code.  Rank 0 reports."""
+    with connect(info, choose_device(device), store) as world:
         rows = [measure(name, world, rounds) for name in models]
     if info.rank == 0:
         report(rows, json_file)
@@ -83,12 +87,12 @@ def run_rank(
 
 
 def measure(name: str, world: World, rounds: int) -> dict[str, Any]:
-    overrides, steps_a_block, share = WORKLOADS[name]
-    return {"model": name} | compare(overrides, steps_a_block, max(3, round(share * rounds)), world)
+    overrides, steps_per_block, share = WORKLOADS[name]
+    return {"model": name} | compare(overrides, steps_per_block, max(3, round(share * rounds)), world)
 
 
-def compare(overrides: Sequence[str], steps_a_block: int, rounds: int, world: World) -> dict[str, Any]:
-    """Both arms on the recipe `fashion` with these overrides."""
+def compare(overrides: Sequence[str], steps_per_block: int, rounds: int, world: World) -> dict[str, Any]:
+    """Measure both arms on the recipe `fashion` with these overrides."""
     config = load_config("fashion", [*overrides, "train.epochs=1000"])
     data = in_memory(load_data_set(config.data))
     with (
@@ -97,18 +101,20 @@ def compare(overrides: Sequence[str], steps_a_block: int, rounds: int, world: Wo
         arithmetic(config.precision, config.run.deterministic),
         timed(world.device, CHECKS) as checks,
         timed(world.device, RECORDING) as recording,
+        timed(world.device, NOISE) as noise,
     ):
         run_folder.begin(config.to_toml(), {}, 0)
         arms = {"ours": our_steps(config, data, world, run_folder), "stock_ddp": stock_steps(config, data, world)}
-        for take_step in arms.values():  # DDP settles its buckets, caches warm up
-            time_block(take_step, steps_a_block)
+        for take_step in arms.values():  # DDP rebuilds its buckets, caches warm up
+            time_block(take_step, steps_per_block)
         times: dict[str, list[float]] = {arm: [] for arm in arms}
         checks.clear()
         recording.clear()
+        noise.clear()
         for turn in range(rounds):
             for arm in sorted(arms, reverse=turn % 2 == 1):
-                times[arm].append(time_block(arms[arm], steps_a_block))
-    images = steps_a_block * config.batch.global_batch
+                times[arm].append(time_block(arms[arm], steps_per_block))
+    images = steps_per_block * config.batch.global_batch
     ours, stock = times["ours"], times["stock_ddp"]
     return {
         "ranks": world.num_ranks,
@@ -121,19 +127,20 @@ def compare(overrides: Sequence[str], steps_a_block: int, rounds: int, world: Wo
         "ratio": statistics.median(theirs / mine for theirs, mine in zip(stock, ours, strict=True)),
         "check_percent": 100 * sum(seconds_between(*check) for check in checks) / sum(ours),
         "record_percent": 100 * sum(seconds_between(*call) for call in recording) / sum(ours),
+        "noise_percent": 100 * sum(seconds_between(*call) for call in noise) / sum(ours),
     }
 
 
 @contextmanager
 def timed(device: torch.device, functions: Sequence[tuple[Any, str]]) -> Iterator[list[tuple[Any, Any]]]:
-    """When this rank began and ended each call of these functions."""
+    """Yield a list that collects the start and end of each call of these functions on this rank."""
     moments = list[tuple[Any, Any]]()
     clock = time.thread_time if device.type == "cpu" else partial(now, device)
 
     def with_times(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
             began = clock()
-            found = function(*arguments)
+            found = function(*arguments, **options)
             moments.append((began, clock()))
             return found
 
@@ -155,7 +162,7 @@ def time_block(take_step: Callable[[], object], num_steps: int) -> float:
 
 
 def in_memory(data: DataSet) -> DataSet:
-    """Both arms read the same array, also of images that are made when they are asked for."""
+    """Return the data set with its training images in memory, so that both arms read the same array."""
     train = ArrayImages(data.train.read(np.arange(len(data.train))), data.train.labels)
     return DataSet(train, data.test, data.class_names, data.num_channels)
 
@@ -188,3 +195,28 @@ def stock_steps(config: Any, data: DataSet, world: World) -> Callable[[], object
         config.loss.label_smoothing,
     )
     return lambda: next(losses)
+
+
+def alexnet_like(num_classes: int) -> nn.Sequential:
+    """Return a network of 61 million parameters, nearly all in linear layers, with little compute on small images."""
+    return nn.Sequential(
+        nn.Conv2d(3, 64, 11, stride=4, padding=2),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, 2),
+        nn.Conv2d(64, 192, 5, padding=2),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, 2),
+        nn.Conv2d(192, 384, 3, padding=1),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(384, 256, 3, padding=1),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(256, 256, 3, padding=1),
+        nn.ReLU(inplace=True),
+        nn.AdaptiveAvgPool2d(6),
+        nn.Flatten(),
+        nn.Linear(256 * 36, 4096),
+        nn.ReLU(inplace=True),
+        nn.Linear(4096, 4096),
+        nn.ReLU(inplace=True),
+        nn.Linear(4096, num_classes),
+    )

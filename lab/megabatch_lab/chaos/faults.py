@@ -1,7 +1,7 @@
-"""Which faults hit which run, and when: functions of the seed and the run's number alone, so that one can be repeated.
+"""The faults of each run and their times, as functions of the seed and the run's number, so that a run can be repeated.
 
-A block of faults is a deck: every kind comes as often as it stands there, and their moments are spread evenly over the
-wall time of the undisturbed run, start-up and end included.  Some wait for the next write of a checkpoint instead.
+A block of faults is a shuffled deck.  Times are spread evenly over the wall time of the undisturbed run, including
+start-up and end.  Some faults wait for the next write of a checkpoint instead.
 """
 
 import random
@@ -34,22 +34,22 @@ ONE_HOST: tuple[Kind, ...] = (
 )
 TWO_HOSTS: tuple[Kind, ...] = (*("rank",) * 3, *("host",) * 4, *("link",) * 3)
 NEED_DISK: tuple[Kind, ...] = ("disk", "disk to end")
-LASTING: tuple[Kind, ...] = ("disk", "link")  # for a while; the run goes on, or is told to
-WRITE_SHARE = 0.2  # of the faults wait for a write
+LASTING: tuple[Kind, ...] = ("disk", "link")  # temporary; the run continues or is started again
+WRITE_SHARE = 0.2  # of the faults that wait for a write
 FAULTS_A_RUN = 3
-LAST_FULL = 0.6  # of the steps, after which no disk gets full: it has space again before the run ends
+LAST_FULL = 0.6  # share of the steps in which disks fill up: they must have space again before the run ends
 
 
 class Fault(Struct, frozen=True, kw_only=True):
     kind: Kind
-    share: float  # of the undisturbed run's wall time, at which it comes
-    at_write: bool  # it waits for the next write of a checkpoint
-    victim: float  # which rank or host: its place among them, from 0 to 1
-    hold: float  # of those that last: for how long, from 0 (shortest) to 1
+    share: float  # its time, as a share of the undisturbed run's wall time
+    at_write: bool  # waits for the next write of a checkpoint instead
+    victim: float  # position of the rank or host among all, from 0 to 1
+    hold: float  # duration of a temporary fault, from 0 (shortest) to 1
 
 
 def draw(seed: int, number: int, deck: Sequence[Kind]) -> list[Fault]:
-    """The faults of the run `number`, from 1."""
+    """Return the faults of run `number`, counted from 1."""
     first = (number - 1) * FAULTS_A_RUN
     return [draw_one(seed, place, deck) for place in range(first, first + FAULTS_A_RUN)]
 
@@ -72,10 +72,10 @@ def draw_one(seed: int, place: int, deck: Sequence[Kind]) -> Fault:
 
 
 class Timeline(Struct, frozen=True, kw_only=True):
-    """When an undisturbed run did what, in seconds since its command was started."""
+    """Times of an undisturbed run, in seconds since its command started."""
 
-    ranks_s: float  # its ranks were there
-    steps_s: list[tuple[float, int]]  # when a step's row was first seen, and the step
+    ranks_s: float  # when its ranks were running
+    steps_s: list[tuple[float, int]]  # when the row of a step was first seen, and the step
     total_s: float
 
     @property
@@ -88,16 +88,16 @@ class Timeline(Struct, frozen=True, kw_only=True):
 
 
 class Trigger(Struct, frozen=True):
-    """When a fault comes, in terms of what a disturbed run does."""
+    """The time of a fault, relative to the progress of the disturbed run."""
 
-    startup: float | None  # of start-up, from 0 to 1; None: in a step
-    step: int = 0  # once its row is there,
-    delay_s: float = 0.0  # and so much later
+    startup: float | None  # share of start-up, from 0 to 1; None: in a step
+    step: int = 0  # after its row was written
+    delay_s: float = 0.0  # after that
 
 
 def locate(fault: Fault, timeline: Timeline) -> Trigger:
     at_s = fault.share * timeline.total_s
-    if fault.kind in LASTING:  # squeezed to where there is time for it
+    if fault.kind in LASTING:  # early enough to end before the run
         room_s = timeline.startup_s + LAST_FULL * (timeline.steps_s[-1][0] - timeline.startup_s)
         at_s = fault.share * room_s
     if at_s < timeline.startup_s:
@@ -107,7 +107,7 @@ def locate(fault: Fault, timeline: Timeline) -> Trigger:
 
 
 def arrange(faults: Sequence[Fault], timeline: Timeline) -> list[tuple[Fault, Trigger]]:
-    """In the order drawn, except that a run goes forward: those in steps take their places in the order of steps."""
+    """Return the faults in the order drawn, but with those in steps sorted by step, since a run only moves forward."""
     placed = [(fault, locate(fault, timeline)) for fault in faults]
     in_steps = iter(
         sorted((pair for pair in placed if pair[1].startup is None), key=lambda pair: (pair[1].step, pair[1].delay_s))

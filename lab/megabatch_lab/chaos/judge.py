@@ -1,4 +1,7 @@
-"""Two runs of one recipe, to the bit: weights, the last checkpoint, every row, and the summary; not their times."""
+"""Checks of a disturbed run: its results, the processes and files it leaves, and its progress.
+
+Results are compared bitwise with the undisturbed run: weights, last checkpoint, rows and summary, except times.
+"""
 
 import json
 import re
@@ -18,7 +21,7 @@ from megabatch.runs.records import Record, StepRecord
 from megabatch.training.checkpoint.format import STATE
 from megabatch.training.checkpoint.save import LAST
 from megabatch_lab.chaos.processes import (
-    LOOK_S,
+    POLL_S,
     PROC,
     all_processes,
     environment_of,
@@ -27,7 +30,7 @@ from megabatch_lab.chaos.processes import (
     open_files,
 )
 
-# Of a row: what clocks and memory say.  All other fields count, also those that are yet to come.
+# Fields of a row that hold times or memory.  All other fields are compared, including future ones.
 TIMES = ("data_wait", "straggler", "times")
 TIME_SUFFIXES = ("_s", "_mb")
 SUMMED_UP = ("status", "steps", "skipped_steps", "top1", "top5", "best_top1", "test_loss", "samples_evaluated")
@@ -36,7 +39,7 @@ Tensor = tuple[str, list[int], bytes]  # type, shape, content
 
 
 def differences(expected: Path, found: Path) -> list[str]:
-    """In what a run's folder is not that of the `expected` one: a line each."""
+    """Return a line for each difference between two run folders."""
     return [
         *compare_tensors(expected, found, Path(WEIGHTS)),
         *compare_tensors(expected, found, Path(CHECKPOINTS) / LAST / STATE),
@@ -55,7 +58,7 @@ def compare_tensors(expected: Path, found: Path, name: Path) -> list[str]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Of a safetensors file, without its metadata."""
+    """Read a safetensors file without its metadata."""
     content = path.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     header: dict[str, Any] = json.loads(content[8 : 8 + length])
@@ -64,7 +67,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         if name != "__metadata__":
             begin, end = (8 + length + offset for offset in about["data_offsets"])
             if end > len(content):
-                raise ValueError(f"{name} is cut off")
+                raise ValueError(f"{name} is truncated")
             tensors[name] = (about["dtype"], about["shape"], content[begin:end])
     return tensors
 
@@ -78,8 +81,8 @@ def compare_rows(expected: Path, found: Path) -> list[str]:
         wrong = [key for key in sorted(their.keys() | our.keys()) if their.get(key) != our.get(key)]
         if wrong:
             key = wrong[0]
-            return [f"{METRICS}, row {number}: {key} is {our.get(key)}, and undisturbed {their.get(key)}"]
-    return [f"{METRICS} has {len(ours)} rows, and undisturbed {len(theirs)}"] if len(theirs) != len(ours) else []
+            return [f"{METRICS}, row {number}: {key} is {our.get(key)}; undisturbed: {their.get(key)}"]
+    return [f"{METRICS} has {len(ours)} rows; undisturbed: {len(theirs)}"] if len(theirs) != len(ours) else []
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -97,20 +100,18 @@ def compare_summaries(expected: Path, found: Path) -> list[str]:
     except (OSError, ValueError) as error:
         return [f"{SUMMARY} cannot be read ({error})"]
     return [
-        f"{SUMMARY}: {key} is {ours.get(key)}, and undisturbed {theirs.get(key)}"
+        f"{SUMMARY}: {key} is {ours.get(key)}; undisturbed: {theirs.get(key)}"
         for key in SUMMED_UP
         if theirs.get(key) != ours.get(key)
     ]
 
 
-# What must not be there any more once a command has ended, however it ended.
-
 SHARED_MEMORY = Path("/dev/shm")
-LINGER_S = 5.0  # what the kernel gets to end a process that was killed, on a busy machine
+LINGER_S = 5.0  # for the kernel to end a killed process on a busy machine
 
 
 class Traces:
-    """Of one launcher: compares what is there with what was there before it was first started."""
+    """Processes and files that a launcher leaves, compared with the state before its first start."""
 
     def __init__(self, mark: str, temporary: Path, shared_memory: Path = SHARED_MEMORY) -> None:
         self.mark, self.temporary, self.shared_memory = mark, temporary, shared_memory
@@ -120,13 +121,13 @@ class Traces:
         return names_in(self.shared_memory) | names_in(self.temporary)
 
     def left(self) -> list[str]:
-        """A line for each process and file that is left, and each is said once."""
+        """Return a line for each remaining process and file.  A file is reported once."""
         found = [describe(process) for process in wait_for_end(self.mark)]
         new = self.files() - self.known
-        used = in_use({path for path in new if path.parent == self.shared_memory})  # by others on this machine
-        left = (new - used) & self.files()  # and not what another process on this machine has removed meanwhile
+        used = in_use({path for path in new if path.parent == self.shared_memory})  # by other processes on this machine
+        left = (new - used) & self.files()  # without files that another process has removed meanwhile
         self.known |= left
-        return found + [f"{path} is left behind" for path in sorted(left)]
+        return found + [f"{path} remains" for path in sorted(left)]
 
 
 def names_in(folder: Path) -> set[Path]:
@@ -136,10 +137,10 @@ def names_in(folder: Path) -> set[Path]:
 
 
 def wait_for_end(mark: str) -> list[int]:
-    """The processes that do not end."""
+    """Wait for the processes to end and return those that do not."""
     deadline_s = time.monotonic() + LINGER_S
     while (found := marked(mark)) and time.monotonic() < deadline_s:
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
     return found
 
 
@@ -147,13 +148,13 @@ def describe(process: int) -> str:
     rank = environment_of(process).get("RANK")
     ports = listening_ports(process)
     return (
-        f"process {process}{f' (rank {rank})' if rank else ''} is left behind"
+        f"process {process}{f' (rank {rank})' if rank else ''} remains"
         + f", listening on {', '.join(map(str, ports))}" * bool(ports)
     )
 
 
 def in_use(files: set[Path]) -> set[Path]:
-    """Those that a living process has mapped or open."""
+    """Return the files that a running process has mapped or open."""
     used: set[str] = set()
     for process in all_processes() if files else ():
         used |= set(open_files(process))
@@ -163,19 +164,17 @@ def in_use(files: set[Path]) -> set[Path]:
 
 
 def unfinished(run: Path) -> list[str]:
-    """In the folder of a run that has ended well."""
-    return [f"{path} is left behind" for path in sorted(run.rglob(f"{WRITING}*"))]
+    """Return a line for each partial file in the folder of a finished run."""
+    return [f"{path} remains" for path in sorted(run.rglob(f"{WRITING}*"))]
 
-
-# What a run is doing, by what lies in its folder.
 
 Phase = Literal["start-up", "step", "evaluation", "write", "end"]
 PHASES: tuple[Phase, ...] = ("start-up", "step", "evaluation", "write", "end")
-BEGINS = re.compile(r"^.* begins at step (\d+)$", re.MULTILINE)  # of the run's log, once for each attempt
+BEGINS = re.compile(r"^.* begins at step (\d+)$", re.MULTILINE)  # in the run's log, once per attempt
 
 
 class Progress(Struct, frozen=True):
-    begun_at: tuple[int, ...]  # the step at which each attempt has begun, so far
+    begun_at: tuple[int, ...]  # the first step of each attempt so far
     record: Record | None  # the newest row
 
     @property
@@ -184,12 +183,12 @@ class Progress(Struct, frozen=True):
 
     @property
     def is_at_work(self) -> bool:
-        """The newest attempt has taken a step."""
+        """Return True if the newest attempt has taken a step."""
         return bool(self.begun_at) and self.step > self.begun_at[-1]
 
 
 class Watch:
-    """Looks at a run's folder many times a second."""
+    """Reads the progress of a run from its folder, many times per second."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -206,15 +205,15 @@ class Watch:
                 self.begun_at = tuple(map(int, BEGINS.findall(log.read_text(errors="replace"))))
                 self.log_bytes = log_bytes
         except OSError:
-            pass  # not yet
+            pass  # not created yet
         try:
             record = last_record(self.folder)
-        except UserError:  # cut off at this moment
+        except UserError:  # truncated at this moment
             record = None
         return Progress(self.begun_at, record)
 
     def is_writing(self) -> bool:
-        """A checkpoint or the final weights."""
+        """Return True if a checkpoint or the final weights are being written."""
         patterns = (f"{CHECKPOINTS}/{WRITING}*", f"{WRITING}{WEIGHTS}*")
         return any(next(self.folder.glob(pattern), None) for pattern in patterns)
 
@@ -224,7 +223,7 @@ class Watch:
 
 
 def phase_of(progress: Progress, is_starting: bool, is_writing: bool, num_steps: int) -> Phase:
-    """Without a row of the attempt under way it is starting; what a killed one was writing lies there until then."""
+    """Return the phase of a run, which is start-up until its newest attempt has a row: files may be of an older one."""
     if is_starting or not progress.is_at_work:
         return "start-up"
     if is_writing:

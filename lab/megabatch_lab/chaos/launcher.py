@@ -1,4 +1,4 @@
-"""A command that starts ranks and is started again when it has ended too early, as a batch system would do."""
+"""A command that starts ranks, and that is started again if it ends too early, as by a batch system."""
 
 import os
 import signal
@@ -13,9 +13,9 @@ from megabatch_lab.chaos.judge import Traces
 from megabatch_lab.chaos.processes import MARK, end_marked, marked, ranks_of
 
 TRAIN = [sys.executable, "-P", "-m", "megabatch", "train"]
-TALK = ("megabatch: ", "stopping ")  # how lines begin that say what happened
-WARNING = "warning "  # of a disk; a recipe may have others
-# Of whoever started chaos: ranks would take themselves for others.
+MESSAGES = ("megabatch: ", "stopping ")  # prefixes of lines that report a fault
+WARNING = "warning "  # of a full disk; a recipe may print others
+# Variables of the caller that would make ranks join another run.
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "MEGABATCH_LAUNCHER", "MEGABATCH_STORE")
 
 
@@ -32,8 +32,8 @@ class Launcher:
         ours = {
             MARK: mark,
             "TMPDIR": str(self.temporary),
-            "TORCHINDUCTOR_CACHE_DIR": str(folder / "torch"),  # else torch makes one in TMPDIR, which is meant to stay
-            "PYTHONUNBUFFERED": "1",  # a kill loses no line that was said before it
+            "TORCHINDUCTOR_CACHE_DIR": str(folder / "torch"),  # otherwise torch creates one in TMPDIR and leaves it
+            "PYTHONUNBUFFERED": "1",  # a kill loses no printed line
         }
         self.environment = {key: value for key, value in os.environ.items() if key not in FOREIGN}
         self.environment |= ours | dict(settings or {})
@@ -60,7 +60,7 @@ class Launcher:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """Return the exit code, or None while the launcher runs."""
         assert self.process
         return self.process.poll()
 
@@ -73,22 +73,22 @@ class Launcher:
     def log_bytes(self) -> tuple[int, int]:
         return tuple((self.folder / name).stat().st_size for name in ("out.log", "err.log"))  # type: ignore[return-value]
 
-    def said(self, since: tuple[int, int], talk: tuple[str, ...] = TALK) -> list[str]:
-        """What it and its ranks have said of a fault, since the logs had so many bytes."""
+    def messages(self, since: tuple[int, int], prefixes: tuple[str, ...] = MESSAGES) -> list[str]:
+        """Return the messages about faults in the logs, starting at these byte offsets."""
         lines = []
         for name, begin in zip(("out.log", "err.log"), since, strict=True):
             text = (self.folder / name).read_bytes()[begin:].decode(errors="replace")
-            lines += [line for line in text.splitlines() if line.startswith(talk)]
+            lines += [line for line in text.splitlines() if line.startswith(prefixes)]
         return lines
 
     def end(self) -> None:
-        """Whatever is left of it."""
+        """End all remaining processes."""
         end_marked(self.mark)
         if self.process:
             self.process.wait()
 
 
 def begin_child(parent: int) -> None:
-    """In the new process: it hears SIGINT, which a shell's background jobs ignore, and dies with its parent."""
+    """Run in the new process: restore SIGINT, which background jobs of a shell ignore, and die with the parent."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     die_with(parent)

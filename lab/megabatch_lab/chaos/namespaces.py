@@ -1,15 +1,15 @@
-"""Hosts on one machine: network namespaces, each with a network card of its own, around a switch.
+"""Hosts on one machine: network namespaces, each with a network card, connected by a switch.
 
     host i   namespace, lo, and eth0 with the address 10.77.0.(i+1), MTU 1500
-    switch   one more namespace, in which a bridge joins the other ends of the hosts' cables (veth pairs)
+    switch   another namespace, in which a bridge joins the other ends of the hosts' cables (veth pairs)
 
-The machine's own network is never touched.  Where a rate is given, both ends of a cable send through a token bucket
-(`tc tbf`) at it, so every port has that much each way; frames of 1514 bytes carry 1448, so a stream of TCP gets 95.6 %
-of it.  Congestion control is the machine's own.  Ranks in different hosts have no memory in common
-(`megabatch.ranks.machine.host_identity`), though /dev/shm, files and cores are the same.
+The machine's network is never changed.  With a rate, both ends of a cable send through a token bucket (`tc tbf`), so
+every port has that rate in each direction.  Frames of 1514 bytes carry 1448, so a TCP stream reaches 95.6 % of it.
+Congestion control is that of the machine.  Ranks on different hosts share no memory
+(`megabatch.ranks.machine.host_identity`), although /dev/shm, files and cores are the same.
 
-Names tell whose they are: mb<process id>-<when it started>-h0.  What was left by one killed with -9 (namespaces, and
-processes in them) goes when the next one starts.
+Names identify their owner: mb<process id>-<start time>-h0.  If the owner was killed with -9, the next start removes its
+namespaces and the processes in them.
 """
 
 import os
@@ -29,8 +29,8 @@ from megabatch.errors import UserError
 
 NAMESPACES = Path("/run/netns")
 NAME = re.compile(r"mb(\d+)-(\d+)-(?:h\d|switch)")
-BURST_S, MIN_BURST_BYTES = 1e-3, 128 << 10  # a segment of 64 KiB that TCP hands down must fit, or headers multiply
-QUEUE_S = 8e-3  # what does not get out so soon is dropped
+BURST_S, MIN_BURST_BYTES = 1e-3, 128 << 10  # must fit a 64 KiB segment of TCP, or headers multiply
+QUEUE_S = 8e-3  # packets that would wait longer are dropped
 KILL_TIMEOUT_S = 10.0
 
 
@@ -39,11 +39,11 @@ class Host(NamedTuple):
     address: str
 
     def command(self, words: Sequence[str]) -> list[str]:
-        """Runs `words` in this host, in the same process."""
+        """Return a command that runs `words` on this host in the same process."""
         return ["ip", "netns", "exec", self.name, *words]
 
     def start(self, command: Sequence[str], **options: object) -> "subprocess.Popen[str]":
-        """In a session of its own: Ctrl-C is for us alone.  When this returns it is inside, where it is found."""
+        """Start a command in a new session, out of reach of Ctrl-C, and wait until it is inside the namespace."""
         words = self.command(command)
         process: subprocess.Popen[str] = subprocess.Popen(words, text=True, start_new_session=True, **options)  # type: ignore[call-overload]
         try:
@@ -58,26 +58,26 @@ class Host(NamedTuple):
     def holds(self, process: int) -> bool:
         try:
             return os.path.samestat(Path(f"/proc/{process}/ns/net").stat(), (NAMESPACES / self.name).stat())
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             return False
 
     def plug(self, is_in: bool) -> None:
-        """Pulls the cable out of the switch, or puts it back: the host keeps its address."""
+        """Plug the cable into the switch or unplug it.  The host keeps its address."""
         prefix, _, place = self.name.rpartition("-h")
         call("ip", "-n", f"{prefix}-switch", "link", "set", f"port{place}", "up" if is_in else "down")
 
 
 def require_tools() -> None:
-    """Before anything is started."""
+    """Raise UserError unless this is root with iproute2 installed."""
     missing = [tool for tool in ("ip", "tc") if not shutil.which(tool)]
     if missing or os.geteuid() != 0:
         lacking = " and ".join([*(["root"] if os.geteuid() else []), *missing])
-        raise UserError(f"hosts are network namespaces, which needs {lacking}; run it as root, with iproute2 installed")
+        raise UserError(f"creating hosts (network namespaces) needs {lacking}; run it as root, with iproute2 installed")
 
 
 @contextmanager
 def namespaces(num_hosts: int, gbps: float | None = None) -> Iterator[list[Host]]:
-    """Everything is removed at the end, processes first, also after errors, Ctrl-C and SIGTERM."""
+    """Create hosts.  On exit, also after errors, Ctrl-C and SIGTERM, end their processes and remove them."""
     require_tools()
     sweep()
     prefix = f"mb{os.getpid()}-{started_at(os.getpid())}"
@@ -87,7 +87,7 @@ def namespaces(num_hosts: int, gbps: float | None = None) -> Iterator[list[Host]
     with stop_signals() as ignore_signals, ExitStack() as stack:
         for name in names:
             stack.callback(remove, name)
-        stack.callback(ignore_signals)  # first of all: what is being removed is removed to the end
+        stack.callback(ignore_signals)  # runs first: signals must not interrupt the removal
         for name in names:
             call("ip", "netns", "add", name)
         call("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
@@ -114,13 +114,13 @@ def shape(namespace: str, device: str, gbps: float) -> None:
 def call(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        said = (done.stderr or done.stdout).strip().partition("\n")[0]
-        raise UserError(f"`{' '.join(command)}` fails ({said}); it needs a kernel with namespaces, veth, tbf")
+        error = (done.stderr or done.stdout).strip().partition("\n")[0]
+        raise UserError(f"`{' '.join(command)}` failed ({error}); use a kernel with namespaces, veth and tbf")
     return done.stdout
 
 
 def sweep() -> None:
-    """Removes the namespaces of processes that are no more."""
+    """Remove the namespaces of processes that have ended."""
     for path in NAMESPACES.glob("mb*") if NAMESPACES.is_dir() else ():
         owner = NAME.fullmatch(path.name)
         if owner and started_at(int(owner[1])) != int(owner[2]):
@@ -128,7 +128,7 @@ def sweep() -> None:
 
 
 def started_at(process: int) -> int | None:
-    """In ticks since the machine was started; with it, a process id is never used twice.  None: it is no more."""
+    """Return the start time in ticks since boot, which makes a process id unique, or None if the process has ended."""
     with suppress(OSError):
         return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
     return None
@@ -141,7 +141,7 @@ def remove(name: str) -> None:
 
 
 def end_processes(name: str) -> None:
-    """All that run in this namespace, torchrun's ranks too, which live in sessions of their own."""
+    """Kill all processes in this namespace, including torchrun's ranks, which run in separate sessions."""
     deadline_s = time.monotonic() + KILL_TIMEOUT_S
     while (processes := call("ip", "netns", "pids", name).split()) and time.monotonic() < deadline_s:
         for process in processes:
@@ -152,7 +152,7 @@ def end_processes(name: str) -> None:
 
 @contextmanager
 def stop_signals() -> Iterator[Callable[[], None]]:
-    """Ctrl-C, SIGTERM and SIGHUP end what is inside like an error.  Yields what makes them be ignored to the end."""
+    """Make Ctrl-C, SIGTERM and SIGHUP raise SystemExit.  Yield a function that ignores them from then on."""
     known = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
 
     def ignore() -> None:
@@ -165,7 +165,7 @@ def stop_signals() -> Iterator[Callable[[], None]]:
 
     try:
         for number, action in known.items():
-            if action is not signal.SIG_IGN:  # as nohup asks
+            if action is not signal.SIG_IGN:  # nohup
                 signal.signal(number, stop)
         yield ignore
     finally:

@@ -1,4 +1,4 @@
-"""Processes, as chaos sees them from outside: found by a mark in their environment, which children inherit."""
+"""Find processes by a mark in their environment, which children inherit, and read their state from /proc."""
 
 import os
 import signal
@@ -10,11 +10,11 @@ from pathlib import Path
 MARK = "MEGABATCH_CHAOS"
 PROC = Path("/proc")
 LISTENS = "0A"  # the state of a socket in /proc/net/tcp
-LOOK_S = 0.02
+POLL_S = 0.02
 
 
 def environment_of(process: int) -> dict[str, str]:
-    """Empty for one that is no more, or not ours to look at."""
+    """Return the environment; empty if the process has ended or may not be read."""
     with suppress(OSError):
         words = (PROC / str(process) / "environ").read_bytes().decode(errors="replace").split("\0")
         return dict(word.split("=", 1) for word in words if "=" in word)
@@ -22,14 +22,14 @@ def environment_of(process: int) -> dict[str, str]:
 
 
 def status_of(process: int) -> list[str]:
-    """State, parent and so on, as in /proc/PID/stat after the name; empty for one that is no more."""
+    """Return the fields of /proc/PID/stat after the name (state, parent, ...); empty if the process has ended."""
     with suppress(OSError):
         return (PROC / str(process) / "stat").read_text().rpartition(")")[2].split()
     return []
 
 
 def is_alive(process: int) -> bool:
-    """A zombie is not: it waits for its parent to look, and holds nothing."""
+    """Return True if the process runs.  A zombie does not: it only waits for its parent and holds nothing."""
     return status_of(process)[:1] not in ([], ["Z"], ["X"])
 
 
@@ -42,7 +42,7 @@ def all_processes() -> list[int]:
 
 
 def marked(mark: str) -> list[int]:
-    """The living processes that carry this mark."""
+    """Return the running processes with this mark."""
     wanted = f"{MARK}={mark}\0".encode()
     found = []
     for process in all_processes():
@@ -53,7 +53,7 @@ def marked(mark: str) -> list[int]:
 
 
 def ranks_of(mark: str) -> dict[int, int]:
-    """Process ids of the ranks among the marked, by rank: what a rank starts inherits RANK, and is none."""
+    """Return the process ids of the marked ranks, by rank.  Children of a rank inherit RANK but are not ranks."""
     environments = {process: environment_of(process) for process in marked(mark)}
     return {
         int(environment["RANK"]): process
@@ -69,15 +69,15 @@ def send(processes: Iterable[int], number: signal.Signals) -> None:
 
 
 def end_marked(mark: str, patience_s: float = 10.0) -> None:
-    """Kills them, and waits until they are gone: some may just be starting others."""
+    """Kill marked processes until none remains: some may be starting others."""
     deadline_s = time.monotonic() + patience_s
     while (found := marked(mark)) and time.monotonic() < deadline_s:
         send(found, signal.SIGKILL)
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
 
 
 def open_files(process: int) -> Iterator[str]:
-    """Their names; of sockets socket:[NUMBER]."""
+    """Yield the names of open files; sockets are socket:[NUMBER]."""
     with suppress(OSError):
         for descriptor in (PROC / str(process) / "fd").iterdir():
             with suppress(OSError):  # closed meanwhile

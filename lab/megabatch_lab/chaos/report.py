@@ -1,4 +1,4 @@
-"""What became of faults and runs, and what it adds up to."""
+"""The outcome of faults and runs, and their totals."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -11,27 +11,27 @@ from megabatch_lab.chaos.judge import PHASES, Phase
 
 
 class Injected(Struct, kw_only=True):
-    """A fault that has hit."""
+    """A fault that was injected."""
 
     kind: Kind
     phase: Phase
-    step: int  # the newest row's
+    step: int  # of the newest row
     victim: str  # such as rank 1
-    noticed_s: float | None = None  # until the launcher said a line, ended, or started ranks again
-    resumed_s: float | None = None  # until the next new row; None if there was none to come
-    repeated: int | None = None  # steps that were taken again
-    said: str | None = None  # the first line about it
-    restarted: bool = False  # somebody had to start a command again
+    noticed_s: float | None = None  # until the launcher printed a message, ended, or restarted ranks
+    resumed_s: float | None = None  # until the next new row; None if there was none
+    repeated: int | None = None  # steps
+    message: str | None = field(default=None, name="said")  # the first one about it
+    restarted: bool = False  # a command had to be started again
 
 
 class DisturbedRun(Struct, kw_only=True):
-    number: int  # repeats it, with the seed
+    number: int  # identifies the run, together with the seed
     max_restarts: int
     faults: list[Injected] = field(default_factory=list)
     num_starts: int = 0
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
-    folder: str | None = None  # kept, if there are problems
+    folder: str | None = None  # of the files, if there are problems
 
 
 class Spread(Struct, frozen=True):
@@ -40,10 +40,10 @@ class Spread(Struct, frozen=True):
 
 
 class Tally(Struct, frozen=True, kw_only=True):
-    """Of faults: of one kind, in one phase, or all."""
+    """Totals over faults: of one kind, in one phase, or all."""
 
     injected: int
-    survived: int  # their runs have ended to the bit, and left nothing
+    survived: int  # their runs were bitwise identical and left nothing
     noticed_s: Spread | None
     resumed_s: Spread | None
     repeated: Spread | None
@@ -57,7 +57,7 @@ class Report(Struct, kw_only=True):
     wanted: int
     undisturbed_s: float = 0.0
     num_steps: int = 0
-    left_out: list[str] = field(default_factory=list)  # faults that cannot be made here, and why
+    left_out: list[str] = field(default_factory=list)  # faults that cannot be injected here, and why
     undisturbed_problems: list[str] = field(default_factory=list)
     runs: list[DisturbedRun] = field(default_factory=list)
     seconds: float = 0.0
@@ -79,7 +79,7 @@ class Report(Struct, kw_only=True):
         return {fault.kind for run in self.runs for fault in run.faults}
 
     def tally(self, kind: Kind | None = None, phase: Phase | None = None) -> Tally:
-        """Of all kinds, or in all phases, where none is given."""
+        """Return the totals of one kind and phase, or of all kinds or phases for None."""
         pairs = [
             (fault, not run.problems)
             for run in self.runs
@@ -97,7 +97,7 @@ class Report(Struct, kw_only=True):
 
 
 def report_json(report: Report) -> bytes:
-    """All of it, and what it adds up to."""
+    """Return the report and its totals as JSON."""
     summary = {
         "injected": report.injected,
         "failed_runs": [run.number for run in report.failed],

@@ -1,4 +1,4 @@
-"""A recipe undisturbed, then disturbed until enough faults have hit, each run compared with the undisturbed one."""
+"""Run a recipe undisturbed, then under faults until enough were injected, and compare each run with the first."""
 
 import os
 import shutil
@@ -20,11 +20,11 @@ from megabatch_lab.chaos.site import Site, one_host, several_hosts, small_disk, 
 
 PREFIX = "chaos-"  # of the folder in the temporary directory
 UNDISTURBED = "undisturbed"
-KEPT = "kept"  # a file that says that there is something to look at
-RESTARTS = FAULTS_A_RUN  # as many as a run can need
-RESTARTED_ELSEWHERE = 3  # every so many-th run restarts nothing by itself
+KEPT = "kept"  # a file that marks a folder to keep
+RESTARTS = FAULTS_A_RUN  # the most that a run can need
+NO_RESTARTS_EVERY = 3  # one in 3 runs has --max-restarts 0
 SPARE_S = 30.0
-DISK_FACTOR, DISK_EXTRA_BYTES = 3, 16 << 20  # of what the undisturbed run has left
+DISK_FACTOR, DISK_EXTRA_BYTES = 3, 16 << 20  # relative to the undisturbed run's folder
 
 
 class Request(Struct, frozen=True, kw_only=True):
@@ -39,7 +39,7 @@ class Request(Struct, frozen=True, kw_only=True):
 
 
 class Screen(Protocol):
-    """Hears what happens; the command line shows it."""
+    """Receives the outcome of each run; the command line prints it."""
 
     def begin(self, report: Report, folder: Path) -> None: ...
     def show_run(self, run: DisturbedRun) -> None: ...
@@ -58,7 +58,7 @@ def run_chaos(request: Request, screen: Screen) -> Report:
 
 
 def keep(folder: Path) -> None:
-    """A run that failed, and the undisturbed one."""
+    """Keep the folders of a failed run and of the undisturbed one."""
     (folder.parent / KEPT).touch()
 
 
@@ -100,7 +100,7 @@ class Chaos:
             return TWO_HOSTS
         reason = why_no_disk(self.folder / "disk")
         if reason:
-            self.report.left_out.append(f"a full disk needs a small one to fill, and there can be none here ({reason})")
+            self.report.left_out.append(f"faults of a full disk: no small disk can be mounted ({reason})")
             return [kind for kind in ONE_HOST if kind not in NEED_DISK]
         return ONE_HOST
 
@@ -114,7 +114,7 @@ class Chaos:
         if outcome.problems:
             keep(folder)
         if disturbance.is_abandoned or not disturbance.steps_s:
-            raise UserError(f"undisturbed, {'; '.join(outcome.problems)}; its logs are in {folder}")
+            raise UserError(f"the undisturbed run failed: {'; '.join(outcome.problems)}; see its logs in {folder}")
         timeline = disturbance.timed()
         self.report.undisturbed_problems = outcome.problems
         self.report.undisturbed_s, self.report.num_steps = timeline.total_s, timeline.num_steps
@@ -122,7 +122,7 @@ class Chaos:
 
     def disturb(self, number: int, deck: Sequence[Kind], timeline: Timeline) -> DisturbedRun:
         faults = draw(self.request.seed, number, deck)[: self.request.kills - self.report.injected]
-        by_itself = number % RESTARTED_ELSEWHERE != 0
+        by_itself = number % NO_RESTARTS_EVERY != 0
         outcome = DisturbedRun(number=number, max_restarts=RESTARTS if by_itself or self.hosts else 0)
         folder = self.folder / f"run-{number}"
         needs_disk = any(fault.kind in NEED_DISK for fault in faults)
@@ -141,7 +141,7 @@ class Chaos:
             if outcome.problems:
                 outcome.folder = str(folder)
                 keep(folder)
-                if site.disk and site.run.exists():  # the disk goes
+                if site.disk and site.run.exists():  # the disk is unmounted at the end
                     shutil.copytree(site.run, folder / "run", symlinks=True)
         if not outcome.problems:
             shutil.rmtree(folder)

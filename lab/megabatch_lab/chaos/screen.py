@@ -1,4 +1,4 @@
-"""What `megabatch chaos` prints: a line for each run, a table of faults by kind and phase, and the verdict."""
+"""The output of `megabatch chaos`: a line per run, a table of faults by kind and phase, and the verdict."""
 
 import shlex
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from megabatch_lab.chaos.judge import PHASES
 from megabatch_lab.chaos.report import DisturbedRun, Injected, Report, Spread, Tally
 from megabatch_lab.chaos.run import Request
 
-WIDTH = 11  # of the names before lines
+WIDTH = 11  # of the label before a line
 
 
 class ChaosScreen:
@@ -21,46 +21,46 @@ class ChaosScreen:
         self.command = command
         ranks = f"{request.num_ranks} rank{'s' * (request.num_ranks > 1)}"
         hosts = f" on {request.num_hosts} hosts" * (request.num_hosts > 1)
-        self.say("chaos", f"{request.kills} faults, {FAULTS_A_RUN} a run, seed {request.seed}, {ranks}{hosts}")
+        self.print_row("chaos", f"{request.kills} faults, {FAULTS_A_RUN} per run, seed {request.seed}, {ranks}{hosts}")
 
-    def say(self, name: str, text: str) -> None:
+    def print_row(self, name: str, text: str) -> None:
         self.console.row(name, text, WIDTH)
 
     def begin(self, report: Report, folder: Path) -> None:
         for line in report.left_out:
-            self.say("left out", line)
-        self.say("undisturbed", f"{report.num_steps} steps, {report.undisturbed_s:.1f} s, in {folder}")
+            self.print_row("left out", line)
+        self.print_row("undisturbed", f"{report.num_steps} steps, {report.undisturbed_s:.1f} s, in {folder}")
         for problem in report.undisturbed_problems:
-            self.say("FAILED", problem)
+            self.print_row("FAILED", problem)
 
     def show_run(self, run: DisturbedRun) -> None:
         hits = ", ".join(f"{describe_victim(fault)} in {describe_phase(fault)}" for fault in run.faults)
-        verdict = "to the bit" if not run.problems else "FAILED"
-        self.say(f"run {run.number}", f"{verdict}, {run.seconds:.0f} s: {hits or 'ended before a fault'}")
+        verdict = "identical" if not run.problems else "FAILED"
+        self.print_row(f"run {run.number}", f"{verdict}, {run.seconds:.0f} s: {hits or 'ended before a fault'}")
         for problem in run.problems:
             self.console.row("", problem, WIDTH)
         if run.problems:
-            self.console.row("", f"kept in {run.folder}; again: {self.repeat(run)}", WIDTH)
+            self.console.row("", f"files are in {run.folder}; repeat with: {self.repeat(run)}", WIDTH)
 
     def repeat(self, run: DisturbedRun) -> str:
-        """The command that runs this one alone, with as many faults."""
+        """Return the command that repeats only this run, with the same number of faults."""
         return shlex.join([*self.command, "--only", str(run.number), "--kills", str(max(1, len(run.faults)))])
 
     def finish(self, report: Report) -> None:
         self.console.print()
         self.console.print(survived(report))
         self.console.print()
-        self.console.print(took(report))
+        self.console.print(durations(report))
         self.console.print()
         count = report.tally()
         if report.holds:
-            text = f"{count.injected} faults survived: every run to the bit, nothing left behind"
+            text = f"{count.injected} faults survived: every run is bitwise identical and left nothing behind"
         elif report.failed or report.undisturbed_problems:
             numbers = ", ".join(str(run.number) for run in report.failed) or "the undisturbed one"
-            text = f"{len(report.failed)} of {len(report.runs)} runs (seed {report.seed}: {numbers})"
+            text = f"{len(report.failed)} of {len(report.runs)} runs failed (seed {report.seed}: {numbers})"
         else:
-            text = f"only {count.injected} of {report.wanted} faults have hit"
-        self.say("survived" if report.holds else "FAILED", f"{text}; {report.seconds:.0f} s")
+            text = f"only {count.injected} of {report.wanted} faults were injected"
+        self.print_row("survived" if report.holds else "FAILED", f"{text}; {report.seconds:.0f} s")
 
 
 def rows_of(report: Report) -> list[tuple[str, Kind | None]]:
@@ -77,7 +77,7 @@ def tabulate(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
 
 def survived(report: Report) -> Table:
-    """Of how many: by kind, and by what the run was doing."""
+    """Return a table of faults survived, by kind and phase."""
     rows = [
         [title, *(count(report.tally(kind, phase)) for phase in PHASES), count(report.tally(kind))]
         for title, kind in rows_of(report)
@@ -85,15 +85,15 @@ def survived(report: Report) -> Table:
     return tabulate(["survived", *PHASES, "all"], rows)
 
 
-def took(report: Report) -> Table:
-    """Mean and most."""
+def durations(report: Report) -> Table:
+    """Return a table of mean and maximum times."""
     rows = []
     for title, kind in rows_of(report):
         tally = report.tally(kind)
         rows.append(
             [title, show_spread(tally.noticed_s, 1), show_spread(tally.resumed_s, 1), show_spread(tally.repeated, 0)]
         )
-    return tabulate(["mean, most", "s to notice", "s to resume", "steps repeated"], rows)
+    return tabulate(["mean, max", "s to notice", "s to resume", "steps repeated"], rows)
 
 
 def count(tally: Tally) -> str:

@@ -1,4 +1,7 @@
-"""Where a disturbed run takes place: its launchers, on one host or on two, its folder, its disk; and how to hurt it."""
+"""The site of a disturbed run: its launchers on one or two hosts, its folder and its disk, and the faults on them.
+
+A small disk is a tmpfs in a separate mount namespace, which disappears with the processes in it.
+"""
 
 import os
 import shutil
@@ -17,21 +20,19 @@ from megabatch_lab.chaos.launcher import TRAIN, Launcher
 from megabatch_lab.chaos.namespaces import Host
 from megabatch_lab.chaos.processes import is_alive, send
 
-# A small disk (tmpfs), to be filled.  It is mounted in a namespace of its own, and goes with the processes in it.
-
 FILLING = "filling"
 BLOCK = bytes(1 << 16)
-# Holds the namespace until its input is closed, also by the end of whoever has opened it.
+# Holds the namespace until its input is closed, which also happens when this process ends.
 HOLD = 'mount -t tmpfs -o size="$1" chaos "$2" && echo mounted && exec cat'
 
 
 class SmallDisk(NamedTuple):
-    path: Path  # for commands that are run on it
-    seen: Path  # the same, for us
-    prefix: list[str]  # of commands that are run on it
+    path: Path  # inside its namespace
+    seen: Path  # the same folder from outside
+    prefix: list[str]  # of commands that run in its namespace
 
     def fill(self) -> None:
-        """To the last byte."""
+        """Fill the disk to the last byte."""
         with (self.seen / FILLING).open("ab", buffering=0) as file:
             size = len(BLOCK)
             while size:
@@ -46,7 +47,7 @@ class SmallDisk(NamedTuple):
 
 @contextmanager
 def small_disk(path: Path, num_bytes: int) -> Iterator[SmallDisk]:
-    """Raises OSError where there can be none."""
+    """Mount a small disk.  Raises OSError if that is not possible here."""
     path.mkdir(parents=True)
     as_root = os.geteuid() == 0
     unshare = ["unshare", "--mount", *([] if as_root else ["--user", "--map-root-user"])]
@@ -59,14 +60,14 @@ def small_disk(path: Path, num_bytes: int) -> Iterator[SmallDisk]:
     ) as holder:
         assert holder.stdout
         if holder.stdout.readline() != b"mounted\n":
-            raise OSError("no mounts in a namespace of one's own")
+            raise OSError("cannot mount in a namespace")
         enter = ["nsenter", f"--target={holder.pid}", "--mount", f"--wd={Path.cwd()}"]
         enter += [] if as_root else ["--user", "--preserve-credentials"]
         yield SmallDisk(path, Path(f"/proc/{holder.pid}/root{path}"), enter)
 
 
 def why_no_disk(folder: Path) -> str | None:
-    """Tries it."""
+    """Return the reason why a small disk cannot be mounted, or None."""
     missing = [tool for tool in ("mount", "unshare", "nsenter") if not shutil.which(tool)]
     if missing:
         return f"no {missing[0]}"
@@ -80,15 +81,15 @@ def why_no_disk(folder: Path) -> str | None:
     return None
 
 
-MEETING_PORT = 29_400
+MASTER_PORT = 29_400
 HOLD_S: dict[Kind, tuple[float, float]] = {"disk": (0.3, 1.5), "link": (1.0, 25.0)}
-SIGNALS = {"stop": signal.SIGSTOP, "term": signal.SIGTERM}  # others are killed
-ON_RANKS: tuple[Kind, ...] = ("rank", "stop", "host", "link")  # which have to be there
+SIGNALS = {"stop": signal.SIGSTOP, "term": signal.SIGTERM}  # all other kinds: SIGKILL
+ON_RANKS: tuple[Kind, ...] = ("rank", "stop", "host", "link")  # need running ranks
 
 
 class Site(Struct, frozen=True):
     launchers: list[Launcher]
-    run: Path  # the run's folder, as we see it
+    run: Path  # the run's folder, seen from outside
     max_restarts: int
     hosts: Sequence[Host] = ()
     disk: SmallDisk | None = None
@@ -97,7 +98,7 @@ class Site(Struct, frozen=True):
         return {rank: process for launcher in self.launchers for rank, process in launcher.ranks().items()}
 
     def strike(self, fault: Fault, ranks: dict[int, int]) -> str | None:
-        """Does it, and names the victim; None if that is no more."""
+        """Inject the fault and return the victim's name, or None if the victim has ended."""
         if fault.kind in ("rank", "stop") and not ranks:
             return None
         place = int(fault.victim * (len(ranks) if fault.kind in ("rank", "stop") else len(self.launchers)))
@@ -109,8 +110,8 @@ class Site(Struct, frozen=True):
             case "launcher" | "term":
                 return self.hit([launcher.process_id], fault.kind, "the launcher")
             case "all":
-                everyone = [process for each in self.launchers for process in each.processes()]
-                return self.hit(everyone, fault.kind, f"{len(everyone)} processes")
+                processes = [process for each in self.launchers for process in each.processes()]
+                return self.hit(processes, fault.kind, f"{len(processes)} processes")
             case "host":
                 return self.hit(launcher.processes(), fault.kind, launcher.name)
             case "link":
@@ -127,7 +128,7 @@ class Site(Struct, frozen=True):
         return victim if living else None
 
     def relieve(self) -> None:
-        """Disk and links are whole again."""
+        """Free the disk and restore the links."""
         if self.disk:
             self.disk.free()
         for host in self.hosts:
@@ -139,7 +140,7 @@ class Site(Struct, frozen=True):
 
 
 def hold_s(fault: Fault) -> float:
-    """For how long it lasts."""
+    """Return the duration of a temporary fault."""
     if fault.kind not in LASTING:
         return 0.0
     least, most = HOLD_S[fault.kind]
@@ -159,7 +160,7 @@ def one_host(
 def several_hosts(
     folder: Path, recipe: Path, num_ranks: int, max_restarts: int, mark: str, hosts: Sequence[Host]
 ) -> Site:
-    """torchrun on each of them, as a user would start it."""
+    """Return a site with torchrun on each host, as a user would start it."""
     launchers = []
     for place, host in enumerate(hosts):
         own = folder / f"host{place}"
@@ -167,15 +168,15 @@ def several_hosts(
             "nnodes": len(hosts),
             "nproc-per-node": num_ranks // len(hosts),
             "node-rank": place,
-            "rdzv-backend": "static",  # the others unpickle what they find at a port
+            "rdzv-backend": "static",  # the other backends unpickle data from a port
             "master-addr": hosts[0].address,
-            "master-port": MEETING_PORT,
+            "master-port": MASTER_PORT,
             "max-restarts": max_restarts,
             "log-dir": own / "torchrun",
         }
         torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", *(f"--{k}={v}" for k, v in options.items())]
         command = host.command([*torchrun, "-m", "megabatch", "train", str(recipe), f"run.dir={folder / 'run'}"])
-        settings = {"PYTHONSAFEPATH": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+        settings = {"PYTHONSAFEPATH": "1"}
         settings["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
         launchers.append(Launcher(f"host {place}", command, f"{mark}-{place}", own, settings))
     return Site(launchers, folder / "run", max_restarts, hosts)

@@ -1,4 +1,4 @@
-"""Tars of samples as WebDataset writes them, and packs: shards with an index."""
+"""Tars of samples in WebDataset's layout, and packs: shards with an index."""
 
 import io
 import tarfile
@@ -15,10 +15,10 @@ from megabatch.data.pack.write import pack
 from megabatch.data.settings import DataSettings
 from megabatch.data.sources.index import INDEX
 from megabatch.errors import UserError
-from megabatch_lab.fuzz.arrays import archive, arrays_in, is_archive, lie_about_archive, require_sane
+from megabatch_lab.fuzz.arrays import archive, arrays_in, corrupt_archive, is_archive, require_sane
 from megabatch_lab.fuzz.formats import Bench, Files, Format, by_functions, read_back, write_input
 from megabatch_lab.fuzz.images import NAME, encoded, picture
-from megabatch_lab.fuzz.mutations import DEPTH, lie_in_array, nonsense
+from megabatch_lab.fuzz.mutations import DEPTH, corrupt_array, nonsense
 
 SIDE = 16
 TRAIN, TEST = "train-000000.tar", "val-000000.tar"
@@ -73,13 +73,13 @@ def tars() -> list[Files]:
     ]
 
 
-def lie_about_tar(files: Files, rng: Random) -> Files:
+def corrupt_tar(files: Files, rng: Random) -> Files:
     name = rng.choice(sorted(files))
-    return files | {name: lie_about_header(files[name], rng) if rng.random() < 0.5 else lie_about_members(rng)}
+    return files | {name: corrupt_header(files[name], rng) if rng.random() < 0.5 else corrupt_members(rng)}
 
 
-def lie_about_header(tar: bytes, rng: Random) -> bytes:
-    """A field of one header, whose checksum is right."""
+def corrupt_header(tar: bytes, rng: Random) -> bytes:
+    """Change a field of one header and fix its checksum."""
     begin = BLOCK * rng.choice([at for at in range(len(tar) // BLOCK) if tar[BLOCK * at + 257 :][:5] == b"ustar"])
     header = bytearray(tar[begin : begin + BLOCK])
     what = rng.randrange(4)
@@ -105,7 +105,7 @@ def lie_about_header(tar: bytes, rng: Random) -> bytes:
     return tar[:begin] + bytes(header) + tar[begin + BLOCK :]
 
 
-def lie_about_members(rng: Random) -> bytes:
+def corrupt_members(rng: Random) -> bytes:
     members = members_of("a", 3, as_json=rng.random() < 0.5)
     at = rng.randrange(len(members))
     name, content = members[at]
@@ -138,7 +138,7 @@ def is_tar_archive(files: Files) -> bool:
     try:
         for content in files.values():
             tarfile.open(fileobj=io.BytesIO(content)).close()
-    except Exception:  # whatever that reader, which is not the one that is tried, may raise
+    except Exception:  # tarfile, which is not the reader under test, may raise anything
         return False
     return True
 
@@ -154,7 +154,8 @@ def set_up_packs(scratch: Path, stack: ExitStack) -> Bench:
         write_input({f"{part}/class {label}/{number}.jpg": image for part in ("train", "val")}, source)
     pack(source, packed, PackSettings())
     files = {name: content for name, content in read_back(packed).items() if name[0] != "."}
-    return Bench([files | {INDEX: archive(arrays_in(files[INDEX]))}], read_pack)  # which says when it was packed
+    # The original index contains the time of packing, so it is written again.
+    return Bench([files | {INDEX: archive(arrays_in(files[INDEX]))}], read_pack)
 
 
 def read_pack(folder: Path) -> None:
@@ -174,9 +175,9 @@ def verify_pack(folder: Path) -> None:
         raise UserError(damaged[0])
 
 
-def lie_about_pack(files: Files, rng: Random) -> Files:
+def corrupt_pack(files: Files, rng: Random) -> Files:
     if rng.random() < 0.3:
-        return files | {INDEX: lie_about_archive(files[INDEX], rng)}
+        return files | {INDEX: corrupt_archive(files[INDEX], rng)}
     index = arrays_in(files[INDEX])
     for _ in range(rng.choice((1, 1, 2))):
         name = rng.choice(sorted(index))
@@ -184,11 +185,11 @@ def lie_about_pack(files: Files, rng: Random) -> Files:
             names = ("../" + TRAIN, "/etc/passwd", ".", "", "a\0b", "\x1b[31m", TRAIN)
             index[name] = np.array([rng.choice(names)] * index[name].size)
         else:
-            index[name] = lie_in_array(index[name], rng)
+            index[name] = corrupt_array(index[name], rng)
     return files | {INDEX: archive(index)}
 
 
 ARCHIVES = {
-    "tar": Format(by_functions(tars, read_source), lie_about_tar, is_tar_archive),
-    "pack": Format(set_up_packs, lie_about_pack, lambda files: is_archive(files[INDEX])),
+    "tar": Format(by_functions(tars, read_source), corrupt_tar, is_tar_archive),
+    "pack": Format(set_up_packs, corrupt_pack, lambda files: is_archive(files[INDEX])),
 }

@@ -1,4 +1,4 @@
-"""Arrays as data sources: .npz archives, and folders of IDX files."""
+"""Arrays as data sources: .npz archives and folders of IDX files (a type, the dimensions and the bytes)."""
 
 import gzip
 import io
@@ -19,12 +19,12 @@ from megabatch.data.settings import DataSettings
 from megabatch.io.arrays import Arrays
 from megabatch.text import is_plain
 from megabatch_lab.fuzz.formats import Files, Format, by_functions
-from megabatch_lab.fuzz.mutations import lie_in_array, zeros_deflated
+from megabatch_lab.fuzz.mutations import corrupt_array, zeros_deflated
 
 NPZ = "set.npz"
 SIDE = 8
 LABELS = np.arange(12) % 3
-BOMB = 4 << 30  # bytes that come out of 4 MB
+BOMB = 4 << 30  # bytes after decompression of 4 MB
 HEADERS = (
     "{'descr': '|O', 'fortran_order': False, 'shape': (12,), }",
     "{'descr': '<u8', 'fortran_order': False, 'shape': (1000000000000,), }",
@@ -56,7 +56,7 @@ def array_specimens() -> list[Arrays]:
 
 
 def archive(arrays: Arrays, compressed: bool = False) -> bytes:
-    """As numpy.savez writes it, but for the time: an input is the same whenever it is made."""
+    """Return an archive like numpy.savez, with a fixed time, so that an input is reproducible."""
     members = {}
     for name, array in arrays.items():
         npy = io.BytesIO()
@@ -66,12 +66,12 @@ def archive(arrays: Arrays, compressed: bool = False) -> bytes:
 
 
 def zip_of(members: dict[str, bytes], method: int = zipfile.ZIP_STORED, also: str | None = None) -> bytes:
-    """`also` is the name of one more, which may be there already."""
+    """Zip the members.  `also` names an additional empty member, which may be a duplicate."""
     content = io.BytesIO()
     with warnings.catch_warnings(), zipfile.ZipFile(content, "w") as made:
         warnings.simplefilter("ignore")
         for name, member in [*members.items(), *([(also, b"")] if also else [])]:
-            made.writestr(zipfile.ZipInfo(name), member, method)  # of 1980
+            made.writestr(zipfile.ZipInfo(name), member, method)  # with a fixed time, in 1980
     return content.getvalue()
 
 
@@ -84,25 +84,25 @@ def arrays_in(content: bytes) -> Arrays:
         return {name: found[name] for name in found.files}
 
 
-def lie_about_archive(content: bytes, rng: Random) -> bytes:
-    """Of arrays, of one array's header, or of the zip around them; all checksums are right."""
+def corrupt_archive(content: bytes, rng: Random) -> bytes:
+    """Corrupt the arrays, the header of an array, or the zip around them, with correct checksums."""
     if rng.random() < 0.5:
         arrays = arrays_in(content)
         name = rng.choice(sorted(arrays))
         if rng.random() < 0.15:
             del arrays[name]
         else:
-            arrays[name] = lie_in_array(arrays[name], rng)
+            arrays[name] = corrupt_array(arrays[name], rng)
         return archive(arrays)
     with zipfile.ZipFile(io.BytesIO(content)) as found:
         members = {name: found.read(name) for name in found.namelist()}
     name = rng.choice(sorted(members))
     if rng.random() < 0.6:
-        members[name] = lie_about_npy(members[name], rng)
-    return zipped(members, rng)
+        members[name] = corrupt_npy(members[name], rng)
+    return zip_corrupted(members, rng)
 
 
-def lie_about_npy(npy: bytes, rng: Random) -> bytes:
+def corrupt_npy(npy: bytes, rng: Random) -> bytes:
     length = int.from_bytes(npy[8:10], "little")
     header, data = npy[10 : 10 + length], npy[10 + length :]
     what = rng.randrange(4)
@@ -119,14 +119,14 @@ def lie_about_npy(npy: bytes, rng: Random) -> bytes:
     return npy[:8] + struct.pack("<H", len(header)) + header + data
 
 
-def zipped(members: dict[str, bytes], rng: Random) -> bytes:
-    """With a member too many, twice, compressed otherwise, or that claims another size."""
+def zip_corrupted(members: dict[str, bytes], rng: Random) -> bytes:
+    """Zip with an extra or duplicate member, another compression, or a wrong size."""
     what = rng.randrange(6)
     if what == 0:
         return zip_of(members, rng.choice((zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)))
     if what == 1:
         return zip_of(members, also=rng.choice(("../evil.npy", "/evil.npy", "class_names.npy", "x", "a\x1b[31m.npy")))
-    if what == 2:  # zeros that were packed to a thousandth
+    if what == 2:  # a zip bomb
         return bomb_archive(members, rng)
     written = bytearray(zip_of(members))
     listed = written.rindex(b"PK\1\2")
@@ -140,7 +140,7 @@ def zipped(members: dict[str, bytes], rng: Random) -> bytes:
 
 
 def bomb_archive(members: dict[str, bytes], rng: Random) -> bytes:
-    """One member goes on with zeros that were packed to a thousandth; it may say how many, or not."""
+    """Append highly compressed zeros to one member, with or without the right size in the headers."""
     bombed = rng.choice(sorted(members))
     packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)
     packed = packer.compress(members[bombed]) + packer.flush(zlib.Z_FULL_FLUSH) + zeros_deflated(BOMB)
@@ -155,16 +155,16 @@ def bomb_archive(members: dict[str, bytes], rng: Random) -> bytes:
 
 
 def is_archive(content: bytes) -> bool:
-    """Whether the zip's directory, and the header of its first array, can be read."""
+    """Return True if the zip's directory and the header of its first array can be read."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as found, found.open(found.namelist()[0]) as member:
             return member.read(6) == b"\x93NUMPY"
-    except Exception:  # whatever that reader, which is not the one that is tried, may raise
+    except Exception:  # zipfile, which is not the reader under test, may raise anything
         return False
 
 
 def require_sane(data: DataSet) -> None:
-    """What is accepted means something."""
+    """Assert that an accepted data set is consistent."""
     for part in (data.train, data.test):
         assert len(part) == len(part.labels) > 0
         assert 0 <= int(part.labels.min()) <= int(part.labels.max()) < len(data.class_names)
@@ -176,9 +176,6 @@ def require_sane(data: DataSet) -> None:
 
 def read_npz_source(folder: Path) -> None:
     require_sane(load_data_set(DataSettings(source=str(folder / NPZ), image_size=SIDE)))
-
-
-# IDX: a type, the number of dimensions, each of them, and the bytes.
 
 
 def idx_folders() -> list[Files]:
@@ -193,7 +190,7 @@ def idx_folders() -> list[Files]:
     return [files, {f"{name}.gz": gzip.compress(content, mtime=0) for name, content in files.items()}]
 
 
-def lie_about_idx(files: Files, rng: Random) -> Files:
+def corrupt_idx(files: Files, rng: Random) -> Files:
     name = rng.choice(sorted(files))
     is_packed = name.endswith(".gz")
     content = gzip.decompress(files[name]) if is_packed else files[name]
@@ -206,13 +203,13 @@ def lie_about_idx(files: Files, rng: Random) -> Files:
         at = rng.randrange(4)
         content = content[:at] + rng.randbytes(1) + content[at + 1 :]
     elif what == 2:
-        if is_packed:  # gzip goes on with the next member: 4 GB of zeros
+        if is_packed:  # gzip continues with the next member: 4 GB of zeros
             return files | {name: files[name] + gzip.compress(bytes(1 << 20), mtime=0) * (BOMB >> 20)}
         content += bytes(100)
     elif what == 3:
         content = content[:-1] + b"\xff"
     else:
-        others = {other: kept for other, kept in files.items() if other != name}
+        others = {other: content for other, content in files.items() if other != name}
         return others if rng.random() < 0.5 else others | {name: b""}
     return files | {name: gzip.compress(content, 1, mtime=0) if is_packed else content}
 
@@ -237,8 +234,8 @@ def read_idx_source(folder: Path) -> None:
 ARRAYS = {
     "npz": Format(
         by_functions(archives, read_npz_source),
-        lambda files, rng: {NPZ: lie_about_archive(files[NPZ], rng)},
+        lambda files, rng: {NPZ: corrupt_archive(files[NPZ], rng)},
         lambda files: is_archive(files[NPZ]),
     ),
-    "idx": Format(by_functions(idx_folders, read_idx_source), lie_about_idx, is_idx),
+    "idx": Format(by_functions(idx_folders, read_idx_source), corrupt_idx, is_idx),
 }

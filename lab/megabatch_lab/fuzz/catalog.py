@@ -1,4 +1,4 @@
-"""Every format that is read from files of others."""
+"""All formats of untrusted files that megabatch reads."""
 
 import tempfile
 from contextlib import ExitStack
@@ -14,10 +14,9 @@ from megabatch_lab.fuzz.trained import RUNS
 
 FORMATS: dict[str, Format] = IMAGES | ARCHIVES | ARRAYS | TEXTS | RUNS
 
-# The inputs that have escaped, made again, for whoever wants to look at them.
-
 
 def keep_inputs(report: Report, folder: Path) -> None:
+    """Write the inputs that escaped to a folder."""
     with tempfile.TemporaryDirectory(prefix="megabatch-fuzz-") as scratch, ExitStack() as stack:
         names = {escape.format for escape in report.escapes}
         benches = {name: FORMATS[name].set_up(Path(scratch), stack) for name in names}

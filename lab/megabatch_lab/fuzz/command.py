@@ -1,4 +1,4 @@
-"""megabatch fuzz: files that were made wrong, read by every reader of files."""
+"""megabatch fuzz: feed corrupted files to every reader of files."""
 
 import signal
 from pathlib import Path
@@ -13,28 +13,26 @@ from megabatch.errors import UserError, require_one_of
 def fuzz(
     formats: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[FORMAT]...", help="Which formats; by default all.", show_default=False),
+        typer.Argument(metavar="[FORMAT]...", help="Formats to fuzz (default: all).", show_default=False),
     ] = None,
-    inputs: Annotated[
-        int, typer.Option(min=1, max=1_000_000, help="Inputs to make, of all formats together.")
-    ] = 20_000,
-    seed: Annotated[int, typer.Option(min=0, max=MOST, help="Decides every byte of every input.")] = 7,
+    inputs: Annotated[int, typer.Option(min=1, max=1_000_000, help="Number of inputs over all formats.")] = 20_000,
+    seed: Annotated[int, typer.Option(min=0, max=MOST, help="Seed of the inputs.")] = 7,
     only: Annotated[
-        int | None, typer.Option(min=0, max=MOST, help="Read the input of this number alone.", show_default=False)
+        int | None, typer.Option(min=0, max=MOST, help="Read only the input with this number.", show_default=False)
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, max=3600, help="That reading one input may take.")] = 10.0,
-    memory: Annotated[int, typer.Option(min=16, max=1 << 20, help="MB that reading one input may take.")] = 1024,
+    seconds: Annotated[float, typer.Option(min=0.1, max=3600, help="Time limit per input, in seconds.")] = 10.0,
+    memory: Annotated[int, typer.Option(min=16, max=1 << 20, help="Memory limit per input, in MB.")] = 1024,
     keep: Annotated[
-        Path | None, typer.Option(help="Write the inputs that escaped into this folder.", show_default=False)
+        Path | None, typer.Option(help="Write the inputs that escaped to this folder.", show_default=False)
     ] = None,
-    json: Annotated[Path | None, typer.Option("--json", help="Write all that was found to this file.")] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="Write the full report to this file.")] = None,
 ) -> None:
-    """Read files that were made wrong: bytes changed, and lies that only somebody who knows the format would tell.
+    """Feed corrupted files to every reader: changed bytes, and wrong contents that only an expert would craft.
 
     [bold]megabatch fuzz[/bold] jpeg tar --inputs 5000 --seed 3
 
-    An input is accepted, or refused in one line; anything else has escaped: another error, a process that ended, too
-    much time or memory, or an input that nothing is wrong with and that was refused. Exit code 1 if any has.
+    A reader must accept an input or refuse it with a one-line error. Anything else has escaped: another error, a crash,
+    too much time or memory, or the refusal of a valid input. The exit code is 1 if any input escaped.
     """
     import msgspec
 
@@ -50,7 +48,7 @@ def fuzz(
     for name in chosen:
         require_one_of("FORMAT", name, FORMATS)
     if keep and keep.exists() and not keep.is_dir():
-        raise UserError(f"--keep {keep} is no folder; give another")
+        raise UserError(f"--keep {keep} is not a folder; give another path")
     request = Request(
         formats=chosen,
         inputs=inputs,
@@ -60,7 +58,7 @@ def fuzz(
         workers=1 if only is not None else len(usable_cores()),
         only=only,
     )
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # which leaves no process and no folder
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends workers and removes folders
     with FuzzScreen(request) as screen:
         report = run_fuzz(request, screen.show)
     screen.finish(report)

@@ -1,4 +1,4 @@
-"""What a format is to the fuzzer: whole inputs, lies about them, and the reader that must not be hurt by them."""
+"""A format of the fuzzer: valid inputs, crafted corruptions of them, and the reader under test."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -8,43 +8,43 @@ from typing import NamedTuple
 
 from megabatch_lab.fuzz.mutations import mutate
 
-Files = dict[str, bytes]  # an input: its files, by their names below a folder
-SHARE_WHOLE = 0.02  # of the inputs, which the reader must accept
-SHARE_LIES = 0.6  # and of lies; the others have bytes changed
+Files = dict[str, bytes]  # an input: contents by relative path
+SHARE_VALID = 0.02  # of the inputs, which the reader must accept
+SHARE_CRAFTED = 0.6  # of the inputs; the others have changed bytes
 
 
 class Bench(NamedTuple):
-    """A format that is set up to be read."""
+    """Valid inputs of a format and its reader."""
 
     specimens: Sequence[Files]
-    read: Callable[[Path], None]  # the folder of an input; returns, or refuses it by one of `REFUSALS`
+    read: Callable[[Path], None]  # takes the folder of an input; raises one of `REFUSALS` to refuse it
 
 
 class Format(NamedTuple):
-    set_up: Callable[[Path, ExitStack], Bench]  # with a folder for what it needs, and what closes it
-    lie: Callable[[Files, Random], Files]  # structured: what only somebody who knows the format can write
-    has_header: Callable[[Files], bool]  # whether an input gets past the first look at its header
+    set_up: Callable[[Path, ExitStack], Bench]  # with a scratch folder, and a stack that closes it
+    craft: Callable[[Files, Random], Files]  # corrupts the structure, with knowledge of the format
+    has_header: Callable[[Files], bool]  # True if the header of an input is accepted
 
 
 class Input(NamedTuple):
     files: Files
-    is_whole: bool
+    is_valid: bool
 
 
 def make_input(name: str, made: Format, specimens: Sequence[Files], seed: int, number: int) -> Input:
-    """A function of the seed, the format's name and the number alone."""
+    """Return an input, as a function of the seed, the format's name and the number."""
     rng = Random(f"{seed} {name} {number}")
     files = dict(rng.choice(specimens))
     kind = rng.random()
-    if kind < SHARE_WHOLE:
-        return Input(files, is_whole=True)
-    is_lie = kind < SHARE_WHOLE + SHARE_LIES
-    if is_lie:
-        files = made.lie(files, rng)
-    if not is_lie or rng.random() < 0.1:
+    if kind < SHARE_VALID:
+        return Input(files, is_valid=True)
+    is_crafted = kind < SHARE_VALID + SHARE_CRAFTED
+    if is_crafted:
+        files = made.craft(files, rng)
+    if not is_crafted or rng.random() < 0.1:
         changed, other = rng.choice(sorted(files)), rng.choice(specimens)
         files = files | {changed: mutate(files[changed], rng, other.get(changed, b""))}
-    return Input(files, is_whole=False)
+    return Input(files, is_valid=False)
 
 
 def write_input(files: Files, folder: Path) -> None:
@@ -55,12 +55,12 @@ def write_input(files: Files, folder: Path) -> None:
 
 
 def read_back(folder: Path) -> Files:
-    """A specimen from what was written by the code that writes such things."""
+    """Return the files below a folder as a specimen."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def by_functions(
     specimens: Callable[[], Sequence[Files]], read: Callable[[Path], None]
 ) -> Callable[[Path, ExitStack], Bench]:
-    """For formats that need no more."""
+    """Return the `set_up` of a format that needs no scratch folder."""
     return lambda scratch, stack: Bench(specimens(), read)

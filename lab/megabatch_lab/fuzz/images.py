@@ -1,4 +1,4 @@
-"""JPEG, PNG, WebP and GIF, read as training reads a file of a class folder."""
+"""JPEG, PNG, WebP, AVIF and GIF, read like training reads a file of a class folder."""
 
 import io
 import struct
@@ -19,14 +19,14 @@ from megabatch_lab.fuzz.formats import Files, Format, by_functions
 from megabatch_lab.fuzz.mutations import zeros_deflated
 
 SIZE = 32
-MAX_PIXELS = 20_000_000  # a quarter of the default: a large image that is right takes seconds
+MAX_PIXELS = 20_000_000  # a quarter of the default, because large valid images take seconds
 NAME = "image"
 SIDES = (0, 1, 2, 255, 4096, 8000, 16383, 32767, 65535)
-BOMB = 4 << 30  # bytes that come out of 4 MB
+BOMB = 4 << 30  # bytes after decompression of 4 MB
 
 
 def picture(width: int = 96, height: int = 64, mode: str = "RGB") -> Image.Image:
-    """Smooth, with an edge: all kinds of coefficients."""
+    """Return a smooth picture with an edge, which has all kinds of coefficients."""
     rows, columns = np.mgrid[:height, :width]
     pixels = np.stack([rows * 3, columns * 2, (rows + columns) % 97 * 2], axis=-1).astype(np.uint8)
     return Image.fromarray(pixels).convert(mode)
@@ -68,6 +68,14 @@ def webps() -> list[Files]:
     ]
 
 
+def avifs() -> list[Files]:
+    return [
+        encoded(picture(), "AVIF", speed=10),
+        encoded(picture(mode="RGBA"), "AVIF", speed=10, max_threads=1),
+        encoded(picture(), "AVIF", speed=10, save_all=True, append_images=[picture(mode="L")] * 3),
+    ]
+
+
 def gifs() -> list[Files]:
     return [
         encoded(picture(mode="P"), "GIF"),
@@ -82,7 +90,7 @@ def read_image(folder: Path) -> None:
 
 
 def rearranged(pieces: list[bytes], rng: Random) -> list[bytes]:
-    """One of them dropped, moved or repeated."""
+    """Drop, move or repeat one piece."""
     at = rng.randrange(len(pieces))
     what = rng.randrange(4)
     if what == 0:
@@ -94,10 +102,8 @@ def rearranged(pieces: list[bytes], rng: Random) -> list[bytes]:
     return pieces[:at] + [pieces[at]] * rng.choice((2, 10, 300, 5000 if len(pieces[at]) < 100 else 20)) + pieces[at:]
 
 
-# JPEG: markers with a length, and behind a start of scan the coefficients, up to the next marker.
-
-
 def segments(jpeg: bytes) -> list[bytes]:
+    """Split a JPEG into markers with a length; a start of scan includes the coefficients up to the next marker."""
     pieces, begin = [jpeg[:2]], 2
     while begin + 4 <= len(jpeg):
         end = begin + 2 + int.from_bytes(jpeg[begin + 2 : begin + 4], "big")
@@ -113,13 +119,13 @@ def is_frame(piece: bytes) -> bool:
     return piece[:1] == b"\xff" and piece[1:2] in (b"\xc0", b"\xc1", b"\xc2")
 
 
-def lie_about_jpeg(files: Files, rng: Random) -> Files:
+def corrupt_jpeg(files: Files, rng: Random) -> Files:
     pieces = segments(files[NAME])
     what = rng.randrange(6)
-    if what == 0:  # its sides
+    if what == 0:  # the image size
         sides = struct.pack(">HH", rng.choice(SIDES), rng.choice(SIDES))
         pieces = [piece[:5] + sides + piece[9:] if is_frame(piece) else piece for piece in pieces]
-    elif what == 1:  # very many scans with nothing in them, of a large image
+    elif what == 1:  # many empty scans of a large image
         scans = [piece[: 2 + int.from_bytes(piece[2:4], "big")] for piece in pieces if piece[:2] == b"\xff\xda"]
         sides = struct.pack(">HH", *[rng.choice((512, 4096, 8000))] * 2)
         head = [piece for piece in pieces[:-1] if piece[:2] != b"\xff\xda"]
@@ -128,7 +134,7 @@ def lie_about_jpeg(files: Files, rng: Random) -> Files:
     elif what == 2:  # a length
         at = rng.randrange(1, len(pieces))
         pieces[at] = pieces[at][:2] + struct.pack(">H", rng.choice((0, 1, 2, 3, 65535))) + pieces[at][4:]
-    elif what == 3:  # what a table or frame holds
+    elif what == 3:  # a byte of a table or frame
         at = rng.randrange(1, len(pieces))
         inside = rng.randrange(4, max(5, min(len(pieces[at]), 30)))
         pieces[at] = pieces[at][:inside] + rng.randbytes(1) + pieces[at][inside + 1 :]
@@ -137,10 +143,8 @@ def lie_about_jpeg(files: Files, rng: Random) -> Files:
     return {NAME: b"".join(pieces)}
 
 
-# PNG: chunks with a length and a checksum, which are right.
-
-
 def chunks_of_png(png: bytes) -> list[bytes]:
+    """Split a PNG into chunks with a length and a checksum."""
     pieces, begin = [png[:8]], 8
     while begin < len(png):
         end = begin + 12 + int.from_bytes(png[begin : begin + 4], "big")
@@ -157,7 +161,7 @@ def bomb() -> bytes:
     return b"\x78\xda" + zeros_deflated(BOMB) + bytes(4)
 
 
-def lie_about_png(files: Files, rng: Random) -> Files:
+def corrupt_png(files: Files, rng: Random) -> Files:
     pieces = chunks_of_png(files[NAME])
     what = rng.randrange(6)
     head = pieces[1][8:-4]
@@ -181,10 +185,7 @@ def lie_about_png(files: Files, rng: Random) -> Files:
     return {NAME: b"".join(pieces)}
 
 
-# WebP: RIFF chunks.
-
-
-def lie_about_webp(files: Files, rng: Random) -> Files:
+def corrupt_webp(files: Files, rng: Random) -> Files:
     webp, pieces, begin = files[NAME], [], 12
     while begin + 8 <= len(webp):
         end = begin + 8 + (int.from_bytes(webp[begin + 4 : begin + 8], "little") + 1) // 2 * 2
@@ -202,8 +203,17 @@ def lie_about_webp(files: Files, rng: Random) -> Files:
     return {NAME: b"RIFF" + struct.pack("<I", (4 + len(body)) & 0xFFFFFFFF) + b"WEBP" + body}
 
 
-def lie_about_gif(files: Files, rng: Random) -> Files:
-    """The sides of the screen and of the first frame, its code size, and frames of which there are too many."""
+def corrupt_avif(files: Files, rng: Random) -> Files:
+    """Corrupt the boxes before the coefficients: their lengths, the size of the image, the place of its data."""
+    avif = bytearray(files[NAME])
+    end = min(len(avif), max(64, avif.find(b"mdat")))
+    for _ in range(rng.choice((1, 3))):
+        avif[rng.randrange(12, end)] = rng.choice((0, 1, 127, 255, rng.randrange(256)))
+    return {NAME: bytes(avif)}
+
+
+def corrupt_gif(files: Files, rng: Random) -> Files:
+    """Corrupt the size of the screen or of the first frame, its code size, or the number of frames."""
     gif = bytearray(files[NAME])
     frame = gif.index(b",", 13 + 3 * 2 ** ((gif[10] & 7) + 1) if gif[10] & 0x80 else 13)
     what = rng.randrange(4)
@@ -219,21 +229,22 @@ def lie_about_gif(files: Files, rng: Random) -> Files:
 
 
 def opens(kind: str) -> Callable[[Files], bool]:
-    """Whether Pillow finds an image of that kind by its header."""
+    """Return a function that checks if Pillow accepts the header as an image of this kind."""
 
     def has_header(files: Files) -> bool:
         try:
             with Image.open(io.BytesIO(files[NAME]), formats=[kind]) as image:
                 return image.width * image.height > 0
-        except Exception:  # whatever that reader, which is not the one that is tried, may raise
+        except Exception:  # Pillow is not the reader under test here and may raise anything
             return False
 
     return has_header
 
 
 IMAGES = {
-    "jpeg": Format(by_functions(jpegs, read_image), lie_about_jpeg, opens("JPEG")),
-    "png": Format(by_functions(pngs, read_image), lie_about_png, opens("PNG")),
-    "webp": Format(by_functions(webps, read_image), lie_about_webp, opens("WEBP")),
-    "gif": Format(by_functions(gifs, read_image), lie_about_gif, opens("GIF")),
+    "jpeg": Format(by_functions(jpegs, read_image), corrupt_jpeg, opens("JPEG")),
+    "png": Format(by_functions(pngs, read_image), corrupt_png, opens("PNG")),
+    "webp": Format(by_functions(webps, read_image), corrupt_webp, opens("WEBP")),
+    "avif": Format(by_functions(avifs, read_image), corrupt_avif, opens("AVIF")),
+    "gif": Format(by_functions(gifs, read_image), corrupt_gif, opens("GIF")),
 }

@@ -1,4 +1,4 @@
-"""Bytes made wrong: what disks, networks and people do to files.  All that is random comes from the given generator."""
+"""Corruptions of bytes, JSON documents and arrays.  All randomness comes from the given generator."""
 
 import json
 import struct
@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 WIDTHS = {1: "B", 2: "H", 4: "I", 8: "Q"}
-LONGEST_RUN = 1 << 16  # bytes that one mutation adds
+MAX_ADDED_BYTES = 1 << 16  # by one mutation
 
 
 def mutate(content: bytes, rng: Random, other: bytes = b"") -> bytes:
-    """Between one and four mutations; `other` is a file to splice with."""
+    """Apply one to four mutations.  `other` is a file to splice with."""
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         content = rng.choice(MUTATIONS)(content, rng) if content else insert(content, rng)
     if other and rng.random() < 0.05:
@@ -34,13 +34,13 @@ def flip_bit(content: bytes, rng: Random) -> bytes:
 
 
 def flip_bit_near_start(content: bytes, rng: Random) -> bytes:
-    """Where headers are."""
+    """Flip a bit near the start, in the headers."""
     head = rng.choice((16, 64, 512))
     return flip_bit(content[:head], rng) + content[head:]
 
 
 def overwrite_number(content: bytes, rng: Random) -> bytes:
-    """A number that lies at an edge, as wide and in the order in which formats keep them."""
+    """Write an extreme number, with a width and byte order that formats use."""
     width = rng.choice(list(WIDTHS))
     highest = (1 << (8 * width)) - 1
     value = rng.choice((0, 1, highest, highest >> 1, (highest >> 1) + 1, highest - 1, rng.randint(0, highest)))
@@ -64,7 +64,7 @@ def insert(content: bytes, rng: Random) -> bytes:
 
 def repeat(content: bytes, rng: Random) -> bytes:
     begin, end = span(content, rng, 64)
-    count = rng.choice((2, 100, LONGEST_RUN // (end - begin)))
+    count = rng.choice((2, 100, MAX_ADDED_BYTES // (end - begin)))
     return content[:begin] + content[begin:end] * count + content[end:]
 
 
@@ -78,8 +78,8 @@ def swap(content: bytes, rng: Random) -> bytes:
     return content[:first] + content[second:third] + content[first:second] + content[third:]
 
 
-def replace_letter(content: bytes, rng: Random) -> bytes:
-    """One that has a meaning in texts."""
+def replace_character(content: bytes, rng: Random) -> bytes:
+    """Replace a byte by a character with a meaning in text formats."""
     at = rng.randrange(len(content))
     return content[:at] + bytes([rng.choice(b"0123456789.-+eE\"'[]{}(),:=#\\/\n\0 ")]) + content[at + 1 :]
 
@@ -95,20 +95,18 @@ MUTATIONS: tuple[Callable[[bytes, Random], bytes], ...] = (
     repeat,
     blank,
     swap,
-    replace_letter,
+    replace_character,
 )
 
 
 def zeros_deflated(count: int) -> bytes:
-    """Raw deflate of about so many zeros, in a thousandth of them and no time: one block, over and over."""
+    """Return raw deflate data of about `count` zeros, 1000 times smaller, quickly: one repeated block."""
     packer = zlib.compressobj(9, wbits=-zlib.MAX_WBITS)
     block = packer.compress(bytes(1 << 20)) + packer.flush(zlib.Z_FULL_FLUSH)
     return block * (count >> 20) + packer.flush()
 
 
-# Values that no writer of ours writes, and the same in the place of some value of a JSON document or an array.
-
-DEEP = "@deep@"  # stands for brackets inside brackets, deeper than any stack
+DEEP = "@deep@"  # replaced by nested brackets, deeper than any stack
 DEPTH = 100_000
 TEXTS = (
     "",
@@ -131,24 +129,24 @@ def nonsense(rng: Random) -> Any:
     return rng.choice(rng.choice((TEXTS, NUMBERS, OTHERS)))
 
 
-def lie_in_json(document: bytes, rng: Random) -> bytes:
-    """The document with one value, key or row of it wrong, and still JSON."""
+def corrupt_json(document: bytes, rng: Random) -> bytes:
+    """Replace one to three values, keys or rows of a document, which stays valid JSON."""
     tree = json.loads(document)
     for _ in range(rng.choice((1, 1, 2, 3))):
-        tree = lie_in_tree(tree, rng)
+        tree = corrupt_tree(tree, rng)
     text = json.dumps(tree, separators=(",", ":"), ensure_ascii=rng.random() < 0.5)
     return text.replace(f'"{DEEP}"', "[" * DEPTH + "]" * DEPTH).encode("utf-8", "surrogatepass")
 
 
-def lie_in_tree(tree: Any, rng: Random) -> Any:
-    """Goes down at random, and changes what it comes to."""
+def corrupt_tree(tree: Any, rng: Random) -> Any:
+    """Descend at random and change a value."""
     is_inside = isinstance(tree, dict | list) and tree and rng.random() < 0.9
     if not is_inside:
         return nonsense(rng)
     place = rng.choice(list(tree)) if isinstance(tree, dict) else rng.randrange(len(tree))
     what = rng.random()
     if what < 0.75:
-        tree[place] = lie_in_tree(tree[place], rng)
+        tree[place] = corrupt_tree(tree[place], rng)
     elif what < 0.9:
         removed = tree.pop(place)
         if isinstance(tree, dict) and rng.random() < 0.3:
@@ -160,8 +158,8 @@ def lie_in_tree(tree: Any, rng: Random) -> Any:
     return tree
 
 
-def lie_in_array(array: NDArray[Any], rng: Random) -> NDArray[Any]:
-    """Another dtype, shape or value."""
+def corrupt_array(array: NDArray[Any], rng: Random) -> NDArray[Any]:
+    """Change the dtype, shape or a value."""
     what = rng.randrange(5)
     if what == 0:
         text = np.array(str(nonsense(rng)))

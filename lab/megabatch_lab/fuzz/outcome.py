@@ -1,4 +1,4 @@
-"""What becomes of an input, as a worker says it and the report counts it."""
+"""The outcome of an input, as a worker reports it, and the totals."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -14,12 +14,12 @@ class Outcome(Struct, frozen=True, kw_only=True):
     number: int
     kind: Kind
     past_header: bool = False
-    detail: str = ""  # the line, or what escaped
-    where: str = ""  # the innermost code of what escaped
+    detail: str = ""  # the error line, or a description of the escape
+    where: str = ""  # the innermost frames of an escaped error
 
 
 class Count(Struct):
-    """Of one format."""
+    """Totals of one format."""
 
     format: str
     inputs: int = 0
@@ -50,7 +50,7 @@ def count_by_format(names: Iterable[str], outcomes: Iterable[Outcome]) -> list[C
 
 
 def alike(escapes: Iterable[Outcome]) -> list[tuple[Outcome, int]]:
-    """One of those that escaped at the same place of the code, and how many they are; most first."""
+    """Group escapes by their place in the code; return one example and the count of each, most frequent first."""
     escapes = list(escapes)
     places = Counter((escape.format, escape.where or escape.detail) for escape in escapes)
     first = {(escape.format, escape.where or escape.detail): escape for escape in reversed(escapes)}

@@ -1,4 +1,4 @@
-"""Has inputs read by workers, and starts another where an input has ended one or holds it up."""
+"""Read inputs in worker processes, and start another worker if an input crashes or stalls one."""
 
 import os
 import select
@@ -24,22 +24,22 @@ from megabatch_lab.fuzz.worker import READY, Job
 WORKER = [sys.executable, "-m", "megabatch_lab.fuzz.worker"]
 Inputs = list[tuple[str, int]]  # by format and number
 CHUNK_BYTES = 1 << 16
-LOOKS_EVERY_S = 0.2
-STARTS_WITHIN_S = 120.0  # imports torch, trains a small run
+POLL_S = 0.2
+START_TIMEOUT_S = 120.0  # a worker imports torch and trains a small run
 
 
 class Request(Struct, frozen=True, kw_only=True):
     formats: list[str]
     inputs: int
     seed: int
-    most_s: float  # that an input may take
+    most_s: float  # limit per input
     most_mb: int
     workers: int
     only: int | None = None  # the number of one input
 
 
 def fuzz(request: Request, show: Callable[[Outcome], None]) -> Report:
-    """`show` hears every outcome, from any thread."""
+    """Read all inputs and return the report.  Any thread may call `show`, with each outcome."""
     started_s = time.monotonic()
     inputs = inputs_of(request)
     shares = [inputs[first :: request.workers] for first in range(request.workers)]
@@ -67,7 +67,7 @@ def fuzz(request: Request, show: Callable[[Outcome], None]) -> Report:
 
 
 def inputs_of(request: Request) -> Inputs:
-    """One of each format, then the next of each."""
+    """Return the inputs, alternating between formats."""
     if request.only is not None:
         return [(name, request.only) for name in request.formats]
     rounds = -(-request.inputs // len(request.formats))
@@ -75,7 +75,7 @@ def inputs_of(request: Request) -> Inputs:
 
 
 def read_all(inputs: Inputs, request: Request, scratch: Path, stopping: threading.Event) -> Iterator[Outcome]:
-    """What becomes of each: of one that ends a worker, or holds it up, that."""
+    """Yield the outcome of each input.  An input that crashes or stalls its worker has escaped."""
     begin = 0
     while begin < len(inputs) and not stopping.is_set():
         folder = Path(tempfile.mkdtemp(dir=scratch))
@@ -96,10 +96,10 @@ class Worker:
         self.is_late = False
 
     def outcomes(self, most_s: float, stopping: threading.Event) -> Iterator[Outcome]:
-        """As they come; ends with the worker, or where the next takes too long."""
-        buffer, deadline_s = b"", time.monotonic() + STARTS_WITHIN_S
+        """Yield outcomes until the worker ends or an input takes too long."""
+        buffer, deadline_s = b"", time.monotonic() + START_TIMEOUT_S
         while not stopping.is_set():
-            if not select.select([self.results], [], [], LOOKS_EVERY_S)[0]:
+            if not select.select([self.results], [], [], POLL_S)[0]:
                 self.is_late = time.monotonic() > deadline_s
                 if self.is_late:
                     return
@@ -112,12 +112,12 @@ class Worker:
             deadline_s = time.monotonic() + most_s
 
     def end(self) -> str:
-        """Why it said no more."""
+        """Return the reason why no more outcomes came."""
         if self.is_late:
-            return "it took longer than it may"
+            return "exceeded the time limit"
         code = self.process.wait()
         last = one_line(self.errors.read_bytes()[-400:].decode(errors="replace").strip().rpartition("\n")[2])
-        return f"it ended its process by {signal.Signals(-code).name}" if code < 0 else f"its process failed: {last}"
+        return f"ended its process with {signal.Signals(-code).name}" if code < 0 else f"its process failed: {last}"
 
 
 @contextmanager
@@ -135,12 +135,12 @@ def started_worker(inputs: Inputs, request: Request, folder: Path) -> Iterator[W
     with errors.open("wb") as stderr:
         process = subprocess.Popen(
             WORKER,
-            start_new_session=True,  # Ctrl-C is for this process alone
+            start_new_session=True,  # Ctrl-C must only reach this process
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=stderr,
             pass_fds=[theirs],
-            # Its caches and what libraries leave are its own, and one thread is as much as it needs.
+            # Separate caches and temporary files; one thread is enough.
             env=os.environ | {"XDG_CACHE_HOME": str(folder), "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"},
         )
     os.close(theirs)

@@ -1,4 +1,4 @@
-"""What `megabatch fuzz` prints: how far it is, a row for each format, and what has escaped."""
+"""The output of `megabatch fuzz`: progress, a row per format, and the escapes."""
 
 import threading
 
@@ -8,7 +8,7 @@ from megabatch.io.terminal import Terminal, plain_table
 from megabatch_lab.fuzz.outcome import Outcome, Report, alike
 from megabatch_lab.fuzz.run import Request, inputs_of
 
-MOST_SHOWN = 20
+MAX_SHOWN = 20
 
 
 class FuzzScreen:
@@ -42,14 +42,14 @@ class FuzzScreen:
             table.add_row(count.format, *(f"{number:,}" for number in numbers), share)
         self.console.print(table)
         kinds = alike(report.escapes)
-        for example, how_many in kinds[:MOST_SHOWN]:
+        for example, how_many in kinds[:MAX_SHOWN]:
             self.console.row("escaped", f"{how_many:,} of {example.format}: {example.detail}")
             if example.where:
                 self.console.row("", example.where)
             command = f"megabatch fuzz {example.format} --seed {report.seed} --only {example.number} --keep escaped"
-            self.console.row("again", command)
-        if len(kinds) > MOST_SHOWN:
-            self.console.row("", f"and {len(kinds) - MOST_SHOWN:,} more kinds: --json has all")
+            self.console.row("repeat", command)
+        if len(kinds) > MAX_SHOWN:
+            self.console.row("", f"and {len(kinds) - MAX_SHOWN:,} more kinds; --json writes all")
         escaped = f"{len(report.escapes):,} escaped" if report.escapes else "nothing escaped"
         inputs = f"{report.inputs:,} inputs, seed {report.seed}"
         self.console.row("verdict", f"{inputs}: {escaped}, {report.seconds:.0f} s")

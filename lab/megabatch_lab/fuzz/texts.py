@@ -1,4 +1,4 @@
-"""Recipes, overrides of them, studies, and plans of an all-reduce."""
+"""Recipes, overrides, studies and all-reduce plans."""
 
 import json
 import tomllib
@@ -24,10 +24,10 @@ from megabatch.planning.tuning import Tuning
 from megabatch.runs.files import PLAN
 from megabatch.runs.reader import read_plan
 from megabatch_lab.fuzz.formats import Files, Format, by_functions
-from megabatch_lab.fuzz.mutations import DEPTH, lie_in_json
+from megabatch_lab.fuzz.mutations import DEPTH, corrupt_json
 
 RECIPE, OVERRIDE = "recipe.toml", "override"
-# As they stand in TOML.
+# In TOML syntax.
 VALUES = (
     *("-1", "0", "1", "1e308", "-1e308", "nan", "inf", "1" + "0" * 30, "9" * 5000, "0x7fffffffffffffff", "1e-320"),
     *(
@@ -65,7 +65,7 @@ def recipes() -> list[Files]:
     return [{RECIPE: load_config(name, needs_source=False).to_toml().encode()} for name in recipe_names()]
 
 
-def lie_about_recipe(files: Files, rng: Random) -> Files:
+def corrupt_recipe(files: Files, rng: Random) -> Files:
     lines = files[RECIPE].decode().splitlines()
     settings = [at for at, line in enumerate(lines) if " = " in line]
     at = rng.choice(settings)
@@ -97,7 +97,7 @@ def read_recipe_file(folder: Path) -> None:
     config = load_config(str(folder / RECIPE), report=silent, needs_source=False)
     (folder / RECIPE).write_text(config.to_toml())
     again = load_config(str(folder / RECIPE), report=silent, needs_source=False)
-    assert again == config, "a recipe that was accepted is not the same when it is written and read"
+    assert again == config, "an accepted recipe changes when it is written and read again"
     decisive_settings(config)
 
 
@@ -106,7 +106,7 @@ def studies() -> list[Files]:
 
 
 def read_study_file(folder: Path) -> None:
-    """With all that is computed from it before anything is run, but its recipes: those are read as such."""
+    """Read a study and compute its plan, without its recipes, which are a separate format."""
     design = read_design(str(folder / RECIPE))
     assert design.num_trials > 0 and design.stages()
     for arm in design.arms:
@@ -121,13 +121,13 @@ def overrides() -> list[Files]:
     ]
 
 
-def lie_about_override(files: Files, rng: Random) -> Files:
+def corrupt_override(files: Files, rng: Random) -> Files:
     key = rng.choice((*FIELDS, *FIELDS, *KEYS))
     return {OVERRIDE: f"{key}={rng.choice(VALUES)}".encode()}
 
 
 def read_override(folder: Path) -> None:
-    text = (folder / OVERRIDE).read_bytes().decode("utf-8", "surrogateescape")  # as Python has a command's words
+    text = (folder / OVERRIDE).read_bytes().decode("utf-8", "surrogateescape")  # like Python's sys.argv
     config = load_config("fashion", [text], report=silent)
     msgspec.toml.encode(msgspec.toml.decode(config.to_toml()))
 
@@ -152,7 +152,7 @@ def read_stored_plan(folder: Path) -> None:
 
 
 def use_plan(tuning: Tuning) -> list[object]:
-    """All that is computed from one that was accepted."""
+    """Compute everything that is derived from an accepted plan."""
     of_buckets = [
         (bucket.candidate.expected_costs, bucket.num_bytes, bucket.measured_places) for bucket in tuning.buckets
     ]
@@ -169,14 +169,12 @@ def is_json(content: bytes) -> bool:
 
 
 TEXTS = {
-    "toml": Format(by_functions(recipes, read_recipe_file), lie_about_recipe, is_toml),
-    "study": Format(by_functions(studies, read_study_file), lie_about_recipe, is_toml),
-    "override": Format(
-        by_functions(overrides, read_override), lie_about_override, lambda files: b"=" in files[OVERRIDE]
-    ),
+    "toml": Format(by_functions(recipes, read_recipe_file), corrupt_recipe, is_toml),
+    "study": Format(by_functions(studies, read_study_file), corrupt_recipe, is_toml),
+    "override": Format(by_functions(overrides, read_override), corrupt_override, lambda files: b"=" in files[OVERRIDE]),
     "plan": Format(
         by_functions(plans, read_stored_plan),
-        lambda files, rng: {PLAN: lie_in_json(files[PLAN], rng)},
+        lambda files, rng: {PLAN: corrupt_json(files[PLAN], rng)},
         lambda files: is_json(files[PLAN]),
     ),
 }

@@ -1,4 +1,4 @@
-"""What a run leaves: checkpoints, weights, rows, summary and card; of a small run that is trained for it."""
+"""The files of a run (checkpoints, weights, rows, summary and card), from a small run trained for this purpose."""
 
 import hashlib
 import io
@@ -24,13 +24,13 @@ from megabatch.runs.reader import epoch_losses, last_record, length_up_to, list_
 from megabatch.text import is_plain
 from megabatch.training.checkpoint.card import pixels_of, read_card
 from megabatch.training.checkpoint.format import DESCRIPTION, STATE
-from megabatch.training.checkpoint.resume import Start, newest_of, read_start
+from megabatch.training.checkpoint.resume import Start, newest_checkpoint, read_start
 from megabatch.training.checkpoint.state import restore_training_state
 from megabatch.training.parts import Training
 from megabatch.training.prepare import prepare
 from megabatch.training.run import train_and_record
 from megabatch_lab.fuzz.formats import Bench, Files, Format, read_back
-from megabatch_lab.fuzz.mutations import lie_in_json, lie_in_tree, nonsense
+from megabatch_lab.fuzz.mutations import corrupt_json, corrupt_tree, nonsense
 from megabatch_lab.fuzz.texts import is_json
 
 SMALL = (
@@ -51,7 +51,7 @@ SMALL = (
     "run.threads=1",
     "run.device=cpu",
 )
-MEASURED = ("_s", "_mb", "_share", "data_wait", "costs")  # ends of the names of what is
+MEASURED = ("_s", "_mb", "_share", "data_wait", "costs")  # suffixes of measured fields
 CHECKPOINT_NAMES = (
     "step-junk",
     "step--1",
@@ -62,7 +62,7 @@ CHECKPOINT_NAMES = (
     "best",
 )
 PICKLED = "weights.pth"
-EVIL = "evil"  # a file that code in a pickle would make
+EVIL = "evil"  # a file that code in a pickle would create
 EVIL_PICKLE = b"cbuiltins\nopen\n(S'" + EVIL.encode() + b"'\nS'w'\ntR."
 
 
@@ -71,17 +71,17 @@ class Trained(NamedTuple):
     training: Training
 
 
-@cache  # there can be one process group in a process
+@cache  # a process can have only one process group
 def train_small(scratch: Path, stack: ExitStack) -> Trained:
     folder = scratch / "run"
     config = load_config("smoke", [*SMALL, f"run.dir={folder}"])
-    ready = stack.enter_context(prepare(config, current_rank()))
-    train_and_record(ready.config, "never", ready.training)
+    ready = stack.enter_context(prepare(config, current_rank(), resume="never"))
+    train_and_record(ready.config, ready.start, ready.training)
     return Trained(folder, ready.training)
 
 
 def without_times(document: bytes) -> bytes:
-    """A JSON document in which what was measured is always the same, so that an input can be made again."""
+    """Replace measured values in a JSON document by a constant, so that inputs are reproducible."""
     return json.dumps(replace_times(json.loads(document))).encode()
 
 
@@ -95,18 +95,18 @@ def replace_times(value: Any, is_time: bool = False) -> Any:
 
 def set_up_checkpoints(scratch: Path, stack: ExitStack) -> Bench:
     run = train_small(scratch, stack)
-    kept = {f"{CHECKPOINTS}/{name}": content for name, content in read_back(run.folder / CHECKPOINTS).items()}
-    both = {name: content for name, content in kept.items() if "/step-" in name}
+    saved = {f"{CHECKPOINTS}/{name}": content for name, content in read_back(run.folder / CHECKPOINTS).items()}
+    both = {name: content for name, content in saved.items() if "/step-" in name}
     both |= {name: without_times(content) for name, content in both.items() if name.endswith(DESCRIPTION)}
     newest = {name: content for name, content in both.items() if name.startswith(newest_folder(both))}
 
     def read(folder: Path) -> None:
-        complaints: list[str] = []
-        checkpoint = read_start(Start(folder, newest_of(folder)), complaints.append, run.training)
+        problems: list[str] = []
+        checkpoint = read_start(Start(folder, newest_checkpoint(folder)), problems.append, run.training)
         if checkpoint:
             restore_training_state(run.training, checkpoint.state)
-        if complaints:
-            raise UserError(complaints[0])
+        if problems:
+            raise UserError(problems[0])
 
     return Bench([newest, both], read)
 
@@ -115,12 +115,12 @@ def newest_folder(files: Files) -> str:
     return max(name.rpartition("/")[0] for name in files)
 
 
-def lie_about_checkpoint(files: Files, rng: Random) -> Files:
+def corrupt_checkpoint(files: Files, rng: Random) -> Files:
     newest = newest_folder(files)
     description, state = f"{newest}/{DESCRIPTION}", f"{newest}/{STATE}"
     what = rng.random()
     if what < 0.3:
-        return files | {description: lie_in_json(files[description], rng)}
+        return files | {description: corrupt_json(files[description], rng)}
     if what < 0.4:
         renamed = f"{CHECKPOINTS}/{rng.choice(CHECKPOINT_NAMES)}"
         others = {name: content for name, content in files.items() if not name.startswith(newest)}
@@ -131,13 +131,13 @@ def lie_about_checkpoint(files: Files, rng: Random) -> Files:
             if rng.random() < 0.3
             else files | {f"{CHECKPOINTS}/{rng.choice(CHECKPOINT_NAMES)}": b"x"}
         )
-    tensors = lie_about_tensors(files[state], rng)
+    tensors = corrupt_tensors(files[state], rng)
     fields = json.loads(files[description]) | {"checksum": hashlib.sha256(tensors).hexdigest()}
     return files | {state: tensors, description: json.dumps(fields).encode()}
 
 
-def lie_about_tensors(content: bytes, rng: Random) -> bytes:
-    """In the header, in what it says of one tensor, or in that tensor's numbers."""
+def corrupt_tensors(content: bytes, rng: Random) -> bytes:
+    """Corrupt the header length, the header entry of one tensor, or the values of that tensor."""
     begin = 8 + int.from_bytes(content[:8], "little")
     header: dict[str, Any] = json.loads(content[8:begin])
     data = bytearray(content[begin:])
@@ -149,14 +149,14 @@ def lie_about_tensors(content: bytes, rng: Random) -> bytes:
         return length.to_bytes(8, "little") + content[8:]
     if what == 1:
         entry["dtype"] = rng.choice(("I8", "F16", "BF16", "F64", "BOOL", "F4", "", 7))
-    elif what == 2:  # as wide as it was, or not
+    elif what == 2:  # of the same size or not
         entry["shape"] = rng.choice(([*entry["shape"], 1], entry["shape"][::-1], [-1], [2**62, 4], [0], [2**70]))
     elif what == 3:
         entry["data_offsets"] = rng.choice(([0, 4], [-4, 0], [0, 2**63], [8, 4], entry["data_offsets"] * 2, []))
     elif what == 4:
         header[str(nonsense(rng))] = header.pop(name)
     elif what == 5:
-        lie_in_tree(header, rng)
+        corrupt_tree(header, rng)
     elif what == 6:
         start, end = entry["data_offsets"]
         data[start:end] = (b"\xff" if rng.random() < 0.5 else b"\0") * (end - start)  # NaN, or 0
@@ -182,15 +182,15 @@ def read_weights_file(folder: Path) -> None:
         for tensor in read_weights(next(folder.iterdir())).values():
             tensor.float().sum()
     finally:
-        assert not Path(EVIL).exists(), "a pickle has run code"
+        assert not Path(EVIL).exists(), "a pickle executed code"
 
 
-def lie_about_weights(files: Files, rng: Random) -> Files:
+def corrupt_weights(files: Files, rng: Random) -> Files:
     if WEIGHTS in files:
-        return {WEIGHTS: lie_about_tensors(files[WEIGHTS], rng)}
+        return {WEIGHTS: corrupt_tensors(files[WEIGHTS], rng)}
     content = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(files[PICKLED])) as found, zipfile.ZipFile(content, "w") as made:
-        for listed in found.infolist():  # which says when, too
+        for listed in found.infolist():  # contains the time, too
             name, member = listed.filename, found.read(listed)
             if name.endswith("data.pkl") and rng.random() < 0.7:
                 at = rng.randrange(len(member))
@@ -229,10 +229,10 @@ def read_rows(folder: Path) -> None:
     add_up(folder, batch=16, target=0.5)
 
 
-def lie_about_rows(files: Files, rng: Random) -> Files:
+def corrupt_rows(files: Files, rng: Random) -> Files:
     rows = files[METRICS].splitlines()
     at = rng.randrange(len(rows))
-    rows[at] = lie_in_json(rows[at], rng) if rng.random() < 0.8 else rows[at] * rng.choice((2, 1000))
+    rows[at] = corrupt_json(rows[at], rng) if rng.random() < 0.8 else rows[at] * rng.choice((2, 1000))
     return {METRICS: b"\n".join(rows) + b"\n"}
 
 
@@ -248,9 +248,9 @@ def read_runs(folder: Path) -> None:
     compare([listing.path for listing in found], target=0.5)
 
 
-def lie_about_summary(files: Files, rng: Random) -> Files:
+def corrupt_summary(files: Files, rng: Random) -> Files:
     name = f"run-001/{SUMMARY}"
-    return files | {name: lie_in_json(files[name], rng)}
+    return files | {name: corrupt_json(files[name], rng)}
 
 
 def set_up_models(scratch: Path, stack: ExitStack) -> Bench:
@@ -258,7 +258,7 @@ def set_up_models(scratch: Path, stack: ExitStack) -> Bench:
 
 
 def read_model(folder: Path) -> None:
-    """As `predict` does, and as a run that resumes reads the card."""
+    """Read a model like `predict`, and its card like a resumed run."""
     card = read_card(folder)
     if card:
         pixels_of(card)
@@ -268,26 +268,26 @@ def read_model(folder: Path) -> None:
     assert scores.shape == (1, len(classifier.classes)) and all(map(is_plain, classifier.classes))
 
 
-def lie_about_model(files: Files, rng: Random) -> Files:
-    """In the card beside the weights, in the one that they carry, or in the weights."""
+def corrupt_model(files: Files, rng: Random) -> Files:
+    """Corrupt the card file, the card inside the weights, or the weights."""
     what = rng.random()
     if what < 0.2:
-        return files | {MODEL: lie_in_json(files[MODEL], rng)}
+        return files | {MODEL: corrupt_json(files[MODEL], rng)}
     if what < 0.4:
-        return files | {WEIGHTS: lie_about_tensors(files[WEIGHTS], rng)}
+        return files | {WEIGHTS: corrupt_tensors(files[WEIGHTS], rng)}
     content = files[WEIGHTS]
     begin = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:begin])
     metadata = header["__metadata__"]
-    metadata[METADATA] = lie_in_json(metadata[METADATA].encode(), rng).decode("utf-8", "replace")
+    metadata[METADATA] = corrupt_json(metadata[METADATA].encode(), rng).decode("utf-8", "replace")
     text = json.dumps(header).encode()
     return files | {WEIGHTS: len(text).to_bytes(8, "little") + text + content[begin:]}
 
 
 RUNS = {
-    "checkpoint": Format(set_up_checkpoints, lie_about_checkpoint, has_checkpoint_header),
-    "weights": Format(set_up_weights, lie_about_weights, has_weights_header),
-    "metrics": Format(set_up_rows, lie_about_rows, lambda files: all(map(is_json, files[METRICS].splitlines()))),
-    "summary": Format(set_up_summaries, lie_about_summary, lambda files: is_json(files[f"run-001/{SUMMARY}"])),
-    "model": Format(set_up_models, lie_about_model, lambda files: has_weights_header({WEIGHTS: files[WEIGHTS]})),
+    "checkpoint": Format(set_up_checkpoints, corrupt_checkpoint, has_checkpoint_header),
+    "weights": Format(set_up_weights, corrupt_weights, has_weights_header),
+    "metrics": Format(set_up_rows, corrupt_rows, lambda files: all(map(is_json, files[METRICS].splitlines()))),
+    "summary": Format(set_up_summaries, corrupt_summary, lambda files: is_json(files[f"run-001/{SUMMARY}"])),
+    "model": Format(set_up_models, corrupt_model, lambda files: has_weights_header({WEIGHTS: files[WEIGHTS]})),
 }

@@ -1,7 +1,7 @@
-"""One process that reads inputs, one after another, and says how each went: python -m megabatch_lab.fuzz.worker.
+"""A process that reads inputs one after another and reports each outcome: python -m megabatch_lab.fuzz.worker.
 
-The memory that an input may take is watched here, its time by whoever has started this process: an input that ends it,
-or at which it hangs, is the one after the last that it spoke of.
+The worker enforces the memory limit, and its parent the time limit: an input that crashes or stalls the worker is the
+one after the last reported outcome.
 """
 
 import os
@@ -26,8 +26,8 @@ from megabatch_lab.fuzz.outcome import Outcome
 
 REFUSALS = (UserError, Unreadable)
 MEGABYTE = 1 << 20
-READY = b"ready"  # said before the first outcome: from then on, time counts
-HARMLESS = 4  # times the memory that an input may take: an attempt at more fails
+READY = b"ready"  # sent before the first outcome: the time limit starts here
+HARD_LIMIT_FACTOR = 4  # times the memory limit: larger allocations fail
 SHOWN_FRAMES = 3
 PACKAGE = "megabatch"
 
@@ -35,10 +35,10 @@ PACKAGE = "megabatch"
 class Job(Struct, frozen=True, kw_only=True):
     seed: int
     inputs: list[tuple[str, int]]  # by format and number
-    most_mb: int  # of memory that an input may take
-    folder: str  # for this process alone
-    results: int  # the descriptor that outcomes are written to
-    parent: int  # the process with which this one ends, whatever it is at
+    most_mb: int  # memory limit per input
+    folder: str  # private to this process
+    results: int  # descriptor for the outcomes
+    parent: int  # this process ends with it
 
 
 def main() -> None:
@@ -56,30 +56,30 @@ def work(job: Job, on_ready: Callable[[], object] = lambda: None) -> Iterator[Ou
     with ExitStack() as stack:
         set_up = {name: FORMATS[name].set_up(benches, stack) for name in {name for name, _ in job.inputs}}
         before_mb = peak_mb()
-        limit_memory(HARMLESS * job.most_mb)
+        limit_memory(HARD_LIMIT_FACTOR * job.most_mb)
         on_ready()
         for name, number in job.inputs:
             outcome = judge(name, number, set_up[name], job.seed, folder)
             taken_mb = peak_mb() - before_mb
             if taken_mb > job.most_mb:
-                detail = f"it took {taken_mb:,.0f} MB of memory"
+                detail = f"used {taken_mb:,.0f} MB of memory"
                 outcome = msgspec.structs.replace(outcome, kind="escaped", detail=detail)
                 before_mb = peak_mb()
             yield outcome
 
 
 def judge(name: str, number: int, bench: Bench, seed: int, folder: Path) -> Outcome:
-    """Reads one input, as its format's reader does."""
+    """Read one input with the reader of its format and judge the result."""
     remove(folder)
     folder.mkdir()
-    files, is_whole = make_input(name, FORMATS[name], bench.specimens, seed, number)
+    files, is_valid = make_input(name, FORMATS[name], bench.specimens, seed, number)
     write_input(files, folder)
-    past_header = is_whole or FORMATS[name].has_header(files)
+    past_header = is_valid or FORMATS[name].has_header(files)
     outcome = Outcome(format=name, number=number, kind="ok", past_header=past_header)
     try:
         bench.read(folder)
     except REFUSALS as error:
-        problem = what_is_wrong(error, is_whole)
+        problem = refusal_problem(error, is_valid)
         kind = "escaped" if problem else "one line"
         return msgspec.structs.replace(outcome, kind=kind, detail=problem or one_line(str(error)))
     except Exception as error:
@@ -88,20 +88,20 @@ def judge(name: str, number: int, bench: Bench, seed: int, folder: Path) -> Outc
     return outcome
 
 
-def what_is_wrong(refusal: Exception, is_whole: bool) -> str | None:
-    """With a refusal, if anything is."""
+def refusal_problem(refusal: Exception, is_valid: bool) -> str | None:
+    """Return the problem with a refusal, or None."""
     text = str(refusal)
-    if is_whole:
-        return f"an input that is as it should be was refused: {one_line(text)}"
+    if is_valid:
+        return f"a valid input was refused: {one_line(text)}"
     if not text or not text.isprintable() or len(text) > LONGEST_SHOWN:
-        return f"it was refused by what is not one line: {one_line(text)!r}"
+        return f"the error is not one line: {one_line(text)!r}"
     if any(isinstance(cause, MemoryError) for cause in causes(refusal)):
-        return "it tried to take more memory than there is"
+        return "tried to allocate more memory than available"
     return None
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Of an error that was raised again, one of them may be itself."""
+    """Yield the error and its causes, each once: an error that was raised again may be its own cause."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause and id(cause) not in seen:
@@ -111,7 +111,7 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def innermost(error: Exception) -> str:
-    """Our code on the way to the error, and where it arose."""
+    """Return our innermost frames and the frame that raised the error."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [
         frame for frame in frames if f"{os.sep}{PACKAGE}{os.sep}" in frame.filename and "fuzz" not in frame.filename

@@ -1,19 +1,25 @@
-"""Process groups for rehearsals, where there is no NCCL: of real processes, and of one process that stands for all.
+"""Process groups that replace NCCL on the fake CUDA: of real processes, and of one process that stands for all ranks.
 
-    connect(info, "cuda", store, backend=REHEARSED)                      real ranks
-    connect(RankInfo(0, 2048, 0, 8), "cuda", dist.HashStore(), backend=MIRRORED, topology=regular(256, 8))
+    connect(info, "cuda", RankStore(info), backend=REHEARSED)                                 real ranks
+    connect(info, "cuda", RankStore(info, dist.HashStore()), backend=MIRRORED, topology=regular(256, 8))
+    info = RankInfo(0, 2048, 0, 8)
 
-rehearsed  tensors travel over Gloo.  Members add in ascending order, in the tensor's type, so that bits are defined and
-           16 bits are rounded at every addition, as by an engine's ring.
-mirrored   one process is rank r of p, and every collective gives what it would if all ranks held what this one holds.
-           Rank 0, as a rule: what a rank receives from rank 0 as a pickled object, the others do not hold.
+rehearsed  Gloo sends the tensors.  Members reduce in ascending order in the tensor's dtype, so that results are bitwise
+           reproducible and 16-bit values are rounded at every addition, as in NCCL's ring.
+blocking   As rehearsed, but like NCCL at its worst: collectives return before they have ended, and never end if a
+           member is gone; `shutdown` and `abort` never return.
+mirrored   One process is rank r of p, and every collective returns the result that it would have if all ranks held the
+           data of this one.  Usually rank 0, because other ranks would not hold the objects that rank 0 broadcasts.
 
-Both log what they were asked for, and of CUDA tensors each counts as one launch on the current stream.  The host would
-not wait for those with NCCL: here it does, in `Work.wait`, and that is not counted.
+All log the collectives.  A collective of CUDA tensors counts as one launch on the current stream.  With NCCL the host
+would not wait for it.  Here it waits in `Work.wait`, which is not counted as a synchronisation; with "blocking" for at
+most PATIENCE_S, after which the device is held in the collective.
 """
 
 import os
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -22,36 +28,39 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from megabatch.ranks.backends import Backend
-from megabatch.torch_api import ALL_GATHER, ALL_TO_ALL, foreach_copy_
+from megabatch.torch_api import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, foreach_copy_
 from megabatch_lab.rehearsal.fake_cuda import host_view
 
 Tensors = list[torch.Tensor]
+PATIENCE_S = 3.0  # more than a healthy member is late; then results are right although the device computes at once
 
 
 class Collective(NamedTuple):
     op: str
     dtype: torch.dtype
-    num_elements: int  # that this rank brings
+    num_elements: int  # of this rank's tensor
     num_members: int
-    stream: int  # 0 is the default one, or the host
-    num_bytes: int  # that this rank sends and receives, by an algorithm that needs fewest
+    stream: int  # 0 for the default stream or the host
+    num_bytes: int  # that this rank sends and receives, by the algorithm with the least traffic
 
 
 log: list[Collective] = []
 
 
 class Work(dist.Work):
-    """What Gloo has begun, and what is to be done when it has ended."""
+    """Works of Gloo, and a function to call when they have completed."""
 
-    def __init__(self, begun: Sequence[Any] = (), finish: Callable[[], object] = int) -> None:
+    def __init__(
+        self, works: Sequence[Any] = (), finish: Callable[[], object] = int, results: Tensors | None = None
+    ) -> None:
         super().__init__()
-        self.begun, self.unfinished = begun, [finish]
+        self.works, self.unfinished, self.results = works, [finish], results
 
     def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self.begun)
+        return all(work.is_completed() for work in self.works)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        for work in self.begun:
+        for work in self.works:
             work.wait(timeout) if timeout else work.wait()
         while self.unfinished:
             self.unfinished.pop()()
@@ -60,42 +69,41 @@ class Work(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(None)
+        future.set_result(self.results)  # DDP without a hook reads it
         return future
 
 
-def all_of(works: list[Work]) -> Work:
-    return Work(works, int)
-
-
 class Group(dist.ProcessGroup):
-    """What megabatch, DDP and torch's object collectives ask for, by four primitives on flat tensors of the host."""
+    """The collectives of megabatch, DDP and torch's object collectives, built on four primitives on flat host tensors.
+
+    Signatures follow the calls of torch's C++ code, which are only one overload of torch's stubs.
+    """
 
     backend_name = ""
 
     def __init__(self, store: Any, index: int, size: int, timeout: timedelta) -> None:
-        super().__init__(index, size)
+        super().__init__(index, size)  # type: ignore[call-arg]  # an overload that torch's stubs lack
         self.index, self.num_members, self.title = index, size, ""
 
     def reduce_flat(self, flat: torch.Tensor, op: Any, root: int | None) -> Work:
-        """In place, at all members or at the root alone."""
+        """Reduce in place, at all members or only at the root."""
         raise NotImplementedError
 
     def gather_flat(self, out: torch.Tensor, flat: torch.Tensor) -> Work:
-        """Everybody's, one after another."""
+        """Gather the tensors of all members in order."""
         raise NotImplementedError
 
     def broadcast_flat(self, flat: torch.Tensor, root: int) -> Work:
         raise NotImplementedError
 
     def exchange_flat(self, out: torch.Tensor, flat: torch.Tensor, received: list[int], sent: list[int]) -> Work:
-        """All-to-all; how many elements from and to each."""
+        """Exchange all-to-all, with the number of elements received from and sent to each member."""
         raise NotImplementedError
 
     def begin(
         self, op: str, tensor: torch.Tensor, num_copies: float, outs: Sequence[torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Logs it; a tensor of the host on the same bytes.  `num_copies` of the tensor are sent and received."""
+        """Log a collective that sends and receives `num_copies` of the tensor, and return a host view of the tensor."""
         stream = 0
         if tensor.is_cuda:
             stream = torch.accelerator.current_stream(tensor.device).stream_id
@@ -111,21 +119,20 @@ class Group(dist.ProcessGroup):
         work = self.reduce_flat(flat, op, None)
         return Work([work], lambda: host.copy_(flat.view(host.shape)))
 
-    # The names are torch's: dist.ProcessGroup looks them up.
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
-        return all_of([self.all_reduce_one(tensor, op_of(opts)) for tensor in tensors])
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
+        return Work([self.all_reduce_one(tensor, op_of(opts)) for tensor in tensors], results=tensors)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         return self.allreduce(tensors, opts)
 
-    def reduce(self, tensors: Tensors, opts: Any) -> Work:
+    def reduce(self, tensors: Tensors, opts: Any) -> Work:  # type: ignore[override]
         (tensor,) = tensors
         host = self.begin("reduce", tensor, 1)
         flat = host.contiguous().view(-1)
         work = self.reduce_flat(flat, op_of(opts), opts.rootRank)
         return Work([work], lambda: host.copy_(flat.view(host.shape)))
 
-    def broadcast(self, tensors: Tensors, opts: Any) -> Work:
+    def broadcast(self, tensors: Tensors, opts: Any) -> Work:  # type: ignore[override]
         (tensor,) = tensors
         host = self.begin("broadcast", tensor, 1)
         flat = host.contiguous().view(-1)
@@ -133,7 +140,7 @@ class Group(dist.ProcessGroup):
         return Work([work], lambda: host.copy_(flat.view(host.shape)))
 
     def gather_one(self, outs: Tensors, tensor: torch.Tensor, op: str = "allgather") -> Work:
-        """Into one tensor, or into one for each member."""
+        """Gather into one tensor, or into one tensor per member."""
         own = self.begin(op, tensor, 2 * (self.num_members - 1), outs).contiguous().view(-1)
         hosts = [host_view(out) for out in outs]
         is_whole = len(hosts) == 1 and hosts[0].is_contiguous()
@@ -144,19 +151,19 @@ class Group(dist.ProcessGroup):
         parts = arrived.view(len(outs), -1).unbind()
         return Work([work], lambda: foreach_copy_([host.view(-1) for host in hosts], parts))
 
-    def allgather(self, outs: list[Tensors], tensors: Tensors, opts: Any = None) -> Work:
-        return all_of([self.gather_one(out, tensor) for out, tensor in zip(outs, tensors, strict=True)])
+    def allgather(self, outs: list[Tensors], tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
+        return Work([self.gather_one(out, tensor) for out, tensor in zip(outs, tensors, strict=True)])
 
     def all_gather_single(self, out: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
         return self.gather_one([out], tensor)
 
     def all_gather_single_coalesced(self, outs: Tensors, tensors: Tensors, opts: Any = None) -> Work:
-        return all_of([self.gather_one([out], tensor) for out, tensor in zip(outs, tensors, strict=True)])
+        return Work([self.gather_one([out], tensor) for out, tensor in zip(outs, tensors, strict=True)])
 
-    def gather(self, outs: list[Tensors], tensors: Tensors, opts: Any) -> Work:
+    def gather(self, outs: list[Tensors], tensors: Tensors, opts: Any) -> Work:  # type: ignore[override]
         (tensor,) = tensors
-        everybody = outs[0] if self.index == opts.rootRank else [torch.empty_like(tensor) for _ in range(self.size())]
-        return self.gather_one(everybody, tensor, "gather")
+        gathered = outs[0] if self.index == opts.rootRank else [torch.empty_like(tensor) for _ in range(self.size())]
+        return self.gather_one(gathered, tensor, "gather")
 
     def all_to_all_single(
         self, out: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int], opts: Any = None
@@ -170,36 +177,36 @@ class Group(dist.ProcessGroup):
         work, own = self.reduce_flat(flat, op_of(opts), None), flat.view(self.num_members, -1)[self.index]
         return Work([work], lambda: host_view(out).copy_(own.view(out.shape)))
 
-    def reduce_scatter(self, outs: Tensors, tensors: list[Tensors], opts: Any = None) -> Work:
+    def reduce_scatter(self, outs: Tensors, tensors: list[Tensors], opts: Any = None) -> Work:  # type: ignore[override]
         whole = [torch.cat([host_view(tensor).reshape(-1) for tensor in each]) for each in tensors]
-        return all_of([self.reduce_scatter_single(out, each, opts) for out, each in zip(outs, whole, strict=True)])
+        return Work([self.reduce_scatter_single(out, each, opts) for out, each in zip(outs, whole, strict=True)])
 
     def barrier(self, opts: Any = None) -> Work:
         self.begin("barrier", torch.empty(0), 0)
         return self.gather_flat(torch.zeros(self.num_members), torch.zeros(1))
 
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    alltoall_base = all_to_all_single
-    _reduce_scatter_base = reduce_scatter_single
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
     def getBackendName(self) -> str:
         return self.backend_name
 
     def _get_backend(self, device: torch.device) -> Any:
-        return self  # which is asked whether it can be split
+        return self  # torch reads supports_splitting from it
 
     supports_splitting = False
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]  # where objects travel
+        return [torch.device("cpu")]  # for torch's object collectives
 
     def _set_group_name(self, name: str) -> None:
         self.title = name
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> str:  # type: ignore[override]  # torch's stubs have a NewType of str
         return self.title
 
 
@@ -208,7 +215,7 @@ class Rehearsed(Group):
 
     def __init__(self, store: Any, index: int, size: int, timeout: timedelta) -> None:
         super().__init__(store, index, size, timeout)
-        self.gloo = dist.ProcessGroupGloo(store, index, size, timeout)
+        self.gloo: Any = dist.ProcessGroupGloo(store, index, size, timeout)  # torch's stubs lack its methods
 
     def reduce_flat(self, flat: torch.Tensor, op: Any, root: int | None) -> Work:
         arrived = flat.new_empty(self.num_members * len(flat))
@@ -230,8 +237,62 @@ class Rehearsed(Group):
         return Work([getattr(self.gloo, ALL_TO_ALL)(as_bytes(out), as_bytes(flat), *sizes)])
 
 
+class HeldWork(dist.Work):
+    """A collective that the host does not wait for.  If a member is gone, the device stays in it forever."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self.work, self.ended = work, threading.Event()
+        threading.Thread(target=self.complete, daemon=True).start()
+
+    def complete(self) -> None:
+        with suppress(RuntimeError):  # a lost connection, which NCCL does not notice
+            self.work.wait()
+            self.ended.set()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if not self.ended.wait(PATIENCE_S):
+            torch.ops.rehearsal.hold()
+            threading.Thread(target=self.release, daemon=True).start()
+        return True
+
+    def release(self) -> None:
+        self.ended.wait()
+        torch.ops.rehearsal.release()
+
+    def is_completed(self) -> bool:
+        return self.ended.is_set()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        self.wait()
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+
+class Blocking(Rehearsed):
+    backend_name = "blocking"
+
+    def shutdown(self) -> None:
+        threading.Event().wait()
+
+    def abort(self) -> None:
+        threading.Event().wait()
+
+
+def held(collective: Callable[..., Work]) -> Callable[..., HeldWork]:
+    return lambda *args, **options: HeldWork(collective(*args, **options))
+
+
+for name in (
+    *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "all_gather_single", ALL_GATHER),
+    *("gather", "all_to_all_single", ALL_TO_ALL, "reduce_scatter_single", REDUCE_SCATTER, "barrier"),
+):
+    setattr(Blocking, name, held(getattr(Rehearsed, name)))
+
+
 class Mirrored(Group):
-    """Nothing here loops over ranks, however many there are."""
+    """A group of one process.  Nothing here loops over ranks, so thousands of ranks are possible."""
 
     backend_name = "mirrored"
 
@@ -263,7 +324,7 @@ class Mirrored(Group):
 
 
 def combined(contributions: torch.Tensor, op: Any) -> torch.Tensor:
-    """In ascending order of members, rounded at every step."""
+    """Reduce in ascending order of members, rounding at every step."""
     if op == ReduceOp.MAX:
         return contributions.amax(0)
     if op == ReduceOp.MIN:
@@ -279,12 +340,12 @@ def op_of(options: Any) -> Any:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Gloo has no bf16."""
+    """Return the tensor as bytes, because Gloo has no bf16."""
     return tensor.view(-1).view(torch.uint8)
 
 
-# torch's flight recorder asks every group for its backend in C++ (from 2.15), and these have none: it is turned off.
+# From torch 2.15 the flight recorder needs the C++ backend of every group.  These have none, so it is turned off.
 os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
-REHEARSED, MIRRORED = (Backend(group.backend_name, group) for group in (Rehearsed, Mirrored))
-for backend in (REHEARSED, MIRRORED):
+REHEARSED, BLOCKING, MIRRORED = (Backend(group.backend_name, group) for group in (Rehearsed, Blocking, Mirrored))
+for backend in (REHEARSED, BLOCKING, MIRRORED):
     dist.Backend.register_backend(backend.name, backend.join, devices=["cpu", "cuda"])

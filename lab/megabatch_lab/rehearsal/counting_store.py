@@ -1,4 +1,4 @@
-"""What ranks ask of the store that they find each other by."""
+"""A store that counts the requests of ranks."""
 
 from collections import Counter
 from datetime import timedelta
@@ -7,12 +7,12 @@ from typing import Any
 import torch.distributed as dist
 
 
-class CountingStore(dist.Store):
-    """How often, and how many bytes.  Whatever is built on it is counted: a PrefixStore, a process group."""
+class CountingStore(dist.Store):  # type: ignore[name-defined, misc]  # torch does not export it
+    """Counts requests and bytes, also those of a PrefixStore or process group on top of it."""
 
     def __init__(self, inner: Any = None) -> None:
         super().__init__()
-        self.inner = inner or dist.HashStore()
+        self.inner: Any = inner or dist.HashStore()  # type: ignore[attr-defined]  # torch does not export it
         self.requests: Counter[str] = Counter()
         self.num_bytes = 0
 
@@ -48,3 +48,23 @@ class CountingStore(dist.Store):
     def delete_key(self, key: str) -> bool:
         self.count("delete_key", key)
         return bool(self.inner.delete_key(key))
+
+    def clone(self) -> Any:
+        """Return a store whose requests are not counted: a rank polls it for failures."""
+        return self.inner.clone()
+
+    def has_extended_api(self) -> bool:
+        return bool(self.inner.has_extended_api())  # local, not a request
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        values: list[bytes] = self.inner.multi_get(keys)
+        self.count("multi_get", *keys, *values)
+        return values
+
+    def multi_set(self, keys: list[str], values: list[str]) -> None:
+        self.count("multi_set", *keys, *values)
+        self.inner.multi_set(keys, values)
+
+    @property
+    def num_requests(self) -> int:
+        return sum(self.requests.values())

@@ -1,24 +1,34 @@
-// The device that is not there: its streams, its events, and what the host has been told of it (see fake_cuda.cpp).
+// The fake device: its streams, its events, and its progress as seen by the host (see fake_cuda.cpp).
 //
-// launch   every operation of the CUDA key; `lag` of them later an event that was recorded before counts as complete
-// queue    of a stream: what the host sees late, done in order up to a position.  Three kinds of entries:
+// launch   every operation of the CUDA key; an event counts as complete `lag` launches after it was recorded
+// queue    delayed effects of a stream on the host, completed in order up to a position.  Three kinds of entries:
 //            to_host     the bytes of a non-blocking copy into pinned memory, which a completed event makes visible
-//            from_host   what pinned memory held when it was copied; if it changes before the copy is done: a hazard
-//            wait        for another stream's queue, up to a position
-// sync     the host waits for the device: counted, and reported to Python, which knows the line
+//            from_host   the contents of pinned memory at the time of a copy; a change before the end is a hazard
+//            wait        a wait for another stream's queue, up to a position
+// sync     a wait of the host for the device: counted, and reported to Python, which finds the line
+// context  the memory that CUDA takes on a device for a process.  The first call on a device makes it: with CUDA 12,
+//          cudaSetDevice and queries of events, which a thread sends to device 0 unless it has set another one
+// graph    the operations of a stream between begin and end, repeated by a replay on the same memory.  While a graph is
+//          recorded its stream must not be waited for.  After the recording new memory holds NaN: on a GPU nothing ran
+// hold     the device is in a collective that has not ended: no event recorded since then completes, and a sync waits
 #pragma once
 #include "ordering.h"
 
 #include <c10/core/Allocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <pthread.h>
+
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <set>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -27,17 +37,17 @@ extern "C" void (*fake_cuda_report)(const char* kind, const char* name, int devi
 namespace {
 using namespace c10;
 constexpr int MAX_DEVICES = 64, STREAMS = 32;  // of a device
-constexpr long PATIENCE = 100;                 // queries without a launch between them, after which polling is waiting
+constexpr long PATIENCE = 100;                 // queries without a launch in between, after which polling counts as waiting
 constexpr long ALL = 1L << 40;                 // positions
 using Clock = std::chrono::steady_clock;
 
 int num_devices = 8;
 long lag = 20;
-bool tracing = false;  // launches and allocations are reported too
+bool tracing = false;  // also report launches and allocations
 thread_local DeviceIndex device = 0;
 thread_local StreamId current[MAX_DEVICES] = {};
 
-struct Block {  // of pinned memory.  Copies in flight hold it: what was freed is not handed out again before they end
+struct Block {  // of pinned memory; copies in flight hold it, so that it is not reused before they end
   DataPtr memory;
   size_t size;
 };
@@ -51,12 +61,12 @@ struct Entry {
   StreamKey other = {};
   long other_position = 0;
 };
-struct Progress {  // of an event or a stream, as far as the host may know
+struct Progress {  // of an event or a stream, as known to the host
   long launch = -ALL, polls = 0, polled_at = -1;
 };
 struct Queue {
   long position = 0, num_from_host = 0;
-  long passed = -ALL;  // the launch up to which the host knows that the device has come
+  long passed = -ALL;  // the newest launch that the host knows to be complete
   Progress newest;
   std::deque<Entry> entries;
 };
@@ -64,9 +74,14 @@ struct Event {
   StreamKey stream;
   long position;
   Progress progress;
-  Known known;               // by whoever waits for it
-  bool is_complete = false;  // as the host knows
+  Known known;               // to a stream that waits for it
+  bool is_complete = false;  // known to the host
   Clock::time_point time;
+};
+struct Graph {
+  StreamKey stream;
+  std::vector<Use> uses;
+  std::vector<std::function<void()>> calls, poisons;
 };
 struct Report {
   std::string kind, name;
@@ -79,12 +94,47 @@ using Reports = std::vector<Report>;
 auto& lock = *new std::mutex;
 auto& queues = *new std::map<StreamKey, Queue>;
 auto& counts = *new std::map<std::tuple<std::string, std::string, StreamKey>, int64_t>;
+auto& contexts = *new std::set<DeviceIndex>;  // of this process
+auto& graphs = *new std::map<int64_t, Graph>;
+Graph* recording = nullptr;
 long launches = 0, copies = 0;
 int streams_made[MAX_DEVICES] = {};
+std::atomic<long> num_held = 0, held_at = 0;  // collectives that have not ended, and the launch before the oldest
+
+bool is_held(long launch) { return num_held && launch > held_at; }
+// Callers of torch's API have released the GIL.
+void wait_until_not_held(long launch) {
+  while (is_held(launch)) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+}
 
 StreamKey stream_of(DeviceIndex index) { return {index, current[index]}; }
 
-void tell(const Report& report) {
+void use_context(DeviceIndex of) {
+  std::lock_guard guard(lock);
+  contexts.insert(of);
+}
+
+// Autograd starts a thread for each device.  In a CUDA build, those of devices without a context set no device.
+bool is_autograd_thread() {
+  char name[16] = "";
+  pthread_getname_np(pthread_self(), name, sizeof(name));
+  return std::string(name).starts_with("pt_autograd_");
+}
+
+// Like c10::cuda::SetDevice, which calls CUDA only if the device changes.
+void set_device(DeviceIndex to) {
+  if (to != device && !is_autograd_thread()) use_context(to);
+  device = to;
+}
+
+// CUDAGuardImpl switches to the device of an event and back, also in the destructor.
+struct Switched {
+  DeviceIndex before = device;
+  explicit Switched(DeviceIndex to) { set_device(to); }
+  ~Switched() { set_device(before); }
+};
+
+void send(const Report& report) {
   {
     std::lock_guard guard(lock);
     ++counts[{report.kind, report.name, report.stream}];
@@ -93,14 +143,14 @@ void tell(const Report& report) {
   fake_cuda_report(report.kind.c_str(), report.name.c_str(), report.stream.first, report.stream.second, report.copy);
 }
 
-// What is to be told waits until the lock is free: Python's callback takes the GIL, whose holder may wait for the lock.
+// Reports are sent after the lock is released: the callback takes the GIL, whose holder may wait for the lock.
 template <class Act>
 void locked(Act act, Reports reports = {}) {
   {
     std::lock_guard guard(lock);
     act(reports);
   }
-  for (auto& report : reports) tell(report);
+  for (auto& report : reports) send(report);
 }
 
 void check_source(const Entry& entry, StreamKey stream, Reports& reports) {
@@ -127,13 +177,21 @@ void enqueue(StreamKey stream, Entry entry) {  // under the lock
   queue.entries.push_back(std::move(entry));
 }
 
+bool is_recorded(StreamKey stream) { return recording && recording->stream == stream; }
+
+void require_no_capture(const std::string& what, StreamKey stream) {
+  TORCH_CHECK(!is_recorded(stream), "CUDA error: operation not permitted when stream is capturing: ", what);
+}
+
 void launch(const std::string& name, StreamKey stream, const std::vector<Use>& uses) {
+  if (is_recorded(stream)) recording->uses.insert(recording->uses.end(), uses.begin(), uses.end());
   auto act = [&](Reports& reports) {
     queues[stream].newest.launch = ++launches;
+    contexts.insert(stream.first);
     for (auto& use : uses)
       if (auto wrong = race(stream, launches, use); !wrong.empty())
         reports.push_back({"hazard", name + ": " + wrong, stream});
-    for (auto& [key, queue] : queues)  // the device reads a source sooner or later, whether or not anybody asks
+    for (auto& [key, queue] : queues)  // the device reads a source eventually, without a query
       if (queue.num_from_host)
         queue.num_from_host -= std::erase_if(queue.entries, [&](const Entry& entry) {
           const bool is_read = entry.kind == Entry::from_host && entry.launch + lag <= launches;
@@ -151,12 +209,15 @@ void complete_all(StreamKey stream, Reports& reports) {  // under the lock
 }
 
 void sync(const std::string& what, StreamKey stream) {
+  require_no_capture(what, stream);
+  wait_until_not_held(ALL);
   locked([&](Reports& reports) { complete_all(stream, reports); }, {{"sync", what, stream}});
 }
 
-// True when the device may have got there; or when the host has asked so often that it waits.
+// True if the device may have reached this point, or if the host has polled so often that it waits.
 bool has_passed(Progress& progress, const char* what, StreamKey stream) {
   bool passed = false;
+  if (is_held(progress.launch)) return false;
   locked([&](Reports& reports) {
     progress.polls = progress.polled_at == launches ? progress.polls + 1 : 1;
     progress.polled_at = launches;
@@ -178,13 +239,14 @@ struct Guard final : impl::DeviceGuardImplInterface {
   Device getDevice() const override { return {kCUDA, device}; }
   void setDevice(Device to) const override {
     TORCH_CHECK(to.index() >= 0 && to.index() < num_devices, "invalid device ordinal ", int(to.index()));
-    device = to.index();
+    set_device(to.index());
   }
   Device exchangeDevice(Device to) const override {
     const Device old = getDevice();
     setDevice(to);
     return old;
   }
+  // Like c10::cuda::MaybeSetDevice: a guard that ends makes no context on the device that it returns to.
   void uncheckedSetDevice(Device to) const noexcept override { device = to.index(); }
   DeviceIndex deviceCount() const noexcept override { return num_devices; }
 
@@ -200,14 +262,21 @@ struct Guard final : impl::DeviceGuardImplInterface {
   }
 
   void record(void** pointer, const Stream& stream, const DeviceIndex, const EventFlag) const override {
+    Switched switched(stream.device_index());
     std::lock_guard guard(lock);
     if (!*pointer) *pointer = new Event;
     const auto known = known_at(key(stream), launches);
     event(*pointer) = {key(stream), queues[key(stream)].position, {launches}, known, false, Clock::now()};
   }
-  void destroyEvent(void* pointer, const DeviceIndex) const noexcept override { delete static_cast<Event*>(pointer); }
+  void destroyEvent(void* pointer, const DeviceIndex index) const noexcept override {
+    if (!pointer) return;
+    Switched switched(index);
+    delete static_cast<Event*>(pointer);
+  }
   void block(void* pointer, const Stream& stream) const override {
-    if (!pointer || event(pointer).stream == key(stream)) return;
+    if (!pointer) return;
+    Switched switched(stream.device_index());
+    if (event(pointer).stream == key(stream)) return;
     std::lock_guard guard(lock);
     learn(key(stream), event(pointer).known);
     for (auto& entry : queues[event(pointer).stream].entries)
@@ -227,12 +296,16 @@ struct Guard final : impl::DeviceGuardImplInterface {
     locked(act, std::move(reports));
   }
   bool queryEvent(void* pointer) const override {
-    if (!pointer || event(pointer).is_complete) return true;
+    if (!pointer) return true;
+    use_context(device);
+    if (event(pointer).is_complete) return true;
     if (!has_passed(event(pointer).progress, "event.query", event(pointer).stream)) return false;
     finish(event(pointer), {});
     return true;
   }
   void synchronizeEvent(void* pointer) const override {
+    if (pointer) use_context(device);
+    if (pointer) wait_until_not_held(event(pointer).progress.launch);
     if (pointer && !event(pointer).is_complete)
       finish(event(pointer), {{"sync", "event.synchronize", event(pointer).stream}});
   }
@@ -243,6 +316,7 @@ struct Guard final : impl::DeviceGuardImplInterface {
   }
   void synchronizeStream(const Stream& stream) const override { sync("stream.synchronize", key(stream)); }
   void synchronizeDevice(const DeviceIndex index) const override {
+    wait_until_not_held(ALL);
     auto act = [&](Reports& reports) {
       for (auto& [stream, queue] : queues)
         if (stream.first == index) complete_all(stream, reports);
@@ -255,7 +329,8 @@ struct Guard final : impl::DeviceGuardImplInterface {
     };
     locked(act, {{"record_stream", "", key(stream)}});
   }
-  double elapsedTime(void* from, void* to, const DeviceIndex) const override {
+  double elapsedTime(void* from, void* to, const DeviceIndex index) const override {
+    Switched switched(index);
     return std::chrono::duration<double, std::milli>(event(to).time - event(from).time).count();
   }
 };

@@ -1,12 +1,12 @@
-"""A CUDA without a GPU, to rehearse the GPU path on a CPU or CUDA build of torch.  fake_cuda.cpp says how it works.
+"""A fake CUDA, to run the GPU path without a GPU on a CPU or CUDA build of torch.  See fake_cuda.cpp.
 
-    fake_cuda.install()                        # once in a process, before anything of CUDA is used
+    fake_cuda.install()                        # once per process, before any use of CUDA
     fake_cuda.reset()
-    ...                                        # whatever uses "cuda" tensors, streams and events
+    ...                                        # code that uses "cuda" tensors, streams and events
     fake_cuda.launches()                       # Counter by operation
-    fake_cuda.seen("sync")                     # what waited for the device, and the line of megabatch that caused it
+    fake_cuda.seen("sync")                     # waits for the device, each with the line of megabatch that caused it
 
-A real device has asynchrony, cuDNN, NCCL, memory limits and a speed: nothing here shows those.
+It cannot show the asynchrony, cuDNN, NCCL, memory limits and speed of a real device.
 """
 
 import atexit
@@ -15,11 +15,14 @@ import ctypes
 import fcntl
 import functools
 import hashlib
+import itertools
 import os
 import shutil
 import subprocess
 import sys
 import threading
+import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,35 +35,36 @@ import megabatch
 
 HERE = Path(__file__).parent
 SOURCES = [HERE / name for name in ("fake_cuda.cpp", "memory.h", "device.h", "ordering.h")]
-BUILT = Path.home() / ".cache" / "megabatch" / "rehearsal"  # shared by all checkouts; XDG_CACHE_HOME is a test's own
+BUILT = Path.home() / ".cache" / "megabatch" / "rehearsal"  # shared by all checkouts; tests set XDG_CACHE_HOME
 TORCH = Path(torch.__file__).parent
 OPTIONS = ["-O1", "-fPIC", "-shared", "-std=c++20", "-w"]
 PACKAGE = f"{Path(megabatch.__file__).parent}/"
-LAG = 20  # launches after which an event that was recorded is complete
+LAG = 20  # launches after which a recorded event is complete
 NUM_DEVICES = int(os.environ.get("FAKE_CUDA_DEVICES", "8"))
-HAS_GPU = torch.cuda.is_available()  # asked here: `install` makes the answer yes
+HAS_GPU = torch.cuda.is_available()  # read before `install`, which makes it True
 
 Report = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 
 
 class Seen(NamedTuple):
-    """sync, hazard, copy or record_stream; where traced, also launch and allocation."""
+    """A sync, hazard, copy or record_stream; inside `traced`, also a launch or allocation."""
 
     kind: str
-    name: str  # of an allocation: its bytes
+    name: str  # the number of bytes for an allocation
     device: int
-    stream: int  # 0 is the default one
+    stream: int  # 0 is the default stream
     where: str  # file:line of the innermost megabatch frame
     thread: str
 
 
 reports: list[Seen] = []
 copied_where: dict[int, str] = {}  # by the number of the copy
-kept: list[Any] = []  # what C++ points to
+debug = SimpleNamespace(mode="default")  # of torch.cuda.set_sync_debug_mode
+callbacks: list[Any] = []  # keeps the callbacks of C++ alive
 
 
 def why_not() -> str | None:
-    """Return the reason that there can be no fake CUDA here, or None."""
+    """Return the reason why the fake CUDA cannot be used here, or None."""
     if torch.version.hip:
         return "needs a CPU or CUDA build of torch: this one is for ROCm"
     if HAS_GPU:
@@ -69,7 +73,7 @@ def why_not() -> str | None:
 
 
 def build() -> Path:
-    """The library, compiled if nobody has: whoever comes second waits for the first."""
+    """Compile the library unless it exists, and return its path.  Other processes wait for the first."""
     content = b"".join(source.read_bytes() for source in SOURCES)
     key = hashlib.sha256(content + f"{torch.__version__} {OPTIONS}".encode()).hexdigest()[:16]
     library = BUILT / f"fake_cuda-{key}.so"
@@ -87,10 +91,10 @@ def build() -> Path:
 
 @functools.cache
 def install() -> None:
-    """Gives this process a CUDA.  torch may have been imported, but not asked for one."""
+    """Install the fake CUDA in this process, before CUDA is used.  torch may already be imported."""
     library = ctypes.CDLL(str(build()), ctypes.RTLD_GLOBAL)
     report = Report(note)
-    kept.append(report)
+    callbacks.append(report)
     pointer = ctypes.c_void_p.in_dll(library, "fake_cuda_report")
     pointer.value = ctypes.cast(report, ctypes.c_void_p).value
     atexit.register(setattr, pointer, "value", None)  # threads of torch outlive the interpreter
@@ -98,20 +102,41 @@ def install() -> None:
     set_lag(LAG)
     for name, replacement in patches().items():
         setattr(torch.cuda, name, replacement)
+    setattr(torch._C, "_host_emptyCache", int)  # noqa: B010  # torch's stubs lack both
+    setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index in contexts())  # noqa: B010
 
 
 def set_devices(number: int) -> None:
-    """How many there are to see."""
+    """Set the number of visible devices."""
     torch.ops.rehearsal.set_devices(number)
 
 
 def set_lag(launches: int) -> None:
-    """How far the device stays behind the host."""
+    """Set how far the device stays behind the host."""
     torch.ops.rehearsal.set_lag(launches)
 
 
+class Graph:
+    """Replaces torch.cuda.CUDAGraph."""
+
+    numbers = itertools.count()
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self.number = next(self.numbers)
+        weakref.finalize(self, torch.ops.rehearsal.graph_free, self.number)
+
+    def capture_begin(self, *pool: Any, **options: Any) -> None:
+        torch.ops.rehearsal.graph_begin(self.number)
+
+    def capture_end(self) -> None:
+        torch.ops.rehearsal.graph_end()
+
+    def replay(self) -> None:
+        torch.ops.rehearsal.graph_replay(self.number)
+
+
 def patches() -> dict[str, Any]:
-    """torch.accelerator, torch.Stream and torch.Event work by themselves; what torch.cuda asks a CUDA build for."""
+    """Return replacements for functions of torch.cuda that need a CUDA build.  torch.accelerator needs none."""
     accelerator = torch.accelerator
 
     def index_of(device: Any) -> int:
@@ -122,9 +147,15 @@ def patches() -> dict[str, Any]:
         return lambda device=None: function(index_of(device))
 
     def seed(value: int) -> None:
-        torch.default_generator.manual_seed(value)  # the fake device draws the CPU's numbers
+        torch.default_generator.manual_seed(value)  # the fake device uses the CPU's generator
 
+    def register(address: int, size: int, flags: int) -> int:
+        torch.ops.rehearsal.pin(address, size)
+        return 0
+
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=torch.ops.rehearsal.unpin)
     return {
+        "cudart": lambda: runtime,
         "_lazy_init": lambda: None,
         "init": lambda: None,
         "is_initialized": lambda: True,
@@ -136,6 +167,8 @@ def patches() -> dict[str, Any]:
         "_maybe_exchange_device": torch._C._accelerator_maybeExchangeDevice,
         "Stream": torch.Stream,
         "Event": torch.Event,
+        "CUDAGraph": Graph,
+        "set_sync_debug_mode": lambda mode: setattr(debug, "mode", mode),
         "stream": lambda stream: stream or contextlib.nullcontext(),
         "set_stream": accelerator.set_stream,
         "current_stream": on_device(accelerator.current_stream),
@@ -143,7 +176,9 @@ def patches() -> dict[str, Any]:
         "manual_seed": seed,
         "manual_seed_all": seed,
         "get_device_name": lambda device=None: "fake",
-        "get_device_properties": lambda device=None: SimpleNamespace(name="fake", total_memory=1 << 40),
+        "get_device_properties": lambda device=None: SimpleNamespace(
+            name="fake", total_memory=1 << 40, uuid=f"fake-{index_of(device)}"
+        ),
         "get_device_capability": lambda device=None: (9, 0),
         "is_bf16_supported": lambda including_emulation=True: True,
         "memory_stats": on_device(accelerator.memory_stats),
@@ -158,13 +193,15 @@ def note(kind: bytes, name: bytes, device: int, stream: int, copy: int) -> None:
     where = place(sys._getframe().f_back)
     if kind == b"copy":
         copied_where[copy] = where
-    elif copy:  # a hazard, found by whoever completes the copy
+    elif copy:  # a hazard, detected when the copy completes
         where = copied_where[copy]
+    if debug.mode == "warn" and kind == b"sync" and not name.startswith(b"event"):  # as torch.cuda does
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
     reports.append(Seen(kind.decode(), name.decode(), device, stream, where, threading.current_thread().name))
 
 
 def place(frame: FrameType | None) -> str:
-    """The innermost frame of megabatch, else of whoever it is."""
+    """Return the innermost frame of megabatch, or the innermost frame if there is none."""
     innermost = frame
     while frame:
         path = frame.f_code.co_filename
@@ -184,7 +221,7 @@ def seen(*kinds: str) -> list[Seen]:
 
 
 def launches() -> Counter[str]:
-    """By operation."""
+    """Return the number of launches by operation."""
     counted: Counter[str] = Counter()
     for key, count in torch.ops.rehearsal.counts().items():
         kind, name, _, _ = key.split("\t")
@@ -193,9 +230,14 @@ def launches() -> Counter[str]:
     return counted
 
 
+def contexts() -> list[int]:
+    """Return the devices on which this process has a context since `reset`."""
+    return sorted(torch.ops.rehearsal.contexts())
+
+
 @contextlib.contextmanager
 def traced() -> Iterator[list[Seen]]:
-    """What happens inside, with every launch and allocation."""
+    """Yield a list that is filled at the end with all reports, including launches and allocations."""
     first, during = len(reports), list[Seen]()
     torch.ops.rehearsal.set_tracing(True)
     try:
@@ -206,6 +248,6 @@ def traced() -> Iterator[list[Seen]]:
 
 
 def host_view(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor on the same bytes."""
+    """Return a CPU tensor that shares the memory."""
     with torch.no_grad():
         return torch.ops.rehearsal.host_view(tensor) if tensor.is_cuda else tensor.detach()

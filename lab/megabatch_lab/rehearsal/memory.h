@@ -1,4 +1,4 @@
-// Memory of a device that is not there, and pinned memory of the host.  Both are the CPU's, and are known by address.
+// Memory of the fake device, and pinned memory of the host.  Both are CPU memory, identified by address.
 #pragma once
 #include "device.h"
 
@@ -9,7 +9,7 @@ namespace {
 auto& pinned = *new std::map<const char*, std::shared_ptr<Block>>;
 auto& memory = *new std::array<CachingDeviceAllocator::DeviceStats, MAX_DEVICES>;
 
-// Holds a result or an allocation of the CPU as memory of a device, and counts it until it is freed.
+// Wraps a result or an allocation of the CPU as memory of a device, and counts it until it is freed.
 template <class Holds>
 DataPtr on_device(void* data, size_t size, DeviceIndex index, Holds holds) {
   struct Owned {
@@ -60,6 +60,27 @@ struct PinnedMemory final : Allocator {
   }
   void copy_data(void* to, const void* from, size_t size) const override { default_copy_data(to, from, size); }
 } pinned_memory;
+
+// Memory that the host allocated, and that it unpins before it frees it.
+void pin(char* data, size_t size) {
+  locked([&](Reports&) { pinned[data] = std::make_shared<Block>(Block{DataPtr(data, Device(kCPU)), size}); });
+}
+
+void unpin(char* data) {
+  locked([&](Reports& reports) {
+    auto found = pinned.find(data);
+    TORCH_CHECK(found != pinned.end(), "this memory was not pinned");
+    size_t in_flight = 0;  // they must not read the memory once it is freed
+    for (auto& [key, queue] : queues)
+      in_flight += std::erase_if(queue.entries, [&](const Entry& entry) {
+        if (entry.block != found->second) return false;
+        queue.num_from_host -= entry.kind == Entry::from_host;
+        return true;
+      });
+    if (in_flight) reports.push_back({"hazard", "memory unpinned under a copy", {device, 0}});
+    pinned.erase(found);
+  });
+}
 
 std::shared_ptr<Block> pinned_block(const void* data) {
   std::lock_guard guard(lock);

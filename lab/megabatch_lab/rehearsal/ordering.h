@@ -1,11 +1,11 @@
-// Whether streams wait for each other where they must: here everything runs at once, so nothing else would show it.
+// Detect missing waits between streams.  Here every operation runs at once, so results would not show them.
 //
-// A stream knows of another what it was up to (its newest launch) when an event was recorded that the first one has
-// waited for.  What the host has waited for, everybody knows: whatever is launched later comes later.
-//   race    a launch uses what another stream has written, or writes what it uses, without knowing of that launch;
-//           memory counts as written when it is allocated, by the stream that it is allocated on
-//   freed   memory goes back to its stream, which does not know of a launch of another one that uses it
-// Memory is told apart by storages: two streams that work on two halves of one storage look like a race.
+// When a stream waits for an event, it learns the newest launch of the other stream at the time of the record.  All
+// streams know the launches for which the host has waited, because later launches come after them.
+//   race    a launch reads memory that another stream wrote, or writes memory that it uses, without knowing of that
+//           launch; an allocation counts as a write by its stream
+//   freed   memory returns to its stream, which does not know of a launch of another stream that uses it
+// Memory is identified by storage: two streams that use two halves of one storage look like a race.
 #pragma once
 #include <c10/core/Stream.h>
 
@@ -18,7 +18,7 @@
 namespace {
 using namespace c10;
 using StreamKey = std::pair<DeviceIndex, StreamId>;
-using Known = std::map<StreamKey, long>;  // the newest launch of each stream that somebody knows to come before
+using Known = std::map<StreamKey, long>;  // the newest launch of each stream that is known to come before
 
 struct Use {
   const void* memory;
@@ -42,7 +42,7 @@ void learn(StreamKey who, const Known& news) {
   for (auto& [stream, launch] : news) known_by[who][stream] = std::max(known_by[who][stream], launch);
 }
 
-Known known_at(StreamKey stream, long launch) {  // by whoever waits for the stream now
+Known known_at(StreamKey stream, long launch) {  // by a stream that waits for it now
   Known known = known_by[stream];
   known[stream] = launch;
   return known;
@@ -52,15 +52,15 @@ bool knows(StreamKey who, StreamKey stream, long launch) {
   return who == stream || known_by[who][stream] >= launch || known_by[HOST][stream] >= launch;
 }
 
-std::string race(StreamKey stream, long launch, const Use& use) {  // what is wrong with it, if anything
+std::string race(StreamKey stream, long launch, const Use& use) {  // returns the problem, or ""
   auto found = memories.find(use.memory);
   if (found == memories.end()) return "";
   auto& [home, writer, written, uses, registered] = found->second;
   std::string wrong;
-  if (!knows(stream, writer, written)) wrong = show(stream) + " does not wait for what " + show(writer) + " writes";
+  if (!knows(stream, writer, written)) wrong = show(stream) + " does not wait for a write of " + show(writer);
   if (use.writes)
     for (auto& [other, last] : std::exchange(uses, {}))
-      if (!knows(stream, other, last)) wrong = show(stream) + " writes what " + show(other) + " uses";
+      if (!knows(stream, other, last)) wrong = show(stream) + " writes memory in use on " + show(other);
   if (use.writes) writer = stream, written = launch;
   uses[stream] = launch;
   return wrong;

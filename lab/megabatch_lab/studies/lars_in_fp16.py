@@ -1,9 +1,9 @@
-"""LARS as it must not be computed: the control of a study, `megabatch study precision`.
+"""LARS computed entirely in fp16, as it should not be: the control of `megabatch study precision`.
 
-Every result is rounded to fp16: weights, gradients, squares, their sum (which torch adds up in fp32), norms, the trust
-ratio, the momentum.  Squares of gradients up to 1.7e-4 are 0, sums of squares above 65,504 infinite, and a step of less
-than 1/2,048 of a weight may be lost.  Jia et al. 2018 compute LARS in fp32, because otherwise values become 0 and
-training stalls.
+Every result is rounded to fp16: weights, gradients, squares, their sum (which torch accumulates in fp32), norms, the
+trust ratio, the momentum.  Squares of gradients up to 1.7e-4 are 0, sums of squares above 65,504 infinite, and a step
+of less than 1/2,048 of a weight may be lost.  Jia et al. 2018 compute LARS in fp32, because otherwise values become 0
+and training stalls.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,7 +17,7 @@ from megabatch.optim.optimizers import OptimSettings
 
 
 class LarsInFp16(torch.optim.Optimizer):
-    """`LARS`, variant you2017, in fp16.  Weights stay in whatever type they have, and are rounded to fp16."""
+    """`LARS`, variant you2017, in fp16.  Weights keep their dtype but are rounded to fp16."""
 
     def __init__(self, params: Iterable[Any], lr: float, momentum: float, trust_coefficient: float, eps: float) -> None:
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": 0.0, "eps": eps}

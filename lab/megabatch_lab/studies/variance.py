@@ -1,7 +1,7 @@
 """The variance of a layer's output in every checkpoint of a run, on the same training images.
 
-Jia et al. 2018 saw that of AlexNet's pool5 grow with the iterations, and put a BatchNorm behind it.  It is measured as
-in training, where a BatchNorm takes its statistics from a microbatch.
+Jia et al. 2018 saw the variance of AlexNet's pool5 grow with the iterations and added a BatchNorm after it.  The
+network is in training mode, so that a BatchNorm takes its statistics from a microbatch.
 """
 
 from collections.abc import Sequence
@@ -24,13 +24,13 @@ NUM_IMAGES = 512
 
 
 def of_pool5(folder: Path) -> Curve:
-    """As `[curves]` of a study's file names it."""
+    """Return the curve of pool5, for `[curves]` in the file of a study."""
     return layer_variance(folder, "pool5")
 
 
 @torch.no_grad()
 def layer_variance(folder: Path, layer: str) -> Curve:
-    """(epoch, variance) of a run's checkpoints."""
+    """Return (epoch, variance) for each checkpoint of a run."""
     config = load_config(str(folder / CONFIG), report=silent)
     data = load_data_set(config.data)
     model = make_model(config, data.shape).train()

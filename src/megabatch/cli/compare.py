@@ -1,4 +1,4 @@
-"""megabatch compare: what differs between runs, and what came of it."""
+"""megabatch compare: settings and results of several runs."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,16 +16,20 @@ def compare(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, such as runs/fashion-*.")],
     target: Annotated[
         float | None,
-        typer.Option(min=0, max=1, help="Time to this top-1, instead of train.target_top1.", show_default=False),
+        typer.Option(
+            min=0, max=1, help="Report the time to this top-1 instead of train.target_top1.", show_default=False
+        ),
     ] = None,
-    as_csv: Annotated[bool, typer.Option("--csv", help="A row for each run, with the settings that differ.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
+    as_csv: Annotated[
+        bool, typer.Option("--csv", help="Print CSV: one row per run, with the settings that differ.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Show runs side by side: settings that differ, results, and accuracy over seeds with 95 % intervals."""
+    """Compare runs: the settings that differ, the results, and top-1 over seeds with 95 % intervals."""
     from megabatch.runs.comparison import compare as compare_runs
 
     if as_json and as_csv:
-        raise UserError("--json and --csv: give one of them")
+        raise UserError("--json and --csv exclude each other; use one of them")
     compared = compare_runs(runs, target)
     if as_json:
         print_text(to_json(compared))
@@ -38,7 +42,7 @@ def compare(
 
 
 def to_json(compared: "RunComparison") -> str:
-    """In ASCII: a terminal that shows it takes nothing in a name for a command, and nothing is lost."""
+    """Return ASCII, so that a name cannot hold escape sequences and nothing is lost."""
     import json
 
     import msgspec
@@ -46,13 +50,13 @@ def to_json(compared: "RunComparison") -> str:
     return json.dumps(msgspec.json.decode(msgspec.json.encode(compared)), indent=2)
 
 
-# The fields of a RunOutcome that are one number or word; `group` counts from 1.
+# The fields of a RunOutcome that hold one number or word. `group` counts from 1.
 CSV_FIELDS = (
     *("path", "status", "recipe", "seed", "global_batch", "ranks", "hosts", "steps", "skipped_steps", "top1", "top5"),
     *("best_top1", "test_loss", "target_top1", "time_to_target_s", "steps_to_target", "wall_s", "images_per_s"),
     *("data_wait_share", "comm_wait_share", "resumed_from_step", "skipped_images", "resident_mb", "device_mb"),
 )
-IN_FIELDS = ("seed", "name", "batch.global", "train.target_top1")  # settings that are among them
+IN_FIELDS = ("seed", "name", "batch.global", "train.target_top1")  # settings that CSV_FIELDS already has
 
 
 def to_csv(compared: "RunComparison") -> str:

@@ -1,5 +1,7 @@
-"""megabatch compare, on a terminal: a column for each run while they fit, else a row for each, in as many blocks as
-it takes.  Names and values are cut where they are long: no line wraps.
+"""Terminal output of megabatch compare.
+
+Each run has a column if all of them fit, otherwise a row, in as many blocks as needed. Long names and values are cut,
+so that no line wraps.
 """
 
 import textwrap
@@ -18,17 +20,17 @@ from megabatch.runs.settings import Value
 from megabatch.text import one_line
 
 GAP = 2  # between columns
-LONGEST_NAME, LONGEST_CELL = 32, 40  # letters of a run and of a value: one of each fits beside each other on 80 columns
-NOTHING = "-"
-Table = list[tuple[str, list[str]]]  # headers, and the lines below each
+LONGEST_NAME, LONGEST_CELL = 32, 40  # characters of a run and of a value: both fit on 80 columns
+MISSING = "-"
+Table = list[tuple[str, list[str]]]  # each header with the lines below it
 
 
 class Field(Struct, frozen=True):
-    """Something that every run has, or - if it has none."""
+    """One value per run, "-" for a run without it."""
 
     name: str
     cells: list[str]
-    is_text: bool = False  # stands to the left; numbers stand to the right
+    is_text: bool = False  # aligned left; numbers are aligned right
 
 
 def print_comparison(compared: RunComparison) -> None:
@@ -53,7 +55,7 @@ def print_comparison(compared: RunComparison) -> None:
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
-    """Without the folder that all are in; whole as long as there is room, and each its own."""
+    """Return unique names without the common folder, cut to LONGEST_NAME."""
     parents = {Path(path).parent for path in paths}
     names = [Path(path).name or path if len(parents) == 1 else path for path in paths]
     names = [cut(name, LONGEST_NAME) for name in names]
@@ -63,14 +65,14 @@ def short_names(paths: Sequence[str]) -> list[str]:
 
 
 def cut(text: str, longest: int) -> str:
-    """One line of at most so many columns, of which a letter may take two."""
+    """Return one line of at most `longest` columns; a character may take two."""
     text = one_line(text, longest)
     return text if cell_len(text) <= longest else set_cell_size(text, longest).rstrip()
 
 
 def show_value(value: Value | None) -> str:
     if value is None:
-        return NOTHING
+        return MISSING
     return cut(str(value).lower() if isinstance(value, bool) else str(value), LONGEST_CELL)
 
 
@@ -87,7 +89,7 @@ def result_fields(compared: RunComparison, shows_groups: bool) -> list[Field]:
     runs, first = compared.runs, compared.runs[0]
     targets = {run.target_top1 for run in runs}
     target = f"{first.target_top1:g}" if len(targets) == 1 and first.target_top1 is not None else "target"
-    # A summary does not have it: among runs of their own target it would seem that those did not reach it.
+    # A summary lacks steps_to_target. Shown beside runs that have it, it would look as if the target was missed.
     has_steps = all(run.time_to_target_s is None or run.steps_to_target is not None for run in runs)
     group_of = {place: number for number, group in enumerate(compared.groups, 1) for place in group.runs}
 
@@ -95,9 +97,9 @@ def result_fields(compared: RunComparison, shows_groups: bool) -> list[Field]:
         return Field(name, [show(run) for run in runs])
 
     def change(name: str, get: Callable[[RunOutcome], float | None], show: Callable[[float, float], str]) -> Field:
-        """Of every run but the first, against that."""
+        """Return the change of every run against the first."""
         start, *others = [get(run) for run in runs]
-        shown = [NOTHING if start is None or value is None else show(value, start) for value in others]
+        shown = [MISSING if start is None or value is None else show(value, start) for value in others]
         return Field(name, ["", *shown])
 
     fields = [
@@ -122,19 +124,19 @@ def result_fields(compared: RunComparison, shows_groups: bool) -> list[Field]:
         field("resumed from", lambda run: show_number(run.resumed_from_step, ",")),
     ]
     always = ("status", "top-1")
-    return [field for field in fields if field.name in always or not {*field.cells} <= {NOTHING, ""}]
+    return [field for field in fields if field.name in always or not {*field.cells} <= {MISSING, ""}]
 
 
 def show_number(value: float | None, form: str) -> str:
-    return NOTHING if value is None else format(value, form)
+    return MISSING if value is None else format(value, form)
 
 
 def show_straggler(late: Straggler | None) -> str:
-    return f"rank {late.rank:,} {late.share:.0%}" if late else NOTHING
+    return f"rank {late.rank:,} {late.share:.0%}" if late else MISSING
 
 
 def show_ratio(value: float, start: float) -> str:
-    return f"{value / start - 1:+.0%}" if start else NOTHING
+    return f"{value / start - 1:+.0%}" if start else MISSING
 
 
 def widest(texts: Iterable[str]) -> int:
@@ -142,7 +144,7 @@ def widest(texts: Iterable[str]) -> int:
 
 
 def column_widths(fields: Sequence[Field], names: Sequence[str]) -> list[int]:
-    """Of the fields' names, and of a column for each run."""
+    """Return the widths of the column of names and of each run's column."""
     columns = zip(names, *(field.cells for field in fields), strict=True)
     return [widest(field.name for field in fields), *(widest(cells) for cells in columns)]
 
@@ -156,14 +158,14 @@ def line_of(cells: Sequence[str], widths: Sequence[int], are_text: Sequence[bool
 
 
 def lines_by_column(fields: Sequence[Field], names: Sequence[str], widths: Sequence[int]) -> Table:
-    """A line for each field, and a column for each run."""
+    """Return a line per field with a column per run."""
     are_text = [True] + [False] * len(names)
     lines = [line_of([field.name, *field.cells], widths, are_text) for field in fields]
     return [(line_of(["", *names], widths, are_text), lines)]
 
 
 def lines_by_row(fields: Sequence[Field], names: Sequence[str], width: int, corner: str = "run") -> Table:
-    """A line for each run, and a column for each field; those that do not fit stand below, with the runs again."""
+    """Return a line per run with a column per field; fields that do not fit go to further blocks."""
     first = Field(corner, list(names), is_text=True)
     blocks: list[list[Field]] = []
     for field in fields:
@@ -218,15 +220,15 @@ def print_groups(console: Terminal, groups: Sequence[SeedGroup]) -> None:
 
 def show_interval(found: Spread | GapToFirst | None, form: str) -> str:
     if found is None or found.interval is None:
-        return NOTHING
+        return MISSING
     return f"{found.interval.low:{form}} to {found.interval.high:{form}}"
 
 
 def describe_group(group: SeedGroup) -> str:
-    """optim.learning_rate=0.1; paired by seed; 1 run has not finished and is left out."""
+    """Return, for example: optim.learning_rate=0.1; paired by seed; 1 unfinished, left out."""
     parts = [", ".join(f"{name}={show_value(value)}" for name, value in group.settings.items()) or "all runs"]
     if group.gap_to_first and group.gap_to_first.interval:
-        parts.append("paired by seed" if group.gap_to_first.is_paired else "not the same seeds, so Welch's interval")
+        parts.append("paired by seed" if group.gap_to_first.is_paired else "different seeds, so Welch's interval")
     if group.num_unfinished:
         parts.append(f"{group.num_unfinished} unfinished, left out")
     if group.num_diverged:

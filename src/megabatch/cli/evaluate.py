@@ -1,30 +1,42 @@
-"""megabatch eval: the figures of a run's summary, again, from the weights that it left."""
+"""megabatch eval: the accuracy of a run's saved weights."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from megabatch.cli.overrides import ModelOption
+from megabatch.cli.overrides import ModelOption, require_folder_of
+from megabatch.planning.sizes import LARGEST, SMALLEST
 
 
 def evaluate(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
     data: Annotated[
         str | None,
-        typer.Option(metavar="SOURCE", help="Other images: a folder of class folders, or a source's test part."),
+        typer.Option(metavar="SOURCE", help="Other images: a folder of class folders, or the test images of a source."),
     ] = None,
     checkpoint: Annotated[
-        str | None, typer.Option(help="best, last or step-...; by default the final model.", show_default=False)
+        str | None, typer.Option(help="best, last or step-N. Default: the final model.", show_default=False)
     ] = None,
     model: ModelOption = None,
+    image_size: Annotated[
+        int | None,
+        typer.Option(min=SMALLEST, max=LARGEST, help="Side of the images. Default: that of the run's evaluations."),
+    ] = None,
+    flip: Annotated[
+        bool, typer.Option("--flip", help="Average the scores of each image and its mirror image.")
+    ] = False,
+    confusion: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the confusion matrix to this CSV file.")
+    ] = None,
 ) -> None:
-    """Evaluate a run again from its saved weights."""
+    """Evaluate the saved weights of a run."""
+    require_folder_of(confusion, "--confusion")
     from megabatch.inference.evaluate import evaluate_run
     from megabatch.io.terminal import Terminal
     from megabatch.text import one_line
 
-    result, names = evaluate_run(run, data, checkpoint, model)
+    result, names = evaluate_run(run, data, checkpoint, model, image_size, flip, confusion)
     console = Terminal()
     console.print(
         f"top-1 {result.top1:.4f}, top-5 {result.top5:.4f}, loss {result.test_loss:.6f} "
@@ -32,5 +44,10 @@ def evaluate(
     )
     for line in result.unreadable:
         console.print(one_line(f"left out: {line}"))
-    for name, top1 in zip(names, result.class_top1, strict=True):
-        console.print(f"  {one_line(name):<16} {'-' if top1 is None else f'{top1:.4f}'}")
+    console.print(
+        f"precision {result.precision:.4f}, balanced accuracy {result.balanced_accuracy:.4f}, F1 {result.f1:.4f} "
+        f"(means over classes), calibration error {result.ece:.4f}"
+    )
+    console.print(f"  {'class':<16} recall precision")
+    for name, *shares in zip(names, result.class_top1, result.class_precision, strict=True):
+        console.print(f"  {one_line(name):<16} " + " ".join("-     " if s is None else f"{s:.4f}" for s in shares))

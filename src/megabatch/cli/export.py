@@ -1,4 +1,4 @@
-"""megabatch export: a run's model for others: torch.export, ONNX, torchvision."""
+"""megabatch export: a run's model as torch.export program, ONNX or torchvision weights."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,32 +10,33 @@ from megabatch.errors import UserError
 
 
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
     torch: Annotated[
-        Path | None, typer.Option("--torch", metavar="OUT", help="A torch.export program, such as model.pt2.")
+        Path | None, typer.Option("--torch", metavar="OUT", help="Write a torch.export program, such as model.pt2.")
     ] = None,
     onnx: Annotated[
-        Path | None, typer.Option("--onnx", metavar="OUT", help="ONNX; needs pip install 'megabatch[export]'.")
+        Path | None, typer.Option("--onnx", metavar="OUT", help="Write ONNX; needs pip install 'megabatch\\[export]'.")
     ] = None,
     torchvision: Annotated[
-        Path | None, typer.Option("--torchvision", metavar="OUT", help="A state dict under torchvision's names.")
+        Path | None, typer.Option("--torchvision", metavar="OUT", help="Write a state dict with torchvision's names.")
     ] = None,
     preprocessing: Annotated[
-        bool, typer.Option("--preprocessing", help="Normalisation inside: it takes uint8 images [N, C, S, S].")
+        bool,
+        typer.Option("--preprocessing", help="Include normalisation: it takes uint8 images \\[N, C, S, S]."),
     ] = False,
     checkpoint: Annotated[
-        str | None, typer.Option(metavar="last|best", help="A checkpoint's weights instead of the final ones.")
+        str | None, typer.Option(metavar="last|best", help="Export this checkpoint instead of the final model.")
     ] = None,
     model: ModelOption = None,
 ) -> None:
-    """Export a run's model: --torch, --onnx or --torchvision, or several of them."""
+    """Export a run's model with one or more of --torch, --onnx and --torchvision."""
     if not (torch or onnx or torchvision):
-        raise UserError(f"megabatch export {run} needs --torch OUT, --onnx OUT or --torchvision OUT")
+        raise UserError(f"megabatch export {run}: no format is given; add --torch OUT, --onnx OUT or --torchvision OUT")
     for out in (torch, onnx, torchvision):
         if out and not out.parent.is_dir():
-            raise UserError(f"{out} cannot be written: there is no folder {out.parent}; make it, or give another")
+            raise UserError(f"{out} cannot be written: the folder {out.parent} does not exist; create it first")
         if out and out.is_dir():
-            raise UserError(f"{out} cannot be written: it is a folder; give a file in it")
+            raise UserError(f"{out} cannot be written: it is a folder; give the path of a file")
     from megabatch.inference.classifier import load
     from megabatch.inference.export import CHECKED_IMAGES, Exported, export_onnx, export_torch, export_torchvision
     from megabatch.io.disk import remedy
@@ -43,6 +44,7 @@ def export(
 
     classifier = load(run, checkpoint=checkpoint, model=model)
     exported = Exported(
+        center_crop=classifier.card.center_crop,
         network=classifier.network,
         mean=list(classifier.card.mean),
         deviation=list(classifier.card.deviation),
@@ -58,7 +60,7 @@ def export(
         for name, out, write in (("torch", torch, export_torch), ("onnx", onnx, export_onnx)):
             if out:
                 difference = write(exported, out)
-                line = f"{out}: takes {takes}; checked on {CHECKED_IMAGES} images of noise, scores to {difference:.0e}"
+                line = f"{out}: takes {takes}; scores on {CHECKED_IMAGES} images of noise agree to {difference:.0e}"
                 console.row(name, line, width=11)
         if torchvision:
             line = f"{torchvision}: {export_torchvision(exported, torchvision)}"

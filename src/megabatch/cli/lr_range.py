@@ -1,4 +1,4 @@
-"""megabatch lr-range: finds a recipe's learning rate by full runs of it, on held-out images."""
+"""megabatch lr-range: a search for a recipe's learning rate by full runs, scored on held-out images."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megabatch.cli.overrides import Arguments, require_named_model, split_arguments
-from megabatch.ranks.lifecycle import speaking_for_ranks
+from megabatch.io.numbers import duration
+from megabatch.ranks.lifecycle import exit_like_ranks
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,26 +18,28 @@ if TYPE_CHECKING:
 def lr_range(
     given: Arguments = None,
     low: Annotated[
-        float | None, typer.Option(help="The lowest learning rate of the grid. Default: the recipe's / 8.")
+        float | None, typer.Option(help="Lowest learning rate of the grid. Default: the recipe's / 8.")
     ] = None,
     high: Annotated[
-        float | None, typer.Option(help="The highest learning rate of the grid. Default: the recipe's x 8.")
+        float | None, typer.Option(help="Highest learning rate of the grid. Default: the recipe's x 8.")
     ] = None,
-    trials: Annotated[int, typer.Option(help="Learning rates to try in all.")] = 8,
-    coarse: Annotated[int, typer.Option(help="Of them, in the grid; the others are chosen by what it shows.")] = 4,
+    trials: Annotated[int, typer.Option(help="Total number of learning rates to try.")] = 8,
+    coarse: Annotated[
+        int, typer.Option(help="How many of the trials form the grid. The others are placed around its best.")
+    ] = 4,
     jobs: Annotated[
-        int | None, typer.Option(help="Trials that run at a time, of one rank each. Default: one per core.")
+        int | None, typer.Option(help="Concurrent trials, of one rank each. Default: one per core.")
     ] = None,
     folder: Annotated[
         Path | None,
-        typer.Option(help="Where trials are kept, and resume. Default: runs/lr-range-RECIPE."),
+        typer.Option(help="Folder of the trials; they resume from it. Default: runs/lr-range-RECIPE."),
     ] = None,
 ) -> None:
-    """Find a recipe's learning rate: full runs, coarse to fine, judged by images held out of the training images.
+    """Search for a recipe's learning rate by full runs, coarse to fine, scored on held-out training images.
 
     [bold]megabatch lr-range[/bold] fashion batch.global=1024 --low 0.1 --high 6.4
     """
-    from megabatch.experiments.search import command_for, conclude, plan_search, search_learning_rates
+    from megabatch.experiments.search import HELD_OUT, command_for, conclude, plan_search, search_learning_rates
     from megabatch.experiments.trials import SweepScreen, choose_jobs
 
     recipe, overrides = split_arguments(given)
@@ -45,18 +48,18 @@ def lr_range(
     jobs = choose_jobs(jobs, search.config.run.device)
     screen = SweepScreen(trials, jobs)
     length, num_held_out = search.config.train.length, search.shape.num_test
-    share = " (1/12: data.validation is not set)" if search.held_out else ""
+    share = f" (1/{1 / HELD_OUT:.0f} of each class)" if search.held_out else ""
     screen.say("recipe", f"{search.config.name}: {trials} runs of {length}, {jobs} at a time")
     screen.say(
         "held out",
         f"{num_held_out:,} of {search.shape.num_train + num_held_out:,} training images{share}; "
-        "they judge the learning rates, and no test image is looked at",
+        "learning rates are scored on them; test images are not used",
     )
     screen.say("rates", f"{', '.join(f'{rate:g}' for rate in search.grid)}; then around the best")
     for line in search.shape.warnings:
         screen.say("warning", line)
     screen.say("folder", str(search.folder))
-    with speaking_for_ranks():
+    with exit_like_ranks():
         results = search_learning_rates(search, jobs, screen)
     screen.console.print(tabulate(results))
     best, text = conclude(results)
@@ -66,7 +69,7 @@ def lr_range(
 
 def tabulate(results: "dict[float, Summary]") -> "Table":
     from megabatch.experiments.search import best_learning_rate
-    from megabatch.experiments.trials import scores_of, show_duration
+    from megabatch.experiments.trials import scores_of
     from megabatch.io.terminal import plain_table
 
     table = plain_table()
@@ -80,7 +83,7 @@ def tabulate(results: "dict[float, Summary]") -> "Table":
             f"{rate:g}",
             f"{summary.top1:.4f}" if is_whole else "-",
             f"{summary.test_loss:.4f}" if is_whole else "-",
-            show_duration(summary.wall_s),
+            duration(summary.wall_s),
             f"{summary.status}{', best' * (is_whole and rate == best)}",
         )
     return table

@@ -1,69 +1,59 @@
-"""megabatch plan: how a run all-reduces its gradients, and why."""
+"""megabatch plan: how a run all-reduces its gradients and why."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megabatch.cli.overrides import (
-    Arguments,
-    Ranks,
-    choose_ranks,
-    require_folder_of,
-    require_named_model,
-    split_arguments,
-)
-from megabatch.ranks.lifecycle import be_a_rank, start_ranks
+from megabatch.cli.overrides import Arguments, Ranks, choose_ranks, load_recipe, require_folder_of, split_arguments
+from megabatch.io.numbers import in_mb, plural
+from megabatch.ranks.lifecycle import run_as_rank, start_ranks
 from megabatch.text import one_line
 
 if TYPE_CHECKING:
     from megabatch.planning.tuning import Bucket, PricedPlan, Tuning
     from megabatch.ranks.store import RankStore
 
-LONGEST_NAMES = 200  # letters of a bucket's gradients: the file may hold anything
+LONGEST_NAMES = 200  # characters of a bucket's gradients: a plan file may hold any text
 
 
 def plan(
     given: Arguments = None,
     ranks: Ranks = None,
-    json: Annotated[Path | None, typer.Option("--json", help="Write the plan to this file too.")] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="Also write the plan to this file.")] = None,
 ) -> None:
-    """Measure the links, and show how gradients would be fused and all-reduced, bucket by bucket, and why.
+    """Measure the links and show how gradients would be fused and all-reduced, for each bucket, with the reason.
 
-    It trains nothing, and needs no images of a named data set; those of a folder it counts.
-    Given the folder of a run, it shows what that run has chosen.
-    What it has measured is the cluster [bold]this[/bold] of [bold]megabatch simulate[/bold].
-    Under torchrun, srun or mpiexec it joins the ranks that they have started.
+    It does not train. A named data set need not be present; the images of a folder are counted.
+    Given the folder of a run, it shows that run's plan.
+    [bold]megabatch simulate --cluster this[/bold] uses the measured links.
+    Under torchrun, srun or mpiexec, it joins the ranks that they started.
     """
-    from megabatch.config.loading import load_config, print_to_stderr, silent
     from megabatch.preflight.profile import plan_all_reduce
     from megabatch.ranks.discover import discover
     from megabatch.ranks.launch import RECIPE
     from megabatch.runs.reader import read_plan
 
-    recipe, overrides = split_arguments(given)
+    recipe, _ = split_arguments(given)
     require_folder_of(json)
     if Path(recipe).is_dir():
         report(read_plan(Path(recipe)), json)
         return
     info = discover()
     if not info:
-        config = load_config(recipe, overrides)
-        require_named_model(config, recipe, overrides)
+        config = load_recipe(given)
         arguments = ["plan", RECIPE, *(["--json", str(json)] if json else [])]
         start_ranks(arguments, choose_ranks(config, ranks), recipe=config.to_toml())
         return
 
     def work(store: "RankStore") -> int:
-        config = load_config(recipe, overrides, report=silent if info.rank else print_to_stderr)
-        require_named_model(config, recipe, overrides)
-        tuning = plan_all_reduce(config, store.info, store)
+        tuning = plan_all_reduce(load_recipe(given, info), store.info, store)
         if info.rank == 0:
             report(tuning, json)
             keep_for_simulate(tuning)
         return 0
 
-    be_a_rank(info, work)
+    run_as_rank(info, work)
 
 
 def report(tuning: "Tuning", json: Path | None) -> None:
@@ -75,7 +65,7 @@ def report(tuning: "Tuning", json: Path | None) -> None:
 
 
 def keep_for_simulate(tuning: "Tuning") -> None:
-    """As the cluster `this`."""
+    """Store the plan as the cluster `this` of `megabatch simulate`."""
     from contextlib import suppress
 
     import msgspec
@@ -84,7 +74,7 @@ def keep_for_simulate(tuning: "Tuning") -> None:
     from megabatch.simulate.load import THIS
 
     folder = cache_folder()
-    with suppress(OSError):  # a user without a place for it can give the file of --json instead
+    with suppress(OSError):  # without a cache folder, a user can pass the file of --json instead
         if folder:
             write_file(folder / THIS, msgspec.json.encode(tuning), is_private=True)
 
@@ -96,7 +86,7 @@ def print_plan(tuning: "Tuning") -> None:
     sizes = [len(node) for node in tuning.topology.nodes]
     each = str(sizes[0]) if len(set(sizes)) == 1 else " + ".join(map(str, sizes))
     console.title("ranks")
-    console.print(f"{len(sizes)} host{'s' * (len(sizes) > 1)} of {each}")
+    console.print(f"{plural(len(sizes), 'host')} of {each}")
     if tuning.links:
         console.title("links")
         table = plain_table()
@@ -106,7 +96,7 @@ def print_plan(tuning: "Tuning") -> None:
         for axis, link in tuning.links.items():
             table.add_row(axis, f"{1e6 * link.alpha_s:,.0f}", rate(link.beta_s_per_byte), rate(link.gamma_s_per_byte))
         console.print(table)
-    console.title("buckets", "milliseconds; of a plan: predicted, measured")
+    console.title("buckets", "in ms; each plan: predicted, measured")
     table = plain_table()
     table.add_column("", justify="right")
     table.add_column("tensors")
@@ -117,7 +107,7 @@ def print_plan(tuning: "Tuning") -> None:
         table.add_row(
             str(index),
             one_line(describe_tensors(bucket), LONGEST_NAMES),
-            f"{bucket.num_bytes / 1e6:,.2f}",
+            in_mb(bucket.num_bytes),
             f"{1e3 * bucket.ready_s:,.1f}",
             *map(describe, bucket.candidates),
             f"{1e3 * passage.end_s:,.1f}",
@@ -130,17 +120,17 @@ def print_plan(tuning: "Tuning") -> None:
     console.title("a step")
     num_bytes = sum(bucket.num_bytes for bucket in tuning.buckets)
     num_tensors = sum(len(bucket.gradients) for bucket in tuning.buckets)
-    buckets = f"{len(tuning.buckets)} bucket{'s' * (len(tuning.buckets) > 1)}"
-    console.print(f"gradients   {num_tensors} tensors, {num_bytes / 1e6:,.2f} MB, in {buckets}")
+    buckets = plural(len(tuning.buckets), "bucket")
+    console.print(f"gradients   {num_tensors} tensors, {in_mb(num_bytes)} MB, in {buckets}")
     if len(sizes) > 1:
-        console.print(f"inter-node  {max(tuning.bytes_crossing) / 1e6:,.2f} MB from the host that sends most")
+        console.print(f"inter-node  {in_mb(max(tuning.bytes_crossing))} MB from the host that sends the most")
     console.print(f"backward    {1e3 * tuning.backward_s:,.1f} ms")
-    console.print(f"reduced     after {1e3 * tuning.predicted_s:,.1f} ms, as is expected of what was measured")
-    console.print(f"exposed     {1e3 * tuning.exposed_s:,.1f} ms: a step waits so long for all-reduces after backward")
+    console.print(f"reduced     after {1e3 * tuning.predicted_s:,.1f} ms, predicted from the measured links")
+    console.print(f"exposed     {1e3 * tuning.exposed_s:,.1f} ms: the time a step waits for all-reduces after backward")
 
 
 def reasons(tuning: "Tuning") -> "dict[str, list[int]]":
-    """The buckets for which each holds."""
+    """Return the buckets of each reason."""
     found: dict[str, list[int]] = {}
     for index, bucket in enumerate(tuning.buckets):
         found.setdefault(one_line(f"{bucket.plan}; {bucket.reason}"), []).append(index)
@@ -158,5 +148,5 @@ def describe(candidate: "PricedPlan") -> str:
 
 
 def rate(seconds_per_byte: float) -> str:
-    """Bytes for which no time was found left are not the bottleneck."""
+    """Return GB/s, or "-" if no time was left to attribute to bytes, which then are not the bottleneck."""
     return f"{1e-9 / seconds_per_byte:,.2f}" if seconds_per_byte > 1e-13 else "-"

@@ -1,4 +1,4 @@
-"""megabatch report: one page that explains runs."""
+"""megabatch report: one HTML page about one or more runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,20 +10,22 @@ from megabatch.text import print_line
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(help="Folders of runs; several are drawn over each other.", metavar="RUN...")
+        list[Path],
+        typer.Argument(help="Folders of runs. Several share their charts.", metavar="RUN..."),
     ],
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", help="The file to write; by default report.html in the run's folder, or here for several."
+            "--out",
+            help="File to write. Default: report.html in the run's folder, or here for several runs.",
         ),
     ] = None,
-    is_opened: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
+    is_opened: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
 ) -> None:
-    """Write one HTML file that explains a run: what limited it, where its time went, how it learnt, what it gets wrong.
+    """Write one HTML file about a run: its bottleneck, its use of time, its learning curves, its mistakes.
 
-    It reads the run's records alone, and needs neither the images nor a GPU.
-    The file needs no network and no other file, so it can be mailed. Runs that have not ended show what there is.
+    It reads only the run's records and needs neither the images nor a GPU. It also works while the run is in progress.
+    The file is self-contained, so you can mail it.
     """
     from megabatch.report.page import write_report
 

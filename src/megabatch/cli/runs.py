@@ -1,4 +1,4 @@
-"""megabatch runs: what has been run here."""
+"""megabatch runs: a list of runs."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
 
 GAP = 2  # between columns
 COLUMNS = ("run", "status", "recipe", "batch", "top-1", "date", "at", "best", "steps", "seconds", "images/s")
-LEFT = ("run", "status", "recipe", "date", "at")  # the others are numbers, and stand to the right
+LEFT = ("run", "status", "recipe", "date", "at")  # the others are numbers, aligned right
 DROPPED = ("images/s", "seconds", "steps", "best", "at", "status", "date", "batch", "recipe")  # first to last
 
 
-def runs(folder: Annotated[Path, typer.Argument(help="Where the runs' folders are.")] = Path("runs")) -> None:
-    """List runs with their status, recipe, batch, accuracy and date; a wider terminal shows more of each."""
+def runs(folder: Annotated[Path, typer.Argument(help="Folder that contains the runs.")] = Path("runs")) -> None:
+    """List runs with their status, recipe, batch, accuracy and date. A wider terminal shows more columns."""
     from megabatch.io.terminal import Terminal
     from megabatch.runs.reader import list_runs
 
     console = Terminal()
     found = list_runs(folder)
     if not found:
-        console.print(one_line(f"no runs in {folder}"))
+        console.print(one_line(f"no runs in {folder}; megabatch train starts one"))
         return
     rows = [cells_of(run, str(run.path)) for run in found]
     columns = choose_columns(widths_of(rows), console.width)
-    if len(columns) < len(COLUMNS):  # without their folder, names leave room for more
+    if len(columns) < len(COLUMNS):  # names without their folder leave room for more columns
         rows = [cells_of(run, run.path.name) for run in found]
         columns = choose_columns(widths_of(rows), console.width)
     widths = widths_of(rows)
@@ -48,13 +48,13 @@ def line_of(cells: Mapping[str, str], columns: Sequence[str], widths: Mapping[st
 
 
 def cells_of(run: "Listing", name: str) -> dict[str, str]:
-    """What a run shows in each column; - where it has nothing to show."""
+    """Return a run's text for each column, "-" for a missing value."""
 
     def show(value: float | str | None, form: str = "") -> str:
         return "-" if value is None else one_line(format(value, form))
 
-    def figure(name: str, form: str = "") -> str:
-        return show(getattr(run.summary, name, None), form)  # without a summary there is none
+    def result(name: str, form: str = "") -> str:
+        return show(getattr(run.summary, name, None), form)  # the summary may be missing
 
     written = None if run.written_s is None else time.localtime(run.written_s)
     return {
@@ -62,13 +62,13 @@ def cells_of(run: "Listing", name: str) -> dict[str, str]:
         "status": run.status,
         "recipe": show(run.recipe),
         "batch": show(run.batch, ","),
-        "top-1": figure("top1", ".4f"),
+        "top-1": result("top1", ".4f"),
         "date": show(written and time.strftime("%Y-%m-%d", written)),
         "at": show(written and time.strftime("%H:%M", written)),
-        "best": figure("best_top1", ".4f"),
-        "steps": figure("steps"),
-        "seconds": figure("wall_s", ".1f"),
-        "images/s": figure("images_per_s", ",.0f"),
+        "best": result("best_top1", ".4f"),
+        "steps": result("steps"),
+        "seconds": result("wall_s", ".1f"),
+        "images/s": result("images_per_s", ",.0f"),
     }
 
 
@@ -77,10 +77,10 @@ def widths_of(rows: Sequence[Mapping[str, str]]) -> dict[str, int]:
 
 
 def choose_columns(widths: Mapping[str, int], width: int) -> list[str]:
-    """Those that fit into `width` as they are, without the first of DROPPED; the run and its top-1 always stay."""
+    """Return the columns that fit into `width`, dropped in the order of DROPPED; run and top-1 always stay."""
     columns = list(COLUMNS)
     for column in DROPPED:
-        if sum(widths[kept] for kept in columns) + GAP * (len(columns) - 1) <= width:
+        if sum(widths[each] for each in columns) + GAP * (len(columns) - 1) <= width:
             break
         columns.remove(column)
     return columns

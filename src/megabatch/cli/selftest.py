@@ -1,4 +1,4 @@
-"""megabatch selftest: the laws of this software on the devices of its user, and how fast they are."""
+"""megabatch selftest: correctness checks and measurements on the user's devices."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -6,78 +6,116 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megabatch.cli.overrides import MOST, count_devices, require_folder_of
-from megabatch.errors import UserError
-from megabatch.ranks.lifecycle import be_a_rank, start_ranks
+from megabatch.errors import UserError, require_one_of
+from megabatch.ranks.lifecycle import run_as_rank, start_ranks
+from megabatch.ranks.signals import was_launched
 from megabatch.text import print_line
 
 if TYPE_CHECKING:
-    from megabatch.preflight.selftest import Report
+    from megabatch.preflight.selftest.results import SelfTest
     from megabatch.ranks.store import RankStore
 
 FILE = Path("selftest.json")
-MOST_RANKS = 4  # on a CPU: what plans do between hosts needs four, and cores may be few
+RESTARTS = 8  # after a check that ended the ranks; they continue with the next one
+MOST_RANKS = 4  # on a CPU: plans between hosts need four, and cores may be few
 
 
 def selftest(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    ranks: Annotated[int | None, typer.Option(help="Ranks to run on. Default: one per GPU; four on a CPU.")] = None,
-    laws: Annotated[bool, typer.Option("--laws", help="The laws alone, without figures of speed.")] = False,
-    json: Annotated[Path, typer.Option("--json", help="The file to write.")] = FILE,
+    ranks: Annotated[int | None, typer.Option(help="Number of ranks. Default: one per GPU, or four on a CPU.")] = None,
+    laws: Annotated[
+        bool, typer.Option("--laws", help="Run only the correctness checks, without measurements.")
+    ] = False,
+    json: Annotated[Path, typer.Option("--json", help="File to write.")] = FILE,
 ) -> None:
-    """Check on your devices what must hold, and measure them beside stock DDP; under five minutes.
+    """Check correctness on your devices and measure their speed, in under ten minutes.
 
-    Sums of every all-reduce, training in every precision against the CPU, resuming to the bit, host waits, speed and
-    memory. The file holds figures alone, no names, paths or data: please send it to us.
+    It checks the results of every all-reduce, training in every precision against the CPU, and bitwise identical
+    resuming. It measures all-reduces and steps beside stock DDP, precisions, JPEG input and memory. Then one rank of
+    a small run fails, and it measures the time until that rank is named. A failed check does not stop the others. The
+    file holds only numbers, no names, paths or data: please send it to us.
 
-    Under torchrun or srun it joins the ranks that they have started.
+    Under torchrun or srun, it joins the ranks that they started, and no rank fails on purpose.
     """
-    from megabatch.preflight.selftest import run_selftest
+    from megabatch.preflight.selftest.run import run_selftest
+    from megabatch.ranks.backends import BACKENDS
+    from megabatch.ranks.devices import choose_device
     from megabatch.ranks.discover import discover
-    from megabatch.ranks.world import choose_device
 
+    require_one_of("--device", device, ["auto", *BACKENDS])
     require_folder_of(json)
     info, device_type = discover(), choose_device(device)
     if info is None:
-        num_ranks = ranks or (count_devices(device_type) if device_type != "cpu" else MOST_RANKS)
+        num_ranks = MOST_RANKS if device_type == "cpu" else count_devices(device_type)
+        num_ranks = num_ranks if ranks is None else ranks
         if num_ranks > MOST:
-            raise UserError(f"--ranks {ranks}: expected at most {MOST:,}; give fewer")
+            raise UserError(f"--ranks {ranks}: the limit is {MOST:,}; use fewer ranks")
         if num_ranks < 1:
-            raise UserError(f"--ranks {ranks}: a self-test needs at least one rank; nearest: --ranks 1")
+            raise UserError(f"--ranks {ranks}: a self-test needs at least 1 rank; use --ranks 1")
         options = ["--device", device_type, "--json", str(json), *["--laws"] * laws]
-        start_ranks(["selftest", *options], num_ranks)
+        start_ranks(["selftest", *options], num_ranks, max_restarts=RESTARTS)
+        print_end(run_drills(json, device_type, num_ranks), json)
         return
 
     def work(store: "RankStore") -> int:
-        report = run_selftest(store.info, store, device_type, laws, lambda report: show_newest(report, json))
-        if info.rank == 0:
+        shown = 0
+
+        def show(report: "SelfTest") -> None:
+            nonlocal shown
+            shown = show_newest(report, shown, json)
+
+        report = run_selftest(store.info, store, device_type, laws, show)
+        if info.rank == 0 and not was_launched():
             print_end(report, json)
         return 0
 
-    be_a_rank(info, work)
+    run_as_rank(info, work)
 
 
-def show_newest(report: "Report", file: Path) -> None:
-    """And keeps what there is so far."""
+def run_drills(file: Path, device_type: str, num_ranks: int) -> "SelfTest":
+    """Run the failure drills, which need ranks that may fail, after those of the self-test."""
+    import time
+
+    import msgspec
+
+    from megabatch.preflight.selftest.drills import DRILLS, MOST_RANKS, run_drill
+    from megabatch.preflight.selftest.results import SelfTest
+
+    report = msgspec.json.decode(file.read_bytes(), type=SelfTest)
+    for drill in DRILLS if num_ranks > 1 else ():
+        began_s = time.perf_counter()
+        check = run_drill(drill, device_type, min(num_ranks, MOST_RANKS))
+        report = report.with_checks([check], report.seconds + time.perf_counter() - began_s)
+        show_newest(report, len(report.checks) - 1, file)
+    return report
+
+
+def show_newest(report: "SelfTest", shown: int, file: Path) -> int:
+    """Print the checks after the first `shown`, write the report so far, and return the number of checks."""
     import msgspec
 
     from megabatch.io.disk import write_file
 
-    if len(report.checks) == 1:
-        hosts = " + ".join(map(str, report.hosts_of))
+    is_restarted = shown == 0 and len(report.checks) > 1
+    if is_restarted:  # the last check ended the ranks
+        shown = len(report.checks) - 1
+    elif shown == 0:
+        nodes = " + ".join(map(str, report.hosts_of))
         print_line(f"megabatch {report.megabatch}, torch {report.torch}, {report.device}, {report.backend}")
-        print_line(f"{report.num_ranks} ranks, taken for hosts of {hosts}")
+        print_line(f"{report.num_ranks} ranks on {'simulated ' * report.is_simulated}nodes of {nodes}")
         print_line("")
-    check = report.checks[-1]
-    outcome = {True: "ok", False: "FAILED", None: ""}[check.passed]
-    print_line(f"{outcome:6} {check.name:44} {check.found}")
+    for check in report.checks[shown:]:
+        outcome = {True: "ok", False: "FAILED", None: ""}[check.passed]
+        print_line(f"{outcome:6} {check.name:44} {check.found}")
     write_file(file, msgspec.json.format(msgspec.json.encode(report), indent=1).decode())
+    return len(report.checks)
 
 
-def print_end(report: "Report", file: Path) -> None:
+def print_end(report: "SelfTest", file: Path) -> None:
     asked = [check for check in report.checks if check.passed is not None]
     good = len(asked) - len(report.failed)
     print_line("")
-    print_line(f"{good} of {len(asked)} laws hold; {report.seconds:.0f} s; written to {file}")
+    print_line(f"{good} of {len(asked)} checks passed in {report.seconds:.0f} s; written to {file}")
     if report.failed:
         names = "; ".join(check.name for check in report.failed)
-        raise UserError(f"{len(report.failed)} of {len(asked)} laws do not hold here ({names}); please send us {file}")
+        raise UserError(f"{len(report.failed)} of {len(asked)} checks failed ({names}); please send us {file}")

@@ -1,4 +1,4 @@
-"""megabatch settings: every setting of a recipe, as the schema has it."""
+"""megabatch settings: the reference of all settings."""
 
 from typing import Annotated
 
@@ -10,11 +10,11 @@ from megabatch.text import print_text
 
 def settings(
     part: Annotated[
-        str, typer.Argument(help="Those whose names hold this: a section, or a word.", show_default=False)
+        str, typer.Argument(help="Only settings whose names contain this: a section or a word.", show_default=False)
     ] = "",
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/settings.md.")] = False,
 ) -> None:
-    """List every setting of a recipe: what it takes, its default, what it means.
+    """List the settings of a recipe with their types, ranges, defaults and meanings.
 
     [bold]megabatch settings[/bold] optim
     """
@@ -27,7 +27,7 @@ def settings(
 
     if markdown:
         if part:
-            raise UserError(f"--markdown prints the whole page; leave {show_key(part)} out")
+            raise UserError(f"--markdown prints the whole page; remove {show_key(part)}")
         print_text(page().rstrip("\n"))
         return
     found = [setting for setting in all_settings() if part in setting.name]

@@ -1,4 +1,4 @@
-"""megabatch show: what a recipe resolves to, before anything runs."""
+"""megabatch show: a recipe with all its values, before it runs."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +17,7 @@ from megabatch.cli.overrides import (
     split_arguments_or_run,
 )
 from megabatch.errors import UserError
+from megabatch.io.numbers import duration, in_mb, three_digits
 from megabatch.text import one_line, print_text
 
 if TYPE_CHECKING:
@@ -30,16 +31,16 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 def show(
     given: Arguments = None,
     ranks: Ranks = None,
-    toml: Annotated[bool, typer.Option("--toml", help="Print the recipe alone, as a file to start from.")] = False,
-    parameters: Annotated[bool, typer.Option("--parameters", help="List every parameter of the model.")] = False,
+    toml: Annotated[bool, typer.Option("--toml", help="Print only the recipe, as TOML.")] = False,
+    parameters: Annotated[bool, typer.Option("--parameters", help="List all parameters of the model.")] = False,
     cluster: ClusterOption = None,
     profile: ProfileOption = None,
 ) -> None:
-    """Show what a recipe resolves to: how to start it, its settings, batch, learning rates, parameter groups, memory.
+    """Show a recipe: how to start it, its settings, batch, learning rates, parameter groups and memory.
 
     [bold]megabatch show[/bold] resnet50-imagenet-4k --ranks 8
 
-    It needs neither the images nor the ranks.
+    The images and the devices need not be present.
     """
     from megabatch.config.loading import load_config
 
@@ -57,22 +58,22 @@ def show(
 def print_preview(
     config: "RunConfig",
     num_ranks: int,
-    arguments: Sequence[str],  # of the `megabatch train` that would run it
+    arguments: Sequence[str],  # of `megabatch train`
     needs_images: bool = True,
     lists_parameters: bool = False,
-    time: str = "",  # that is expected on some cluster
+    time: str = "",  # predicted for a cluster
 ) -> None:
     from rich.syntax import Syntax
 
     from megabatch.io.terminal import Terminal
     from megabatch.preflight.preview import Devices, preview
-    from megabatch.ranks.world import choose_device
+    from megabatch.ranks.devices import choose_device
     from megabatch.training.device import warn_of_device
 
     seen = preview(config, num_ranks, needs_images)
     device_type = choose_device(config.run.device)
-    is_telling = device_type != "cpu" or config.run.device == "cpu"
-    here = Devices(device_type, count_devices(device_type), is_telling)
+    is_known = device_type != "cpu" or config.run.device == "cpu"
+    here = Devices(device_type, count_devices(device_type), is_known)
     plan = seen.plan
     console = Terminal()
 
@@ -94,19 +95,22 @@ def print_preview(
         ends = ("epoch 0", f"epoch {config.train.epochs:g}")
         console.print(draw_curve(seen.learning_rate, config.optim.learning_rate, plan.num_steps, ends), end="")
     else:
-        console.print(f"peak {config.optim.learning_rate:g}; how long its warm-up is depends on the number of images")
+        console.print(f"peak {config.optim.learning_rate:g}; the length of its warm-up depends on the number of images")
+    if config.data.sizes or config.data.test_image_size:
+        console.title("image sizes")
+        print_sizes(console, config, seen)
     if lists_parameters:
         console.title("parameters")
         print_parameters(console, seen)
     console.title("parameter groups")
     print_groups(console, seen)
-    console.title("memory of a rank")
+    console.title("memory per rank")
     print_memory(console, seen)
     console.title("preflight")
     for line in seen.findings.references:
         console.print(f"reference  {one_line(line)}")
     if not seen.has_images:
-        console.print("reference  not compared before the images are there")
+        console.print("reference  not compared, because the images are missing")
     for line in [*seen.findings.warnings, *warn_of_device(config.precision, here.kind_for(num_ranks))]:
         console.print(f"warning    {one_line(line)}")
 
@@ -114,45 +118,45 @@ def print_preview(
 def answer(
     config: "RunConfig", seen: "Preview", arguments: Sequence[str], here: "Devices", time: str = ""
 ) -> dict[str, str]:
-    """What whoever has the machines wants to know first."""
+    """Return the most important facts by name: the command, and the batch, memory and time of the run."""
     from megabatch.preflight.preview import ASSUMED_CLASSES, start_commands
 
     plan, memory = seen.plan, seen.memory
     if not seen.has_images:
-        kept = [argument for argument in arguments if not argument.startswith("data.source=")]
-        arguments = [*kept, "data.source=FOLDER"]
-    first, *others = start_commands(arguments, plan.num_ranks, here)
+        others = [argument for argument in arguments if not argument.startswith("data.source=")]
+        arguments = [*others, "data.source=FOLDER"]
+    first, *alternatives = start_commands(arguments, plan.num_ranks, here)
     a_rank = "a rank" if here.kind_for(plan.num_ranks) == "cpu" else "a GPU"
-    beside = "activations not included" if memory.activations is None else "beside the data set and torch itself"
-    lines = {"command": first} | ({"or": others[0]} if others else {})
+    beside = "without activations" if memory.activations is None else "without the data set and torch"
+    lines = {"command": first} | ({"or": alternatives[0]} if alternatives else {})
     lines["batch"] = (
-        f"{plan.microbatch * plan.accumulation:,} images a step on {a_rank}: "
-        f"{plan.accumulation:,} of {plan.microbatch:,}, accumulated"
+        f"{plan.microbatch * plan.accumulation:,} images per step on {a_rank}: "
+        f"{plan.accumulation:,} microbatches of {plan.microbatch:,}"
         if plan.accumulation > 1
-        else f"{plan.microbatch:,} images a step on {a_rank}, without accumulation"
+        else f"{plan.microbatch:,} images per step on {a_rank}, without accumulation"
     )
     lines["memory"] = f"{memory.total / 1e6:,.0f} MB on {a_rank}, {beside}"
     if seen.has_images:
         images = plan.num_steps * plan.global_batch
         lines["an epoch"] = f"{plan.num_samples:,} images, {1 / plan.epochs_after(1):,.1f} steps"
         unknown = (
-            "how long that takes is not known before it was run (megabatch doctor measures images/s; "
-            "--cluster says what to expect)"
+            "the duration is unknown: megabatch doctor measures images/s here, --cluster NAME predicts it elsewhere"
         )
         lines["time"] = f"{plan.num_steps:,} steps, {images:,} images; {time or unknown}"
     else:
-        source = f"data.source={config.data.source!r} is not there" if config.data.source else "data.source is not set"
-        lines["missing"] = (
-            f"{source}: give data.source=FOLDER, with a folder of images for each class; "
-            f"until then {ASSUMED_CLASSES} classes are assumed, and steps are not known"
+        source = (
+            f"data.source={config.data.source!r} does not exist" if config.data.source else "data.source is not set"
         )
-        lines["time"] = time or "not known before it was run"
+        lines["missing"] = (
+            f"{source}; set data.source=FOLDER, with one folder of images per class. "
+            f"This preview assumes {ASSUMED_CLASSES} classes and does not know the number of steps"
+        )
+        lines["time"] = time or "unknown"
     return lines
 
 
 def expected_time(config: "RunConfig", num_ranks: int, cluster: str | None, profile: Path | None) -> str:
-    """As `megabatch simulate` predicts it; of no cluster, nothing."""
-    from megabatch.cli.simulate_screen import duration, figures
+    """Return the time that `megabatch simulate` predicts, or "" without a cluster."""
     from megabatch.preflight.preview import job_of_recipe
     from megabatch.simulate.job import with_profile
     from megabatch.simulate.load import load_cluster
@@ -161,24 +165,23 @@ def expected_time(config: "RunConfig", num_ranks: int, cluster: str | None, prof
 
     if cluster is None:
         if profile:
-            raise UserError(
-                f"--profile {profile} says what a rank takes, and not what lies between them; add --cluster"
-            )
+            raise UserError(f"--profile {profile} describes a rank but not the links between ranks; add --cluster")
         return ""
     job, has_images = job_of_recipe(config)
     if profile:
         job = with_profile(job, read_profile(profile))
     there = load_cluster(cluster)
     result = simulate(job.scenario(there, num_ranks))
-    assert result.training and result.minutes is not None and result.rank_hours is not None
-    low, high = (result.minutes * step_s / result.step.total_s for step_s in (result.low_step_s, result.high_step_s))
-    cost = f"{figures(result.rank_hours)} rank-hours"
-    cost += f", {figures(result.training.usd)} USD" if result.training.usd is not None else ""
-    assumed = "" if has_images else ", with as many images as ImageNet has"
+    assert result.training and result.rank_hours is not None
+    expected_s, step_s = result.training.total_s, result.step.total_s
+    low, high = (duration(expected_s * bound_s / step_s) for bound_s in (result.low_step_s, result.high_step_s))
+    cost = f"{three_digits(result.rank_hours)} rank-hours"
+    cost += f", {three_digits(result.training.usd)} USD" if result.training.usd is not None else ""
+    assumed = "" if has_images else ", assuming the images of ImageNet"
     devices = f"ranks as in {profile}" if profile else there.device.name
     return (
-        f"about {duration(result.minutes)} ({duration(low)} to {duration(high)}) on {num_ranks:,} {devices} "
-        f"of {there.name}, {cost}{assumed} (megabatch simulate says more)"
+        f"about {duration(expected_s)} ({low} to {high}) on {num_ranks:,} {devices} of {there.name}, {cost}{assumed}; "
+        "for details: megabatch simulate"
     )
 
 
@@ -187,8 +190,8 @@ def describe_steps(config: "RunConfig", seen: "Preview") -> str:
 
     plan = seen.plan
     if not seen.has_images:
-        return f"{config.train.length}; steps an epoch = images / {plan.global_batch:,}"
-    per_epoch = f"{1 / plan.epochs_after(1):.1f} steps an epoch"
+        return f"{config.train.length}; steps per epoch = images / {plan.global_batch:,}"
+    per_epoch = f"{1 / plan.epochs_after(1):.1f} steps per epoch"
     if config.train.steps is not None:
         epochs = describe_epochs(config, plan.num_samples)
         return f"{plan.num_steps:,} steps (train.steps) = {epochs} of {plan.num_samples:,} samples; {per_epoch}"
@@ -196,6 +199,26 @@ def describe_steps(config: "RunConfig", seen: "Preview") -> str:
         f"{plan.num_steps:,} steps = floor({config.train.length} x {plan.num_samples:,} samples "
         f"/ {plan.global_batch:,}); {per_epoch}"
     )
+
+
+def print_sizes(console: "Terminal", config: "RunConfig", seen: "Preview") -> None:
+    from megabatch.io.terminal import plain_table
+    from megabatch.planning.sizes import base_epochs
+
+    table = plain_table()
+    for column in ("side", "from step", "steps", "epochs", "activations MB"):
+        table.add_column(column, justify="right")
+    for row in seen.stages:
+        stage, memory = row.stage, "unknown" if row.activations is None else in_mb(row.activations)
+        steps = (
+            (f"{stage.first_step + 1:,}", f"{stage.num_steps:,}", f"{row.epochs:.2f}") if seen.has_images else 3 * "?"
+        )
+        table.add_row(str(stage.side), *steps, memory)
+    console.print(table)
+    console.print(f"tested at {config.data.test_side} pixels")
+    if seen.has_images:
+        work = base_epochs([row.stage for row in seen.stages], seen.plan.epochs_after(1))
+        console.print(f"as many pixels as {work:.1f} epochs of 224 pixels")
 
 
 def print_groups(console: "Terminal", seen: "Preview") -> None:
@@ -213,18 +236,20 @@ def print_groups(console: "Terminal", seen: "Preview") -> None:
 
 def print_memory(console: "Terminal", seen: "Preview") -> None:
     memory = seen.memory
-    console.print(f"weights      {megabytes(memory.weights)}")
+    console.print(f"weights      {in_mb(memory.weights):>10} MB")
     if memory.master_weights:
-        console.print(f"fp32 weights {megabytes(memory.master_weights)}  master weights, which the optimizer updates")
-    console.print(f"gradients    {megabytes(memory.gradients)}  ({memory.gradients:,} bytes to all-reduce a step)")
+        console.print(f"fp32 weights {in_mb(memory.master_weights):>10} MB  master weights, updated by the optimizer")
+    console.print(f"gradients    {in_mb(memory.gradients):>10} MB  ({memory.gradients:,} bytes to all-reduce per step)")
     if memory.unscaled:
-        console.print(f"unscaled     {megabytes(memory.unscaled)}  gradients in fp32")
-    console.print(f"optimizer    {megabytes(memory.optimizer)}")
+        console.print(f"unscaled     {in_mb(memory.unscaled):>10} MB  gradients in fp32")
+    console.print(f"optimizer    {in_mb(memory.optimizer):>10} MB")
+    if memory.average:
+        console.print(f"average      {in_mb(memory.average):>10} MB  of the weights (train.ema_half_life_epochs)")
     if memory.activations is None:
-        console.print("activations     unknown: the model does not run without real images")
+        console.print("activations     unknown: the model cannot run without real images")
     else:
-        console.print(f"activations  {megabytes(memory.activations)}  of one microbatch")
-    console.print(f"expected     {megabytes(memory.total)}  beside the data set and torch itself")
+        console.print(f"activations  {in_mb(memory.activations):>10} MB  for one microbatch")
+    console.print(f"expected     {in_mb(memory.total):>10} MB  without the data set and torch")
 
 
 def print_parameters(console: "Terminal", seen: "Preview") -> None:
@@ -239,19 +264,15 @@ def print_parameters(console: "Terminal", seen: "Preview") -> None:
     console.print(table)
 
 
-def megabytes(count: int) -> str:
-    return f"{count / 1e6:10,.2f} MB"
-
-
 def draw_curve(
     value: Callable[[int], float],
     peak: float,
     num_steps: int,
-    ends: tuple[str, str] | None = None,  # what the axis says below its first and last step
+    ends: tuple[str, str] | None = None,  # labels of the first and last step
     width: int = 64,
     height: int = 6,
 ) -> str:
-    """The values at evenly spaced steps, as rows of blocks with the axis on the left."""
+    """Return a chart of the values at evenly spaced steps, drawn with block characters."""
     columns = min(width, num_steps)
     steps = [round(column * (num_steps - 1) / max(1, columns - 1)) for column in range(columns)]
     values = [value(step) for step in steps]

@@ -1,4 +1,4 @@
-"""megabatch simulate: how long a training takes on a cluster that one does not have yet."""
+"""megabatch simulate: the predicted time and cost of a training on any cluster."""
 
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from megabatch.cli.overrides import ProfileOption
+from megabatch.cli.overrides import ProfileOption, load_recipe
 from megabatch.errors import UserError, nearest, require_one_of
 
 if TYPE_CHECKING:
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from megabatch.simulate.whatif import Search, Variant
     from megabatch.simulate.workload import Workload
 
-IMAGE_SIZE = 224  # of a model that has no recipe
+IMAGE_SIZE = 224  # of a model without a recipe
 EXAMPLE = "for example: megabatch simulate resnet50-imagenet-64k --cluster p40-roce100 --ranks 8..2048"
 
 
 class RequestedJob(NamedTuple):
-    """A job, and what is to be said beside its table."""
+    """A job, with notes to print above its table."""
 
     job: "Job"
-    recipe_batch: int | None  # of a recipe
+    recipe_batch: int | None  # None without a recipe
     notes: list[str]
 
 
@@ -34,36 +34,63 @@ def simulate(
         list[str] | None,
         typer.Argument(
             metavar="RECIPE|MODEL [section.key=value]...",
-            help="A recipe's name or TOML file, or a model; then settings of the recipe and of the cluster.",
+            help="A recipe name, a TOML file or a model, followed by overrides of the recipe and the cluster.",
             show_default=False,
         ),
     ] = None,
     cluster: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help="A preset, or a TOML file like them.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="A preset, a TOML or JSON file, or this (measured by megabatch plan).",
+            show_default=False,
+        ),
     ] = None,
     ranks: Annotated[
-        str | None, typer.Option(metavar="N,N|N..N", help="Rank counts: 8,64,512, or doublings: 8..2048.")
+        str | None, typer.Option(metavar="N,N|N..N", help="Numbers of ranks: 8,64,512, or doubling: 8..2048.")
     ] = None,
-    batch_per_rank: Annotated[int | None, typer.Option(help="Images of a rank in a step.", show_default=False)] = None,
-    wire: Annotated[
-        str | None, typer.Option(metavar="fp32|bf16|fp16", help="What travels.  fp32: gradients as they are.")
+    batch_per_rank: Annotated[int | None, typer.Option(help="Images per rank and step.", show_default=False)] = None,
+    comm_dtype: Annotated[
+        str | None, typer.Option(metavar="same|bf16|fp16", help="Dtype between nodes. same: not rounded.")
     ] = None,
     algorithm: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="auto, flat, hierarchical, torus; of the engine: ring, tree, in_network."),
+        typer.Option(metavar="NAME", help="auto, flat, hierarchical, torus; of the backend: ring, tree, in_network."),
     ] = None,
     overlap: Annotated[
-        str, typer.Option(metavar="auto|none|layer|fused", help="Of all-reduces and backward.")
+        str, typer.Option(metavar="auto|none|layer|fused", help="Overlap of all-reduces with backward.")
     ] = "auto",
-    compare: Annotated[bool, typer.Option("--compare", help="Every algorithm in turn.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Compare all algorithms.")] = False,
     sweep: Annotated[
-        str | None, typer.Option(metavar="KEY=V,V", help="A number of the cluster in turn: network.gbps=10,25,100,400.")
+        str | None, typer.Option(metavar="KEY=V,V", help="Vary a number of the cluster: network.gbps=10,25,100,400.")
     ] = None,
     ladder: Annotated[
-        bool, typer.Option("--ladder", help="Jia et al.'s improvements one by one, from a ring for every tensor.")
+        bool,
+        typer.Option(
+            "--ladder", help="Add the improvements of Jia et al. one by one, starting from a ring per tensor."
+        ),
     ] = False,
     within: Annotated[
-        str | None, typer.Option(metavar="TIME", help="The smallest cluster that finishes in 10min, 600s or 2h.")
+        str | None,
+        typer.Option(
+            metavar="TIME", help="Find the smallest cluster that finishes within this time: 10min, 600s or 2h."
+        ),
+    ] = None,
+    batch: Annotated[
+        str | None, typer.Option(metavar="auto", help="Choose the best global batch for each number of ranks.")
+    ] = None,
+    goal: Annotated[
+        str | None,
+        typer.Option(metavar="time|cost", help="The aim of --batch auto. Default: cost with --within, else time."),
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(metavar="USD", help="With --batch auto: the fastest run for at most 100usd.")
+    ] = None,
+    curve: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN", help="With --batch auto: a run that reached its target, whose noise scale gives the epochs."
+        ),
     ] = None,
     profile: ProfileOption = None,
     json: Annotated[Path | None, typer.Option("--json", help="Write all rows to this file.")] = None,
@@ -71,43 +98,58 @@ def simulate(
         Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw images/s against ranks.")
     ] = None,
 ) -> None:
-    """Predict time, cost and the best all-reduce of a training on a cluster that need not exist.
+    """Predict the time, the cost and the best all-reduce of a training on a cluster that you need not have.
 
     [bold]megabatch simulate[/bold] resnet50-imagenet-64k --cluster p40-roce100 --ranks 8..2048
 
-    It reads the same plans, prices and buckets as training does.
-    A model alone (resnet50) runs in the cluster's 16 bits; train.epochs=90 then gives it an end on ImageNet.
+    It uses the same plans, cost model and buckets as training.
+    A model without a recipe (resnet50) runs in the cluster's 16-bit dtype; train.epochs=90 adds a length on ImageNet.
     """
     from megabatch.cli.simulate_output import draw, encode, require_output, write
     from megabatch.cli.simulate_screen import print_ladder, print_report, print_variants
     from megabatch.simulate import whatif
+    from megabatch.simulate.best_batch import Limits
     from megabatch.simulate.job import notes, require_batch
     from megabatch.simulate.load import load_cluster, preset_names
     from megabatch.simulate.profile import read_profile
-    from megabatch.simulate.request import parse_ranks, parse_sweep, parse_within, split_overrides
+    from megabatch.simulate.request import parse_budget, parse_ranks, parse_sweep, parse_within, split_overrides
     from megabatch.simulate.whatif import smallest_within
 
     subject, overrides = split_subject(given)
     require_one_question(compare=compare, sweep=sweep, ladder=ladder, within=within)
-    require_choices(wire, algorithm, overlap, compare, ladder)
+    require_batch_options(batch, goal, budget, curve, compare or ladder or sweep is not None, batch_per_rank)
+    require_choices(comm_dtype, algorithm, overlap, compare, ladder)
     require_batch(batch_per_rank)
     require_output(json, plot)
     of_cluster, of_job = split_overrides(overrides)
     if cluster is None:
-        raise UserError(f"--cluster is not given; one of {', '.join(preset_names())}, this, or a .toml file; {EXAMPLE}")
-    if ranks is None and within is None:
-        raise UserError(f"--ranks is not given; {EXAMPLE}")
+        raise UserError(f"--cluster is missing; use {', '.join(preset_names())}, this, or a .toml file; {EXAMPLE}")
+    if ranks is None and within is None and budget is None:
+        raise UserError(f"--ranks is missing; {EXAMPLE}")
     counts = parse_ranks(ranks) if ranks is not None else []
     limit_s = parse_within(within) if within is not None else None
     swept = parse_sweep(sweep) if sweep is not None else None
     target = load_cluster(cluster, of_cluster)
     recorded = read_profile(profile) if profile else None
-    job, recipe_batch, remarks = make_job(subject, of_job, target, recorded, batch_per_rank, wire, algorithm, overlap)
+    job, recipe_batch, remarks = make_job(
+        subject, of_job, target, recorded, batch_per_rank, comm_dtype, algorithm, overlap
+    )
 
+    if batch is not None:
+        from megabatch.cli.simulate_batch import Question, answer  # imports torch
+
+        limits = Limits(limit_s, parse_budget(budget) if budget is not None else None)
+        # In time, cheapest; within the budget, fastest.
+        cheapest = goal == "cost" or (goal is None and within is not None)
+        question = Question("cost" if cheapest else "time", limits, within or "", budget or "")
+        answer(job, target, counts, question, curve, remarks, json, plot)
+        return
     search: Search | None = None
     if limit_s is not None:
         if not job.has_length:
-            raise UserError(f"--within {within}: {job.name} alone has no end; for example train.epochs=90")
+            raise UserError(
+                f"--within {within}: a model without a recipe has no length; add, for example, train.epochs=90"
+            )
         search = smallest_within(job, target, limit_s)
         counts = counts or [(search.found or search.fastest).scenario.num_ranks]
     if ladder:
@@ -119,7 +161,7 @@ def simulate(
         }
     variants = vary(job, target, counts, compare, ladder, swept_clusters)
     results = [] if variants else whatif.run_all(job, target, counts)
-    remarks += notes(job, counts, recipe_batch, wire)
+    remarks += notes(job, counts, recipe_batch, comm_dtype)
 
     if json:
         write(json, "--json", encode(job, target, counts, results, variants, search))
@@ -141,7 +183,7 @@ def vary(
     ladder: bool,
     swept: "Mapping[tuple[str, float], Cluster]",  # by key and value
 ) -> "list[Variant]":
-    """The same job in other ways, if that was asked."""
+    """Simulate the variants of --compare, --ladder or --sweep."""
     from megabatch.simulate import whatif
 
     if compare:
@@ -159,39 +201,63 @@ def describe_ladder(job: "Job", cluster: "Cluster") -> str:
     from megabatch.simulate.whatif import ladder_precisions
 
     wide, narrow = ladder_precisions(job, cluster)
-    last = f"they are {GRADIENTS[narrow]}" if narrow != wide else "16 bits travel"
-    return f"--ladder computes in {wide}, with gradients in {GRADIENTS[wide]}; in its last line {last}"
+    last = f"gradients are {GRADIENTS[narrow]}" if narrow != wide else "gradients are sent in 16 bits"
+    return f"--ladder computes in {wide} with gradients in {GRADIENTS[wide]}; in the last line {last}"
 
 
 def split_subject(given: Sequence[str] | None) -> tuple[str, list[str]]:
     given = list(given or [])
     if not given or "=" in given[0]:
-        raise UserError(f"no recipe and no model is given; {EXAMPLE}")
+        raise UserError(f"a recipe or a model is missing; {EXAMPLE}")
     return given[0], given[1:]
 
 
 def require_one_question(**asked: object) -> None:
     given = [f"--{name}" for name, value in asked.items() if value not in (None, False)]
     if len(given) > 1:
-        raise UserError(f"{' and '.join(given)} are different questions; ask one at a time")
+        raise UserError(f"{' and '.join(given)} cannot be combined; use one of them")
 
 
-def require_choices(wire: str | None, algorithm: str | None, overlap: str, compare: bool, ladder: bool) -> None:
+def require_batch_options(
+    batch: str | None,
+    goal: str | None,
+    budget: str | None,
+    curve: str | None,
+    has_other_question: bool,
+    batch_per_rank: int | None,
+) -> None:
+    if batch is None:
+        given = {"--goal": goal, "--budget": budget, "--curve": curve}
+        for option, value in given.items():
+            if value is not None:
+                raise UserError(f"{option} {value} needs --batch auto; add it")
+        return
+    if batch != "auto":
+        raise UserError(f"--batch {batch}: expected auto; a fixed batch is an override, for example batch.global=8192")
+    if goal is not None:
+        require_one_of("--goal", goal, ["time", "cost"])
+    if has_other_question or batch_per_rank is not None:
+        raise UserError("--batch auto chooses the batch; remove --compare, --ladder, --sweep and --batch-per-rank")
+
+
+def require_choices(comm_dtype: str | None, algorithm: str | None, overlap: str, compare: bool, ladder: bool) -> None:
     from megabatch.planning.algorithms import ALGORITHMS
-    from megabatch.planning.plan import COMM_DTYPES
-    from megabatch.simulate.step import ENGINE_ALGORITHMS, OVERLAPS
+    from megabatch.planning.plan import BACKEND_ALGORITHMS, COMM_DTYPES
+    from megabatch.simulate.step import OVERLAPS
 
     require_one_of("--overlap", overlap, OVERLAPS)
-    if wire is not None:
-        require_one_of("--wire", wire, COMM_DTYPES)
+    if comm_dtype is not None:
+        require_one_of("--comm-dtype", comm_dtype, COMM_DTYPES)
     if algorithm is not None:
-        require_one_of("--algorithm", algorithm, ["auto", *ALGORITHMS, *ENGINE_ALGORITHMS])
+        require_one_of("--algorithm", algorithm, ["auto", *ALGORITHMS, *BACKEND_ALGORITHMS])
     if compare and algorithm is not None:
-        raise UserError(f"--compare tries every algorithm, and --algorithm {algorithm} is one; leave one of them out")
-    fixed = {"--wire": wire, "--algorithm": algorithm, "--overlap": None if overlap == "auto" else overlap}
+        raise UserError(
+            f"--compare tries all algorithms, so --algorithm {algorithm} cannot be added; remove one of them"
+        )
+    fixed = {"--comm-dtype": comm_dtype, "--algorithm": algorithm, "--overlap": None if overlap == "auto" else overlap}
     for option, value in fixed.items():
         if ladder and value is not None:
-            raise UserError(f"--ladder varies what travels and how, so {option} {value} has no place; leave it out")
+            raise UserError(f"--ladder chooses the dtype, algorithm and overlap itself; remove {option} {value}")
 
 
 def make_job(
@@ -200,11 +266,11 @@ def make_job(
     cluster: "Cluster",
     profile: "Profile | None",
     batch_per_rank: int | None,
-    wire: str | None,
+    comm_dtype: str | None,
     algorithm: str | None,
     overlap: str,
 ) -> RequestedJob:
-    """What is stored is simulated without torch, which takes seconds to import."""
+    """Return the job. Stored models need no torch, which takes seconds to import."""
     from msgspec.structs import replace
 
     from megabatch.data.sources.shapes import IMAGENET
@@ -213,7 +279,7 @@ def make_job(
     from megabatch.simulate.step import AllReduceSettings
     from megabatch.simulate.workload import STORED, load_workload
 
-    changed: dict[str, Any] = {"dtype": wire, "algorithm": algorithm, "overlap": overlap}
+    changed: dict[str, Any] = {"dtype": comm_dtype, "algorithm": algorithm, "overlap": overlap}
     changed = {name: value for name, value in changed.items() if value is not None}
     if is_recipe(subject):
         job, remarks = read_recipe(subject, overrides)
@@ -231,7 +297,7 @@ def make_job(
 
 
 def is_recipe(subject: str) -> bool:
-    """A name, a TOML file or the folder of a run; else it is a model."""
+    """Return whether `subject` is a recipe's name, a TOML file or a run's folder, and not a model."""
     from megabatch.runs.reader import is_run
     from megabatch.simulate.workload import STORED
 
@@ -240,20 +306,16 @@ def is_recipe(subject: str) -> bool:
 
 
 def read_recipe(recipe: str, overrides: Sequence[str]) -> "tuple[Job, list[str]]":
-    from megabatch.cli.overrides import require_named_model, split_arguments_or_run
-    from megabatch.config.loading import load_config
     from megabatch.preflight.preview import job_of_recipe
 
-    recipe, overrides = split_arguments_or_run([recipe, *overrides])
-    config = load_config(recipe, overrides, needs_source=False)
-    require_named_model(config, recipe, overrides)
+    config = load_recipe([recipe, *overrides], needs_source=False)
     job, has_images = job_of_recipe(config)
-    source = f"data.source={config.data.source!r} is not there" if config.data.source else "data.source is not set"
-    return job, [] if has_images else [f"{source}: as many images and classes as ImageNet has are assumed"]
+    source = f"data.source={config.data.source!r} does not exist" if config.data.source else "data.source is not set"
+    return job, [] if has_images else [f"{source}; the images and classes of ImageNet are assumed"]
 
 
 def count_model(name: str) -> "Workload":
-    """As the stored ones are counted."""
+    """Count the work of a model that is not stored."""
     from megabatch.config.recipes import recipe_names
     from megabatch.data.sources.shapes import IMAGENET
     from megabatch.models.catalog import MODELS, ModelSettings

@@ -1,4 +1,4 @@
-"""What `megabatch simulate` writes: rows as JSON, and images/s against ranks as SVG."""
+"""Files of megabatch simulate: rows as JSON, and images/s over ranks as SVG."""
 
 import shlex
 import sys
@@ -26,11 +26,11 @@ MOST_TICKS = 6
 
 
 def require_output(json: Path | None, plot: Path | None) -> None:
-    """All that can be wrong with what is written is said before anything is simulated."""
+    """Check the output files before the simulation starts."""
     require_folder_of(json)
     if plot:
         if plot.suffix != ".svg":
-            raise UserError(f"--plot {plot}: figures are SVG; nearest: --plot {plot.with_suffix('.svg')}")
+            raise UserError(f"--plot {plot}: charts are SVG files; use --plot {plot.with_suffix('.svg')}")
         require_folder_of(plot, "--plot")
         require_matplotlib()
 
@@ -50,7 +50,7 @@ def encode(
     variants: Sequence[Variant],
     search: Search | None,
 ) -> str:
-    """Rows in the order of --ranks; of each rank count, every variant that there is."""
+    """Return JSON with rows in the order of --ranks; each number of ranks has a row per variant."""
     rows = [result.row for result in results]
     for num_ranks in ranks:
         for variant in variants:
@@ -62,7 +62,7 @@ def encode(
         "model": job.workload.model,
         "precision": job.precision,
         "overlap": job.all_reduce.overlap,
-        "wire": everything[0].scenario.in_use.dtype,
+        "comm_dtype": everything[0].scenario.in_use.dtype,
         "algorithm": job.all_reduce.algorithm,
         "rows": rows,
     }
@@ -80,7 +80,7 @@ def draw(job: Job, cluster: Cluster, results: Sequence[Simulated], variants: Seq
 
 
 def draw_scaling(figure: "Figure", series: Sequence[Variant], title: str) -> None:
-    """Images/s, which tell how far one comes, and beside them efficiencies, which tell variants apart."""
+    """Draw images/s on the left and efficiency, which separates variants better, on the right."""
     figure.set_size_inches(*SIZE_INCHES)
     throughput, efficiency = figure.subplots(1, 2, width_ratios=(4, 3))
     draw_ideal(throughput, series)
@@ -108,7 +108,7 @@ def draw_scaling(figure: "Figure", series: Sequence[Variant], title: str) -> Non
 
 
 def draw_ideal(axes: "Axes", series: Sequence[Variant]) -> None:
-    """Of the variant that computes fastest."""
+    """Draw the throughput without waits of the variant that computes fastest."""
     ideal: dict[int, float] = {}
     for variant in series:
         for result in variant.results:
@@ -119,7 +119,7 @@ def draw_ideal(axes: "Axes", series: Sequence[Variant]) -> None:
 
 
 def mark_ranks(axes: "Axes", ranks: Sequence[int]) -> None:
-    """Of many, as many as have room."""
+    """Label at most MOST_TICKS rank counts."""
     from matplotlib.ticker import NullLocator
 
     axes.set_xscale("log", base=2)

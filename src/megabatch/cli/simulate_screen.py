@@ -1,10 +1,11 @@
-"""What `megabatch simulate` prints: a table, the plan and why, where a step goes, and what would change it."""
+"""Terminal output of megabatch simulate: results, the plan and its reasons, the parts of a step, possible gains."""
 
 from collections.abc import Sequence
 
 from rich.table import Table
 from rich.text import Text
 
+from megabatch.io.numbers import duration, in_mb, in_ms, percent, plural, three_digits
 from megabatch.io.terminal import BOLD, Terminal, plain_table
 from megabatch.planning.tuning import Bucket
 from megabatch.simulate.cluster import Cluster
@@ -14,28 +15,25 @@ from megabatch.simulate.step import Step
 from megabatch.simulate.whatif import Search, Variant, changes, exposed_by_algorithm, losses
 from megabatch.text import one_line
 
-# Numbers of a simulation as they are printed.
-
 
 def ranks_of(result: Simulated) -> str:
-    return f"{result.scenario.num_ranks:,} rank{'s' * (result.scenario.num_ranks > 1)}"
+    return plural(result.scenario.num_ranks, "rank")
 
 
 def nodes(result: Simulated) -> str:
     shape = result.scenario.cluster.shape(result.scenario.num_ranks)
-    count = shape.num_nodes
-    return f"{ranks_of(result)} ({count:,} node{'s' * (count > 1)} of {shape.largest_node})"
+    return f"{ranks_of(result)} ({plural(shape.num_nodes, 'node')} of {shape.largest_node})"
 
 
 def describe_links(cluster: Cluster) -> str:
-    """As 'nodes of 8 at 183 GB/s, 8 cards of 200 Gb/s (rdma), sums in switches'."""
+    """Return, for example: nodes of 8 at 183 GB/s, 8 cards of 200 Gb/s (rdma), in-network reduction."""
     node, network = cluster.node, cluster.network
-    inside = f"nodes of {node.ranks} at {figures(node.gb_per_s)} GB/s" if node.ranks > 1 else "nodes of one rank"
-    if cluster.cpu:  # which then decide
-        shared = " that they share" if cluster.cpu.hosts_on_machine else ""
+    inside = f"nodes of {node.ranks} at {three_digits(node.gb_per_s)} GB/s" if node.ranks > 1 else "nodes of one rank"
+    if cluster.cpu:  # the cores then limit the node
+        shared = " that all nodes share" if cluster.cpu.hosts_on_machine else ""
         inside = f"nodes of {node.ranks} on {cluster.cpu.cores:g} cores{shared}"
-    cards = f"{network.nics} card{'s' * (network.nics > 1)} of {figures(network.gbps)} Gb/s ({network.kind})"
-    return f"{inside}, {cards}, {'sums in switches' if network.in_network_reduction else 'no sums in switches'}"
+    cards = f"{plural(network.nics, 'card')} of {three_digits(network.gbps)} Gb/s ({network.kind})"
+    return f"{inside}, {cards}, {'in-network reduction' if network.in_network_reduction else 'no in-network reduction'}"
 
 
 def algorithms(result: Simulated) -> str:
@@ -43,38 +41,15 @@ def algorithms(result: Simulated) -> str:
 
 
 def interval(result: Simulated) -> str:
-    """Of images/s, as -6 +5 %."""
+    """Return the interval of images/s, such as -6 +5 %."""
     low, high = (100 * (rate / result.images_per_s - 1) for rate in (result.low_images_per_s, result.high_images_per_s))
     return f"{low:.0f} {high:+.0f} %"
 
 
-def milliseconds(seconds: float) -> str:
-    return figures(1e3 * seconds)
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
-
-def figures(value: float | None) -> str:
-    """About three of them: 0.042, 0.421, 7.31, 48.2, 1,204."""
-    if value is None:
-        return "-"
-    digits = next((digits for digits, bound in enumerate((100, 10, 1, 0.1)) if abs(value) >= bound), 3)
-    return f"{value:,.{digits}f}" if value else "0"
-
-
-def duration(minutes: float) -> str:
-    """In the unit that one would say."""
-    if minutes < 2:
-        return f"{figures(60 * minutes)} s"
-    return f"{figures(minutes)} minutes" if minutes < 120 else f"{figures(minutes / 60)} hours"
-
-
 BAR = 64  # characters
-WIDE = 100  # columns, from which a table has room
-MOST_BUCKETS = 8  # that are listed one by one
-MATTERS = 0.05  # interruptions that are expected
+WIDE = 100  # columns from which a table has wider gaps
+MOST_BUCKETS = 8  # that are listed individually
+MATTERS = 0.05  # expected interruptions below this are not reported
 
 
 def print_report(
@@ -87,6 +62,7 @@ def print_report(
     console.print(main_table(console, results))
     largest = max(results, key=lambda result: result.scenario.num_ranks)
     print_plan(console, largest)
+    print_stages(console, largest)
     print_step(console, largest)
     print_changes(console, largest)
     if largest.training:
@@ -95,14 +71,14 @@ def print_report(
 
 
 def begin(job: Job, cluster: Cluster, remarks: Sequence[str]) -> Terminal:
-    """What is simulated, and what to know of it."""
+    """Print the job, the cluster and the notes."""
     console = Terminal(soft_wrap=False)
     workload, device, profile = job.workload, cluster.device, job.profile
     model = f"{workload.model} at {workload.image_size} pixels in {job.precision}"
     name = f"{job.name}: " if job.name != workload.model else ""
     computing = f"{device.name}, {device.stack}"
     if profile:
-        computing = f"as recorded on {profile.device}, {profile.threads} thread{'s' * (profile.threads > 1)} a rank"
+        computing = f"as recorded on {profile.device}, {plural(profile.threads, 'thread')} per rank"
     console.print()
     console.print(one_line(f"{name}{model} on {cluster.name} ({computing})"))
     console.print(one_line(describe_links(cluster)))
@@ -113,11 +89,11 @@ def begin(job: Job, cluster: Cluster, remarks: Sequence[str]) -> Terminal:
 
 
 def print_assumed(console: Terminal, cluster: Cluster) -> None:
-    """What no source gives."""
+    """Print the values of the cluster that have no source."""
     assumed = [key for key, source in cluster.sources.items() if source.startswith("assumed")]
     if assumed:
         console.print()
-        console.print(one_line(f"assumed, since no source gives them: {', '.join(assumed)}"))
+        console.print(one_line(f"assumed, without a source: {', '.join(assumed)}"))
 
 
 def new_table(console: Terminal) -> Table:
@@ -126,7 +102,7 @@ def new_table(console: Terminal) -> Table:
 
 
 def in_lines(heading: str) -> str:
-    """Narrow, as the numbers below it."""
+    """Return a heading broken into short lines, as narrow as its numbers."""
     return heading.replace(" ", "\n").replace("-", "-\n").replace("/fp", "\n/fp").replace("/bf", "\n/bf")
 
 
@@ -142,16 +118,16 @@ def main_table(console: Terminal, results: Sequence[Simulated]) -> Table:
         row = [
             f"{num_ranks:,}",
             f"{result.scenario.global_batch:,}",
-            milliseconds(step.total_s),
-            figures(result.images_per_s),
+            in_ms(step.total_s),
+            three_digits(result.images_per_s),
             interval(result),
-            percent(result.efficiency),
-            milliseconds(step.exposed_s),
+            percent(result.efficiency, 1),
+            in_ms(step.exposed_s),
         ]
         if has_end:
-            row += [figures(result.minutes), figures(result.rank_hours)]
+            row += [three_digits(result.minutes), three_digits(result.rank_hours)]
         if has_price:
-            row.append(figures(usd_of(result)))
+            row.append(three_digits(usd_of(result)))
         table.add_row(*row)
     return table
 
@@ -163,16 +139,14 @@ def print_plan(console: Terminal, result: Simulated) -> None:
     if not buckets:
         return
     if scenario.all_reduce.algorithm == "auto":
-        others = [f"{name} {milliseconds(exposed_s)}" for name, exposed_s in exposed_by_algorithm(scenario).items()]
+        others = [f"{name} {in_ms(exposed_s)}" for name, exposed_s in exposed_by_algorithm(scenario).items()]
         console.print(
-            f"{milliseconds(result.step.exposed_s)} ms are exposed; with one algorithm for all buckets: "
-            f"{', '.join(others)}"
+            f"{in_ms(result.step.exposed_s)} ms exposed; with one algorithm for all buckets: {', '.join(others)}"
         )
     if len(buckets) > MOST_BUCKETS:
         for plan in dict.fromkeys(bucket.plan for bucket in buckets):
             sizes = [bucket.num_bytes for bucket in buckets if bucket.plan == plan]
-            plural = "s" * (len(sizes) > 1)
-            console.print(f"{len(sizes)} bucket{plural}, {sum(sizes) / 1e6:,.1f} MB: {plan}")
+            console.print(f"{plural(len(sizes), 'bucket')}, {in_mb(sum(sizes))} MB: {plan}")
         return
     console.print(buckets_table(console, buckets))
     for plan in dict.fromkeys(bucket.plan for bucket in buckets):
@@ -182,7 +156,7 @@ def print_plan(console: Terminal, result: Simulated) -> None:
 
 
 def reasons(buckets: Sequence[Bucket]) -> dict[str, list[int]]:
-    """The buckets for which each holds."""
+    """Return the buckets of each reason."""
     found: dict[str, list[int]] = {}
     for index, bucket in enumerate(buckets):
         found.setdefault(f"{bucket.plan.name}, {bucket.reason}", []).append(index)
@@ -190,44 +164,66 @@ def reasons(buckets: Sequence[Bucket]) -> dict[str, list[int]]:
 
 
 def buckets_table(console: Terminal, buckets: Sequence[Bucket]) -> Table:
-    """With the price of every plan, that of the chosen one bold."""
+    """Return a table with the predicted time of every plan; the chosen one is bold."""
     table = new_table(console)
     names = [candidate.plan.name for candidate in buckets[0].candidates]
     for column in ("", "tensors", "MB", "ready ms", *(f"{name} ms" for name in names)):
         table.add_column(in_lines(column), justify="right", vertical="bottom", no_wrap=True)
     table.add_column("last tensor", vertical="bottom", overflow="fold")
     for index, bucket in enumerate(buckets):
-        prices = [Text(milliseconds(candidate.predicted_s)) for candidate in bucket.candidates]
+        prices = [Text(in_ms(candidate.predicted_s)) for candidate in bucket.candidates]
         prices[bucket.chosen].stylize(BOLD)
         table.add_row(
             str(index),
             str(len(bucket.gradients)),
-            f"{bucket.num_bytes / 1e6:,.2f}",
-            milliseconds(bucket.ready_s),
+            in_mb(bucket.num_bytes),
+            in_ms(bucket.ready_s),
             *prices,
             bucket.gradients[-1],
         )
     return table
 
 
+def print_stages(console: Terminal, result: Simulated) -> None:
+    """Print what each size of the training images costs; the other tables are for the largest."""
+    if not result.stages:
+        return
+    console.title(f"image sizes at {ranks_of(result)}", "the other tables are for the largest")
+    table = new_table(console)
+    for column in ("side", "steps", "step ms", "images/s", "GB per rank"):
+        table.add_column(in_lines(column), justify="right", vertical="bottom", no_wrap=True)
+    for each in result.stages:
+        table.add_row(
+            f"{each.stage.side}",
+            f"{each.stage.num_steps:,}",
+            in_ms(each.step.total_s),
+            three_digits(result.scenario.global_batch / each.step.total_s),
+            three_digits(each.memory_bytes / 1e9),
+        )
+    console.print(table)
+    assert result.scenario.length
+    if result.scenario.length.test_side:
+        console.print(f"tested at {result.scenario.length.test_side} pixels")
+
+
 def print_step(console: Terminal, result: Simulated) -> None:
     step, lost = result.step, losses(result)
-    console.title(f"where a step of {milliseconds(step.total_s)} ms goes")
+    console.title(f"parts of a step of {in_ms(step.total_s)} ms")
     console.print(bar(step))
     details = {
-        "exposed all-reduce": f"of {milliseconds(step.all_reduce_s)} ms that the buckets take",
+        "exposed all-reduce": f"of {in_ms(step.all_reduce_s)} ms in total",
         "jitter": "waiting for the slowest rank",
-        "input": "waiting for images, of which a node reads too few",
+        "input": "waiting for images: nodes read too slowly",
     }
-    for mark, name, seconds in parts_of(step):
-        if seconds:
-            line = f"{mark} {name:<18} {milliseconds(seconds):>8} ms {100 * seconds / step.total_s:>5.1f} %"
+    for mark, name, part_s in parts_of(step):
+        if part_s:
+            line = f"{mark} {name:<18} {in_ms(part_s):>8} ms {100 * part_s / step.total_s:>5.1f} %"
             console.print(f"{line}  {details.get(name, '')}".rstrip())
     if lost.computing < 1:
         console.print(
-            f"efficiency {percent(lost.computing)}: latencies {percent(lost.latency)}, "
-            f"bytes on their way {percent(lost.carrying)}, jitter {percent(lost.jitter)}"
-            + (f", input {percent(lost.images)}" if lost.images else "")
+            f"efficiency {percent(lost.computing, 1)}: latency {percent(lost.latency, 1)}, "
+            f"bandwidth {percent(lost.carrying, 1)}, jitter {percent(lost.jitter, 1)}"
+            + (f", input {percent(lost.images, 1)}" if lost.images else "")
         )
 
 
@@ -243,56 +239,56 @@ def parts_of(step: Step) -> list[tuple[str, str, float]]:
 
 
 def bar(step: Step) -> str:
-    """As long as BAR; each part begins where those before it end."""
+    """Return a bar of BAR characters, divided in proportion to the parts of a step."""
     marks, past_s = "", 0.0
-    for mark, _, seconds in parts_of(step):
-        past_s += seconds
+    for mark, _, part_s in parts_of(step):
+        past_s += part_s
         marks += mark * (round(BAR * past_s / step.total_s) - len(marks))
     return marks
 
 
 def print_changes(console: Terminal, result: Simulated) -> None:
-    console.title(f"what one change would buy at {ranks_of(result)}")
+    console.title(f"gain of one change at {ranks_of(result)}")
     found = changes(result)
     for change in found:
         console.print(
-            f"{'+' + figures(change.gained):>11} images/s {100 * change.share:>+6.1f} %  {one_line(change.label)}"
+            f"{'+' + three_digits(change.gained):>11} images/s {100 * change.share:>+6.1f} %  {one_line(change.label)}"
         )
     if not found:
-        console.print("none of those that were tried gains half a percent")
+        console.print("no tried change gains half a percent")
 
 
 def print_faults(console: Terminal, training: Training) -> None:
     if training.num_interruptions > MATTERS and training.checkpoint_minutes is not None:
         console.title(
             "interruptions",
-            f"{figures(training.num_interruptions)} expected; a checkpoint every "
-            f"{duration(training.checkpoint_minutes)} costs least (Young 1974, Daly 2006); "
-            f"checkpoints, repeated steps and restarts then take {duration(training.faults_s / 60)} of "
-            f"{duration(training.total_s / 60)}",
+            f"{three_digits(training.num_interruptions)} expected; a checkpoint every "
+            f"{duration(60 * training.checkpoint_minutes)} costs least (Young 1974, Daly 2006); "
+            f"checkpoints, repeated steps and restarts then take {duration(training.faults_s)} of "
+            f"{duration(training.total_s)}",
         )
 
 
 def answer(search: Search, within: str) -> str:
     if search.found:
         return (
-            f"{nodes(search.found)} finish in {duration(search.found.minutes or 0.0)}: the fewest whole nodes that "
-            f"share the batch evenly and are done within {within}"
+            f"{nodes(search.found)} finish in {duration(60 * (search.found.minutes or 0.0))}: "
+            f"the smallest number of whole nodes that divides the batch evenly and finishes within {within}"
         )
     lost = losses(search.fastest)
     waits = {
-        "latencies of the all-reduce": lost.latency,
-        "bytes of the all-reduce on their way": lost.carrying,
+        "the latency of the all-reduce": lost.latency,
+        "the bandwidth of the all-reduce": lost.carrying,
         "jitter": lost.jitter,
-        "images, of which nodes read too few": lost.images,
+        "reading images": lost.images,
     }
     limit = max(waits, key=lambda name: waits[name])
-    why = f"{limit} ({percent(waits[limit])} of a step), which more ranks make longer"
+    why = f"{limit} ({percent(waits[limit], 1)} of a step), which grows with more ranks"
     if search.fastest.scenario.num_ranks == search.most_ranks:
-        why = f"computing ({percent(lost.computing)} of a step), and no more ranks were tried"
+        why = f"computing ({percent(lost.computing, 1)} of a step); more ranks were not tried"
     return (
-        f"no cluster of this kind is done within {within}; the fastest that was tried, {nodes(search.fastest)}, takes "
-        f"{duration(search.fastest.minutes or 0.0)}, limited by {why}"
+        f"no number of ranks finishes within {within}; the fastest, {nodes(search.fastest)}, takes "
+        f"{duration(60 * (search.fastest.minutes or 0.0))}, limited by {why}"
     )
 
 
@@ -304,17 +300,14 @@ def usd_of(result: Simulated) -> float | None:
     return result.training.usd if result.training else None
 
 
-# What `megabatch simulate` prints of variants: every algorithm, every value of a sweep, every line of the ladder.
-
-
 def print_variants(
     job: Job, cluster: Cluster, variants: Sequence[Variant], ranks: Sequence[int], remarks: Sequence[str]
 ) -> None:
-    """Of each rank count, every variant; of algorithms, the best is marked."""
+    """Print every variant for each number of ranks; the best algorithm is marked."""
     console = begin(job, cluster, remarks)
     heading = next(iter(variants[0].varied))
     marks_best = heading == "algorithm"
-    # What a training takes says more than an interval and a number of buckets, for which there is then no room.
+    # There is no room for all columns: time and cost are worth more than the interval and the number of buckets.
     middle = ["minutes", "USD"] if job.has_length else ["interval", "buck-ets"]
     table = variants_table(console, heading, ["step ms", "images/s", "effi-ciency", "exposed ms", *middle])
     table.add_column("plan, * best" if marks_best else "plan", vertical="bottom")
@@ -326,12 +319,12 @@ def print_variants(
             table.add_row(
                 f"{num_ranks:,}" if result is found[0][1] else "",
                 shown(variant.varied[heading]),
-                milliseconds(result.step.total_s),
-                figures(result.images_per_s),
-                percent(result.efficiency),
-                milliseconds(result.step.exposed_s),
-                figures(result.minutes) if training else interval(result),
-                figures(training.usd) if training else str(len(result.step.buckets)),
+                in_ms(result.step.total_s),
+                three_digits(result.images_per_s),
+                percent(result.efficiency, 1),
+                in_ms(result.step.exposed_s),
+                three_digits(result.minutes) if training else interval(result),
+                three_digits(training.usd) if training else str(len(result.step.buckets)),
                 algorithms(result) + " *" * (result is best and marks_best),
             )
     console.print(table)
@@ -341,7 +334,7 @@ def print_variants(
 def print_ladder(
     job: Job, cluster: Cluster, variants: Sequence[Variant], ranks: Sequence[int], remarks: Sequence[str]
 ) -> None:
-    """Each line beside the one before, and beside the first."""
+    """Print each improvement compared with the previous line and with the first."""
     console = begin(job, cluster, remarks)
     table = variants_table(
         console, "improvement", ("step ms", "images/s", "effi-ciency", "x before", "x first", "buck-ets")
@@ -354,9 +347,9 @@ def print_ladder(
             table.add_row(
                 f"{num_ranks:,}" if result is first else "",
                 variant.label,
-                milliseconds(result.step.total_s),
-                figures(result.images_per_s),
-                percent(result.efficiency),
+                in_ms(result.step.total_s),
+                three_digits(result.images_per_s),
+                percent(result.efficiency, 1),
                 f"{result.images_per_s / before.images_per_s:.2f}",
                 f"{result.images_per_s / first.images_per_s:.2f}",
                 str(len(result.step.buckets)),

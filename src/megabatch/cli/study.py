@@ -1,5 +1,6 @@
-"""megabatch study: claims about accuracy, put to the test at a size that a desktop can repeat."""
+"""megabatch study: experiments of many runs that compare ways to train."""
 
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megabatch.errors import UserError
-from megabatch.ranks.lifecycle import speaking_for_ranks
+from megabatch.io.numbers import plural
+from megabatch.ranks.lifecycle import exit_like_ranks
+
+BATCH_LIMIT = "batch-limit"
 
 if TYPE_CHECKING:
     from megabatch.experiments.design import Design
@@ -17,25 +21,142 @@ if TYPE_CHECKING:
 
 def study(
     name: Annotated[
-        str | None, typer.Argument(metavar="[STUDY]", help="A name, or a TOML file.  Without it, names are listed.")
+        str | None,
+        typer.Argument(
+            metavar="[STUDY]",
+            help="A name, a TOML file, batch-limit or time-to-accuracy. Without it: list them.",
+        ),
     ] = None,
+    given: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RECIPE] [section.key=value]...", help="Of batch-limit and time-to-accuracy.", show_default=False
+        ),
+    ] = None,
+    batches: Annotated[
+        str | None, typer.Option(metavar="N,N", help="Of batch-limit: the global batches, such as 64,256,1024,4096.")
+    ] = None,
+    margin: Annotated[
+        float, typer.Option(min=0.01, max=100, help="Of batch-limit: points by which accuracy may be lower.")
+    ] = 0.5,
+    seeds: Annotated[
+        int,
+        typer.Option(min=2, max=100, help="Of batch-limit: final runs per batch; of time-to-accuracy: per recipe."),
+    ] = 5,
+    target: Annotated[
+        float | None,
+        typer.Option(help="Of time-to-accuracy: the top-1. Default: train.target_top1 of the first."),
+    ] = None,
+    trials: Annotated[int, typer.Option(min=3, max=100, help="Of batch-limit: runs of each search.")] = 5,
     folder: Annotated[
         Path | None,
-        typer.Option(help="Where the runs are kept, and resume.  Default: runs/study-<name>.", show_default=False),
+        typer.Option(help="Folder of the runs; they resume from it. Default: runs/study-<name>.", show_default=False),
     ] = None,
     out: Annotated[
         Path,
-        typer.Option(help="Where the page, its figures and its JSON go; runs that are in the JSON are not repeated."),
+        typer.Option(help="Folder of the page, its charts and its JSON. Runs that the JSON contains are not repeated."),
     ] = Path("docs/studies"),
-    jobs: Annotated[int | None, typer.Option(help="Runs at a time, of one rank each.  Default: one per core.")] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(help="Concurrent runs, of one rank each. Default: one per core; for time-to-accuracy, one."),
+    ] = None,
 ) -> None:
-    """Find out by many runs whether one way to train is as good as another; takes hours, and resumes when stopped."""
-    from megabatch.experiments.design import read_design
+    """Compare ways to train by many runs. It takes hours; if it is stopped, the same command resumes it.
 
-    if name is None:
+    [bold]megabatch study time-to-accuracy[/bold] fashion my.toml data.train_per_class=500 --target 0.85
+    """
+    from megabatch.experiments.design import read_design
+    from megabatch.experiments.time_to_accuracy import NAME
+
+    if name == NAME:
+        study_times(given or [], target, seeds, folder, out, jobs)
+    elif name is None:
         list_studies()
+    elif name == BATCH_LIMIT:
+        design = batch_limit_design(given or [], batches, margin, seeds, trials)
+        options = [f"--batches={batches}", f"--margin={margin:g}", f"--seeds={seeds}", f"--trials={trials}"]
+        command = shlex.join(["megabatch", "study", name, *(given or []), *options])
+        run_study(design, command, folder, out, jobs)
+    elif given or batches is not None:
+        raise UserError(
+            f"{' '.join(given or ['--batches'])} has no effect on study {name}; it belongs to {BATCH_LIMIT} or {NAME}"
+        )
     else:
         run_study(read_design(name), shlex.join(["megabatch", "study", name]), folder, out, jobs)
+
+
+def batch_limit_design(given: Sequence[str], batches: str | None, margin: float, seeds: int, trials: int) -> "Design":
+    from megabatch.experiments.batch_limit import Limits, design_of
+
+    example = f"for example: megabatch study {BATCH_LIMIT} fashion --batches 64,256,1024,4096"
+    if not given or "=" in given[0]:
+        raise UserError(f"a recipe is missing; {example}")
+    if batches is None or not re.fullmatch(r"[1-9][0-9]{0,8}(,[1-9][0-9]{0,8})*", batches):
+        raise UserError(f"--batches {batches or 'is missing'}: expected integers separated by commas; {example}")
+    limits = Limits(
+        batches=[int(batch) for batch in batches.split(",")], margin_points=margin, seeds=seeds, trials=trials
+    )
+    return design_of(given[0], given[1:], limits)
+
+
+def study_times(
+    given: Sequence[str], target: float | None, seeds: int, folder: Path | None, out: Path, jobs: int | None
+) -> None:
+    """Train recipes with several seeds and write the time and epochs that each needs for the target."""
+    from megabatch.config.loading import load_config, silent
+    from megabatch.experiments.drawing import require_matplotlib
+    from megabatch.experiments.time_to_accuracy import (
+        NAME,
+        TimeStudy,
+        in_turns,
+        summarize,
+        times_so_far,
+        trials_of,
+        write_time_study,
+    )
+    from megabatch.experiments.trials import SweepScreen, Trial, choose_jobs, run_trials
+    from megabatch.ranks.machine import cpu_name, usable_cores
+    from megabatch.runs.records import Summary
+
+    require_matplotlib()  # find all mistakes before hours of training
+    recipes = [argument for argument in given if "=" not in argument]
+    overrides = [argument for argument in given if "=" in argument]
+    if not recipes:
+        raise UserError(f"study {NAME} needs recipes; for example megabatch study {NAME} fashion --target 0.85")
+    target = load_config(recipes[0], overrides, report=silent).train.target_top1 if target is None else target
+    if target is None or not 0 < target <= 1:
+        shown = (
+            "no --target, and the first recipe has no train.target_top1" if target is None else f"--target {target:g}"
+        )
+        raise UserError(f"{shown}: expected a top-1 above 0 and at most 1; for example --target 0.759")
+    trials, where = trials_of(recipes, overrides, target, seeds), folder or Path("runs") / f"study-{NAME}"
+    jobs, done = choose_jobs(jobs or 1, "auto"), set[str]()
+    command = shlex.join(["megabatch", "study", NAME, *given, "--target", f"{target:g}", "--seeds", f"{seeds}"])
+    machine = f"{len(usable_cores())} cores of {cpu_name()}, {plural(jobs, 'run')} at a time"
+
+    def study() -> TimeStudy:
+        return TimeStudy(
+            command=command,
+            target=target,
+            num_seeds=seeds,
+            overrides=overrides,
+            machine=machine,
+            recipes=times_so_far(trials, where, done),
+        )
+
+    def keep(trial: Trial, summary: Summary) -> None:
+        done.add(trial.name)
+        write_time_study(study(), out)
+
+    order = in_turns(trials)
+    screen = SweepScreen(len(order), jobs)
+    screen.say("runs", f"{len(order)} in {where}, {jobs} at a time; the same command resumes them")
+    with exit_like_ranks():
+        run_trials(order, where, jobs, screen, keep)
+    for recipe, reached, minutes, epochs, ratio in summarize(study()):
+        screen.say(recipe, f"{reached} seeds at {target:g}; {minutes} minutes, {epochs} epochs; {ratio} times as fast")
+    for path in write_time_study(study(), out):
+        screen.say("written", str(path))
 
 
 def list_studies() -> None:
@@ -47,22 +168,24 @@ def list_studies() -> None:
     console = Terminal()
     for design in map(read_design, known_studies()):
         console.print(Text.assemble((design.name, BOLD), f"  {design.num_trials} runs: {design.title}"))
-    console.print("\nmegabatch study STUDY runs one of these, or the study of a TOML file (docs/studies.md).")
+    console.print(Text.assemble(("time-to-accuracy", BOLD), "  RECIPE...: the time that recipes need to reach a top-1"))
+    console.print("\nmegabatch study STUDY runs one of these, or a study in a TOML file (docs/studies.md).")
 
 
 def run_study(design: "Design", command: str, folder: Path | None, out: Path, jobs: int | None) -> None:
     from functools import partial
 
+    from megabatch.experiments.batch_limit import answer_lines
     from megabatch.experiments.conduct import Conductor, End
     from megabatch.experiments.drawing import require_matplotlib
     from megabatch.experiments.page import write_study
     from megabatch.experiments.trials import SweepScreen, Trial, choose_jobs, run_trials
     from megabatch.experiments.verdict import judge
-    from megabatch.user_code import import_own_code
+    from megabatch.user_code import import_user_code
 
-    require_matplotlib()  # all that can be wrong is found before the hours that it takes
+    require_matplotlib()  # find all mistakes before hours of training
     check_arms(design)
-    probes = {curve: import_own_code(f"curves.{curve}", code) for curve, code in design.curves.items()}
+    probes = {curve: import_user_code(f"curves.{curve}", code) for curve, code in design.curves.items()}
     jobs = choose_jobs(jobs, "auto")
     before = read_before(design, out)
     folder = folder or Path("runs") / f"study-{design.name}"
@@ -75,17 +198,36 @@ def run_study(design: "Design", command: str, folder: Path | None, out: Path, jo
         design, folder, command, run, probes, partial(write_study, folder=out), before, str(json_file(design, out))
     )
     screen.say("study", f"{design.name}: {design.title}")
-    screen.say("runs", f"{design.num_trials} in {folder}, {jobs} at a time; stopped, the same command resumes")
+    screen.say("runs", f"{design.num_trials} in {folder}, {jobs} at a time; the same command resumes them")
+    screen.say("cost", cost_of(design))
     if before:
-        are = "runs are" if before.num_runs != 1 else "run is"
-        screen.say("kept", f"{before.num_runs} {are} in {json_file(design, out)}; not again")
-    with speaking_for_ranks():
+        screen.say("kept", f"{plural(before.num_runs, 'run')} from {json_file(design, out)}, not repeated")
+    with exit_like_ranks():
         found = conductor.conduct()
     for criterion in found.criteria:
         verdict = judge(found, criterion)
-        screen.say({True: "holds", False: "missed", None: "untold"}[verdict.holds], verdict.text)
+        screen.say({True: "holds", False: "missed", None: "unclear"}[verdict.holds], verdict.text)
+    for line in answer_lines(found):
+        screen.say("answer", line)
     for path in write_study(found, out):
         screen.say("written", str(path))
+
+
+def cost_of(design: "Design") -> str:
+    """Return the images that all runs train on, and the hours they take at a round speed."""
+    from megabatch.config.loading import load_config, silent
+    from megabatch.config.resolve import plan_run
+    from megabatch.data.catalog import infer_shape
+    from megabatch.experiments.plan import Point, seed_trial
+
+    images = 0.0
+    for arm in design.arms:
+        trial = seed_trial(design, arm, Point(1.0), seed=1)
+        config = load_config(trial.recipe, trial.overrides, report=silent)
+        plan = plan_run(config, infer_shape(config.data), num_ranks=1)
+        searched = design.search.trials if design.search and arm.learning_rates else 0
+        images += plan.num_steps * plan.global_batch * (searched + design.num_seeds(arm))
+    return f"{images / 1e6:,.1f} million images: {images / 3.6e6:,.1f} hours at 1,000 images/s in all"
 
 
 def check_arms(design: "Design") -> None:
@@ -103,13 +245,13 @@ def check_arms(design: "Design") -> None:
 
 
 def read_before(design: "Design", out: Path) -> "Study | None":
-    """The results that are there already."""
+    """Return the results of an earlier command, if there are any."""
     from megabatch.experiments.page import load_study
 
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--out {out} cannot be used ({error.strerror}); give another folder") from None
+        raise UserError(f"--out {out} cannot be created ({error.strerror}); give another folder") from None
     path = json_file(design, out)
     return load_study(path) if path.exists() else None
 

@@ -1,4 +1,4 @@
-"""megabatch train: validates the recipe, starts ranks, or joins them if it was started as one."""
+"""megabatch train: validates the recipe and starts ranks, or runs as one of them."""
 
 import os
 from collections.abc import Container, Iterator, Sequence
@@ -20,13 +20,17 @@ from megabatch.cli.overrides import (
     split_arguments,
 )
 from megabatch.errors import UserError
-from megabatch.ranks.lifecycle import be_a_rank, start_ranks
+from megabatch.ranks.discover import discover
+from megabatch.ranks.lifecycle import report_start, run_as_rank, start_ranks
 from megabatch.runs.files import CONFIG
-from megabatch.runs.reader import is_run, read_recipe_and_batch, read_source, started_in
+from megabatch.runs.reader import is_run, read_recipe_and_batch, read_source, read_summary, started_in
 from megabatch.text import print_line
 
 if TYPE_CHECKING:
+    from megabatch.config.schema import RunConfig
     from megabatch.ranks.store import RankStore
+
+LENGTH = {"train.epochs", "train.steps", "schedule.warmup_epochs", "data.source"}  # a source may be spelled differently
 
 
 def train(
@@ -36,63 +40,74 @@ def train(
         str,
         typer.Option(
             metavar="auto|never|PATH",
-            help="Resume an unfinished run of this recipe; begin a new one; or resume the run or checkpoint PATH.",
+            help="Resume an unfinished run of this recipe, start a new run, or resume the run or checkpoint PATH.",
         ),
     ] = "auto",
     retune: Annotated[
-        bool, typer.Option("--retune", help="Choose again how a resumed run fuses and all-reduces its gradients.")
+        bool, typer.Option("--retune", help="Choose again how a resumed run fuses and all-reduces gradients.")
     ] = False,
     max_restarts: Annotated[
-        int, typer.Option(min=0, max=MOST, help="Times to restart the ranks after one has failed.")
+        int, typer.Option(min=0, max=MOST, help="How often to restart the ranks after a failure.")
     ] = 0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run, and end.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the run that would start, then exit.")] = False,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Refuse a recipe that lies outside what is known to converge.")
+        bool, typer.Option("--strict", help="Refuse a recipe outside the range that is known to converge.")
     ] = False,
     report: Annotated[
-        bool, typer.Option("--report", help="Write report.html into the run's folder when it ends, however it ends.")
+        bool,
+        typer.Option(
+            "--report", help="Write report.html into the run's folder when the run ends, also after a failure."
+        ),
     ] = False,
     cluster: ClusterOption = None,
     profile: ProfileOption = None,
 ) -> None:
-    """Train a recipe to its end.
+    """Train a recipe.
 
     [bold]megabatch train[/bold] fashion batch.global=512 optim.learning_rate=0.4 --ranks 2
 
-    Under torchrun, srun or mpiexec it joins the ranks that they have started.
+    Under torchrun, srun or mpiexec, it joins the ranks that they started.
     """
+    for option, value in (("--cluster", cluster), ("--profile", profile)):
+        if value and not dry_run:
+            raise UserError(f"{option} {value} only predicts the time of a run; add --dry-run")
+    info = discover()
+    if not dry_run:
+        report_start(info)
+
     from megabatch.cli.show import expected_time, print_preview
     from megabatch.config.loading import load_config, print_to_stderr, silent
     from megabatch.config.recipes import recipe_names
     from megabatch.config.reference_results import require_known
     from megabatch.config.schema import RunConfig
     from megabatch.data.catalog import infer_shape, load_data_set
-    from megabatch.ranks.discover import discover
     from megabatch.ranks.launch import RECIPE
-    from megabatch.training.checkpoint.resume import choose_start, newest_of
+    from megabatch.training.checkpoint.resume import choose_start
     from megabatch.training.run import run
 
     def resolve() -> RunConfig:
         recipe, overrides = choose_recipe(given, resume, recipe_names())
         if info and ranks not in (None, info.num_ranks):
-            raise UserError(f"--ranks {ranks}, but this is one of {info.num_ranks} ranks already; leave --ranks out")
+            raise UserError(f"--ranks {ranks}: the launcher already started {info.num_ranks} ranks; remove --ranks")
         config = load_config(recipe, overrides, report=silent if info and info.rank else print_to_stderr)
         require_named_model(config, recipe, overrides)
+        finished = finished_run(resume, config)
+        if finished:
+            raise UserError(
+                f"{finished} is finished, and its learning rate has decayed; for more training, start a new run from "
+                f"its weights: megabatch train {finished / CONFIG} train.epochs=N model.weights={finished}"
+            )
         if strict:
             require_known(config, infer_shape(config.data).num_train)
         return config
 
-    for option, value in (("--cluster", cluster), ("--profile", profile)):
-        if value and not dry_run:
-            raise UserError(f"{option} {value} says what time to expect, and trains nothing; add --dry-run")
-    info = discover()
     if info and not dry_run:
 
         def work(store: "RankStore") -> int:
             ending = reported(store) if report and info.rank == 0 else nullcontext()
             return run(resolve(), resume, store, retune, ending)
 
-        be_a_rank(info, work)
+        run_as_rank(info, work)
     config = resolve()
     if dry_run:
         arguments = [*(given or [DEFAULT_RECIPE]), *(["--resume", resume] if resume != "auto" else [])]
@@ -100,9 +115,9 @@ def train(
         print_preview(config, num_ranks, arguments, time=expected_time(config, num_ranks, cluster, profile))
     else:
         num_ranks = choose_ranks(config, ranks)
-        load_data_set(config.data)  # reports a wrong source before ranks start, and indexes a folder for all of them
-        choose_start(config, resume, newest_of)
-        # Ranks read what was resolved here: a file may change, and a pipe can be read only once.
+        load_data_set(config.data)  # reports a wrong source before ranks start; indexes a folder once for all ranks
+        choose_start(config, resume)  # refuses a wrong folder before ranks start; rank 0 decides
+        # Ranks get the resolved recipe: a file may change, and a pipe can be read only once.
         arguments = ["train", RECIPE, "--resume", resume, *["--retune"] * retune, *["--report"] * report]
         signal, timeout_s = config.run.preempt_signal, config.comm.timeout_s
         start_ranks(arguments, num_ranks, max_restarts, config.to_toml(), signal, timeout_s)
@@ -110,7 +125,7 @@ def train(
 
 @contextmanager
 def reported(store: "RankStore") -> Iterator[None]:
-    """Its page, after whatever has become of the run; that it cannot be written is no failure of the run's."""
+    """Write the report after success and after failure. Failing to write it does not fail the run."""
     from megabatch.report.page import write_report
 
     try:
@@ -125,10 +140,10 @@ def reported(store: "RankStore") -> Iterator[None]:
 
 
 def choose_recipe(given: Sequence[str] | None, resume: str, names: Container[str]) -> tuple[str, list[str]]:
-    """The recipe to load, and its overrides: that of the run to resume, unless another one is given.
+    """Return the recipe and its overrides. The default is the recipe of the run to resume.
 
-    A recipe among our `names` is what the run began with, if that is what the run is called: what its first command
-    said besides, such as data.source, need not be said again.  One in a file counts as it stands there.
+    If a built-in recipe (one of `names`) is the one that the run started from, the run's config is used, so that
+    overrides of its first command, such as data.source, need not be repeated. A recipe file is used as it is.
     """
     folder = run_of(resume)
     if folder is None:
@@ -142,14 +157,29 @@ def choose_recipe(given: Sequence[str] | None, resume: str, names: Container[str
 
 
 def found_source(folder: Path) -> list[str]:
-    """data.source, where it is relative to the folder in which the run was started, and not to this one."""
+    """Return an override of data.source if that path is relative to the folder in which the run was started."""
     source = read_source(folder)
     before = started_in(folder) / source
     return [f"data.source={before}"] if source and not Path(source).exists() and before.exists() else []
 
 
+def finished_run(resume: str, config: "RunConfig") -> Path | None:
+    """Return the run that `resume` names if it is finished and `config` differs from it only in its length."""
+    from megabatch.config.loading import load_config, silent
+    from megabatch.config.resolve import decisive_settings
+
+    folder = run_of(resume)
+    summary = read_summary(folder) if folder else None
+    if folder is None or summary is None or summary.status != "finished":
+        return None
+    ours, theirs = decisive_settings(config), decisive_settings(load_config(str(folder / CONFIG), report=silent))
+    changed = {key for key in ours | theirs if ours.get(key) != theirs.get(key)}
+    is_longer = changed & {"train.epochs", "train.steps"} and changed <= LENGTH
+    return folder if is_longer else None
+
+
 def run_of(resume: str) -> Path | None:
-    """The folder of the run to resume, if `resume` is its path or that of one of its checkpoints."""
-    real = Path(os.path.realpath(resume))  # unlike Path.resolve, also of a link that leads to itself
+    """Return the run's folder if `resume` is the path of a run or of a checkpoint in it."""
+    real = Path(os.path.realpath(resume))  # unlike Path.resolve, also accepts a link to itself
     folders = [Path(resume), *real.parents[:2]] if resume not in ("auto", "never") else []
     return next((folder for folder in folders if is_run(folder)), None)

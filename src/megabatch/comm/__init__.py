@@ -1,10 +1,10 @@
-"""The all-reduce of gradients.  `attach` gives our all-reduce to any script that uses DistributedDataParallel."""
+"""All-reduce of gradients.  `attach` adds it to any script that uses DistributedDataParallel."""
 
 from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """`attach` is imported when it is asked for: DDP takes a second to import, and most commands do without."""
+    """Import `attach` on first use, because importing DDP takes a second and most commands do not need it."""
     if name == "attach":
         from megabatch.comm.api import attach
 

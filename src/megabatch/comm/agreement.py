@@ -1,7 +1,7 @@
-"""Whether the members of a process group are about to exchange the same tensor.
+"""Check that the members of a process group are about to exchange the same tensor.
 
-Largest and smallest are the same on all members, so all of them come to the same conclusion by one small all-reduce,
-however many they are; only if they differ does everybody ask everybody.
+One small all-reduce gives all members the maximum and the minimum, so all reach the same conclusion.  Only if these
+differ, an all-gather collects the values of all members for the message.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,31 +17,31 @@ Run = Callable[..., None]  # an operation of a process group, by name
 
 
 def require_same(run: Run, names: Sequence[int], layout: int, flat: torch.Tensor) -> None:
-    """Waits for the result on the host, so it is for tensors that come for the first time."""
+    """Raise RankMismatch if layout or size differ between members.  Blocks the host, so call it once per bucket."""
     own = torch.tensor([layout, len(flat)], device=flat.device)
     bounds = torch.cat([own, -own])
-    run("allreduce", [bounds], largest())
+    run("allreduce", [bounds], max_options())
     *most, least_layout, least_size = bounds.tolist()
     if most == [-least_layout, -least_size]:
         return
     arrived = torch.empty(2 * len(names), dtype=own.dtype, device=flat.device)
     run(ALL_GATHER, arrived, own)
-    raise RankMismatch(mismatch(names, arrived.view(-1, 2).tolist()))
+    raise RankMismatch(describe_mismatch(names, arrived.view(-1, 2).tolist()))
 
 
-def largest() -> Any:
+def max_options() -> Any:
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
     return options
 
 
-def mismatch(names: Sequence[int], brought: Sequence[Sequence[int]]) -> str:
-    """Which ranks have brought which layout and size."""
+def describe_mismatch(names: Sequence[int], values: Sequence[Sequence[int]]) -> str:
+    """Return a message with the ranks of each layout and size."""
     ranks_with: dict[tuple[int, ...], list[str]] = {}
-    for name, words in zip(names, brought, strict=True):
-        ranks_with.setdefault(tuple(words), []).append(str(name))
-    said = [
+    for name, value in zip(names, values, strict=True):
+        ranks_with.setdefault(tuple(value), []).append(str(name))
+    parts = [
         f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} with {size:,} elements, layout {layout:016x}"
         for (layout, size), ranks in ranks_with.items()
     ]
-    return f"{', '.join(said)}; all ranks must exchange the same tensors in the same order"
+    return f"{', '.join(parts)}; all ranks must exchange the same tensors in the same order"

@@ -1,4 +1,4 @@
-"""The all-reduce of a model's gradients: buckets go to the reducer as backward fills them, and travel underneath it."""
+"""All-reduce of a model's gradients.  Each bucket starts when backward has filled it, and overlaps with backward."""
 
 import atexit
 import os
@@ -20,9 +20,10 @@ from megabatch.comm.faults.progress import BackwardProgress
 from megabatch.comm.faults.watchdog import Watchdog
 from megabatch.comm.groups import Groups
 from megabatch.comm.layouts import BucketLayouts
+from megabatch.comm.noise import RankNoise
 from megabatch.comm.settings import CommSettings
 from megabatch.comm.tune import measure_drift, tune
-from megabatch.comm.work import STEP_METRICS
+from megabatch.comm.work import NOISE, STEP_METRICS
 from megabatch.errors import UserError
 from megabatch.planning.algorithms import candidate_plans, default_plan
 from megabatch.planning.choosing import is_made_for
@@ -31,45 +32,55 @@ from megabatch.planning.plan import CommDtype, Plan, axes_of
 from megabatch.planning.topology import Axis, ClusterShape, Topology
 from megabatch.planning.tuning import Tuning
 from megabatch.ranks.backends import Backend
-from megabatch.telemetry.activity import Activity, LastWords
-from megabatch.telemetry.timeline import ALL_STEPS, NO_STEPS, NoTimeline, Timeline
+from megabatch.runs.records import NoiseRecord
+from megabatch.telemetry.activity import Activity, ExitReporter
+from megabatch.telemetry.timeline import ALL_STEPS, NO_STEPS, Timeline
 from megabatch.torch_api import queue_callback
-
-# Work on a rank's own device, whichever is the current one: a script need not have called set_device.
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """What is opened inside, and collectives of torch.distributed that choose a device, take this one."""
+    """Make this the current device, for scripts that do not call set_device."""
     return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
 
 
-# Which all-reduce a bucket takes: one plan for all, until `tune` has chosen one for each.
-
-
 class PlansInUse:
-    """`in_memory`: ranks of a host all-reduce through its memory.  `tunes`: there may be a choice."""
+    """The plan of each bucket: one for all until `tune` chooses one for each.
+
+    Args:
+        in_memory: Ranks of a node use shared memory.
+        in_16_bits: Some gradients are 16 bits wide.
+        tunes: Plans are chosen by `tune`; otherwise the default plan is the only candidate.
+    """
 
     def __init__(
-        self, settings: CommSettings, shape: ClusterShape, in_memory: bool, on_accelerators: bool, tunes: bool
+        self,
+        settings: CommSettings,
+        shape: ClusterShape,
+        in_memory: bool,
+        on_accelerators: bool,
+        tunes: bool,
+        in_16_bits: bool = False,
     ) -> None:
-        algorithm = settings.algorithm
-        self.default = require_plan(algorithm, settings.dtype, shape, in_memory)
-        self.exact = require_plan(algorithm, "fp32", shape, in_memory)  # of the step's metrics: nothing is rounded
+        algorithm, dtype = settings.algorithm, settings.dtype
+        in_16_bits = in_16_bits or dtype != "same"
+        self.default = require_plan(algorithm, dtype, shape, in_memory, in_16_bits)
+        # For the metrics of a step: nothing is rounded.  It uses the groups of the default plan.
+        self.exact = require_plan(algorithm, "same", shape, in_memory, in_16_bits)
         self.candidates = [self.default]
         if tunes:
-            self.candidates = candidate_plans(algorithm, settings.dtype, shape, in_memory, on_accelerators)
-        self.tuning: Tuning | None = None  # None: the default plan for all
+            self.candidates = candidate_plans(algorithm, dtype, shape, in_memory, on_accelerators, in_16_bits)
+        self.tuning: Tuning | None = None  # None: all buckets use the default plan
         self.drift = 1.0  # see planning.choosing.drift
-        self.is_chosen_again = False  # what was stored is not for these ranks and gradients
+        self.is_rechosen = False  # the stored tuning does not fit these ranks and gradients
 
     @property
     def axes(self) -> set[Axis]:
-        """Of all plans that a bucket may take: until `tune` has chosen, of all candidates."""
+        """The axes of all plans that a bucket may use: before `tune`, those of all candidates."""
         chosen = [bucket.plan for bucket in self.tuning.buckets] if self.tuning else self.candidates
         return axes_of([self.default, self.exact, *chosen])
 
     def plan_of(self, index: int, num_elements: int) -> Plan:
-        """Before DDP has made its final buckets, after the first backward, they are not those of the tuning."""
+        """Return the plan of a bucket.  Buckets that DDP rebuilds after the first backward get the default plan."""
         buckets = self.tuning.buckets if self.tuning else []
         is_tuned = index < len(buckets) and buckets[index].num_elements == num_elements
         return buckets[index].plan if is_tuned else self.default
@@ -79,19 +90,21 @@ class PlansInUse:
         return self.tuning.algorithms if self.tuning else self.default.name
 
 
-def require_plan(algorithm: str, dtype: CommDtype, shape: ClusterShape, in_memory: bool) -> Plan:
-    plan = default_plan(algorithm, dtype, shape, in_memory)
+def require_plan(
+    algorithm: str, dtype: CommDtype, shape: ClusterShape, in_memory: bool, in_16_bits: bool = False
+) -> Plan:
+    plan = default_plan(algorithm, dtype, shape, in_memory, in_16_bits)
     if plan is None:
         sizes = " and ".join(str(size) for size, _ in shape.node_sizes)
         raise UserError(
-            f"comm.algorithm={algorithm!r} needs hosts with equally many ranks, not {sizes}; "
+            f"comm.algorithm={algorithm!r} needs nodes with equally many ranks, not {sizes}; "
             "nearest: comm.algorithm=hierarchical"
         )
     return plan
 
 
 class GradientAllReduce:
-    """Close it when no backward will follow; a `with` does."""
+    """The all-reduce of a model's gradients.  Close it after the last backward, or use `with`."""
 
     def __init__(
         self,
@@ -100,27 +113,27 @@ class GradientAllReduce:
         device: torch.device,
         settings: CommSettings,
         tunes: bool = False,
-        scale: float | None = None,  # what sums are multiplied by
-        backend: Backend | None = None,  # that of the device
-        topology: Topology | None = None,  # as the ranks say
-        activity: Activity | None = None,  # of a trainer; None: backward is all that we see
-        last_words: LastWords | None = None,
+        scale: float | None = None,  # factor of the sum
+        backend: Backend | None = None,  # default: the device's
+        topology: Topology | None = None,  # default: discovered from the hosts of the ranks
+        activity: Activity | None = None,  # of a trainer; None: only backward is visible
+        exit_reporter: ExitReporter | None = None,
+        noise_every: int = 0,  # steps between measurements of the noise scale, with each rank as a microbatch
     ) -> None:
         self.settings, self.device, self.scale, self.pid = settings, device, scale, os.getpid()
         self.layouts = BucketLayouts(model)
-        self.summed_elements = 0  # by the newest backward
-        activity = activity or Activity(settings.timeout_s, is_followed=False)
+        self.summed_elements = 0  # by the latest backward
+        self.activity = activity = activity or Activity(settings.timeout_s, is_followed=False)
         with ExitStack() as stack, on_device(device):
             groups = stack.enter_context(closing(Groups(group, device, activity.patience_s, backend, topology)))
             self.topology = groups.topology
             on_accelerators = device.type != "cpu"
-            self.plans = PlansInUse(settings, self.topology.shape, self.has_room(groups), on_accelerators, tunes)
+            self.plans = PlansInUse(
+                settings, self.topology.shape, self.has_room(groups), on_accelerators, tunes, self.layouts.has_16_bits
+            )
             groups.open(self.plans.axes)
-            self.timeline: Timeline | NoTimeline = NoTimeline()
-            if tunes or settings.timeline:  # a trainer's, which may want to see a few steps
-                self.timeline = Timeline(groups.rank, ALL_STEPS if settings.timeline else NO_STEPS)
+            self.timeline = Timeline(groups.rank, ALL_STEPS if settings.timeline else NO_STEPS)
             times = StreamTimes(device, self.timeline) if on_accelerators else None
-            self.device_clock = times.clock if times else None
             self.progress = BackwardProgress(self.layouts, times)
             watchdog = Watchdog(
                 groups.store,
@@ -128,7 +141,7 @@ class GradientAllReduce:
                 groups.names,
                 activity,
                 self.progress,
-                last_words or LastWords(groups.names[groups.rank]),
+                exit_reporter or ExitReporter(groups.names[groups.rank]),
                 groups.set_timeout,
             )
             self.failure = FailureReport(groups, self.layouts, stack.enter_context(closing(watchdog)))
@@ -138,10 +151,12 @@ class GradientAllReduce:
             else:
                 self.reducer = Reducer(groups, self.failure, self.timeline)
             stack.enter_context(closing(self.reducer))
+            num_ranks = self.topology.num_ranks
+            self.noise = RankNoise(noise_every, num_ranks, device, self.sum_noise) if noise_every else None
             self.stack = stack.pop_all()
 
     def has_room(self, groups: Groups) -> bool:
-        """True if the gradients of all ranks of a host fit into its memory, twice: DDP makes its buckets again."""
+        """Return True if shared memory fits the gradients of a node's ranks twice, because DDP rebuilds its buckets."""
         if groups.shareable_bytes is None:
             return False
         num_bytes = 2 * groups.topology.shape.largest_node * self.layouts.num_bytes
@@ -150,19 +165,19 @@ class GradientAllReduce:
         if groups.rank == 0:
             warnings.warn(
                 f"/dev/shm has {groups.shareable_bytes:,} bytes left, gradients need {num_bytes:,}; they are reduced "
-                "through sockets, which is slower: make it larger (docker: --shm-size)",
+                "through sockets, which is slower: enlarge /dev/shm (docker: --shm-size)",
                 stacklevel=2,
             )
         return False
 
     def tune(self, backward: RecordedBackward, stored: Tuning | None) -> Tuning:
-        """Chooses buckets and plans for these gradients, or takes what was stored for them.  All ranks call it."""
+        """Choose buckets and plans for these gradients, or use the stored ones if they fit.  All ranks call it."""
         with on_device(self.device):
             if stored and is_made_for(stored, self.topology, backward, self.plans.candidates):
-                if self.topology.num_nodes > 1:  # elsewhere there is no choice that links could change
+                if self.topology.num_nodes > 1:  # on one node, no choice depends on the links
                     self.plans.drift = measure_drift(self.reducer, stored, self.settings)
             else:
-                self.plans.is_chosen_again = stored is not None
+                self.plans.is_rechosen = stored is not None
                 stored = tune(self.reducer, self.plans.candidates, backward, self.settings)
             self.plans.tuning = stored
             self.reducer.groups.close_others(self.plans.axes)
@@ -170,38 +185,28 @@ class GradientAllReduce:
 
     @property
     def plan(self) -> Plan:
-        """Of every bucket that was not tuned: of all of them, where `attach` has made this."""
+        """The plan of every bucket without a tuning.  With `attach`, these are all buckets."""
         return self.plans.default
 
     @property
     def waited_s(self) -> float:
-        """For other ranks and the network, in all; on accelerators, what is known of it without waiting for them."""
+        """Total time waiting for other ranks and the network.  On accelerators, only that of completed collectives."""
         return self.reducer.waited_s
 
     @property
-    def exposed_wait_s(self) -> float | None:
-        """Of the newest step that has ended on an accelerator: from the end of backward to that of the last all-reduce.
-        None on CPUs, where `ready_s` is a time of the host that knows it."""
-        return self.reducer.exposed_wait_s
-
-    @property
-    def ready_s(self) -> float:
-        """When the newest bucket was ready: after the last one, backward waits for other ranks.  On accelerators, when
-        it was issued."""
-        return self.progress.ready_s
-
-    @property
     def num_steps(self) -> int:
-        """Whose gradients have been all-reduced, or are being so, from the first one of the run on."""
+        """Number of steps since the start of the run whose gradients were, or are being, all-reduced."""
         return self.progress.step
 
     def count_from(self, step: int) -> None:
-        """The next backward is that of `step` (from 0), which messages call step + 1."""
-        self.progress.step, self.progress.first = step, 1
+        """Set the step of the next backward, counted from 0.  Messages count from 1."""
+        self.progress.step, self.progress.first_step = step, 1
 
     def take_finite(self) -> bool:
-        """After backward: whether all gradients that it has summed are known to be finite.  Ranks of one host look
-        while they sum, if somebody has asked before."""
+        """Return True if all gradients of the last backward are known to be finite.
+
+        Only ranks of a single node check, while they sum, and only after the first call.
+        """
         runner = self.reducer.runner
         summed, finite = self.summed_elements, runner.finite_elements
         self.summed_elements = runner.finite_elements = 0
@@ -209,33 +214,53 @@ class GradientAllReduce:
         return 0 < summed == finite
 
     def start_metrics(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """All-reduces a small tensor beside the buckets, exactly: no 16 bits travel.  Always the same tensor."""
+        """Start the all-reduce of a small tensor beside the buckets, without rounding.  Always pass the same tensor."""
         header = Header(self.progress.step, STEP_METRICS)
         return self.reducer.start(STEP_METRICS, tensor, self.plans.exact, header, None, is_last=False)
 
+    def sum_noise(self, tensor: torch.Tensor) -> None:
+        """Sum a small tensor over the ranks after backward, without rounding.  Always pass the same tensor."""
+        header = Header(self.progress.step - 1, NOISE)
+        self.reducer.start(NOISE, tensor, self.plans.exact, header, None, is_last=True).wait()
+
     def start_bucket(self, bucket: "dist.GradBucket") -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-        self.progress.bucket_is_ready()
         index, tensor, is_last = bucket.index(), bucket.buffer(), bucket.is_last()
-        header = Header(self.progress.step, index, self.layouts.number(bucket, tensor))
+        header = Header(self.progress.step, index, self.layouts.layout_hash(bucket, tensor))
         plan = self.plans.plan_of(index, tensor.numel())
         self.summed_elements += tensor.numel()
+        if self.noise:
+            self.noise.note(self.progress.step, tensor)
         future = self.reducer.start(index, tensor, plan, header, self.scale, is_last)
+        self.activity.bucket_is_ready(is_last)
         self.progress.bucket_has_started(index, future, is_last)
         if is_last:
             queue_callback(lambda: self.end_backward(future))
         return future
 
     def end_backward(self, last: torch.futures.Future[torch.Tensor]) -> None:
-        last.wait()  # on accelerators it is complete: the stream waits, and not the host
+        last.wait()  # on accelerators the stream waits, not the host
+        if self.noise:
+            self.noise.end_backward()
         self.raise_error()
 
+    def noise_scale(self, samples_per_rank: int) -> NoiseRecord | None:
+        """Return the gradient noise scale of a script, in samples; None before the first measured step.
+
+        The host waits for the device. Each rank must have the same number of samples in every step.
+        """
+        if self.noise is None:
+            raise UserError("the noise scale is not measured; call attach with noise_every, for example noise_every=20")
+        return self.noise.scale(samples_per_rank)
+
     def raise_error(self) -> None:
-        """The first error of this rank's all-reduces, if there was one.  To be asked, too, after the host has waited
-        for the device: what it has read then may be what an aborted all-reduce has left."""
+        """Raise the first error of this rank's all-reduces, if any.
+
+        Call it also after the host has waited for the device: an aborted all-reduce leaves invalid values.
+        """
         self.failure.raise_error()
 
     def close(self) -> None:
-        if os.getpid() == self.pid:  # a forked process must not speak for its parent
+        if os.getpid() == self.pid:  # a forked process must not close the groups of its parent
             atexit.unregister(self.close)
             with on_device(self.device):
                 self.stack.close()
@@ -246,7 +271,7 @@ class GradientAllReduce:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
+        if error is not None and not isinstance(error, GeneratorExit):  # which only closes a generator that trains
             self.failure.leave(error)
         self.close()
 
@@ -255,6 +280,6 @@ class GradientAllReduce:
 
 
 class Detached(NamedTuple):
-    """What torch.save keeps of the all-reduce of a model.  A model that is loaded uses DDP's own: attach it again."""
+    """The pickled form of a model's all-reduce.  A loaded model uses DDP's until `attach` is called again."""
 
     settings: CommSettings

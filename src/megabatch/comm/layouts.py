@@ -1,4 +1,4 @@
-"""What lies where in the buckets that DDP has made: ranks compare it, and messages name parameters by it."""
+"""Layouts of DDP's buckets.  Ranks compare them, and messages name parameters from them."""
 
 import hashlib
 import json
@@ -15,9 +15,9 @@ from megabatch.torch_api import storage_id
 
 
 class Layout(NamedTuple):
-    storage: torch.UntypedStorage  # kept, so that no other bucket is taken for this one
-    text: str  # names, types, shapes and strides, in their order
-    number: int  # a hash of the text
+    storage: torch.UntypedStorage  # holds a reference, so that no other bucket gets its address
+    text: str  # names, dtypes, shapes and strides, in order
+    hash: int  # of the text
     parameters: list[nn.Parameter]
 
 
@@ -25,43 +25,48 @@ class BucketLayouts:
     def __init__(self, model: nn.Module) -> None:
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.seen: dict[int, Layout] = {}  # by the bucket's index
+        self.seen: dict[int, Layout] = {}  # by bucket index
 
     @property
     def num_bytes(self) -> int:
-        """Of all gradients."""
+        """Size of all gradients."""
         return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
 
-    def number(self, bucket: "dist.GradBucket", tensor: torch.Tensor) -> int:  # type: ignore[name-defined]
-        """A hash of what lies where in the bucket; made when DDP has made the bucket."""
+    @property
+    def has_16_bits(self) -> bool:
+        """Return True if any gradient is sent in 16 bits even if it is not rounded."""
+        return any(parameter.dtype in SIXTEEN_BITS for parameter in self.parameters)
+
+    def layout_hash(self, bucket: "dist.GradBucket", tensor: torch.Tensor) -> int:  # type: ignore[name-defined]
+        """Return a hash of the bucket's layout.  It is computed once for each bucket that DDP makes."""
         known = self.seen.get(bucket.index())
         if known is None or storage_id(known.storage) != storage_id(tensor.untyped_storage()):
             parameters = bucket.parameters()
-            # DDP lays a gradient out like its parameter; `bucket.gradients()` shows all of them contiguous.
+            # A gradient has the strides of its parameter.  `bucket.gradients()` returns contiguous views.
             text = json.dumps([(self.names.get(id(p)), str(p.dtype), p.shape, p.stride()) for p in parameters])
-            number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
-            known = Layout(tensor.untyped_storage(), text, number, parameters)
+            layout_hash = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+            known = Layout(tensor.untyped_storage(), text, layout_hash, parameters)
             self.seen[bucket.index()] = known
-        return known.number
+        return known.hash
 
     def text(self, index: int) -> str:
         return self.seen[index].text if index in self.seen else "[]"
 
     def missing_from(self, reduced: Iterable[int]) -> list[str]:
-        """The parameters that are in none of these buckets: of them those without a gradient, if there are any."""
-        there = {id(parameter) for index in reduced for parameter in self.seen[index].parameters}
-        to_reduce = [parameter for parameter in self.parameters if id(parameter) not in there]
-        # Those of the step before may still be there.
+        """Return the parameters outside of these buckets: those without a gradient, or all if each has one."""
+        reduced_ids = {id(parameter) for index in reduced for parameter in self.seen[index].parameters}
+        to_reduce = [parameter for parameter in self.parameters if id(parameter) not in reduced_ids]
+        # Gradients of the previous step may still be present.
         return [self.names[id(p)] for p in [p for p in to_reduce if lacks_gradient(p)] or to_reduce]
 
 
 def lacks_gradient(parameter: nn.Parameter) -> bool:
-    """As far as the host knows: a device that hangs would not say whether all of it is zero."""
+    """Return True if the gradient is absent or zero.  Device memory is not read, because the device may hang."""
     gradient = parameter.grad
     return gradient is None or (gradient.device.type == "cpu" and not bool(gradient.count_nonzero()))
 
 
-# Number formats: planning's names, and torch's.
+# Dtypes by their names in planning.
 
 TORCH_DTYPES: dict[GradientDtype, torch.dtype] = {
     "fp64": torch.float64,
@@ -73,11 +78,11 @@ DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
-def travelling_dtype(tensor: torch.Tensor, dtype: CommDtype) -> torch.dtype | None:
-    """The 16-bit type that travels; None: the tensor's own, and nothing is rounded.
+def comm_dtype_of(tensor: torch.Tensor, dtype: CommDtype) -> torch.dtype | None:
+    """Return the 16-bit dtype in which the tensor is sent, or None if it is sent in its own dtype without rounding.
 
-    A 16-bit tensor travels as it is, but is summed in fp32 like any other that travels in 16 bits.
+    A 16-bit tensor is sent unchanged, but reduced in fp32 like every tensor that is sent in 16 bits.
     """
-    if dtype != "fp32":
+    if dtype != "same":
         return TORCH_DTYPES[dtype]
     return tensor.dtype if tensor.dtype in SIXTEEN_BITS else None

@@ -1,17 +1,17 @@
-"""In which order a rank works inside its node: what buckets do there before they cross the network, and after.
+"""The order of a rank's work inside its node, before and after buckets cross the network.
 
-With buckets (on CPUs, parts of buckets) a, b, c, d, ... and 1 for what one does before, 3 for what it does after:
+Legend: buckets (on CPUs, parts of buckets) a, b, c, d, ...; 1 is the work before the network, 3 the work after it.
 
     a1 b1 c1 d1 a3 e1 b3 f1 c3 ...      the last one of a step: h1 e3 f3 g3 h3
 
-The order is fixed, however fast the network was, because all ranks of a node must take part in the same operation.  So
-threads (node_worker.py) and streams (stream_reducer.py) take it from here.
+The order does not depend on the speed of the network, because all ranks of a node must run the same operation at the
+same time.  Both threads (cpu/workers.py) and streams (accelerator/streams.py) use it.
 """
 
 from collections import deque
 from typing import Generic, TypeVar
 
-DEPTH = 3  # buckets that are on the network, or wait for it, when the node turns to the oldest of them
+DEPTH = 3  # buckets in flight when the node continues with the oldest of them
 
 Crossing = TypeVar("Crossing")
 
@@ -21,7 +21,7 @@ class NodeOrder(Generic[Crossing]):
         self.in_flight: deque[Crossing] = deque()
 
     def due_after(self, crossing: Crossing, is_last: bool) -> list[Crossing]:
-        """What the node turns to, oldest first, once this one has done what it does before."""
+        """Add a bucket that starts to cross.  Return those whose work after the network is due, oldest first."""
         self.in_flight.append(crossing)
         num_due = len(self.in_flight) - (0 if is_last else DEPTH)
         return [self.in_flight.popleft() for _ in range(num_due)]

@@ -1,4 +1,4 @@
-"""Runs the phases of a plan on this rank: in shared memory inside the node, by a process group elsewhere."""
+"""Run the phases of a plan on this rank: in shared memory inside the node, otherwise with a process group."""
 
 from typing import Protocol
 
@@ -25,14 +25,14 @@ class PhaseTimes(Protocol):
 class PhaseRunner:
     def __init__(self, groups: Groups, failure: FirstError, timeline: PhaseTimes) -> None:
         self.groups, self.failure, self.timeline = groups, failure, timeline
-        self.waited_s = 0.0  # for other ranks of this node, in all
+        self.waited_s = 0.0  # total time waiting for other ranks of this node
         self.buffers: dict[int, tuple[torch.Tensor, SharedBuffer]] = {}
-        self.checks = False  # sums are looked at for inf and NaN, while they are in the cache
-        self.finite_elements = 0  # of sums in which there are none
-        self.compared: dict[tuple[Axis, int], int] = {}  # the layout of each bucket that a group's members agree on
+        self.checks = False  # check sums for inf and NaN while they are in the cache
+        self.finite_elements = 0  # elements of sums that have neither
+        self.compared: dict[tuple[Axis, int], int] = {}  # the layout of each bucket on which the members agreed
 
     def run(self, work: Work, phases: list[RankPhase]) -> None:
-        """After a first error nothing is exchanged any more."""
+        """Run the phases in order.  After the first error, nothing is exchanged."""
         for phase, transfer in phases:
             if self.failure.has_failed:
                 return
@@ -50,19 +50,19 @@ class PhaseRunner:
                 self.failure.record(error, work.header, phase.axis)
 
     def scale(self, work: Work) -> None:
-        """Before it is summed, as DDP does: 16 bits might not hold the sum where they hold the average."""
+        """Scale before the sum, as DDP does: the sum may overflow in 16 bits when the average does not."""
         if work.scale is not None and not self.failure.has_failed and not self.is_scaled_in_memory(work):
             work.tensor.mul_(work.scale)
 
     def is_scaled_in_memory(self, work: Work) -> bool:
-        """One all-reduce in shared memory scales on its way, before it rounds."""
+        """Return True if one all-reduce in shared memory is the whole plan: it scales the sum before rounding."""
         return self.groups.memory is not None and len(work.phases.before) == 1 and not work.phases.crosses
 
     def process_group_for(self, work: Work, axis: Axis) -> ProcessGroup | DeviceGroup:
-        """The process group, once its members agree on the tensor.
+        """Return the process group after its members agreed on the tensor.
 
-        In shared memory every operation compares; here it would cost a round trip, so once for each bucket that DDP
-        makes.
+        The check costs a round trip, so it runs once for each bucket that DDP makes.  Shared memory checks every
+        operation.
         """
         group = self.groups.process_groups[axis]
         if not self.is_compared(work, axis):
@@ -95,13 +95,13 @@ class PhaseRunner:
         self.waited_s += memory.waited_s - waited_s
 
     def shared(self, work: Work) -> SharedBuffer:
-        """The part in shared memory, where the whole stays: DDP's buckets keep their place after the first backward."""
+        """Return the part in shared memory.  The whole tensor stays there, because DDP reuses its buckets."""
         known, buffer = self.buffers.get(work.key, (None, None))
         if known is None or buffer is None or known.data_ptr() != work.whole.data_ptr():
             assert self.groups.memory is not None
             buffer = self.groups.memory.share(work.whole, work.header)
-            self.buffers[work.key] = work.whole, buffer  # kept, so that no other tensor gets its address
-        if work.is_last and work.key >= 0:  # DDP may have had more buckets before
+            self.buffers[work.key] = work.whole, buffer  # holds a reference, so that no other tensor gets its address
+        if work.is_last and work.key >= 0:  # DDP may have had more buckets before it rebuilt them
             for key in [key for key in self.buffers if key > work.key]:
                 del self.buffers[key]
         return buffer.part(work.begin, work.end)

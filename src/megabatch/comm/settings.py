@@ -1,4 +1,4 @@
-"""How gradients are all-reduced: the [comm] section of a recipe, and the arguments of `attach`."""
+"""Settings of the all-reduce: the [comm] section of a recipe and the arguments of `attach`."""
 
 from typing import Annotated, Literal
 
@@ -13,10 +13,12 @@ WEEK_S = 7 * 86_400
 
 class CommSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     algorithm: str = "auto"  # auto, or one of planning.algorithms
-    dtype: CommDtype = "fp32"  # what travels between hosts
-    bucket_mb: Annotated[float, Meta(gt=0, le=10**6)] | Literal["auto"] = "auto"  # gradients are fused up to this
-    timeout_s: Annotated[float, Meta(ge=0.1, le=WEEK_S)] = 60.0  # once steps run; who is stuck so long is named
-    timeline: bool = False  # every rank writes what it did when
+    dtype: CommDtype = "same"  # comm dtype between nodes; same: the dtype of the gradients
+    bucket_mb: Annotated[float, Meta(gt=0, le=10**6)] | Literal["auto"] = "auto"  # maximum size of a bucket
+    timeout_s: Annotated[float, Meta(ge=0.1, le=WEEK_S)] = (
+        60.0  # after start-up; a rank that is stuck for longer is named
+    )
+    timeline: bool = False  # every rank writes a timeline
 
     def __post_init__(self) -> None:
         require_one_of("comm.algorithm", self.algorithm, ["auto", *ALGORITHMS, *ON_REQUEST])

@@ -1,4 +1,4 @@
-"""A tensor on its way through an all-reduce, or a part of it; and this rank's share of a plan."""
+"""A tensor (or part of one) in an all-reduce, and this rank's phases of a plan."""
 
 import threading
 from dataclasses import dataclass, field
@@ -10,40 +10,41 @@ from megabatch.comm.cpu.barrier import Header
 from megabatch.planning.plan import Cut, Phase, Plan, Transfer, slice_of, transfers
 from megabatch.planning.topology import Topology
 
-STEP_METRICS = -1  # the key of what is all-reduced beside the buckets
+# Keys of small tensors that are all-reduced next to the buckets, the second after the last bucket.
+STEP_METRICS, NOISE = -1, -2
 
-RankPhase = tuple[Phase, Transfer]  # of this rank
+RankPhase = tuple[Phase, Transfer]  # a phase and this rank's transfer in it
 
 
 class RankPhases(NamedTuple):
-    """This rank's part of a plan, cut where the whole plan is: a rank that sends nothing keeps the order too."""
+    """This rank's phases of a plan, split at the network.  Ranks that send nothing keep the same order."""
 
     before: list[RankPhase]
     network: list[RankPhase]
     after: list[RankPhase]
-    crosses: bool  # some rank has something to send
+    crosses: bool  # True if any rank sends over the network
 
     @property
     def final(self) -> Phase | None:
-        """What leaves the whole sum on this rank, if that happens in the node."""
+        """The phase that completes the sum on this rank, if it runs inside the node."""
         phases = self.after if self.crosses else self.before
         return phases[-1][0] if phases else None
 
 
 @dataclass
 class Work:
-    """Contiguous and flat, and the same on all ranks but for its values."""
+    """A contiguous flat tensor, or part of one, with the same size and dtype on all ranks."""
 
-    key: int  # its place among the tensors of a step; negative: none of DDP's buckets
+    key: int  # index among the tensors of a step; negative if it is not a bucket of DDP
     whole: torch.Tensor
-    begin: int  # this part of the whole
+    begin: int  # this part is whole[begin:end]
     end: int
     header: Header
     plan: Plan
     phases: RankPhases
-    scale: float | None  # of the sum
-    is_last: bool  # nothing follows before somebody waits for it
-    future: torch.futures.Future[torch.Tensor] | None  # of the whole, with its last part
+    scale: float | None  # factor of the sum
+    is_last: bool  # the caller waits for it before it starts another tensor
+    future: torch.futures.Future[torch.Tensor] | None  # result of the whole tensor; only the last part has it
     crossed: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -56,7 +57,7 @@ class Work:
 
 
 def phases_of(plan: Plan, topology: Topology, rank: int, num_elements: int, cut: Cut = slice_of) -> RankPhases:
-    """What the rank does in each phase of the plan, for a tensor of this size."""
+    """Return the phases in which this rank takes part, for a tensor of this size."""
     phases = list(zip(plan.phases, transfers(plan, topology, rank, num_elements, cut), strict=True))
     network = plan.network
     before, crossing, after = (

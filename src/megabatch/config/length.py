@@ -1,7 +1,7 @@
-"""How long a run is: `train.epochs` or `train.steps`, and a warm-up that ends within it.
+"""The length of a run, `train.epochs` or `train.steps`, and a warm-up that fits into it.
 
-Steps decide where they are given; the recipe's epochs beside them only say for how long a run its warm-up was made.
-A warm-up that a shorter run has no room for is shortened in that proportion, unless it was given for this very run.
+If steps are set, they decide; the recipe's epochs then only record the length for which its warm-up was chosen. A
+warm-up that does not fit into a shorter run is shortened in proportion, unless the user set it for this run.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,19 +15,26 @@ EPOCHS, STEPS, WARMUP = "train.epochs", "train.steps", "schedule.warmup_epochs"
 def settle_length(
     settings: Settings, overridden: Sequence[str], recipe_epochs: Any, report: Callable[[str], None]
 ) -> list[str]:
-    """Of epochs and steps the one that was overridden last decides.  Returns the settings that were changed here.
+    """Let the last override of epochs and steps decide, and shorten the warm-up if needed.
 
-    `recipe_epochs` are those from before the overrides; what is no number is left for msgspec to refuse.
+    Args:
+        settings: changed in place. Values of a wrong type are left for msgspec to refuse.
+        overridden: dotted names of the overrides, in order.
+        recipe_epochs: epochs before the overrides.
+        report: called with one line for each change that the user may not expect.
+
+    Returns:
+        The names of the settings that were changed.
     """
     train, schedule = settings.get("train"), settings.setdefault("schedule", {})
     if not isinstance(train, dict) or not isinstance(schedule, dict):
         return []
-    # A whole section that was given later may have neither.
+    # A later override of the whole section may have removed both.
     given = [key for key in overridden if key in (EPOCHS, STEPS) and key.removeprefix("train.") in train]
     if not given:
         return []
     if {*given} == {EPOCHS, STEPS}:
-        report(f"{EPOCHS} and {STEPS} are both given; the last counts: {given[-1]}")
+        report(f"{EPOCHS} and {STEPS} are both set; the last one is used: {given[-1]}")
     if given[-1] == STEPS:
         train.pop("epochs", None)
         if recipe_epochs is not None and WARMUP not in overridden:
@@ -41,14 +48,14 @@ def settle_length(
         return []
     schedule["warmup_epochs"] = shorten_warmup(warmup, recipe_epochs, epochs)
     report(
-        f"{EPOCHS}={epochs:g} is no longer than the recipe's warm-up of {warmup:g}, which is shortened in proportion: "
+        f"{EPOCHS}={epochs:g} is not longer than the recipe's warm-up of {warmup:g}, which is shortened in proportion: "
         f"{WARMUP}={schedule['warmup_epochs']:.3g} ({warmup:g} of {recipe_epochs:g})"
     )
     return [WARMUP]
 
 
 def shorten_warmup(warmup_epochs: float, recipe_epochs: float, epochs: float) -> float:
-    """The same share of a run of `epochs` as the recipe's warm-up is of its own."""
+    """Return a warm-up that is the same share of `epochs` as the recipe's warm-up is of its epochs."""
     return warmup_epochs * epochs / recipe_epochs
 
 
@@ -57,7 +64,7 @@ def is_positive(value: Any) -> bool:
 
 
 def dotted_keys(key: str, value: Any) -> Iterator[str]:
-    """The settings that an override gives: itself, or those of a whole section."""
+    """Yield the settings that an override sets: one, or all those of a section."""
     if isinstance(value, dict) and key not in FIELDS:
         yield from (name for name, _ in flatten(value, f"{key}."))
     else:

@@ -1,4 +1,4 @@
-"""From a recipe and its `section.key=value` overrides to a RunConfig, checked before anything is started or written."""
+"""Loading of a recipe with `section.key=value` overrides into a RunConfig, checked before a run starts or writes."""
 
 import math
 import os
@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from datetime import date, time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -15,31 +15,26 @@ from megabatch.config.messages import example, explain, remedy, show_key, show_v
 from megabatch.config.recipes import read_recipe
 from megabatch.config.schema import FIELDS, LONGEST_NAME, RunConfig, Settings, flatten, kind_of
 from megabatch.errors import UserError
-from megabatch.io.toml import DEEPEST, NotToml, TooMuch, parse_toml
+from megabatch.io.toml import DEEPEST, Override, parse_override, set_dotted
 from megabatch.text import is_plain, print_line
 
-# What every value of a recipe is, whatever it is of: a finite number, plain text, a list or table of those.
-
 PATHS = ("data.source", "data.also", "model.weights", "run.dir")
-LONGEST_FILE_NAME = 255  # bytes, of what lies between slashes
-LONGEST_TEXT = 4096  # letters: as long as a path may be
+LONGEST_FILE_NAME = 255  # bytes of a path component
+LONGEST_TEXT = 4096  # characters, the longest path
 
 
 def check_values(settings: Settings, prefix: str = "") -> None:
-    """Before anything is computed or printed with them."""
+    """Check that values are finite numbers, plain text, or lists and tables of those."""
     for name, value in settings.items():
         key = prefix + name
         if not is_plain(name):
-            raise UserError(
-                f"{show_key(key)}: a name of a setting holds control characters or bytes that are no text; "
-                "remove them, or the setting"
-            )
+            raise UserError(f"{show_key(key)}: the name has control characters or invalid UTF-8; remove them")
         for found, leaf in leaves(key, value):
             check_leaf(found, leaf)
 
 
 def leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What is no table, with its dotted name, and the names of tables in lists; at most `toml.DEEPEST` deep."""
+    """Yield all values that are not tables, and check the tables; parse_toml limits the depth."""
     if isinstance(value, dict):
         check_values(value, f"{key}.")
     elif isinstance(value, list):
@@ -52,30 +47,29 @@ def leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 def check_leaf(key: str, value: Any) -> None:
     shown = f"{show_key(key)}={show_value(value)}"
     if isinstance(value, str) and not is_plain(value):
-        raise UserError(f"{shown}: expected one line of text without control characters; leave them out")
+        raise UserError(f"{shown}: control characters and line breaks are not allowed; remove them")
     if isinstance(value, str) and len(value) > LONGEST_TEXT:
-        raise UserError(f"{shown}: {len(value):,} letters are more than {LONGEST_TEXT:,}; shorten it")
+        raise UserError(f"{shown}: {len(value):,} characters; the limit is {LONGEST_TEXT:,}")
     if isinstance(value, str) and key in PATHS and max(map(len, os.fsencode(value).split(b"/"))) > LONGEST_FILE_NAME:
-        raise UserError(f"{shown}: the name of a file or folder has at most {LONGEST_FILE_NAME} bytes; give another")
+        raise UserError(f"{shown}: a file name has at most {LONGEST_FILE_NAME} bytes; use a shorter one")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise UserError(f"{shown}: expected a whole number of 64 bits; {remedy(key, value)}")
+        raise UserError(f"{shown}: expected a 64-bit integer; {remedy(key, value)}")
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{shown}: expected a finite number; {example(show_key(key))}")
-    if isinstance(value, date | time) and key not in FIELDS:  # else its type is said
-        raise UserError(f"{shown}: expected text, a number, true or false, and not a date; write it in quotes")
+    if isinstance(value, date | time) and key not in FIELDS:  # otherwise msgspec reports the type
+        raise UserError(f"{shown}: dates are not supported; put it in quotes")
 
 
-# The [provenance] of a recipe: which of its values no source gives, and what they rest on instead.
-#
+# [provenance] of a recipe gives the source of a value or the reason for it, for example:
 # optim.learning_rate = "interpolated: 12.8 at 13,056 and 21.2 at 32,768, log-log"
-
-KINDS = ("interpolated", "extrapolated", "assumed")  # what an entry begins with; a colon and the reason follow
+GUESSES = ("interpolated", "extrapolated", "assumed")
+KINDS = ("published", *GUESSES)
 
 
 def settle_provenance(settings: Settings, overridden: Sequence[str]) -> None:
-    """Brings the entries to dotted names, checks them, and drops those whose value the user has overridden."""
+    """Flatten the entries to dotted names, check them, and drop those whose value the user overrides."""
     if not isinstance(settings.get("provenance"), dict):
-        return  # whatever else it is, msgspec refuses it
+        return  # msgspec refuses other types
     entries = dict(flatten(settings["provenance"]))
     for key, text in entries.items():
         check_entry(key, text)
@@ -90,28 +84,20 @@ def check_entry(key: str, text: object) -> None:
         raise UserError(f"{entry}: there is no setting {show_key(key)}; {suggest(key)}")
     if not isinstance(text, str) or not re.fullmatch(rf"({'|'.join(KINDS)}): \S.*", text):
         raise UserError(
-            f"{entry}: expected one line that begins with {': or '.join(KINDS)}:, and says why; "
+            f"{entry}: expected {': or '.join(KINDS)}: followed by the reason; "
             f'for example provenance.{key}="assumed: no source gives it"'
         )
 
 
 def overlap(key: str, other: str) -> bool:
-    """Whether the two are the same setting, or one is a section of the other."""
+    """Return whether both are the same setting, or one is a section of the other."""
     return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
 
 
 def settings_by_provenance(config: RunConfig) -> dict[str, list[str]]:
-    """The settings that no source gives, by the kind of their provenance."""
-    kinds = {kind: [key for key, text in config.provenance.items() if text.startswith(f"{kind}:")] for kind in KINDS}
+    """Return the settings without a published source, by the kind of their provenance."""
+    kinds = {kind: [key for key, text in config.provenance.items() if text.startswith(f"{kind}:")] for kind in GUESSES}
     return {kind: keys for kind, keys in kinds.items() if keys}
-
-
-class Override(NamedTuple):
-    """One `section.key=value`."""
-
-    text: str
-    key: str
-    value: Any
 
 
 def print_to_stderr(line: str) -> None:
@@ -119,7 +105,7 @@ def print_to_stderr(line: str) -> None:
 
 
 def silent(line: str) -> None:
-    """Drop a line that another rank or an earlier command printed."""
+    """Ignore a line that another rank or an earlier command printed."""
 
 
 def load_config(
@@ -129,19 +115,35 @@ def load_config(
     report: Callable[[str], None] = print_to_stderr,
     needs_source: bool = True,
 ) -> RunConfig:
-    """The recipe (a name or a TOML file) with `section.key=value` overrides, or UserError.
+    """Load a recipe and apply overrides.
 
-    `report` is called with one line if the overrides give both epochs and steps, and with one if they shorten the run
-    so much that its warm-up has to be shortened too.  Without `needs_source` a recipe that gives no data.source is
-    complete, with "" in its place.
+    Args:
+        recipe: a built-in name (`megabatch recipes`) or the path of a TOML file.
+        overrides: settings as `section.key=value`; later ones win.
+        report: called with one line if the overrides set both epochs and steps, and with one if the warm-up is
+            shortened because the run is too short for it. Prints to standard error by default.
+        needs_source: if False, data.source may be missing and is then "".
+
+    Returns:
+        The checked settings.
+
+    Raises:
+        UserError: one line with the value, the rule and the remedy.
+
+    Example:
+        >>> config = megabatch.load_config("fashion", ["batch.global=512", "optim.learning_rate=0.4"])
     """
     settings: Settings = {"name": default_name(recipe), **read_recipe(recipe)}
     recipe_epochs = dict(flatten(settings)).get(EPOCHS)
-    given = [parse_override(text) for text in overrides]
+    given = [parse_setting(text) for text in overrides]
     for override in given:
-        apply_override(settings, override)
+        in_the_way = set_dotted(settings, override.key, override.value)
+        if in_the_way is not None:
+            shown = f"{show_value(override.text)}: {show_key(in_the_way)}"
+            raise UserError(f"{shown} is not a section; {suggest(override.key)}")
     check_values(settings)
     check_keys(settings)
+    expand_home(settings)
     if not needs_source and isinstance(settings.setdefault("data", {}), dict):
         settings["data"].setdefault("source", "")
     overridden = [key for override in given for key in dotted_keys(override.key, override.value)]
@@ -156,58 +158,43 @@ def load_config(
         raise UserError(explain(str(error), settings)) from None
 
 
+def expand_home(settings: Settings) -> None:
+    """Replace `~` at the start of paths by the home folder, since shells do not in `section.key=~/photos`."""
+    for key in PATHS:
+        section, _, name = key.partition(".")
+        table = settings.get(section)
+        if not isinstance(table, dict) or name not in table:
+            continue
+        given = table[name]
+        if isinstance(given, str):
+            table[name] = expanded(given)
+        elif isinstance(given, list):
+            table[name] = [expanded(path) if isinstance(path, str) else path for path in given]
+
+
+def expanded(path: str) -> str:
+    return os.path.expanduser(path)  # noqa: PTH111  # Path would drop a trailing slash and turn "" into "."
+
+
 def default_name(recipe: str) -> str:
-    """Of a recipe in a file that gives none: the file's, as far as it can be one."""
+    """Return a valid recipe name made from the name of the file."""
     return re.sub(r"[^\w.-]+", "-", Path(recipe).stem).lstrip(".-")[:LONGEST_NAME] or "recipe"
 
 
-def parse_override(text: str) -> Override:
-    key, equals, value_text = text.partition("=")
-    if not equals:
-        raise UserError(f"{show_value(text)} is not an override; expected section.key=value, such as batch.global=512")
-    if key.count(".") >= DEEPEST:
-        raise UserError(f"{show_key(key)}: there is no such setting; {suggest(key)}")
-    if not is_plain(text):
-        raise UserError(
-            f"{show_key(key)}={show_value(value_text)}: expected one line of text without control characters; "
-            "leave them out"
-        )
-    try:
-        value = parse_value(value_text, wants_text=isinstance(kind_of(key), msgspec.inspect.StrType))
-    except TooMuch as error:
-        raise UserError(f"{show_key(key)}={show_value(value_text)}: {error}; give less") from None
-    return Override(text, key, value)
-
-
-def parse_value(text: str, wants_text: bool) -> Any:
-    """The value as TOML; what is not TOML is a string."""
-    try:
-        value = parse_toml(f"value = {text}")["value"]
-    except NotToml as error:
-        if isinstance(error, TooMuch) and not wants_text:
-            raise
-        return text
-    return text if wants_text and not isinstance(value, str) else value  # run.dir=2026 is a folder
-
-
-def apply_override(settings: Settings, override: Override) -> None:
-    *sections, name = override.key.split(".")
-    members = settings
-    for section in sections:
-        members = members.setdefault(section, {})
-        if not isinstance(members, dict):
-            raise UserError(
-                f"{show_value(override.text)}: {show_key(section)} is not a section; {suggest(override.key)}"
-            )
-    members[name] = override.value
+def parse_setting(text: str) -> Override:
+    """Parse an override of a recipe; settings that take text are not parsed as TOML numbers."""
+    override = parse_override(text, lambda key: isinstance(kind_of(key), msgspec.inspect.StrType), "batch.global=512")
+    if override.key.count(".") >= DEEPEST:
+        raise UserError(f"{show_key(override.key)}: there is no such setting; {suggest(override.key)}")
+    return override
 
 
 def check_keys(settings: Settings, prefix: str = "") -> None:
-    """Every key is a setting, or a section of settings."""
+    """Check that every key is a setting or a section."""
     for name, value in settings.items():
         key = prefix + name
         if "." in name:
-            raise UserError(f"{show_key(key)}: a name in quotes has a dot in it; write it without quotes")
+            raise UserError(f"{show_key(key)}: a quoted name contains a dot; remove the quotes")
         if key in FIELDS:
             continue
         members = [known for known in FIELDS if known.startswith(f"{key}.")]
@@ -216,11 +203,11 @@ def check_keys(settings: Settings, prefix: str = "") -> None:
         elif not members:
             raise UserError(f"{show_key(key)}={show_value(value)}: there is no setting {show_key(key)}; {suggest(key)}")
         elif not isinstance(value, dict):
-            raise UserError(f"{key}={show_value(value)}: {key} is a section of {', '.join(members)}; give one of them")
+            raise UserError(f"{key}={show_value(value)}: {key} is a section; set one of {', '.join(members)}")
 
 
 def check_complete(settings: Settings) -> None:
-    """What has no default is set."""
+    """Check that all settings without a default are set."""
     given = dict(flatten(settings))
     missing = [key for key, member in FIELDS.items() if member.required and key not in given]
     missing += [EPOCHS] * (EPOCHS not in given and STEPS not in given)

@@ -1,4 +1,4 @@
-"""The sentences of a recipe's errors: the value, the rule, the remedy."""
+"""Error messages about settings: the value, the rule, the remedy."""
 
 import difflib
 import math
@@ -9,15 +9,13 @@ import msgspec
 
 from megabatch.config.recipes import read_recipe
 from megabatch.config.schema import FIELDS, Settings, kind_of
-from megabatch.errors import nearest
+from megabatch.errors import LONGEST_QUOTED, nearest, plain_rule
 from megabatch.text import one_line
-
-LONGEST_SHOWN = 120  # letters of a key or a value
 
 
 def suggest(key: str) -> str:
-    """The setting that looks most like `key`: first without sections, since a section is easily forgotten."""
-    key = key[:LONGEST_SHOWN]
+    """Suggest the setting most similar to `key`, first without sections, because users forget them."""
+    key = key[:LONGEST_QUOTED]
     name = key.rpartition(".")[2]
     by_name = {known.rpartition(".")[2]: known for known in FIELDS}
     by_initials = {"".join(part[0] for part in known.split("_")): known for known in by_name if "_" in known}  # lr
@@ -26,20 +24,20 @@ def suggest(key: str) -> str:
 
 
 def explain(error: str, settings: Settings) -> str:
-    """Turns msgspec's "Expected `float` > 0.0 - at `$.optim.learning_rate`" into value, rule and remedy."""
+    """Turn msgspec's "Expected `float` > 0.0 - at `$.optim.learning_rate`" into value, rule and remedy."""
     rule, _, path = error.partition(" - at `$")
-    path = path.strip("`.").partition("[")[0]  # of a list's member, the list
-    rule = rule.replace("`", "").replace(" | null", "")  # TOML has no null
+    path = path.strip("`.").partition("[")[0]  # report the list, not its member
+    path = next((key for key in FIELDS if path.startswith(f"{key}.")), path)  # and the table of a setting
     if rule.startswith("Invalid enum value"):
         rule = f"Expected {' or '.join(choices(path))}"
     value: Any = settings
     for name in path.split("."):
         value = value[name] if isinstance(value, dict) else value
-    return f"{show_key(path)}={show_value(value)}: {rule[0].lower()}{rule[1:]}; {remedy(path, value)}"
+    return f"{show_key(path)}={show_value(value)}: {plain_rule(rule)}; {remedy(path, value)}"
 
 
 def choices(key: str) -> Iterator[str]:
-    """The values that a setting with fixed choices takes."""
+    """Yield the values of a setting with fixed choices."""
     kind = FIELDS[key].type
     for member in kind.types if isinstance(kind, msgspec.inspect.UnionType) else (kind,):
         if isinstance(member, msgspec.inspect.LiteralType):
@@ -51,7 +49,7 @@ def choices(key: str) -> Iterator[str]:
 
 
 def remedy(key: str, value: Any) -> str:
-    """The bound that `value` lies beyond, the nearest whole number, or an example."""
+    """Return the bound that `value` exceeds, the nearest integer, or an example."""
     kind = kind_of(key)
     if isinstance(value, int | float) and not isinstance(value, bool):
         lowest, highest = getattr(kind, "ge", None), getattr(kind, "le", None)
@@ -65,24 +63,24 @@ def remedy(key: str, value: Any) -> str:
 
 
 def example(key: str) -> str:
-    """The setting as the default recipe has it, or its default."""
+    """Return an example of the setting: its value in the default recipe, or its default."""
     value: Any = read_recipe("fashion")
     for name in key.split("."):
         value = value.get(name) if isinstance(value, dict) else None
     if value is None and key in FIELDS and FIELDS[key].default not in (msgspec.NODEFAULT, None):
         value = FIELDS[key].default
-    return f"for example {key}={show_value(value)}" if value is not None else f"leave {key} out for its default"
+    return f"for example {key}={show_value(value)}" if value is not None else f"remove {key} to use its default"
 
 
 def show_key(key: str) -> str:
-    """A setting's name, of which a user may have given more than there is."""
-    return one_line(key, LONGEST_SHOWN)
+    """Return a setting's name, cut if it is long."""
+    return one_line(key, LONGEST_QUOTED)
 
 
 def show_value(value: Any) -> str:
-    """As it would stand in TOML; cut in its middle, so that the rule and the remedy after it are read."""
+    """Return a value as in TOML, cut in the middle so that the rule and the remedy stay visible."""
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, int) and abs(value) >= 2**64:  # Python prints none of thousands of digits
+    if isinstance(value, int) and abs(value) >= 2**64:  # Python refuses to print thousands of digits
         return f"{'-' * (value < 0)}1e{math.log10(abs(value)):.0f}"
-    return one_line(repr(value) if isinstance(value, int | float | str | dict | list) else str(value), LONGEST_SHOWN)
+    return one_line(repr(value) if isinstance(value, int | float | str | dict | list) else str(value), LONGEST_QUOTED)

@@ -1,12 +1,28 @@
-"""Reference results: runs that are known to converge, with which a recipe is compared.
+"""Reference results: runs that are known to converge, and the check of a recipe against them before it starts.
 
 ResNet-50, LARS    the reference convergence points of MLPerf, target 75.9 %: trust coefficient 0.001, eps 0, poly 2,
                    end 1e-4
-ResNet-50, SGD     Goyal et al. 2017: 0.1 for each 256 samples
+ResNet-50, SGD     Goyal et al. 2017: 0.1 per 256 samples; ffcv-imagenet; with decoupled decay, MosaicML
 AlexNet-BN, LARS   public code of the authors on whom Jia et al. 2018 build: trust coefficient 0.001, poly 2; it does
-                   not say over how many samples BatchNorm goes.  Of 64K the abstract of Jia et al. gives epochs and
-                   accuracy alone
-the rest           our own recipes.  Where `top1` is None, nobody has run them to their end yet
+                   not give the span of BatchNorm. For 64K, the abstract of Jia et al. gives only epochs and accuracy
+others             recipes of megabatch. Without a `top1` they were not run to the end yet
+
+A recipe is compared with the results of the same model, optimizer and data: the same source, or a set of the same size
+up to 1 %, because ImageNet may be in any folder. G is the recipe's batch.
+
+Learning rate, warm-up, decay and momentum (as 1 - momentum, which determines its time constant) are interpolated
+between the results on both sides of G, as straight lines in log-log. The range is widened in both directions by a
+factor: 2, and 4 for the decay. The factors come from the table: each result of ResNet-50 with LARS is inside the range
+that the other results predict (test_compare checks this).
+
+Beyond the known batches, the outermost result is used. Two exceptions: the learning rate of SGD is proportional to G on
+both sides (linear scaling rule, Goyal et al. 2017). Below the known batches, the learning rate of LARS may be
+proportional to G, and the warm-up may be shorter.
+
+The span of BatchNorm and the steps per epoch are not functions of G. Spans must be inside the range of the whole table.
+Steps per epoch must be at least those of the largest batch of the same family.
+
+Held-out images count as training images, so that a trial of a recipe is judged like the recipe.
 """
 
 import math
@@ -22,22 +38,23 @@ from megabatch.data.catalog import FROM_PYTHON
 from megabatch.data.sources.shapes import FASHION_MNIST_10K, FULL_FASHION_MNIST, IMAGENET
 from megabatch.errors import UserError
 from megabatch.optim.lars import TRUST_COEFFICIENT
+from megabatch.planning.epochs import EpochPoint, fit_epochs
 
 
 class ReferenceResult(Struct, frozen=True, kw_only=True):
-    """None: the source does not say."""
+    """A run that converged. None: the source does not give the value."""
 
     model: str
     data: str
-    optimizer: str  # "lars" with its learning rate inside or outside the momentum: they differ only while it moves
-    samples: int  # of an epoch
+    optimizer: str  # "lars": learning rate inside or outside the momentum, which differ only while it changes
+    samples: int  # per epoch
     batch: int
-    learning_rate: float | None = None  # the peak
-    trust_coefficient: float = TRUST_COEFFICIENT  # the same of all results of a model, its data and LARS
+    learning_rate: float | None = None  # peak
+    trust_coefficient: float = TRUST_COEFFICIENT  # the same for all results of one model, data set and LARS
     warmup_epochs: float | None = None
     momentum: float | None = None
     weight_decay: float | None = None
-    bn_span: int | None = None  # the samples that one BatchNorm sees
+    bn_span: int | None = None  # samples per BatchNorm
     epochs: str
     top1: float | None = None
     source: str
@@ -47,6 +64,7 @@ class ReferenceResult(Struct, frozen=True, kw_only=True):
         return self.samples / self.batch
 
 
+MLPERF, MLPERF_TOP1 = "MLPerf reference convergence point", 0.759
 on_imagenet = partial(ReferenceResult, data="imagenet", samples=IMAGENET.num_train)
 
 
@@ -63,8 +81,8 @@ def mlperf(
         weight_decay=weight_decay,
         bn_span=bn_span,
         epochs=epochs,
-        top1=0.759,
-        source="MLPerf reference convergence point",
+        top1=MLPERF_TOP1,
+        source=MLPERF,
     )
 
 
@@ -127,7 +145,7 @@ def fashion(
         bn_span=bn_span,
         epochs=epochs,
         top1=top1,
-        source=f"megabatch, {recipe}" + ("" if top1 else ": assumed, not run to its end yet"),
+        source=f"megabatch, {recipe}" + ("" if top1 else ": assumed, not run to the end yet"),
     )
 
 
@@ -139,9 +157,34 @@ REFERENCE_RESULTS = (
     mlperf(13_056, 12.8, 9, 0.9, 2.5e-5, 204, "44-46"),
     mlperf(32_768, 21.2, 16, 0.94, 2.5e-5, 128, "55-57"),
     mlperf(49_152, 19.405, 24, 0.951807, 1e-4, 256, "67-69"),
+    mlperf(58_880, 23.246, 29, 0.951807, 1e-4, 230, "78-81"),
     mlperf(65_536, 24.699, 31, 0.951807, 1e-4, 128, "83-86"),
+    mlperf(67_840, 24.699, 31, 0.951807, 1e-4, 424, "85-87"),
     goyal(256, 0.1, None, None),
     goyal(8_192, 3.2, 5, 0.763),
+    on_imagenet(
+        model="resnet50",
+        optimizer="sgd",
+        batch=4_096,
+        learning_rate=1.7,
+        momentum=0.9,
+        weight_decay=1e-4,
+        bn_span=512,
+        epochs="88",
+        top1=0.784,
+        source="ffcv",
+    ),
+    on_imagenet(
+        model="resnet50",
+        optimizer="decoupled sgd",
+        batch=2_048,
+        learning_rate=2.048,
+        momentum=0.875,
+        weight_decay=5e-4,
+        epochs="27 of 28.8",
+        top1=0.7605,
+        source="MosaicML, MLPerf v2.0 open",
+    ),
     alexnet_bn(8_192, 10, 4),
     alexnet_bn(16_384, 24, 5),
     alexnet_bn(32_768, 32, 10),
@@ -177,27 +220,17 @@ REFERENCE_RESULTS = (
     ),
 )
 
-# Whether a recipe lies within what is known to converge, decided before anything is started.
-#
-# Results are compared that share the recipe's model, optimizer and data: the source's name, or a set of the same size
-# to 1 %, since ImageNet may lie anywhere.  G is the recipe's batch.
-#
-# Learning rate, warm-up, decay and momentum (as 1 - momentum, on which the length of its memory depends) are
-# interpolated between the results on either side of G, as straight lines in log-log, and that value is widened both
-# ways by a factor: 2, and 4 for the decay.  The factors come from the table itself: they are such that each result of
-# ResNet-50 with LARS lies within what is expected from the others (test_compare holds this).
-#
-# Beyond the known batches the outermost result counts.  But SGD's learning rate goes with G on both sides (the linear
-# rule, Goyal et al. 2017); LARS's may do so below, where nothing forbids a shorter warm-up either.
-#
-# BatchNorm's span and the steps of an epoch are not functions of G: no result of any family has gone below or above
-# the spans of the table, and no result of this family has got along with fewer steps an epoch than its largest batch
-# has.
-#
-# Held-out images are counted as trained on: a trial of a recipe is judged as the recipe.
+SAME_SIZE = 0.01  # data sets whose sizes differ by less count as the same
+ROUNDING = 1e-9  # a value on the edge is inside
 
-SAME_SIZE = 0.01  # sets are taken for the same if their sizes differ by less
-ROUNDING = 1e-9  # a value on the edge is within
+
+def epoch_points(model: str, samples: int) -> list[EpochPoint]:
+    """Return the epochs of MLPerf's reference convergence points: the middle of each range."""
+    return [
+        EpochPoint(result.batch, sum(map(float, result.epochs.split("-"))) / 2)
+        for result in REFERENCE_RESULTS
+        if (result.source, result.model) == (MLPERF, model) and abs(result.samples / samples - 1) < SAME_SIZE
+    ]
 
 
 class Findings(Struct, frozen=True):
@@ -207,10 +240,10 @@ class Findings(Struct, frozen=True):
 
 class Quantity(NamedTuple):
     setting: str
-    factor: float  # by which the expected range is widened
+    factor: float  # widens the expected range
     given: Callable[[RunConfig], float]
     reference: Callable[[ReferenceResult], float | None]
-    from_one: bool = False  # it is 1 - value that is interpolated
+    from_one: bool = False  # interpolate 1 - value
 
     def turn(self, value: float) -> float:
         return 1.0 - value if self.from_one else value
@@ -227,7 +260,7 @@ QUANTITIES = (
 
 
 class Expected(NamedTuple):
-    """What reference results say of one quantity at one batch."""
+    """The range of one quantity at one batch that reference results support."""
 
     low: float
     good: float
@@ -236,13 +269,13 @@ class Expected(NamedTuple):
 
 
 def preflight(config: RunConfig, num_samples: int) -> Findings:
-    """The reference results nearest to the recipe, and a line for each of its values that lies outside them."""
+    """Return the reference results nearest to the recipe, and a warning for each value outside their range."""
     config = in_epochs(config, num_samples)
     results = family_of(config, num_samples)
     if not results:
-        return Findings([f"none: nothing is known of {describe_family(config)}"], [])
+        return Findings([f"none: there is no reference result of {describe_family(config)}"], [])
     warnings = [warn(config, quantity, results) for quantity in QUANTITIES]
-    warnings += [warn_of_span(config), warn_of_steps(config, num_samples, results)]
+    warnings += [warn_of_span(config), warn_of_steps(config, num_samples, results), warn_of_epochs(config, num_samples)]
     nearest = around(results, config.batch.global_batch)
     rates = expected_range(LEARNING_RATE, results, config.batch.global_batch)
     references = [describe(result) for result in results if result in nearest or (rates and result in rates.results)]
@@ -250,11 +283,11 @@ def preflight(config: RunConfig, num_samples: int) -> Findings:
 
 
 def require_known(config: RunConfig, num_samples: int) -> None:
-    """--strict: what would be a warning is an error."""
+    """Raise an error for the first warning (--strict)."""
     if not family_of(config, num_samples):
         raise UserError(
-            f"--strict: nothing is known of {describe_family(config)}; "
-            "leave --strict out, or take a recipe that `megabatch recipes` lists"
+            f"--strict: there is no reference result of {describe_family(config)}; "
+            "remove --strict, or use a recipe of megabatch recipes"
         )
     warnings = preflight(config, num_samples).warnings
     if warnings:
@@ -263,7 +296,7 @@ def require_known(config: RunConfig, num_samples: int) -> None:
 
 
 def family_of(config: RunConfig, num_samples: int) -> list[ReferenceResult]:
-    """The reference results of the same model, data and optimizer, by batch; all of them began at random."""
+    """Return the results of the same model, data and optimizer, sorted by batch; all started from random weights."""
     if config.model.weights:
         return []
     family = (config.model.name, optimizer_of(config))
@@ -275,12 +308,14 @@ def family_of(config: RunConfig, num_samples: int) -> list[ReferenceResult]:
 
 
 def all_samples(config: RunConfig, num_samples: int) -> float:
-    """Those that are trained on, and those held out."""
+    """Return the number of training images, held-out images included."""
     return num_samples / (1.0 - config.data.held_out(has_tests=True))
 
 
 def optimizer_of(config: RunConfig) -> str:
-    """LARC's learning rate is a ceiling, and says nothing beside LARS's."""
+    """Return the optimizer's name; LARC (its learning rate is an upper bound) and decoupled decay are separate."""
+    if config.optim.decoupled_decay:
+        return f"decoupled {config.optim.name}"
     return "larc" if config.optim.name == "lars" and config.optim.variant == "larc" else config.optim.name
 
 
@@ -291,22 +326,22 @@ def describe_family(config: RunConfig) -> str:
 
 
 def around(results: Sequence[ReferenceResult], batch: int) -> list[ReferenceResult]:
-    """The result at this batch, those on either side of it, or the outermost; `results` are sorted by batch."""
+    """Return the result at this batch, or those on both sides, or the outermost. `results` are sorted by batch."""
     below = [result for result in results if result.batch <= batch][-1:]
     above = [result for result in results if result.batch >= batch][:1]
     return below if below == above else below + above
 
 
 def expected_range(quantity: Quantity, results: Sequence[ReferenceResult], batch: int) -> Expected | None:
-    """What the results say of a quantity at this batch; None if they do not say anything."""
-    telling = [result for result in results if quantity.reference(result) is not None]
-    if not telling:
+    """Return the range of a quantity at this batch, or None if no result gives it."""
+    known = [result for result in results if quantity.reference(result) is not None]
+    if not known:
         return None
-    near = around(telling, batch)
+    near = around(known, batch)
     first, last = (quantity.turn(quantity.reference(result) or 0.0) for result in (near[0], near[-1]))
     if len(near) == 2:
-        way = math.log(batch / near[0].batch) / math.log(near[1].batch / near[0].batch)
-        least = most = first * (last / first) ** way
+        fraction = math.log(batch / near[0].batch) / math.log(near[1].batch / near[0].batch)
+        least = most = first * (last / first) ** fraction
     else:
         least, most = beyond(quantity, near[0].optimizer, first, batch / near[0].batch)
     ends = sorted(map(quantity.turn, (least / quantity.factor, most * quantity.factor)))
@@ -314,7 +349,7 @@ def expected_range(quantity: Quantity, results: Sequence[ReferenceResult], batch
 
 
 def beyond(quantity: Quantity, optimizer: str, value: float, ratio: float) -> tuple[float, float]:
-    """The least and the most that a result's value may be at `ratio` times its batch."""
+    """Return the smallest and largest value expected at `ratio` times the batch of the outermost result."""
     if quantity is LEARNING_RATE and optimizer == "sgd":
         return value * ratio, value * ratio
     if quantity is LEARNING_RATE and ratio < 1:
@@ -329,7 +364,7 @@ def warn(config: RunConfig, quantity: Quantity, results: Sequence[ReferenceResul
     expected = expected_range(quantity, results, batch)
     value, scale, coefficient = quantity.given(config), 1.0, config.optim.trust_coefficient
     if quantity is LEARNING_RATE and config.optim.name == "lars":
-        # A weight moves by learning rate x trust coefficient: a larger one of either is as good as of the other.
+        # A weight moves by learning rate x trust coefficient, so only their product matters.
         scale = coefficient / results[0].trust_coefficient
     if expected is None or expected.low * (1 - ROUNDING) <= value * scale <= expected.high * (1 + ROUNDING):
         return None
@@ -339,9 +374,9 @@ def warn(config: RunConfig, quantity: Quantity, results: Sequence[ReferenceResul
     remedy = f"for example {quantity.setting}={expected.good / scale:.3g}"
     epochs = config.train.epochs
     if quantity is WARMUP and epochs is not None and expected.good >= epochs:
-        remedy = f"train.epochs={epochs:.3g} have no room for it: train for longer"
+        remedy = f"train.epochs={epochs:.3g} is too short for it; train for longer"
     return (
-        f"{quantity.setting}={value:g}{trust} at batch {batch:,}: known to converge is {expected.low / scale:.3g} to "
+        f"{quantity.setting}={value:g}{trust} at batch {batch:,}: known to converge: {expected.low / scale:.3g} to "
         f"{expected.high / scale:.3g} ({values}: {sources}); {remedy}"
     )
 
@@ -356,7 +391,7 @@ def warn_of_span(config: RunConfig) -> str | None:
     closest = min(fitting, key=lambda size: abs(size - span), default=None)
     remedy = f"nearest: batch.micro={closest}" if closest else "choose another batch.global"
     return (
-        f"batch.micro={span} is BatchNorm's span: known to converge is {low} ({spans[low].source}) to "
+        f"batch.micro={span} is the span of BatchNorm; known to converge: {low} ({spans[low].source}) to "
         f"{high} ({spans[high].source}); {remedy}"
     )
 
@@ -369,9 +404,25 @@ def warn_of_steps(config: RunConfig, num_samples: int, results: Sequence[Referen
         return None
     largest = max(1, math.floor(samples / fewest.steps_per_epoch) // micro) * micro
     return (
-        f"batch.global={batch} makes {samples / batch:.1f} steps an epoch: known to converge are "
-        f"{fewest.steps_per_epoch:.1f} and more ({fewest.source}, batch {fewest.batch:,}); "
+        f"batch.global={batch} makes {samples / batch:.1f} steps per epoch; known to converge: at least "
+        f"{fewest.steps_per_epoch:.1f} ({fewest.source}, batch {fewest.batch:,}); "
         f"nearest: batch.global={largest}"
+    )
+
+
+def warn_of_epochs(config: RunConfig, num_samples: int) -> str | None:
+    """Compare the length with the epochs that MLPerf's reference points need at this batch to reach the target."""
+    target, epochs, batch = config.train.target_top1, config.train.epochs, config.batch.global_batch
+    points = epoch_points(config.model.name, round(all_samples(config, num_samples)))
+    if optimizer_of(config) != "lars" or not points or target is None or target < MLPERF_TOP1 or epochs is None:
+        return None
+    curve = fit_epochs(points, MLPERF)
+    expected = curve.epochs(batch)
+    if epochs >= expected * (1 - curve.doubt(batch)):
+        return None
+    return (
+        f"train.epochs={epochs:g} at batch {batch:,}: about {expected:.0f} epochs are expected to reach "
+        f"{MLPERF_TOP1:.1%} ({MLPERF}s); for example train.epochs={expected:.0f}"
     )
 
 

@@ -1,4 +1,4 @@
-"""What a recipe resolves to for a data set and a number of ranks: its steps, its learning rates, its model."""
+"""The steps, learning rates and model of a recipe for a given data set and number of ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,12 +18,12 @@ from megabatch.optim.schedules import schedule
 from megabatch.planning.batch import StepPlan, plan_steps
 from megabatch.runs.settings import is_decisive
 
-# What "auto" was in recipes before there was one.  Where it comes to something else, the images' fingerprint differs.
+# The values that "auto" stands for in fingerprints. If auto resolves to another value, the images' fingerprint differs.
 BEFORE_AUTO = {"data.center_crop": CENTER_CROP, "data.validation": AUTO_HELD_OUT}
 
 
 def decisive_settings(config: RunConfig) -> dict[str, Any]:
-    """The settings that determine a run, by their dotted names."""
+    """Return the settings that determine a run's result, by their dotted names."""
     flattened: dict[str, Any] = {}
 
     def add(value: Any, name: str) -> None:
@@ -38,15 +38,15 @@ def decisive_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def in_epochs(config: RunConfig, num_samples: int) -> RunConfig:
-    """The same run with its length in epochs: where it is given in steps, they are so many, and its warm-up fits."""
+    """Return the same run with its length in epochs and a warm-up that fits into it."""
     steps, recipe_epochs, warmup = config.train.steps, config.train.epochs, config.schedule.warmup_epochs
     if steps is None:
         return config
     epochs = steps * config.batch.global_batch / num_samples
     if warmup >= epochs and recipe_epochs is None:
         raise UserError(
-            f"train.steps={steps} makes {epochs:.3g} epochs of {num_samples} samples, no longer than "
-            f"schedule.warmup_epochs={warmup:g}; for example also schedule.warmup_epochs={epochs / 4:.3g}"
+            f"train.steps={steps} is {epochs:.3g} epochs of {num_samples} samples, not longer than "
+            f"schedule.warmup_epochs={warmup:g}; for example schedule.warmup_epochs={epochs / 4:.3g}"
         )
     if warmup >= epochs and recipe_epochs is not None:
         warmup = shorten_warmup(warmup, recipe_epochs, epochs)
@@ -59,10 +59,10 @@ def in_epochs(config: RunConfig, num_samples: int) -> RunConfig:
 
 
 def describe_epochs(config: RunConfig, num_samples: int) -> str:
-    """12 epochs; of a run that was given in steps also what became of its warm-up."""
+    """Return, for example, "12 epochs", with the warm-up if it was shortened."""
     resolved = in_epochs(config, num_samples)
     warmup, given = resolved.schedule.warmup_epochs, config.schedule.warmup_epochs
-    shortened = f" (of them warm-up {warmup:.3g}, shortened in proportion)" if warmup != given else ""
+    shortened = f" (warm-up shortened to {warmup:.3g})" if warmup != given else ""
     return f"{resolved.train.epochs:g} epochs{shortened}"
 
 
@@ -80,13 +80,26 @@ def plan_learning_rate(config: RunConfig, plan: StepPlan) -> Callable[[int], flo
     return schedule(config.schedule, config.optim.learning_rate, warmup_steps, plan.num_steps)
 
 
+def plan_average(config: RunConfig, plan: StepPlan) -> float | None:
+    """Return the factor by which an update of the weights' average decays its past; None without an average."""
+    half_life, every = config.train.ema_half_life_epochs, config.train.ema_every_steps
+    if not half_life:
+        return None
+    if every > plan.num_steps:
+        raise UserError(
+            f"train.ema_every_steps={every} is more than the {plan.num_steps} steps of the run, so the average would "
+            f"be the initial weights; nearest: train.ema_every_steps={plan.num_steps}"
+        )
+    return float(0.5 ** (plan.epochs_after(every) / half_life))
+
+
 def make_model(config: RunConfig, shape: DataShape) -> nn.Module:
     model = build_model(config.model, config.seed, shape.num_classes, shape.num_channels, config.data.image_size)
     return freeze(model, config.model.freeze or [])
 
 
 def plan_groups(config: RunConfig, model: nn.Module) -> list[dict[str, Any]]:
-    """The groups of the model's parameters; those of the head apart if they have a learning rate of their own."""
+    """Return the parameter groups, with separate groups for the head if it has its own learning rate."""
     optim = config.optim
     groups = parameter_groups(model, optim.weight_decay, optim.decay_all)
     if optim.head_learning_rate is None:
@@ -95,6 +108,6 @@ def plan_groups(config: RunConfig, model: nn.Module) -> list[dict[str, Any]]:
     if not any(name in head for group in groups for name in group["param_names"]):
         raise UserError(
             f"optim.head_learning_rate={optim.head_learning_rate:g}: the last layer, {head_of(model)}, is frozen; "
-            "leave one of the two out"
+            "remove optim.head_learning_rate or model.freeze"
         )
     return split_head(groups, head, optim.head_learning_rate / optim.learning_rate)

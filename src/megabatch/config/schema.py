@@ -1,8 +1,8 @@
-"""RunConfig: everything that a recipe can say.  Each section is a frozen Struct beside the code that reads it."""
+"""RunConfig, the schema of a recipe. Each section is a frozen Struct that is defined beside the code that reads it."""
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct, field
@@ -15,6 +15,7 @@ from megabatch.models.loss import LossSettings
 from megabatch.optim.optimizers import OptimSettings
 from megabatch.optim.schedules import ScheduleSettings
 from megabatch.planning.batch import BatchSettings
+from megabatch.planning.sizes import sides_of
 from megabatch.precision.policy import PrecisionSettings
 from megabatch.ranks.backends import BACKENDS
 from megabatch.text import one_line
@@ -22,45 +23,56 @@ from megabatch.text import one_line
 Settings = dict[str, Any]
 MOST_STEPS = 10**12
 LONGEST_NAME = 100
+MOST_COMPILED = 8  # torch then runs a function eagerly: torch._dynamo.config.recompile_limit
 NAME = re.compile(rf"\w[\w.-]{{0,{LONGEST_NAME - 1}}}")
 StepCount = Annotated[int, Meta(ge=0, le=MOST_STEPS)]
 Threads = Annotated[int, Meta(ge=1, le=4096)]
-PREEMPT_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")  # what batch systems can be told to send
+PREEMPT_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")  # signals that batch systems can send
 
 
 class TrainSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     epochs: Annotated[float, Meta(gt=0, le=10**6)] | None = None
-    steps: Annotated[int, Meta(ge=1, le=MOST_STEPS)] | None = None  # decide, where they are given: see `config.length`
-    target_top1: Annotated[float, Meta(gt=0, le=1)] | None = None  # the accuracy whose time is reported
-    evaluate_every: Annotated[int, Meta(ge=0, le=10**6)] = 1  # epochs, and after the last; 0: after the last alone
-    examples: Annotated[int, Meta(ge=0, le=1000)] = 24  # pictures of the most confident mistakes, which a run keeps
+    steps: Annotated[int, Meta(ge=1, le=MOST_STEPS)] | None = None  # instead of epochs: see `config.length`
+    target_top1: Annotated[float, Meta(gt=0, le=1)] | None = None  # report the time to this accuracy
+    evaluate_every: Annotated[int, Meta(ge=0, le=10**6)] = 1  # epochs; the last step is always evaluated, 0: only that
+    ema_half_life_epochs: Annotated[float, Meta(ge=0, le=10**6)] = 0.0  # of the weights' moving average; 0: none
+    ema_every_steps: Annotated[int, Meta(ge=1, le=MOST_STEPS)] = 1  # between updates of the average
+    patience: Annotated[int, Meta(ge=1, le=10**6)] | None = None  # evaluations without a better top-1 that end the run
+    stop_at_target: bool = False  # end the run at the first evaluation that reaches target_top1
+    examples: Annotated[int, Meta(ge=0, le=1000)] = 24  # most confident mistakes that a run keeps
+    noise_every: Annotated[int, Meta(ge=0, le=10**6)] = 20  # steps between measurements of the gradient noise scale
 
     def __post_init__(self) -> None:
         if self.epochs is None and self.steps is None:
             raise UserError("neither train.epochs nor train.steps is set; for example train.epochs=12")
+        if self.stop_at_target and self.target_top1 is None:
+            raise UserError("train.stop_at_target=true: there is no target; for example train.target_top1=0.9")
 
     @property
     def length(self) -> str:
-        """As it was given."""
+        """Return the length in the unit that the user gave."""
         return f"{self.epochs:g} epochs" if self.steps is None else f"{self.steps:,} steps"
 
 
 class CheckpointSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """With neither `every_steps` nor `every_minutes`, as often as costs a hundredth of the time."""
+    """Interval of checkpoints. If neither is set, writing takes 1 % of the time."""
 
     every_steps: StepCount = 0
     every_minutes: Annotated[float, Meta(ge=0, le=10**6)] = 0.0
-    keep: Annotated[int, Meta(ge=1, le=10**6)] = 2  # the newest; the best is kept besides
+    keep: Annotated[int, Meta(ge=1, le=10**6)] = 2  # the newest
+    keep_best: Annotated[int, Meta(ge=1, le=10**6)] = 1  # kept as well: those with the best top-1
 
 
 class RunSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    dir: Annotated[str, Meta(min_length=1)] | None = None  # the run's folder; by default runs/<recipe>-<nnn>
-    device: str = "auto"  # cuda where there is one, else cpu
-    threads: Threads | None = None  # of a rank; by default its share of the cores
-    decode_threads: Threads | None = None  # beside them, for images; by default as many
-    preempt_signal: str = "SIGTERM"  # sent by who will take this host, besides SIGTERM: save, and end
-    compare_every: StepCount = 100  # steps after which ranks compare their weights; 0: never
-    deterministic: bool = False  # only deterministic algorithms; convolutions are chosen by rule, and not by timing
+    dir: Annotated[str, Meta(min_length=1)] | None = None  # by default runs/<recipe>-<nnn>
+    device: str = "auto"  # cuda if available, else cpu
+    threads: Threads | None = None  # per rank; by default its share of the cores
+    decode_threads: Threads | None = None  # in addition, for images; by default as many
+    decode_in: Literal["auto", "threads", "process"] = "auto"  # auto: in a process if the device is an accelerator
+    preempt_signal: str = "SIGTERM"  # in addition to SIGTERM: save and exit
+    compare_every: StepCount = 100  # steps between comparisons of the ranks' weights
+    mllog: bool = False  # write MLPerf's log
+    deterministic: bool = False  # convolutions are selected by rule, not by timing
 
     def __post_init__(self) -> None:
         require_one_of("run.device", self.device, ["auto", *BACKENDS])
@@ -68,7 +80,35 @@ class RunSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=False):
-    name: str  # of the recipe, by default that of its file: of folders too, and so a plain one
+    """The settings of a run: a recipe with all defaults and overrides applied.
+
+    Attributes:
+        name: Name of the recipe, by default that of its file. It starts the names of run folders.
+        about: A description of the recipe.
+        seed: Seed of all random numbers.
+        model: The network.
+        data: Images, crops and flips.
+        batch: Global batch and microbatch.
+        optim: The optimizer and its learning rate.
+        schedule: Warm-up and decay of the learning rate.
+        loss: The loss.
+        comm: The all-reduce of gradients.
+        precision: Number formats.
+        train: Length of the run and evaluations.
+        checkpoint: How often checkpoints are written and how many are kept.
+        run: Folder, device, threads and signals.
+        provenance: The sources of values, or the reasons for them.
+
+    Raises:
+        UserError: A setting is invalid, or two settings contradict each other.
+
+    Examples:
+        >>> config = megabatch.load_config("fashion", ["batch.global=512"])
+        >>> config.batch.global_batch
+        512
+    """
+
+    name: str
     about: str = ""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 1
     model: ModelSettings
@@ -82,31 +122,41 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, o
     train: TrainSettings
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     run: RunSettings = field(default_factory=RunSettings)
-    provenance: dict[str, str] = field(default_factory=dict)  # of values that no source gives: what they rest on
+    provenance: dict[str, str] = field(default_factory=dict)  # sources of values, or reasons for them
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
             raise UserError(
-                f"name={one_line(repr(self.name), LONGEST_QUOTED)}: it begins the names of folders, and so takes 1 to "
-                f"{LONGEST_NAME} letters, digits, _, - and ., and begins with one of the first three; for example "
-                "name='my-recipe'"
+                f"name={one_line(repr(self.name), LONGEST_QUOTED)}: expected 1 to {LONGEST_NAME} alphanumeric "
+                "characters, _, - or ., not starting with - or .; for example name='my-recipe'"
+            )
+        num_sides = len(sides_of(self.data.sizes))
+        if self.model.compile and num_sides > MOST_COMPILED:
+            raise UserError(
+                f"model.compile=true: data.sizes has {num_sides} sides, and torch compiles a network for at most "
+                f"{MOST_COMPILED}; use fewer sides, a larger multiple of the ramp, or omit model.compile"
+            )
+        if self.model.cuda_graphs and num_sides > 1:
+            raise UserError(
+                f"model.cuda_graphs=true: data.sizes has {num_sides} sides, and a CUDA graph has images of one size; "
+                "omit one of them"
             )
         if self.schedule.decay != "constant" and self.schedule.end > self.optim.learning_rate:
             raise UserError(
-                f"schedule.end={self.schedule.end:g} is more than optim.learning_rate={self.optim.learning_rate:g}, "
-                "from which the learning rate decays; for example schedule.end=0"
+                f"schedule.end={self.schedule.end:g} is above optim.learning_rate={self.optim.learning_rate:g}, "
+                "but the learning rate decays from there; for example schedule.end=0"
             )
         if self.train.epochs is not None and self.schedule.warmup_epochs >= self.train.epochs:
             raise UserError(
-                f"train.epochs={self.train.epochs:g} is no longer than schedule.warmup_epochs="
-                f"{self.schedule.warmup_epochs:g}; for example also schedule.warmup_epochs={self.train.epochs / 4:g}"
+                f"train.epochs={self.train.epochs:g} is not longer than schedule.warmup_epochs="
+                f"{self.schedule.warmup_epochs:g}; for example schedule.warmup_epochs={self.train.epochs / 4:g}"
             )
 
     def with_run(self, **changes: Any) -> "RunConfig":
         return msgspec.structs.replace(self, run=msgspec.structs.replace(self.run, **changes))
 
     def to_toml(self) -> str:
-        """The resolved recipe; what is None is left out, as TOML has no null."""
+        """Return the resolved recipe without None values, because TOML has no null."""
         return msgspec.toml.encode(without_none(msgspec.to_builtins(self))).decode()
 
 
@@ -117,7 +167,7 @@ def without_none(value: Any) -> Any:
 
 
 def fields_of(struct: type[Struct], prefix: str = "") -> Iterator[tuple[str, msgspec.inspect.Field]]:
-    """Every setting by its dotted name."""
+    """Yield every setting with its dotted name."""
     described = msgspec.inspect.type_info(struct)
     assert isinstance(described, msgspec.inspect.StructType)
     for member in described.fields:
@@ -132,7 +182,7 @@ FIELDS = dict(fields_of(RunConfig))
 
 
 def kind_of(key: str) -> msgspec.inspect.Type | None:
-    """The type of a setting, which None aside is always one; None if there is no such setting."""
+    """Return the type of a setting without `| None`, or None if the setting does not exist."""
     kind = FIELDS[key].type if key in FIELDS else None
     if isinstance(kind, msgspec.inspect.UnionType):
         return next(member for member in kind.types if not isinstance(member, msgspec.inspect.NoneType))
@@ -140,7 +190,7 @@ def kind_of(key: str) -> msgspec.inspect.Type | None:
 
 
 def flatten(settings: Settings, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value by its dotted name."""
+    """Yield every value with its dotted name."""
     for name, value in settings.items():
         if isinstance(value, dict) and prefix + name not in FIELDS:
             yield from flatten(value, f"{prefix}{name}.")

@@ -1,4 +1,4 @@
-"""The reference of all settings, as the schema has them: for `megabatch settings`, and as docs/settings.md."""
+"""The reference of all settings, for `megabatch settings` and docs/settings.md."""
 
 import re
 from collections.abc import Iterator
@@ -15,164 +15,201 @@ from megabatch.planning.algorithms import ALGORITHMS, ON_REQUEST
 from megabatch.precision.policy import PRECISIONS
 from megabatch.ranks.backends import BACKENDS
 
-# What each setting means: the one place from which `megabatch settings` and docs/settings.md are written.
-#
-# A text is Markdown of one line, and its links are relative to docs/.  Type, bounds, choices and default are not said
-# here: `reference.py` takes them from the schema.
-
+# The meaning of each setting, for `megabatch settings` and docs/settings.md. Each text is one line of Markdown, with
+# links relative to docs/. Types, bounds, choices and defaults come from the schema.
 MEANINGS = {
     "name": (
-        "of the recipe, and of its runs: `runs/<name>-<nnn>`; up to 100 letters, digits, `_`, `-` and `.`, and no `-` "
-        "or `.` first"
+        "name of the recipe and prefix of its runs, `runs/<name>-<nnn>`; up to 100 alphanumeric characters, `_`, `-` "
+        "and `.`, not starting with `-` or `.`"
     ),
     "about": "one line for `megabatch recipes`",
-    "seed": "of the initial weights, the order of samples, crops, flips and dropout",
+    "seed": "seed of the initial weights, the order of samples, crops, flips and dropout",
     "model.name": (
-        "one of ours, or your own as `package.module:factory`; `alexnet` and `alexnet_bn` take images from 39 pixels, "
-        "`small_alexnet_bn` has an eighth of their channels, for 28 pixels"
+        "a built-in model, or your own as `package.module:factory`; `alexnet` and `alexnet_bn` need images of at least "
+        "39 pixels, `small_alexnet_bn` has an eighth of their channels, for 28 pixels"
     ),
     "model.options": "keyword arguments of the factory, such as `model.options.width=32`",
     "model.weights": (
-        "what the model starts from: a `.safetensors`, `.pth` or `.pt` file, or the folder of another run; see "
+        "initial weights: a `.safetensors`, `.pth` or `.pt` file, or the folder of another run; see "
         "[weights](use-weights.md)"
     ),
     "model.freeze": (
-        'modules that are not trained and compute as in evaluation, such as `model.freeze=["conv1", "bn1", "layer1"]`'
+        'modules that are not trained and run in evaluation mode, such as `model.freeze=["conv1", "bn1", "layer1"]`'
     ),
     "model.channels_last": (
-        "the memory order of images and kernels; `auto` is true for our models and false for "
+        "memory format of images and kernels; `auto` is true for built-in models and false for "
         "[your own](recipes.md#your-own-model)"
     ),
-    "model.compile": "`torch.compile` of the network, for training: see [GPUs](gpus.md#compile)",
+    "model.compile": "train with `torch.compile`: see [GPUs](gpus.md#compile)",
+    "model.cuda_graphs": "run microbatches that are not all-reduced as CUDA graphs: see [GPUs](gpus.md#cuda-graphs)",
     "data.source": (
         "a folder of class folders, a `.tar`, a folder of tars, a pack (see [images](data.md)); an `.npz` file, a "
         "folder of four IDX files; `fashion-mnist-10k`, `fashion-mnist`, `synthetic`, or `imagenet`, which is the "
-        "folder of that name, and need not be there for a plan"
+        "folder of that name and may be missing for a plan"
     ),
-    "data.also": "further folders and tars, joined by the names of their classes",
-    "data.image_size": "pixels of a side; all images are resized to it",
+    "data.also": "more folders and tars, merged by class name",
+    "data.image_size": "side of a training image in pixels, to which all are resized; with `data.sizes`, the largest",
+    "data.sizes": (
+        "[side of training images over the run](data.md#sizes-over-the-run): a list of [share of the run, side], such "
+        "as `[[0, 128], [0.4, 160], [0.75, 192]]`, or a ramp, such as `{ from = 88, to = 176, start = 0.4, end = 0.8, "
+        "multiple = 4 }`; by default always `data.image_size`"
+    ),
+    "data.test_image_size": "side of an image in evaluation, prediction and export",
     "data.crop_area": (
-        "a random crop takes this share of the image's area, or more; by default nothing is cropped at random"
+        "smallest share of the image's area that a random crop takes; by default images are not cropped at random"
     ),
-    "data.crop_ratio": "of such a crop, width to height, at most, and its inverse at least",
+    "data.crop_ratio": "largest aspect ratio (width / height) of a random crop; the smallest is its inverse",
     "data.center_crop": (
-        "of the shorter side: the square in the middle that is seen where nothing is cropped at random. `auto` is "
-        "0.875, and 1 for images that are [small](data.md#decoding) already"
+        "side of the central square, as a share of the shorter side, used if images are not cropped at random; `auto` "
+        "is 0.875, or 1 for images that are already [small](data.md#decoding)"
     ),
-    "data.crop_padding": ("zeros around an image before it is cropped back at random; fewer than `data.image_size`"),
-    "data.flip": "mirrors half of the images",
-    "data.train_per_class": "takes so many training images of each class, before any are held out; by default all",
+    "data.crop_padding": "zeros around an image before it is cropped back at random; less than `data.image_size`",
+    "data.flip": "mirror half of the images",
+    "data.train_per_class": (
+        "number of training images per class, taken before validation images are held out; by default all"
+    ),
     "data.validation": (
-        "holds out this share of every class of the training images, and tests on it; 0 tests on the source's own test "
-        "images, and `auto` does so where it has some and otherwise holds out a tenth"
+        "share of the training images of every class that is held out for testing; 0 tests on the source's test "
+        "images; `auto` uses those if they exist and otherwise holds out a tenth"
     ),
-    "data.validation_seed": "chooses which images are held out, and which are taken by `data.train_per_class`",
+    "data.validation_seed": "seed that selects held-out images and the images of `data.train_per_class`",
     "data.on_error": "[what to do](data.md#images-that-cannot-be-read) with images that cannot be read",
-    "data.skip_limit": "of an epoch's images, that may be skipped",
+    "data.skip_limit": "largest share of an epoch's images that may be skipped",
     "data.max_pixels": "larger images are refused before they are decoded",
-    "data.max_file_mb": "larger files, or members of a tar, are not read",
+    "data.max_file_mb": "larger files or tar members are not read",
     "data.image_timeout_s": (
         "seconds to read and decode one image, after which it [cannot be read](data.md#images-that-cannot-be-read)"
     ),
     "data.synthetic.train": "training images of the `synthetic` source",
-    "data.synthetic.test": "its test images",
-    "data.synthetic.classes": "its classes",
-    "data.synthetic.channels": "channels of its images",
-    "batch.global": "samples of an optimizer step, over all ranks",
-    "batch.micro": "samples of one forward and backward pass, and so of one BatchNorm; `batch.global` is a multiple",
+    "data.synthetic.test": "test images of the `synthetic` source",
+    "data.synthetic.classes": "classes of the `synthetic` source",
+    "data.synthetic.channels": "channels of the `synthetic` source",
+    "batch.global": "samples per optimizer step, over all ranks",
+    "batch.micro": (
+        "samples per forward and backward pass, and per BatchNorm; `batch.global` must be a multiple of it"
+    ),
     "optim.name": (
-        "the optimizer; or your own as `package.module:function`, called with parameter groups and these settings as "
-        "[`fit`'s](python.md) is"
+        "the optimizer, or your own as `package.module:function`, called with parameter groups and these settings like "
+        "the optimizer of [`fit`](python.md)"
     ),
-    "optim.learning_rate": "the peak",
-    "optim.head_learning_rate": "the peak of the last layer's learning rate, which follows the same schedule",
-    "optim.momentum": "of `sgd` and `lars`",
-    "optim.nesterov": "Nesterov's form of momentum; `lars` has no such form",
-    "optim.weight_decay": "of weights; biases and normalisation layers have none",
+    "optim.learning_rate": "peak learning rate",
+    "optim.head_learning_rate": "peak learning rate of the last layer; it follows the same schedule",
+    "optim.momentum": "momentum of `sgd` and `lars`",
+    "optim.nesterov": "Nesterov momentum, for `sgd` only",
+    "optim.weight_decay": "weight decay of weights; biases and normalisation layers have none",
     "optim.decay_all": (
-        "biases and normalisation layers decay too, which cost AlexNet 1.3 points at 64K (Jia et al. 2018)"
+        "decay biases and normalisation layers too, which cost AlexNet 1.3 points at 64K (Jia et al. 2018)"
     ),
-    "optim.clip_norm": "longest gradient (as one vector); 0 does not clip",
-    "optim.variant": "of `lars`: one of [these](recipes.md#lars); `sgd` ignores this and the next two",
-    "optim.trust_coefficient": "of `lars`: how far a weight moves at a learning rate of 1, as a share of its norm",
-    "optim.eps": "of `lars`: added to the gradient's norm",
-    "schedule.warmup_epochs": "epochs of linear warm-up, step by step",
-    "schedule.decay": "of the learning rate, after the warm-up",
-    "schedule.power": "of `poly`",
-    "schedule.end": "the learning rate that the decay runs towards, at most `optim.learning_rate`",
-    "loss.label_smoothing": "of the cross-entropy, as torch has it",
+    "optim.decoupled_decay": (
+        "of `sgd`: each step multiplies the decayed weights by 1 - `optim.weight_decay` x the learning rate's share of "
+        "its peak, instead of adding to the gradient; as Composer's DecoupledSGDW"
+    ),
+    "optim.clip_norm": "largest norm of the whole gradient; 0 does not clip",
+    "optim.variant": "variant of `lars`: one of [these](recipes.md#lars); `sgd` ignores this and the next two",
+    "optim.trust_coefficient": (
+        "trust coefficient of `lars`: the change of a weight at a learning rate of 1, as a share of its norm"
+    ),
+    "optim.eps": "`lars`: added to the gradient's norm",
+    "schedule.warmup_epochs": "epochs of linear warm-up, updated every step",
+    "schedule.decay": "decay of the learning rate after the warm-up",
+    "schedule.power": "exponent of `poly`",
+    "schedule.end": "final learning rate of the decay, at most `optim.learning_rate`",
+    "loss.name": (
+        "`cross_entropy`, or `bce`: binary cross-entropies summed over the classes, with which "
+        "`model.options.prior_bias=true` lets a ResNet start well; `test_loss` is always a cross-entropy"
+    ),
+    "loss.label_smoothing": "label smoothing: the share of the target that is spread evenly over all classes",
     "comm.algorithm": (
-        "the all-reduce of gradients; `auto` is the best for each bucket; `ring` is the backend's own, which rounds 16 "
+        "all-reduce of gradients; `auto` chooses the best for each bucket; `ring` is the backend's, which rounds to 16 "
         "bits at every hop; see [communication](communication.md)"
     ),
-    "comm.dtype": "of gradients between hosts: `fp32` is unrounded, `fp16` turns the loss scale on",
+    "comm.dtype": "dtype of gradients between hosts: `same` does not round, `fp16` enables the loss scale",
     "comm.bucket_mb": (
-        "gradients are fused into buckets of up to this size, in MiB; `auto`: 25 within one host, and between hosts "
-        "whatever ends communication soonest"
+        "largest size of a gradient bucket in MiB; `auto` is 25 on one host, and between hosts the size that finishes "
+        "communication first"
     ),
     "comm.timeout_s": (
-        "a rank that is stuck for so many seconds is named, and the run ends, or is [restarted](reliability.md); "
-        "before the first step is done it has 600 s, and three times what anything took so far"
+        "seconds after which a stuck rank is reported and the run ends or is [restarted](reliability.md); before the "
+        "first step is done, the limit is 600 s or three times the longest phase so far"
     ),
-    "comm.timeline": (
-        "every rank writes a [timeline](clusters.md#what-runs-underneath-backward) of its newest 50 steps"
-    ),
-    "precision.name": "the number format that is computed in: see [precision](precision.md)",
-    "precision.loss_scale": "a fixed loss scale; by default a dynamic one, where gradients pass through fp16",
+    "comm.timeline": ("write a [timeline](clusters.md#timeline) of the newest 50 steps of every rank"),
+    "precision.name": "number format of the computation: see [precision](precision.md)",
+    "precision.loss_scale": "fixed loss scale; by default it is dynamic, and only used if gradients pass through fp16",
     "train.epochs": (
-        "may be a fraction; steps = floor(epochs x samples / batch.global). Where an override leaves no room for the "
-        "recipe's warm-up, the warm-up is shortened [in proportion](recipes.md#shorter-runs)"
+        "epochs, may be a fraction; steps = floor(epochs x samples / batch.global). If an override makes the run too "
+        "short for the recipe's warm-up, the warm-up is shortened [in proportion](recipes.md#shorter-runs)"
     ),
-    "train.steps": "[ends the run](recipes.md#shorter-runs) after so many steps, instead of `train.epochs`",
-    "train.target_top1": "the accuracy whose time `summary.json` reports",
+    "train.steps": "number of steps, [instead of](recipes.md#shorter-runs) `train.epochs`",
+    "train.target_top1": "top-1 for which `summary.json` reports the time",
     "train.evaluate_every": (
-        "epochs between evaluations; one follows the last step in any case, and with 0 that is the only one"
+        "epochs between evaluations; 0 evaluates only after the last step, which is always evaluated"
     ),
+    "train.ema_half_life_epochs": (
+        "half-life of the [moving average of the weights](recipes.md#averaged-weights), which is then evaluated and "
+        "stored instead of the weights; 0 keeps no average"
+    ),
+    "train.ema_every_steps": "steps between updates of the average",
+    "train.patience": (
+        "end the run after this many evaluations in a row without a better top-1; by default it is trained to its end"
+    ),
+    "train.stop_at_target": "end the run at the first evaluation that reaches `train.target_top1`",
     "train.examples": (
-        "pictures of the test images that the newest evaluation was most confidently wrong about, kept in the run "
-        "(`mistakes.json`) for its [report](report.md); 0 keeps none"
+        "number of most confident mistakes of the newest evaluation to keep (`mistakes.json`) for the "
+        "[report](report.md); 0 keeps none"
+    ),
+    "train.noise_every": (
+        "steps between measurements of the [gradient noise scale](batch-size.md#the-gradient-noise-scale), which "
+        "predicts the cost of larger batches; 0 measures none"
     ),
     "checkpoint.every_steps": "steps between checkpoints",
     "checkpoint.every_minutes": (
-        "minutes between checkpoints; with neither, so often that writing takes 1 % of the time"
+        "minutes between checkpoints; if neither is set, the interval is chosen so that writing takes 1 % of the time"
     ),
-    "checkpoint.keep": "newest checkpoints that are kept; the best is kept besides",
-    "run.dir": "the run's folder",
-    "run.device": "`auto` is `cuda` where there is one, else `cpu`",
-    "run.threads": "threads of a rank",
-    "run.decode_threads": "threads of a rank that decode images",
+    "checkpoint.keep": "number of newest checkpoints to keep",
+    "checkpoint.keep_best": (
+        "number of checkpoints with the best top-1 to keep as well; a slow disk may miss one that is not the best"
+    ),
+    "run.dir": "folder of the run",
+    "run.device": "`auto` is `cuda` if available, else `cpu`",
+    "run.threads": "threads per rank",
+    "run.decode_threads": "threads per rank that decode images",
+    "run.decode_in": "`threads` of the rank, or a separate `process` per rank; `auto` is the latter on accelerators",
     "run.preempt_signal": (
-        "the signal that [a batch system sends](reliability.md) before it takes the host, besides SIGTERM; the run "
-        "saves and ends with 128 + its number"
+        "signal that [a batch system sends](reliability.md) before it preempts the host, in addition to SIGTERM; the "
+        "run saves and exits with 128 + its number"
     ),
     "run.compare_every": (
-        "steps after which ranks [compare their weights](precision.md#ranks-that-drift-apart), as they do before "
-        "checkpoints and evaluations; 0: never"
+        "steps between [comparisons of the ranks' weights](precision.md#ranks-that-drift-apart), which also run before "
+        "checkpoints and evaluations; 0: only then"
+    ),
+    "run.mllog": (
+        "write [MLPerf's log](recipes.md#what-a-run-leaves), `mllog.txt`; it ends when `train.target_top1` is reached; "
+        "a resumed run does not continue it"
     ),
     "run.deterministic": (
-        "only [deterministic algorithms](gpus.md#deterministic) of torch, cuDNN and cuBLAS; by default cuDNN's "
-        "convolutions are chosen by timing, which is faster, and on CUDA a resumed run is the same to rounding only"
+        "use only [deterministic algorithms](gpus.md#deterministic-runs) of torch, cuDNN and cuBLAS; by default cuDNN "
+        "selects convolutions by timing, which is faster, and on CUDA a resumed run is the same only up to rounding"
     ),
-    "provenance": (
-        "settings whose values no source gives, and what they rest on: see [provenance](recipes.md#provenance)"
-    ),
+    "provenance": ("the source of a value, or the reason for it: see [provenance](recipes.md#provenance)"),
 }
 
-# Where the schema has None, which is no value that a user could give: what a run takes instead.
+# Defaults of settings with a schema default of None, which TOML cannot express.
 DEFAULTS = {
-    "name": "that of the file",
-    "model.weights": "none: the seed decides",
-    "optim.head_learning_rate": "as the others",
+    "name": "name of the file",
+    "model.weights": "none: random, from the seed",
+    "optim.head_learning_rate": "`optim.learning_rate`",
+    "data.test_image_size": "`data.image_size`",
     "optim.nesterov": "true for `sgd` with momentum",
     "precision.loss_scale": "dynamic",
-    "train.epochs": "one of both must be set",
-    "train.steps": "one of both must be set",
+    "train.patience": "none",
+    "train.epochs": "set this or `train.steps`",
+    "train.steps": "set this or `train.epochs`",
     "run.dir": "`runs/<name>-<nnn>`",
     "run.threads": "a share of the cores",
-    "run.decode_threads": "as `run.threads`",
+    "run.decode_threads": "`run.threads`; with an accelerator 2 less",
 }
 
-# Texts of which the Structs take these alone (`require_one_of`); model.name takes a factory's besides.
+# Strings that the Structs accept (`require_one_of`).
 CHOICES = {
     "model.name": [*MODELS, "package.module:factory"],
     "optim.name": [*OPTIMIZERS, "package.module:function"],
@@ -193,16 +230,16 @@ LINK = re.compile(r"\[([^]]+)\]\([^)]+\)")
 HEADER = """\
 # Settings
 
-Written by `megabatch settings --markdown > docs/settings.md`; a test asks that it is current. `megabatch settings
-optim` prints a part of it on the terminal, and `megabatch show RECIPE --toml` the values of a recipe.
-[Recipes](recipes.md) says how they are given: in a TOML file, and on the command line as `section.key=value`.
+Set them in a TOML file, or on the command line as `section.key=value`: see [recipes](recipes.md). `megabatch settings
+optim` prints a part of this page, and `megabatch show RECIPE --toml` prints the values of a recipe.
 
-`[` and `]` are bounds that belong to a range, `(` and `)` bounds that do not.
+`[` and `]` are bounds inside a range, `(` and `)` are bounds outside it. This page is generated by `megabatch settings
+--markdown > docs/settings.md`; a test checks that it is current.
 """
 
 
 class Setting(Struct, frozen=True):
-    """A row of the reference; the texts are Markdown."""
+    """A row of the reference. Its texts are Markdown."""
 
     name: str
     takes: str
@@ -219,7 +256,7 @@ def all_settings() -> list[Setting]:
 
 
 def takes(key: str) -> str:
-    """Type and range, such as: number in (0, 1e6]."""
+    """Return type and range, such as: number in (0, 1e6]."""
     if key in CHOICES:
         return ", ".join(f"`{choice}`" for choice in CHOICES[key])
     kind = FIELDS[key].type
@@ -239,14 +276,16 @@ def kinds(kind: msgspec.inspect.Type) -> Iterator[str]:
             yield ", ".join(f"`{value}`" for value in kind.values)
         case msgspec.inspect.StrType():
             yield "text"
+        case msgspec.inspect.ListType(item_type=msgspec.inspect.TupleType()):
+            yield "list of lists"
         case msgspec.inspect.ListType():
-            yield "list of texts"
-        case msgspec.inspect.DictType():
+            yield "list of text"
+        case msgspec.inspect.DictType() | msgspec.inspect.StructType():
             yield "table"
 
 
 def bounds(kind: msgspec.inspect.IntType | msgspec.inspect.FloatType) -> str:
-    """Both ends are there: a test of the schema asks for them."""
+    """Return the range of a number; a test ensures that every number has both bounds."""
     low = f"[{shown(kind.ge)}" if kind.ge is not None else f"({shown(kind.gt)}"
     return f"{low}, " + (f"{shown(kind.le)}]" if kind.le is not None else f"{shown(kind.lt)})")
 
@@ -270,19 +309,19 @@ def default_of(key: str) -> str:
 
 
 def page() -> str:
-    """docs/settings.md."""
+    """Return the text of docs/settings.md."""
     sections: dict[str, list[Setting]] = {}
     for setting in all_settings():
         sections.setdefault(setting.section, []).append(setting)
     lines = [HEADER]
     for section, settings in sections.items():
-        title = f"`{section}`" if section else "The recipe itself"
-        lines += [f"## {title}", "| setting | takes | default | meaning |", "|---|---|---|---|"]
+        title = f"`{section}`" if section else "Recipe"
+        lines += [f"## {title}", "| setting | type | default | meaning |", "|---|---|---|---|"]
         lines += [f"| `{each.name}` | {each.takes} | {each.default} | {each.meaning} |" for each in settings]
         lines.append("")
     return "\n".join(lines)
 
 
 def plain(markdown: str) -> str:
-    """As it is read on a terminal."""
+    """Return Markdown without links and backticks, for a terminal."""
     return LINK.sub(r"\1", markdown).replace("`", "")

@@ -1,4 +1,4 @@
-"""What a recipe can say about images."""
+"""The `data` section of a recipe."""
 
 from typing import Annotated, Literal
 
@@ -7,9 +7,10 @@ from msgspec import Meta, Struct, field
 from megabatch.errors import UserError
 from megabatch.io.reading import MAX_FILE_MB, MEGABYTE
 from megabatch.planning.batch import Count
+from megabatch.planning.sizes import Side, Sizes, check_sizes
 
-MAX_PIXELS = 89_478_485  # as Pillow has it: a quarter of a GiB in memory
-IMAGE_TIMEOUT_S = 120  # longer than it takes a file server to be replaced by another
+MAX_PIXELS = 89_478_485  # Pillow's limit: a quarter of a GiB in memory
+IMAGE_TIMEOUT_S = 120  # longer than the failover of a file server
 CENTER_CROP = 0.875  # 224 of 256
 AUTO_HELD_OUT = 0.1
 Share = Annotated[float, Meta(gt=0, le=1)]
@@ -17,7 +18,7 @@ Auto = Literal["auto"]
 
 
 class SyntheticSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Images that cost nothing to read and can still be learnt, for trials and benchmarks."""
+    """Size of a generated data set that costs nothing to read and can be learnt, for trials and benchmarks."""
 
     train: Count = 10_000
     test: Count = 2_000
@@ -27,39 +28,51 @@ class SyntheticSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     source: str  # a name of NAMED_SOURCES, a folder of class folders, of tars or of IDX files, a .tar or an .npz file
-    # Further folders and tars, joined by the names of their classes.
+    # More folders and tars, joined by class name.
     also: list[Annotated[str, Meta(min_length=1)]] = field(default_factory=list)
-    image_size: Annotated[int, Meta(ge=8, le=8192)]
-    crop_area: Share | None = None  # a random crop takes this share of the image, or more
-    crop_ratio: Annotated[float, Meta(ge=1, le=100)] = 4 / 3  # the widest random crop, and its inverse the highest
-    # Of the shorter side, where images are not cropped at random; auto: 0.875, or 1 if they are small already.
+    image_size: Side  # of training images; the largest if `sizes` is set
+    sizes: Sizes = field(default_factory=list)  # over the run; []: always `image_size`
+    test_image_size: Side | None = None  # of test images; by default `image_size`
+    crop_area: Share | None = None  # the smallest share of the image that a random crop covers
+    crop_ratio: Annotated[float, Meta(ge=1, le=100)] = 4 / 3  # random crops: 1/crop_ratio <= width/height <= crop_ratio
+    # The share of the shorter side that evaluation sees; auto: 0.875, or 1 if the images are small.
     center_crop: Share | Auto = "auto"
     crop_padding: Annotated[int, Meta(ge=0, le=8192)] = 0
     flip: bool = False
-    train_per_class: Count | None = None  # so many training images of each class; by default all
-    # Of the training images, to test on; 0 takes the source's own; auto: a tenth where the source has none.
+    train_per_class: Count | None = None  # training images per class; all by default
+    # The share of the training images to test on.  0: the test images of the source; auto: 0.1 if it has none.
     validation: Annotated[float, Meta(ge=0, lt=1)] | Auto = 0.0
-    validation_seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 1  # chooses these, and those of train_per_class
-    on_error: Literal["raise", "skip"] = "raise"  # where an image cannot be read
-    skip_limit: Share = 0.01  # of the images of an epoch, that may be skipped
-    max_pixels: Count = MAX_PIXELS  # of an encoded image
-    max_file_mb: Annotated[int, Meta(ge=1, le=1_000_000)] = MAX_FILE_MB  # of one, encoded
-    image_timeout_s: Annotated[int, Meta(ge=1, le=86_400)] = IMAGE_TIMEOUT_S  # to read and decode one
+    validation_seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 1  # chooses the images of the previous two
+    on_error: Literal["raise", "skip"] = "raise"  # for an image that cannot be read
+    skip_limit: Share = 0.01  # the share of the images of an epoch that may be skipped
+    max_pixels: Count = MAX_PIXELS  # per encoded image
+    max_file_mb: Annotated[int, Meta(ge=1, le=1_000_000)] = MAX_FILE_MB  # per encoded image
+    image_timeout_s: Annotated[int, Meta(ge=1, le=86_400)] = IMAGE_TIMEOUT_S  # to read and decode an image
     synthetic: SyntheticSettings = field(default_factory=SyntheticSettings)
 
     def __post_init__(self) -> None:
+        check_sizes(self.sizes, self.image_size)
         if self.crop_padding >= self.image_size:
             raise UserError(
-                f"data.crop_padding={self.crop_padding} is no less than data.image_size={self.image_size}: crops would "
-                f"hold nothing but zeros; for example data.crop_padding={self.image_size // 8}"
+                f"data.crop_padding={self.crop_padding} must be less than data.image_size={self.image_size}, or crops "
+                f"would contain only zeros; for example data.crop_padding={self.image_size // 8}"
             )
 
     @property
-    def most_bytes(self) -> int:
+    def test_side(self) -> int:
+        """The side of images in evaluation and of everything that uses the trained network."""
+        return self.test_image_size or self.image_size
+
+    def padding_at(self, side: int) -> int:
+        """Return `crop_padding` for images of another side than `image_size`."""
+        return round(self.crop_padding * side / self.image_size)
+
+    @property
+    def max_file_bytes(self) -> int:
         return self.max_file_mb * MEGABYTE
 
     def held_out(self, has_tests: bool) -> float:
-        """The share of the training images that is tested on, of a source with or without test images of its own."""
+        """Return the share of the training images to test on, given whether the source has test images."""
         if self.validation == "auto":
             return 0.0 if has_tests else AUTO_HELD_OUT
         return self.validation

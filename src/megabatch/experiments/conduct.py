@@ -1,9 +1,9 @@
-"""Conducts a study: searches the arms' learning rates on held-out images, then trains every arm with every seed.
+"""Conduct a study: search the learning rate of each arm on held-out images, then train every arm with every seed.
 
-Of the arms that a criterion is about, and then of the others, all learning rates of one round of the search, and then
-all seeds, are trials in one queue: a core waits at a queue's end alone.  The runs that count are trained on all
-training images and tested once, after their last epoch, on the test images, by which no learning rate was chosen.
-Whenever a run ends, what is known is written.
+Arms of criteria come first, then the others.  All learning rates of a search round, and then all seeds, are trials in
+one queue, so a core is idle only at the end of a queue.  The final runs train on all training images and are evaluated
+once, after their last epoch, on the test images, which no learning rate was chosen by.  Results so far are written
+whenever a run ends.
 """
 
 import hashlib
@@ -34,13 +34,11 @@ from megabatch.ranks.machine import cpu_name, usable_cores
 from megabatch.runs.reader import epoch_losses, read_environment
 from megabatch.runs.records import Summary
 
-# Results of earlier runs, from a study's JSON: they are taken if they are of the same settings, and run no more.
-
-LENGTH = 16  # letters of a fingerprint
+LENGTH = 16  # characters of a fingerprint
 
 
 def fingerprint(trial: Trial) -> str:
-    """Of the settings that determine the run and are not their defaults: one more setting leaves it as it is."""
+    """Return a hash of the settings that affect results and are not defaults.  New settings do not change it."""
     config = load_config(trial.recipe, trial.overrides, report=silent)
     chosen = {key: value for key, value in sorted(decisive_settings(config).items()) if value != default_of(key)}
     return hashlib.sha256(msgspec.json.encode(chosen)).hexdigest()[:LENGTH]
@@ -53,24 +51,27 @@ def default_of(key: str) -> object:
     return member.default if member.default_factory is msgspec.NODEFAULT else member.default_factory()
 
 
-def take_over(design: Design, before: Study, where: str) -> dict[str, SearchRun | SeedRun]:
-    """All results of `before`, by trial; UserError if one is not of this study: it would be lost when it is written."""
+def earlier_results(design: Design, before: Study, where: str) -> dict[str, SearchRun | SeedRun]:
+    """Return the results of `before` by trial.
+
+    Raise UserError if a result is not of this study, since writing the study would lose it.
+    """
     results: dict[str, SearchRun | SeedRun] = {}
-    remedy = "give another --out, or move that file away"
+    remedy = "pass another --out, or move that file"
     for arm in before.arms:
         runs: list[SearchRun | SeedRun] = [*arm.tuned, *arm.runs]
         if runs and arm.name not in [ours.name for ours in design.arms]:
-            raise UserError(f"{where} has runs of an arm {arm.name!r}, which the study has not; {remedy}")
+            raise UserError(f"{where} has runs of arm {arm.name!r}, which is not in the study; {remedy}")
         for run in runs:
             trial = trial_of(design, arm, run)
             if trial is None or trial.name != run.trial or fingerprint(trial) != run.fingerprint:
-                raise UserError(f"{where} has a run {run.trial!r} of other settings than the study's; {remedy}")
+                raise UserError(f"{where} has run {run.trial!r} with settings that differ from the study's; {remedy}")
             results[run.trial] = run
     return results
 
 
 def trial_of(design: Design, arm: Arm, run: SearchRun | SeedRun) -> Trial | None:
-    """What the study would run in its place; None if it has no such run."""
+    """Return the trial of the study that corresponds to an earlier run, or None."""
     ours = design.arm(arm.name)
     if isinstance(run, SearchRun):
         point = Point(run.learning_rate, run.momentum)
@@ -87,7 +88,7 @@ Probes = Mapping[str, Callable[[Path], Curve]]  # curves of a run's folder, by n
 
 
 class Conductor:
-    """Holds what is known so far.  `run` runs trials in `folder`, and tells of each when it ends."""
+    """A study in progress.  `run` runs trials in `folder` and calls back when each ends."""
 
     def __init__(
         self,
@@ -98,11 +99,11 @@ class Conductor:
         probes: Probes,
         write: Callable[[Study], object],
         before: Study | None = None,
-        where: str = "",  # `before` was found
+        where: str = "",  # the file of `before`
     ) -> None:
         self.design, self.folder, self.command = design, folder, command
         self.run, self.probes, self.write = run, probes, write
-        self.results: dict[str, SearchRun | SeedRun] = take_over(design, before, where) if before else {}
+        self.results: dict[str, SearchRun | SeedRun] = earlier_results(design, before, where) if before else {}
         self.took_s = before.took_s if before else 0.0
         self.versions = dict(before.versions) if before else {}
         self.machine = before.machine if before else ""
@@ -155,7 +156,7 @@ class Conductor:
         )
 
     def study(self) -> Study:
-        """As far as it is known."""
+        """Return the study with the results so far."""
         design = self.design
         return Study(
             name=design.name,
@@ -176,7 +177,7 @@ class Conductor:
 
 
 def missing_seeds(design: Design, arms: Sequence[ArmDesign], results: Results) -> list[Planned]:
-    """Seed by seed: whoever looks in before the end sees all arms."""
+    """Return the missing seeds in order of seed, so that partial results cover all arms."""
     wanted = [planned for arm in arms for planned in seeds_of(design, arm, results)]
     return sorted(
         (planned for planned in wanted if planned.trial.name not in results), key=lambda planned: planned.seed or 0
@@ -196,7 +197,7 @@ def arm_so_far(design: Design, arm: ArmDesign, results: Results) -> Arm:
         baseline=arm.baseline,
         learning_rate=point.learning_rate if point else None,
         momentum=point.momentum if point else None,
-        num_trials=most if search.wanted else len(search.tried),  # a search may end before its budget does
+        num_trials=most if search.wanted else len(search.tried),  # a search may not use its whole budget
         num_seeds=0 if is_found and point is None else design.num_seeds(arm),
         tuned=sorted(search.tried.values(), key=lambda run: (run.learning_rate, run.momentum or 0.0)),
         runs=[run for run in found if isinstance(run, SeedRun)],
@@ -204,5 +205,5 @@ def arm_so_far(design: Design, arm: ArmDesign, results: Results) -> Arm:
 
 
 def joined(before: str, now: str) -> str:
-    """Runs may have been begun long ago, and elsewhere."""
+    """Add a version or machine to those of earlier runs."""
     return " and ".join(sorted({*before.split(" and "), now} - {""}))

@@ -1,5 +1,4 @@
-"""What a study is going to do, as its TOML file says it: arms that differ in a few settings, how each finds its
-learning rate, how many seeds, criteria and claims."""
+"""The design of a study, as read from its TOML file: arms, learning-rate search, seeds, criteria and claims."""
 
 import re
 from collections.abc import Iterable
@@ -26,23 +25,23 @@ Seeds = Annotated[int, Meta(ge=1, le=1_000)]
 
 
 class ArmDesign(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One way to train.  Its rate is given, or searched from a coarse grid on, or follows from another arm's."""
+    """One way to train.  Its learning rate is fixed, searched from a coarse grid, or derived from another arm's."""
 
     name: Name
     about: Text = ""
-    settings: tuple[str, ...] = ()  # section.key=value, which distinguish it
+    settings: tuple[str, ...] = ()  # section.key=value, specific to the arm
     learning_rates: tuple[Rate, ...] = ()  # the coarse grid of its search
-    momenta: tuple[Momentum, ...] = ()  # searched within the same budget; the grid is tried with the first
+    momenta: tuple[Momentum, ...] = ()  # searched within the same budget; the grid uses the first
     learning_rate: Rate | None = None
-    learning_rate_of: str = ""  # the arm whose rate it takes
+    learning_rate_of: str = ""  # the arm whose learning rate it uses
     learning_rate_times: Rate = 1.0
-    seeds: Seeds | None = None  # by default the study's
-    baseline: str = ""  # the arm that its gap is taken to; by default the study's
+    seeds: Seeds | None = None  # default: the study's
+    baseline: str = ""  # the arm to compare with; default: the study's
 
 
 class SearchDesign(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     trials: Annotated[int, Meta(ge=1, le=1_000)]  # of every arm that searches
-    held_out: Annotated[float, Meta(gt=0, lt=1)]  # share of the training images that rates are judged by
+    held_out: Annotated[float, Meta(gt=0, lt=1)]  # share of the training images to evaluate learning rates on
 
 
 class Design(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,21 +51,23 @@ class Design(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     setup: Text
     recipe: str
     settings: tuple[str, ...] = ()  # of all arms
-    final_settings: tuple[str, ...] = ()  # of the runs that count, beside those of the search
+    final_settings: tuple[str, ...] = ()  # of the final runs only
     arms: Annotated[tuple[ArmDesign, ...], Meta(min_length=1, max_length=100)] = field(name="arm")
     baseline: str
     search: SearchDesign | None = None
     seeds: Seeds
-    paired: bool = False  # by seed: arms begin with the same weights and see the same images
+    paired: bool = False  # by seed: arms start with the same weights and see the same images
     criteria: tuple[Criterion, ...] = field(name="criterion", default=())
     claims: tuple[Claim, ...] = field(name="claim", default=())
     curve_claims: tuple[CurveClaim, ...] = field(name="curve_claim", default=())
-    # By name: package.module:function, which makes a curve of a run's folder.
+    # Name to package.module:function, which computes a curve from a run's folder.
     curves: dict[Name, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", self.name):
-            raise UserError(f"name={self.name!r} is no part of a file's name; for example name={slug(self.name)!r}")
+            raise UserError(
+                f"name={self.name!r}: expected only a-z, 0-9 and hyphens; for example name={slug(self.name)!r}"
+            )
         self.check_names()
         for arm in self.arms:
             self.check_rates(arm)
@@ -77,11 +78,11 @@ class Design(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def check_names(self) -> None:
         names = [arm.name for arm in self.arms]
         slugs = [slug(name) for name in names]
-        for name, own in zip(names, slugs, strict=True):
-            if not own or slugs.count(own) > 1:
-                raise UserError(f"arm {name!r} is in a folder's name {own!r}, as no other arm may be; give another")
+        for name, folder in zip(names, slugs, strict=True):
+            if not folder or slugs.count(folder) > 1:
+                raise UserError(f"arm {name!r}: its folder name {folder!r} is empty or used by another arm; rename it")
         if "training loss" in self.curves:
-            raise UserError("curves: every run has a 'training loss'; give another name")
+            raise UserError("curves: 'training loss' is reserved; use another name")
         compared = [claim.better for claim in self.claims] + [claim.worse for claim in self.claims]
         compared += [claim.more for claim in self.curve_claims] + [claim.less for claim in self.curve_claims]
         compared += [name for criterion in self.criteria for name in (criterion.arm, criterion.baseline)]
@@ -100,24 +101,26 @@ class Design(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
         if arm.learning_rate_of and self.arm(arm.learning_rate_of).learning_rate_of:
             raise UserError(
-                f"arm {arm.name!r}: learning_rate_of={arm.learning_rate_of!r}, which takes another's itself; name that"
+                f"arm {arm.name!r}: learning_rate_of={arm.learning_rate_of!r} refers to another arm; name that arm"
             )
         if arm.momenta and not arm.learning_rates:
-            raise UserError(f"arm {arm.name!r}: momenta are searched where learning_rates are; leave them out")
+            raise UserError(f"arm {arm.name!r}: momenta need learning_rates; add learning_rates or remove momenta")
         if not arm.learning_rates:
             return
         if self.search is None:
-            raise UserError(f"arm {arm.name!r} has learning_rates; [search] must say trials and held_out")
+            raise UserError(
+                f"arm {arm.name!r} has learning_rates, which need trials and held_out; add them in [search]"
+            )
         if (
             not is_ascending(arm.learning_rates)
             or len(arm.learning_rates) < 2
             or len({*arm.momenta}) < len(arm.momenta)
         ):
-            raise UserError(f"arm {arm.name!r}: expected two learning_rates or more, ascending, and no momentum twice")
+            raise UserError(f"arm {arm.name!r}: expected at least two learning_rates, ascending, and distinct momenta")
         least = len(arm.learning_rates) + max(0, len(arm.momenta) - 1)
         if self.search.trials < least:
             raise UserError(
-                f"search.trials={self.search.trials}: arm {arm.name!r} begins with {least}; nearest: {least}"
+                f"search.trials={self.search.trials}: arm {arm.name!r} starts with {least} trials; nearest: {least}"
             )
 
     def arm(self, name: str) -> ArmDesign:
@@ -125,7 +128,7 @@ class Design(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def num_trials(self) -> int:
-        """With every search and every seed."""
+        """Return the number of all trials of searches and seeds."""
         trials = self.search.trials if self.search else 0
         return sum(trials * bool(arm.learning_rates) + self.num_seeds(arm) for arm in self.arms)
 
@@ -133,9 +136,9 @@ class Design(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.seeds if arm.seeds is None else arm.seeds
 
     def stages(self) -> list[tuple[ArmDesign, ...]]:
-        """Arms in the order in which they are run: first those that a criterion is about, and whose rates they take.
+        """Return the arms in running order: first those of criteria and the arms whose learning rates they use.
 
-        Whoever looks in before the end sees what the study set out to show.
+        Partial results then already answer the question of the study.
         """
         named = {name for criterion in self.criteria for name in (criterion.arm, criterion.baseline)}
         named |= {arm.learning_rate_of for arm in self.arms if arm.name in named}
@@ -148,9 +151,7 @@ def is_ascending(values: Iterable[float]) -> bool:
     return all(low < high for low, high in pairwise(values))
 
 
-# The studies that come with megabatch, and those of a user: TOML files.
-
-LONGEST_PATH = 300  # letters of one that are shown
+LONGEST_PATH = 300  # characters shown
 
 
 def known_studies() -> dict[str, Traversable]:
@@ -161,7 +162,7 @@ def known_studies() -> dict[str, Traversable]:
 
 
 def read_design(study: str) -> Design:
-    """Of a name, or of a user's file; UserError."""
+    """Read the design of a known study or of a TOML file."""
     shown, known = one_line(study, LONGEST_PATH), known_studies()
     try:
         tables = parse_toml(known[study].read_text("utf-8")) if study in known else read_toml(study)

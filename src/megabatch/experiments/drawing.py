@@ -1,7 +1,7 @@
-"""How figures look: SVG whose text stays text, on white, and whose bytes depend on what is drawn alone.
+"""The style of matplotlib plots: SVG on white, with text as text, and reproducible bytes.
 
-Colours are those of Okabe and Ito 2008, which the colour-blind tell apart; grey in place of yellow, which is faint on
-white.
+The colours are those of Okabe and Ito 2008, which colour-blind readers can distinguish.  Grey replaces yellow, which is
+faint on white.
 """
 
 import io
@@ -21,7 +21,7 @@ GREY, INK = "#767676", "#222222"
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "megabatch",
-    "font.family": ["DejaVu Sans", "sans-serif"],  # matplotlib brings the first, and measures text with it
+    "font.family": ["DejaVu Sans", "sans-serif"],  # matplotlib includes the first and measures text with it
     "font.size": 9,
     "text.color": INK,
     "text.parse_math": False,  # a $ in a name is a $
@@ -38,20 +38,20 @@ STYLE: dict[Any, Any] = {
     "figure.facecolor": "white",
     "savefig.facecolor": "white",
 }
-MOST_DETAILED = 1e4  # highest to lowest on a logarithmic axis that shows more than powers of ten
+MOST_DETAILED = 1e4  # largest ratio of a logarithmic axis with ticks between powers of ten
 LABEL_INCHES = 0.165  # from one line of text to the next
 
 
 def require_matplotlib() -> None:
-    """To be called before what takes long begins: figures come last, of a study hours later."""
+    """Raise UserError if matplotlib is missing.  Call this first: a study draws its plots hours later."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise UserError("matplotlib is not installed, and figures need it; pip install 'megabatch[studies]'") from None
+        raise UserError("plots need matplotlib, which is not installed; pip install 'megabatch[studies]'") from None
 
 
 def to_svg(draw: Callable[["Figure"], None]) -> str:
-    """What `draw` puts on an empty figure.  The user's own matplotlib settings do not show in it."""
+    """Return what `draw` paints on an empty figure as SVG, independent of the user's matplotlib settings."""
     require_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure
@@ -76,7 +76,7 @@ def dash_of(index: int) -> str:
 
 
 def mark_log_ticks(axis: "Axis", low: float, high: float) -> None:
-    """1, 2, 5, 10, in plain figures; over many decades 1, 10, 100."""
+    """Set ticks at 1, 2, 5, 10, or over many decades at 1, 10, 100, without exponents."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     steps = (1.0, 2.0, 5.0) if high <= low * MOST_DETAILED else (1.0,)
@@ -86,7 +86,7 @@ def mark_log_ticks(axis: "Axis", low: float, high: float) -> None:
 
 
 def label_ends(axes: "Axes", ends: Sequence[tuple[float, float, str, str]], height_inches: float) -> None:
-    """Names lines at the right edge, with a leader from where each ends: x, y, name, color."""
+    """Label lines at the right edge, with a leader from each end: x, y, name, color."""
     to_axes = axes.transScale + axes.transLimits
     points = [to_axes.transform((x, y)) for x, y, _, _ in ends]
     heights = [min(max(float(point[1]), 0.0), 1.0) for point in points]
@@ -99,9 +99,9 @@ def label_ends(axes: "Axes", ends: Sequence[tuple[float, float, str, str]], heig
 
 
 def spread_apart(heights: Sequence[float], distance: float) -> list[float]:
-    """Moves heights between 0 and 1 as far as they need to lie `distance` apart, in the same order.
+    """Move heights between 0 and 1 to be at least `distance` apart, in the same order.
 
-    Neighbours that are too close form a block about their middle, which grows by the blocks that it then touches.
+    Heights that are too close form a block around their mean, which absorbs the blocks that it touches.
     """
     order = sorted(range(len(heights)), key=heights.__getitem__)
     blocks: list[list[int]] = []

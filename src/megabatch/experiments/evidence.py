@@ -1,22 +1,21 @@
-"""What a study found, as it stands in its JSON.  Every figure of its page is computed from this.
+"""The results of a study, as stored in its JSON.  Every value on its page is computed from them.
 
-Every run that has finished is in it, by the name of its trial and a fingerprint of its settings: a later start, on
-whatever machine, takes it from here and does not run it again.  Top-1 is a share of 1.  What is not finite becomes null
-in JSON, and is read back as None.
+They include every finished run, by the name of its trial and a fingerprint of its settings, so that a later start on
+any machine does not repeat it.  Top-1 is a share of 1.  Values that are not finite are null in JSON and read as None.
 """
 
 import re
 
 from msgspec import Struct, field
 
-Curve = list[tuple[float, float | None]]  # epoch, and the value there; None: not finite
+Curve = list[tuple[float, float | None]]  # epoch and value; None: not finite
 
 
 class SearchRun(Struct, frozen=True, kw_only=True):
     trial: str
     fingerprint: str  # of its settings
     learning_rate: float
-    momentum: float | None = None  # None: it was not searched
+    momentum: float | None = None  # None: not searched
     top1: float | None  # on held-out images; None: diverged
 
 
@@ -27,24 +26,24 @@ class SeedRun(Struct, frozen=True, kw_only=True):
     top1: float | None  # None: diverged
     test_loss: float | None
     wall_s: float
-    curves: dict[str, Curve]  # by name: the training loss, and what else the study asks for
+    curves: dict[str, Curve]  # by name: the training loss and the curves of the design
 
 
 class Arm(Struct, frozen=True, kw_only=True):
     name: str
     about: str
-    settings: list[str]  # that distinguish it: section.key=value
-    baseline: str = ""  # that its gap is taken to, if not the study's
+    settings: list[str]  # section.key=value, specific to the arm
+    baseline: str = ""  # the arm to compare with, if not the study's
     learning_rate: float | None  # of its runs; None: not found, or not yet
     momentum: float | None = None  # None: the recipe's
-    num_trials: int = 0  # that its search has when it is complete
-    num_seeds: int  # likewise
+    num_trials: int = 0  # of the complete search
+    num_seeds: int  # of the complete arm
     tuned: list[SearchRun] = field(default_factory=list)
     runs: list[SeedRun] = field(default_factory=list)
 
     @property
     def top1s(self) -> list[float]:
-        """Of the seeds that did not diverge."""
+        """Return the top-1 of the seeds that did not diverge."""
         return [run.top1 for run in self.runs if run.top1 is not None]
 
     @property
@@ -61,25 +60,25 @@ class Arm(Struct, frozen=True, kw_only=True):
 
 
 class Criterion(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a study set out to show: how far the arm's mean top-1 lies below the baseline's, in percentage points."""
+    """A bound on how far the arm's mean top-1 may be below the baseline's, in percentage points."""
 
     arm: str
     baseline: str
-    max_gap_points: float | None = None  # at most
-    max_upper_points: float | None = None  # the upper end of the 95 % interval lies below
+    max_gap_points: float | None = None
+    max_upper_points: float | None = None  # exclusive bound on the upper end of the 95 % interval
 
 
 class Claim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What somebody has found elsewhere: that one arm is better than another, or (by 0 points) that it is not."""
+    """A published result: one arm is better than another, or (by 0 points) equally good."""
 
     text: str  # a sentence
     better: str
     worse: str
-    points: float | None = None  # by which, there; None: not told
+    points: float | None = None  # published gap; None: not published
 
 
 class CurveClaim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """That a curve, from its first value to its last, grows by a larger factor in one arm than in another."""
+    """A published result: a curve grows by a larger factor, from first to last value, in one arm than in another."""
 
     text: str
     curve: str
@@ -93,8 +92,8 @@ class Study(Struct, frozen=True, kw_only=True):
     question: str
     command: str  # that ran it
     setup: str  # data set, network, epochs, held-out images: in prose
-    baseline: str  # the arm that gaps are taken to
-    paired: bool = False  # gaps are taken seed by seed
+    baseline: str  # the arm to compare with
+    paired: bool = False  # by seed
     arms: list[Arm]
     criteria: list[Criterion]
     took_s: float  # core seconds
@@ -106,7 +105,7 @@ class Study(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         names = [arm.name for arm in self.arms]
         if len(set(names)) != len(names):
-            raise ValueError(f"two arms have one name: {names}")
+            raise ValueError(f"duplicate arm names: {names}")
         of_criteria = [name for criterion in self.criteria for name in (criterion.arm, criterion.baseline)]
         of_claims = [name for claim in self.claims for name in (claim.better, claim.worse)]
         of_claims += [name for claim in self.curve_claims for name in (claim.more, claim.less)]
@@ -131,5 +130,5 @@ class Study(Struct, frozen=True, kw_only=True):
 
 
 def slug(name: str) -> str:
-    """As part of a file's name."""
+    """Return a name as part of a file name."""
     return re.sub("[^a-z0-9]+", "-", name.lower().replace("'", "")).strip("-")

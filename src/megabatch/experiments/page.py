@@ -1,4 +1,4 @@
-"""A study as files: its JSON, its figures, and a page that says what it shows.  The page is computed from the JSON."""
+"""The files of a study: JSON, plots and a Markdown page.  Plots and page are computed from the JSON."""
 
 import re
 from collections.abc import Sequence
@@ -7,8 +7,9 @@ from pathlib import Path
 import msgspec
 
 from megabatch.errors import UserError
+from megabatch.experiments.batch_limit import answer_lines
 from megabatch.experiments.evidence import Arm, Study, slug
-from megabatch.experiments.figures import Drawing, curve_names, draw_figures, mean_curve
+from megabatch.experiments.plots import Plot, curve_names, draw_plots, mean_curve
 from megabatch.experiments.verdict import (
     divergence,
     gap_words,
@@ -26,30 +27,27 @@ from megabatch.io.reading import Undecodable, read_json
 
 NONE = "-"
 NOTE = (
-    "Top-1 in %. Intervals hold the mean over seeds with 95 % confidence (Student's t; of gaps Welch's): they are "
-    "about other seeds, not other test images, and not about the choice of the rate, which was made with one seed. A "
-    "gap counts points below the baseline, so that a negative one lies above it. An arm with a diverged seed has no "
-    "mean."
+    "Top-1 in %. Intervals contain the mean over seeds with 95 % confidence (Student's t; for gaps Welch's). They are "
+    "about the choice of seeds, not of test images or of the learning rate, which was chosen with one seed. A gap is "
+    "in points below the baseline; a negative gap is above it. An arm with a diverged seed has no mean."
 )
-PAIRED_NOTE = NOTE.replace(
-    "of gaps Welch's", "gaps are taken seed by seed, between runs that begin with the same weights"
-)
+PAIRED_NOTE = NOTE.replace("for gaps Welch's", "gaps are paired by seed, between runs that start with the same weights")
 
 
 def write_study(study: Study, folder: Path) -> list[Path]:
-    """Writes <study>.json, <study>-<figure>.svg and <study>.md; the JSON first, since it took hours."""
+    """Write <study>.json, <study>-<plot>.svg and <study>.md; the JSON first, since it took hours."""
     folder.mkdir(parents=True, exist_ok=True)
     text = to_json(study)
     written = [write_file(folder / f"{study.name}.json", text)]
     study = load_study(written[0])
-    drawings = draw_figures(study)
-    for drawing in drawings:
-        written.append(write_file(folder / figure_file(study, drawing), drawing.svg.encode()))
-    return [*written, write_file(folder / f"{study.name}.md", page(study, drawings).encode())]
+    plots = draw_plots(study)
+    for plot in plots:
+        written.append(write_file(folder / plot_file(study, plot), plot.svg.encode()))
+    return [*written, write_file(folder / f"{study.name}.md", page(study, plots).encode())]
 
 
 def to_json(study: Study) -> bytes:
-    """Indented, but for lists of numbers: a point of a curve is one line."""
+    """Return indented JSON with lists of numbers, such as points of curves, on one line."""
     text = msgspec.json.format(msgspec.json.encode(study), indent=1)
     return re.sub(rb'\[\n([^][{}"]*)\n *\]', lambda found: b"[" + b" ".join(found[1].split()) + b"]", text) + b"\n"
 
@@ -58,15 +56,15 @@ def load_study(path: Path) -> Study:
     try:
         return read_json(path, Study)
     except FileNotFoundError:
-        raise UserError(f"{str(path)!r} is not there; `megabatch study` writes it") from None
+        raise UserError(f"{str(path)!r} does not exist; `megabatch study` writes it") from None
     except Undecodable as error:
         raise UserError(
-            f"{str(path)!r} is not the JSON of a study: {error}; move it away, and `megabatch study` makes it again"
+            f"{str(path)!r} is not the JSON of a study: {error}; delete it and run `megabatch study` again"
         ) from None
 
 
-def page(study: Study, drawings: Sequence[Drawing]) -> str:
-    figures = {drawing.name: figure_link(study, drawing) for drawing in drawings}
+def page(study: Study, plots: Sequence[Plot]) -> str:
+    links = {plot.name: plot_link(study, plot) for plot in plots}
     parts = [
         f"# {study.title}",
         study.question,
@@ -75,29 +73,31 @@ def page(study: Study, drawings: Sequence[Drawing]) -> str:
         f"Printed by `{study.command}`; every value of every seed is in [{study.name}.json]({study.name}.json).",
         accuracy_table(study),
         PAIRED_NOTE if study.paired else NOTE,
-        figures.pop("accuracy", ""),
+        links.pop("accuracy", ""),
+        links.pop("epochs", ""),
     ]
     if any(arm.tuned for arm in study.arms):
-        parts += ["## Learning rates", figures.pop("search", ""), search_table(study), edges(study)]
+        parts += ["## Learning rates", links.pop("search", ""), search_table(study), edges(study)]
     if names := curve_names(study):
         parts.append("## Over the epochs")
         for name in names:
-            parts += [figures.pop(slug(name), ""), curve_table(study, name)]
-    assert not figures, f"no place on the page for {list(figures)}"
-    parts += ["## Set-up", study.setup, arm_table(study), origin(study)]
+            parts += [links.pop(slug(name), ""), curve_table(study, name)]
+    assert not links, f"plots that are not on the page: {list(links)}"
+    parts += ["## Setup", study.setup, arm_table(study), origin(study)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def answers(study: Study) -> str:
-    """Each criterion: whether it holds, and by what; and what others have found, beside what is found here."""
+    """Return whether each criterion holds, and each published result with the result of this study."""
     criteria = [f"{judge(study, criterion).text}." for criterion in study.criteria]
     claims = [f"{claim.text} Here {judge_claim(study, claim).text}." for claim in study.claims]
     curve_claims = [f"{claim.text} Here {judge_curves(study, claim).text}." for claim in study.curve_claims]
-    return bullets([capital(line) for line in [*criteria, *claims, *curve_claims]])
+    limits = [f"{line[0].upper()}{line[1:]}." for line in answer_lines(study)]
+    return bullets([capital(line) for line in [*criteria, *claims, *curve_claims, *limits]])
 
 
 def capital(line: str) -> str:
-    """Of what is said "so far"; the name of an arm stays as it is."""
+    """Capitalise "so far"; the name of an arm keeps its case."""
     return line[0].upper() + line[1:] if line.startswith("so far ") else line
 
 
@@ -105,15 +105,15 @@ def progress(study: Study) -> str:
     if study.num_runs >= study.num_planned:
         return ""
     return (
-        f"**{study.num_runs} of {study.num_planned} runs have been made**: what follows is about these alone, and "
-        "nothing is judged before all seeds of its arms have been run."
+        f"**{study.num_runs} of {study.num_planned} runs are complete.** This page covers only these runs; an arm is "
+        "not judged until all its seeds are complete."
     )
 
 
 def accuracy_table(study: Study) -> str:
     head = (
         "arm",
-        "what it is",
+        "description",
         "learning rate",
         "mean",
         "standard deviation",
@@ -135,7 +135,7 @@ def accuracy_row(study: Study, arm: Arm) -> list[str]:
         point_words(arm),
         points(spread.mean) if spread else NONE,
         points(spread.deviation) if spread and spread.deviation is not None else NONE,
-        range_words(interval) if interval else "one seed: none" if spread else NONE,
+        range_words(interval) if interval else "none: one seed" if spread else NONE,
         "baseline" if arm is baseline else gap_words(gap) if gap else NONE,
         f"{arm.num_diverged} of {len(arm.runs)}{seeds_missing(arm)}" if arm.runs else divergence(arm),
     ]
@@ -152,9 +152,9 @@ def seeds_missing(arm: Arm) -> str:
 
 
 def search_table(study: Study) -> str:
-    """The rates in order, each with what it reached."""
+    """Return the learning rates that were tried and the top-1 of each."""
     rows = [
-        [arm.name, point_words(arm) if arm.is_searched else "search under way", " · ".join(tried_words(arm))]
+        [arm.name, point_words(arm) if arm.is_searched else "search in progress", " · ".join(tried_words(arm))]
         for arm in study.arms
         if arm.tuned
     ]
@@ -162,7 +162,7 @@ def search_table(study: Study) -> str:
 
 
 def tried_words(arm: Arm) -> list[str]:
-    """By momentum, and then by rate."""
+    """Return results in order of momentum and learning rate."""
     words = []
     for run in sorted(arm.tuned, key=lambda run: (run.momentum or 0.0, run.learning_rate)):
         rate = f"{run.learning_rate:g}" + (f" with {run.momentum:g}" if run.momentum is not None else "")
@@ -174,11 +174,11 @@ def tried_words(arm: Arm) -> list[str]:
 
 def edges(study: Study) -> str:
     found = [(arm, rate_at_edge(arm)) for arm in study.arms if arm.is_searched]
-    return bullets([f"The rate of {arm.name} is {edge}." for arm, edge in found if edge])
+    return bullets([f"The learning rate of {arm.name} is {edge}." for arm, edge in found if edge])
 
 
 def curve_table(study: Study, name: str) -> str:
-    """Where the arms' mean curves begin and end, and how far they go."""
+    """Return the first, lowest, highest and last value of each arm's mean curve."""
     rows = []
     for arm in study.arms:
         curve = [] if arm.num_diverged else mean_curve([run.curves.get(name, []) for run in arm.runs])
@@ -201,20 +201,20 @@ def origin(study: Study) -> str:
     if not study.num_runs:
         return ""
     versions = ", ".join(f"{name} {version}" for name, version in study.versions.items())
-    return f"Run with {versions} on {study.machine}; it took {duration(study.took_s)}."
+    return f"Run with {versions} on {study.machine}; total {duration(study.took_s)}."
 
 
 def duration(core_s: float) -> str:
     return f"{core_s / 3600:.1f} core hours" if core_s >= 3600 else f"{core_s / 60:.1f} core minutes"
 
 
-def figure_file(study: Study, drawing: Drawing) -> str:
-    return f"{study.name}-{drawing.name}.svg"
+def plot_file(study: Study, plot: Plot) -> str:
+    return f"{study.name}-{plot.name}.svg"
 
 
-def figure_link(study: Study, drawing: Drawing) -> str:
-    caption = drawing.caption[0].upper() + drawing.caption[1:]
-    return f"![{caption}]({figure_file(study, drawing)})\n\n{caption}."
+def plot_link(study: Study, plot: Plot) -> str:
+    caption = plot.caption[0].upper() + plot.caption[1:]
+    return f"![{caption}]({plot_file(study, plot)})\n\n{caption}."
 
 
 def bullets(lines: Sequence[str]) -> str:

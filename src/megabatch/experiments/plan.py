@@ -1,4 +1,15 @@
-"""Which trials a study has, and which of them are next: a function of its design and of the results that are there."""
+"""The trials of a study and the next ones to run, as functions of its design and results.
+
+An arm searches learning rates, and momenta if its design lists them, within one budget of trials.  With learning rate
+eta and momentum mu, a weight moves by about eta / (1 - mu) times its gradient in the long run, so that
+
+    eta (1 - mu_0) / (1 - mu)
+
+with mu_0 is as fast as eta with mu.  The grid of learning rates is tried with the first momentum.  Then the best
+learning rate is tried with each other momentum, at the same speed.  Finally, the best momentum is kept and the learning
+rates are refined, on the axis of equal speed with the first momentum.  All arms have the same budget, so momenta leave
+fewer trials for the refinement.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,17 +19,6 @@ from megabatch.experiments.design import ArmDesign, Design
 from megabatch.experiments.evidence import SearchRun, SeedRun, slug
 from megabatch.experiments.search import next_learning_rates, rank_of, rounded
 from megabatch.experiments.trials import Trial
-
-# Where an arm is searched: learning rates, and momenta if it asks for them, within one budget of trials.
-#
-# eta learning rate, mu momentum.  A weight moves by about eta / (1 - mu) times its gradient in the end, so that
-#
-#     eta (1 - mu_0) / (1 - mu)
-#
-# is as fast with mu_0 as eta is with mu.  The grid of learning rates is tried with the first momentum.  Then the best
-# of them is tried, as fast, with each other momentum; and with the momentum that was best the rates are made finer,
-# on the axis of those that are as fast with the first.  Momenta take trials from the finer steps: the budget is every
-# arm's.
 
 Score = float | None  # None: diverged
 
@@ -31,7 +31,7 @@ class Point(Struct, frozen=True, order=True):
 def next_points(
     scores: Mapping[Point, Score], grid: Sequence[float], momenta: Sequence[float], budget: int
 ) -> list[Point]:
-    """What to try next; nothing if the budget is used up."""
+    """Return the points to try next, or [] if the budget is used up."""
     if not scores:
         return [Point(rate, momenta[0] if momenta else None) for rate in grid]
     best, left = best_point(scores), budget - len(scores)
@@ -43,13 +43,13 @@ def next_points(
     for point, score in scores.items():
         rate = as_fast_as(point, first).learning_rate
         along[rate] = max(along.get(rate), score, key=rank_of)
-    # One rate may have been tried with several momenta, so that fewer rates than trials are known.
+    # A learning rate may have been tried with several momenta, so there may be fewer rates than trials.
     rates = next_learning_rates(along, len(along) + left)
     return [as_fast_as(Point(rate, first), best.momentum) for rate in rates]
 
 
 def best_point(scores: Mapping[Point, Score]) -> Point:
-    """Of equals the lowest."""
+    """Return the point with the best score, the lowest of equals."""
     return max(sorted(scores), key=lambda point: rank_of(scores[point]))
 
 
@@ -59,29 +59,29 @@ def as_fast_as(point: Point, momentum: float | None) -> Point:
     return Point(rounded(point.learning_rate * (1 - momentum) / (1 - point.momentum)), momentum)
 
 
-SEARCH_SEED = 1_000  # none of those that count
+SEARCH_SEED = 1_000  # not a seed of final runs
 Results = Mapping[str, SearchRun | SeedRun]  # by the name of the trial
 
 
 class Planned(Struct, frozen=True):
     trial: Trial
     point: Point
-    seed: int | None  # None: of the search
+    seed: int | None  # None: a trial of the search
 
 
 class Search(Struct, frozen=True):
     tried: dict[Point, SearchRun]
-    wanted: list[Planned]  # of its next round, those without a result; none if it is complete
+    wanted: list[Planned]  # trials of the next round without a result; [] if the search is complete
 
     @property
     def best(self) -> Point | None:
-        """None where all diverged."""
+        """Return the best point, or None if all diverged."""
         scores = {point: run.top1 for point, run in self.tried.items()}
         return best_point(scores) if any(score is not None for score in scores.values()) else None
 
 
 def search_so_far(design: Design, arm: ArmDesign, results: Results) -> Search:
-    """The search again, round by round, as far as its results are there."""
+    """Replay the search round by round with the results so far."""
     tried: dict[Point, SearchRun] = {}
     while arm.learning_rates:
         assert design.search
@@ -104,7 +104,7 @@ def is_searched(design: Design, arm: ArmDesign, results: Results) -> bool:
 
 
 def chosen_point(design: Design, arm: ArmDesign, results: Results) -> Point | None:
-    """What the arm is trained with, when `is_searched`; None where all diverged."""
+    """Return the point that the arm trains with, once it `is_searched`; None if all diverged."""
     if arm.learning_rate is not None:
         return Point(arm.learning_rate)
     if arm.learning_rates:
@@ -114,7 +114,7 @@ def chosen_point(design: Design, arm: ArmDesign, results: Results) -> Point | No
 
 
 def seeds_of(design: Design, arm: ArmDesign, results: Results) -> list[Planned]:
-    """All that the arm has, with or without a result; none before its search is complete."""
+    """Return the seeds of the arm, with or without a result; [] before its search is complete."""
     point = chosen_point(design, arm, results) if is_searched(design, arm, results) else None
     seeds = range(1, design.num_seeds(arm) + 1) if point else ()
     return [Planned(seed_trial(design, arm, point, seed), point, seed) for seed in seeds if point]
@@ -136,7 +136,7 @@ def seed_trial(design: Design, arm: ArmDesign, point: Point, seed: int) -> Trial
 
 
 def trial_overrides(arm: ArmDesign, point: Point, seed: int) -> tuple[str, ...]:
-    """Tested once, after the last epoch."""
+    """Return the overrides of a trial, which is evaluated once, after the last epoch."""
     searched = [f"optim.learning_rate={point.learning_rate:g}"]
     if point.momentum is not None:
         searched.append(f"optim.momentum={point.momentum:g}")

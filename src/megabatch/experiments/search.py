@@ -1,10 +1,11 @@
-"""Coarse to fine over learning rates, within a budget of trials.
+"""Coarse-to-fine search of the learning rate of a recipe, within a budget of trials.
 
-A geometric grid is tried first.  Then, until the budget is used up: if the best rate lies at an end of what was tried,
-the rate one step beyond it; otherwise the geometric midpoints between it and its neighbours.  Where accuracy has one
-peak over the rates, that peak lies between the best rate's neighbours as soon as the best is not at an end.
+A geometric grid is tried first.  Then, until the budget is used up: if the best learning rate is at an end of the
+tried range, the next step beyond it; otherwise the geometric midpoints between it and its neighbours.  If accuracy has
+one peak over the learning rates, the peak is between the neighbours of the best as soon as the best is not at an end.
 
-A score is an accuracy, or None for a rate that diverged.
+A score is an accuracy, or None for a learning rate that diverged.  Trials are full runs, evaluated on images held out
+of the training images.  The search never uses test images, since that would bias their accuracy.
 """
 
 import math
@@ -23,19 +24,22 @@ from megabatch.errors import UserError
 from megabatch.experiments.trials import SweepScreen, Trial, run_trials, scores_of
 from megabatch.runs.records import Summary
 
-DIGITS = 3  # of a rate
-HELD_OUT = 1 / 12  # of the training images, to judge rates by: 5,000 of Fashion-MNIST's
+DIGITS = 3  # of a learning rate
+HELD_OUT = 1 / 12  # share of the training images: 5,000 of Fashion-MNIST's
+SPAN = 8.0  # factor below and above the recipe's learning rate
+MOST_TRIALS = 1000
+RATE = "optim.learning_rate"
 
 
 def coarse_grid(low: float, high: float, num: int) -> list[float]:
-    """`num` rates from `low` to `high`, each the same multiple of the one before it."""
+    """Return `num` learning rates from `low` to `high` in geometric progression."""
     shares = [index / (num - 1) for index in range(num)]
     return [rounded(low ** (1 - share) * high**share) for share in shares]
 
 
 def next_learning_rates(scores: Mapping[float, float | None], budget: int) -> list[float]:
-    """The rates to try next, at most two; none if the budget is used up or nothing lies between."""
-    assert len(scores) > 1, "the step of a grid shows in two of its rates"
+    """Return at most two learning rates to try next; [] if the budget is used up or the range is exhausted."""
+    assert len(scores) > 1, "a grid has at least two learning rates"
     rates, best = sorted(scores), best_learning_rate(scores)
     if is_at_end(best, scores):
         inner = rates[1] if best == rates[0] else rates[-2]
@@ -43,7 +47,7 @@ def next_learning_rates(scores: Mapping[float, float | None], budget: int) -> li
     else:
         place = rates.index(best)
         neighbours = [rates[place - 1], rates[place + 1]]
-        # The better side first, in case that the budget has one trial left.
+        # The better side first, in case only one trial is left.
         neighbours.sort(key=lambda rate: rank_of(scores[rate]), reverse=True)
         wanted = [math.sqrt(best) * math.sqrt(rate) for rate in neighbours]
     new = [rate for rate in map(rounded, wanted) if rate not in scores and 0 < rate < math.inf]
@@ -51,7 +55,7 @@ def next_learning_rates(scores: Mapping[float, float | None], budget: int) -> li
 
 
 def best_learning_rate(scores: Mapping[float, float | None]) -> float:
-    """Of equals the lowest, and so it is if all have diverged."""
+    """Return the best learning rate, the lowest of equals and if all diverged."""
     return max(sorted(scores), key=lambda rate: rank_of(scores[rate]))
 
 
@@ -67,22 +71,11 @@ def rounded(rate: float) -> float:
     return float(f"{rate:.{DIGITS}g}")
 
 
-# The learning rate of a recipe, found by full runs of it on images that are held out of its training images.
-#
-# Test images are never looked at: a rate that was chosen on them would make their accuracy mean less.
-
-SPAN = 8.0  # below and above the recipe's own rate
-MOST_TRIALS = 1000
-RATE = "optim.learning_rate"
-
-
 class LearningRateSearch(Struct, frozen=True, kw_only=True):
-    """What will be tried."""
-
     recipe: str
-    overrides: tuple[str, ...]  # the user's own
-    held_out: tuple[str, ...]  # and data.validation, where neither they nor the recipe set it
-    config: RunConfig  # of the trials, but for their rate
+    overrides: tuple[str, ...]  # of the user
+    held_out: tuple[str, ...]  # an override of data.validation, unless it is set already
+    config: RunConfig  # of the trials, except for their learning rate
     shape: DataShape  # with held-out images in place of test images
     grid: list[float]
     num_trials: int
@@ -99,10 +92,10 @@ def plan_search(
     num_trials: int,
     folder: Path | None,
 ) -> LearningRateSearch:
-    """Refuses what cannot be run, before anything is."""
-    given = [override for override in overrides if override.partition("=")[0] == "run.dir"]
-    if given:
-        raise UserError(f"{given[0]}: each trial has a folder of its own; give --folder for all of them")
+    """Check the options and settings, and return the search."""
+    for override in overrides:
+        if override.partition("=")[0] == "run.dir":
+            raise UserError(f"{override}: each trial has its own folder; use --folder for all of them")
     config = load_config(recipe, overrides)
     grid = plan_grid(low, high, config.optim.learning_rate, num_coarse, num_trials)
     held_out = () if config.data.held_out(has_tests=True) else (f"data.validation={HELD_OUT!r}",)
@@ -131,26 +124,26 @@ def plan_grid(low: float | None, high: float | None, rate: float, num_coarse: in
     if not low < high < math.inf:
         raise UserError(f"--high {high:g}: expected above --low {low:g} and finite; for example --high {low * 64:g}")
     if num_coarse < 2:
-        raise UserError(f"--coarse {num_coarse}: a range has at least its two ends; nearest: --coarse 2")
+        raise UserError(f"--coarse {num_coarse}: expected at least 2; nearest: --coarse 2")
     if num_trials < num_coarse:
         raise UserError(
-            f"--trials {num_trials} is fewer than --coarse {num_coarse}, with which they begin; "
+            f"--trials {num_trials}: expected at least --coarse {num_coarse}, the first trials; "
             f"nearest: --trials {num_coarse}"
         )
     grid = coarse_grid(low, high, num_coarse)
     if len({*grid}) < num_coarse:
         raise UserError(
-            f"--low {low:g} --high {high:g}: they are too close for {num_coarse} rates of three digits; "
+            f"--low {low:g} --high {high:g}: too close for {num_coarse} learning rates of three digits; "
             f"for example --high {low * 64:g}"
         )
     return grid
 
 
 def search_learning_rates(search: LearningRateSearch, jobs: int, screen: SweepScreen) -> dict[float, Summary]:
-    """Runs all trials; returns what each rate has come to."""
+    """Run all trials; return the summary of each learning rate."""
 
     def run(rates: Sequence[float]) -> dict[float, Summary]:
-        # Those that were run are named again: that their recipe is still the same is looked at each time.
+        # Includes earlier trials: run_trials checks each time that their recipe is unchanged.
         trials = [trial_of(search, rate) for rate in rates]
         return dict(zip(rates, run_trials(trials, search.folder, jobs, screen), strict=True))
 
@@ -165,18 +158,18 @@ def trial_of(search: LearningRateSearch, rate: float) -> Trial:
 
 
 def command_for(search: LearningRateSearch, rate: float) -> str:
-    """The run that the search was for, in a line to paste."""
+    """Return the command that trains with this learning rate."""
     overrides = [override for override in search.overrides if override.partition("=")[0] != RATE]
     return shlex.join(["megabatch", "train", search.recipe, *overrides, f"{RATE}={rate:g}"])
 
 
 def conclude(results: Mapping[float, Summary]) -> tuple[float, str]:
-    """The best rate, and what a user should know of it."""
+    """Return the best learning rate and a sentence about it."""
     scores = scores_of(results)
     best = best_learning_rate(scores)
     if scores[best] is None:
         raise UserError(
-            f"all {len(scores)} rates from {min(scores):g} to {max(scores):g} diverged; for example "
+            f"all {len(scores)} learning rates from {min(scores):g} to {max(scores):g} diverged; for example "
             f"--low {best / SPAN**2:.3g} --high {best:g}"
         )
     if not is_at_end(best, scores):
@@ -184,6 +177,6 @@ def conclude(results: Mapping[float, Summary]) -> tuple[float, str]:
         return best, f"{best:g}, between {below:g} and {above:g}"
     end, side = ("lowest", "below") if best == min(scores) else ("highest", "above")
     return best, (
-        f"{best:g}, the {end} that was tried: one {side} it may be better; "
-        f"the same command with --trials {len(scores) + 4} continues there"
+        f"{best:g}, the {end} that was tried: a value {side} it may be better; "
+        f"run the same command with --trials {len(scores) + 4} to continue there"
     )

@@ -1,8 +1,8 @@
-"""Trials: ordinary runs, each in a process and a folder of its own, several at a time.
+"""Trials: ordinary runs, each in a separate process and folder, several at a time.
 
-FOLDER/NAME is a trial's run, FOLDER/NAME.log what it said.  Trials that have finished or diverged are not run again,
-and those that were interrupted resume from their checkpoint: whoever runs them may be stopped or killed at any moment,
-and the same call resumes.
+FOLDER/NAME is the run of a trial and FOLDER/NAME.log its output.  Trials that finished or diverged are not run again,
+and interrupted trials resume from their checkpoint.  The caller may be stopped or killed at any time; the same call
+resumes.
 """
 
 import os
@@ -26,22 +26,28 @@ from megabatch.config.loading import load_config, silent
 from megabatch.config.schema import RunConfig
 from megabatch.errors import UserError
 from megabatch.io.disk import make_private, private
+from megabatch.io.numbers import duration, plural
 from megabatch.io.terminal import Terminal
+from megabatch.ranks.devices import choose_device
 from megabatch.ranks.discover import discover
 from megabatch.ranks.machine import usable_cores
 from megabatch.ranks.signals import Stopped, StopRequest, die_with
-from megabatch.ranks.world import choose_device
 from megabatch.runs.folder import hold
 from megabatch.runs.reader import is_run, last_record, read_summary
 from megabatch.runs.records import Summary
 from megabatch.text import one_line
-from megabatch.training.checkpoint.resume import why_other
+from megabatch.training.checkpoint.resume import recipe_difference
 
-# What is said of trials while they run: a line for each that ends; on a terminal also how far the running ones are.
+MOST_JOBS = 4096
+POLL_S = 0.2
+STOP_TIMEOUT_S = 600  # a step, an evaluation or a checkpoint may be in progress
 
 
 class SweepScreen:
-    """`num_trials` are all that there will be, also those that are not known yet."""
+    """Output of a sweep: a line for each trial that ends and, on a terminal, the progress of running trials.
+
+    `num_trials` includes trials that are not known yet.
+    """
 
     def __init__(self, num_trials: int, jobs: int) -> None:
         self.console = Terminal()
@@ -54,20 +60,20 @@ class SweepScreen:
         self.console.row(name, text)
 
     def expect(self, trials: Sequence["Trial"], done: Mapping[str, Summary]) -> None:
-        """Before trials are run: those, and the results that are there already."""
+        """Add trials to run and the results of trials that are complete already."""
         new = done.keys() - self.done.keys()
         if new:
-            self.say("before", f"{len(new)} {'trials have' if len(new) > 1 else 'trial has'} been run; not again")
+            self.say("before", f"{plural(len(new), 'trial')} already complete")
         self.trials |= {trial.name: trial for trial in trials}
         self.done |= done
 
     def show_end(self, trial: "Trial", summary: Summary) -> None:
         self.done[trial.name] = summary
         left_s = seconds_left(list(self.trials.values()), self.done, self.num_trials, self.jobs)
-        outlook = f"; about {show_duration(left_s)} to go" if left_s else ""
+        outlook = f"; about {duration(left_s)} to go" if left_s else ""
         self.console.print(
             f"{len(self.done)}/{self.num_trials}  {trial.name}: {show_result(summary)} "
-            f"({show_duration(summary.wall_s)}){outlook}"
+            f"({duration(summary.wall_s)}){outlook}"
         )
 
     def show_running(self, folders: Sequence[Path]) -> None:
@@ -78,20 +84,20 @@ class SweepScreen:
 
     def show_stop(self, num_running: int, by_signal: bool) -> None:
         self.live.stop()
-        trials = f"{num_running} trial{'s' * (num_running > 1)}"
-        remedy = "; once more to end at once" * by_signal
-        self.say("stopping", f"{trials}, after this step and a checkpoint{remedy}")
+        trials = plural(num_running, "trial")
+        remedy = "; press Ctrl-C again to stop immediately" * by_signal
+        self.say("stopping", f"{trials}, after the current step and a checkpoint{remedy}")
 
     def close(self) -> None:
         self.live.stop()
 
 
 def seconds_left(trials: Sequence["Trial"], done: Mapping[str, Summary], num_trials: int, jobs: int) -> float | None:
-    """A trial takes as long as those of its kind have taken, or else as all have; None if none has finished."""
+    """Estimate the remaining time from finished trials of the same kind, or else of any kind; None without any."""
     took_s = {
         trial: done[trial.name].wall_s
         for trial in trials
-        if trial.name in done and done[trial.name].status == "finished"  # those that diverge end early
+        if trial.name in done and done[trial.name].status == "finished"  # diverged trials end early
     }
     if not took_s:
         return None
@@ -105,7 +111,7 @@ def seconds_left(trials: Sequence["Trial"], done: Mapping[str, Summary], num_tri
 
 
 def kind_of(trial: "Trial") -> tuple[str, ...]:
-    """What trials of the same length have in common: all but seed, learning rate, and what takes little time."""
+    """Return the settings that trials of the same duration share."""
     ignored = ("seed=", "optim.learning_rate=", "data.validation=", "train.evaluate_every=", "checkpoint.")
     return (trial.recipe, *(override for override in trial.overrides if not override.startswith(ignored)))
 
@@ -114,26 +120,12 @@ def show_result(summary: Summary) -> str:
     return f"diverged after step {summary.steps}" if summary.status == "diverged" else f"{summary.top1:.4f}"
 
 
-def show_duration(seconds: float) -> str:
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
-
-
 def epoch_of(folder: Path) -> float:
-    """How far a run is by its last whole row; 0 before the first."""
-    with suppress(UserError):  # the run itself will say what is wrong with it
+    """Return the epoch of a run's last complete row; 0 before the first."""
+    with suppress(UserError):  # the run itself reports the error
         if record := last_record(folder):
             return record.epoch
     return 0.0
-
-
-MOST_JOBS = 4096  # at a time
-POLL_S = 0.2
-STOP_TIMEOUT_S = 600  # a step, an evaluation or a checkpoint may be under way
 
 
 class Trial(Struct, frozen=True):
@@ -151,21 +143,21 @@ def run_trials(
     screen: "SweepScreen",
     on_end: Callable[[Trial, Summary], None] = lambda trial, summary: None,
 ) -> list[Summary]:
-    """Runs what has not been run, `jobs` at a time; returns all summaries, of status finished or diverged.
+    """Run the trials that are not complete, `jobs` at a time; return all summaries, finished or diverged.
 
-    `on_end` is told of each as soon as it is there, those of earlier calls first.  A trial that fails otherwise stops
-    the others and is a UserError; a signal stops all, and is `Stopped`.
+    `on_end` is called for each result as soon as it is available, those of earlier calls first.  A trial that fails
+    stops the others and raises UserError.  A signal stops all and raises `Stopped`.
     """
     names = [trial.name for trial in trials]
     assert len({*names}) == len(names) and all(re.fullmatch(r"[\w.+-]+", name) for name in names), names
     info = discover()
     if info:
         raise UserError(
-            f"this is rank {info.rank} of {info.num_ranks}, and trials are runs of one rank each; "
-            "start it without torchrun, srun or mpiexec"
+            f"this process is rank {info.rank} of {info.num_ranks}, but trials are runs of one rank each; "
+            "start without torchrun, srun or mpiexec"
         )
     configs = {trial.name: load_config(trial.recipe, trial.overrides, report=silent) for trial in trials}
-    with held(folder), closing(screen), StopRequest() as stop:
+    with locked(folder), closing(screen), StopRequest() as stop:
         found = {trial.name: result_in(folder / trial.name, configs[trial.name]) for trial in trials}
         results = {name: summary for name, summary in found.items() if summary}
         screen.expect(trials, results)
@@ -173,7 +165,7 @@ def run_trials(
             if trial.name in results:
                 on_end(trial, results[trial.name])
         waiting = deque(trial for trial in trials if trial.name not in results)
-        with stopped_at_the_end(stop, screen) as running:
+        with stop_at_exit(stop, screen) as running:
             while (waiting or running) and not stop.received():
                 ended = [process for process in running if process.popen.poll() is not None]
                 for process in ended:
@@ -192,18 +184,18 @@ def run_trials(
 
 
 class Process(Struct, frozen=True):
-    """A trial that has been started."""
+    """A trial that was started."""
 
     trial: Trial
     popen: subprocess.Popen[bytes]
     log: Path
-    log_start: int  # where its lines begin: above are those of earlier attempts
+    log_start: int  # offset after the output of earlier attempts
 
 
 def start(trial: Trial, config: RunConfig, folder: Path) -> Process:
     arguments = [trial.recipe, *trial.overrides, f"run.dir={folder / trial.name}"]
     if config.run.threads is None:
-        arguments.append("run.threads=1")  # whatever runs beside it, the same numbers to the bit
+        arguments.append("run.threads=1")  # bitwise the same results for any number of jobs
     command = [sys.executable, "-P", "-m", "megabatch", "train", *arguments, "--ranks", "1"]
     log = folder / f"{trial.name}.log"
     with open(log, "ab", opener=private) as file:
@@ -213,21 +205,21 @@ def start(trial: Trial, config: RunConfig, folder: Path) -> Process:
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches us alone: a second one would end it without a checkpoint
-            preexec_fn=partial(begin_child, os.getpid()),
+            start_new_session=True,  # Ctrl-C reaches only us: a second one would end it without a checkpoint
+            preexec_fn=partial(prepare_child, os.getpid()),
         )
     return Process(trial, popen, log, log_start)
 
 
-def begin_child(parent: int) -> None:
-    """In the new process: it hears SIGINT, which a shell's background jobs ignore, and dies with its parent."""
+def prepare_child(parent: int) -> None:
+    """Restore SIGINT, which background jobs of a shell ignore, and die with the parent."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     die_with(parent)
 
 
 @contextmanager
-def stopped_at_the_end(stop: StopRequest, screen: "SweepScreen") -> Iterator[list[Process]]:
-    """A list of processes, none of which outlives it: after a failure or a signal they are asked to stop."""
+def stop_at_exit(stop: StopRequest, screen: "SweepScreen") -> Iterator[list[Process]]:
+    """Yield a list of processes that do not outlive the block: after a failure or a signal they are stopped."""
     running: list[Process] = []
     try:
         yield running
@@ -248,7 +240,7 @@ def stopped_at_the_end(stop: StopRequest, screen: "SweepScreen") -> Iterator[lis
 
 
 def stop_all(running: Sequence[Process]) -> None:
-    """Asks runs to write a checkpoint and end, and waits for them."""
+    """Ask the runs to write a checkpoint and end, and wait for them."""
     deadline_s = time.monotonic() + STOP_TIMEOUT_S
     for process in running:
         process.popen.send_signal(signal.SIGINT)
@@ -258,22 +250,22 @@ def stop_all(running: Sequence[Process]) -> None:
 
 
 def result_in(folder: Path, config: RunConfig) -> Summary | None:
-    """What the trial in `folder` has come to; None if that has yet to be seen."""
+    """Return the summary of the trial in `folder`; None if it is not complete."""
     if not is_run(folder):
         return None
-    difference = why_other(folder, config)
+    difference = recipe_difference(folder, config)
     if difference:
-        raise UserError(f"{folder} {difference}; give another folder, or remove this one")
+        raise UserError(f"{folder} {difference}; use another folder or delete this one")
     summary = read_summary(folder)
     return summary if summary and summary.status in ("finished", "diverged") else None
 
 
 def score_of(summary: Summary) -> float | None:
-    """Top-1; None if it diverged."""
+    """Return the top-1; None if the trial diverged."""
     return summary.top1 if summary.status == "finished" else None
 
 
-Tried = TypeVar("Tried")  # a learning rate, or one with a momentum
+Tried = TypeVar("Tried")  # a learning rate, or a point with momentum
 
 
 def scores_of(results: Mapping[Tried, Summary]) -> dict[Tried, float | None]:
@@ -281,39 +273,39 @@ def scores_of(results: Mapping[Tried, Summary]) -> dict[Tried, float | None]:
 
 
 def require_result(process: Process, folder: Path, config: RunConfig) -> Summary:
-    """Of a trial that has ended."""
-    result = result_in(folder, config)  # compares again: the recipe's file may have changed
+    """Return the summary of a trial that ended; raise UserError if it failed."""
+    result = result_in(folder, config)  # compares again: the recipe may have changed
     if result is None:
         raise UserError(f"trial {process.trial.name} failed: {why_failed(process)}; its log is {process.log}")
     return result
 
 
 def why_failed(process: Process) -> str:
-    """The line that `megabatch train` ends with."""
-    said = process.log.read_bytes()[process.log_start :].decode(errors="replace").splitlines()
-    lines = [line.removeprefix("megabatch: ") for line in said if line.startswith("megabatch: ")]
+    """Return the last error line of `megabatch train`."""
+    output = process.log.read_bytes()[process.log_start :].decode(errors="replace").splitlines()
+    lines = [line.removeprefix("megabatch: ") for line in output if line.startswith("megabatch: ")]
     code = process.popen.returncode
     if code < 0:
-        return f"it was ended by {signal.Signals(-code).name}"
-    return lines[-1] if lines else f"it ended with exit code {code}"
+        return f"killed by {signal.Signals(-code).name}"
+    return lines[-1] if lines else f"exit code {code}"
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Two that run trials in one folder would run each of them twice."""
+def locked(folder: Path) -> Iterator[None]:
+    """Lock the folder: two callers would run each trial twice."""
     try:
         make_private(folder)
         lock = hold(folder, setting="folder")
     except OSError as error:
-        raise UserError(f"folder={str(folder)!r} cannot be used ({error.strerror}); give another") from None
+        raise UserError(f"folder={str(folder)!r} cannot be used ({error.strerror}); use another") from None
     with lock:
         yield
 
 
 def choose_jobs(wanted: int | None, device: str) -> int:
-    """How many trials run at a time: one per core; on CUDA one, for all would take the first GPU."""
+    """Return the number of parallel trials: one per core; on CUDA one, since all would use the first GPU."""
     if wanted is not None and wanted < 1:
-        raise UserError(f"--jobs {wanted}: at least one trial must run at a time; nearest: --jobs 1")
+        raise UserError(f"--jobs {wanted}: expected at least 1; nearest: --jobs 1")
     if wanted is not None and wanted > MOST_JOBS:
-        raise UserError(f"--jobs {wanted}: expected at most {MOST_JOBS:,} at a time; nearest: --jobs {MOST_JOBS}")
+        raise UserError(f"--jobs {wanted}: expected at most {MOST_JOBS:,}; nearest: --jobs {MOST_JOBS}")
     return wanted or (1 if choose_device(device) == "cuda" else len(usable_cores()))

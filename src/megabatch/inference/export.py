@@ -1,8 +1,8 @@
-"""A trained network in the forms that others read: a torch.export program, ONNX, torchvision's state dict.
+"""Export of a trained network as a torch.export program, ONNX or a state dict of torchvision.
 
-Programs compute in fp32, whatever the run did, on any number of images at a time, and are compared with the network
-before their file appears.  With the preprocessing inside, a program takes uint8 images [N, C, S, S] of the size
-that it was trained with; otherwise it takes them normalised.  Cropping and resizing stay outside.
+Programs compute in fp32, independent of the precision of the run, and take any number of images. Each one is compared
+with the network before its file is written. With preprocessing, a program takes uint8 images [N, C, S, S] of the size
+used in evaluation; without it, normalised images. Cropping and resizing are not included; the metadata has their sizes.
 """
 
 import importlib
@@ -26,41 +26,43 @@ from megabatch.models.resnet import RESNETS, ResNet
 from megabatch.precision.cast import copy_in_fp32
 
 CHECKED_IMAGES = 8
-TOLERANCE = 1e-3  # of the largest score: what rounding may change between two ways to add up
+TOLERANCE = 1e-3  # of the largest score; allows for a different order of additions
 EXPORT_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 INPUT, OUTPUT = "images", "scores"
-METADATA = "megabatch"  # the name under which a file tells its classes and its preprocessing
+METADATA = "megabatch"  # key of the classes and the preprocessing in a file
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What is exported: a network and what belongs to it."""
+    """A network to export, with its classes and preprocessing."""
 
-    network: nn.Module  # in whatever precision it was trained
+    network: nn.Module  # in the precision of the run
     mean: list[float]  # of pixels from 0 to 255, per channel
     deviation: list[float]
     classes: list[str]
+    center_crop: float  # side of the central square that is resized, as a share of the image's shorter side
     image_size: int
     num_channels: int
     preprocessing_inside: bool = False
 
     def module(self) -> nn.Module:
-        """A copy in fp32, on the CPU, in evaluation mode; the network itself stays as it is."""
+        """Return a copy in fp32, on the CPU, in evaluation mode."""
         with one_line(self, "fp32"):
             network = copy_in_fp32(self.network).cpu().eval()
         return Normalised(network, self.mean, self.deviation) if self.preprocessing_inside else network
 
     def images(self, count: int = CHECKED_IMAGES) -> torch.Tensor:
-        """Noise, such as the program takes."""
+        """Return noise in the format that the program takes."""
         shape = (count, self.num_channels, self.image_size, self.image_size)
         pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
         return pixels if self.preprocessing_inside else Normalised(nn.Identity(), self.mean, self.deviation)(pixels)
 
     def metadata(self) -> str:
-        """What whoever uses the program needs to know, as JSON."""
+        """Return the classes and the preprocessing as JSON."""
         return json.dumps(
             {
                 "classes": self.classes,
+                "center_crop": self.center_crop,
                 "image_size": self.image_size,
                 "num_channels": self.num_channels,
                 "mean": self.mean,
@@ -71,7 +73,7 @@ class Exported:
 
 
 class Normalised(nn.Module):
-    """uint8 images to the scores of a network that takes them with zero mean and unit deviation per channel."""
+    """A network that takes uint8 images and normalises them to zero mean and unit deviation per channel."""
 
     scale: torch.Tensor
     shift: torch.Tensor
@@ -80,7 +82,7 @@ class Normalised(nn.Module):
         super().__init__()
         self.network = network
         wide_mean, wide_deviation = (torch.tensor(values, dtype=torch.float64) for values in (mean, deviation))
-        # As `data/pipeline/normalise.py` rounds them, so that scores are those of evaluation.
+        # Rounded like data/pipeline/normalise.py, so that scores equal those of evaluation.
         self.register_buffer("scale", (1 / wide_deviation).float().view(1, -1, 1, 1))
         self.register_buffer("shift", (-wide_mean / wide_deviation).float().view(1, -1, 1, 1))
 
@@ -90,11 +92,11 @@ class Normalised(nn.Module):
 
 
 def export_torch(exported: Exported, out: Path) -> float:
-    """Writes a torch.export program; returns by how much its scores differ, as a share of the largest."""
+    """Write a torch.export program; return the largest difference of its scores, as a share of the largest score."""
     module = exported.module()
     program = trace(module, exported)
     with writing(out) as new, quiet():
-        file = new.with_name(f"{new.name}.pt2")  # torch wants the suffix
+        file = new.with_name(f"{new.name}.pt2")  # torch requires the suffix
         try:
             torch.export.save(program, file, extra_files={METADATA: exported.metadata()})
             loaded = torch.export.load(file).module()
@@ -106,10 +108,10 @@ def export_torch(exported: Exported, out: Path) -> float:
 
 
 def export_onnx(exported: Exported, out: Path) -> float:
-    """Writes ONNX, checked with onnxruntime; returns by how much its scores differ, as a share of the largest."""
+    """Write ONNX, checked with onnxruntime; return the largest difference of its scores, as in `export_torch`."""
     missing = [name for name in EXPORT_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(f"ONNX needs {', '.join(missing)}; pip install 'megabatch[export]'")
+        raise UserError(f"--onnx needs {', '.join(missing)}; run pip install 'megabatch[export]'")
     module = exported.module()
     program = trace(with_maxima(exported.module()), exported)
     with writing(out) as new, quiet(), one_line(exported, "ONNX"):
@@ -117,14 +119,24 @@ def export_onnx(exported: Exported, out: Path) -> float:
             program, input_names=[INPUT], output_names=[OUTPUT], dynamo=True, verbose=False
         )
         assert onnx_program is not None
+        name_batch_axis(onnx_program.model.graph)
         onnx_program.model.metadata_props[METADATA] = exported.metadata()
         onnx_program.save(new, external_data=False)
         difference = compare(exported, module, onnx_session(new))
     return difference
 
 
+def name_batch_axis(graph: Any) -> None:
+    """Rename the batch axis, which torch numbers (s34), in all shapes."""
+    numbered = graph.inputs[0].shape[0]
+    for value in [*graph.inputs, *graph.outputs, *(output for node in graph for output in node.outputs)]:
+        for axis, size in enumerate(value.shape or ()):
+            if size == numbered:
+                value.shape[axis] = "batch"
+
+
 class Maxima(nn.Module):
-    """nn.AdaptiveMaxPool2d(1) in other words."""
+    """Equivalent of nn.AdaptiveMaxPool2d(1)."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return images.amax((-2, -1), keepdim=True)
@@ -149,9 +161,9 @@ def onnx_session(path: Path) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def export_torchvision(exported: Exported, out: Path) -> str:
-    """Writes a state dict under torchvision's names (.safetensors, or else a pickle); returns how to load it there."""
+    """Write a state dict with torchvision's names (.safetensors or pickle); return the code that loads it."""
     if exported.preprocessing_inside:
-        raise UserError("a state dict holds no preprocessing; leave --preprocessing out, or export --torch or --onnx")
+        raise UserError("--preprocessing: a state dict has no preprocessing; remove it, or use --torch or --onnx")
     made_there = torchvision_call(exported.network, len(exported.classes))
     state = {
         key: tensor.detach().cpu().contiguous() for key, tensor in copy_in_fp32(exported.network).state_dict().items()
@@ -164,27 +176,31 @@ def export_torchvision(exported: Exported, out: Path) -> str:
         else:
             torch.save(state, new)
     load = f"safetensors.torch.load_file({out.name!r})" if as_safetensors else f"torch.load({out.name!r})"
-    grey = "" if exported.num_channels == 3 else f", after its conv1 was made for {exported.num_channels} channels"
+    grey = (
+        "" if exported.num_channels == 3 else f", after replacing its conv1 by one for {exported.num_channels} channels"
+    )
     return f"{made_there}.load_state_dict({load}){grey}"
 
 
 def torchvision_call(network: nn.Module, num_classes: int) -> str:
-    """How the network is made there; UserError if torchvision does not have it."""
+    """Return the code that builds the network in torchvision; raise UserError if torchvision does not have it."""
+    if isinstance(network, ResNet) and isinstance(network.maxpool, nn.Identity):
+        raise UserError("--torchvision: torchvision has no ResNet with model.options.stem=small; use --torch or --onnx")
     if isinstance(network, ResNet):
         stages = [getattr(network, f"layer{number}") for number in (1, 2, 3, 4)]
         built_of = (type(stages[0][0]), tuple(len(stage) for stage in stages))
         name = next(name for name, factory in RESNETS.items() if factory.args == built_of)
         return f"torchvision.models.{name}(num_classes={num_classes})"
     if type(network).__module__.startswith("torchvision.models."):
-        return "model"  # whoever named it in the recipe knows how it is made
+        return "model"  # the user named it in the recipe
     raise UserError(
-        "torchvision has no such network under its names: ours are "
-        f"{', '.join(RESNETS)} (its AlexNet has other layers than ours); export --torch or --onnx"
+        f"--torchvision: {type(network).__name__} is not in torchvision; expected {', '.join(RESNETS)} "
+        "(torchvision's AlexNet has different layers); use --torch or --onnx"
     )
 
 
 def trace(module: nn.Module, exported: Exported) -> torch.export.ExportedProgram:
-    """The module as a graph, for any number of images."""
+    """Trace the module into a graph for any number of images."""
     with quiet(), one_line(exported, "torch.export"), torch.no_grad():
         images = exported.images()
         batch = torch.export.Dim("batch", min=1)
@@ -192,9 +208,10 @@ def trace(module: nn.Module, exported: Exported) -> torch.export.ExportedProgram
 
 
 def compare(exported: Exported, module: nn.Module, run: Callable[[torch.Tensor], torch.Tensor]) -> float:
-    """The largest difference of scores, as a share of the largest score; UserError if another class comes first.
+    """Return the largest difference of scores, as a share of the largest score.
 
-    Where two classes are closer than rounding, either may.
+    Raises:
+        UserError: another class has the best score. Classes that differ by less than rounding may swap.
     """
     images = exported.images()
     with torch.no_grad():
@@ -206,15 +223,15 @@ def compare(exported: Exported, module: nn.Module, run: Callable[[torch.Tensor],
     is_same = found.shape == expected.shape and one.shape == expected[:1].shape and bool(found.isfinite().all())
     if not is_same or float(behind.max()) > TOLERANCE * scale:
         raise UserError(
-            f"the exported {type(exported.network).__name__} answers other than the network does (scores differ by "
-            f"{difference:.1%} of the largest); nothing is written, as this version of torch does not export it right"
+            f"the exported {type(exported.network).__name__} does not match the network (scores differ by "
+            f"{difference:.1%} of the largest), so it was not written; try another version of torch"
         )
     return difference
 
 
 @contextmanager
 def one_line(exported: Exported, form: str) -> Iterator[None]:
-    """What cannot be exported is a property of the network, and a traceback through torch does not help."""
+    """Turn an exporter's exception into one line: the network causes it, and its traceback does not help."""
     try:
         yield
     except UserError:
@@ -222,14 +239,14 @@ def one_line(exported: Exported, form: str) -> Iterator[None]:
     except Exception as error:
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise UserError(
-            f"{type(exported.network).__name__} cannot be exported to {form} ({reason}); its forward must do the same "
-            "for any images and any number of them"
+            f"{type(exported.network).__name__} cannot be exported to {form} ({reason}); its forward must not depend "
+            "on the values or the number of images"
         ) from error
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without what torch's exporters have to say of themselves."""
+    """Silence the log messages and warnings of torch's exporters."""
     loggers: list[Any] = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():

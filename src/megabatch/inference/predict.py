@@ -1,4 +1,4 @@
-"""What a model says of images, in batches, at the speed of the decoder."""
+"""Prediction of the classes of images, in batches, as fast as they are decoded."""
 
 import os
 import sys
@@ -26,12 +26,12 @@ STDIN = "-"
 
 class Prediction(Struct, frozen=True):
     image: str
-    classes: list[tuple[str, float]]  # the best, and their probabilities
-    problem: str | None = None  # why there are none
+    classes: list[tuple[str, float]]  # the best ones with their probabilities
+    problem: str | None = None  # why there are no classes
 
 
 class NamedFiles:
-    """Files by their paths, whose labels are their numbers; `-` is what comes from standard input."""
+    """Files by path, whose labels are their positions. `-` is the image read from standard input."""
 
     def __init__(self, paths: Sequence[str], content: bytes | None = None) -> None:
         self.paths, self.stdin = paths, content
@@ -52,19 +52,19 @@ class NamedFiles:
 
 
 def find_images(given: Sequence[str]) -> NamedFiles:
-    """Images, and the images in folders; `-` is an image on standard input, or a list of paths, one a line."""
+    """Return images and the images in folders. `-` is one image on standard input, or a list of paths, one per line."""
     paths, content = list[str](), None
     for path in given:
         if path == STDIN:
             content = sys.stdin.buffer.read(MOST_BYTES + 1)
             if len(content) > MOST_BYTES:
-                raise UserError(f"standard input has more than {MOST_BYTES:,} bytes; give a file, or a list of them")
+                raise UserError(f"standard input has more than {MOST_BYTES:,} bytes; give a file or a list of paths")
             listed = listed_paths(content)
             paths += [STDIN] if listed is None else listed
         elif Path(path).is_dir():
             inside = images_in(path)
             if not inside:
-                raise UserError(f"{path} holds no image (suffixes {' '.join(IMAGE_SUFFIXES)}); give another folder")
+                raise UserError(f"{path} contains no images (suffixes {' '.join(IMAGE_SUFFIXES)}); give another folder")
             paths += inside
         elif Path(path).exists():
             paths.append(path)
@@ -75,7 +75,7 @@ def find_images(given: Sequence[str]) -> NamedFiles:
 
 def images_in(folder: str) -> list[str]:
     return sorted(
-        os.path.join(parent, name)  # noqa: PTH118  # of a million names
+        os.path.join(parent, name)  # noqa: PTH118  # fast for a million names
         for parent, _, names in os.walk(folder)
         for name in names
         if name[name.rfind(".") :].lower() in IMAGE_SUFFIXES
@@ -83,7 +83,7 @@ def images_in(folder: str) -> list[str]:
 
 
 def listed_paths(content: bytes) -> list[str] | None:
-    """The lines, if all of them are paths of files; else it is an image."""
+    """Return the lines if all of them are paths of files, or None if the content is an image."""
     try:
         lines = content.decode().splitlines()
     except UnicodeDecodeError:
@@ -94,14 +94,14 @@ def listed_paths(content: bytes) -> list[str] | None:
 
 @torch.no_grad()
 def predict(classifier: Classifier, files: NamedFiles, top: int, threads: int) -> Iterator[Prediction]:
-    """In the order of the files."""
+    """Yield predictions in the order of the files."""
     card = classifier.card
     settings = DataSettings(
-        source="", image_size=card.image_size, center_crop=card.center_crop, on_error="skip", skip_limit=1.0
+        source="", image_size=card.test_image_size, center_crop=card.center_crop, on_error="skip", skip_limit=1.0
     )
     reader = Reader(EncodedImages(files, settings, threads), classifier.normalise.device)
     chunks = np.split(np.arange(len(files)), range(BATCH, len(files), BATCH))
-    with closing(reader.prefetch(partial(Request, chunk, None) for chunk in chunks)) as batches:
+    with closing(reader.prefetch((partial(Request, chunk, None) for chunk in chunks), BATCH)) as batches:
         for chunk, batch in zip(chunks, batches, strict=True):
             images = grey(batch.images) if card.num_channels == 1 else batch.images
             found = {}

@@ -1,8 +1,9 @@
-"""Arrays as numpy's .npy has them, read without numpy's parser: that evaluates the header as Python, and hostile ones
-end in a dozen kinds of errors, of the tokenizer and of the interpreter among them.
+"""Read and write .npz files without numpy's header parser, which evaluates headers as Python.
 
-A header is a magic of 6 bytes, a version of 2, its length (uint16, from version 2.0 on uint32), and the text
-{'descr': '<i8', 'fortran_order': False, 'shape': (3, 4), }, padded with spaces; then the values.
+A hostile header makes that parser raise a dozen kinds of errors, also of the tokenizer and the interpreter.
+
+An .npy array is a magic of 6 bytes, a version of 2 bytes, the header's length (uint16, uint32 from version 2.0 on), the
+header {'descr': '<i8', 'fortran_order': False, 'shape': (3, 4), } padded with spaces, and the values.
 """
 
 import hashlib
@@ -25,12 +26,12 @@ from megabatch.io.reading import open_regular
 
 MAGIC = b"\x93NUMPY"
 LENGTH_BYTES = {(1, 0): 2, (2, 0): 4, (3, 0): 4}
-LONGEST_HEADER = 10_000  # numpy's own limit
+LONGEST_HEADER = 10_000  # bytes, as in numpy
 MOST_DIMS = 32
 MOST_BYTES = 1 << 48
-LAST_LETTER = 0x10FFFF  # of Unicode
+LAST_CODE_POINT = 0x10FFFF
 CHUNK_BYTES = 1 << 20
-# Truth values, integers, floats, texts and bytes: no objects, which would be pickles, nothing made of fields, no dates.
+# Booleans, integers, floats, strings and bytes.  No objects, which are pickles, no structured types, no dates.
 HEADER = re.compile(
     r"""\{\s*(?:
         (?:'descr'\s*:\s*'(?P<descr>[<>|=]?(?:b1|[iu][1248]|f[248]|[US][1-9][0-9]{0,6}))'
@@ -41,18 +42,18 @@ HEADER = re.compile(
     re.VERBOSE | re.ASCII,
 )
 
-Read = Callable[[int], bytes]  # as many bytes, or all that are left
+Read = Callable[[int], bytes]  # returns that many bytes, or fewer at the end
 
 
 class NotArrays(ValueError):
-    """What is no file of arrays; the text says why."""
+    """Error for a file that does not hold arrays; the message states the reason."""
 
 
 class Header(NamedTuple):
     dtype: np.dtype[Any]
     is_fortran: bool
     shape: tuple[int, ...]
-    length: int  # of the header itself
+    length: int  # of the header in bytes
 
     @property
     def num_bytes(self) -> int:
@@ -60,19 +61,20 @@ class Header(NamedTuple):
 
 
 def read_array(read: Read, size: int) -> NDArray[Any]:
-    """The array in the `size` bytes that `read` gives one after another.  Its memory is taken once they fit it."""
+    """Read an array of `size` bytes, header included.  Memory is allocated only if the header matches `size`."""
     header = read_header(read)
     if header.length + header.num_bytes != size:
-        raise NotArrays(f"{header.dtype} of shape {header.shape} has {header.num_bytes:,} bytes, and others are there")
+        stored = size - header.length
+        raise NotArrays(f"{header.dtype} of shape {header.shape} has {header.num_bytes:,} bytes; {stored:,} are stored")
     content = np.empty(header.num_bytes, np.uint8)
     filled = 0
     while filled < len(content):
         chunk = read(min(CHUNK_BYTES, len(content) - filled))
         if not chunk:
-            raise NotArrays(f"it ends after {filled:,} of {len(content):,} bytes")
+            raise NotArrays(f"an array ends after {filled:,} of {len(content):,} bytes")
         content[filled : filled + len(chunk)] = np.frombuffer(chunk, np.uint8)
         filled += len(chunk)
-    require_letters(content, header.dtype)
+    require_code_points(content, header.dtype)
     values: NDArray[Any] = content.view(header.dtype)
     return values.reshape(header.shape[::-1]).T if header.is_fortran else values.reshape(header.shape)
 
@@ -81,11 +83,11 @@ def read_header(read: Read) -> Header:
     begin = read(len(MAGIC) + 2)
     version = tuple(begin[len(MAGIC) :])
     if begin[: len(MAGIC)] != MAGIC or version not in LENGTH_BYTES:
-        raise NotArrays("a member is no .npy of version 1, 2 or 3")
+        raise NotArrays("a member is not an .npy of version 1, 2 or 3")
     width = LENGTH_BYTES[version]
     length = int.from_bytes(read(width), "little")
     if length > LONGEST_HEADER:
-        raise NotArrays(f"an array's header of {length:,} bytes is longer than {LONGEST_HEADER:,}")
+        raise NotArrays(f"an array's header has {length:,} bytes; the limit is {LONGEST_HEADER:,}")
     header = parse_header(read(length).decode("latin-1"), len(begin) + width + length)
     if max(len(header.shape), 1) > MOST_DIMS or math.prod(filter(None, header.shape)) > MOST_BYTES:
         raise NotArrays(f"an array's shape has {len(header.shape)} dimensions or too many values")
@@ -95,50 +97,47 @@ def read_header(read: Read) -> Header:
 def parse_header(text: str, length: int) -> Header:
     found = HEADER.fullmatch(text)
     if not found or None in (parts := found.group("descr", "order", "shape")):
-        raise NotArrays(f"an array's header is not that of numbers or texts: {text[:120].rstrip()!r}")
+        raise NotArrays(f"an array does not hold numbers or strings; its header is {text[:120].rstrip()!r}")
     descr, order, shape = parts
     sizes = tuple(int(size.strip().rstrip("L")) for size in shape.split(",") if size.strip())
-    if len(sizes) == 1 and "," not in shape:  # (3) is no tuple
-        raise NotArrays(f"an array's shape ({shape}) is none")
+    if len(sizes) == 1 and "," not in shape:  # (3) is not a tuple
+        raise NotArrays(f"an array's shape ({shape}) is not a tuple")
     return Header(np.dtype(descr), order == "True", sizes, length)
 
 
-def require_letters(content: NDArray[np.uint8], dtype: np.dtype[Any]) -> None:
-    """Numbers that are no letters would end in a SystemError once they are looked at."""
+def require_code_points(content: NDArray[np.uint8], dtype: np.dtype[Any]) -> None:
+    """Raise NotArrays for invalid code points, at which numpy raises SystemError when a string is read."""
     if dtype.kind == "U" and len(content):
-        letters = content.view(np.dtype(np.uint32).newbyteorder(dtype.byteorder))
-        if letters.max() > LAST_LETTER:
-            raise NotArrays("a text has letters that are none")
+        code_points = content.view(np.dtype(np.uint32).newbyteorder(dtype.byteorder))
+        if code_points.max() > LAST_CODE_POINT:
+            raise NotArrays("a string has invalid code points")
 
 
-# Arrays in .npz files: on disk is the whole file or the one before it, and never a pickle.
-#
-# What is read may come from anywhere: everything that a zip says of its members is compared with the file before it
-# is believed, and no more memory is taken than the bytes on disk can stand for.
+# .npz files are untrusted: the zip directory is checked against the file, and memory is bounded by the size on disk.
 
 Arrays = dict[str, NDArray[Any]]
 
-# What a file that is torn, missing, or something else raises, and what lacks an array.  The zip's checksums find every
+# Errors for a file that is truncated, missing or not an .npz, or that lacks an array.  The zip's checksums detect every
 # flipped bit.
 UNREADABLE = (OSError, ValueError, KeyError)
-# What zipfile raises itself; a name that is no text is a ValueError, and what is read beyond the end an EOFError.
-NO_ZIP = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, NotImplementedError)
+# Errors that zipfile raises: ValueError for a name that is not text, EOFError for a read past the end.
+ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, NotImplementedError)
 
 SUFFIX = ".npy"
 MOST_MEMBERS = 10_000
-LOCAL_HEADER_BYTES = 30  # and the name, which zipfile compares
+LOCAL_HEADER_BYTES = 30  # without the name, which zipfile compares
 REFUSED_FLAGS = 0x1 | 0x20 | 0x40  # encrypted, a patch, strongly encrypted
 COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-# Deflate can make a thousand of a byte; images of clothes become 2, blank ones are few.
+# Deflate can expand a byte to a thousand.  Images of clothes expand by 2, and blank images are rare.
 EXPANDED_FREELY, MOST_EXPANSION = 256 << 20, 100
 
 
 def read_arrays(path: Path, wanted: Container[str] | None = None) -> Arrays:
-    """Those that are wanted, or all.  OSError where the file cannot be read, NotArrays where it is something else."""
+    """Read the wanted arrays, or all.  Raises OSError if the file cannot be read, NotArrays if it is not an .npz."""
     with open(path, "rb", opener=open_regular) as file:
         try:
             with zipfile.ZipFile(file) as archive:
-                members = checked_members(archive, file)
+                members = validate_members(archive, file)
                 return {
                     name: read_member(archive, member)
                     for name, member in members.items()
@@ -148,23 +147,23 @@ def read_arrays(path: Path, wanted: Container[str] | None = None) -> Arrays:
             raise
         except MemoryError as error:
             raise NotArrays("there is not enough memory for its arrays") from error
-        except NO_ZIP as error:
-            raise NotArrays(f"it is no whole zip of arrays: {error}") from error
+        except ZIP_ERRORS as error:
+            raise NotArrays(f"it is not a complete .npz: {error}") from error
 
 
-def checked_members(archive: zipfile.ZipFile, file: BinaryIO) -> dict[str, zipfile.ZipInfo]:
-    """The arrays by name, as far as the zip's directory can be believed."""
+def validate_members(archive: zipfile.ZipFile, file: BinaryIO) -> dict[str, zipfile.ZipInfo]:
+    """Check the zip directory, and return the arrays' members by name."""
     members = sorted(archive.infolist(), key=lambda member: member.header_offset)
     if len(members) > MOST_MEMBERS:
-        raise NotArrays(f"it has {len(members):,} members, more than {MOST_MEMBERS:,}")
+        raise NotArrays(f"it has {len(members):,} members; the limit is {MOST_MEMBERS:,}")
     names = [member.filename.removesuffix(SUFFIX) for member in members]
     if len(set(names)) < len(names):
-        raise NotArrays("it has two arrays of one name")
+        raise NotArrays("it has two arrays of the same name")
     for member in members:
         if member.flag_bits & REFUSED_FLAGS or member.compress_type not in COMPRESSIONS:
-            raise NotArrays(f"{member.filename} is encrypted, or compressed by other means than numpy's")
+            raise NotArrays(f"{member.filename} is encrypted, or its compression is not one of numpy's")
         if member.compress_type == zipfile.ZIP_STORED and member.compress_size != member.file_size:
-            raise NotArrays(f"{member.filename} is stored, and its two sizes differ")
+            raise NotArrays(f"{member.filename} is stored without compression, but its two sizes differ")
     ends = [member.header_offset + LOCAL_HEADER_BYTES + member.compress_size for member in members]
     begins = [*(member.header_offset for member in members), archive.start_dir]
     if begins[0] < 0 or any(end > begin for end, begin in zip(ends, begins[1:], strict=True)):
@@ -174,9 +173,9 @@ def checked_members(archive: zipfile.ZipFile, file: BinaryIO) -> dict[str, zipfi
 
 
 def require_expansion(size: int, stored: int) -> None:
-    """Refuses a few bytes that stand for more than a machine has."""
+    """Raise NotArrays for a zip bomb."""
     if size > max(EXPANDED_FREELY, MOST_EXPANSION * stored):
-        raise NotArrays(f"its {stored:,} bytes would become {size:,}, more than {MOST_EXPANSION} times as many")
+        raise NotArrays(f"its {stored:,} bytes would expand to {size:,}; the limit is {MOST_EXPANSION} times the size")
 
 
 def read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> NDArray[Any]:
@@ -199,7 +198,7 @@ def fingerprint(*arrays: NDArray[Any]) -> str:
 
 
 class Texts:
-    """A million short texts in two arrays; as a list they would take ten times the memory."""
+    """A compact list of short strings, stored in two arrays.  A list of a million takes ten times the memory."""
 
     def __init__(self, content: NDArray[np.uint8], ends: NDArray[np.int64]) -> None:
         self.content, self.ends = content, ends
@@ -214,13 +213,13 @@ class Texts:
         return len(self.ends)
 
     def require_consistent(self) -> None:
-        """ValueError where the arrays are no texts such as the system takes for paths."""
+        """Raise ValueError if the arrays do not hold valid paths."""
         is_text = self.content.dtype == np.uint8 and self.content.ndim == 1
         if not is_text or self.ends.dtype != np.int64 or self.ends.ndim != 1:
-            raise ValueError("texts are not bytes and where they end")
+            raise ValueError("texts are not stored as bytes and end offsets")
         steps = np.diff(self.ends, prepend=0)
         if (steps < 0).any() or steps.sum() != len(self.content) or not self.content.all():
-            raise ValueError("texts do not end where they should")
+            raise ValueError("texts have invalid end offsets or NUL bytes")
 
     def __getitem__(self, number: int) -> str:
         start = int(self.ends[number - 1]) if number else 0

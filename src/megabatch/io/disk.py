@@ -1,11 +1,11 @@
-"""Files that are whole, and folders that belong to one process at a time.
+"""Atomic writes, locks and private files.
 
-A file or folder is written under another name, synced and renamed: whoever looks finds all of it or what was there
-before, also after a kill.  A lock is `flock` on a file: the kernel releases it however its process ends.
+A file or folder is written under a temporary name, synced and renamed.  A reader sees the complete new version or the
+previous one, also after a kill.  A lock is `flock` on a file, which the kernel releases when the process ends.
 
-What is private (runs, caches, locks) is made for its user alone, 0700 and 0600, or less where the umask says so; what
-is made to be handed on (packs, exports, reports) follows the umask.  Nothing private is written through a symbolic
-link: another user may have put it there.
+Private files (runs, caches, locks) have mode 0700 or 0600, or less if the umask requires it.  Shared files (packs,
+exports, reports) follow the umask.  Private files are not written through symbolic links, which another user may have
+created.
 """
 
 import errno
@@ -24,60 +24,60 @@ from typing import BinaryIO, TextIO
 from megabatch.io.reading import open_regular, reading
 from megabatch.text import print_line
 
-WRITING = ".writing-"  # begins the name of what is not whole yet
-PATIENCE_S = 1.0  # `is_locked` touches a lock for a moment
-CHUNK_BYTES = 4 << 20  # that are hashed and written, or read and hashed, at a time
+WRITING = ".writing-"  # prefix of temporary names
+PATIENCE_S = 1.0  # `is_locked` holds a lock for a moment
+CHUNK_BYTES = 4 << 20  # hashed and written, or read and hashed, at a time
 REMEDIES = {
-    errno.ENOSPC: "make room on that disk",
-    errno.EDQUOT: "make room in that quota, or raise it",
-    errno.EFBIG: "raise the limit on a file's size (ulimit -f)",
-    errno.EROFS: "mount it for writing",
-    errno.EACCES: "allow its owner to write there",
-    errno.EPERM: "allow its owner to write there",
-    errno.EIO: "see what is wrong with that disk",
+    errno.ENOSPC: "free some space on that disk",
+    errno.EDQUOT: "free some space, or raise the disk quota",
+    errno.EFBIG: "raise the limit on the file size (ulimit -f)",
+    errno.EROFS: "mount the file system for writing",
+    errno.EACCES: "check its permissions",
+    errno.EPERM: "check its permissions",
+    errno.EIO: "check that disk for errors",
     errno.ESTALE: "mount that file system again",
 }
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[Path]:
-    """A name for the block to write a file or folder under, which becomes `path` if the block does not raise."""
-    new = unfinished(path)
+    """Yield a temporary path for a file or folder, which is renamed to `path` if the block does not raise."""
+    new = temporary_path(path)
     try:
         yield new
         sync(*(sorted(new.rglob("*")) if new.is_dir() else ()), new)
         new.rename(path)
     except BaseException:
-        with suppress(OSError):  # what went wrong is said already
+        with suppress(OSError):  # the first error is raised
             remove(new)
         raise
     sync(path.parent)
 
 
-def unfinished(path: Path) -> Path:
-    """A name that nobody can foresee, and put something else under."""
+def temporary_path(path: Path) -> Path:
+    """Return a random name, so that another user cannot create it first."""
     return path.with_name(f"{WRITING}{path.name}-{secrets.token_hex(8)}")
 
 
 def private(path: str, flags: int) -> int:
-    """For `open(..., opener=private)`."""
+    """Opener for private files: `open(..., opener=private)`."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
 def make_private(folder: Path) -> None:
-    """One that is there stays as it is: its owner has said who may enter.  Its parents follow the umask."""
+    """Create a private folder.  An existing one keeps its mode.  Its parents follow the umask."""
     folder.mkdir(0o700, parents=True, exist_ok=True)
 
 
 def write_file(path: Path, content: str | bytes | memoryview, is_private: bool = False) -> Path:
-    """The whole file, or the one before it."""
+    """Write a file atomically."""
     with writing(path) as new, open(new, "xb", buffering=0, opener=private if is_private else None) as file:
         write_all(file, memoryview(content.encode() if isinstance(content, str) else content))
     return path
 
 
 def write_hashed(path: Path, parts: Iterable[memoryview]) -> str:
-    """Writes them one after another, privately; the sha256 of the file.  Python's lock is not held over either."""
+    """Write the parts to a private file, and return its sha256.  The GIL is released while hashing and writing."""
     digest = hashlib.sha256()
     with open(path, "wb", buffering=0, opener=private) as file:
         for part in parts:
@@ -89,13 +89,13 @@ def write_hashed(path: Path, parts: Iterable[memoryview]) -> str:
 
 
 def write_all(file: BinaryIO, content: memoryview) -> None:
-    """A disk that is nearly full takes a part, and says so at the next."""
+    """Write all bytes.  A disk that is nearly full takes only a part, and the next write raises."""
     while content:
         content = content[file.write(content) :]
 
 
 def read_hashed(path: Path, into: memoryview) -> str:
-    """Fills it from the file; the sha256 of what was read."""
+    """Fill `into` from a file, and return the sha256 of these bytes."""
     with reading(path) as file:
         return fill_hashed(file, into)
 
@@ -112,19 +112,19 @@ def fill_hashed(file: BinaryIO, into: memoryview) -> str:
 
 
 def remedy(error: OSError) -> str:
-    """What a user can do where something could not be written."""
-    return REMEDIES.get(error.errno or 0, "see that it can be written to")
+    """Return the remedy for a failed write."""
+    return REMEDIES.get(error.errno or 0, "check its permissions and the disk")
 
 
-def point(link: Path, name: str) -> None:
-    """Makes `link` a symbolic link to its neighbour `name`, in one move."""
-    new = unfinished(link)
+def replace_link(link: Path, name: str) -> None:
+    """Make `link` a symbolic link to `name` in the same folder, atomically."""
+    new = temporary_path(link)
     new.symlink_to(name)
     new.rename(link)
 
 
 def remove_unfinished(folder: Path) -> None:
-    """What a killed process was writing; for whoever holds the folder's lock."""
+    """Remove the temporary files of a killed process.  The caller holds the folder's lock."""
     for path in folder.glob(f"{WRITING}*"):
         remove(path)
 
@@ -137,7 +137,7 @@ def remove(path: Path) -> None:
 
 
 def sync(*paths: Path) -> None:
-    """What is written there, or the names in a folder, are on the disk when this returns."""
+    """Write files, or the entries of folders, to the disk."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -147,7 +147,7 @@ def sync(*paths: Path) -> None:
 
 
 class Locked(BlockingIOError):
-    """Another process holds the lock: `holder`, as far as it has said so."""
+    """Error for a lock that another process holds; `holder` is its process id, if known."""
 
     def __init__(self, path: Path, holder: str) -> None:
         super().__init__(f"{path} is locked by process {holder}")
@@ -155,9 +155,15 @@ class Locked(BlockingIOError):
 
 
 def take_lock(path: Path, *, wait: bool = False, patience_s: float | None = None) -> TextIO:
-    """The lock, until the file is closed.  Raises `Locked` if another process holds it, or waits for that one."""
+    """Take a lock, which is held until the returned file is closed.
+
+    Args:
+        path: the lock file.
+        wait: wait until the lock is free.
+        patience_s: otherwise, seconds after which `Locked` is raised.
+    """
     with ExitStack() as opened:
-        file = opened.enter_context(open_own(path))
+        file = opened.enter_context(open_private(path))
         patience_s = PATIENCE_S if patience_s is None else patience_s
         deadline_s = time.monotonic() + patience_s
         while True:
@@ -169,26 +175,26 @@ def take_lock(path: Path, *, wait: bool = False, patience_s: float | None = None
                     file.seek(0)
                     raise Locked(path, file.read().strip()) from None
                 time.sleep(patience_s / 10)
-        with suppress(OSError):  # a disk that is full: then nobody knows who holds it
+        with suppress(OSError):  # on a full disk the holder is unknown
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()
-        opened.pop_all()  # it stays open
+        opened.pop_all()  # keep the file open
         return file
 
 
 def open_to_append(path: Path) -> int:
-    """A descriptor: this user's file alone, never through a link, and a FIFO is not waited for."""
+    """Open a private file for appending, and return its descriptor.  Refuses links, and does not wait for FIFOs."""
     return open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
 
 
-def open_own(path: Path) -> TextIO:
-    """The same as a file, to be appended to and read."""
+def open_private(path: Path) -> TextIO:
+    """Open a private file for appending and reading."""
     return os.fdopen(open_to_append(path), "a+")
 
 
 def is_locked(path: Path) -> bool:
-    with suppress(OSError), reading(path) as file:  # what is no file, or closed to this user, nobody holds
+    with suppress(OSError), reading(path) as file:  # other files, or files without access, are not locks
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -197,36 +203,40 @@ def is_locked(path: Path) -> bool:
 
 
 def cache_folder() -> Path | None:
-    """Where what can be found or measured again is kept: $XDG_CACHE_HOME/megabatch, or ~/.cache/megabatch.
+    """Return the cache folder, $XDG_CACHE_HOME/megabatch or ~/.cache/megabatch, or None if it cannot be trusted.
 
-    What lies there is believed.  So it must be this user's, and nobody else's to write to; None: there is none such.
+    Its content is trusted.  So it must belong to this user, and other users must not have write access.
     """
     try:
         path = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megabatch"
     except RuntimeError:  # a user without a home, as in some containers
-        say_once("nothing is cached: this user has no home; set XDG_CACHE_HOME to a folder of theirs")
+        print_once(
+            "caching is off: this user has no home directory; set XDG_CACHE_HOME to a folder that this user owns"
+        )
         return None
     try:
         make_private(path)
         found = path.stat()
-    except OSError:  # it cannot be made
+    except OSError:  # the folder cannot be created
         return None
-    problem = why_untrusted(found.st_uid, found.st_mode, os.geteuid())
+    problem = trust_problem(found.st_uid, found.st_mode, os.geteuid())
     if problem:
-        say_once(f"{path} is not used: {problem}")
+        print_once(f"{path} is not used: {problem}")
     return None if problem else path
 
 
-def why_untrusted(owner: int, mode: int, user: int) -> str | None:
+def trust_problem(owner: int, mode: int, user: int) -> str | None:
     if owner != user:
-        return f"it belongs to user {owner}, and this is user {user}; set XDG_CACHE_HOME to a folder of yours"
+        return f"it belongs to user {owner}, not to user {user}; set XDG_CACHE_HOME to a folder that you own"
     if mode & 0o022:
-        return f"others may write to it (mode {mode & 0o777:o}); remove it, or chmod 700 it if you trust what is there"
+        return (
+            f"other users can write to it (mode {mode & 0o777:o}); remove it, or chmod 700 it if you trust its content"
+        )
     return None
 
 
 @cache
-def say_once(text: str) -> None:
-    """To the user: by the launcher, or by the first rank of a host."""
+def print_once(text: str) -> None:
+    """Print a line once per node: by the launcher, or by local rank 0."""
     if "MEGABATCH_LAUNCHER" not in os.environ and os.environ.get("LOCAL_RANK", "0") == "0":
         print_line(f"megabatch: {text}", to_stderr=True)

@@ -1,7 +1,7 @@
-"""Where the members of a tar lie.  Read header by header: `tarfile` takes several times as long for a million members.
+"""Find the members of a tar.  For a million members, `tarfile` takes several times as long.
 
-A member is a header of 512 bytes and its content, padded to whole blocks; a block of zeros ends the tar.  A header of
-type L (GNU) or x (pax) belongs to the next member and holds what has no room in that one's header, such as a long name.
+A member is a header of 512 bytes and its content, padded to whole blocks.  A block of zeros ends the tar.  A header of
+type L (GNU) or x (pax) extends the header of the next member, for example with a long name.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,15 +12,15 @@ NAME, LENGTH, CHECKSUM, PREFIX = slice(0, 100), slice(124, 136), slice(148, 156)
 TYPE, MAGIC = slice(156, 157), slice(257, 263)
 REGULAR, WITHOUT_CONTENT = (b"0", b"\0", b"7"), (b"1", b"2", b"3", b"4", b"5", b"6")
 LONG_NAME, PAX, EXTENSIONS = b"L", b"x", (b"L", b"x", b"g", b"K")
-MOST_EXTENSION_BLOCKS = 16  # that are looked at for a long name; Linux's longest path has 8
+MOST_EXTENSION_BLOCKS = 16  # searched for a long name; the longest path of Linux has 8
 MOST_EXTENSION_BYTES = 1 << 20
-MOST_DIGITS = 20  # of a length, in pax headers
+MOST_DIGITS = 20  # digits of a length in a pax header
 
-Read = Callable[[int, int], bytes]  # (offset, length), shorter at the end
+Read = Callable[[int, int], bytes]  # (offset, length) -> bytes; fewer at the end of the file
 
 
 class Damaged(Exception):
-    """No tar from `offset` on."""
+    """Error for a tar that is damaged at `offset`."""
 
     def __init__(self, offset: int, reason: str) -> None:
         super().__init__(reason)
@@ -31,41 +31,41 @@ class Member(NamedTuple):
     name: str
     offset: int  # of the content
     length: int
-    beginning: bytes  # of the content, a block at most: what comes along with the header
+    first_block: bytes  # of the content, which was read with the header
 
 
 def walk_members(read: Read, size: int, offset: int = 0) -> Iterator[Member]:
-    """The regular files of a tar of `size` bytes, from the header at `offset` on."""
-    given: dict[str, str] = {}  # by extensions, for the next member
+    """Yield the regular files of a tar of `size` bytes, from the header at `offset` on."""
+    extended: dict[str, str] = {}  # fields of the next member
     while True:
         blocks = read(offset, 2 * BLOCK)
         header, begin = blocks[:BLOCK], offset + BLOCK
         if len(header) < BLOCK:
-            raise Damaged(offset, "it is cut short")
+            raise Damaged(offset, "it is truncated")
         if not any(header):
             return
         try:
-            length = content_length(header, given)
+            length = content_length(header, extended)
             if length < 0 or begin + length > size:
-                raise ValueError(f"the member there has {length:,} bytes, more than are left")
+                raise ValueError(f"its member has {length:,} bytes, more than are left")
             kind = header[TYPE]
             if kind in (LONG_NAME, PAX) and length > MOST_EXTENSION_BYTES:
-                raise ValueError(f"what extends a header has {length:,} bytes, more than {MOST_EXTENSION_BYTES:,}")
+                raise ValueError(f"a header extension has {length:,} bytes; the limit is {MOST_EXTENSION_BYTES:,}")
             if kind == LONG_NAME:
-                given["path"] = to_text(read(begin, length))
+                extended["path"] = to_text(read(begin, length))
             elif kind == PAX:
-                given |= parse_pax(read(begin, length))
+                extended |= parse_pax(read(begin, length))
         except ValueError as error:
             raise Damaged(offset, str(error)) from None
         if kind in REGULAR:
-            yield Member(given.get("path") or header_name(header), begin, length, blocks[BLOCK:][:length])
+            yield Member(extended.get("path") or header_name(header), begin, length, blocks[BLOCK:][:length])
         if kind not in EXTENSIONS:
-            given = {}
+            extended = {}
         offset = begin + padded(length)
 
 
 def member_name(read: Read, size: int, offset: int) -> str:
-    """The name of the member whose content begins at `offset`.  Damaged where there is none."""
+    """Return the name of the member whose content begins at `offset`.  Raise Damaged if there is none."""
     header = read(offset - BLOCK, BLOCK)
     for count in range(1, min(MOST_EXTENSION_BLOCKS, offset // BLOCK - 1)):
         before = offset - (count + 2) * BLOCK
@@ -76,7 +76,7 @@ def member_name(read: Read, size: int, offset: int) -> str:
                 break
             return member.name
     if len(header) < BLOCK or not is_header(header):
-        raise Damaged(offset - BLOCK, "it is no header")
+        raise Damaged(offset - BLOCK, "it is not a header")
     return header_name(header)
 
 
@@ -88,21 +88,21 @@ def extends(header: bytes, num_blocks: int) -> bool:
 
 
 def is_header(header: bytes) -> bool:
-    """The sum of its bytes, with the checksum itself taken for spaces."""
+    """Check the checksum: the sum of all bytes, with the checksum itself replaced by spaces."""
     try:
         return parse_octal(header[CHECKSUM]) == sum(header) - sum(header[CHECKSUM]) + 8 * ord(" ")
     except ValueError:
         return False
 
 
-def content_length(header: bytes, given: dict[str, str]) -> int:
+def content_length(header: bytes, extended: dict[str, str]) -> int:
     if not is_header(header):
-        raise ValueError("no header of a member is there")
+        raise ValueError("it is not a header")
     kind = header[TYPE]
     if kind in WITHOUT_CONTENT:
         return 0
-    if "size" in given and kind not in EXTENSIONS:
-        return parse_decimal(given["size"])
+    if "size" in extended and kind not in EXTENSIONS:
+        return parse_decimal(extended["size"])
     field = header[LENGTH]
     return int.from_bytes(field[1:], "big") if field[0] == 0x80 else parse_octal(field)
 
@@ -117,19 +117,19 @@ def parse_octal(field: bytes) -> int:
 
 def parse_decimal(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS):
-        raise ValueError(f"{text[:MOST_DIGITS]!r} is no length")
+        raise ValueError(f"{text[:MOST_DIGITS]!r} is not a length")
     return int(text)
 
 
 def parse_pax(content: bytes) -> dict[str, str]:
-    """Records of "LENGTH KEY=VALUE\\n", in which LENGTH counts the whole record."""
+    """Parse records of "LENGTH KEY=VALUE\\n", in which LENGTH counts the whole record."""
     records = {}
     content, begin = content.rstrip(b"\0"), 0
     while begin < len(content):
         length = parse_decimal(to_text(content[begin : begin + MOST_DIGITS].partition(b" ")[0]))
         key, equals, value = content[begin : begin + length].partition(b" ")[2].partition(b"=")
         if length < 5 or begin + length > len(content) or not equals:
-            raise ValueError("a pax header is torn")
+            raise ValueError("a pax header is damaged")
         records[to_text(key)] = to_text(value.removesuffix(b"\n"))
         begin += length
     return records

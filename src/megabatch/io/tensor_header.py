@@ -1,10 +1,10 @@
-"""The header of a safetensors file, checked before a byte of its tensors is used.
+"""The header of a safetensors file, checked before any tensor is used.
 
-8 bytes (the header's length), JSON ({name: {dtype, shape, data_offsets}, "__metadata__": {...}}), the tensors' bytes.
+Format: 8 bytes (the header's length), JSON ({name: {dtype, shape, data_offsets}, "__metadata__": {...}}), tensors.
 
-The bytes of all tensors lie one after another and fill the file, as safetensors' own reader demands: none overlap, and
-nobody needs more memory than the file has bytes.  Beyond what that reader refuses, no name may be there twice, since
-readers differ in which one they take, and no size may be more than torch can count.
+The tensors must be contiguous and fill the file, as the reader of safetensors requires.  So they cannot overlap, and
+they need no more memory than the file has bytes.  In addition, names must be unique, since readers differ in which
+duplicate they use, and sizes must be within the limits of torch.
 """
 
 import json
@@ -20,9 +20,9 @@ from megabatch.io.reading import reading
 
 METADATA = "__metadata__"
 LENGTH_BYTES = 8
-MAX_HEADER_BYTES = 32 << 20  # 100 bytes a tensor, as a rule
+MAX_HEADER_BYTES = 32 << 20  # a tensor usually takes 100 bytes
 MAX_DIMENSIONS = 32
-WIDTHS = {  # bytes of an element
+WIDTHS = {  # bytes per element
     "BOOL": 1,
     "U8": 1,
     "I8": 1,
@@ -44,7 +44,7 @@ Size = Annotated[int, Meta(ge=0, le=2**48)]
 
 
 class NotTensors(ValueError):
-    """What is no safetensors file, and why."""
+    """Error for a file that is not a valid safetensors file; the message states the reason."""
 
 
 class Entry(Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,46 +63,46 @@ class Header(NamedTuple):
 
 
 def read_header(path: Path) -> Header:
-    """Of a file, of which no more is read."""
+    """Read only the header of a file."""
     with reading(path) as file:
         return parse_header(file, os.fstat(file.fileno()).st_size)
 
 
 def parse_header(file: BinaryIO, file_bytes: int) -> Header:
-    """Of what begins with one."""
+    """Read and check the header at the start of `file`, which has `file_bytes` bytes.  Raises NotTensors."""
     length = int.from_bytes(file.read(LENGTH_BYTES), "little")
     if file_bytes < LENGTH_BYTES or length > min(MAX_HEADER_BYTES, file_bytes - LENGTH_BYTES):
-        raise NotTensors(f"its header would have {length:,} bytes, in a file of {file_bytes:,}")
+        raise NotTensors(f"its header of {length:,} bytes does not fit a file of {file_bytes:,} bytes")
     try:
-        tables = json.loads(file.read(length).decode(), object_pairs_hook=without_repetition)
+        tables = json.loads(file.read(length).decode(), object_pairs_hook=unique_names)
         if not isinstance(tables, dict):
-            raise NotTensors("its header is no table of tensors")
+            raise NotTensors("it is not a JSON object")
         metadata = msgspec.convert(tables.pop(METADATA, {}), dict[str, str])
         tensors = msgspec.convert(tables, dict[str, Entry])
     except RecursionError:
         raise NotTensors("its header is nested too deeply") from None
-    except ValueError as error:  # of json, of msgspec, and ours
+    except ValueError as error:  # from json, msgspec or NotTensors
         raise NotTensors(f"its header is damaged: {error}") from None
-    require_filled(tensors, file_bytes - LENGTH_BYTES - length)
+    require_contiguous(tensors, file_bytes - LENGTH_BYTES - length)
     return Header(tensors, metadata, LENGTH_BYTES + length)
 
 
-def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
-        raise NotTensors("a name is there twice")
+        raise NotTensors("a name occurs twice")
     return table
 
 
-def require_filled(tensors: dict[str, Entry], data_bytes: int) -> None:
-    """Each tensor has its bytes, from where the one before it ends."""
-    before = 0
+def require_contiguous(tensors: dict[str, Entry], data_bytes: int) -> None:
+    """Check that the tensors have the sizes of their shapes and follow one another up to the end of the file."""
+    previous_end = 0
     for name, entry in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
         begin, end = entry.data_offsets
         if entry.dtype not in WIDTHS:
-            raise NotTensors(f"{name} is of the unknown dtype {entry.dtype}")
-        if begin != before or end - begin != math.prod(entry.shape) * WIDTHS[entry.dtype]:
-            raise NotTensors(f"{name}, {entry}, does not lie in bytes {begin:,} to {end:,}, after those of the others")
-        before = end
-    if before != data_bytes:
-        raise NotTensors(f"its tensors have {before:,} bytes, and the file has {data_bytes:,} for them")
+            raise NotTensors(f"{name} has the unknown dtype {entry.dtype}")
+        if begin != previous_end or end - begin != math.prod(entry.shape) * WIDTHS[entry.dtype]:
+            raise NotTensors(f"{name} ({entry}) does not fit bytes {begin:,} to {end:,} after the previous tensor")
+        previous_end = end
+    if previous_end != data_bytes:
+        raise NotTensors(f"its tensors have {previous_end:,} bytes, but the file has {data_bytes:,} for them")

@@ -1,11 +1,12 @@
-"""Where coloured text, tables and bars are printed: the one Console.
+"""The only Console: prints styled text, tables and progress bars.
 
-Text of a user's (names of files and classes, what a library says) stands in most lines.  So nothing is markup here:
-[red] is printed as it is written, and what is bold is said by a style.  And whatever is printed, also by a live bar,
-goes through `render`, which leaves no letter that a terminal would take for a command.
+Most lines contain text from outside: names of files and classes, messages of libraries.  So markup is off: [red] is
+printed literally, and bold text has a style.  All output, also of live progress bars, passes through `render`, which
+removes every character that a terminal would interpret as a command.
 """
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -16,29 +17,37 @@ from rich.text import Text
 from megabatch.text import lines_of, one_line
 
 BOLD = "bold"
-LONGEST_ROW = 20_000  # letters: a plan of many buckets is long
+LONGEST_ROW = 20_000  # characters: a plan of many buckets is long
 
 
 class Terminal(Console):
     def __init__(self, soft_wrap: bool = True) -> None:
-        super().__init__(markup=False, highlight=False, emoji=False, soft_wrap=soft_wrap)
+        # None: rich looks at the output.
+        is_terminal = None if is_watched(os.environ) else False
+        super().__init__(markup=False, highlight=False, emoji=False, soft_wrap=soft_wrap, force_terminal=is_terminal)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Cleaned before it is measured, so that columns are as wide as what is printed."""
+        """Clean the text before it is measured, so that columns have the printed width."""
         return super().render_str(lines_of(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
-            # Control segments are rich's own, such as those that move the cursor up to a bar.
+            # Control segments come from rich, for example to move the cursor up to a progress bar.
             yield segment if segment.control else Segment(lines_of(segment.text), segment.style)
 
     def title(self, text: str, rest: str = "") -> None:
-        """After an empty line, bold; then, on the same line, what is not."""
+        """Print an empty line, then `text` in bold and `rest` on one line."""
         self.print(Text.assemble("\n", (one_line(text), BOLD), f" {one_line(rest)}" if rest else ""))
 
     def row(self, name: str, text: str, width: int = 9) -> None:
-        """A name, bold, and one line beside it, whatever is in it."""
+        """Print a bold name and a text on one line."""
         self.print(Text.assemble((f"{one_line(name):<{width}}", BOLD), " ", one_line(text, LONGEST_ROW)))
+
+
+def is_watched(environment: Mapping[str, str]) -> bool:
+    """Return False for a rank of mpiexec: Open MPI gives its ranks a terminal even if a file gets their output."""
+    num_ranks = environment.get("PMI_SIZE", "1")
+    return "OMPI_COMM_WORLD_RANK" not in environment and num_ranks in ("", "1")
 
 
 def plain_table(**options: Any) -> Table:

@@ -2,18 +2,18 @@
 
 The layers of AlexNet-BN, their order (convolution, ReLU, pool, norm) and the initial weights are NVCaffe's
 (borisgin/nvcaffe, models/alexnet_bn/train_val2.prototxt), for which learning rates up to batch 32K are published:
-LARS compares weights with gradients, so where weights start belongs to the recipe.  Jia et al. 2018 saw the variance of
-pool5's output grow with iterations, put one more BatchNorm between pool5 and fc6, and reach 58.7 % at batch 64K.
+LARS compares weights with gradients, so the initial weights are part of the recipe.  Jia et al. 2018 saw the variance
+of pool5's output grow with iterations, put one more BatchNorm between pool5 and fc6, and reach 58.7 % at batch 64K.
 
-Our choices, where that is silent:
-- BatchNorm has gamma and beta.  NVCaffe's has none, but Jia et al. take theirs out of the decay.
+Choices that these sources do not specify:
+- BatchNorm has gamma and beta.  NVCaffe's does not, but Jia et al. exclude theirs from weight decay.
 - AlexNet is the same network with Caffe's local response normalisation in place of the first two BatchNorms.
 - AlexNet's weights start with variance 1 / fan-in, its biases at 0.  NVCaffe's weights rely on BatchNorm: without it,
-  40 steps did not move the loss on 32 images of noise.  He's 2 / fan-in is too much, since three max-pools raise the
-  signal as well: the first loss was 16 on ten classes, and is 2.5 so.
-- Images of other sizes than 224 and 227, from 39 pixels: what pool5 gives is averaged, or repeated, to 6x6.
+  40 steps did not reduce the loss on 32 images of noise.  He's 2 / fan-in is too large, because three max-pools amplify
+  the signal as well: the first loss on ten classes was 16 and is 2.5 now.
+- Images of other sizes than 224 and 227, from 39 pixels: the output of pool5 is averaged, or repeated, to 6x6.
 - For studies on a desktop, `small_alexnet_bn` has an eighth of the channels, and a first convolution for 28 pixels.
-  Its weights start so much larger that signals are as strong as in the full network.
+  Its initial weights are larger, so that signals are as strong as in the full network.
 """
 
 import math
@@ -31,7 +31,7 @@ class Size(NamedTuple):
     hidden: int = 4096  # of fc6 and fc7
     kernel: int = 11  # of conv1
     stride: int = 4
-    pooled: int = 6  # what pool5 gives for images of 224 and of 227 pixels
+    pooled: int = 6  # the output of pool5 for images of 224 and 227 pixels
 
 
 FULL = Size()
@@ -49,7 +49,7 @@ FAN_IN = {
 
 
 def alexnet(num_classes: int, in_channels: int = 3, dropout: float = 0.5) -> nn.Module:
-    """60,965,224 parameters for 1000 classes of coloured images."""
+    """AlexNet with 60,965,224 parameters for 1000 classes of colour images."""
     norms = [response_norm(), response_norm(), nn.Identity(), nn.Identity(), nn.Identity()]
     network = connect_layers(FULL, num_classes, in_channels, dropout, norms)
     for layer in network.children():
@@ -60,26 +60,26 @@ def alexnet(num_classes: int, in_channels: int = 3, dropout: float = 0.5) -> nn.
 
 
 def alexnet_bn(num_classes: int, in_channels: int = 3, dropout: float = 0.5, pool5_norm: bool = True) -> nn.Module:
-    """60,967,976 parameters; without `pool5_norm`, nothing stands between pool5 and fc6."""
+    """AlexNet-BN with 60,967,976 parameters.  `pool5_norm` is the BatchNorm between pool5 and fc6."""
     network = connect_layers(FULL, num_classes, in_channels, dropout, batch_norms(FULL, pool5_norm))
     for name, layer in network.named_children():
         if isinstance(layer, nn.Conv2d | nn.Linear):
-            start_as_nvcaffe(name, layer)
+            init_like_nvcaffe(name, layer)
     return network
 
 
 def small_alexnet_bn(
     num_classes: int, in_channels: int = 1, dropout: float = 0.5, pool5_norm: bool = True
 ) -> nn.Module:
-    """452,474 parameters for 10 classes of grey images."""
+    """AlexNet-BN with 452,474 parameters for 10 classes of grey images."""
     network = connect_layers(SMALL, num_classes, in_channels, dropout, batch_norms(SMALL, pool5_norm))
     for name, layer in network.named_children():
         if isinstance(layer, nn.Conv2d | nn.Linear):
-            start_as_nvcaffe(name, layer, gain=math.sqrt(FAN_IN[name] / layer.weight[0].numel()))
+            init_like_nvcaffe(name, layer, gain=math.sqrt(FAN_IN[name] / layer.weight[0].numel()))
     return network
 
 
-def start_as_nvcaffe(name: str, layer: nn.Conv2d | nn.Linear, gain: float = 1.0) -> None:
+def init_like_nvcaffe(name: str, layer: nn.Conv2d | nn.Linear, gain: float = 1.0) -> None:
     std, bias = (0.005, 0.1) if name in ("fc6", "fc7") else (0.01, 0.01)
     nn.init.normal_(layer.weight, std=gain * std)
     assert layer.bias is not None

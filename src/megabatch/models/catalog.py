@@ -1,4 +1,4 @@
-"""Models by name, and a user's own by "package.module:factory"."""
+"""Models by name, or custom ones as "package.module:factory"."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ from megabatch.models.alexnet import alexnet, alexnet_bn, small_alexnet_bn
 from megabatch.models.resnet import RESNETS
 from megabatch.models.small import shallow_cnn, small_cnn, small_resnet, tiny_cnn
 from megabatch.torch_api import missing_operator
-from megabatch.user_code import import_own_code, is_own_code
+from megabatch.user_code import import_user_code, is_user_code
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "small_resnet": small_resnet,
@@ -26,43 +26,51 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "small_alexnet_bn": small_alexnet_bn,
     **RESNETS,
 }
-VIEW_REFUSED = "view size is not compatible with input tensor's size and stride"  # torch, of x.view(len(x), -1)
+VIEW_REFUSED = "view size is not compatible with input tensor's size and stride"  # torch's error for x.view(len(x), -1)
 
 
 class ModelSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
     options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the factory
-    # What it starts from: a file, or the folder of a run; by default the seed decides.
+    # Initial weights: a file, or the folder of a run; by default they depend on the seed.
     weights: Annotated[str, Meta(min_length=1)] | None = None
     freeze: list[str] | None = None  # modules that are not trained
     channels_last: bool | Literal["auto"] = "auto"  # the memory order of images; auto: for the models of MODELS
-    compile: bool = False  # by torch.compile, for training
+    compile: bool = False  # use torch.compile for training
+    cuda_graphs: bool = False  # for microbatches that are not all-reduced
 
     def __post_init__(self) -> None:
-        if not self.is_users_own:
+        if self.compile and self.cuda_graphs:
+            raise UserError(
+                "model.compile=true and model.cuda_graphs=true: the graph is recorded from the network as it is; "
+                "omit one of them"
+            )
+        if not self.is_user_model:
             require_one_of("model.name", self.name, MODELS)
 
     @property
-    def is_users_own(self) -> bool:
-        return is_own_code(self.name)
+    def is_user_model(self) -> bool:
+        return is_user_code(self.name)
 
     @property
     def wants_channels_last(self) -> bool:
-        # A quarter faster on CPU; but `x.view(len(x), -1)`, which many models use, refuses it.
-        return not self.is_users_own if self.channels_last == "auto" else self.channels_last
+        # A quarter faster on CPU, but `x.view(len(x), -1)`, which many models use, does not support it.
+        return not self.is_user_model if self.channels_last == "auto" else self.channels_last
 
 
 def build_model(settings: ModelSettings, seed: int, num_classes: int, in_channels: int, image_size: int) -> nn.Module:
-    """The model with its initial weights, which depend on the seed alone.
+    """Return the model with its initial weights, which depend only on the seed.
 
     A factory is called with `num_classes`, with `in_channels` and `image_size` if it names them, and with
     the options of the recipe.
     """
-    factory = import_own_code("model.name", settings.name) if settings.is_users_own else MODELS[settings.name]
+    factory = import_user_code("model.name", settings.name) if settings.is_user_model else MODELS[settings.name]
     try:
         named = inspect.signature(factory).parameters
     except ValueError:  # built-in types have none
-        raise UserError(f"model.name={settings.name!r} is not a factory: its arguments cannot be seen") from None
+        raise UserError(
+            f"model.name={settings.name!r} has no signature to inspect; use a function or a class"
+        ) from None
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in named.values())
     if "num_classes" not in named and not takes_any:
         raise UserError(f"model.name={settings.name!r} must take num_classes; it takes {', '.join(named) or 'nothing'}")
@@ -83,7 +91,7 @@ def build_model(settings: ModelSettings, seed: int, num_classes: int, in_channel
 
 @contextmanager
 def model_errors(settings: ModelSettings, image_shape: Sequence[int] = ()) -> Iterator[None]:
-    """Our own models fail because of a setting: that is one line.  In a user's own, the traceback is what helps."""
+    """Turn errors of built-in models, which settings cause, into UserErrors.  Custom models keep their traceback."""
     try:
         yield
     except UserError:
@@ -91,7 +99,7 @@ def model_errors(settings: ModelSettings, image_shape: Sequence[int] = ()) -> It
     except Exception as error:
         if settings.channels_last is True and VIEW_REFUSED in str(error):
             raise UserError(
-                f"model.channels_last=true: {settings.name} takes a view that this order of memory does not allow; "
+                f"model.channels_last=true: {settings.name} takes a view that this memory format does not allow; "
                 "write x.flatten(1) or x.reshape(...) instead of x.view(...), or leave model.channels_last out"
             ) from error
         operator = missing_operator(error)
@@ -100,7 +108,7 @@ def model_errors(settings: ModelSettings, image_shape: Sequence[int] = ()) -> It
                 f"model.name={settings.name!r} calls torchvision's operator {operator}, and torchvision's compiled "
                 f"extension does not match torch {torch.__version__}; install the torchvision build that matches torch"
             ) from error
-        if settings.is_users_own:
+        if settings.is_user_model:
             raise
         on = f" on images {list(image_shape)}" if image_shape else ""
         options = f" with model.options={settings.options}" if settings.options else ""

@@ -1,4 +1,4 @@
-"""Layers of a network by their names: its head, and those that are frozen; and a layer of our own."""
+"""The head of a network, frozen layers, and an average pooling layer."""
 
 from collections.abc import Sequence
 
@@ -9,8 +9,9 @@ from megabatch.errors import UserError, nearest
 
 
 class AverageTo(nn.AdaptiveAvgPool2d):
-    """Where there is nothing to average torch would copy, which takes a sixth of `tiny_cnn`'s time, and whose backward
-    on CUDA is not deterministic.
+    """Adaptive average pooling that does nothing if the size is right.
+
+    torch would copy, which takes a sixth of `tiny_cnn`'s time, and its backward on CUDA is not deterministic.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -18,25 +19,27 @@ class AverageTo(nn.AdaptiveAvgPool2d):
 
 
 def head_of(model: nn.Module) -> str:
-    """The last module, in the order in which they were registered, that has parameters of its own."""
+    """Return the last registered module that has direct parameters."""
     owners: list[str] = [
         name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))
     ]
     if not owners:
-        raise UserError(f"{type(model).__name__} has no parameters; a network needs some")
+        raise UserError(f"{type(model).__name__} has no parameters; pass a network with parameters")
     return owners[-1]
 
 
 def head_parameters(model: nn.Module) -> list[str]:
-    """The names of the head's parameters: of a ResNet, fc.weight and fc.bias."""
+    """Return the names of the head's parameters, such as fc.weight and fc.bias of a ResNet."""
     head = head_of(model)
     own = model.get_submodule(head).named_parameters(recurse=False)
     return [f"{head}.{name}" if head else name for name, _ in own]
 
 
 def freeze(model: nn.Module, names: Sequence[str]) -> nn.Module:
-    """Modules that stay as they are: no parameter of theirs is trained, and they compute as in evaluation, so that
-    BatchNorm's statistics are used and not moved.  Changes the model in place.
+    """Freeze modules in place.
+
+    Their parameters are not trained, and they run in evaluation mode, so that BatchNorm uses its statistics without
+    updating them.
     """
     modules = {name: module for name, module in model.named_modules() if name}
     for name in names:

@@ -1,7 +1,7 @@
 """The loss, summed over the samples of a microbatch: the trainer divides by the global batch."""
 
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,19 +13,29 @@ SummedLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (logits, la
 
 
 class LossSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: Literal["cross_entropy", "bce"] = "cross_entropy"
     label_smoothing: Annotated[float, Meta(ge=0, lt=1)] = 0.0
 
 
 def summed_loss(settings: LossSettings, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(widened(logits), labels, reduction="sum", label_smoothing=settings.label_smoothing)
+    logits, smoothing = to_at_least_fp32(logits), settings.label_smoothing
+    if settings.name == "bce":
+        return F.binary_cross_entropy_with_logits(logits, smoothed(logits, labels, smoothing), reduction="sum")
+    return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
 
 
-def widened(logits: torch.Tensor) -> torch.Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))  # a sum of exponentials leaves 16 bits
+def smoothed(logits: torch.Tensor, labels: torch.Tensor, smoothing: float) -> torch.Tensor:
+    """Return the target of each class: its share of the smoothing, and for the label the rest as well."""
+    targets = torch.full_like(logits, smoothing / logits.shape[1])
+    return targets.scatter_add_(1, labels[:, None], torch.full_like(logits[:, :1], 1.0 - smoothing))
 
 
-def own_loss(loss: SummedLoss) -> SummedLoss:
-    """A user's, of logits in fp32 at least; one that does not sum over the samples is refused, where that is seen."""
+def to_at_least_fp32(logits: torch.Tensor) -> torch.Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))  # a sum of exponentials overflows 16 bits
+
+
+def wrap_user_loss(loss: SummedLoss) -> SummedLoss:
+    """Wrap a custom loss, which gets logits in at least fp32.  Raise if it is known not to sum over the samples."""
     reduction = getattr(loss, "reduction", "sum")
     if reduction != "sum":
         raise UserError(
@@ -34,7 +44,7 @@ def own_loss(loss: SummedLoss) -> SummedLoss:
         )
 
     def checked(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        found = loss(widened(logits), labels)
+        found = loss(to_at_least_fp32(logits), labels)
         if not isinstance(found, torch.Tensor) or found.ndim:
             got = f"a tensor {list(found.shape)}" if isinstance(found, torch.Tensor) else f"a {type(found).__name__}"
             raise UserError(f"loss returned {got}; expected the sum over the samples, a tensor of one number")

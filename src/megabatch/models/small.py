@@ -15,7 +15,7 @@ def conv_bn_relu(in_channels: int, out_channels: int, stride: int = 1, size: int
 
 
 class Residual(nn.Module):
-    """x + conv(conv(x)).  gamma = 0 in the last BatchNorm: the branch starts as nothing (Goyal et al. 2017)."""
+    """x + conv(conv(x)).  With gamma = 0 in the last BatchNorm the branch starts as zero (Goyal et al. 2017)."""
 
     def __init__(self, channels: int, zero_gamma: bool) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def small_cnn(num_classes: int, in_channels: int, width: int = 16, dropout: floa
 
 
 def tiny_cnn(num_classes: int, in_channels: int, width: int = 8, hidden: int = 256, dropout: float = 0.0) -> nn.Module:
-    """Two convolutions and two linear layers, as AlexNet-BN in miniature: learns fast, for studies of many runs."""
+    """Two convolutions and two linear layers, a miniature AlexNet-BN that learns fast, for studies of many runs."""
     return nn.Sequential(
         conv_bn_relu(in_channels, width, stride=2, size=5),
         conv_bn_relu(width, 2 * width, stride=2),
@@ -83,7 +83,7 @@ def tiny_cnn(num_classes: int, in_channels: int, width: int = 8, hidden: int = 2
 
 
 def shallow_cnn(num_classes: int, in_channels: int, width: int = 16, hidden: int = 256) -> nn.Module:
-    """AlexNet's first convolution (11x11, stride 4) in miniature, and two linear layers: few steps suffice for it."""
+    """AlexNet's first convolution (11x11, stride 4) in miniature, and two linear layers.  It needs few steps."""
     return nn.Sequential(
         conv_bn_relu(in_channels, width, stride=4, size=7),
         AverageTo(7),

@@ -1,7 +1,7 @@
-"""Weights to start from: what a file holds, and what of it fits a model.
+"""Initial weights: reads the tensors of a file, and matches them with a model.
 
-A head of another size is left as it was initialised, weight and bias together: other classes are to be told apart.
-Whatever else is missing or has another shape is left so too, and listed.  Files are data: nothing in them is executed.
+A head of another size keeps its initial weight and bias, because the classes differ.  All other tensors that are
+missing or have another shape also keep their initial values and are listed.  No code in a file is executed.
 """
 
 import os
@@ -28,15 +28,16 @@ from megabatch.runs.files import WEIGHTS
 from megabatch.text import one_line
 
 Weights = dict[str, torch.Tensor]
-CHECKPOINT, CHECKPOINT_PREFIX = "state.safetensors", "model."  # of a run: see `training/checkpoint/format.py`
+# See `training/checkpoint/format.py`.  A later prefix wins: averages replace weights.
+CHECKPOINT, CHECKPOINT_PREFIXES = "state.safetensors", ("model.", "average.")
 PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
-WRAPPED_IN = ("state_dict", "model", "model_state")  # what training scripts put a state dict under
+WRAPPED_IN = ("state_dict", "model", "model_state")  # keys under which training scripts save a state dict
 ADDED_PREFIXES = ("module.", "_orig_mod.")  # by DistributedDataParallel and torch.compile
-COUNTER = "num_batches_tracked"  # of a BatchNorm: older files have none, and nothing depends on it
-MOST_NAMED = 3  # of tensors that do not fit
-LONGEST_NAME = 200  # letters of one
-# What torch's reader of damaged zips and pickles raises, beside `pickle.UnpicklingError`: it takes its steps as they
-# come, and fails as Python does.  MemoryError: a size that is a lie.
+COUNTER = "num_batches_tracked"  # of a BatchNorm: older files lack it, and it is not used
+MOST_NAMED = 3  # tensors listed in a line
+LONGEST_NAME = 200  # characters of a name
+# Errors that torch's reader raises for damaged zips and pickles, in addition to `pickle.UnpicklingError`: it does not
+# validate its input.  MemoryError: a false size.
 DAMAGE = (
     *(RuntimeError, OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, AssertionError),
     *(ArithmeticError, MemoryError, struct.error),
@@ -45,23 +46,23 @@ DAMAGE = (
 
 @dataclass(frozen=True, kw_only=True)
 class MatchReport:
-    tensors: Weights  # that fit, under the model's names and in its dtypes
-    num_parameters: int  # tensors of the model that are trained, buffers not counted
-    num_fitting: int  # of them
-    new_head: list[str]  # what the head needs and the file has otherwise; the head stays as it was initialised
+    tensors: Weights  # those that fit, with the model's names and dtypes
+    num_parameters: int  # parameters of the model, without buffers
+    num_fitting: int  # parameters that fit
+    new_head: list[str]  # parameters of the head, if the file has another head
     missing: list[str]
     unexpected: list[str]
     other_shapes: list[str]
 
     def lines(self, name: str) -> list[str]:
-        """What to say of it; `name` is the file's."""
+        """Return the lines to print.  `name`: of the file."""
         return [f"from {name}: {self.num_fitting} of {self.num_parameters} tensors"] + [
             f"{what}: {shorten(names)}"
             for what, names in {
                 "new head": self.new_head,
-                "not in it, so as initialised": self.missing,
-                "of other shapes, so as initialised": self.other_shapes,
-                "in it, but not in the model": self.unexpected,
+                "missing in it, left as initialised": self.missing,
+                "other shapes in it, left as initialised": self.other_shapes,
+                "not in the model, ignored": self.unexpected,
             }.items()
             if names
         ]
@@ -73,9 +74,9 @@ def shorten(names: Sequence[str]) -> str:
 
 
 def match(model: nn.Module, weights: Weights) -> MatchReport:
-    """What of `weights` fits the model.  Changes nothing; UserError if nothing does."""
+    """Match `weights` with the model, without changing it.  Raise UserError if no parameter fits."""
     own: Weights = {name: t for name, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
-    weights = without_added_prefixes(weights, own)
+    weights = strip_added_prefixes(weights, own)
     missing = [name for name in own if name not in weights]
     differing = [name for name in own if name in weights and own[name].shape != weights[name].shape]
     head = [name for name in head_parameters(model) if name in own]
@@ -85,11 +86,11 @@ def match(model: nn.Module, weights: Weights) -> MatchReport:
     fitting = [name for name in parameters if name not in unusable]
     for name in own:
         if name not in unusable:
-            require_kind(name, weights[name], own[name])
+            require_compatible_dtype(name, weights[name], own[name])
     if not fitting:
         raise UserError(
             f"none of its {len(weights)} tensors ({shorten(list(weights))}) fits the model ({shorten(parameters)}); "
-            "give the weights of this model, or another model.name"
+            "use weights of this model, or another model.name"
         )
     return MatchReport(
         tensors={name: weights[name].to(own[name].dtype) for name in own if name not in unusable},
@@ -102,26 +103,26 @@ def match(model: nn.Module, weights: Weights) -> MatchReport:
     )
 
 
-def require_kind(name: str, given: torch.Tensor, own: torch.Tensor) -> None:
-    """Numbers as the model has them: torch would take an int8 for a weight.  Counters may be cast."""
+def require_compatible_dtype(name: str, given: torch.Tensor, own: torch.Tensor) -> None:
+    """Check that both are floating-point or complex: torch would copy an int8 into a weight.  Counters may be cast."""
     if (own.is_floating_point() and not given.is_floating_point()) or given.is_complex() != own.is_complex():
-        raise UserError(f"{name} is {given.dtype} there and {own.dtype} here; give weights of that kind of number")
+        raise UserError(f"{name} is {given.dtype} in the file and {own.dtype} in the model; convert it before saving")
 
 
 def require_finite(tensors: Weights) -> None:
-    """In the model's dtype, to which they are rounded."""
+    """Check that all tensors are finite after rounding to the model's dtype."""
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
-            raise UserError(f"{name} has inf or NaN; give other weights")
+            raise UserError(f"{name} has inf or NaN; use other weights")
 
 
 def describe(name: str, own: Weights, weights: Weights) -> str:
-    there = str(list(weights[name].shape)) if name in weights else "not"
-    return f"{name} is {there} there and {list(own[name].shape)} here"
+    given = f"is {list(weights[name].shape)}" if name in weights else "is missing"
+    return f"{name} {given} in the file and {list(own[name].shape)} in the model"
 
 
-def without_added_prefixes(weights: Weights, own: Weights) -> Weights:
-    """Names as the model has them, if all of them begin with what a wrapper has put before them."""
+def strip_added_prefixes(weights: Weights, own: Weights) -> Weights:
+    """Remove a prefix that a wrapper added to all names, unless the model has it too."""
     for prefix in ADDED_PREFIXES:
         if all(name.startswith(prefix) for name in weights) and not any(name.startswith(prefix) for name in own):
             weights = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
@@ -129,14 +130,18 @@ def without_added_prefixes(weights: Weights, own: Weights) -> Weights:
 
 
 def read_weights(path: Path) -> Weights:
-    """Of a .safetensors, .pth or .pt file, of a run's folder (its final weights), or of one of its checkpoints."""
+    """Read a .safetensors, .pth or .pt file, the folder of a run (its final weights), or one of its checkpoints."""
     file = file_of(path.expanduser())
     if file.suffix not in READERS:
         raise UserError(f"{file} is not one of {', '.join(READERS)}; save a state dict as one of them")
     weights = READERS[file.suffix](file)
     if file.name == CHECKPOINT:
-        own = {name: tensor for name, tensor in weights.items() if name.startswith(CHECKPOINT_PREFIX)}
-        weights = {name.removeprefix(CHECKPOINT_PREFIX): tensor for name, tensor in own.items()}
+        weights = {
+            name.removeprefix(prefix): tensor
+            for prefix in CHECKPOINT_PREFIXES
+            for name, tensor in weights.items()
+            if name.startswith(prefix)
+        }
     if not weights:
         raise UserError(f"{file} holds no tensors by name; save model.state_dict()")
     return weights
@@ -144,41 +149,41 @@ def read_weights(path: Path) -> Weights:
 
 def file_of(path: Path) -> Path:
     if not path.exists():
-        raise UserError(f"{path} does not exist; give a .safetensors, .pth or .pt file, or the folder of a run")
+        raise UserError(f"{path} does not exist; pass a .safetensors, .pth or .pt file, or the folder of a run")
     if not path.is_dir():
         return path
     for name in (WEIGHTS, CHECKPOINT):
         if (path / name).is_file():
             return path / name
     raise UserError(
-        f"{path} has no {WEIGHTS}: it is not a finished run; give one, or a checkpoint of it (checkpoints/last)"
+        f"{path} has no {WEIGHTS}: it is not a finished run; pass one, or a checkpoint of it (checkpoints/last)"
     )
 
 
 def read_safetensors(path: Path) -> Weights:
     try:
-        read_header(path)  # it refuses more than the library does
+        read_header(path)  # stricter than the library
         return load_file(path)
     except (SafetensorError, NotTensors, OSError) as error:
         raise UserError(f"{path} cannot be read as safetensors ({first_line(error)}); copy it again") from None
 
 
 def read_pickle(path: Path) -> Weights:
-    """By torch's loader of tensors alone: whatever else a pickle names is refused before it is imported."""
-    require_stored_as_is(path)
+    """Read a pickle with torch's loader of tensors, which rejects all other names before it imports them."""
+    require_uncompressed(path)
     try:
-        with warnings.catch_warnings(action="ignore"):  # what torch says of a pickle that is not its own
+        with warnings.catch_warnings(action="ignore"):  # torch warns about pickles that it did not write
             content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"more than tensors ({named[1]})" if named else f"what is no state dict ({first_line(error)})"
+        content = f"more than tensors ({named[1]})" if named else f"no state dict ({first_line(error)})"
         raise UserError(
-            f"{path} holds {what}, and loading that could run code; "
-            "where it comes from, save the state dict alone: torch.save(model.state_dict(), path)"
+            f"{path} holds {content}, and loading that could run code; "
+            "in the program that wrote it, save only the state dict: torch.save(model.state_dict(), path)"
         ) from None
     except DAMAGE as error:
         raise UserError(f"{path} cannot be read ({first_line(error)}); copy it again") from None
-    # By the methods of dict and Tensor themselves: a pickle may have put others into the objects.
+    # Call the methods of dict and Tensor directly: a pickle may have replaced those of its objects.
     members = dict(dict.items(content)) if isinstance(content, dict) else {}
     for key in WRAPPED_IN:
         if isinstance(members.get(key), dict):
@@ -189,12 +194,12 @@ def read_pickle(path: Path) -> Weights:
     }
     for name, value in found.items():
         if type(value) not in PLAIN_TENSORS or value.layout is not torch.strided or value.is_quantized or value.is_meta:
-            raise UserError(f"{path}: {name} is no plain tensor; save it as one")
+            raise UserError(f"{path}: {name} is not a plain dense tensor; convert it before saving")
     return {name: torch.Tensor.detach(value) for name, value in found.items()}
 
 
-def require_stored_as_is(path: Path) -> None:
-    """As torch writes them: what is compressed may be a thousand times as large in memory as in the file."""
+def require_uncompressed(path: Path) -> None:
+    """Check that a zip is not compressed: it could be a thousand times larger in memory.  torch does not compress."""
     try:
         with reading(path) as file:
             if not zipfile.is_zipfile(file):
@@ -206,7 +211,9 @@ def require_stored_as_is(path: Path) -> None:
         raise UserError(f"{path} cannot be read ({first_line(error)}); copy it again") from None
     is_compressed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
     if is_compressed or sum(member.file_size for member in members) > file_bytes:
-        raise UserError(f"{path} is compressed, which torch does not do; save the state dict again: torch.save")
+        raise UserError(
+            f"{path} is a compressed zip, which torch does not write; save it again: torch.save(state_dict, path)"
+        )
 
 
 def first_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Optimizers that can be used alone: `LARS(parameter_groups(model, weight_decay=5e-5), lr=10.0)`."""
+"""Optimizers that do not need the trainer: `LARS(parameter_groups(model, weight_decay=5e-5), lr=10.0)`."""
 
 from megabatch.optim.groups import parameter_groups
 from megabatch.optim.lars import LARS

@@ -1,8 +1,8 @@
-"""Which parameters decay, and which have LARS's trust ratio.
+"""Parameter groups, which set the weight decay and LARS's trust ratio.
 
 Biases and the gamma and beta of normalisation layers have neither: without their decay AlexNet at batch 64K gains 1.3
-points (Jia et al. 2018: 55.8 % with, 57.1 % without).  The rule asks for the module's type, not for names, so that the
-BatchNorm of a shortcut (`downsample.1.weight`) is recognised too.
+points (Jia et al. 2018: 55.8 % with, 57.1 % without).  The rule depends on the module's type and not on names, so that
+it also recognises the BatchNorm of a shortcut (`downsample.1.weight`).
 """
 
 from collections.abc import Callable, Collection
@@ -12,14 +12,26 @@ from torch import nn
 
 from megabatch.torch_api import NormBase
 
-LR_FACTOR = "lr_factor"  # of a group, to the learning rate of the run; 1 where there is none
+LR_FACTOR = "lr_factor"  # a group's learning rate divided by that of the run; 1 if the group does not set it
 NORMALISATION = (NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, decay_all: bool = False) -> list[dict[str, Any]]:
-    """Groups for a torch optimizer: "weights" decay, "biases" and "normalisation" only if `decay_all` asks for it.
+    """Return parameter groups for an optimizer: weights, biases and normalisation layers.
 
-    "trust_ratio" is for LARS, and true of weights alone; the others of torch leave it alone.
+    Args:
+        model: The network. Parameters with `requires_grad=False` are omitted.
+        weight_decay: The weight decay of the group "weights".
+        decay_all: Apply it to "biases" and "normalisation" too; by default their weight decay is 0.
+
+    Returns:
+        One dictionary per group that is not empty, with "name", "params", "param_names", "weight_decay" and
+        "trust_ratio". The latter is true only for "weights"; LARS reads it, and torch's optimizers ignore it.
+
+    Examples:
+        >>> groups = parameter_groups(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), weight_decay=5e-5)
+        >>> [(group["name"], group["param_names"], group["weight_decay"]) for group in groups]
+        [('weights', ['0.weight'], 5e-05), ('biases', ['0.bias'], 0.0), ('normalisation', ['1.weight', '1.bias'], 0.0)]
     """
     names: dict[str, list[str]] = {"weights": [], "biases": [], "normalisation": []}
     kinds = {}
@@ -29,7 +41,7 @@ def parameter_groups(model: nn.Module, weight_decay: float, decay_all: bool = Fa
                 kinds[parameter] = "normalisation"
             else:
                 kinds[parameter] = "biases" if "bias" in name.split("_") else "weights"  # also in_proj_bias, bias_ih_l0
-    parameters = dict(model.named_parameters())  # each once, however often it is shared
+    parameters = dict(model.named_parameters())  # each once, even if modules share it
     for name, parameter in parameters.items():
         if parameter.requires_grad:
             names[kinds[parameter]].append(name)
@@ -47,8 +59,9 @@ def parameter_groups(model: nn.Module, weight_decay: float, decay_all: bool = Fa
 
 
 def split_head(groups: list[dict[str, Any]], head: Collection[str], factor: float) -> list[dict[str, Any]]:
-    """The groups with the parameters named in `head` in groups of their own, whose learning rate is `factor` times
-    that of the others at every step: see `set_learning_rate`.
+    """Move the parameters named in `head` to separate groups.
+
+    Their learning rate is `factor` times that of the others at every step: see `set_learning_rate`.
     """
     others = [members_of(group, lambda name: name not in head) for group in groups]
     own = [

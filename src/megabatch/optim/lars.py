@@ -5,22 +5,22 @@ w weight, g gradient, v momentum buffer, lambda weight decay, mu momentum, eta t
     tau = eta |w| / (|g| + lambda |w| + eps),  1 where |w| or |g| is 0;      u = tau (g + lambda w)
 
 you2017   v = mu v + lr u,   w -= v       lr inside the momentum; so does MLPerf's TensorFlow reference
-outside   v = mu v + u,      w -= lr v    most PyTorch ports; differs from you2017 only while lr changes
+outside   v = mu v + u,      w -= lr v    most PyTorch ports, and NVIDIA's MLPerf code, which multiplies you2017's
+                                          momentum by lr / last lr; differs from you2017 only while lr changes
 larc      `outside` with tau = min(tau / lr, 1), so that no step is larger than SGD's
 
 A group with "trust_ratio": False has tau = 1: biases and normalisation layers, see `parameter_groups`.  tau does not
 depend on whether a group decays.
 
-Bytes: w and g are read for the norms; then w, g, v are read and w, v written.  On the CPU that is all, and less where
-w and g are still in the cache: each tensor is measured and then updated by a fused kernel.  Elsewhere all are updated
-together, by a few kernels however many tensors there are, and tau never leaves the device.  Both ways tau is computed
-in fp64 from norms in fp32.
+Memory traffic: w and g are read for the norms; then w, g, v are read and w, v written.  On the CPU each tensor is
+measured and then updated by a fused kernel, so there is no other traffic, and less if w and g are still in the cache.
+On other devices all tensors are updated together by a few kernels, for any number of tensors, and tau stays on the
+device.  In both cases tau is computed in fp64 from norms in fp32.
 
-As torch's fused optimizers, it leaves everything as it is where `found_inf` of the optimizer is 1 (torch.amp.GradScaler
-sets it), without a look at it by the host.
+Like torch's fused optimizers, a step changes nothing if `found_inf` of the optimizer is 1 (torch.amp.GradScaler sets
+it), and the host does not read it.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from megabatch.errors import UserError, require_one_of
 from megabatch.optim.momentum import SMALL, Rows, norm, step_fused, step_rows, step_small
-from megabatch.torch_api import foreach_norm, group_by_device_and_dtype, promise_to_heed_found_inf
+from megabatch.torch_api import declare_found_inf_support, foreach_norm, group_by_device_and_dtype
 
 Norm = TypeVar("Norm", float, Tensor)
 Group = dict[str, Any]  # of a torch optimizer
@@ -68,7 +68,7 @@ def trust_ratio(
     eps: float = 0.0,
     clip_at: float | None = None,
 ) -> float:
-    """tau; LARC's, if `clip_at` gives the learning rate."""
+    """Return tau.  For LARC, `clip_at` is the learning rate."""
     if not (weight_norm > 0 and gradient_norm > 0) or clip_at == 0:
         return 1.0
     ratio = unclipped(weight_norm, gradient_norm, trust_coefficient, weight_decay, eps)
@@ -84,7 +84,7 @@ def trust_ratios(
     eps: float = 0.0,
     clip_at: float | None = None,
 ) -> Tensor:
-    """`trust_ratio` of many tensors, on their device.  (For a single one on the CPU, ten times slower than floats.)"""
+    """Return `trust_ratio` of many tensors on their device.  For a single CPU tensor it is ten times slower."""
     ratios = unclipped(weight_norms, gradient_norms, trust_coefficient, weight_decay, eps)
     if clip_at is not None:
         ratios = (ratios / clip_at).clamp(max=1.0)
@@ -98,7 +98,31 @@ def unclipped(
 
 
 class LARS(torch.optim.Optimizer):
-    """See the top of the file.  `foreach`: lists of tensors together; by default where they are not on the CPU."""
+    """Momentum SGD with a learning rate per weight tensor, scaled by the norms of weight and gradient.
+
+    Implements layer-wise adaptive rate scaling (You et al. 2017). Use it with `parameter_groups`, so that biases and
+    normalisation layers get no trust ratio. If torch.amp.GradScaler sets `found_inf`, a step changes nothing.
+
+    Args:
+        params: Parameters or parameter groups, in fp32 or fp64. A group with "trust_ratio": False is updated as by SGD.
+        lr: The learning rate, at least 0.
+        momentum: The momentum, at least 0 and less than 1.
+        weight_decay: The weight decay, at least 0.
+        trust_coefficient: The trust coefficient (eta), greater than 0.
+        eps: Added to the denominator of the trust ratio, at least 0.
+        variant: "you2017" multiplies by the learning rate before the momentum, "outside" after it, and "larc" also
+            limits the step to that of SGD.
+        foreach: Update lists of tensors together. By default, only on devices other than the CPU.
+
+    Raises:
+        UserError: A value is out of bounds, or a parameter is in 16 bits.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        >>> optimizer = LARS(parameter_groups(model, weight_decay=5e-5), lr=2.0, momentum=0.9)
+        >>> model(torch.randn(8, 4)).square().sum().backward()
+        >>> optimizer.step()
+    """
 
     def __init__(
         self,
@@ -122,7 +146,7 @@ class LARS(torch.optim.Optimizer):
             "foreach": foreach,
         }
         super().__init__(params, defaults)
-        promise_to_heed_found_inf(self)
+        declare_found_inf_support(self)
 
     def add_param_group(self, param_group: Group) -> None:
         settings = self.defaults | param_group
@@ -135,14 +159,14 @@ class LARS(torch.optim.Optimizer):
             if parameter.dtype not in (torch.float32, torch.float64):
                 self.param_groups.pop()
                 raise UserError(
-                    f"a parameter {list(parameter.shape)} is {parameter.dtype}, whose range LARS leaves; "
-                    "give LARS a float32 copy of the weights"
+                    f"a parameter {list(parameter.shape)} is {parameter.dtype}, whose range is too small for LARS; "
+                    "pass a float32 copy of the weights"
                 )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         for parameter, state in self.state.items():
-            if BUFFER in state:  # in the parameter's memory order, which a file does not keep
+            if BUFFER in state:  # in the parameter's memory order, which files do not store
                 state[BUFFER] = torch.empty_like(parameter).copy_(state[BUFFER])
 
     @torch.no_grad()
@@ -157,31 +181,31 @@ class LARS(torch.optim.Optimizer):
         for group, tensors in self.tensors():
             norms = measured.get(id(tensors[0][0]))
             if not group["trust_ratio"]:
-                update_plainly(group, found_inf, *tensors)
-            elif are_together(group, tensors[0]):
-                update_together(group, found_inf, norms, self.rows_of(tensors[0]), *tensors)
+                update_without_trust_ratio(group, found_inf, *tensors)
+            elif uses_foreach(group, tensors[0]):
+                update_foreach(group, found_inf, norms, self.rows_of(tensors[0]), *tensors)
             else:
                 update_each(group, found_inf, norms, *tensors)
         return loss
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
-        """Of the whole gradient, from norms that the next step takes from here: gradients must not change before it."""
-        norms: list[Tensor] = []
+        """Return the norm of the whole gradient.  The next step reuses it, so gradients must not change in between."""
+        norms: list[Tensor] = []  # in fp64: one tensor per group, not per weight, so that there are few launches
         measured: dict[int, Any] = self.__dict__.setdefault("measured", {})
         for group, (weights, gradients, *_) in self.tensors():
             if not group["trust_ratio"]:
-                norms += foreach_norm(gradients)
-            elif are_together(group, weights):
+                norms.append(torch.stack(foreach_norm(gradients)).double())
+            elif uses_foreach(group, weights):
                 measured[id(weights[0])] = both = self.rows_of(weights).measure(weights, gradients)
-                norms.append(torch.linalg.vector_norm(both[1]))
+                norms.append(both[1])
             else:
                 measured[id(weights[0])] = each = [norm(gradient) for gradient in gradients]
-                norms.append(torch.tensor(math.hypot(*each)))
-        return torch.stack([each.double() for each in norms]).square().sum().sqrt()
+                norms.append(torch.tensor(each, dtype=torch.float64))
+        return torch.cat(norms).square().sum().sqrt()
 
     def tensors(self) -> Iterator[tuple[Group, list[list[Tensor]]]]:
-        """Weights, gradients and, with momentum, buffers: of one group, device and type at a time."""
+        """Yield weights, gradients and, with momentum, buffers of one group, device and dtype at a time."""
         for group in self.param_groups:
             weights = [parameter for parameter in group["params"] if parameter.grad is not None]
             if weights:
@@ -190,9 +214,9 @@ class LARS(torch.optim.Optimizer):
                 yield from ((group, tensors) for tensors, _ in group_by_device_and_dtype(filled).values())
 
     def rows_of(self, weights: list[Tensor]) -> Rows:
-        """Room that is kept from step to step."""
+        """Return the rows for these weights, which are kept between steps."""
         key = tuple(map(id, weights))
-        kept: dict[tuple[int, ...], Rows] = self.__dict__.setdefault("kept_rows", {})  # not part of a pickle
+        kept: dict[tuple[int, ...], Rows] = self.__dict__.setdefault("kept_rows", {})  # not pickled
         if key not in kept:
             for other in [other for other in kept if not set(other).isdisjoint(key)]:
                 del kept[other]
@@ -200,7 +224,7 @@ class LARS(torch.optim.Optimizer):
         return kept[key]
 
     def momentum_buffers(self, group: Group, weights: list[Tensor]) -> list[Tensor]:
-        """One a weight; none at all without momentum."""
+        """Return one buffer per weight, or no buffers without momentum."""
         if group["momentum"] == 0:
             return []
         for weight in weights:
@@ -209,11 +233,11 @@ class LARS(torch.optim.Optimizer):
         return [self.state[weight][BUFFER] for weight in weights]
 
 
-def update_plainly(
+def update_without_trust_ratio(
     group: Group, found_inf: Tensor | None, weights: list[Tensor], gradients: list[Tensor], *buffers: list[Tensor]
 ) -> None:
-    """tau = 1, so all have one factor."""
-    factor, step_size = place_learning_rate(group, 1.0)
+    """Update with tau = 1, so all tensors have one factor."""
+    factor, step_size = factor_and_step_size(group, 1.0)
     settings = momentum_settings(group) | {"factor": factor, "step_size": step_size, "found_inf": found_inf}
     step_fused(weights, gradients, *buffers, **settings)
 
@@ -221,7 +245,7 @@ def update_plainly(
 def update_each(
     group: Group,
     found_inf: Tensor | None,
-    norms: list[float] | None,  # of gradients, if they are known
+    norms: list[float] | None,  # of gradients, if known
     weights: list[Tensor],
     gradients: list[Tensor],
     *buffers: list[Tensor],
@@ -229,35 +253,35 @@ def update_each(
     for_ratio, for_momentum = ratio_settings(group), momentum_settings(group) | {"found_inf": found_inf}
     for gradient_norm, *tensors in zip(norms or map(norm, gradients), weights, gradients, *buffers, strict=True):
         tau = trust_ratio(norm(tensors[0]), gradient_norm, **for_ratio)
-        factor, step_size = place_learning_rate(group, tau)
+        factor, step_size = factor_and_step_size(group, tau)
         if tensors[0].numel() <= SMALL:
             step_small(*tensors, factor=factor, step_size=step_size, **for_momentum)
         else:
             step_fused(*([tensor] for tensor in tensors), factor=factor, step_size=step_size, **for_momentum)
 
 
-def update_together(
+def update_foreach(
     group: Group,
     found_inf: Tensor | None,
-    norms: list[Tensor] | None,  # of weights and gradients, if they are known; then gradients are in the rows
+    norms: list[Tensor] | None,  # of weights and gradients, if known; then the rows contain the gradients
     rows: Rows,
     weights: list[Tensor],
     gradients: list[Tensor],
     *buffers: list[Tensor],
 ) -> None:
-    """Never asks the device for a value, which would wait for it."""
+    """Update all tensors together, without reading a value from the device, which would wait for it."""
     norms = norms or rows.measure(weights, gradients)
-    factors, step_size = place_learning_rate(group, trust_ratios(*norms, **ratio_settings(group)))
+    factors, step_size = factor_and_step_size(group, trust_ratios(*norms, **ratio_settings(group)))
     settings = momentum_settings(group) | {"factors": factors, "step_size": step_size, "found_inf": found_inf}
     step_rows(rows, weights, *buffers, **settings)
 
 
-def are_together(group: Group, weights: list[Tensor]) -> bool:
+def uses_foreach(group: Group, weights: list[Tensor]) -> bool:
     return bool(weights[0].device.type != "cpu" if group["foreach"] is None else group["foreach"])
 
 
-def place_learning_rate(group: Group, tau: Any) -> tuple[Any, float]:
-    """The factor of g + lambda w, and the step size that the momentum buffer is multiplied by: lr is in one of them."""
+def factor_and_step_size(group: Group, tau: Any) -> tuple[Any, float]:
+    """Return the factor of g + lambda w and the step size of the momentum buffer.  lr is part of one of them."""
     lr = group["lr"]
     return (tau * lr, 1.0) if VARIANTS[group["variant"]].lr_in_momentum else (tau, lr)
 

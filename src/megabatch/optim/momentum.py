@@ -4,10 +4,10 @@ w weight, g gradient, v momentum buffer (none without momentum), lambda weight d
 
     v = momentum v + factor (g + lambda w),   w -= step_size v
 
-`step_fused` takes one factor, and makes one pass over memory; `step_rows` takes a factor per tensor, which stays on the
-device: a few kernels, however many tensors there are.  `step_small` is for one tensor that fits into the cache, and
-rounds as `step_rows` does: a device whose kernels round as the CPU's takes the same step to the bit, but of larger
-tensors to rounding.  Where `found_inf` is 1, on the device, nothing changes.
+`step_fused` takes one factor and makes one pass over memory.  `step_rows` takes one factor per tensor, on the device,
+and runs a few kernels for any number of tensors.  `step_small` is for one tensor that fits into the cache.  It rounds
+as `step_rows` does, so on a device whose kernels round like the CPU's, steps of small tensors are bitwise identical to
+the CPU's; those of larger tensors are equal up to rounding.  If `found_inf` is 1, on the device, nothing changes.
 """
 
 import math
@@ -18,17 +18,17 @@ from torch import Tensor
 
 from megabatch.torch_api import foreach_add, foreach_add_, foreach_copy_, foreach_mul_, fused_sgd_
 
-# A tensor as the line of numbers that it is in memory, whatever the order of its dimensions (channels_last).
+# Norms of tensors in their memory order, for any memory format (channels_last).
 #
-# A norm is that of the norms of rows, which are added up in fp64; the last row is filled up with zeros.  This is as
-# fast as `torch.linalg.vector_norm`, uses all threads, comes out the same for any number of them, and is right to
-# 2e-7; a single sum in float32 is wrong by 0.002 over the 38 million weights of AlexNet's first linear layer.
+# A norm is computed from the norms of rows, which are added in fp64; the last row is padded with zeros.  This is as
+# fast as `torch.linalg.vector_norm`, uses all threads, does not depend on their number, and has a relative error of
+# 2e-7; a single sum in float32 has an error of 0.002 for the 38 million weights of AlexNet's first linear layer.
 
-ROW = 4096  # divides most weights of ResNet and AlexNet, so that nothing is left over
+ROW = 4096  # divides the size of most weights of ResNet and AlexNet, which then need no padding
 
 
 def norm(tensor: Tensor) -> float:
-    """The Euclidean norm."""
+    """Return the Euclidean norm."""
     line = in_memory_order(tensor)
     rest = line.numel() % ROW
     if not rest:
@@ -45,7 +45,7 @@ def sum_of_squares(rows: Tensor) -> float:
 
 
 def are_alike(*tensors: Tensor) -> bool:
-    """Whether all are dense and lie in the same order, so that a kernel may walk through their memory."""
+    """Return True if all are dense and have the same memory order, so that a kernel can process them as flat arrays."""
     if all(tensor.is_contiguous() for tensor in tensors):
         return True
     order = memory_order(tensors[0])
@@ -57,7 +57,7 @@ def in_memory_order(tensor: Tensor) -> Tensor:
 
 
 def memory_order(tensor: Tensor) -> list[int]:
-    """The dimensions, the one with the longest stride first."""
+    """Return the dimensions by stride, the longest first."""
     return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
 
 
@@ -77,10 +77,10 @@ def step_fused(
     weight_decay: float,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Tensors of one dtype, on the CPU.  Where the kernel would be wrong, `step_each` takes over."""
-    if not buffers:  # the kernel reads `dampening` only where there is momentum
+    """Update CPU tensors of one dtype.  If the fused kernel would be inexact, `step_each` is used."""
+    if not buffers:  # the kernel reads `dampening` only with momentum
         factor, step_size = 1.0, step_size * factor
-    # The kernel is handed 1 - factor, rounded to float64: the weights must be rounded more than that.
+    # The kernel takes 1 - factor, rounded to float64.  The rounding of the weights must be coarser.
     is_exact = factor == 0 or factor >= 2.0**-53 / torch.finfo(weights[0].dtype).eps
     if not is_exact or not all(are_alike(*each) for each in zip(weights, gradients, buffers or weights, strict=True)):
         if found_inf is None or not found_inf.item():
@@ -91,7 +91,7 @@ def step_fused(
 
 
 def step_in_one_pass(weights: Tensors, gradients: Tensors, buffers: Tensors, **settings: Any) -> None:
-    # The first step would ignore `dampening`; our buffers start as zeros.
+    # The first step would ignore `dampening`.  Here buffers start as zeros, so no step is a first step.
     fused_sgd_(weights, gradients, buffers, nesterov=False, maximize=False, is_first_step=False, **settings)
 
 
@@ -104,7 +104,7 @@ def step_each(
     momentum: float,
     weight_decay: float,
 ) -> None:
-    """By the plain formula: factors below what a kernel can be handed, and tensors that lie in different orders."""
+    """Compute the formula directly, for factors too small for the kernel and for tensors of different memory orders."""
     steps: Tensors = foreach_add(gradients, weights, alpha=weight_decay)
     foreach_mul_(steps, [torch.tensor(factor, dtype=step.dtype) for step in steps])
     if buffers:
@@ -115,8 +115,10 @@ def step_each(
 
 
 class Rows:
-    """Room for one tensor like each of some weights, in one piece of memory that is cut into rows, as dense.norm cuts
-    it.  No row has parts of two tensors, so that what differs between tensors is one number per row."""
+    """A buffer for one tensor per weight, split into the rows that `norm` uses.
+
+    No row has parts of two tensors, so a factor per tensor is a factor per row.
+    """
 
     def __init__(self, weights: Tensors) -> None:
         first, counts = weights[0], [-(-weight.numel() // ROW) for weight in weights]
@@ -129,18 +131,18 @@ class Rows:
         ]
         lengths = torch.tensor(counts)
         self.lengths = lengths.to(first.device)  # rows of each tensor
-        self.owners = torch.arange(len(counts)).repeat_interleave(lengths).to(first.device)  # of each row, its tensor
+        self.owners = torch.arange(len(counts)).repeat_interleave(lengths).to(first.device)  # the tensor of each row
 
     def fill(self, tensors: Tensors) -> None:
         foreach_copy_(self.tensors, tensors)
 
     def norms(self) -> Tensor:
-        """Of each tensor, in fp64."""
+        """Return the norm of each tensor in fp64."""
         squares = torch.linalg.vector_norm(self.rows, dim=1).double().square()
         return torch.segment_reduce(squares, "sum", lengths=self.lengths, unsafe=True).sqrt()
 
     def measure(self, weights: Tensors, gradients: Tensors) -> list[Tensor]:
-        """The norms of both; gradients stay here."""
+        """Return the norms of weights and gradients.  Afterwards the rows contain the gradients."""
         norms = []
         for tensors in (weights, gradients):
             self.fill(tensors)
@@ -148,7 +150,7 @@ class Rows:
         return norms
 
     def scale(self, factors: Tensor) -> None:
-        """Each tensor by its own.  What fills up its last row stays 0 while factors are finite, as weights are then."""
+        """Multiply each tensor by its factor.  Padding stays 0 while factors are finite, that is, while weights are."""
         self.rows.mul_(factors.to(self.rows.dtype).index_select(0, self.owners).unsqueeze(1))
 
 
@@ -195,7 +197,7 @@ def step_rows(
 def step_by(
     weights: Tensors, steps: Tensors, buffers: Tensors, step_size: float, momentum: float, found_inf: Tensor | None
 ) -> None:
-    """v = momentum v + step,   w -= step_size v"""
+    """Apply v = momentum v + step,   w -= step_size v."""
     if all(are_alike(*each) for each in zip(weights, steps, buffers or weights, strict=True)):
         settings = {"weight_decay": 0.0, "momentum": momentum, "lr": step_size, "found_inf": found_inf}
         step_in_one_pass(weights, steps, buffers, dampening=0.0, **settings)

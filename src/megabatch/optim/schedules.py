@@ -34,15 +34,15 @@ DECAYS = {"poly": poly, "cosine": cosine, "constant": constant}
 class ScheduleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     warmup_epochs: NonNegative = 0.0
     decay: str = "poly"
-    power: Annotated[float, Meta(gt=0, le=20)] = 2.0  # of `poly`; the others have none
-    end: NonNegative = 0.0  # the learning rate that the decay runs towards
+    power: Annotated[float, Meta(gt=0, le=20)] = 2.0  # of `poly`; other decays ignore it
+    end: NonNegative = 0.0  # the learning rate at the end of the decay
 
     def __post_init__(self) -> None:
         require_one_of("schedule.decay", self.decay, DECAYS)
 
 
 def schedule(settings: ScheduleSettings, peak: float, warmup_steps: int, num_steps: int) -> Callable[[int], float]:
-    """The learning rate of each step, counted from 0."""
+    """Return the learning rate as a function of the step, counted from 0."""
     decay = DECAYS[settings.decay]
 
     def learning_rate(step: int) -> float:

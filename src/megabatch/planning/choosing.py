@@ -1,11 +1,13 @@
-"""Chooses buckets and plans for a run: the whole decision but the measuring.
+"""Choose the buckets and plans of a run.  Everything is decided here except the measuring.
 
-What is known of the links (cost.Link, along each axis) prices every plan for a bucket of any size (`price`); `choose`
-cuts the gradients and gives each bucket the plan with the least predicted end of communication.  Where plans come
-close, prices are not enough: `open_questions` says what to measure, the caller measures it on real ranks
-(`with_measurements`), and the measurement decides (`confirm`).
+Idea: the measured links (cost.Link, one per axis) give the price of every plan for a bucket of any size (`price`).
+`choose` cuts the gradients into buckets and gives each the plan with the earliest predicted end of communication.  If
+the prices of plans are close, measurement decides: `open_questions` lists what to measure, the caller measures it on
+real ranks and stores it (`with_measurements`), and `confirm` decides again.
 
-The dtype that travels is part of every plan and never chosen here: it would make results depend on noise.
+The comm dtype is part of every plan and is never chosen here: results would depend on measurement noise.
+
+Cost: that of `buckets.merge`; a price does not depend on the number of ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,23 +30,23 @@ from megabatch.planning.plan import Plan
 from megabatch.planning.topology import Axis, ClusterShape, Topology
 from megabatch.planning.tuning import Bucket, PricedPlan, Tuning
 
-CLOSE = 1.3  # plans whose price is within this factor of the least are measured
-SAME = 1.15  # less is no reason for two plans: times on a busy machine differ by so much
-IN_NODE_MB = 25.0  # where nothing crosses a network: an all-reduce needs the cores that backward needs, early or late
-MEASURED_ELEMENTS = 16 * MIB  # a larger bucket is measured at this size: its parts follow each other like these
-STREAM = 8  # small ones in a row: ranks do not begin one at quite the same time
+CLOSE = 1.3  # plans priced within this factor of the least are measured
+SAME = 1.15  # a smaller ratio does not justify a second plan: times on a busy machine vary by this factor
+IN_NODE_MB = 25.0  # bucket size on one node: there an all-reduce and backward compete for the same cores
+MEASURED_ELEMENTS = 16 * MIB  # larger buckets are measured at this size: they only have more of the same parts
+STREAM = 8  # small all-reduces are measured in a row because ranks do not start at exactly the same time
 
-PriceOf = Callable[[Plan, int, int], Costs]  # a plan for so many elements of so many bytes
-Call = tuple[int, int]  # a bucket, and the place of one of its candidates
+PriceOf = Callable[[Plan, int, int], Costs]  # (plan, elements, bytes per element) -> costs
+CandidateIndex = tuple[int, int]  # index of a bucket, and of one of its candidates
 
 
 class Question(NamedTuple):
-    """One thing to measure: so many all-reduces of so many elements, one behind another, without other work."""
+    """One measurement to make: `count` all-reduces of `num_elements` one after another, without other work."""
 
     plan: Plan
     num_elements: int
     dtype: GradientDtype
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody calls
+    count: int  # type: ignore[assignment]  # hides tuple.count, which is unused
 
 
 def price(
@@ -53,10 +55,13 @@ def price(
     links: Mapping[Axis, Link],
     num_elements: int,
     element_bytes: int = 4,
-    in_parts: bool = True,  # False: on streams of accelerators, which take a bucket as a whole
+    in_parts: bool = True,  # False on accelerators, whose streams send a bucket whole
 ) -> Costs:
-    """Of a bucket alone.  Its parts follow each other through node and network, so what a part does in the node is
-    hidden under the crossing of another, but for the first and the last."""
+    """Return the costs of one bucket without others.
+
+    A bucket passes through node and network in parts, so the work of a part in the node overlaps with the crossing of
+    another part, except for the first and the last.
+    """
     parts = num_parts(plan, num_elements * element_bytes) if in_parts else 1
     times_s = phase_seconds(plan, shape, -(-num_elements // parts), links, element_bytes)
     if not plan.crosses:
@@ -73,13 +78,13 @@ def choose(
     topology: Topology,
     links: dict[Axis, Link],
     *,
-    bucket_mb: float | None,  # gradients are fused up to this; None: chosen too
-    forced: str = "",  # what has left one plan alone
+    bucket_mb: float | None,  # size limit of a bucket; None: buckets are chosen too
+    forced: str = "",  # the reason why there is only one plan
     in_parts: bool = True,  # see `price`
 ) -> Tuning:
-    """The buckets and the plans with the least predicted end of communication, and the caps that make DDP cut so.
+    """Return the buckets and plans with the earliest predicted end of communication, and the caps for DDP.
 
-    Where plans come close, `confirm` then decides by measurement.
+    If prices of plans are close, `confirm` decides by measurement later.
     """
     shape = topology.shape
 
@@ -107,7 +112,7 @@ def choose_buckets(
     bucket_mb: float | None,
     forced: str = "",
 ) -> tuple[list[Bucket], list[float]]:
-    """The same, for whatever has prices: a cluster need not exist, nor its ranks be named."""
+    """Do the same for any prices, without a topology: the simulator's clusters need not exist."""
     names, gradients, ready_s = backward
 
     def prices(num_bytes: int, dtype: GradientDtype) -> list[Costs]:
@@ -127,23 +132,23 @@ def choose_buckets(
         )
         return decide(bucket, forced, option)
 
-    cut: list[tuple[list[int], int | None]]  # gradients of each bucket, and its plan if that is chosen with them
+    cut: list[tuple[list[int], int | None]]  # gradients of each bucket, and its plan if `merge` chose one
     if bucket_mb is None:
         cut = [(merged.gradients, merged.option) for merged in merge(gradients, ready_s, prices)]
     else:
         cut = [(indices, None) for indices in fuse(gradients, int(bucket_mb * MIB))]
     caps_mb = ddp_caps(gradients, [indices for indices, _ in cut])
-    if caps_mb is None:  # of several dtypes, which have no common list: then as DDP cuts them
+    if caps_mb is None:  # several dtypes without a common list: cut as DDP does with one cap
         largest = max(sum(gradients[index].num_bytes for index in indices) for indices, _ in cut)
         cut, caps_mb = [(indices, None) for indices in ddp_buckets(gradients, [largest])], [largest / MIB]
     return [bucket_of(indices, option) for indices, option in cut], caps_mb
 
 
 def decide(bucket: Bucket, reason: str, option: int | None = None) -> Bucket:
-    """The candidate with the least seconds: measured, where any was measured; or the option that ends all soonest."""
+    """Choose the candidate with the least seconds, measured if any was measured, or the option chosen by `merge`."""
     candidates = bucket.candidates
     if len(candidates) == 1:
-        return replace(bucket, chosen=0, reason=reason or "the only one that applies")
+        return replace(bucket, chosen=0, reason=reason or "the only plan that applies")
     was_measured = bool(bucket.measured_places)
     seconds = {
         place: candidate.measured_s if was_measured else candidate.predicted_s
@@ -151,8 +156,8 @@ def decide(bucket: Bucket, reason: str, option: int | None = None) -> Bucket:
     }
     ranked = sorted((taken_s, place) for place, taken_s in seconds.items() if taken_s is not None)
     (least_s, chosen), (next_s, runner_up) = ranked[:2]
-    if option is not None and option != chosen:  # dearer alone, but it leaves node or network free for others
-        return replace(bucket, chosen=option, reason="all buckets together end sooner so")
+    if option is not None and option != chosen:  # it takes longer, but leaves node or network free for other buckets
+        return replace(bucket, chosen=option, reason="communication of all buckets ends sooner with it")
     how = "close in price, measured" if was_measured else "by price"
     other = candidates[runner_up].plan.name
     longer = f"{100 * (next_s / least_s - 1):.0f} % longer"
@@ -160,51 +165,41 @@ def decide(bucket: Bucket, reason: str, option: int | None = None) -> Bucket:
 
 
 def open_questions(tuning: Tuning) -> list[Question]:
-    """What should be measured before `confirm`; nothing, once it has been."""
-    return questions(tuning, open_calls(tuning))
+    """Return what to measure before `confirm`; empty once it has been measured."""
+    return questions(tuning, undecided_candidates(tuning))
 
 
 def all_questions(tuning: Tuning) -> list[Question]:
-    """What has not been measured yet, close or not, of all that is sent anywhere."""
-    return questions(tuning, all_calls(tuning))
+    """Return every measurement not made yet, whether prices are close or not."""
+    return questions(tuning, unmeasured_candidates(tuning))
 
 
-def questions(tuning: Tuning, calls: Sequence[Call]) -> list[Question]:
-    """Each once, in the order of the first bucket that asks it."""
-    return list(dict.fromkeys(question_of(tuning.buckets[index], place) for index, place in calls))
+def questions(tuning: Tuning, indices: Sequence[CandidateIndex]) -> list[Question]:
+    """Return the distinct questions about these candidates, in order."""
+    return list(dict.fromkeys(question_of(tuning.buckets[index], place) for index, place in indices))
 
 
-def open_calls(tuning: Tuning) -> list[Call]:
-    """Candidates that prices do not tell apart; and what crosses a network alone, since prices do not know what happens
-    when cores are short."""
-    calls = []
+def undecided_candidates(tuning: Tuning) -> list[CandidateIndex]:
+    """Return the unmeasured candidates whose prices are close.
+
+    If only one is close, it is returned if it crosses a network: prices ignore contention for cores.
+    """
+    undecided = set()
     for index, bucket in enumerate(tuning.buckets):
         least_s = min(candidate.predicted_s for candidate in bucket.candidates)
         close = [i for i, candidate in enumerate(bucket.candidates) if candidate.predicted_s <= CLOSE * least_s]
         if len(close) == 1:
             close = [bucket.chosen] if bucket.plan.crosses else []
-        calls += [(index, place) for place in close]
-    return unmeasured(tuning, calls)
+        undecided |= {(index, place) for place in close}
+    return [indices for indices in unmeasured_candidates(tuning) if indices in undecided]
 
 
-def all_calls(tuning: Tuning) -> list[Call]:
-    return unmeasured(
-        tuning,
-        [
-            (index, place)
-            for index, bucket in enumerate(tuning.buckets)
-            for place, candidate in enumerate(bucket.candidates)
-            if candidate.plan.phases
-        ],
-    )
-
-
-def unmeasured(tuning: Tuning, calls: Sequence[Call]) -> list[Call]:
-    """Those of them that have no measurement, and elements to measure."""
+def unmeasured_candidates(tuning: Tuning) -> list[CandidateIndex]:
     return [
         (index, place)
-        for index, place in calls
-        if tuning.buckets[index].num_elements and place not in tuning.buckets[index].measured_places
+        for index, bucket in enumerate(tuning.buckets)
+        for place, candidate in enumerate(bucket.candidates)
+        if candidate.plan.phases and bucket.num_elements and place not in bucket.measured_places
     ]
 
 
@@ -215,18 +210,18 @@ def question_of(bucket: Bucket, place: int) -> Question:
 
 
 def with_measurements(tuning: Tuning, taken_s: Mapping[Question, float]) -> Tuning:
-    """With the seconds that the whole of each question took, its `count` all-reduces together.
+    """Return the tuning with measured seconds; `taken_s` is for all `count` all-reduces of a question together.
 
-    While there are open questions, an answer goes only to the candidates that asked: one that is clear by price is not
-    put to the vote because a bucket of the same size was in doubt.  Later answers inform, and go to all candidates.
-    What was measured before stays.
+    While there are open questions, a measurement applies only to the candidates that need it, so a bucket whose plan is
+    clear by price does not change because another bucket of the same size was undecided.  Later measurements apply to
+    all candidates.  Earlier measurements stay.
     """
-    measured_s: dict[Call, float] = {}
-    for index, place in open_calls(tuning) or all_calls(tuning):
+    measured_s: dict[CandidateIndex, float] = {}
+    for index, place in undecided_candidates(tuning) or unmeasured_candidates(tuning):
         bucket = tuning.buckets[index]
         question = question_of(bucket, place)
         if question in taken_s:
-            # A larger bucket fills and empties the pipeline no more often: scaled as its price is.
+            # A larger bucket fills and drains the pipeline only once too, so its time is scaled like its price.
             size, shape = bucket.element_bytes, tuning.topology.shape
             costs = price(question.plan, shape, tuning.links, question.num_elements, size, tuning.in_parts)
             priced_s = sum(costs[:3])
@@ -243,9 +238,9 @@ def with_measurements(tuning: Tuning, taken_s: Mapping[Question, float]) -> Tuni
 
 
 def confirm(tuning: Tuning) -> Tuning:
-    """Decides again, where several have been measured: for each bucket, and then whether one plan for all does as well.
+    """Decide again for buckets with several measured candidates, then use one plan for all if that is as good.
 
-    Two plans at once have twice the connections to keep busy, which no bucket alone shows.
+    Two plans at once have twice as many connections, a cost that measuring single buckets does not show.
     """
     decided = [decide(b, b.reason) if len(b.measured_places) > 1 else b for b in tuning.buckets]
     mixed = replace(tuning, buckets=decided)
@@ -259,15 +254,15 @@ def confirm(tuning: Tuning) -> Tuning:
 
 
 def take(place: int, bucket: Bucket) -> Bucket:
-    """With this candidate, if it was measured."""
+    """Return the bucket with this candidate chosen, if it was measured."""
     if place == bucket.chosen or place not in bucket.measured_places:
         return bucket
-    reason = f"measured: {bucket.plan.name} is ahead here, but two plans for all buckets would hardly expose less"
+    reason = f"measured: {bucket.plan.name} is faster here, but one plan for all buckets is nearly as fast overall"
     return replace(bucket, chosen=place, reason=reason)
 
 
 def drift(tuning: Tuning, links: Mapping[Axis, Link]) -> float:
-    """By what factor the choice is now predicted to take longer than when it was made; below 1: less long."""
+    """Return the ratio of the predicted time over these links to that over the links of the tuning."""
     shape = tuning.topology.shape
 
     def total_s(known: Mapping[Axis, Link]) -> float:
@@ -279,7 +274,7 @@ def drift(tuning: Tuning, links: Mapping[Axis, Link]) -> float:
 
 
 def is_made_for(tuning: Tuning, topology: Topology, backward: RecordedBackward, candidates: Sequence[Plan]) -> bool:
-    """True if a stored choice holds for these ranks and gradients, and has no plan but these."""
+    """Return True if a stored tuning fits these ranks and gradients and uses only these candidates."""
     of_name = dict(zip(backward.names, backward.gradients, strict=True))
     names = [name for bucket in tuning.buckets for name in bucket.gradients]
     if topology != tuning.topology or sorted(names) != sorted(of_name):
@@ -293,7 +288,7 @@ def is_made_for(tuning: Tuning, topology: Topology, backward: RecordedBackward, 
 
 
 def cuts_as_stored(tuning: Tuning, of_name: Mapping[str, Gradient]) -> bool:
-    """Whether DDP makes these buckets with these caps."""
+    """Return True if DDP makes the stored buckets with the stored caps."""
     names = [name for bucket in tuning.buckets for name in bucket.gradients]
     cut = ddp_buckets([of_name[name] for name in names], [int(cap_mb * MIB) for cap_mb in tuning.caps_mb])
     return sorted([names[index] for index in indices] for indices in cut) == sorted(b.gradients for b in tuning.buckets)

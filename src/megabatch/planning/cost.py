@@ -1,20 +1,24 @@
-"""What a plan costs: steps, bytes and seconds.  A group of p ranks, n elements in slices, the largest of L elements.
+"""The cost of a plan: steps, bytes and seconds, in the alpha-beta-gamma model.
 
-Every operation is one or two halves of p-1 steps; member i owns slice i, and exchanges directly with the others:
-    reduce_scatter   i sends every other member its slice, and adds up p-1 arriving ones
+Legend: a group of p ranks; n elements, S bytes, cut into p slices, the largest of L elements.
+
+Idea: every operation is one or two halves of p-1 steps.  Member i owns slice i and exchanges directly with the others:
+    reduce_scatter   i sends every other member its slice, and adds the p-1 that arrive
     all_gather       i sends its slice to every other member
     gather           every member sends its slice to the first
     scatter          the first sends every other member its slice
 all_reduce = reduce_scatter + all_gather, reduce = reduce_scatter + gather, broadcast = scatter + all_gather: 2(p-1)
-steps each, from which come 2(p-1) for flat and 4(k-1) + 2(p/k-1) for hierarchical.  A ring needs as many steps and
-as many bytes in all; where slices are unequal, single ranks of a ring differ by the inequality.
+steps each.  This gives 2(p-1) steps for flat and 4(k-1) + 2(p/k-1) for hierarchical.  A ring has the same number of
+steps and of bytes in total; if slices are unequal, its ranks differ by that inequality.
 
-Seconds of a half: (p-1) alpha + (bytes of the busiest rank, sent or received) beta + (bytes it adds up) gamma.  The
-busiest rank has (p-1) L elements, so a ring costs 2(p-1) alpha + 2(p-1)/p S beta + (p-1)/p S gamma when p divides n:
-the formula of the paper's authors.  A phase ends with its slowest group, and the next one starts after it.
+A half takes (p-1) alpha + (bytes of the busiest rank, sent or received) beta + (bytes that it adds) gamma.  The busiest
+rank has (p-1) L elements, so a ring takes 2(p-1) alpha + 2(p-1)/p S beta + (p-1)/p S gamma if p divides n.  A phase
+ends with its slowest group, and the next one starts after it.
 
-Groups are counted by their shape, members and elements, of which a phase has very few: no price depends on the number
-of ranks.  Only `bytes_crossing` looks at every rank, once, since it answers for every node.
+Cost: groups are counted by members and elements, and a phase has very few distinct groups, so pricing does not depend
+on the number of ranks.  Only `bytes_crossing` visits every rank, once, because it returns bytes for every node.
+
+Source: the ring formula is that of Jia et al. 2018.
 """
 
 import math
@@ -31,12 +35,12 @@ Half = Literal["reduce_scatter", "all_gather", "gather", "scatter"]
 
 
 class Link(Struct, frozen=True):
-    """What a message costs along one axis.  That of "all" is the process group's, between nodes where there are."""
+    """The cost of a message along one axis.  The link of "all" is that of the whole process group."""
 
     alpha_s: float  # latency of one step
-    beta_s_per_byte: float  # sending or receiving, in the dtype that travels
-    gamma_s_per_byte: float  # adding up, in the tensor's dtype: sums are no smaller where 16 bits travel
-    in_memory: bool = False  # members write each other's memory, so nothing is gathered at the first or sent out by it
+    beta_s_per_byte: float  # sending or receiving, in bytes of the comm dtype
+    gamma_s_per_byte: float  # adding, in bytes of the tensor's dtype: a 16-bit comm dtype does not make sums smaller
+    in_memory: bool = False  # members write each other's memory, so gather and scatter take no time
 
 
 OPS: dict[Op, tuple[Half, ...]] = {
@@ -49,7 +53,7 @@ OPS: dict[Op, tuple[Half, ...]] = {
 
 
 def steps(plan: Plan, shape: ClusterShape) -> int:
-    """Messages that wait for each other; in a node, the largest one's."""
+    """Return the number of messages that wait for each other, in the largest group of each phase."""
     return sum(len(OPS[phase.op]) * (shape.largest_group(phase.axis) - 1) for phase in plan.phases)
 
 
@@ -62,7 +66,7 @@ def seconds(
 def phase_seconds(
     plan: Plan, shape: ClusterShape, num_elements: int, links: Mapping[Axis, Link], element_bytes: int = 4
 ) -> list[float]:
-    """Seconds of each phase: one bucket's phase in the node can run under another's between nodes."""
+    """Return the seconds of each phase.  One bucket's phase in the node can overlap with another's between nodes."""
     result = []
     for phase, sizes, num_slices in groups_of(plan, shape):
         link, held = links[phase.axis], largest_slice(num_elements, num_slices) if num_slices > 1 else num_elements
@@ -72,17 +76,17 @@ def phase_seconds(
 
 class PhaseGroups(NamedTuple):
     phase: Phase
-    sizes: list[int]  # the different numbers of members
-    num_slices: int  # after a reduce_scatter each group holds one slice; the slowest one holds the largest
+    sizes: list[int]  # distinct numbers of members
+    num_slices: int  # after a reduce_scatter each group holds one slice; the slowest group holds the largest
 
 
 @cache
 def groups_of(plan: Plan, shape: ClusterShape) -> list[PhaseGroups]:
-    """Of every phase: what does not depend on the elements."""
+    """Return the part of each phase's price that does not depend on the number of elements."""
     result = []
     for phase, scattered in zip(plan.phases, plan.scattered, strict=True):
         check_held(phase.axis, scattered, shape)
-        # What the first member sends or receives is all but its own slice, which may grow by more than the elements.
+        # The first member sends or receives all but its own slice, which can grow faster than the elements do.
         assert not scattered or phase.op not in ("reduce", "broadcast"), f"{plan}: no price for {phase} of slices"
         sizes = [members for members, _ in shape.group_sizes(phase.axis)]
         result.append(PhaseGroups(phase, sizes, math.prod(map(shape.largest_group, scattered))))
@@ -90,14 +94,16 @@ def groups_of(plan: Plan, shape: ClusterShape) -> list[PhaseGroups]:
 
 
 def check_held(axis: Axis, scattered: tuple[Axis, ...], shape: ClusterShape) -> None:
-    """After a reduce_scatter the members of a group hold the same slice only if the other axis has groups of one size,
-    which cross its own: node and inter_node, in equal nodes."""
+    """Assert that the members of a group hold the same slice.
+
+    After a reduce_scatter this is true only across node and inter_node, in nodes of equal size.
+    """
     is_same = shape.is_regular and sorted((*scattered, axis)) == ["inter_node", "node"]
     assert is_same or not scattered, f"groups of {axis} hold different elements after reduce_scatter in {scattered}"
 
 
 def group_seconds(phase: Phase, num_members: int, num_elements: int, link: Link, element_bytes: int) -> float:
-    total_s, width = 0.0, travelling_bytes(phase, element_bytes)
+    total_s, width = 0.0, comm_bytes_of(phase, element_bytes)
     steps_s = (num_members - 1) * link.alpha_s
     for half in OPS[phase.op]:
         if link.in_memory and half in ("gather", "scatter"):
@@ -111,7 +117,7 @@ def group_seconds(phase: Phase, num_members: int, num_elements: int, link: Link,
 
 
 def elements_of_busiest(half: Half, num_elements: int, num_members: int) -> int:
-    """Elements that the busiest member sends or receives, whichever is more: links carry both at once."""
+    """Return the elements that the busiest member sends or receives, the larger of the two: links are full duplex."""
     if half in ("gather", "scatter"):
         return num_elements - size_of_slice(num_elements, num_members, 0)
     return (num_members - 1) * largest_slice(num_elements, num_members)
@@ -122,24 +128,24 @@ def size_of_slice(num_elements: int, parts: int, index: int) -> int:
     return end - begin
 
 
-def travelling_bytes(phase: Phase, element_bytes: int) -> int:
-    """Bytes of one element on its way; fp32 is the tensor's own dtype."""
-    return element_bytes if phase.dtype == "fp32" else COMM_DTYPES[phase.dtype].num_bytes
+def comm_bytes_of(phase: Phase, element_bytes: int) -> int:
+    """Return the bytes of one element in the comm dtype; fp32 means the dtype of the tensor."""
+    return element_bytes if phase.dtype == "same" else COMM_DTYPES[phase.dtype].num_bytes
 
 
 def bytes_sent(plan: Plan, topology: Topology, num_elements: int, rank: int, element_bytes: int = 4) -> int:
-    """Bytes that `rank` sends, to the byte: unequal slices are counted as they are."""
+    """Return the exact number of bytes that `rank` sends, with unequal slices."""
     total = 0
     for phase, transfer in zip(plan.phases, transfers(plan, topology, rank, num_elements), strict=True):
         if transfer:
             members, begin, end = transfer
             num_sent = elements_sent(OPS[phase.op], end - begin, len(members), members.index(rank))
-            total += num_sent * travelling_bytes(phase, element_bytes)
+            total += num_sent * comm_bytes_of(phase, element_bytes)
     return total
 
 
 def elements_sent(halves: Iterable[Half], num_elements: int, num_members: int, place: int) -> int:
-    """By the member at this place to all others."""
+    """Return the elements that the member at `place` sends to all others."""
     num_own = size_of_slice(num_elements, num_members, place)
     return sum(elements_leaving(half, num_elements, num_members, 1, num_own, place == 0) for half in halves)
 
@@ -147,9 +153,12 @@ def elements_sent(halves: Iterable[Half], num_elements: int, num_members: int, p
 def elements_leaving(
     half: Half, num_elements: int, num_members: int, num_inside: int, num_own: int, has_first: bool
 ) -> int:
-    """Sent directly by some members of a group, who own so many elements together, to the members that are not inside.
+    """Return the elements that some members of a group (inside) send directly to the others (outside).
 
-    Each inside sends what each outside owns; or what all inside own, to each outside; or to the first, or as the first.
+    Args:
+        num_inside: the number of members inside.
+        num_own: the elements that the members inside own together.
+        has_first: whether the first member of the group is inside.
     """
     match half:
         case "reduce_scatter":
@@ -163,11 +172,11 @@ def elements_leaving(
 
 
 def bytes_crossing(plan: Plan, topology: Topology, num_elements: int, element_bytes: int = 4) -> list[int]:
-    """Bytes that each node sends to others."""
+    """Return the bytes that each node sends to others."""
     sent = [0] * topology.num_nodes
     for phase, scattered in zip(plan.phases, plan.scattered, strict=True):
         check_held(phase.axis, scattered, topology.shape)
-        width = travelling_bytes(phase, element_bytes)
+        width = comm_bytes_of(phase, element_bytes)
         match phase.axis:
             case "node":
                 continue
@@ -184,11 +193,11 @@ def bytes_crossing(plan: Plan, topology: Topology, num_elements: int, element_by
 
 
 def crossing_among_all(phase: Phase, topology: Topology, num_elements: int, width: int) -> list[int]:
-    """Elements that leave each node in the group of all ranks, in which rank i is member i.
+    """Return the elements that leave each node in the group of all ranks, in which rank i is member i.
 
-    The backend's own all-reduce, and its gather of 16 bits, follow a ring in the order of ranks: to its successor a
-    rank sends every slice but the one that ends there, its own sum or what the other has.  Our reduce_scatter of 16
-    bits is a direct exchange.
+    The backend's all-reduce and its all-gather of 16-bit values follow a ring in the order of ranks: a rank sends its
+    successor every slice except one, which is its own sum in the reduce-scatter and the successor's slice in the
+    all-gather.  Our 16-bit reduce_scatter is a direct exchange.
     """
     num_ranks = topology.num_ranks
     result = []
@@ -199,13 +208,13 @@ def crossing_among_all(phase: Phase, topology: Topology, num_elements: int, widt
             (slice_of(num_elements, num_ranks, a)[0], slice_of(num_elements, num_ranks, b - 1)[1]) for a, b in runs
         ]
         num_own = sum(end - begin for begin, end in bounds)
-        # The last rank of a run sends to another node, but from the last rank of all back to the first in its own.
+        # The last rank of a run sends to another node, unless it is the last of all and rank 0 is in the same node.
         senders = [end - 1 for _, end in runs if end < num_ranks or not has_first]
         total = 0
         for half in OPS[phase.op]:
             if width > 2 or half == "all_gather" or phase.engine:
-                kept_back = senders if half == "reduce_scatter" else [(rank + 1) % num_ranks for rank in senders]
-                total += sum(num_elements - size_of_slice(num_elements, num_ranks, rank) for rank in kept_back)
+                not_sent = senders if half == "reduce_scatter" else [(rank + 1) % num_ranks for rank in senders]
+                total += sum(num_elements - size_of_slice(num_elements, num_ranks, rank) for rank in not_sent)
             else:
                 total += elements_leaving(half, num_elements, num_ranks, len(node), num_own, has_first)
         result.append(total)
@@ -213,13 +222,16 @@ def crossing_among_all(phase: Phase, topology: Topology, num_elements: int, widt
 
 
 def crossing_one_by_one(phase: Phase, groups: list[tuple[tuple[int, ...], int]]) -> list[int]:
-    """Elements that leave each node in groups with one member of every node, in the order of nodes, and their elements.
+    """Return the elements that leave each node in groups with one member per node.
 
-    All that a member sends leaves its node, and a ring sends as much as a direct exchange.
+    Everything that a member sends leaves its node, and a ring sends as much as a direct exchange.
+
+    Args:
+        groups: for each group, its ranks in the order of nodes and the elements that it holds.
     """
     num_nodes = len(groups[0][0])
     result = [0] * num_nodes
-    known: dict[int, list[int]] = {}  # sent from each place, by the elements of a group, of which there are few
+    known: dict[int, list[int]] = {}  # elements sent from each place, by the elements of a group; few distinct keys
     for ranks, num_elements in groups:
         if num_elements not in known:
             places = range(num_nodes)
@@ -231,24 +243,24 @@ def crossing_one_by_one(phase: Phase, groups: list[tuple[tuple[int, ...], int]])
 
 
 class Timing(NamedTuple):
-    """What was measured along an axis: small all-reduces, and a gather and all-reduces of n elements, seconds each."""
+    """Seconds measured along an axis: of a small all-reduce, and of an all-gather and an all-reduce of n elements."""
 
     small_s: float
     gather_s: float
     sum_s: float
-    num_halves: int  # of a sum: 2 is an all-reduce, 1 a reduce-scatter; a gather is one half
+    num_halves: int  # 2 if `sum_s` is of an all-reduce, 1 if it is of a reduce-scatter
 
 
 def fit_link(timing: Timing, num_members: int, num_elements: int, comm_bytes: int, element_bytes: int = 4) -> Link:
-    """The link whose `group_seconds` are those that were measured, with elements of `comm_bytes` on their way.
+    """Return the link whose `group_seconds` equal the measured ones, with `comm_bytes` per element sent.
 
-    Sums that follow each other overlap, and may be faster than their bytes one after another: nothing is left for
-    gamma then, and the sums alone decide beta.
+    Consecutive all-reduces overlap and can take less time than their bytes one after another.  Then gamma is 0 and the
+    all-reduces decide beta.
     """
     steps = num_members - 1
     busiest = elements_of_busiest("all_gather", num_elements, num_members)
     alpha_s = timing.small_s / (timing.num_halves * steps)
-    bytes_s = max(0.0, timing.gather_s - steps * alpha_s)  # of a half
+    bytes_s = max(0.0, timing.gather_s - steps * alpha_s)  # per half
     sum_s = max(0.0, timing.sum_s - timing.num_halves * steps * alpha_s)
     added_s = sum_s - timing.num_halves * bytes_s
     if added_s < 0:

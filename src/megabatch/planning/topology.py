@@ -1,17 +1,16 @@
-"""Which ranks share a host, and which ranks work together along an axis.
+"""The ranks of each node, and the groups of ranks that work together along an axis.
 
-    axis         its groups
+    axis         groups
     all          one: every rank
-    node         one per node: the ranks of that host
+    node         one per node: its ranks
     leaders      one: the first rank of each node
-    inter_node   one per local index i: the i-th rank of every node; nodes of equal size only
+    inter_node   one per local index i: the i-th rank of every node; only if nodes have equally many ranks
 
-Ranks of a node need not be consecutive: launchers also deal them out to hosts in turn.  The members of every
-group are ascending, since torch sorts the ranks of a process group; a rank's place in its group is therefore
-the same everywhere.
+The ranks of a node need not be consecutive: some launchers assign ranks to nodes round-robin.  The members of a group
+are ascending because torch sorts the ranks of a process group, so a rank has the same place in its group everywhere.
 
-What a plan costs depends on how many ranks the nodes have, not on which: a `ClusterShape` counts groups by their size,
-so 16,384 ranks are priced as fast as two.  A `Topology` names the ranks, for those that exchange data.
+The cost of a plan depends only on how many ranks the nodes have.  A `ClusterShape` counts groups by size, so pricing
+16,384 ranks takes no longer than two.  A `Topology` also has the rank numbers, which exchanging data needs.
 """
 
 from collections import Counter
@@ -22,17 +21,17 @@ from typing import Literal, Self
 from msgspec import Struct
 
 Axis = Literal["all", "node", "leaders", "inter_node"]
-SizeCounts = tuple[tuple[int, int], ...]  # (size, how many of that size), sizes ascending
+SizeCounts = tuple[tuple[int, int], ...]  # (size, number of that size), sizes ascending
 
 
-class ClusterShape(Struct, frozen=True, dict=True):  # dict: of what is computed once
-    """How many ranks the nodes have.  Everything here costs as much as there are different sizes of nodes."""
+class ClusterShape(Struct, frozen=True, dict=True):  # dict: cached properties
+    """The numbers of ranks per node.  Every method takes time proportional to the number of distinct node sizes."""
 
-    node_sizes: SizeCounts  # (ranks of a node, how many such nodes)
+    node_sizes: SizeCounts  # (ranks per node, number of such nodes)
 
     def __post_init__(self) -> None:
         sizes = [size for size, _ in self.node_sizes]
-        assert sizes and sizes == sorted(set(sizes)), f"sizes of nodes, each once and ascending: {self.node_sizes}"
+        assert sizes and sizes == sorted(set(sizes)), f"node sizes must be distinct and ascending: {self.node_sizes}"
         assert all(size > 0 and count > 0 for size, count in self.node_sizes), self.node_sizes
 
     @classmethod
@@ -49,16 +48,14 @@ class ClusterShape(Struct, frozen=True, dict=True):  # dict: of what is computed
 
     @property
     def largest_node(self) -> int:
-        """Ranks in the largest node."""
         return self.node_sizes[-1][0]
 
     @property
     def is_regular(self) -> bool:
-        """True if all nodes have equally many ranks."""
         return len(self.node_sizes) == 1
 
     def group_sizes(self, axis: Axis) -> SizeCounts:
-        """(members, how many such groups) of the axis."""
+        """Return (members, number of such groups) along the axis."""
         match axis:
             case "all":
                 return ((self.num_ranks, 1),)
@@ -73,16 +70,16 @@ class ClusterShape(Struct, frozen=True, dict=True):  # dict: of what is computed
         return max(size for size, _ in self.group_sizes(axis))
 
 
-class Topology(Struct, frozen=True, dict=True):  # dict: of what is computed once
-    nodes: tuple[tuple[int, ...], ...]  # the ranks of each node, ascending; nodes in the order of their first rank
+class Topology(Struct, frozen=True, dict=True):  # dict: cached properties
+    nodes: tuple[tuple[int, ...], ...]  # ranks of each node, ascending; nodes in the order of their first rank
 
     def __post_init__(self) -> None:
         ranks = sorted(rank for node in self.nodes for rank in node)
-        # Errors, not asserts: it is also read from files.
+        # Errors, not asserts: a topology is also read from files.
         if not ranks or ranks != list(range(len(ranks))):
-            raise ValueError("every rank from 0 on belongs to one node")
+            raise ValueError("every rank from 0 to the last must belong to exactly one node")
         if not all(self.nodes) or self.nodes != tuple(sorted(tuple(sorted(node)) for node in self.nodes)):
-            raise ValueError("the ranks of a node ascend, and nodes come in the order of their first rank")
+            raise ValueError("the ranks of a node must ascend, and nodes must be in the order of their first rank")
 
     @cached_property
     def shape(self) -> ClusterShape:
@@ -94,7 +91,7 @@ class Topology(Struct, frozen=True, dict=True):  # dict: of what is computed onc
 
     @cached_property
     def in_node(self) -> dict[int, tuple[int, int]]:
-        """Of every rank, the number of its node, and its place there."""
+        """The index of its node and its place in it, by rank."""
         return {rank: (number, place) for number, node in enumerate(self.nodes) for place, rank in enumerate(node)}
 
     @property
@@ -122,7 +119,7 @@ class Topology(Struct, frozen=True, dict=True):  # dict: of what is computed onc
                 return [tuple(sorted(ranks)) for ranks in zip(*self.nodes, strict=True)] if self.is_regular else []
 
     def members(self, axis: Axis, rank: int) -> tuple[int, ...]:
-        """The ranks that `rank` works with along `axis`, itself included; () if it takes no part."""
+        """Return the ranks of the group of `rank` along `axis`; () if it takes no part."""
         number, place = self.in_node[rank]
         match axis:
             case "node":
@@ -134,7 +131,7 @@ class Topology(Struct, frozen=True, dict=True):  # dict: of what is computed onc
         return self.groups(axis)[0]
 
     def places(self, axis: Axis) -> dict[int, tuple[int, int]]:
-        """Of every rank that takes part: its place in its group, and how many members that has."""
+        """Return, for every rank that takes part, its place in its group and the number of members."""
         if axis == "node":
             return self.places_in_node
         return {rank: (place, len(group)) for group in self.groups(axis) for place, rank in enumerate(group)}
@@ -145,13 +142,13 @@ class Topology(Struct, frozen=True, dict=True):  # dict: of what is computed onc
 
 
 def regular(num_nodes: int, ranks_per_node: int) -> Topology:
-    """Nodes of equal size, the ranks of each one after another."""
+    """Return nodes of equal size with consecutive ranks."""
     starts = range(0, num_nodes * ranks_per_node, ranks_per_node)
     return Topology(tuple(tuple(range(start, start + ranks_per_node)) for start in starts))
 
 
 def from_hosts(hosts: Sequence[Hashable]) -> Topology:
-    """From the host of every rank, in the order of ranks."""
+    """Return the topology, given the host of every rank in the order of ranks."""
     nodes: dict[Hashable, list[int]] = {}
     for rank, host in enumerate(hosts):
         nodes.setdefault(host, []).append(rank)
@@ -159,7 +156,7 @@ def from_hosts(hosts: Sequence[Hashable]) -> Topology:
 
 
 def runs_of(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """Ascending ranks as runs [begin, end) of consecutive ones, as few as there are."""
+    """Return ascending ranks as the fewest runs [begin, end) of consecutive ranks."""
     if ranks[-1] - ranks[0] == len(ranks) - 1:
         return [(ranks[0], ranks[-1] + 1)]
     ends = [place for place in range(1, len(ranks)) if ranks[place] != ranks[place - 1] + 1]

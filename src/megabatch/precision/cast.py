@@ -1,4 +1,4 @@
-"""Makes a model compute in the number formats of a precision."""
+"""Casting of a model to the number formats of a precision."""
 
 import copy
 from functools import partial
@@ -11,19 +11,19 @@ from megabatch.precision.master_weights import MasterWeights, clone_tensors
 from megabatch.precision.policy import Precision, PrecisionSettings, check_device
 from megabatch.torch_api import BatchNormBase, NormBase, forward_hooks
 
-# Their sums leave fp16's range: a LocalResponseNorm squares activations, a BatchNorm adds them up over a microbatch.
-KEPT_IN_FP32 = (NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm)
+# Their sums exceed fp16's range: a LocalResponseNorm squares activations, a BatchNorm adds them over a microbatch.
+FP32_LAYERS = (NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
 
 def cast_model(model: nn.Module, precision: Precision, device: torch.device) -> None:
-    """Changes the model in place: 16-bit weights, or autocast around forward; normalisation layers stay in fp32."""
+    """Cast the weights to 16 bits or wrap forward in autocast, in place. Normalisation layers stay in fp32."""
     narrow = precision.autocast or precision.model
     if narrow == precision.update:
         return
     for module in model.modules():
-        if not isinstance(module, KEPT_IN_FP32):
+        if not isinstance(module, FP32_LAYERS):
             cast_own_tensors(module, precision.model)
-        elif not isinstance(module, BatchNormBase):  # a BatchNorm takes 16-bit images itself, and keeps fp32 inside
+        elif not isinstance(module, BatchNormBase):  # a BatchNorm accepts 16-bit images and computes in fp32
             module.register_forward_pre_hook(partial(cast_images, precision.update))
             module.register_forward_hook(partial(cast_result, narrow))
     if precision.autocast:
@@ -31,7 +31,7 @@ def cast_model(model: nn.Module, precision: Precision, device: torch.device) -> 
 
 
 def cast_own_tensors(module: nn.Module, dtype: torch.dtype) -> None:
-    """The parameters and buffers of this module; those of its children are theirs."""
+    """Cast the parameters and buffers of this module, without those of its children."""
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
@@ -46,9 +46,9 @@ def cast_result(dtype: torch.dtype, module: nn.Module, images: Any, result: torc
 
 
 def copy_in_fp32(model: nn.Module) -> nn.Module:
-    """A copy that computes in fp32 whatever `cast_model` has made of the model; weights that it rounded stay so."""
+    """Return a copy that computes in fp32 and undoes `cast_model`, except that rounded weights stay rounded."""
     plain = copy.deepcopy(model)
-    vars(plain).pop("forward", None)  # under autocast, and that of the model: a copy does not get its own
+    vars(plain).pop("forward", None)  # the autocast wrapper, which is bound to the original model
     for module in plain.modules():
         for hooks in forward_hooks(module):
             for key, hook in list(hooks.items()):
@@ -57,13 +57,10 @@ def copy_in_fp32(model: nn.Module) -> nn.Module:
     return plain.float()
 
 
-# Puts a model where and how it will compute: its device, its memory order, its number formats.
-
-
 def place_model(
     model: nn.Module, settings: PrecisionSettings, device: torch.device, channels_last: bool
 ) -> MasterWeights:
-    """Moves and casts the model in place, and returns the weights for the optimizer to update."""
+    """Move and cast the model in place, and return its master weights."""
     check_device(settings, device)
     model.to(device, settings.formats.update)
     if channels_last:
@@ -72,7 +69,7 @@ def place_model(
 
 
 def to_precision(model: nn.Module, precision: Precision, device: torch.device) -> MasterWeights:
-    """Casts the model in place; its master weights keep the values from before."""
+    """Cast the model in place, and return master weights with the values from before the cast."""
     before = clone_tensors(model)
     cast_model(model, precision, device)
     return MasterWeights(model, before)

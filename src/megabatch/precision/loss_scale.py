@@ -1,11 +1,11 @@
-"""Loss scaling: gradients times S on their way through 16 bits, so that the small ones do not vanish.
+"""Loss scaling: gradients in 16 bits are multiplied by S, so that small ones do not underflow.
 
-The loss is the mean over the global batch, so a gradient shrinks as the batch G grows, and S starts at 2^8 G.
-An overflow halves S, 100 steps without one double it (a 64K run has only about 1,800); it has no maximum, and is at
-least 1.  A step that overflows is skipped.  Names as in torch.amp.GradScaler.
+The loss is the mean over the global batch, so gradients shrink as the batch G grows, and S starts at 2^8 G.
+An overflow halves S, and 100 steps without one double it (a 64K run has only about 1,800).  S is at least 1 and has no
+maximum.  A step that overflows is skipped.  Names are those of torch.amp.GradScaler.
 
-S lives on the device and follows overflows there (`follow`), so that no step waits for the host.  The host learns of a
-step's overflow when it reads the step's results (`note`), on an accelerator one step later, and does the same sum.
+S is on the device and is updated there (`update`), so that no step waits for the host.  The host repeats the update
+when it reads the step's results (`record`), on an accelerator one step later.
 """
 
 import math
@@ -19,11 +19,11 @@ from megabatch.torch_api import unscale_and_find_inf_, update_scale_
 INITIAL_SCALE = 2.0**8  # times the global batch
 GROWTH_INTERVAL = 100  # steps without an overflow
 MIN_SCALE = 1.0
-MAX_OVERFLOWS_IN_A_ROW = 20  # of a fixed scale, which will not get better
+MAX_OVERFLOWS_IN_A_ROW = 20  # with a fixed scale, which does not adapt
 
 
 class LossScale:
-    """The same on all ranks, since it follows from the all-reduced gradients."""
+    """The loss scale. It is the same on all ranks, since it depends only on all-reduced gradients."""
 
     def __init__(
         self, kind: Literal["off", "fixed", "dynamic"], value: float = 1.0, device: torch.device | None = None
@@ -37,7 +37,7 @@ class LossScale:
 
     @property
     def value(self) -> float:
-        """After the last step that the host has read."""
+        """The scale after the last step that the host has read."""
         return self._value
 
     @value.setter
@@ -51,7 +51,7 @@ class LossScale:
 
     @property
     def is_exhausted(self) -> bool:
-        """After another overflow there would be no scale left to try."""
+        """Whether another overflow would leave no scale to try."""
         if self.kind == "dynamic":
             return self.value <= MIN_SCALE
         return self.overflows_in_a_row + 1 >= MAX_OVERFLOWS_IN_A_ROW
@@ -61,7 +61,7 @@ class LossScale:
 
     @torch.no_grad()
     def unscale(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """In place; 1 if any of them was inf or NaN, else 0, on the device."""
+        """Unscale gradients in place; return 1 on the device if any was inf or NaN, else 0."""
         overflowed = torch.zeros_like(self.on_device)
         if self.is_on:
             inverse = self.on_device.double().reciprocal().float()
@@ -69,14 +69,14 @@ class LossScale:
         return overflowed
 
     @torch.no_grad()
-    def follow(self, overflowed: torch.Tensor) -> None:
-        """On the device, after each step."""
+    def update(self, overflowed: torch.Tensor) -> None:
+        """Update the scale on the device after a step."""
         if self.kind == "dynamic":
             update_scale_(self.on_device, self.clean_on_device, overflowed, 2.0, 0.5, GROWTH_INTERVAL)
             self.on_device.clamp_(min=MIN_SCALE)
 
-    def note(self, overflowed: bool) -> None:
-        """On the host, for each step, when its result has been read."""
+    def record(self, overflowed: bool) -> None:
+        """Update the scale on the host when the result of a step was read."""
         self.overflows_in_a_row = self.overflows_in_a_row + 1 if overflowed else 0
         self.clean_steps = 0 if overflowed else self.clean_steps + 1
         if self.kind == "dynamic" and overflowed:
@@ -88,10 +88,10 @@ class LossScale:
         return torch.tensor([self.value, self.clean_steps, self.overflows_in_a_row], dtype=torch.float64)
 
     def problem_with(self, state: torch.Tensor, num_steps: int) -> str | None:
-        """Why it cannot be the `state` of this scale after so many steps; None if it can."""
+        """Return why `state` is not a possible state of this scale after `num_steps`; None if it is."""
         value, *counts = state.tolist()
         if not self.fits(value):
-            return f"is {value:g}, which this run cannot have come to"
+            return f"is {value:g}, which this run cannot reach"
         most = min(num_steps, GROWTH_INTERVAL - 1) if self.kind == "dynamic" else num_steps
         for count, limit in zip(counts, (most, num_steps), strict=True):
             if not (0 <= count <= limit and count == int(count)):
@@ -99,7 +99,7 @@ class LossScale:
         return None
 
     def fits(self, value: float) -> bool:
-        """A dynamic scale is halved and doubled from where it began, down to 1; what lies on the device is fp32."""
+        """Return whether the scale can have this value. On the device it is fp32."""
         if self.kind != "dynamic":
             return value == self.value
         return MIN_SCALE <= value <= torch.finfo(torch.float32).max
@@ -111,7 +111,7 @@ class LossScale:
 
 
 def show_scale(value: float) -> str:
-    """2^20 rather than 1.04858e+06."""
+    """Format a scale, large powers of two as 2^20."""
     power = math.log2(value)
     return f"2^{power:.0f}" if power.is_integer() and value > 1000 else f"{value:g}"
 
@@ -119,7 +119,7 @@ def show_scale(value: float) -> str:
 def choose_loss_scale(
     settings: PrecisionSettings, is_rounded_to_fp16: bool, global_batch: int, device: torch.device | None = None
 ) -> LossScale:
-    """`is_rounded_to_fp16`: gradients are, somewhere on their way to the update."""
+    """Return a fixed scale if the settings have one, else a dynamic one if gradients are rounded to fp16, else none."""
     if settings.loss_scale is not None:
         return LossScale("fixed", settings.loss_scale, device)
     if is_rounded_to_fp16:

@@ -1,4 +1,4 @@
-"""Which number formats a run computes in.
+"""The number formats that a run computes in.
 
 |          | weights, activations, gradients    | master weights, update | loss scale |
 |----------|------------------------------------|------------------------|------------|
@@ -10,8 +10,8 @@
 | amp      | fp32; autocast computes in fp16    | the same               | yes        |
 | amp-bf16 | fp32; autocast computes in bf16    | the same               |            |
 
-TF32 rounds the factors of a product to 10 bits after the point, as fp16 has, with fp32's range, and adds up in fp32.
-Normalisation layers, the loss and everything that is summed over a step stay in fp32 (fp64 under fp64).
+TF32 rounds the factors of a product to a 10-bit mantissa, as in fp16, with fp32's range, and accumulates in fp32.
+Normalisation layers, the loss and all sums over a step stay in fp32 (fp64 with fp64).
 """
 
 from typing import Annotated, NamedTuple
@@ -23,14 +23,14 @@ from megabatch.errors import UserError, require_one_of
 
 
 class Precision(NamedTuple):
-    model: torch.dtype  # of weights, images and gradients
-    autocast: torch.dtype | None = None  # of convolutions and products, whatever the weights are
-    has_small_range: bool = False  # small gradients vanish unless the loss is scaled
-    allows_tf32: bool = False  # GPUs that have it multiply what is fp32 in TF32
+    model: torch.dtype  # weights, images and gradients
+    autocast: torch.dtype | None = None  # convolutions and matrix products
+    has_small_range: bool = False  # small gradients underflow unless the loss is scaled
+    allows_tf32: bool = False  # GPUs with TF32 use it for fp32 products
 
     @property
     def update(self) -> torch.dtype:
-        """Of master weights, statistics, sums and the loss."""
+        """The dtype of master weights, statistics, sums and the loss."""
         return torch.promote_types(self.model, torch.float32)
 
 
@@ -47,12 +47,12 @@ PRECISIONS = {
 
 class PrecisionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str = "fp32"
-    loss_scale: Annotated[float, Meta(ge=1, le=2**32)] | None = None  # a fixed one; by default dynamic
+    loss_scale: Annotated[float, Meta(ge=1, le=2**32)] | None = None  # a fixed scale; None: dynamic
 
     def __post_init__(self) -> None:
         require_one_of("precision.name", self.name, PRECISIONS)
         if self.name == "fp64" and self.loss_scale is not None:
-            raise UserError(f"precision.loss_scale={self.loss_scale:g}: fp64 has no use for one; leave it out")
+            raise UserError(f"precision.loss_scale={self.loss_scale:g}: fp64 needs no loss scale; remove the setting")
 
     @property
     def formats(self) -> Precision:
@@ -60,10 +60,10 @@ class PrecisionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def check_device(settings: PrecisionSettings, device: torch.device) -> None:
-    """Tries the format on the device: torch has no list of what a device supports."""
+    """Compute in the format on the device, since torch has no list of supported formats."""
     dtype = settings.formats.autocast or settings.formats.model
     try:
-        with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in
+        with torch.inference_mode(False), torch.enable_grad():  # also if the caller disabled gradients
             image = torch.ones(1, 1, 3, 3, dtype=dtype, device=device, requires_grad=True)
             kernel = torch.ones(1, 1, 3, 3, dtype=dtype, device=device, requires_grad=True)
             torch.nn.functional.conv2d(image, kernel).flatten(1).matmul(kernel[0, 0, :1]).float().sum().backward()

@@ -1,8 +1,8 @@
-"""What a network computes and keeps, counted on tensors without content: nothing is computed, and no memory taken.
+"""Count the FLOPs and saved activations of a network on fake tensors, without computing or allocating anything.
 
-Forward FLOPs are torch's own count (`torch.utils.flop_counter`), by the module in which they occur.  Backward FLOPs are
-theirs once for each factor that needs a gradient.  (torch counts the weight gradient of a convolution in g groups g
-times over, and cannot tell in which module a backward pass is where branches meet.)
+Forward FLOPs are torch's count (`torch.utils.flop_counter`), by module.  Backward FLOPs are the forward FLOPs once for
+each factor that needs a gradient.  torch's own backward count is not used: it counts the weight gradient of a grouped
+convolution once per group, and cannot attribute backward to modules where branches meet.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,33 +20,33 @@ from megabatch.models.loss import LossSettings, summed_loss
 from megabatch.simulate.workload import Layer, Workload
 from megabatch.torch_api import FakeTensorMode, NormBase, storage_id
 
-IMAGES = 2  # counted together: a BatchNorm refuses to normalise one
-CLEARLY_MORE = 2.0  # times the FLOPs, at four times the area
+IMAGES = 2  # per batch: BatchNorm cannot normalise a single image
+CLEARLY_MORE = 2.0  # ratio of FLOPs at four times the area
 
 
-class Kept(NamedTuple):
-    tensor: torch.Tensor  # holds the storage, so that no other has its address
+class SavedTensor(NamedTuple):
+    tensor: torch.Tensor  # keeps the storage alive, so that its address is not reused
     num_bytes: int  # of the storage
 
 
 class Work(NamedTuple):
-    """Of some images, forward."""
+    """Counts of a forward pass."""
 
-    flops: dict[str, int]  # by module, its children's not included; in the order in which modules are called
+    flops: dict[str, int]  # by module without its children, in calling order
     input_needs_gradient: set[str]  # modules
-    kept: list[Kept]
+    saved: list[SavedTensor]
 
 
 def count_workload(settings: ModelSettings, image_size: int, num_classes: int, num_channels: int = 3) -> Workload:
-    """UserError if the network does not run on tensors without content."""
-    with without_content(settings):
+    """Count a network; raise UserError if it does not run on fake tensors."""
+    with fake_tensors(settings):
         model = make(settings, image_size, num_classes, num_channels)
         work = run(settings, model, IMAGES, (num_channels, image_size, image_size))
         more_images = run(settings, model, 2 * IMAGES, (num_channels, image_size, image_size))
     larger = count_larger(settings, model, image_size, num_classes, num_channels)
-    # What is kept for a batch, such as its mean in a BatchNorm, is no image's.
+    # Tensors saved per batch, such as the mean of a BatchNorm, do not count as an image's.
     of_image = {
-        is_number: (kept_bytes(more_images.kept, is_number) - kept_bytes(work.kept, is_number)) // IMAGES
+        is_number: (saved_bytes(more_images.saved, is_number) - saved_bytes(work.saved, is_number)) // IMAGES
         for is_number in (True, False)
     }
     return Workload(
@@ -62,7 +62,7 @@ def count_workload(settings: ModelSettings, image_size: int, num_classes: int, n
 
 
 @contextmanager
-def without_content(settings: ModelSettings) -> Iterator[None]:
+def fake_tensors(settings: ModelSettings) -> Iterator[None]:
     try:
         with FakeTensorMode():
             yield
@@ -82,9 +82,9 @@ def make(settings: ModelSettings, image_size: int, num_classes: int, num_channel
 def count_larger(
     settings: ModelSettings, model: nn.Module, image_size: int, num_classes: int, num_channels: int
 ) -> Work | None:
-    """With images of twice the height and width; None if that takes other parameters, or is refused."""
+    """Count at twice the height and width; None if the network rejects it or has other parameters then."""
     try:
-        with without_content(settings):
+        with fake_tensors(settings):
             other = make(settings, 2 * image_size, num_classes, num_channels)
             if shapes(other) != shapes(model):
                 return None
@@ -114,7 +114,7 @@ def run(settings: ModelSettings, model: nn.Module, num_images: int, image_shape:
     try:
         with (
             model_errors(settings, images.shape),
-            kept_for_backward([*model.parameters(), *model.buffers()]) as kept,
+            saved_for_backward([*model.parameters(), *model.buffers()]) as saved,
             FlopCounterMode(display=False) as counter,
         ):
             summed_loss(LossSettings(), model(images), labels)
@@ -131,34 +131,34 @@ def run(settings: ModelSettings, model: nn.Module, num_images: int, image_shape:
         prefix = f"{name}." if name else ""
         children = [child for child, _ in model.get_submodule(name).named_children()]
         called[name] = flops_inside(name) - sum(flops_inside(prefix + child) for child in children)
-    return Work(called, input_needs_gradient, list(kept.values()))
+    return Work(called, input_needs_gradient, list(saved.values()))
 
 
 @contextmanager
-def kept_for_backward(owned: Iterable[torch.Tensor]) -> Iterator[dict[int, Kept]]:
-    """What autograd keeps in the block beside the tensors of the network.
+def saved_for_backward(owned: Iterable[torch.Tensor]) -> Iterator[dict[int, SavedTensor]]:
+    """Collect the tensors that autograd saves in the block, except those of the network.
 
-    By storage: a tensor that is kept twice takes its bytes once.
+    They are collected by storage, so that a tensor saved twice counts once.
     """
     known = {storage_id(tensor.untyped_storage()) for tensor in owned}
-    kept: dict[int, Kept] = {}
+    saved: dict[int, SavedTensor] = {}
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def save(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage_id(storage) not in known:
-            kept[storage_id(storage)] = Kept(tensor, storage.nbytes())
+            saved[storage_id(storage)] = SavedTensor(tensor, storage.nbytes())
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, keep):
-        yield kept
+    with torch.autograd.graph.saved_tensors_hooks(save, save):
+        yield saved
 
 
-def kept_bytes(kept: Iterable[Kept], is_number: bool) -> int:
-    return sum(one.num_bytes for one in kept if one.tensor.is_floating_point() == is_number)
+def saved_bytes(saved: Iterable[SavedTensor], is_number: bool) -> int:
+    return sum(one.num_bytes for one in saved if one.tensor.is_floating_point() == is_number)
 
 
 def list_layers(model: nn.Module, work: Work, larger: Work | None) -> list[Layer]:
-    """Those with parameters or FLOPs.  What a module has that is never called is its parent's."""
+    """Return the layers with parameters or FLOPs.  Parameters of a module that is never called are its parent's."""
     trained: dict[str, dict[str, int]] = {name: {} for name in work.flops}
     has_parameters = set()
     for name, parameter in model.named_parameters():
@@ -187,7 +187,7 @@ def list_layers(model: nn.Module, work: Work, larger: Work | None) -> list[Layer
 
 
 def moving_statistics(model: nn.Module) -> list[torch.Tensor]:
-    """Of the normalisation layers that are trained."""
+    """Return the running statistics of normalisation layers in training mode."""
     modules = [module for module in model.modules() if isinstance(module, NormBase) and module.training]
     buffers = [buffer for module in modules for buffer in (module.running_mean, module.running_var)]
     return [buffer for buffer in buffers if buffer is not None]

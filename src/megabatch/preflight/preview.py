@@ -1,4 +1,4 @@
-"""What a run would be: steps, parameter groups, bytes.  Nothing is started, and nothing is written."""
+"""Preview a run without starting it: steps, parameter groups, memory, simulator job and commands."""
 
 import shlex
 from collections.abc import Callable, Iterable, Sequence
@@ -11,23 +11,26 @@ from torch import nn
 from torch.func import functional_call
 
 from megabatch.config.reference_results import Findings, preflight
-from megabatch.config.resolve import make_model, plan_groups, plan_learning_rate, plan_run
+from megabatch.config.resolve import make_model, plan_average, plan_groups, plan_learning_rate, plan_run
 from megabatch.config.schema import RunConfig
 from megabatch.data.catalog import NoSource, infer_shape
 from megabatch.data.sources.shapes import IMAGENET, DataShape
 from megabatch.models.catalog import model_errors
 from megabatch.models.loss import summed_loss
 from megabatch.planning.batch import StepPlan
+from megabatch.planning.sizes import Stage, plan_stages
 from megabatch.precision.cast import place_model
 from megabatch.precision.master_weights import gradients_of
-from megabatch.preflight.count import count_workload, kept_for_backward
+from megabatch.preflight.count import count_workload, saved_for_backward
+from megabatch.runs.epochs import warn_of_noise
 from megabatch.simulate.job import Job
 from megabatch.simulate.step import AllReduceSettings
 from megabatch.simulate.workload import STORED, Workload, load_workload
 from megabatch.torch_api import BatchNormBase, FakeTensorMode
+from megabatch.training.batch_norm import RunningStatistics
 
-ASSUMED_CLASSES = 10  # of images that are not there
-ASSUMED_STEPS = 1000  # an epoch of them, by which learning rates can be drawn over epochs
+ASSUMED_CLASSES = 10  # if the images do not exist
+ASSUMED_STEPS = 1000  # per epoch, enough to draw learning rates over epochs
 
 
 class Memory(Struct, frozen=True, kw_only=True):
@@ -35,10 +38,11 @@ class Memory(Struct, frozen=True, kw_only=True):
 
     weights: int  # parameters and buffers of the model
     master_weights: int  # fp32 copies of its 16-bit weights
-    gradients: int  # DDP's buckets; the gradients are views of them
+    gradients: int  # DDP's buckets, of which gradients are views
     unscaled: int  # fp32 copies of 16-bit gradients
     optimizer: int
-    activations: int | None  # what one microbatch keeps for its backward pass; None where it cannot be estimated
+    average: int  # moving average of weights and statistics
+    activations: int | None  # saved by one microbatch for backward; None if unknown
 
     @property
     def total(self) -> int:
@@ -46,7 +50,7 @@ class Memory(Struct, frozen=True, kw_only=True):
 
 
 class ParameterRow(Struct, frozen=True, kw_only=True):
-    """One parameter, and what the optimizer does with it."""
+    """A parameter and its optimizer settings."""
 
     name: str
     shape: tuple[int, ...]
@@ -55,18 +59,27 @@ class ParameterRow(Struct, frozen=True, kw_only=True):
     trust_ratio: bool
 
 
+class StageRow(Struct, frozen=True, kw_only=True):
+    """Steps with images of one side, and their activations as in `Memory`."""
+
+    stage: Stage
+    epochs: float
+    activations: int | None
+
+
 class Preview(Struct, frozen=True, kw_only=True):
-    has_images: bool  # else their number and classes are assumed, and so are steps and the size of the last layer
+    has_images: bool  # else steps and the size of the last layer are assumed
     plan: StepPlan
     learning_rate: Callable[[int], float]
     findings: Findings
     groups: list[dict[str, Any]]
     parameters: list[ParameterRow]
-    memory: Memory
+    memory: Memory  # with the largest images
+    stages: list[StageRow]  # one per size of the training images
 
 
 def preview(config: RunConfig, num_ranks: int, needs_images: bool = True) -> Preview:
-    """Without `needs_images`, also for a source that is not there yet."""
+    """Return the preview of a run.  Without `needs_images`, the data source need not exist."""
     try:
         shape, has_images = infer_shape(config.data), True
     except NoSource:
@@ -74,12 +87,15 @@ def preview(config: RunConfig, num_ranks: int, needs_images: bool = True) -> Pre
             raise
         shape, has_images = assumed_shape(config.batch.global_batch), False
     findings = preflight(config, shape.num_train) if has_images else Findings([], [])
+    of_noise = warn_of_noise(config.name, config.batch.global_batch)
+    warnings = [*shape.warnings, *findings.warnings, *([of_noise] if of_noise else [])]
     plan = plan_run(config, shape, num_ranks)
     model = make_model(config, shape)
     master_weights = place_model(model, config.precision, torch.device("cpu"), config.model.wants_channels_last)
     groups = plan_groups(config, model)
     trained = list(master_weights.parameters.values())
-    image_shape = (shape.num_channels, config.data.image_size, config.data.image_size)
+    stages = plan_stages(config.data.sizes, config.data.image_size, plan.num_steps)
+    activations = activations_by_side(config, model, shape.num_channels, [stage.side for stage in stages])
     memory = Memory(
         weights=num_bytes([*model.parameters(), *model.buffers()]),
         master_weights=num_bytes(
@@ -88,27 +104,34 @@ def preview(config: RunConfig, num_ranks: int, needs_images: bool = True) -> Pre
         gradients=num_bytes(trained),
         unscaled=num_bytes(gradients_of(master_weights.copies)),
         optimizer=num_bytes(master_weights.weights.values()) if config.optim.momentum else 0,
-        activations=activation_bytes(config, model, image_shape),
+        average=0
+        if plan_average(config, plan) is None
+        else num_bytes([*master_weights.weights.values(), *RunningStatistics(model, 1).tensors]),
+        activations=activations[config.data.image_size],
     )
     return Preview(
         has_images=has_images,
         plan=plan,
         learning_rate=plan_learning_rate(config, plan),
-        findings=Findings(findings.references, [*shape.warnings, *findings.warnings]),
+        findings=Findings(findings.references, warnings),
         groups=groups,
         parameters=list_parameters(model, groups, has_trust_ratio=config.optim.name != "sgd"),
         memory=memory,
+        stages=[
+            StageRow(stage=stage, epochs=plan.epochs_after(stage.num_steps), activations=activations[stage.side])
+            for stage in stages
+        ],
     )
 
 
 def assumed_shape(global_batch: int) -> DataShape:
-    """Of photos of which nothing is known yet."""
+    """Return a shape for a source that does not exist yet."""
     samples = ASSUMED_STEPS * global_batch
     return DataShape(num_train=samples, num_test=samples, num_classes=ASSUMED_CLASSES, num_channels=3)
 
 
 def list_parameters(model: nn.Module, groups: Iterable[dict[str, Any]], has_trust_ratio: bool) -> list[ParameterRow]:
-    """Every parameter once, in the model's order; those that are not trained are in no group."""
+    """Return every parameter once, in the model's order.  Frozen parameters are in no group."""
     group_of = {name: group for group in groups for name in group["param_names"]}
     frozen = {"name": "frozen", "weight_decay": 0.0, "trust_ratio": False}
     return [
@@ -128,39 +151,53 @@ def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+def activations_by_side(
+    config: RunConfig, model: nn.Module, num_channels: int, sides: Sequence[int]
+) -> dict[int, int | None]:
+    """Return the activations of a microbatch for images of each side, and of `image_size`.
+
+    The smallest and the largest are counted, so a network that refuses one of them raises UserError.  The others are
+    between them in proportion to the area.
+    """
+    least, most = min(sides), config.data.image_size
+    counted = {side: activation_bytes(config, model, (num_channels, side, side)) for side in {least, most}}
+    low, high = counted[least], counted[most]
+    if low is None or high is None:
+        return dict.fromkeys([*sides, most])
+    per_pixel = (high - low) / max(1, most**2 - least**2)
+    return {side: round(low + per_pixel * (side**2 - least**2)) for side in [*sides, most]}
+
+
 def activation_bytes(config: RunConfig, model: nn.Module, image_shape: tuple[int, ...]) -> int | None:
-    """Runs one microbatch forward on tensors without content, and adds up what autograd keeps."""
+    """Run one microbatch forward on fake tensors and return the bytes that autograd saves."""
     for module in model.modules():
         if isinstance(module, BatchNormBase) and module.momentum is None:
-            module.momentum = 0.1  # the plain average would read its counter, which has no value here
-    without_content = FakeTensorMode()  # and not the meta device, where autocast does nothing
+            module.momentum = 0.1  # a cumulative average would read its counter, which has no value here
+    fake_mode = FakeTensorMode()  # autocast does nothing on the meta device
     tensors: dict[str, torch.Tensor] = {
-        name: without_content.from_tensor(tensor) for name, tensor in model.state_dict(keep_vars=True).items()
+        name: fake_mode.from_tensor(tensor) for name, tensor in model.state_dict(keep_vars=True).items()
     }
     try:
         with (
-            without_content,
+            fake_mode,
             model_errors(config.model, (config.batch.microbatch, *image_shape)),
-            kept_for_backward(tensors.values()) as kept,
+            saved_for_backward(tensors.values()) as saved,
         ):
             images = torch.empty(config.batch.microbatch, *image_shape, dtype=config.precision.formats.model)
             labels = torch.empty(config.batch.microbatch, dtype=torch.int64)
             summed_loss(config.loss, functional_call(model, tensors, (images,)), labels)
-    except (RuntimeError, NotImplementedError):  # a forward that looks at values
+    except (RuntimeError, NotImplementedError):  # forward depends on values
         return None
-    return sum(one.num_bytes for one in kept.values())
-
-
-# A recipe as the simulator takes it: its workload, batch, length and all-reduce.
+    return sum(one.num_bytes for one in saved.values())
 
 
 class RecipeJob(NamedTuple):
     job: Job
-    has_images: bool  # else as many as ImageNet has are assumed
+    has_images: bool  # else the size of ImageNet is assumed
 
 
 def job_of_recipe(config: RunConfig) -> RecipeJob:
-    """Of as many ranks as one likes; the images need not be there."""
+    """Return the simulator's job of a recipe, for any number of ranks.  The images need not exist."""
     try:
         shape, has_images = infer_shape(config.data), True
     except NoSource:
@@ -182,12 +219,14 @@ def job_of_recipe(config: RunConfig) -> RecipeJob:
         epochs=config.train.epochs if config.train.steps is None else None,
         num_steps=config.train.steps,
         evaluate_every=config.train.evaluate_every,
+        sizes=config.data.sizes,
+        test_side=config.data.test_image_size,
     )
     return RecipeJob(job, has_images)
 
 
 def workload_of(config: RunConfig, shape: DataShape) -> Workload:
-    """The stored one if it is of this very network; else it is counted."""
+    """Return the stored workload of this network, or count it."""
     model, image_size = config.model, config.data.image_size
     if model.name in STORED and not model.options and not model.freeze and shape.num_channels == IMAGENET.num_channels:
         stored = load_workload(model.name)
@@ -196,39 +235,38 @@ def workload_of(config: RunConfig, shape: DataShape) -> Workload:
     return count_workload(model, image_size, shape.num_classes, shape.num_channels)
 
 
-# How a run of so many ranks is started.
-
-USUAL_GPUS = 8  # of a host, where this one says nothing of the others
-# Not --rdzv-backend=c10d, nor --standalone, which takes it: they unpickle what they find at a port.
+USUAL_GPUS = 8  # per node, if this machine is not typical
+# Neither --rdzv-backend=c10d nor --standalone, which uses it: they unpickle data from a port.
 RENDEZVOUS = "--node-rank=I --master-addr=HOST --master-port=29400"
 
 
 class Devices(Struct, frozen=True):
-    """What this machine has for ranks."""
+    """The devices of this machine."""
 
     kind: str  # cuda or cpu
     count: int  # GPUs, or cores
-    is_telling: bool  # of other hosts: not if it merely has no GPU, where the run may be planned and not made
+    is_typical: bool  # of the nodes of the run; a machine without GPU may only plan the run
 
     def can_run(self, num_ranks: int) -> bool:
         return num_ranks <= self.count
 
     def kind_for(self, num_ranks: int) -> str:
-        """What so many ranks would run on."""
-        return self.kind if self.is_telling or self.can_run(num_ranks) else "cuda"
+        """Return the device type that `num_ranks` ranks would use."""
+        return self.kind if self.is_typical or self.can_run(num_ranks) else "cuda"
 
 
 def start_commands(arguments: Sequence[str], num_ranks: int, here: Devices) -> list[str]:
-    """The lines to paste: here, or where there are as many GPUs, or on several hosts, on each of them.
+    """Return the commands that start a run: on this machine if it fits, else on a larger node or on several nodes.
 
-    Other hosts are taken to be as this one if that is telling; else, up to a usual host, the user fills in how many.
+    Other nodes are assumed to be like this machine if it is typical.  Otherwise they have USUAL_GPUS, or the user fills
+    in HOSTS and GPUS.
     """
     train = f"megabatch train {shlex.join(arguments)}"
     alone = f"{train} --ranks {num_ranks}"
     if here.can_run(num_ranks):
         return [alone]
-    per_host = here.count if here.is_telling else USUAL_GPUS
-    fits_one = not here.is_telling and num_ranks <= USUAL_GPUS
+    per_host = here.count if here.is_typical else USUAL_GPUS
+    fits_one = not here.is_typical and num_ranks <= USUAL_GPUS
     if fits_one or num_ranks % per_host:
         sizes, where = "--nnodes=HOSTS --nproc-per-node=GPUS", f"on each host I = 0, 1, ..., HOSTS x GPUS = {num_ranks}"
     else:

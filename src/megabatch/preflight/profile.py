@@ -1,7 +1,7 @@
-"""Records what one rank takes for forward and backward, layer by layer, and for the update, on images of noise.
+"""Profile one rank on noise images: forward and backward by layer, and the update.
 
-At the recipe's microbatch, its half and its quarter, in turn, so that whatever else the machine does falls on all of
-them.  Layers are timed in forward passes of their own, since the hooks around each would slow the others.
+The recipe's microbatch, its half and its quarter are timed in turns, so that other load affects all of them.  Layers
+are timed in separate forward passes, since the hooks around each layer slow the others.
 """
 
 import math
@@ -29,16 +29,17 @@ from megabatch.planning.choosing import all_questions
 from megabatch.planning.tuning import Tuning
 from megabatch.precision.master_weights import gradients_of
 from megabatch.preflight.preview import assumed_shape
+from megabatch.ranks.devices import choose_device
 from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.machine import cpu_name
 from megabatch.ranks.store import RankStore
-from megabatch.ranks.world import World, choose_device, connect
+from megabatch.ranks.world import World, connect
 from megabatch.simulate.profile import Profile, ProfiledGradient, ProfilePoint
 from megabatch.torch_api import foreach_zero_
 from megabatch.training.build import assemble
-from megabatch.training.device import accelerator_name, wait_for
+from megabatch.training.device import accelerator_name, synchronize
 from megabatch.training.loop import apply_gradients, clip_and_check
-from megabatch.training.numerics import arithmetic, fix_workspace
+from megabatch.training.numerics import arithmetic, set_cublas_workspace
 from megabatch.training.parts import Parts
 from megabatch.training.prepare import (
     WarmUpPass,
@@ -50,20 +51,18 @@ from megabatch.training.prepare import (
     share_cores,
 )
 
-# Images of noise in place of a recipe's own, for what measures and does not train.
+FEWEST_IMAGES = 2  # that BatchNorm can normalise
+FEWEST_ROUNDS, MOST_ROUNDS = 3, 200
 
 
 def noise_like(shape: DataShape, image_size: int) -> DataSet:
+    """Return noise images of this shape, for measurements that do not train."""
     noise = SyntheticSettings(train=shape.num_train, test=1, classes=shape.num_classes, channels=shape.num_channels)
     return load_data_set(DataSettings(source="synthetic", image_size=image_size, synthetic=noise))
 
 
-FEWEST_IMAGES = 2  # which a BatchNorm can normalise
-FEWEST_ROUNDS, MOST_ROUNDS = 3, 200
-
-
 class Round(NamedTuple):
-    """What one microbatch took, once; times of layers and gradients by their names."""
+    """Times of one microbatch, by names of layers and gradients."""
 
     forward_s: float
     backward_s: float
@@ -72,11 +71,11 @@ class Round(NamedTuple):
 
 
 def choose_microbatches(microbatch: int) -> list[int]:
-    """Of which passes are timed, ascending."""
+    """Return the microbatches to time, ascending."""
     chosen = sorted({size for size in (microbatch // 4, microbatch // 2, microbatch) if size >= FEWEST_IMAGES})
     if len(chosen) < 2:
         raise UserError(
-            f"batch.micro={microbatch}: a profile also times its half, of {FEWEST_IMAGES} images at least; "
+            f"batch.micro={microbatch}: a profile also times half of it, which must be at least {FEWEST_IMAGES}; "
             f"nearest: batch.micro={2 * FEWEST_IMAGES}"
         )
     return chosen
@@ -86,29 +85,28 @@ def record_profile(
     config: RunConfig, info: RankInfo, store: RankStore, seconds: float, report: Callable[[str], None]
 ) -> Profile:
     device = choose_device(config.run.device)
-    fix_workspace(config.run.deterministic, device)
+    set_cublas_workspace(config.run.deterministic, device)
     with (
-        connect(info, device, store.store, config.comm.timeout_s) as world,
-        store.failures_announced(),
+        connect(info, device, store, config.comm.timeout_s) as world,
         arithmetic(config.precision, config.run.deterministic),
     ):
-        return record(share_cores(config, world), world, seconds, report)
+        return record(share_cores(config, world)[0], world, seconds, report)
 
 
 def record(config: RunConfig, world: World, seconds: float, report: Callable[[str], None]) -> Profile:
-    """For so many seconds, or three rounds; `report` is called with a line once it is known how long they take."""
+    """Record for `seconds`, but at least three rounds.  `report` is called with the expected duration."""
     if world.num_ranks > 1:
-        raise UserError(f"{world.num_ranks} ranks were started: a profile is of one; start it by itself")
+        raise UserError(f"{world.num_ranks} ranks were started, but a profile needs one; start it without a launcher")
     sizes = choose_microbatches(config.batch.microbatch)
     shape = shape_of_images(config)
     data = noise_like(shape, config.data.image_size)
     parts = assemble(config, data, world, pixels=of_noise(shape.num_channels))
-    set_learning_rate(parts.optimizer, 0.0)  # whose update takes as long as any
+    set_learning_rate(parts.optimizer, 0.0)  # the update takes as long as with any other rate
     images, labels = parts.images.microbatch(0, 0)
     passes = [
         WarmUpPass(settings=config.model, images=images[:size], labels=labels[:size], parts=parts) for size in sizes
     ]
-    record_backward(passes[-1], world)  # finds what is wrong with the model
+    record_backward(passes[-1], world)  # reports errors of the model
     rounds, updates_s = record_rounds(passes, seconds, report)
     names = list(rounds[-1][0].ready_s)
     assert config.run.threads is not None
@@ -133,17 +131,17 @@ def shape_of_images(config: RunConfig) -> DataShape:
 
 
 def of_noise(num_channels: int) -> PixelStatistics:
-    """Not measured: no time depends on the values of pixels."""
+    """Return arbitrary statistics: times do not depend on pixel values."""
     return PixelStatistics((127.5,) * num_channels, (64.0,) * num_channels)
 
 
 def record_rounds(
     passes: list[WarmUpPass], seconds: float, report: Callable[[str], None]
 ) -> tuple[list[list[Round]], list[float]]:
-    """The rounds of each pass, and what updates took."""
+    """Return the rounds of each pass and the times of updates."""
     for each in passes:
         time_pass(each)
-    began_s = time.perf_counter()  # everything is warm
+    began_s = time.perf_counter()  # after warm-up
     rounds, updates_s = [[time_pass(each)] for each in passes], [time_update(passes[-1].parts)]
     round_s = time.perf_counter() - began_s
     num_rounds = min(max(math.ceil(seconds / round_s), FEWEST_ROUNDS), MOST_ROUNDS)
@@ -163,7 +161,7 @@ def time_pass(warm_up_pass: WarmUpPass) -> Round:
         warm_up_pass.forward(parts.network)
     with recording(dict(parts.network.named_parameters())) as moments:
         began, backward_began, ended = warm_up_pass.run(parts.network)
-    wait_for(parts.world.device)
+    synchronize(parts.world.device)
     ready_s = {name: seconds_between(backward_began, moment) for name, moment in moments.items()}
     return Round(
         forward_s=seconds_between(began, backward_began),
@@ -175,15 +173,15 @@ def time_pass(warm_up_pass: WarmUpPass) -> Round:
 
 @contextmanager
 def timing_layers(network: nn.Module, device: torch.device) -> Iterator[dict[str, list[tuple[Any, Any]]]]:
-    """When each leaf module began and ended, by its name; one that is used twice has two spans."""
+    """Record the start and end of each leaf module by name.  A module that is called twice has two spans."""
     spans: dict[str, list[tuple[Any, Any]]] = {}
-    begun: dict[str, Any] = {}
+    starts: dict[str, Any] = {}
 
     def begin(name: str) -> None:
-        begun[name] = now(device)
+        starts[name] = now(device)
 
     def end(name: str) -> None:
-        spans.setdefault(name, []).append((begun[name], now(device)))
+        spans.setdefault(name, []).append((starts[name], now(device)))
 
     handles = []
     for name, module in network.named_modules():
@@ -198,14 +196,14 @@ def timing_layers(network: nn.Module, device: torch.device) -> Iterator[dict[str
 
 
 def time_update(parts: Parts) -> float:
-    """After a pass, of gradients that are 0: none overflows, and no weight moves."""
+    """Time an update with gradients of 0, so that none overflows and no weight changes."""
     foreach_zero_(gradients_of(parts.master_weights.parameters.values()))
     began = now(parts.world.device)
     overflowed = parts.master_weights.load_gradients(parts.loss_scale)
     clip_and_check(parts)
     apply_gradients(parts, overflowed)
     ended = now(parts.world.device)
-    wait_for(parts.world.device)
+    synchronize(parts.world.device)
     return seconds_between(began, ended)
 
 
@@ -218,7 +216,7 @@ def list_gradients(network: nn.Module, names: list[str]) -> list[ProfiledGradien
 
 
 def medians(microbatch: int, names: list[str], rounds: list[Round]) -> ProfilePoint:
-    """`names` are those of gradients, in the order of the profile."""
+    """Return the median times; `names` are gradients in the order of the profile."""
     ready_s = [median(one.ready_s[name] for one in rounds) for name in names]
     return ProfilePoint(
         microbatch=microbatch,
@@ -231,11 +229,8 @@ def medians(microbatch: int, names: list[str], rounds: list[Round]) -> ProfilePo
     )
 
 
-# How a run would all-reduce its gradients: measured and chosen on real ranks, with images of noise for its own.
-
-
 def plan_all_reduce(config: RunConfig, info: RankInfo, store: RankStore) -> Tuning:
-    """On each rank; every candidate is measured, not only the close ones."""
+    """Return the communication plan of a run, with every candidate measured.  All ranks call this."""
     noise = noise_like(infer_shape(config.data), config.data.image_size)
     with prepare(config, info, store, data=noise) as ready:
         gradients = ready.training.gradients

@@ -1,4 +1,4 @@
-"""What carries collectives between the devices of a kind.  Benches and tests hand in backends of their own."""
+"""The communication backend of each device type. Benches and tests pass other backends."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from megabatch.torch_api import nccl_options
+from megabatch.torch_api import nccl_backend, nccl_options
 
 Join = Callable[[Any, int, int, timedelta], Any]  # store, index, size, timeout
 
 
 class Backend(NamedTuple):
-    name: str  # of the default process group, as torch.distributed knows it
-    join: Join  # makes a process group of our own beside it, for members that share a store
+    name: str  # of the default process group, in torch.distributed
+    join: Join  # creates an additional process group of the ranks that share a store
 
 
 def join_gloo(store: Any, index: int, size: int, timeout: timedelta) -> Any:
@@ -24,4 +24,4 @@ def join_nccl(store: Any, index: int, size: int, timeout: timedelta) -> Any:
     return dist.ProcessGroupNCCL(store, index, size, nccl_options(timeout))
 
 
-BACKENDS = {"cpu": Backend("gloo", join_gloo), "cuda": Backend("nccl", join_nccl)}  # ROCm's devices are cuda too
+BACKENDS = {"cpu": Backend("gloo", join_gloo), "cuda": Backend(nccl_backend(), join_nccl)}  # ROCm devices are cuda too

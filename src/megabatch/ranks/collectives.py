@@ -1,11 +1,11 @@
-"""Collectives of numbers and texts, which travel as tensors on the group's own device: nothing is pickled.
+"""Collectives of numbers and texts, sent as tensors on the device of the group. Nothing is pickled.
 
-p ranks.  What a rank receives:
-    gather_numbers     8 bytes of every rank for each number
-    gather_texts       8 bytes of every rank, and the texts
+p ranks.  Bytes that each rank receives:
+    gather_numbers     8 bytes per rank and number
+    gather_texts       8 bytes per rank, and the texts
     broadcast_text     the text
-    first_difference   16 bytes in all; where texts differ, also 8 bytes of every rank, and two texts
-    broadcast_tensors  the tensors, in one piece, or in pieces of PIECE_BYTES
+    first_difference   16 bytes; if texts differ, also 8 bytes per rank and two texts
+    broadcast_tensors  the tensors, in pieces of at most PIECE_BYTES
 """
 
 import hashlib
@@ -20,12 +20,12 @@ import torch.distributed as dist
 
 from megabatch.torch_api import all_gather_single
 
-PIECE_BYTES = 256 * 2**20  # that one broadcast carries
-ALIGNED_BYTES = 64  # as torch's own allocations
+PIECE_BYTES = 256 * 2**20  # the largest single broadcast
+ALIGNED_BYTES = 64  # as torch aligns its allocations
 
 
 class Difference(NamedTuple):
-    """Between rank 0's text and that of the first rank that has another."""
+    """Rank 0's text and that of the first rank whose text differs."""
 
     rank: int
     of_rank_0: str
@@ -33,12 +33,12 @@ class Difference(NamedTuple):
 
 
 def digest(text: str) -> int:
-    """A hash that an int64 holds, and its negative."""
+    """Return a 63-bit hash, so that it and its negative fit into an int64."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1
 
 
 def gather(own: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """[p, n], of the n values that each rank brings."""
+    """Return a tensor [p, n] of the n values of each rank."""
     gathered = own.new_empty(dist.get_world_size(group) * len(own))
     all_gather_single(gathered, own, group=group)
     return gathered.view(-1, len(own))
@@ -50,7 +50,7 @@ def gather_numbers(numbers: Sequence[int], device: torch.device, group: Any = No
 
 
 def gather_texts(text: str, device: torch.device, group: Any = None) -> list[str]:
-    """Each rank fills its own place in what all have to say: few have much, and many nothing."""
+    """Return the texts of all ranks. Each rank fills its part of one buffer: most texts are empty, a few are long."""
     own = to_bytes(text, device)
     sizes = [size for (size,) in gather_numbers([len(own)], device, group)]
     texts = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
@@ -62,7 +62,7 @@ def gather_texts(text: str, device: torch.device, group: Any = None) -> list[str
 
 
 def broadcast_text(text: str, device: torch.device, group: Any = None, source: int = 0) -> str:
-    """That of the rank `source` of the group."""
+    """Return the text of rank `source` of the group on all its ranks."""
     content = to_bytes(text, device)
     length = torch.tensor([len(content)], device=device)
     dist.broadcast(length, group=group, group_src=source)
@@ -73,7 +73,7 @@ def broadcast_text(text: str, device: torch.device, group: Any = None, source: i
 
 
 def first_difference(text: str, device: torch.device, group: Any = None) -> Difference | None:
-    """Of texts that should be the same on all ranks; None if they are."""
+    """Compare a text that should be the same on all ranks; return None if it is."""
     own = digest(text)
     highest, lowest = all_reduce_max(torch.tensor([own, -own], device=device), group).tolist()
     if highest == -lowest:
@@ -88,8 +88,8 @@ def all_reduce_max(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
     return tensor
 
 
-class Placed(NamedTuple):
-    """Where a tensor lies in the bytes of all."""
+class TensorSpan(NamedTuple):
+    """The bytes of one tensor in the buffer of all."""
 
     name: str
     shape: list[int]
@@ -98,22 +98,22 @@ class Placed(NamedTuple):
     end: int
 
 
-def lay_out(layout: dict[str, tuple[list[int], str]]) -> Iterator[Placed]:
-    """One after another, each aligned, given shapes and the names of dtypes."""
+def tensor_spans(layout: dict[str, tuple[list[int], str]]) -> Iterator[TensorSpan]:
+    """Place tensors of the given shapes and dtypes one after another, each aligned."""
     begin = 0
     for name, (shape, dtype_name) in layout.items():
         dtype = getattr(torch, dtype_name.removeprefix("torch."))
         end = begin + math.prod(shape) * dtype.itemsize
-        yield Placed(name, shape, dtype, begin, end)
+        yield TensorSpan(name, shape, dtype, begin, end)
         begin = -(-end // ALIGNED_BYTES) * ALIGNED_BYTES
 
 
 def broadcast_tensors(tensors: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """Rank 0's tensors, on all ranks; only rank 0 needs to bring any.  They share one memory: copy what is kept."""
+    """Return rank 0's tensors on all ranks. They share one allocation: clone the ones that you keep."""
     layout = {name: (list(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
-    placed = list(lay_out(json.loads(broadcast_text(json.dumps(layout), device))))
-    flat = torch.empty(placed[-1].end if placed else 0, dtype=torch.uint8, device=device)
-    received = {each.name: flat[each.begin : each.end].view(each.dtype).view(each.shape) for each in placed}
+    spans = list(tensor_spans(json.loads(broadcast_text(json.dumps(layout), device))))
+    flat = torch.empty(spans[-1].end if spans else 0, dtype=torch.uint8, device=device)
+    received = {span.name: flat[span.begin : span.end].view(span.dtype).view(span.shape) for span in spans}
     if dist.get_rank() == 0:
         for name, tensor in received.items():
             tensor.copy_(tensors[name])

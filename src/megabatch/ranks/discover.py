@@ -1,7 +1,7 @@
-"""Which rank this process is: every launcher sets variables that say so.
+"""Find the rank of this process from the environment variables that launchers set.
 
-A process that a launcher started must not train by itself: each of them would end with a model, and with success.
-So variables that look like a launcher's and do not say which rank this is are refused.
+A process that a launcher started must not train by itself: every process would then train a separate model and succeed.
+So variables that indicate a launcher but not the rank are an error.
 """
 
 import os
@@ -26,9 +26,10 @@ COMPLETE = {
     "PALS": ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
     "PALS by its own names": ("PMI_RANK", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
 }
-JOIN = ("RANK", "WORLD_SIZE", "MASTER_ADDR")  # all that Kubeflow's PyTorchJob sets, besides MASTER_PORT
-# From which value on a variable says that a launcher started this process, and is not harmless: a size of 1 is that of
-# a shell or of a login profile.  PALS names the number of ranks only with --pmi=cray.
+LAUNCH_IDS = {"Open MPI": "OMPI_MCA_ess_base_jobid", "PALS": "PALS_APID", "PALS by its own names": "PALS_APID"}
+JOIN = ("RANK", "WORLD_SIZE", "MASTER_ADDR")  # Kubeflow's PyTorchJob sets only these and MASTER_PORT
+# The smallest value of each variable that indicates a launcher.  A size of 1 is harmless: shells and login profiles set
+# it.  PALS sets the number of ranks only with --pmi=cray.
 LAUNCHED = {
     "WORLD_SIZE": 2,
     "RANK": 1,
@@ -43,13 +44,15 @@ LAUNCHED = {
     "HOROVOD_SIZE": 2,
     "SLURM_PROCID": 1,
 }
-FIRST_SPECIAL_STEP = 0xFFFFFFF0  # Slurm's steps from here on are shells and scripts, such as that of salloc
+FIRST_SPECIAL_STEP = 0xFFFFFFF0  # Slurm's step ids from here on are shells and scripts, such as salloc's
 MASTER_PORT, LARGEST_PORT = 29_500, 65_535
+NUM_PORTS = 1000  # that a launch may choose from, if MASTER_PORT is not set
+PORTS_BETWEEN_STEPS = 101  # prime to NUM_PORTS, so steps differ; jobs with nearby numbers rarely meet
 NOT_KNOWN = -1
 
 
 class RankInfo(Struct, frozen=True):
-    """Which rank this process is.  If no launcher says so, its place on its host is known once the ranks have met."""
+    """The rank of this process. If the launcher does not set the local rank, `store.locate` finds it."""
 
     rank: int
     num_ranks: int
@@ -57,8 +60,8 @@ class RankInfo(Struct, frozen=True):
     num_local_ranks: int = NOT_KNOWN  # on this host
 
     @property
-    def is_alone(self) -> bool:
-        """This host has all ranks."""
+    def is_single_host(self) -> bool:
+        """Whether all ranks are on this host."""
         return self.num_local_ranks == self.num_ranks
 
     @property
@@ -67,17 +70,30 @@ class RankInfo(Struct, frozen=True):
 
 
 def discover(environment: Mapping[str, str] = os.environ) -> RankInfo | None:
-    """Return which of the ranks that a launcher started this process is; None if no launcher did."""
+    """Return the rank of this process; None if no launcher started it."""
     given = {name: value for name, value in environment.items() if value}
     for names in COMPLETE.values():
         if all(name in given for name in names):
             return read_ranks(given, names)
-    joined, step = read_join(given), read_slurm_step(given)
-    # A launcher inside a step counts.  Variables that the job's script exported for all tasks give way to srun's.
-    found = joined if joined and step and joined.num_ranks != step.num_ranks else step or joined
+    found, _ = find_ranks(given)
     if found is None:
         refuse_unknown_launcher(given)
     return found
+
+
+def find_ranks(given: Mapping[str, str]) -> tuple[RankInfo | None, bool]:
+    """Return the rank according to torch's or srun's variables, and whether it is according to srun's."""
+    joined, step = read_join(given), read_slurm_step(given)
+    # A launcher inside a Slurm step has priority.  If only the job's script exported the variables, srun's are right.
+    is_step = step is not None and (joined is None or joined.num_ranks == step.num_ranks)
+    return (step if is_step else joined), is_step
+
+
+def launcher_name(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the name of the launcher that started this rank, for a message."""
+    given = {name: value for name, value in environment.items() if value}
+    known = (launcher for launcher, names in COMPLETE.items() if all(name in given for name in names))
+    return next(known, "srun" if find_ranks(given)[1] else "RANK and WORLD_SIZE")
 
 
 def read_ranks(given: Mapping[str, str], names: Sequence[str]) -> RankInfo:
@@ -91,14 +107,14 @@ def read_ranks(given: Mapping[str, str], names: Sequence[str]) -> RankInfo:
 
 
 def read_join(given: Mapping[str, str]) -> RankInfo | None:
-    """Read torch's own variables, which need not say what ranks share a host: then they ask (`store.locate`)."""
+    """Read torch's variables. They need not include the local rank: `store.locate` finds it."""
     if not all(name in given for name in JOIN) or read_number(given, "WORLD_SIZE") == 1:
-        return None  # a rank that is the only one may start others
+        return None  # a single rank may start others
     info = read_ranks(given, JOIN[:2])
     if "LOCAL_RANK" in given:
         return RankInfo(info.rank, info.num_ranks, read_number(given, "LOCAL_RANK"))
     if is_at_least(given.get("PET_NPROC_PER_NODE", ""), 2):
-        # Kubeflow counts pods in RANK, and in WORLD_SIZE the processes that torchrun is to start in them.
+        # Kubeflow's RANK counts pods, but its WORLD_SIZE counts the processes that torchrun starts in them.
         raise UserError(needs_torchrun("PET_NPROC_PER_NODE", given))
     return info
 
@@ -106,8 +122,8 @@ def read_join(given: Mapping[str, str]) -> RankInfo | None:
 def read_slurm_step(given: Mapping[str, str]) -> RankInfo | None:
     """Read srun's variables.
 
-    In a job's script, outside srun, Slurm sets SLURM_NTASKS and SLURM_PROCID too, but not those of a step.  A step of
-    one task is a shell (srun --pty bash), and so is that of salloc, whose SLURM_NTASKS is that of the job.
+    In a job's script, outside srun, Slurm also sets SLURM_NTASKS and SLURM_PROCID, but no SLURM_STEP variables.  A step
+    with one task is a shell (srun --pty bash).  So is the step of salloc, whose SLURM_NTASKS is that of the job.
     """
     size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in given else "SLURM_NTASKS"
     names = ("SLURM_PROCID", size, "SLURM_LOCALID")
@@ -118,13 +134,15 @@ def read_slurm_step(given: Mapping[str, str]) -> RankInfo | None:
         return None
     info = read_ranks(given, names)
     tasks = given.get("SLURM_STEP_TASKS_PER_NODE", given.get("SLURM_TASKS_PER_NODE", ""))
-    counts, node = per_node(tasks), read_number(given, "SLURM_NODEID") if "SLURM_NODEID" in given else 0
-    is_known = sum(counts) == info.num_ranks and node < len(counts)  # else they are those of the job, not of the step
+    counts, node = parse_tasks_per_node(tasks), read_number(given, "SLURM_NODEID") if "SLURM_NODEID" in given else 0
+    is_known = sum(counts) == info.num_ranks and node < len(
+        counts
+    )  # otherwise the counts are of the job, not of the step
     return RankInfo(info.rank, info.num_ranks, info.local_rank, counts[node] if is_known else NOT_KNOWN)
 
 
 def refuse_unknown_launcher(given: Mapping[str, str]) -> None:
-    """Raise UserError if a launcher started this process, and set no variables from which its rank can be read."""
+    """Raise UserError if a launcher started this process without variables that give its rank."""
     # srun --mpi=cray_shasta sets PALS_RANKID, also for a shell.
     ignored = {"PALS_RANKID"} if "SLURM_STEP_NODELIST" in given else set[str]()
     found = (name for name, least in LAUNCHED.items() if is_at_least(given.get(name, ""), least))
@@ -132,11 +150,13 @@ def refuse_unknown_launcher(given: Mapping[str, str]) -> None:
     missing = ", ".join(other for other in JOIN if other not in given)
     if name:
         raise UserError(
-            f"{name}={given[name]} says that a launcher started this process, but not which rank it is "
+            f"{name}={given[name]} means that a launcher started this process, but its rank is not known "
             f"({f'{missing} not set' if missing else 'WORLD_SIZE is 1'}); "
             f"set RANK, WORLD_SIZE and MASTER_ADDR for each rank, or unset {name} if no launcher set it"
         )
-    if is_at_least(given.get("PET_NNODES", "").rpartition(":")[2], 2):  # torchrun's --nnodes: 2, or from 1 to 4 as 1:4
+    if is_at_least(
+        given.get("PET_NNODES", "").rpartition(":")[2], 2
+    ):  # torchrun's --nnodes: a number or a range such as 1:4
         raise UserError(needs_torchrun("PET_NNODES", given))
 
 
@@ -146,7 +166,7 @@ def is_at_least(text: str, least: int) -> bool:
 
 def needs_torchrun(name: str, given: Mapping[str, str]) -> str:
     return (
-        f"{name}={given[name]} asks for torchrun, which did not start this process; "
+        f"{name}={given[name]} is meant for torchrun, which did not start this process; "
         f"start it with torchrun -m megabatch, or unset {name} if no launcher set it"
     )
 
@@ -162,35 +182,53 @@ def read_port(environment: Mapping[str, str], default: int) -> int:
         return default
     port = read_number(environment, "MASTER_PORT")
     if not 0 < port <= LARGEST_PORT:
-        raise UserError(f"MASTER_PORT={port} is not a port (1 to {LARGEST_PORT}); set a free one of rank 0's host")
+        raise UserError(f"MASTER_PORT={port} is not a port (1 to {LARGEST_PORT}); set a free port of rank 0's host")
     return port
 
 
 def rendezvous_address(info: RankInfo, environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """The host and port at which the ranks find each other."""
+    """Return the host and port of the store through which the ranks connect."""
     if environment.get("MASTER_ADDR"):
         return environment["MASTER_ADDR"], read_port(environment, MASTER_PORT)
     if "SLURM_STEP_NODELIST" in environment:
-        # A port of the job's own: two jobs may share a node.
-        port = MASTER_PORT + int(environment.get("SLURM_JOB_ID", "0")) % 1000
+        # Jobs may share a node, and so may the steps of a job, whose numbers are consecutive.
+        job, step = (int(environment.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+        port = MASTER_PORT + (job + PORTS_BETWEEN_STEPS * step) % NUM_PORTS
         return first_host(environment["SLURM_STEP_NODELIST"]), read_port(environment, port)
-    if info.is_alone:
-        # The ranks of one mpiexec on one host have the same parent: two such runs do not find each other.  PALS names
-        # what it started, also where a script stands between it and a rank.
+    if info.is_single_host:
+        # The ranks of one mpiexec on one host have the same parent, so two such runs use different ports.  PALS_APID
+        # identifies the launch even if PALS starts the rank through a script.
         launch = zlib.crc32(environment["PALS_APID"].encode()) if "PALS_APID" in environment else os.getppid()
-        return "127.0.0.1", read_port(environment, MASTER_PORT + launch % 1000)
-    raise UserError("MASTER_ADDR is not set, and the ranks are on several hosts; set it to the host of rank 0")
+        return "127.0.0.1", read_port(environment, MASTER_PORT + launch % NUM_PORTS)
+    raise UserError("MASTER_ADDR is not set, but the ranks are on several hosts; set it to the host of rank 0")
+
+
+def launch_name(environment: Mapping[str, str] = os.environ) -> str:
+    """Return a name that the ranks of a launch share and other launches do not have; empty if there is none."""
+    given = {name: value for name, value in environment.items() if value}
+    for launcher, names in COMPLETE.items():
+        if all(name in given for name in names):
+            identity = LAUNCH_IDS.get(launcher, "")
+            return f"{launcher}'s {given[identity]}" if identity in given else ""
+    # If the user set RANK, the ranks may be in several steps.
+    return describe_step(given) if find_ranks(given)[1] else ""
+
+
+def describe_step(given: Mapping[str, str]) -> str:
+    """Return the name of a Slurm step. A requeued job keeps its number and counts steps from 0 again."""
+    job, step, restart = (given.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"))
+    return f"Slurm's step {job}.{step}" + (f" of restart {restart}" if restart != "0" else "")
 
 
 def first_host(nodelist: str) -> str:
-    """node[003-007,012],other1 -> node003"""
+    """Return the first host of a Slurm node list: node003 for node[003-007,012],other1."""
     first = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", nodelist)
     if first is None:
-        raise UserError(f"SLURM_STEP_NODELIST={nodelist!r} names no host; set MASTER_ADDR to the host of rank 0")
+        raise UserError(f"SLURM_STEP_NODELIST={nodelist!r} does not name a host; set MASTER_ADDR to the host of rank 0")
     return first[1] + (first[2] or "")
 
 
-def per_node(counts: str) -> list[int]:
-    """Slurm's 2(x3),1 -> [2, 2, 2, 1]"""
+def parse_tasks_per_node(counts: str) -> list[int]:
+    """Return the number of tasks on each node: [2, 2, 2, 1] for Slurm's 2(x3),1."""
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
     return [int(count) for count, times in found for _ in range(int(times or 1))]

@@ -1,4 +1,4 @@
-"""What the first rank that fails leaves for whoever has started it."""
+"""The failure report of a rank, for the launcher that started it."""
 
 import json
 import os
@@ -8,11 +8,11 @@ from pathlib import Path
 
 from msgspec import Struct
 
-FAILURE = "failure"  # a key of our launcher's store
+FAILURE = "failure"  # a key of the launcher's store
 
 
 def joined_key(rank: int) -> str:
-    """Return the key that a rank sets in our launcher's store when it joins it."""
+    """Return the key that a rank sets in the launcher's store when it connects."""
     return f"joined/{rank}"
 
 
@@ -20,19 +20,23 @@ class Report(Struct, frozen=True):
     rank: int
     exit_code: int
     message: str  # one line
-    trace: str = ""  # if no log has it
+    trace: str = ""  # empty if it is in the log
+
+
+class PeerFailed(RuntimeError):
+    """Another rank failed, which reports the cause."""
 
 
 class RankFailed(Exception):
-    """The first rank that failed: its exit code, its one line, and its traceback if no log has that."""
+    """The failure of the first rank that failed: its exit code, message, and traceback unless that is in the log."""
 
     def __init__(self, rank: int, exit_code: int, message: str, trace: str = "") -> None:
         super().__init__(message)
         self.rank, self.exit_code, self.trace = rank, exit_code, trace
 
 
-def describe_end(exit_code: int, when: str = "") -> str:
-    """Describe the end of a process that reported nothing; `when` is such as " while it was starting"."""
+def describe_exit(exit_code: int, when: str = "") -> str:
+    """Describe the exit of a process that left no report; `when` is, for example, " while it was starting"."""
     if exit_code >= 0:
         return f"ended with exit code {exit_code}{when}"
     name = signal.Signals(-exit_code).name
@@ -41,7 +45,7 @@ def describe_end(exit_code: int, when: str = "") -> str:
 
 
 def report_to_torchrun(report: Report) -> None:
-    """Where and as torchelastic looks for it; other launchers ask for nothing."""
+    """Write the error file that torchelastic reads; other launchers do not name one."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         for_torch = {"message": report.message, "timestamp": int(time.time())}

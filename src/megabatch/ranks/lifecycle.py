@@ -1,4 +1,4 @@
-"""What `train` and the benches share: a command that is run once starts ranks, which run the same command."""
+"""Start the ranks of a command, run as one of them, and report the first failure. `train` and the benches use it."""
 
 import os
 import platform
@@ -11,45 +11,61 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from megabatch import __version__
 from megabatch.errors import UserError
+from megabatch.ranks.discover import launcher_name
 from megabatch.ranks.signals import die_with_launcher, was_launched
-from megabatch.telemetry.activity import LastWords
+from megabatch.telemetry.activity import ExitReporter
 from megabatch.text import print_line, print_text
 
 if TYPE_CHECKING:
     from megabatch.ranks.discover import RankInfo
     from megabatch.ranks.store import RankStore
 
-# Before torch is imported, which takes seconds.
+# Before the import of torch, which takes seconds.
 die_with_launcher(os.getppid())
 if was_launched() and threading.current_thread() is threading.main_thread():
-    # Until a rank can stop after its step, the signal itself ends it.  An exception may get lost in torch's import, and
+    # Until a rank can stop after its step, SIGINT kills it.  A KeyboardInterrupt could get lost in torch's import, and
     # the launcher would take exit code 130 for a stop after a step and wait for the other ranks.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+# torch logs a warning for each connection from an address without a reverse DNS entry.  It reads this when imported.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def report_start(info: "RankInfo | None") -> None:
+    """Print a line before the slow imports, so that a user sees that the command has started."""
+    if was_launched() or (info and info.rank):
+        return
+    if info is None:
+        print_line(f"starting  megabatch {__version__} on {platform.node()}")
+        return
+    print_line(
+        f"starting  megabatch {__version__}, {info.num_ranks} ranks by {launcher_name()}, rank 0 on {platform.node()}"
+    )
 
 
 def start_ranks(
     arguments: Sequence[str],
     num_ranks: int,
     max_restarts: int = 0,
-    recipe: str = "",  # its text; the arguments have RECIPE in its place
+    recipe: str = "",  # the text of the file that replaces RECIPE in the arguments
     preempt_signal: str = "SIGTERM",
     timeout_s: float = 60.0,
 ) -> None:
-    """Runs `megabatch ARGUMENTS` on `num_ranks` ranks of this machine, and speaks for the one that fails first."""
+    """Run `megabatch ARGUMENTS` on `num_ranks` ranks of this machine, and report the first failure."""
     from megabatch.ranks.launch import launch
 
-    with speaking_for_ranks():
-        launch(arguments, num_ranks, max_restarts, recipe, signal.Signals[preempt_signal], timeout_s, say)
+    with exit_like_ranks():
+        launch(arguments, num_ranks, max_restarts, recipe, signal.Signals[preempt_signal], timeout_s, print_message)
 
 
-def say(line: str) -> None:
+def print_message(line: str) -> None:
     print_line(f"megabatch: {line}", to_stderr=True)
 
 
 @contextmanager
-def speaking_for_ranks() -> Iterator[None]:
-    """Around what starts ranks and waits for them: ends the command as they have ended."""
+def exit_like_ranks() -> Iterator[None]:
+    """Exit with the exit code of the ranks started in this context, and print the failure of the first."""
     from megabatch.ranks.failures import RankFailed
     from megabatch.ranks.signals import Stopped
 
@@ -58,45 +74,51 @@ def speaking_for_ranks() -> Iterator[None]:
     except Stopped as stopped:
         sys.exit(128 + stopped.signal_number)
     except RankFailed as failed:
-        if failed.exit_code > 128:  # it was asked to stop, and has said so
+        if failed.exit_code > 128:  # a requested stop, which the rank has printed
             sys.exit(failed.exit_code)
-        rank = "" if failed.exit_code == 2 else f"rank {failed.rank}: "  # a user's mistake is made on all ranks
+        rank = "" if failed.exit_code == 2 else f"rank {failed.rank}: "  # an error of the user occurs on all ranks
         print_failure(f"megabatch: {rank}{failed}", failed.trace)
         sys.exit(failed.exit_code)
 
 
-def be_a_rank(info: "RankInfo", work: Callable[["RankStore"], int]) -> NoReturn:
-    """Does the work of one rank.  Of ranks that fail the first alone speaks: to our launcher, or else to the user."""
+def run_as_rank(info: "RankInfo", work: Callable[["RankStore"], int]) -> NoReturn:
+    """Run `work` and exit with its result. Only the first rank to fail reports: to our launcher, or to the user."""
     from megabatch.ranks.store import RankStore
 
     store = None
     try:
         store = RankStore(info)
         info = store.info
-        store.last_words = RankLastWords(info, store)
+        store.exit_reporter = RankExitReporter(store)
         code = work(store)
     except KeyboardInterrupt:  # a second Ctrl-C
         code = 130
     except BaseException as error:
-        code = 2 if isinstance(error, UserError) else 1
-        # Without a store, all ranks have made the same mistake, or this one alone could not come.
-        if store.is_first_to_fail() if store else info.rank == 0 or code != 2:
-            speak(error, code, info, store)
-    # Everything is closed.  The interpreter's own end would run into Gloo's threads, and sometimes abort.
+        code = exit_code_of(error)
+        if store:
+            store.exit_reporter.announce(error)
+        elif info.rank == 0 or code != 2:  # all ranks have the same user error, or only this one could not connect
+            report_failure(error, info)
+    # Everything is closed.  A regular exit of the interpreter sometimes aborts because of Gloo's threads.
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # a file on a disk that is full
+        with suppress(OSError):  # such as a full disk
             stream.flush()
     os._exit(code)
 
 
-def speak(error: BaseException, code: int, info: "RankInfo", store: "RankStore | None") -> None:
-    """One line; the traceback goes to the run's log, or above the line if there is none that this rank can reach."""
+def exit_code_of(error: BaseException) -> int:
+    return 130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, UserError) else 1
+
+
+def report_failure(error: BaseException, info: "RankInfo", store: "RankStore | None" = None) -> None:
+    """Report the error as one line. The traceback is written to the run's log, or printed if there is no log."""
     from megabatch.ranks.failures import Report, report_to_torchrun
     from megabatch.runs.files import LOG
     from megabatch.runs.folder import append_to_log
 
-    first_line = str(error).strip().partition("\n")[0]
-    line, trace = (first_line, "") if code == 2 else (f"{type(error).__name__}: {first_line}", traceback.format_exc())
+    line, code, trace = str(error).strip().partition("\n")[0], exit_code_of(error), ""
+    if code == 1:
+        line, trace = f"{type(error).__name__}: {line}", "".join(traceback.format_exception(error))
     folder = store.run_folder() if store else None
     is_logged = folder is not None and append_to_log(folder, f"rank {info.rank}: {line}\n{trace}")
     if folder and is_logged and trace:
@@ -106,7 +128,7 @@ def speak(error: BaseException, code: int, info: "RankInfo", store: "RankStore |
         store.report(report)
         return
     report_to_torchrun(report)
-    has_rank = code != 2 or info.num_local_ranks != info.num_ranks  # hosts may differ in what they have
+    has_rank = code != 2 or info.num_local_ranks != info.num_ranks  # the error may depend on the host
     rank = f"rank {info.rank} on {platform.node()}: " if has_rank else ""
     print_failure(f"megabatch: {rank}{line}", trace)
 
@@ -117,14 +139,27 @@ def print_failure(line: str, trace: str) -> None:
     print_line(line, to_stderr=True)
 
 
-class RankLastWords(LastWords):
-    def __init__(self, info: "RankInfo", store: "RankStore") -> None:
-        super().__init__(info.rank)
-        self.info, self.store = info, store
+class RankExitReporter(ExitReporter):
+    """Reports the first error of this rank, if no other rank failed before it."""
 
-    def speak(self, error: BaseException) -> None:
-        if self.store.is_first_to_fail():
-            speak(error, 1, self.info, self.store)
+    ends_process = True
+
+    def __init__(self, store: "RankStore") -> None:
+        super().__init__(store.info.rank)
+        self.store, self.lock = store, threading.Lock()
+
+    def announce(self, error: BaseException) -> None:
+        # A watchdog may announce another error.  The lock is never released: one thread gets it.
+        is_first = self.lock.acquire(blocking=False) and self.store.register(error)
+        if is_first and not isinstance(error, KeyboardInterrupt):
+            report_failure(error, self.store.info, self.store)
+
+    def report(self, error: BaseException) -> None:
+        self.announce(error)
+
+    def end_process(self, error: BaseException) -> None:
+        self.announce(error)
+        os._exit(exit_code_of(error))
 
     def log(self, text: str) -> None:
         from megabatch.runs.folder import append_to_log

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: a rank stops after its step, with a checkpoint; and a rank ends when its launcher dies."""
+"""Stop signals: a rank saves a checkpoint and stops after its step. A rank is killed when its launcher dies."""
 
 import ctypes
 import os
@@ -10,30 +10,30 @@ from typing import Self
 
 from megabatch.text import print_text
 
-LAUNCHER = "MEGABATCH_LAUNCHER"  # the launcher's process id; says that a rank is ours, and whom it must not outlive
-PRCTL, PR_SET_PDEATHSIG = getattr(ctypes.CDLL(None), "prctl", None), 1  # Linux has it
+LAUNCHER = "MEGABATCH_LAUNCHER"  # the variable with the launcher's process id; only our launcher sets it
+PRCTL, PR_SET_PDEATHSIG = getattr(ctypes.CDLL(None), "prctl", None), 1  # None except on Linux
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Stopped(Exception):
-    """A signal reached the launcher; it has passed it on and all ranks have ended."""
+    """The launcher forwarded a signal to its ranks, and all have ended."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(signal.Signals(signal_number).name)
         self.signal_number = signal_number
 
 
-class Listening(ABC):
-    """Hears the signals that ask to stop, until it leaves its `with`; not those that are ignored, as nohup asks."""
+class SignalHandler(ABC):
+    """Handle stop signals inside a `with` statement. Signals that are ignored, as by nohup, stay ignored."""
 
     def __init__(self, preempt_signal: int = signal.SIGTERM) -> None:
-        self.number: int | None = None  # of the first that came
-        self.listens_to = {*STOP_SIGNALS, preempt_signal}
+        self.number: int | None = None  # of the first signal received
+        self.handled = {*STOP_SIGNALS, preempt_signal}
 
     def __enter__(self) -> Self:
         self.before = {}
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows nobody to listen
-            for number in self.listens_to:
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
+            for number in self.handled:
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self.before[number] = signal.signal(number, self.receive)
         return self
@@ -41,57 +41,57 @@ class Listening(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, listener in self.before.items():
-            signal.signal(number, listener)
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
     @abstractmethod
     def receive(self, number: int, frame: FrameType | None) -> None:
-        """One of them has come."""
+        """Handle one of the stop signals."""
 
 
-class StopRequest(Listening):
-    """In a rank: remembers that a signal came; the trainer asks once a step.  A second one ends at once."""
+class StopRequest(SignalHandler):
+    """The handler of a rank. It records a signal, which the trainer checks once per step; a second ends the process."""
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         if self.number is not None and not was_launched():
-            raise KeyboardInterrupt  # our launcher ends a rank itself
+            raise KeyboardInterrupt  # the launcher kills its ranks at a second signal
         self.number = self.number or number
 
     def received(self) -> bool:
         return self.number is not None
 
     def exit_code(self) -> int:
-        """Where only another rank got the signal, this one does not know which it was."""
+        """Return 128 plus the signal, or plus SIGTERM if only another rank received one."""
         return 128 + (self.number or signal.SIGTERM)
 
 
-class LauncherSignals(Listening):
-    """In the launcher: a first signal asks the ranks to stop after their step, a second ends all at once."""
+class LauncherSignals(SignalHandler):
+    """The handler of the launcher. The first signal stops the ranks after their step, a second kills them."""
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         if self.number is not None:
-            os._exit(128 + number)  # and the kernel kills the ranks: see `die_with`
+            os._exit(128 + number)  # then the kernel kills the ranks: see `die_with`
         self.number = number
-        print_text("\nstopping  after this step; once more to end at once")
+        print_text("\nstopping  after this step; press again to end at once")
 
 
 def was_launched() -> bool:
-    """True in a rank that `launch` started."""
+    """Return whether `launch` started this process."""
     return LAUNCHER in os.environ
 
 
 def die_with_launcher(parent: int) -> None:
-    """Ranks live in a session of their own: without this, a `kill -9` of their launcher would leave them training.
+    """Kill this rank when its launcher dies: each rank has a separate session, so it would train on after a `kill -9`.
 
-    `parent` is the process that was the parent before anything slow was imported.
+    `parent` is the parent's process id, read before any slow import.
     """
     if was_launched() or "TORCHELASTIC_RUN_ID" in os.environ:
         die_with(int(os.environ[LAUNCHER]) if was_launched() else parent)
 
 
 def die_with(parent: int) -> None:
-    """Has the kernel kill this process when its parent dies: more exactly, the thread that has started it."""
+    """Ask the kernel to kill this process when its parent dies, or more exactly, the thread that started it."""
     if PRCTL:
         PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before we asked
+        if os.getppid() != parent:  # the parent died before the call
             os._exit(1)

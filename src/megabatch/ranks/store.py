@@ -1,15 +1,19 @@
-"""What ranks tell each other outside of collectives, through the store at which they found each other.
+"""Communication of ranks outside of collectives, through the store that they connect to.
 
-A rank that fails takes the others with it: they see a broken connection.  The first one to fail says so here, before it
-leaves, and alone speaks to the user.  The run's folder is set here too, for the one that logs and for restarted ranks.
+When a rank fails, the others fail too, with broken connections.  The first rank to fail registers in the store before
+it disconnects, and only that rank reports to the user.  The store also has the run's folder, for the log of that rank
+and for restarted ranks.
 """
 
+import errno
 import os
+import platform
+import socket
 import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,84 +22,128 @@ import msgspec
 import torch.distributed as dist
 
 from megabatch.errors import UserError
-from megabatch.ranks.discover import NOT_KNOWN, RankInfo, rendezvous_address
-from megabatch.ranks.failures import FAILURE, Report, joined_key
-from megabatch.ranks.machine import LOOPBACK, address_of, host_identity, listening_on
+from megabatch.ranks.discover import NOT_KNOWN, RankInfo, launch_name, rendezvous_address
+from megabatch.ranks.failures import FAILURE, PeerFailed, Report, joined_key
+from megabatch.ranks.machine import (
+    LOOPBACK,
+    address_towards,
+    host_identity,
+    interface_of,
+    is_loopback,
+    listen_address,
+    listen_on,
+    resolve,
+)
 from megabatch.ranks.signals import was_launched
 from megabatch.runs.files import LOCK
-from megabatch.telemetry.activity import LastWords
+from megabatch.telemetry.activity import START_UP_TIMEOUT_S, ExitReporter
+from megabatch.text import print_line
+from megabatch.torch_api import NCCL_DUMP_KEY
 
-TIMEOUT_S = 300.0  # as the store's own
+TIMEOUT_S = 300.0  # the default of torch's stores
 GRACE_S = 30.0
-LEAVE_S = 10.0  # for ranks to read that rank 0 has saved
+RESOLVE_S = 10.0  # outside of Kubernetes, the name of rank 0's host is known at once
+LEAVE_S = 10.0  # for the other ranks to read rank 0's result
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 1.0
-MOST_NAMED = 8  # ranks that a message names
-# The store's server reads a request again from its beginning with every piece that arrives: 16,384 keys in one request
-# take it 0.3 s, in eight 0.02 s.
+MAX_NAMED = 8  # ranks listed in a message
+# The store's server parses a request from its start again whenever more of it arrives: 16,384 keys take 0.3 s in one
+# request and 0.02 s in eight.
 KEYS_AT_ONCE = 2048
-RUN_FOLDER, USER_ERROR = "run-folder", "user-error"  # keys
-STORE_FILE = "MEGABATCH_STORE"  # the variable with the file of our launcher's store, which its ranks inherit
+RUN_FOLDER, USER_ERROR, LAUNCH, ADDRESS, FAILURES = "run-folder", "user-error", "launch", "address", "failures"  # keys
+STORE_FILE = "MEGABATCH_STORE"  # the variable with the path of the launcher's store, which its ranks inherit
 
 
 class RankStore:
-    def __init__(self, info: RankInfo) -> None:
-        self.lasting = open_store(info)  # a launcher's outlives its ranks
-        if was_launched():
-            self.lasting.set(joined_key(info.rank), "")
-        # Restarted ranks must not find the addresses of those before.
-        self.store = dist.PrefixStore(agree_on_name(self.lasting, info), self.lasting)  # type: ignore[attr-defined]
-        self.info = locate(self.store, info)
-        self.is_first: bool | None = None
-        self.last_words = LastWords()
+    """The store of this attempt, or `store`, which the ranks already share."""
+
+    def __init__(self, info: RankInfo, store: "dist.Store | None" = None) -> None:  # type: ignore[name-defined]
+        self.persistent = open_store(info) if store is None else store  # a launcher's store outlives its ranks
+        if store is None:
+            if was_launched():
+                self.persistent.set(joined_key(info.rank), "")
+            if info.rank == 0:
+                self.persistent.delete_key(NCCL_DUMP_KEY)  # from an earlier attempt
+            # Restarted ranks must not find the addresses of an earlier attempt.
+            store = dist.PrefixStore(agree_on_name(self.persistent, info), self.persistent)  # type: ignore[attr-defined]
+            info = locate(store, info)
+        self.store: Any = store
+        self.info = info
+        self.is_first: bool | None = None  # to fail, if this rank failed
+        self.second: dist.Store | None = None  # type: ignore[name-defined]  # another connection
+        self.exit_reporter: ExitReporter = RegisteringReporter(self)
 
     def is_first_to_fail(self) -> bool:
-        """Asked by a rank that fails, first of all while the others still trust it."""
+        """Register a failure; return whether it is the first. Call it before other ranks see a broken connection."""
         if self.is_first is None:
             try:
-                self.is_first = self.store.add("failures", 1) == 1
-            except RuntimeError:  # rank 0 held the store and is gone, perhaps with its host: one of each host says it
-                self.is_first = self.info.local_rank == (1 if self.info.is_alone else 0)
+                self.is_first = self.store.add(FAILURES, 1) == 1
+            except RuntimeError:  # rank 0 had the store and is gone, perhaps with its host: one rank per host reports
+                self.is_first = self.info.local_rank == (1 if self.info.is_single_host else 0)
         return self.is_first
 
-    @contextmanager
-    def failures_announced(self) -> Iterator[None]:
-        """An error inside is announced before it leaves: that a user's mistake was made, for restarted ranks too."""
-        try:
-            yield
-        except BaseException as error:
-            if self.is_first_to_fail() and isinstance(error, UserError):
-                self.set(USER_ERROR, str(error))
-            raise
+    def register(self, error: BaseException) -> bool:
+        """Register an error; return whether it is the first of all ranks. Restarted ranks read a UserError."""
+        is_first = self.is_first_to_fail()
+        if is_first and isinstance(error, UserError):
+            self.set(USER_ERROR, str(error))
+        return is_first
+
+    def require_peers(self) -> None:
+        """Raise `PeerFailed` if another rank failed while the ranks connect."""
+        if self.has_other_failed():
+            self.is_first = False
+            raise PeerFailed("another rank failed while the ranks connected; see its output")
+
+    def has_other_failed(self) -> bool:
+        """Return whether another rank failed, unless this one did.
+
+        It opens another connection: torch keeps the first one locked while it waits for a key.
+        """
+        if self.second is None:
+            self.second = self.store.clone()
+        return self.is_first is None and bool(self.second.check([FAILURES]))
 
     def set(self, key: str, text: str) -> None:
-        """For this attempt and later ones."""
-        self.lasting.set(key, text)
+        """Set a value for this attempt and later ones."""
+        self.persistent.set(key, text)
 
     def get(self, key: str) -> str | None:
         try:
-            return self.lasting.get(key).decode() if self.lasting.check([key]) else None
+            return self.persistent.get(key).decode() if self.persistent.check([key]) else None
         except RuntimeError:
             return None
 
     def report(self, report: Report) -> None:
-        """For our launcher."""
+        """Store the failure report for the launcher."""
         self.set(FAILURE, msgspec.json.encode(report).decode())
 
     def run_folder(self) -> Path | None:
-        """The run's folder, where it is known and this host sees it: one that a run has held, whoever has said so."""
+        """Return the run's folder, or None if it is not known or this host does not see its lock file."""
         path = self.get(RUN_FOLDER)
-        with suppress(OSError):  # a name that is none
+        with suppress(OSError):  # not a valid path
             return Path(path) if path and (Path(path) / LOCK).is_file() else None
         return None
 
 
-def agree_on_name(store: "dist.Store", info: RankInfo, timeout_s: float = TIMEOUT_S) -> str:  # type: ignore[name-defined]
-    """A name for this attempt, which rank 0 gives.
+class RegisteringReporter(ExitReporter):
+    """Registers an error, so that ranks that wait for this one leave."""
 
-    What earlier ranks have left in the store must not be taken for an answer, and torchrun's count of restarts differs
-    between hosts (it leaves out those that another host has caused).  So each rank asks with a word of its own.
-    A rank makes four requests, and rank 0 as many for every KEYS_AT_ONCE ranks; it looks again, less and less often,
-    for thanks that are under way, and for ranks that follow those that are no more.
+    def __init__(self, store: RankStore) -> None:
+        super().__init__(store.info.rank)
+        self.store = store
+
+    def announce(self, error: BaseException) -> None:
+        self.store.register(error)
+
+
+def agree_on_name(store: "dist.Store", info: RankInfo, timeout_s: float = TIMEOUT_S) -> str:  # type: ignore[name-defined]
+    """Return a name for this attempt, which rank 0 chooses.
+
+    Keys of an earlier attempt must not be taken for an answer, and torchrun's restart count differs between hosts (it
+    omits restarts that another host caused).  So each rank sends a unique token, which rank 0 answers.
+
+    A rank makes four requests, and rank 0 four for every KEYS_AT_ONCE ranks.  Rank 0 polls, with growing pauses, until
+    all ranks have acknowledged: a token may be that of a process that was killed and restarted.
     """
     own = uuid.uuid4().hex
     if info.rank != 0:
@@ -103,46 +151,48 @@ def agree_on_name(store: "dist.Store", info: RankInfo, timeout_s: float = TIMEOU
     others = range(1, info.num_ranks)
     hellos, thanks = ([f"{kind}/{rank}" for rank in others] for kind in ("hello", f"thanks/{own}"))
     deadline_s, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
-    have_come, answered = not others or are_set(store, hellos, timeout_s), set[str]()
-    while have_come and others:
-        found = [word.decode() for some in batches(hellos) for word in store.multi_get(some)]
-        words = [word for word in found if word not in answered]
-        for some in batches(words):
-            store.multi_set([f"welcome/{word}" for word in some], [own] * len(some))
-        answered.update(words)
+    have_arrived, answered = not others or wait_for_keys(store, hellos, timeout_s), set[str]()
+    while have_arrived and others:
+        found = [token.decode() for some in batches(hellos) for token in store.multi_get(some)]
+        tokens = [token for token in found if token not in answered]
+        for some in batches(tokens):
+            store.multi_set([f"welcome/{token}" for token in some], [own] * len(some))
+        answered.update(tokens)
         if all(store.check(some) for some in batches(thanks)):
             break
-        have_come = time.monotonic() < deadline_s
-        time.sleep(pause_s)  # and not a wait, whose end torch would warn of
+        have_arrived = time.monotonic() < deadline_s
+        time.sleep(pause_s)  # instead of store.wait, which logs a warning when it times out
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-    if not have_come:
+    if not have_arrived:
         awaited = thanks if answered else hellos
-        ranks = ", ".join(key.rpartition("/")[2] for key in first_absent(store, awaited, MOST_NAMED))
-        raise TimeoutError(f"of {info.num_ranks} ranks {ranks} did not come within {timeout_s:g} s; see their output")
+        ranks = ", ".join(key.rpartition("/")[2] for key in first_absent(store, awaited, MAX_NAMED))
+        raise TimeoutError(
+            f"of {info.num_ranks} ranks, {ranks} did not connect within {timeout_s:g} s; see their output"
+        )
     return own
 
 
-def ask_for_name(store: "dist.Store", rank: int, word: str, timeout_s: float) -> str:  # type: ignore[name-defined]
-    store.set(f"hello/{rank}", word)
-    # Longer than rank 0 waits for the others: it knows who is missing.
-    if not are_set(store, [f"welcome/{word}"], timeout_s + GRACE_S):
+def ask_for_name(store: "dist.Store", rank: int, token: str, timeout_s: float) -> str:  # type: ignore[name-defined]
+    store.set(f"hello/{rank}", token)
+    # Longer than rank 0 waits: rank 0's error names the missing ranks.
+    if not wait_for_keys(store, [f"welcome/{token}"], timeout_s + GRACE_S):
         raise TimeoutError(f"rank 0 did not answer within {timeout_s + GRACE_S:g} s; see its output")
-    name = str(store.get(f"welcome/{word}").decode())
+    name = str(store.get(f"welcome/{token}").decode())
     store.set(f"thanks/{name}/{rank}", "")
     return name
 
 
-def are_set(store: "dist.Store", keys: list[str], timeout_s: float) -> bool:  # type: ignore[name-defined]
-    """Whether all of these are there, now or within so many seconds."""
+def wait_for_keys(store: "dist.Store", keys: list[str], timeout_s: float) -> bool:  # type: ignore[name-defined]
+    """Wait until all keys are set; return False after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
-    if not store.has_extended_api():  # a FileStore, whose waits look too, end late, and fail like anything else
+    if not store.has_extended_api():  # a FileStore, whose wait polls too, ends late, and raises a general error
         while not store.check(keys) and time.monotonic() < deadline_s:
             time.sleep(FIRST_PAUSE_S)
         return bool(store.check(keys))
     try:
         for some in batches(keys):
             left_s = deadline_s - time.monotonic()
-            store.wait(some, timedelta(seconds=max(left_s, 0.001)))  # 0 would be for ever
+            store.wait(some, timedelta(seconds=max(left_s, 0.001)))  # 0 would wait forever
     except dist.DistStoreError:
         return False
     return True
@@ -153,7 +203,7 @@ def batches(keys: list[str]) -> Iterator[list[str]]:
 
 
 def first_absent(store: "dist.Store", keys: Sequence[str], most: int) -> list[str]:  # type: ignore[name-defined]
-    """The first of these keys that nobody has set, at most so many, by bisection: log2(len(keys)) requests for each."""
+    """Return the first `most` keys that are not set, by bisection: log2(len(keys)) requests for each."""
     if most < 1 or store.check(list(keys)):
         return []
     if len(keys) == 1:
@@ -163,8 +213,8 @@ def first_absent(store: "dist.Store", keys: Sequence[str], most: int) -> list[st
     return found + first_absent(store, keys[half:], most - len(found))
 
 
-def gather_through(store: "dist.Store", rank: int, ranks: Sequence[int], text: str) -> list[str]:  # type: ignore[name-defined]
-    """The texts of these ranks, all of which call it equally often."""
+def gather_via_store(store: "dist.Store", rank: int, ranks: Sequence[int], text: str) -> list[str]:  # type: ignore[name-defined]
+    """Return the texts of `ranks`, all of which must call this equally often."""
     turn = store.add(f"gathered-by/{rank}", 1)
     store.set(f"gathered/{turn}/{rank}", text)
     keys = [f"gathered/{turn}/{other}" for other in ranks]
@@ -172,7 +222,7 @@ def gather_through(store: "dist.Store", rank: int, ranks: Sequence[int], text: s
 
 
 def get_all(store: "dist.Store", keys: list[str]) -> list[str]:  # type: ignore[name-defined]
-    """The values of these keys, once they are set."""
+    """Return the values of the keys, and wait until they are set."""
     some = store.multi_get if store.has_extended_api() else lambda keys: [store.get(key) for key in keys]
     return [content.decode() for each in batches(keys) for content in some(each)]
 
@@ -187,8 +237,8 @@ def set_all(store: "dist.Store", values: dict[str, str]) -> None:  # type: ignor
 
 
 def report_end(store: "dist.Store", key: str, num_ranks: int, text: str, waits: bool = True) -> None:  # type: ignore[name-defined]
-    """On rank 0, whose process may hold the store: `waits` until the others have read it, for LEAVE_S at most."""
-    with suppress(RuntimeError):  # whoever held the store is gone, and all ranks see that
+    """Set rank 0's result. If `waits`, wait at most LEAVE_S until the others have read it: the store may be here."""
+    with suppress(RuntimeError):  # the process with the store is gone, and all ranks detect that
         store.set(key, text)
         deadline_s = time.monotonic() + LEAVE_S
         while waits and store.add(f"{key}/read", 0) < num_ranks - 1 and time.monotonic() < deadline_s:
@@ -196,9 +246,9 @@ def report_end(store: "dist.Store", key: str, num_ranks: int, text: str, waits: 
 
 
 def await_end(store: "dist.Store", key: str, timeout_s: float) -> str | None:  # type: ignore[name-defined]
-    """On the other ranks: what rank 0 reports; None if the time is up or the store is gone.
+    """Return rank 0's result on the other ranks; None after `timeout_s` or if the store is gone.
 
-    It looks again and again, less and less often: a signal would not reach a rank that waits inside torch.
+    It polls with growing pauses: signal handlers do not run while a rank waits inside torch.
     """
     try:
         deadline_s, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
@@ -215,23 +265,46 @@ def await_end(store: "dist.Store", key: str, timeout_s: float) -> str | None:  #
 
 
 def locate(store: "dist.Store", info: RankInfo) -> RankInfo:  # type: ignore[name-defined]
-    """Find this rank's place on its host, if no launcher said it, from the hosts of all ranks.
+    """Complete the local rank and the number of local ranks from the hosts of all ranks, if the launcher did not.
 
-    Every rank sets its host and reads its place; rank 0 makes two more requests for every KEYS_AT_ONCE ranks.
+    Every rank sets its host and reads its result; rank 0 makes two more requests for every KEYS_AT_ONCE ranks.
     """
     if info.is_located:
         return info
     store.set(f"host-of/{info.rank}", host_identity())
     if info.rank == 0:
         hosts = get_all(store, [f"host-of/{rank}" for rank in range(info.num_ranks)])
-        set_all(store, {f"place-of/{rank}": f"{here} {count}" for rank, (here, count) in enumerate(places(hosts))})
+        set_all(store, {f"place-of/{rank}": f"{here} {count}" for rank, (here, count) in enumerate(local_ranks(hosts))})
     local_rank, num_local_ranks = map(int, store.get(f"place-of/{info.rank}").split())
-    given = info.local_rank != NOT_KNOWN  # a launcher that gives a rank its device by LOCAL_RANK means it
+    given = info.local_rank != NOT_KNOWN  # the launcher may choose devices by LOCAL_RANK
     return RankInfo(info.rank, info.num_ranks, info.local_rank if given else local_rank, num_local_ranks)
 
 
-def places(hosts: Sequence[str]) -> list[tuple[int, int]]:
-    """Of the host of every rank, how many ranks before it are on the same one, and how many in all."""
+def find_interface(store: "dist.Store", info: RankInfo) -> str | None:  # type: ignore[name-defined]
+    """Return the network interface that leads to the other hosts; None if it cannot be found.
+
+    It is the interface towards rank 0's host. On that host, the name may lead to a loopback address (Debian's
+    127.0.1.1): there it is the interface towards another host, which has set its address.
+    """
+    try:
+        host, _ = rendezvous_address(info)
+        address = resolve(host)
+    except (OSError, UserError):
+        return None
+    own = address_towards(address)
+    if own and not is_loopback(own):
+        if info.local_rank == 0:
+            store.set(ADDRESS, own)
+        return interface_of(own)
+    is_reachable = own is not None and host not in (address, "localhost")  # for other hosts
+    if not is_reachable or not wait_for_keys(store, [ADDRESS], RESOLVE_S):
+        return None
+    own = address_towards(store.get(ADDRESS).decode())
+    return interface_of(own) if own else None
+
+
+def local_ranks(hosts: Sequence[str]) -> list[tuple[int, int]]:
+    """Return the local rank and the number of local ranks of every rank, given their hosts."""
     seen, counts = Counter[str](), Counter(hosts)
     found = []
     for host in hosts:
@@ -241,7 +314,13 @@ def places(hosts: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def open_store(info: RankInfo) -> "dist.Store":  # type: ignore[name-defined]
-    """Where the ranks find each other: our launcher's or torchrun's own store, or one that rank 0 opens."""
+    """Open the store of the launcher or of torchrun, or one that rank 0 creates."""
+    store = open_any_store(info)
+    store.set_timeout(timedelta(seconds=START_UP_TIMEOUT_S))  # NCCL's first collectives wait here for other ranks
+    return store
+
+
+def open_any_store(info: RankInfo) -> "dist.Store":  # type: ignore[name-defined]
     if was_launched() and STORE_FILE in os.environ:
         return dist.FileStore(os.environ[STORE_FILE], -1)  # type: ignore[attr-defined]
     if info.num_ranks == 1 and not was_launched():
@@ -249,7 +328,58 @@ def open_store(info: RankInfo) -> "dist.Store":  # type: ignore[name-defined]
     host, port = rendezvous_address(info)
     if was_launched() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return dist.TCPStore(host, port, is_master=False)  # type: ignore[attr-defined]
-    options: dict[str, Any] = {"is_master": info.rank == 0}
-    if info.rank == 0:  # a server of torch's own would listen on all interfaces, whatever the name of its host
-        options["master_listen_fd"] = listening_on(LOOPBACK if info.is_alone else address_of(host), port).detach()
-    return dist.TCPStore(LOOPBACK if info.is_alone else host, port, info.num_ranks, **options)  # type: ignore[attr-defined]
+    # `agree_on_name` waits for the ranks; the server would also count a rank of another launch.
+    options: dict[str, Any] = {"is_master": info.rank == 0, "wait_for_workers": False}
+    if info.rank == 0:  # by default torch's server listens on all interfaces
+        listener = listen_for_ranks(LOOPBACK if info.is_single_host else listen_address(host), port)
+        host = listener.getsockname()[0]
+        host = LOOPBACK if host == "0.0.0.0" else host  # all interfaces
+        options["master_listen_fd"] = listener.detach()
+    else:
+        host = LOOPBACK if info.is_single_host else await_address(host)
+    store = dist.TCPStore(host, port, **options)  # type: ignore[attr-defined]
+    require_same_launch(store, info, launch_name())
+    return store
+
+
+def listen_for_ranks(host: str, port: int) -> socket.socket:
+    try:
+        return listen_on(host, port)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise UserError(
+            f"port {port} of {platform.node()} is in use, perhaps by another run; set MASTER_PORT to a free port"
+        ) from None
+
+
+def await_address(host: str) -> str:
+    """Return the address of rank 0's host. The name of a pod is not known before it runs: then wait for it."""
+    patience_s = TIMEOUT_S if "KUBERNETES_SERVICE_HOST" in os.environ else RESOLVE_S
+    deadline_s, has_reported = time.monotonic() + patience_s, False
+    while True:
+        try:
+            return resolve(host)
+        except OSError as error:
+            line = f"the host of rank 0, {host!r}, does not resolve on {platform.node()} ({error.strerror})"
+        if time.monotonic() > deadline_s:
+            raise UserError(f"{line}; set MASTER_ADDR to its IP address")
+        if not has_reported:
+            print_line(f"megabatch: {line}; trying again for {patience_s:g} s", to_stderr=True)
+            has_reported = True
+        time.sleep(LONGEST_PAUSE_S)
+
+
+def require_same_launch(store: "dist.Store", info: RankInfo, name: str) -> None:  # type: ignore[name-defined]
+    """Raise unless the store is that of this launch: another one may have the same host and port."""
+    if not name:
+        return
+    if info.rank == 0:
+        store.set(LAUNCH, name)
+    elif not wait_for_keys(store, [LAUNCH], TIMEOUT_S):
+        raise TimeoutError(f"the store of rank 0 did not answer within {TIMEOUT_S:g} s; see the output of rank 0")
+    found = store.get(LAUNCH).decode()
+    if found != name:
+        raise UserError(
+            f"this rank is of {name}, but the port of its rank 0 belongs to {found}; set MASTER_PORT to a free port"
+        )

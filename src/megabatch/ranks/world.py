@@ -1,11 +1,13 @@
-"""The ranks of a run, and the few collectives that the trainer asks of them directly.
+"""The ranks of a run, and the collectives that the trainer calls directly.
 
-One rank is the general case made small: it has a process group of its own, and nobody asks how many there are.
+A single rank has a process group too, so no code asks how many ranks there are.
 """
 
 import gc
+import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -14,139 +16,207 @@ import torch
 import torch.distributed as dist
 from msgspec import Struct
 
-from megabatch.errors import NotSaved, UserError, require_one_of
+from megabatch.errors import NotSaved, UserError
 from megabatch.planning.topology import Topology
 from megabatch.ranks import collectives
 from megabatch.ranks.backends import BACKENDS, Backend
 from megabatch.ranks.collectives import Difference
+from megabatch.ranks.devices import require_separate_devices, set_rank_device
 from megabatch.ranks.discover import RankInfo, discover
-from megabatch.ranks.machine import notice_lost_hosts, on_loopback
-from megabatch.ranks.store import RankStore, await_end, gather_through, locate, report_end
-from megabatch.telemetry.activity import START_UP_TIMEOUT_S, Activity, LastWords
-from megabatch.torch_api import default_store
+from megabatch.ranks.failures import PeerFailed
+from megabatch.ranks.machine import enable_keepalive, on_interface
+from megabatch.ranks.store import (
+    RankStore,
+    await_end,
+    find_interface,
+    gather_via_store,
+    locate,
+    report_end,
+    wait_for_keys,
+)
+from megabatch.telemetry.activity import START_UP_TIMEOUT_S, Activity, ExitReporter
+from megabatch.torch_api import abort_process_groups, default_store
 
-# Which of the devices that a process sees is its own.
-
-
-def choose_index(local_rank: int, num_local_ranks: int, num_visible: int) -> int:
-    """Launchers let every rank see all devices of its host, or one of its own (srun --gpus-per-task=1)."""
-    if num_visible == 1:
-        return 0
-    if num_local_ranks > num_visible:
-        raise UserError(
-            f"{num_local_ranks} ranks on this host see {num_visible} devices, and each needs one of its own; "
-            f"nearest: {num_visible} ranks on a host"
-        )
-    return local_rank % num_visible
+POLL_S = 1.0  # between looks for the failure of another rank
+GRACE_S = 3.0  # for the all-reduce to report it, which knows more
+LEFT_WITHIN_S = 10.0  # for a rank on an accelerator to leave after an error; then its process ends
 
 
 Value = TypeVar("Value")
+REQUIRE_EVERY_S = 0.2  # while the ranks connect
 
 
 class FirstRankFailed(RuntimeError):
-    """Rank 0 could not make what all ranks need; it says why itself."""
+    """Rank 0 failed to compute a value for all ranks; rank 0 reports the cause."""
 
 
 class Outcome(Struct, frozen=True):
-    """Of what rank 0 makes for all ranks."""
+    """The result of `World.from_rank_0` on rank 0: a value or an error message."""
 
     value: msgspec.Raw = msgspec.Raw(b"null")
     problem: str | None = None
-    is_users: bool = False  # the problem
-
-
-def choose_device(name: str) -> str:
-    """`auto` is the accelerator, where there is one that we have a backend for."""
-    require_one_of("run.device", name, ["auto", *BACKENDS])
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    found = accelerator.type if accelerator else "cpu"
-    if name == "auto":
-        return found if found in BACKENDS else "cpu"
-    if name not in ("cpu", found):
-        raise UserError(f"run.device={name!r}, but torch finds no {name.upper()} device here; nearest: run.device=cpu")
-    return name
+    is_users: bool = False  # the problem is a UserError
 
 
 class World:
-    """This rank among all ranks.  What is opened on it (`closing`) is closed before it leaves them."""
+    """This rank and its connection to the others. Resources in `closing` are closed before the rank disconnects."""
 
     def __init__(
         self,
         rank: int,
         num_ranks: int,
         device: torch.device,
-        backend: Backend | None = None,  # that of the device
-        topology: Topology | None = None,  # None: ranks ask each other for their hosts
+        backend: Backend | None = None,  # None: the default of the device
+        topology: Topology | None = None,  # None: ranks exchange their hosts
         activity: Activity | None = None,
-        last_words: LastWords | None = None,
+        exit_reporter: ExitReporter | None = None,
     ) -> None:
         self.rank, self.num_ranks, self.device = rank, num_ranks, device
         self.backend, self.topology = backend or BACKENDS[device.type], topology
         self.activity = activity or Activity(START_UP_TIMEOUT_S, is_followed=False)
-        self.last_words = last_words or LastWords(rank)
+        self.exit_reporter = exit_reporter or ExitReporter(rank)
         self.closing = ExitStack()
+        # Names the ranks that were lost, once the all-reduce of gradients watches them.
+        self.explain: Callable[[BaseException], BaseException] = unchanged
+
+        # Called on accelerators with the first error of this rank, before anything is closed.
+        self.leaving: list[Callable[[BaseException], None]] = []
+        self.owns_process_group = False  # `connect` created it, not the script
+        self.has_left = threading.Event()  # this rank has disconnected
+        self.aborting: threading.Thread | None = None
+
+    @contextmanager
+    def announcing(self) -> Iterator[None]:
+        """Report an error before it leaves this context, so that the other ranks do not wait for this one."""
+        try:
+            yield
+        except GeneratorExit:  # not an error: the rest is not wanted
+            raise
+        except BaseException as error:
+            self.announce(error)
+            raise
+
+    def announce(self, error: BaseException) -> None:
+        """Report an error before any cleanup.  On accelerators, also end what the cleanup would wait for."""
+        self.exit_reporter.announce(error)
+        if self.owns_process_group and self.may_wait_forever and self.aborting is None:
+            self.abort(error)
+            threading.Thread(target=self.end_unless_left, args=(error,), daemon=True).start()
+
+    @property
+    def may_wait_forever(self) -> bool:
+        """Whether no collective notices that another rank is gone."""
+        return self.device.type != "cpu" and self.num_ranks > 1
+
+    def abort(self, error: BaseException) -> None:
+        """End all collectives of this rank on its device.  Nothing here waits: NCCL's abort may take forever."""
+        self.aborting = threading.Thread(target=abort_default_groups, daemon=True)
+        self.aborting.start()
+        for leave in self.leaving:
+            leave(error)
+
+    def end_unless_left(self, error: BaseException) -> None:
+        if not self.has_left.wait(LEFT_WITHIN_S):
+            self.exit_reporter.end_process(error)
+
+    @contextmanager
+    def collective(self) -> Iterator[None]:
+        """Record that the rank waits for the others in this context, and name lost ranks if its collective fails.
+
+        On an accelerator a collective returns before it is done, and the host waits for its result.
+        """
+        self.synchronize()  # until here the other ranks wait for this one
+        with self.activity.waiting():
+            try:
+                yield
+                self.synchronize()
+            except RuntimeError as error:
+                explained = self.explain(error)
+                if explained is error:
+                    raise
+                raise explained from error
+
+    def synchronize(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.current_stream(self.device).synchronize()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sums in place over all ranks; bitwise the same on each."""
-        with self.activity.waiting():
+        """Sum the tensor in place over all ranks; the result is bitwise identical on each."""
+        with self.collective():
             dist.all_reduce(tensor)
         return tensor
 
     def all_reduce_max(self, values: Sequence[float]) -> list[float]:
-        """Of each value, the largest that a rank has brought."""
+        """Return the maximum of each value over all ranks."""
         own = torch.tensor(values, dtype=torch.float64, device=self.device)
-        with self.activity.waiting():
+        with self.collective():
             largest: list[float] = collectives.all_reduce_max(own).tolist()
         return largest
 
     def barrier(self) -> None:
-        """Ranks leave it at about the same time."""
+        """Wait until all ranks have reached this call."""
         self.all_reduce_max([0.0])
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[ranks, n], of the n values that each rank brings: small ones, since each rank gets all of them."""
-        with self.activity.waiting():
+        """Return a tensor [ranks, n] of the n values of each rank. Use it for small tensors: all ranks get all."""
+        with self.collective():
             return collectives.gather(tensor)
 
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        with self.activity.waiting():
+        with self.collective():
             return collectives.gather_numbers(numbers, self.device)
 
     def all_gather(self, value: Any, kind: Any = Any) -> list[Any]:
-        """The values that all ranks have brought, in rank order, on all ranks: rare or small ones, as JSON."""
-        with self.activity.waiting():
+        """Return the values of all ranks in rank order. They are sent as JSON, so use it rarely or for small values."""
+        with self.collective():
             texts = collectives.gather_texts(msgspec.json.encode(value).decode(), self.device)
         return [msgspec.json.decode(text, type=kind) for text in texts]
 
     def gather_among(self, ranks: Sequence[int], text: str) -> list[str]:
-        """The texts of these ranks, this one among them.  No other rank takes part: they travel through the store."""
-        return gather_through(default_store(), self.rank, ranks, text)
+        """Return the texts of `ranks`, which include this one. Only these ranks take part: it uses the store."""
+        return gather_via_store(default_store(), self.rank, ranks, text)
+
+    def from_first(self, ranks: Sequence[int], text: str | None) -> str:
+        """Return the text of the first of these ranks, the only one that passes one. Only they take part.
+
+        All of them must call this equally often, with the same ranks.
+        """
+        store = default_store()
+        key = f"from-first/{store.add(f'asked-by/{self.rank}', 1)}/{ranks[0]}"
+        if text is not None:
+            store.set(key, text)
+            return text
+        with self.activity.waiting():
+            if not wait_for_keys(store, [key], self.activity.patience_s):
+                raise TimeoutError(f"rank {ranks[0]} did not read the data set within {self.activity.patience_s:g} s")
+            return str(store.get(key).decode())
 
     def first_difference(self, text: str) -> Difference | None:
-        """Of texts that should be the same on all ranks; None if they are."""
-        with self.activity.waiting():
+        """Compare a text that should be the same on all ranks; return None if it is."""
+        with self.collective():
             return collectives.first_difference(text, self.device)
 
     def broadcast_text(self, text: str) -> str:
-        """Rank 0's text, on all ranks."""
-        with self.activity.waiting():
+        """Return rank 0's text on all ranks."""
+        with self.collective():
             return collectives.broadcast_text(text, self.device)
 
     def broadcast_tensors(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Rank 0's tensors, on all ranks and on their devices; only rank 0 needs to bring any.
+        """Return rank 0's tensors on the devices of all ranks; the argument of the other ranks is ignored.
 
-        They share one memory: copy what is kept.
+        The results share one allocation: clone the ones that you keep.
         """
-        return collectives.broadcast_tensors(tensors, self.device)
+        with self.collective():
+            return collectives.broadcast_tensors(tensors, self.device)
 
     def from_rank_0(self, make: Callable[[], Value], kind: type[Value]) -> Value:
-        """What rank 0 makes, on all ranks, as JSON.  What it fails with, all fail with: nobody waits for it."""
+        """Return the result of `make()` on rank 0 to all ranks, as JSON. If it raises there, all ranks raise."""
         outcome, error = Outcome(), None
         if self.rank == 0:
             try:
                 outcome = Outcome(msgspec.Raw(msgspec.json.encode(make())))
             except Exception as caught:
-                error, outcome = caught, failure(caught)
+                error, outcome = caught, failed_outcome(caught)
         shared = self.broadcast_text(msgspec.json.encode(outcome).decode())
         if error:
             raise error
@@ -157,23 +227,24 @@ class World:
 
     @contextmanager
     def rank_0_leaves_first(self) -> Iterator[None]:
-        """Rank 0 saves inside.  The other ranks leave after it, and fail if it failed.
+        """Make the other ranks wait at the end of this context until rank 0 has saved. They fail if rank 0 failed.
 
-        Some launchers kill all ranks when the first one ends with an exit code other than 0, as ranks that were asked
-        to stop do.  A rank that fails leaves at once.  The others wait for rank 0 as long as for a rank that starts
-        (`Activity.patience_s`), or until the store is gone, which rank 0 may hold.
+        Some launchers kill all ranks when the first one exits with a code other than 0, and ranks that were asked to
+        stop do so. A rank that fails does not wait. The others wait for at most `Activity.patience_s`, or until the
+        store is gone, which may be in rank 0's process.
         """
         if self.num_ranks == 1:
             yield
             return
         store = default_store()
-        key = f"end/{store.add(f'ends-of/{self.rank}', 1)}"  # which a script may reach several times
+        key = f"end/{store.add(f'ends-of/{self.rank}', 1)}"  # a script may train several times
         try:
             yield
         except BaseException as error:
+            self.announce(error)  # before the others see that rank 0 left
             if self.rank == 0:
-                waits = isinstance(error, NotSaved)  # then the others are at the end too, and read it
-                report_end(store, key, self.num_ranks, msgspec.json.encode(failure(error)).decode(), waits)
+                waits = isinstance(error, NotSaved)  # only then are the other ranks at the end too
+                report_end(store, key, self.num_ranks, msgspec.json.encode(failed_outcome(error)).decode(), waits)
             raise
         if self.rank == 0:
             report_end(store, key, self.num_ranks, msgspec.json.encode(Outcome()).decode())
@@ -190,63 +261,149 @@ class World:
             raise (NotSaved if outcome.is_users else FirstRankFailed)(outcome.problem)
 
 
-def failure(error: BaseException) -> Outcome:
+def unchanged(error: BaseException) -> BaseException:
+    return error
+
+
+def failed_outcome(error: BaseException) -> Outcome:
     problem = str(error).partition("\n")[0]
     return Outcome(problem=problem or type(error).__name__, is_users=isinstance(error, UserError))
 
 
 def current_rank() -> RankInfo:
-    """Which of the ranks that exist this process is; it may be alone.  In a script that joined them, all call it."""
+    """Return the rank of this process. If the script called init_process_group, all ranks must call this."""
     if dist.is_initialized():
         return locate(default_store(), RankInfo(dist.get_rank(), dist.get_world_size()))
     return discover() or RankInfo(0, 1, 0, 1)
 
 
-def own_device(info: RankInfo, device_type: str) -> torch.device:
-    """The device of this rank, which is the current one from here on.  A script that has set one keeps it."""
-    if device_type == "cpu":
-        return torch.device("cpu")
-    index = torch.accelerator.current_device_index() if dist.is_initialized() else 0
-    index = index or choose_index(info.local_rank, info.num_local_ranks, torch.accelerator.device_count())
-    torch.accelerator.set_device_index(index)
-    return torch.device(device_type, index)
+def run_interruptibly(work: Callable[[], None], require: Callable[[], None] | None) -> None:
+    """Run `work` in a thread and call `require` meanwhile. If `require` raises, abandon the thread.
+
+    `work` may block in C++, and Python runs no signal handler until it returns.
+    """
+    if require is None:
+        work()
+        return
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="megabatch connects", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(REQUIRE_EVERY_S)
+        if thread.is_alive():
+            require()
+    if errors:
+        raise errors[0]
 
 
 @contextmanager
 def connect(
     info: RankInfo,
     device_type: str,
-    store: "dist.Store | None" = None,  # type: ignore[name-defined]
+    store: RankStore | None = None,  # None: the ranks rendezvous through the environment
     timeout_s: float = START_UP_TIMEOUT_S,
     backend: Backend | None = None,
     topology: Topology | None = None,
-    activity: Activity | None = None,  # None: nobody follows it
-    last_words: LastWords | None = None,
+    activity: Activity | None = None,  # None: not recorded
+    require: Callable[[], None] | None = None,  # called while torch connects; raises if that is in vain
 ) -> Iterator[World]:
-    """Joins the ranks, and leaves them at the end.  A script that has joined them already stays joined."""
-    if store is None and not dist.is_initialized():
-        met = RankStore(info)
-        info, store = met.info, met.store
-    device = own_device(info, device_type)
+    """Connect this rank to the others in this context. A process group that the script created stays open."""
     activity = activity or Activity(timeout_s, is_followed=False)
-    world = World(info.rank, info.num_ranks, device, backend, topology, activity, last_words)
     if dist.is_initialized():
+        device = set_rank_device(info, device_type)
+        world = World(info.rank, info.num_ranks, device, backend, topology, activity)
         with activity.interruptible(), world.closing:
             yield world
         return
-    with on_loopback(info.is_alone):
+    store = store or RankStore(info)
+    info = store.info
+    try:
+        device = set_rank_device(info, device_type)
+        require_separate_devices(store.store, info, device)
+    except UserError as error:
+        store.exit_reporter.announce(error)
+        raise
+    world = World(info.rank, info.num_ranks, device, backend, topology, activity, store.exit_reporter)
+    world.owns_process_group = True
+
+    def init_process_group() -> None:
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device.index)  # of this thread
         dist.init_process_group(
             world.backend.name,
             rank=info.rank,
             world_size=info.num_ranks,
-            store=store,
+            store=store.store,
             timeout=timedelta(seconds=activity.patience_s),
             device_id=None if device.type == "cpu" else device,
         )
+
+    def require_all() -> None:
+        if require:
+            require()
+        store.require_peers()
+
+    has_choice = device.type == "cpu" and not info.is_single_host and not os.environ.get("GLOO_SOCKET_IFNAME")
+    interface = find_interface(store.store, info) if has_choice else None
+    with on_interface(info.is_single_host, interface), activity.interruptible():
+        run_interruptibly(init_process_group, require_all if info.num_ranks > 1 else require)
         try:
-            notice_lost_hosts()
-            with activity.interruptible(), world.closing:
+            enable_keepalive()
+            with leaving_with_others(world, store), world.closing, world.announcing():
                 yield world
         finally:
-            gc.collect()  # what nobody holds any more goes before the group, while its threads can still end in order
+            disconnect(world)
+
+
+def disconnect(world: World) -> None:
+    """Destroy the process group, unless this rank failed on an accelerator: NCCL would wait for all other ranks."""
+    if world.aborting is None:
+        gc.collect()  # free unreferenced groups first, while their threads can still end in order
+        if dist.is_initialized():
             dist.destroy_process_group()
+    elif world.exit_reporter.ends_process:
+        return
+    else:
+        world.aborting.join()  # while `end_unless_left` waits
+    world.has_left.set()
+
+
+@contextmanager
+def leaving_with_others(world: World, store: RankStore) -> Iterator[None]:
+    """Leave on an accelerator when another rank fails: NCCL does not detect that, and collectives wait forever."""
+    if not world.may_wait_forever:
+        yield
+        return
+    ended = threading.Event()
+    thread = threading.Thread(target=watch_others, args=(world, store, ended), name="megabatch peers", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(POLL_S)
+
+
+def watch_others(world: World, store: RankStore, ended: threading.Event) -> None:
+    with suppress(RuntimeError):  # the store is gone, with the rank that had it
+        while not store.has_other_failed():
+            if ended.wait(POLL_S):
+                return
+    if ended.wait(GRACE_S) or store.is_first is not None:
+        return
+    error = PeerFailed("another rank failed and reports the cause; this one has waited for it")
+    world.activity.interrupt(error)  # before it reads results of collectives that were aborted
+    world.abort(error)
+    world.end_unless_left(error)
+
+
+def abort_default_groups() -> None:
+    with suppress(RuntimeError, ValueError, AssertionError):  # they do not exist yet, or another thread aborted them
+        abort_process_groups()

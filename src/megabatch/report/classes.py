@@ -1,33 +1,71 @@
-"""What the model gets right and wrong: accuracy by class, what is taken for what, and pictures of mistakes."""
+"""The section on mistakes: accuracy by class, the confusion matrix, and images that were classified wrongly."""
 
 import base64
 import binascii
 from collections.abc import Sequence
 
-from megabatch.report import numbers as figures
+from megabatch.io import numbers as fmt
 from megabatch.report import svg
 from megabatch.report.html import Markup, tag
-from megabatch.report.svg import Frame, Scale, figure, table
-from megabatch.report.view import RunView
+from megabatch.report.learning import Along, Series, line_chart, percent_label
+from megabatch.report.svg import SHARES, Frame, Scale, chart, table
+from megabatch.report.view import Curve, RunView
 from megabatch.runs.records import Confusion, Example, Mistakes
 from megabatch.text import one_line
 
-FEW_CLASSES = 24  # all of which have a row of their own
-ENDS = 10  # of many classes, the best and the worst
+FEW_CLASSES = 24  # up to this many classes have a row each
+ENDS = 10  # with more classes, the best and the worst are shown
 LARGEST_MATRIX = 24
 TOP_CONFUSIONS = 20
 FIRST_CONFUSIONS = 6
 LONGEST_NAME = 28
 ROW_PX = 22
-BEGINNINGS = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg"}  # of pictures that a run keeps
-MOST_PICTURE_CHARACTERS = 360_000  # in all, so that the page stays below a megabyte
+SIGNATURES = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg"}
+MOST_PICTURE_CHARACTERS = 360_000  # in total, so that the page stays below a megabyte
 HISTOGRAM_BINS = 20
 
 
 def class_top1(view: RunView) -> list[tuple[int, float]]:
-    """The classes that were tested, and their accuracy."""
+    """Return the accuracy of each class that has test images."""
     shares = view.last_evaluation.class_top1 if view.last_evaluation else []
     return [(number, share) for number, share in enumerate(shares) if share is not None]
+
+
+def measures(view: RunView) -> Markup | None:
+    """Return a table of the measures of the last evaluation that are means over classes."""
+    last = view.last_evaluation
+    if not last or last.f1 is None:
+        return None
+    rows = [
+        ("precision", fmt.accuracy(last.precision)),
+        ("recall (balanced accuracy)", fmt.accuracy(last.balanced_accuracy)),
+        ("F1", fmt.accuracy(last.f1)),
+    ]
+    about = "Means over the classes that have test images, in the last evaluation."
+    return chart("measures", "Precision and recall", about, table(("measure", "value"), rows))
+
+
+CONFIDENCE = Along("confidence", "confidence", lambda value: f"{fmt.number(value, 3)} %")
+
+
+def reliability_chart(view: RunView) -> Markup | None:
+    """Draw the accuracy of predictions by their confidence, beside that of a calibrated model."""
+    last = view.last_evaluation
+    bins = [each for each in last.reliability if each.count] if last else []
+    if not last or not bins or last.ece is None:
+        return None
+    found = Curve([100 * each.confidence for each in bins], [100 * each.accuracy for each in bins])
+    series = [
+        Series("accuracy", "series-0", found, dotted=True),
+        Series("calibrated", "series-1", Curve([0.0, 100.0], [0.0, 100.0])),
+    ]
+    about = (
+        f"Accuracy of predictions by their confidence, in {len(last.reliability)} bins. Calibration error (ECE): "
+        f"{fmt.percent(last.ece, 1)}."
+    )
+    return line_chart(
+        "reliability", "Reliability", about, series, x=CONFIDENCE, y_label=percent_label, zero=True, unit="%"
+    )
 
 
 def short_name(view: RunView, number: int) -> str:
@@ -35,50 +73,54 @@ def short_name(view: RunView, number: int) -> str:
 
 
 def class_charts(view: RunView) -> list[Markup | None]:
-    """Accuracy by class and what is taken for what; of many classes their distribution, and both ends of it."""
+    """Return charts of accuracy by class and of confusions.  With many classes, the distribution and both ends."""
     found = sorted(class_top1(view), key=lambda row: -row[1])
     if len(found) < 2:
-        return [confusion_chart(view)]
+        return [confusion_chart(view), measures(view), reliability_chart(view)]
     if len(found) <= FEW_CLASSES:
         return [
-            bars("classes", "By class", "Top-1 of every class, the best first.", view, found),
+            bars("classes", "Accuracy by class", "Top-1 of each class, best first.", view, found),
             confusion_chart(view),
+            measures(view),
+            reliability_chart(view),
         ]
     return [
         histogram(found),
         confusion_chart(view),
-        bars("classes-worst", f"The {ENDS} worst classes", "Top-1, the worst first.", view, found[::-1][:ENDS]),
-        bars("classes-best", f"The {ENDS} best classes", "Top-1, the best first.", view, found[:ENDS]),
+        bars("classes-worst", f"The {ENDS} worst classes", "Top-1, worst first.", view, found[::-1][:ENDS]),
+        bars("classes-best", f"The {ENDS} best classes", "Top-1, best first.", view, found[:ENDS]),
+        measures(view),
+        reliability_chart(view),
     ]
 
 
 def bars(key: str, title: str, about: str, view: RunView, rows: Sequence[tuple[int, float]]) -> Markup:
-    """A row for each class: its name over the bar, so that long names have room on a phone too."""
+    """Draw a bar per class with the name above it, so that long names fit on a phone."""
     parts = []
     for place, (number, share) in enumerate(rows):
         top = place * (ROW_PX + 12)
-        tip = f"{short_name(view, number)}: {figures.accuracy(share)}{tested(view, number)}"
+        tip = f"{short_name(view, number)}: {fmt.accuracy(share)}{tested(view, number)}"
         parts.append(svg.label(0, top + 11, short_name(view, number), "start"))
-        parts.append(svg.label(1, top + 11, figures.accuracy(share), "end"))
+        parts.append(svg.label(1, top + 11, fmt.accuracy(share), "end"))
         parts.append(svg.box(0, top + 17, 1, 8, "lane"))
         parts.append(svg.box(0, top + 17, share, 8, "rank", tip))
     numbers = table(
         ("class", "top-1", "images"),
-        [(short_name(view, number), figures.accuracy(share), count_of(view, number)) for number, share in rows],
+        [(short_name(view, number), fmt.accuracy(share), count_of(view, number)) for number, share in rows],
     )
     height_px = len(rows) * (ROW_PX + 12)
     drawing = svg.plot(f"{key}-plot", title, f"Accuracy of {len(rows)} classes.", height_px, *parts, style="flush")
-    return figure(key, title, about, drawing, numbers=numbers)
+    return chart(key, title, about, drawing, numbers=numbers)
 
 
 def count_of(view: RunView, number: int) -> str:
     counts = view.mistakes.class_counts if view.mistakes else []
-    return f"{counts[number]:,}" if number < len(counts) else figures.NOTHING
+    return f"{counts[number]:,}" if number < len(counts) else fmt.MISSING
 
 
 def tested(view: RunView, number: int) -> str:
     text = count_of(view, number)
-    return "" if text == figures.NOTHING else f" of {text} images"
+    return "" if text == fmt.MISSING else f" of {text} images"
 
 
 def histogram(found: Sequence[tuple[int, float]]) -> Markup:
@@ -86,24 +128,10 @@ def histogram(found: Sequence[tuple[int, float]]) -> Markup:
     for _, share in found:
         counts[min(HISTOGRAM_BINS - 1, int(share * HISTOGRAM_BINS))] += 1
     highest = max(counts)
-    frame = Frame(
-        Scale(0, 1, [(tick / 4, f"{25 * tick} %") for tick in range(5)]),
-        Scale(0, highest, [(0, "0"), (highest, f"{highest:,}")]),
-    )
-    spans = [
-        f"{100 * place // HISTOGRAM_BINS} to {100 * (place + 1) // HISTOGRAM_BINS} %" for place in range(len(counts))
-    ]
-    drawing = svg.histogram(
-        "classes-histogram-plot",
-        "Distribution over classes",
-        f"How many of {len(found):,} classes have which accuracy.",
-        frame,
-        counts,
-        [f"{figures.plural(number, 'class', 'classes')}: {span}" for span, number in zip(spans, counts, strict=True)],
-    )
-    rows = [(span, f"{number:,}") for span, number in zip(spans, counts, strict=True)]
-    about = f"How many of the {len(found):,} classes have which top-1."
-    return figure("classes", "Distribution over classes", about, drawing, numbers=table(("top-1", "classes"), rows))
+    frame = Frame(SHARES, Scale(0, highest, [(0, "0"), (highest, f"{highest:,}")]))
+    bins = [f"{100 * n // HISTOGRAM_BINS} to {100 * (n + 1) // HISTOGRAM_BINS} %" for n in range(HISTOGRAM_BINS)]
+    about = f"Number of classes by their top-1, of {len(found):,} classes."
+    return svg.histogram_chart("classes", "Distribution over classes", about, frame, counts, bins, ("top-1", "classes"))
 
 
 def confusion_chart(view: RunView) -> Markup | None:
@@ -114,29 +142,29 @@ def confusion_chart(view: RunView) -> Markup | None:
     pairs = [pair for pair in mistakes.confusions if max(pair.label, pair.predicted) < size]
     numbers = pair_table(view, mistakes, pairs)
     if 2 <= size <= LARGEST_MATRIX:
-        return figure(
+        return chart(
             "confusion",
             "Confusion matrix",
-            "Rows: what an image shows; columns, in the same order: what it was taken for. The diagonal is right.",
+            "Rows: true class; columns, in the same order: predicted class. Predictions on the diagonal are correct.",
             matrix(view, mistakes, pairs),
             numbers=numbers,
         )
     shown = pair_table(view, mistakes, pairs[:FIRST_CONFUSIONS])
-    about = "Pairs of classes, the most frequent first."
-    return figure("confusion", "Taken for each other", about, shown, numbers=numbers)
+    about = "Pairs of true and predicted class, most frequent first."
+    return chart("confusion", "Most frequent confusions", about, shown, numbers=numbers)
 
 
 def pair_table(view: RunView, mistakes: Mistakes, pairs: Sequence[Confusion]) -> Markup:
     rows = []
     for label, predicted, number in ((pair.label, pair.predicted, pair.count) for pair in pairs[:TOP_CONFUSIONS]):
         of = mistakes.class_counts[label]
-        share = figures.percent(number / of, 1) if of else figures.NOTHING
+        share = fmt.percent(number / of, 1) if of else fmt.MISSING
         rows.append((short_name(view, label), short_name(view, predicted), f"{number:,}", share))
-    return table(("shows", "taken for", "images", "of its class"), rows, left=(0, 1))
+    return table(("true class", "predicted", "images", "share of class"), rows, left=(0, 1))
 
 
 def matrix(view: RunView, mistakes: Mistakes, pairs: Sequence[Confusion]) -> Markup:
-    """Squares of a shade for each share of the row's images.  The diagonal is what no pair has."""
+    """Draw squares shaded by their share of the row.  Images in no confusion are on the diagonal."""
     size = len(mistakes.class_counts)
     counts = [[0] * size for _ in range(size)]
     for pair in pairs:
@@ -152,8 +180,8 @@ def matrix(view: RunView, mistakes: Mistakes, pairs: Sequence[Confusion]) -> Mar
             kind = "heat-right" if row == column else "heat-wrong"
             step = min(8, 1 + int((share if row == column else min(1.0, 4 * share)) * 8))
             tip = (
-                f"{short_name(view, row)} taken for {short_name(view, column)}: {number:,} of {of:,}, "
-                f"{figures.percent(share, 1)}"
+                f"{short_name(view, row)} predicted as {short_name(view, column)}: {number:,} of {of:,}, "
+                f"{fmt.percent(share, 1)}"
             )
             boxes.append(svg.box(column * width, row * height_px, width, height_px, f"{kind} heat-{step}", tip))
     names = [
@@ -172,12 +200,12 @@ def matrix(view: RunView, mistakes: Mistakes, pairs: Sequence[Confusion]) -> Mar
 
 
 def type_of(picture: str) -> str | None:
-    """Of a picture in base64, as the page takes it over; None if it is none."""
+    """Return the MIME type of a picture in base64, or None if it is neither PNG nor JPEG."""
     try:
         content = base64.b64decode(picture, validate=True)
     except (binascii.Error, ValueError):
         return None
-    return next((kind for beginning, kind in BEGINNINGS.items() if content.startswith(beginning)), None)
+    return next((kind for signature, kind in SIGNATURES.items() if content.startswith(signature)), None)
 
 
 def pictures(view: RunView) -> Markup | None:
@@ -194,7 +222,11 @@ def pictures(view: RunView) -> Markup | None:
     return tag(
         "div",
         tag("h3", "Most confident mistakes"),
-        tag("p", f"Test images after step {view.mistakes.step:,}, of which the model was most sure.", class_="about"),
+        tag(
+            "p",
+            f"Test images classified wrongly with the highest confidence, after step {view.mistakes.step:,}.",
+            class_="about",
+        ),
         tag("ul", *shown, class_="pictures"),
         class_="block",
         id="mistakes",
@@ -203,15 +235,15 @@ def pictures(view: RunView) -> Markup | None:
 
 def picture(view: RunView, example: Example, kind: str) -> Markup:
     label, predicted = short_name(view, example.label), short_name(view, example.predicted)
-    sure = figures.percent(example.confidence, 1)
+    confidence = fmt.percent(example.confidence, 1)
     return tag(
         "li",
         tag(
             "img",
             src=f"data:{kind};base64,{example.picture}",
-            alt=f"Test image {example.sample}, {label}, taken for {predicted} with {sure}",
+            alt=f"Test image {example.sample}, {label}, predicted as {predicted} with {confidence}",
         ),
         tag("span", label, class_="was"),
-        tag("span", f"taken for {predicted}", class_="taken"),
-        tag("span", sure, class_="taken"),
+        tag("span", f"predicted: {predicted}", class_="taken"),
+        tag("span", confidence, class_="taken"),
     )

@@ -1,8 +1,8 @@
-"""Starts, resumptions and faults of a run, from its log, placed on its time axis.
+"""Starts, resumes and failures of a run, read from its log and placed on its time axis.
 
-The log has the clock of the host, and rows have the wall time of training.  They are tied together at every start: a
-line that is said so many seconds after a start at step N lies so many seconds after the wall time of step N.  Some of
-that is starting, so it may lie a little early in the run; a line that names its step lies there.
+The log uses the clock of rank 0's host, and rows use the wall time of training.  The two are aligned at every start: a
+line logged n seconds after a start at step s is placed n seconds after the wall time of step s.  Some of these seconds
+are start-up, so the position is approximate.  A line that names its step is placed at that step.
 """
 
 import re
@@ -11,24 +11,26 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Literal, NamedTuple
 
-from megabatch.report import numbers as figures
+from megabatch.io import numbers as fmt
 from megabatch.report import svg
 from megabatch.report.html import Markup, tag
-from megabatch.report.svg import Key, along_time, figure, table
+from megabatch.report.svg import Key, along_time, chart, table
 from megabatch.report.view import RunView
 from megabatch.runs.reader import LogEntry
 
-Kind = Literal["start", "resumed", "fault", "warning", "said", "end"]
+Kind = Literal["start", "resumed", "fault", "warning", "note", "end"]
 LONGEST_TEXT = 300
+LANE_PX = 34
+MOST_ROWS = 100
 ENDS = re.compile(r"(finished|stopped|diverged|failed) after step (\d+)$")
 FAULT = re.compile(r"^(rank \d+: |diverged|failed )|Error|Traceback|does not answer|killed|stuck|hangs", re.IGNORECASE)
 WARNING = re.compile(r"^(warning|drift|corrupt|unsaved)\b", re.IGNORECASE)
 NAMES: dict[Kind, str] = {
     "start": "started",
     "resumed": "resumed",
-    "fault": "fault",
+    "fault": "failure",
     "warning": "warning",
-    "said": "note",
+    "note": "note",
     "end": "ended",
 }
 
@@ -68,14 +70,14 @@ def kind_of(entry: LogEntry) -> Kind:
         return "fault" if ends[1] in ("diverged", "failed") else "end"
     if FAULT.search(entry.text):
         return "fault"
-    return "warning" if WARNING.search(entry.text) else "said"
+    return "warning" if WARNING.search(entry.text) else "note"
 
 
 def shortened(text: str) -> str:
-    """Its first line, and of what is set in below, such as a traceback, the last one: that is what went wrong."""
+    """Return the first line and the last one.  The last line of a traceback is the error."""
     first, *rest = text.split("\n")
-    told = f"{first} ... {rest[-1].strip()}" if rest and rest[-1].strip() not in first else first
-    return told if len(told) <= LONGEST_TEXT else f"{told[:LONGEST_TEXT]} [...]"
+    both = f"{first} ... {rest[-1].strip()}" if rest and rest[-1].strip() not in first else first
+    return both if len(both) <= LONGEST_TEXT else f"{both[:LONGEST_TEXT]} [...]"
 
 
 def clock(at: str) -> datetime | None:
@@ -87,7 +89,7 @@ def clock(at: str) -> datetime | None:
 
 def wall_at_step(view: RunView, step: int) -> float:
     steps = view.steps.of["step"]
-    place = bisect_left(steps, step + 0.5) - 1  # the last row up to that step
+    place = bisect_left(steps, step + 0.5) - 1  # the last row at or before that step
     return view.steps.end_s[place] if place >= 0 else 0.0
 
 
@@ -99,19 +101,12 @@ def step_at_wall(view: RunView, wall_s: float) -> float:
 
 
 def marked(events: list[RunEvent]) -> list[RunEvent]:
-    """Those that are drawn on time axes."""
+    """Return the events that are drawn on time axes."""
     return [event for event in events if event.kind in ("resumed", "fault", "warning") and event.wall_s is not None]
 
 
-# Starts, resumptions and faults: a lane of marks along the wall time, and what the log says of each.
-
-LANE_PX = 34
-MOST_ROWS = 100
-STYLES = {"start": "said", "end": "said", "said": "said", "resumed": "resumed", "fault": "fault", "warning": "warning"}
-
-
 def event_chart(view: RunView, events: Sequence[RunEvent]) -> Markup | None:
-    """Only where more happened than a start and an end."""
+    """Draw the events as marks along the wall time, or return None if the run only started and ended."""
     if all(event.kind in ("start", "end") for event in events):
         return None
     scale = along_time(view.wall_s)
@@ -122,7 +117,7 @@ def event_chart(view: RunView, events: Sequence[RunEvent]) -> Markup | None:
         marks.append(
             tag(
                 "circle",
-                class_=f"mark {STYLES[event.kind]}",
+                class_=f"mark {style_of(event)}",
                 cx=svg.percent(at),
                 cy=LANE_PX / 2,
                 r=6 if event.kind in ("fault", "resumed") else 4,
@@ -131,30 +126,31 @@ def event_chart(view: RunView, events: Sequence[RunEvent]) -> Markup | None:
         )
     drawing = svg.plot(
         "events-plot",
-        "What happened when",
-        f"{len(events)} lines of the log along {figures.seconds(view.wall_s)} of training.",
+        "Events",
+        f"{len(events)} log lines over {fmt.duration(view.wall_s)} of training.",
         LANE_PX + svg.FOOT_PX,
         svg.box(0, 0, 1, LANE_PX, "lane"),
         *marks,
         svg.x_axis(scale, LANE_PX),
         style="flush",
     )
-    kinds = dict.fromkeys(STYLES[event.kind] for event in events)
-    names = {"said": "start, end or note", "resumed": "resumed", "fault": "fault", "warning": "warning"}
+    styles = dict.fromkeys(map(style_of, events))
+    names = {**NAMES, "note": "start, end or note"}
     rows = [(NAMES[event.kind], event.at, where(event), event.text) for event in events]
-    return figure(
+    listed = table(("", "at", "step", "log"), rows, left=(0, 1, 2, 3), most=MOST_ROWS, hints=(1,))
+    return chart(
         "events-figure",
-        "What happened when",
-        "From train.log, along the wall time of training. What a resumption repeats is counted once.",
-        tag(
-            "div", drawing, table(("", "at", "in the run", "log"), rows, left=(0, 1, 2, 3), most=MOST_ROWS, hints=(1,))
-        ),
-        keys=[Key(f"mark {kind}", names[kind], form="box") for kind in kinds],
+        "Events",
+        "From train.log, over the wall time of training. Steps repeated after a resume are counted once.",
+        tag("div", drawing, listed),
+        keys=[Key(f"mark {style}", names[style], form="box") for style in styles],
         wide=True,
     )
 
 
+def style_of(event: RunEvent) -> Kind:
+    return "note" if event.kind in ("start", "end") else event.kind
+
+
 def where(event: RunEvent) -> str:
-    if event.step is None:
-        return figures.NOTHING
-    return f"step {event.step:,.0f}"
+    return fmt.MISSING if event.step is None else f"step {event.step:,.0f}"

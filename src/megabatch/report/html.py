@@ -1,7 +1,7 @@
-"""The one place where text becomes HTML.
+"""Build HTML with every text escaped.
 
-A `str` is text and is escaped wherever it is put; what is markup already has the type `Markup`, and only `tag`, `join`
-and `raw` make it.  So a class that is called <script> stays a class, wherever its name ends up.
+A `str` is text and is always escaped.  `Markup` is HTML already, and only `tag`, `join`, `raw` and `json_block` create
+it.  A class named <script> therefore stays a name everywhere on the page.
 """
 
 import html
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megabatch.text import lines_of
 
-VOID = {"meta", "img", "br", "link"}  # elements without an end
+VOID = {"meta", "img", "br", "link"}  # elements without an end tag
 Attribute = str | int | float | bool | None
 
 
@@ -25,7 +25,7 @@ Child = str | None  # text, or markup, which is a str too
 
 
 def escape(text: str) -> Markup:
-    """Also without letters that cannot be seen, or that turn the direction of what follows."""
+    """Escape a text, and replace invisible characters and those that change the text direction."""
     return text if isinstance(text, Markup) else Markup(html.escape(lines_of(text)))
 
 
@@ -34,13 +34,13 @@ def join(children: Iterable[Child], between: str = "") -> Markup:
 
 
 def raw(name: str, /, content: str, **attributes: Attribute) -> Markup:
-    """An element whose content is our own, and no HTML: a style or a script."""
+    """Return a style or script element with our own content, unescaped."""
     assert "</" not in content
     return Markup(f"<{name}{attributes_of(attributes)}>{content}</{name}>")
 
 
 def tag(name: str, /, *children: Child, **attributes: Attribute) -> Markup:
-    """tag("p", "a < b", class_="note", data_tip="...").  None and False leave an attribute out."""
+    """Return an element: tag("p", "a < b", class_="note", data_tip="...").  Attributes of None or False are omitted."""
     opened = f"<{name}{attributes_of(attributes)}>"
     return Markup(opened) if name in VOID else Markup(f"{opened}{join(children)}</{name}>")
 
@@ -60,12 +60,12 @@ def attribute(value: Attribute) -> str:
 
 
 def json_block(value: object) -> Markup:
-    """Data for the page's script.  `<` never stands in it, so nothing in it ends the element."""
+    """Return data for the page's script.  It has no `<`, so no text in it can end the element."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     safe = text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     return Markup(f'<script type="application/json">{safe}</script>')
 
 
 def shown_path(path: Path) -> str:
-    """A path may hold bytes that are no text."""
+    """Return a path as one line of text.  A path may hold bytes that are not valid text."""
     return lines_of(str(path)).replace("\n", "?")

@@ -1,22 +1,22 @@
-"""The charts of one run as it trains, from its columns."""
+"""Charts of values that change during training: loss, accuracy, learning rate, throughput, loss scale, memory.
+
+The x axis of a single run is its steps.  The page of several runs uses epochs, since their batches may differ.
+"""
 
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from megabatch.report import numbers as figures
+from megabatch.io import numbers as fmt
 from megabatch.report import svg
 from megabatch.report.events import RunEvent
 from megabatch.report.html import Markup, join
-from megabatch.report.svg import LARGEST, Frame, Key, Scale, along, along_powers, along_time, figure, scale_of, table
-from megabatch.report.view import Curve, RunView, finite, means, thin
-
-# Charts of what changes as a run trains: loss, accuracy, learning rate, throughput, loss scale, memory.
-#
-# One run has its steps along x.  Several have epochs, since their batches may differ, a colour and a line style each.
+from megabatch.report.svg import Frame, Key, Scale, along, along_powers, along_time, chart, scale_of, table
+from megabatch.report.view import Curve, RunView, downsample, finite, means
+from megabatch.runs.noise import describe_noise, round_off
 
 TABLE_POINTS = 40
-MOST_DOTS = 60  # of evaluations: more would hide the line
+MOST_DOTS = 60  # more would hide the line
 MOST_MARKS = 100
 FOOT_MARK_PX = 12
 
@@ -24,27 +24,27 @@ FOOT_MARK_PX = 12
 class Series(NamedTuple):
     name: str
     style: str
-    curve: Curve  # what is drawn and shown under the pointer
-    faint: Curve | None = None  # every step, behind it
-    dotted: bool = False  # its points are few, and shown
+    curve: Curve
+    faint: Curve | None = None  # every step, drawn behind the curve
+    dotted: bool = False  # draw each point
     value: str = ""  # in the legend
 
 
 class Along(NamedTuple):
-    """What lies along x."""
+    """The quantity of the x axis."""
 
-    field: str  # of the columns: step, epoch or end_s
+    field: str  # a column: step, epoch or end_s
     name: str
     label: Callable[[float], str]
 
 
-STEPS = Along("step", "step", figures.count)
-EPOCHS = Along("epoch", "epoch", lambda value: figures.number(value, 4))
-WALL_TIME = Along("end_s", "time", figures.seconds)
+STEPS = Along("step", "step", fmt.count)
+EPOCHS = Along("epoch", "epoch", lambda value: fmt.number(value, 4))
+WALL_TIME = Along("end_s", "time", fmt.duration)
 
 
 def x_scale(x: Along, series: Sequence[Series]) -> Scale:
-    """From 0 on, so that neighbouring charts have the same x at the same place."""
+    """Return an x axis that starts at 0, so that the x axes of neighbouring charts match."""
     ends = [max(known) for known in (finite((one.faint or one.curve).x) for one in series) if known]
     high = max(ends, default=1.0)
     return along_time(high) if x is WALL_TIME else along(0.0, high, x.label)
@@ -57,17 +57,16 @@ def line_chart(
     series: Sequence[Series],
     *,
     x: Along = STEPS,
-    y_label: Callable[[float], str] = figures.number,
+    y_label: Callable[[float], str] = fmt.number,
     zero: bool = False,
     clip: bool = False,
     events: Sequence[RunEvent] = (),
     target: tuple[float, str] | None = None,
     y_scale: Scale | None = None,
-    ticks: Sequence[float] = (),  # places along x that are marked at the foot
+    foot_marks: Sequence[float] = (),  # x values marked at the bottom
     unit: str = "",
-    note: str = "",
 ) -> Markup | None:
-    """None where no series has a number."""
+    """Return a chart of the series that have a finite value, or None if there are none."""
     series = [one for one in series if finite(one.curve.y)]
     if not series:
         return None
@@ -77,38 +76,36 @@ def line_chart(
     frame = Frame(x_scale(x, series), y)
     above = [value for value in finite(values) if value > y.high * (1 + 1e-9)]
     gaps = sum(1 for one in series for value in (one.faint or one.curve).y if not math.isfinite(value))
-    notes = [note] if note else []
+    notes = []
     if above:
-        notes.append(f"The axis is cut: values go up to {figures.number(max(above))}.")
+        notes.append(f"The axis is clipped; the largest value is {fmt.number(max(above))}.")
     if gaps:
-        notes.append("Gaps: the value was not a number there.")
-    lines = [svg.line(frame, thin(one.faint), f"faint {one.style}") for one in series if one.faint]
-    lines += [svg.line(frame, thin(one.curve), one.style) for one in series]
+        notes.append("Gaps mark values that are not finite.")
+    lines = [svg.line(frame, downsample(one.faint), f"faint {one.style}") for one in series if one.faint]
+    lines += [svg.line(frame, downsample(one.curve), one.style) for one in series]
     drawing = svg.plot(
         key,
         title,
-        describe(title, series, x, y_label),
+        summarise(title, series, x, y_label),
         frame.height_px + svg.FOOT_PX,
         svg.y_axis(frame),
         svg.x_axis(frame.x, frame.height_px),
         event_marks(frame, events, x),
         svg.stretched(frame, lines),
-        foot_marks(frame, ticks),
+        draw_foot_marks(frame, foot_marks),
         *(svg.dots(frame, one.curve, one.style) for one in series if one.dotted and len(one.curve.y) <= MOST_DOTS),
-        target_line(frame, *target) if target else join(()),
-        data=data_of(frame, series, x, unit),
+        *([svg.horizontal(svg.at_y(frame, target[0]), "line target")] if target else []),
+        data=svg.hover_data(
+            frame.x, x.name, x is WALL_TIME, unit, [(one.name, one.style, downsample(one.curve)) for one in series]
+        ),
     )
     keys = [Key(one.style, one.name, one.value) for one in series]
     keys += [Key("target", target[1])] if target else []
-    return figure(key, title, about, drawing, keys=keys, numbers=numbers_of(series, x, y_label), note=" ".join(notes))
-
-
-def target_line(frame: Frame, value: float, name: str) -> Markup:
-    return svg.horizontal(svg.at_y(frame, value), "line target")
+    return chart(key, title, about, drawing, keys=keys, numbers=numbers_of(series, x, y_label), note=" ".join(notes))
 
 
 def event_marks(frame: Frame, events: Sequence[RunEvent], x: Along) -> Markup:
-    """Vertical lines where the run resumed or something failed."""
+    """Draw vertical lines where the run resumed or failed."""
     marks = []
     for event in events[:MOST_MARKS]:
         where = event.wall_s if x is WALL_TIME else event.step
@@ -117,62 +114,37 @@ def event_marks(frame: Frame, events: Sequence[RunEvent], x: Along) -> Markup:
     return join(marks)
 
 
-def foot_marks(frame: Frame, places: Sequence[float]) -> Markup:
-    """As many as can be told apart."""
-    shares = dict.fromkeys(round(frame.x.share(place), 3) for place in places)
+def draw_foot_marks(frame: Frame, values: Sequence[float]) -> Markup:
+    """Draw short marks at the bottom, one for each position that can be distinguished."""
+    shares = dict.fromkeys(round(frame.x.share(value), 3) for value in values)
     return join(svg.vertical(share, frame.height_px - FOOT_MARK_PX, frame.height_px, "skip") for share in shares)
-
-
-def data_of(frame: Frame, series: Sequence[Series], x: Along, unit: str) -> dict[str, object]:
-    """For report.js: for each series its places along x, from 0 to 1, its values, and how to write them."""
-    return {
-        "along": x.name,
-        "unit": unit,
-        "foot": svg.FOOT_PX,
-        "low": frame.x.low,
-        "high": frame.x.high,
-        "time": x is WALL_TIME,
-        "series": [
-            {"name": one.name, "style": one.style, "x": rounded(shown.x), "y": rounded(shown.y)}
-            for one, shown in ((one, thin(one.curve)) for one in series)
-        ],
-    }
-
-
-def rounded(values: Sequence[float]) -> list[float | None]:
-    """Five digits are more than a screen can show; JSON has no NaN."""
-    return [whole(float(f"{value:.5g}")) if abs(value) < LARGEST else None for value in values]
-
-
-def whole(value: float) -> float:
-    return int(value) if value.is_integer() and abs(value) < 1e15 else value
 
 
 def numbers_of(series: Sequence[Series], x: Along, y_label: Callable[[float], str]) -> Markup:
     rows = []
     for one in series:
-        shown = thin(one.curve, TABLE_POINTS)
+        shown = downsample(one.curve, TABLE_POINTS)
         rows += [(one.name, x.label(at), y_label(value)) for at, value in zip(shown.x, shown.y, strict=True)]
     return table(("", x.name, "value"), rows)
 
 
-def describe(title: str, series: Sequence[Series], x: Along, y_label: Callable[[float], str]) -> str:
-    """What a reader who cannot see the chart is told."""
-    told = []
+def summarise(title: str, series: Sequence[Series], x: Along, y_label: Callable[[float], str]) -> str:
+    """Return the text of the chart for screen readers."""
+    parts = []
     for one in series:
         known = finite(one.curve.y)
-        told.append(
+        parts.append(
             f"{one.name}: from {y_label(known[0])} to {y_label(known[-1])}, "
             f"between {y_label(min(known))} and {y_label(max(known))}"
         )
-    return f"{title} by {x.name}. " + "; ".join(told) + "."
+    return f"{title} by {x.name}. " + "; ".join(parts) + "."
 
 
-SMOOTHED = 200  # steps, from which on a mean is drawn over the noise
+SMOOTHED = 200  # a curve of at least this many steps is drawn as means over faint values
 
 
 def smooth(name: str, style: str, curve: Curve, value: str = "") -> Series:
-    """A mean, with every step behind it, where there are many."""
+    """Return a series of means over faint values if the curve has many steps."""
     if len(curve.y) < SMOOTHED:
         return Series(name, style, curve, value=value)
     return Series(name, style, means(curve), faint=curve, value=value)
@@ -181,9 +153,9 @@ def smooth(name: str, style: str, curve: Curve, value: str = "") -> Series:
 def loss_chart(view: RunView, events: Sequence[RunEvent]) -> Markup | None:
     losses, tests = view.steps.curve("loss"), view.evaluations.curve("test_loss")
     series = [smooth("training", "series-0", losses), Series("test", "series-1", tests, dotted=True)]
-    about = "Mean cross-entropy of the global batch, and of the test images."
+    about = "Mean cross-entropy of the global batch and of the test images."
     if len(losses.y) >= SMOOTHED:
-        about += " Strong: mean; faint: every step."
+        about += " Solid: mean; faint: each step."
     return line_chart("loss", "Loss", about, series, clip=True, events=events)
 
 
@@ -191,29 +163,24 @@ def accuracy_chart(view: RunView, events: Sequence[RunEvent]) -> Markup | None:
     last = view.last_evaluation
     target = view.setting("train.target_top1")
     is_target = isinstance(target, float) and 0 < target <= 1
+
+    def series(name: str, column: str, style: str) -> Series:
+        value = fmt.accuracy(getattr(last, column) if last else None)
+        return Series(name, style, in_percent(view.evaluations.curve(column)), dotted=True, value=value)
+
+    about = "Share of test images whose class is the first prediction (top-1) or among the first five (top-5)."
+    shown = [series("top-1", "top1", "series-0"), series("top-5", "top5", "series-1")]
+    if finite(view.evaluations.of["raw_top1"]):
+        about += " They are those of the averaged weights; raw is top-1 of the weights themselves."
+        shown.append(series("raw top-1", "raw_top1", "series-2"))
     return line_chart(
         "accuracy",
         "Accuracy",
-        "Test images whose class is the first guess, or among the first five.",
-        [
-            Series(
-                "top-1",
-                "series-0",
-                in_percent(view.evaluations.curve("top1")),
-                dotted=True,
-                value=figures.accuracy(last.top1 if last else None),
-            ),
-            Series(
-                "top-5",
-                "series-1",
-                in_percent(view.evaluations.curve("top5")),
-                dotted=True,
-                value=figures.accuracy(last.top5 if last else None),
-            ),
-        ],
+        about,
+        shown,
         y_label=percent_label,
         events=events,
-        target=(100 * target, f"target {figures.percent(target, 1)}") if is_target else None,
+        target=(100 * target, f"target {fmt.percent(target, 1)}") if is_target else None,
         unit="%",
     )
 
@@ -223,7 +190,7 @@ def in_percent(curve: Curve) -> Curve:
 
 
 def percent_label(value: float) -> str:
-    return f"{figures.number(value, 4)} %"
+    return f"{fmt.number(value, 4)} %"
 
 
 def learning_rate_chart(view: RunView, events: Sequence[RunEvent]) -> Markup | None:
@@ -232,17 +199,17 @@ def learning_rate_chart(view: RunView, events: Sequence[RunEvent]) -> Markup | N
 
 
 def throughput_chart(view: RunView, events: Sequence[RunEvent]) -> Markup | None:
-    """Of steps; evaluations and checkpoints are not in it."""
+    """Draw the images per second of steps, without evaluations and checkpoints."""
     curve = view.steps.curve("images_per_s")
     mean_text = ""
     if view.summary and view.summary.images_per_s:
-        mean_text = f"{figures.count(view.summary.images_per_s)} on average"
+        mean_text = f"{fmt.count(view.summary.images_per_s)} on average"
     return line_chart(
         "throughput",
         "Throughput",
-        "Images a second, over all ranks, while training.",
+        "Images per second over all ranks, during training steps.",
         [smooth("images/s", "series-0", curve, mean_text)],
-        y_label=figures.count,
+        y_label=fmt.count,
         zero=True,
         clip=True,
         events=events,
@@ -250,22 +217,51 @@ def throughput_chart(view: RunView, events: Sequence[RunEvent]) -> Markup | None
 
 
 def loss_scale_chart(view: RunView, events: Sequence[RunEvent]) -> Markup | None:
-    """Where there is one: without fp16 it is 1 throughout."""
+    """Draw the loss scale.  Without fp16 it is always 1, and there is no chart."""
     scales = view.steps.of["loss_scale"]
     if all(scale == 1 for scale in scales) and not view.skipped_steps:
         return None
     curve = Curve(view.steps.of["step"], [math.log2(scale) if scale > 0 else math.nan for scale in scales])
-    skipped = figures.plural(len(view.skipped_steps), "step")
+    skipped = fmt.plural(len(view.skipped_steps), "step")
     return line_chart(
         "loss-scale",
         "Loss scale",
-        f"{skipped} skipped, since gradients overflowed: the red marks at the foot." if view.skipped_steps else "",
-        [Series("loss scale", "series-0", curve, value=figures.count(scales[-1]))],
-        y_label=lambda exponent: figures.number(2.0**exponent) if abs(exponent) < 1000 else figures.NOTHING,
+        f"{skipped} skipped because gradients overflowed: red marks at the bottom." if view.skipped_steps else "",
+        [Series("loss scale", "series-0", curve, value=fmt.count(scales[-1]))],
+        y_label=lambda exponent: fmt.number(2.0**exponent) if abs(exponent) < 1000 else fmt.MISSING,
         y_scale=along_powers(scales),
         events=events,
-        ticks=view.skipped_steps,
+        foot_marks=view.skipped_steps,
         unit="2^",
+    )
+
+
+def noise_chart(view: RunView, events: Sequence[RunEvent]) -> Markup | None:
+    """Draw the gradient noise scale with its interval."""
+    steps = [step for step, _ in view.noise]
+
+    def series(name: str, field: str, style: str) -> Series:
+        values = [getattr(noise, field) for _, noise in view.noise]
+        known = [value for value in values if value is not None]
+        curve = Curve(steps, [math.nan if value is None else value for value in values])
+        return Series(name, style, curve, value=round_off(known[-1]) if known else "")
+
+    return line_chart(
+        "noise",
+        "Gradient noise scale",
+        f"The batch that needs twice the epochs of a small one: {describe_noise(view.noise[-1][1])}."
+        if view.noise
+        else "",
+        [
+            series("noise scale", "scale", "series-0"),
+            series("at least", "low", "series-1"),
+            series("at most", "high", "series-2"),
+        ],
+        y_label=fmt.count,
+        zero=True,
+        clip=True,
+        events=events,
+        unit="images",
     )
 
 
@@ -274,12 +270,12 @@ def memory_chart(view: RunView, events: Sequence[RunEvent]) -> Markup | None:
     return line_chart(
         "memory",
         "Memory",
-        "Of rank 0's process, and the most that it has taken of its accelerator, at evaluations.",
+        "Memory of rank 0's process and peak memory of its accelerator, at each evaluation.",
         [
             Series("process", "series-0", resident, dotted=True, value=last_of(resident)),
             Series("accelerator", "series-1", device, dotted=True, value=last_of(device)),
         ],
-        y_label=lambda value: figures.megabytes(value),
+        y_label=fmt.megabytes,
         zero=True,
         events=events,
         unit="MB",
@@ -288,4 +284,4 @@ def memory_chart(view: RunView, events: Sequence[RunEvent]) -> Markup | None:
 
 def last_of(curve: Curve) -> str:
     known = finite(curve.y)
-    return figures.megabytes(known[-1]) if known else ""
+    return fmt.megabytes(known[-1]) if known else ""

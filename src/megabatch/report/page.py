@@ -1,7 +1,7 @@
-"""The page: one HTML file with everything in it, that asks nobody for anything.
+"""The report page: one self-contained HTML file.
 
-Its Content-Security-Policy allows its own style and script, by their hashes, and pictures that are in it; nothing else
-would run or be fetched, whatever stood in it.
+Its Content-Security-Policy allows only the page's own style and script, by their hashes, and embedded pictures.  The
+browser runs and fetches nothing else, even if a run's records contain markup.
 """
 
 import base64
@@ -14,35 +14,37 @@ from pathlib import Path
 
 from megabatch import __version__
 from megabatch.errors import UserError
+from megabatch.io import numbers as fmt
 from megabatch.io.disk import remedy, write_file
 from megabatch.report import learning
-from megabatch.report import numbers as figures
 from megabatch.report.classes import class_charts, pictures
+from megabatch.report.communication import bucket_table, pipeline_chart, plan_facts
 from megabatch.report.events import RunEvent, event_chart, events_of, marked
 from megabatch.report.html import Child, Markup, raw, tag
 from megabatch.report.overlay import overlay
-from megabatch.report.pipeline_chart import bucket_table, pipeline_chart, plan_facts
-from megabatch.report.rank_charts import rank_charts
 from megabatch.report.settings import environment_block, recipe_block
+from megabatch.report.stragglers import rank_charts
 from megabatch.report.svg import grid, section
-from megabatch.report.time_charts import mean_table, over_time_chart, summary_bar
+from megabatch.report.time_charts import mean_table, over_time_chart, sizes_table, summary_bar
 from megabatch.report.verdict import Finding, findings_of, headline
 from megabatch.report.view import RunView, read_run
 
+NAME = "report.html"
+MOST_RUNS = 50
 TITLES = {  # of sections, in their order
     "verdict": "Verdict",
     "learning": "Learning",
     "time": "Where the time goes",
     "communication": "Communication",
     "ranks": "Stragglers",
-    "events": "Resumptions and faults",
-    "classes": "What it gets wrong",
+    "events": "Resumes and failures",
+    "classes": "Mistakes",
     "settings": "Recipe and environment",
 }
 
 
 @cache
-def part(name: str) -> str:
+def read_asset(name: str) -> str:
     return (resources.files("megabatch.report") / name).read_text("utf-8")
 
 
@@ -55,7 +57,7 @@ def page_of(views: Sequence[RunView]) -> str:
 
 
 def document(title: str, *body: Child) -> str:
-    style, script = part("report.css"), part("report.js")
+    style, script = read_asset("report.css"), read_asset("report.js")
     policy = (
         f"default-src 'none'; img-src data:; style-src '{sha256(style)}'; script-src '{sha256(script)}'; "
         "base-uri 'none'; form-action 'none'"
@@ -120,17 +122,14 @@ def header(title: str, facts: Sequence[str], links: Sequence[tuple[str, str]]) -
 
 def facts_of(view: RunView) -> list[str]:
     setting = view.setting
-    ranks = view.num_ranks
-    hosts = view.tuning.topology.num_nodes if view.tuning else None
-    on_hosts = f" on {figures.plural(hosts, 'host')}" if hosts else ""
-    where = figures.plural(ranks, "rank") + on_hosts if ranks else None
+    on_nodes = f" on {fmt.plural(view.tuning.topology.num_nodes, 'node')}" if view.tuning else ""
     facts = [
         view.status,
         f"recipe {view.recipe}" if view.recipe else None,
         str(setting("model.name")) if setting("model.name") else None,
         f"global batch {view.global_batch:,}" if view.global_batch else None,
         str(setting("precision.name")) if setting("precision.name") else None,
-        where,
+        fmt.plural(view.num_ranks, "rank") + on_nodes if view.num_ranks else None,
         view.written,
     ]
     return [fact for fact in facts if fact]
@@ -140,7 +139,7 @@ def verdict_section(view: RunView, findings: Sequence[Finding]) -> Markup | None
     cards = [
         tag(
             "li",
-            tag("div", tag("b", found.figure, class_="figure"), class_="measure"),
+            tag("div", tag("b", found.value, class_="value"), class_="measure"),
             tag("div", tag("h3", found.title), tag("p", found.advice)),
             class_=f"finding {found.kind}",
         )
@@ -158,25 +157,23 @@ def verdict_section(view: RunView, findings: Sequence[Finding]) -> Markup | None
 
 
 def tiles(view: RunView) -> Markup:
-    """The figures that people ask for first."""
+    """Return the main results: accuracy, times, throughput and steps."""
     last, summary = view.last_evaluation, view.summary
     best = max(view.evaluations.of["top1"], default=0.0)
     rate = summary.images_per_s if summary else None
-    epochs = f"{figures.number(view.last_step.epoch, 3)} epochs" if view.last_step else ""
+    epochs = f"{fmt.number(view.last_step.epoch, 3)} epochs" if view.last_step else ""
     rows: list[tuple[str, str, str]] = []
     if last:
-        rows.append(
-            ("top-1", figures.accuracy(last.top1), f"best {figures.accuracy(best)}" if best > last.top1 else "")
-        )
+        rows.append(("top-1", fmt.accuracy(last.top1), f"best {fmt.accuracy(best)}" if best > last.top1 else ""))
     if view.wall_s:
-        rows.append(("wall time", figures.seconds(view.wall_s), "of training and tests"))
+        rows.append(("wall time", fmt.duration(view.wall_s), "training and evaluation"))
     if rate:
-        rows.append(("images/s", figures.count(rate), "while training"))
-    rows.append(("steps", figures.count(view.num_steps), epochs))
+        rows.append(("images/s", fmt.count(rate), "in training steps"))
+    rows.append(("steps", fmt.count(view.num_steps), epochs))
     target = view.setting("train.target_top1")
     if isinstance(target, float) and summary:
-        reached = figures.seconds(summary.time_to_target_s) if summary.time_to_target_s is not None else "not reached"
-        rows.append(("to the target", reached, f"top-1 of {figures.percent(target, 1)}"))
+        reached = fmt.duration(summary.time_to_target_s) if summary.time_to_target_s is not None else "not reached"
+        rows.append(("time to target", reached, f"top-1 of {fmt.percent(target, 1)}"))
     return tag(
         "dl",
         *(
@@ -188,7 +185,9 @@ def tiles(view: RunView) -> Markup:
 
 
 def time_section(view: RunView, events: Sequence[RunEvent]) -> Markup | None:
-    return section("time", TITLES["time"], over_time_chart(view, marked(list(events))), mean_table(view))
+    return section(
+        "time", TITLES["time"], over_time_chart(view, marked(list(events))), mean_table(view), sizes_table(view)
+    )
 
 
 def learning_section(view: RunView, events: Sequence[RunEvent]) -> Markup | None:
@@ -198,10 +197,11 @@ def learning_section(view: RunView, events: Sequence[RunEvent]) -> Markup | None
         learning.accuracy_chart,
         learning.learning_rate_chart,
         learning.throughput_chart,
+        learning.noise_chart,
         learning.loss_scale_chart,
         learning.memory_chart,
     )
-    about = "Vertical lines: where the run resumed, and in red where something failed." if marks else None
+    about = "Vertical lines mark resumes and, in red, failures." if marks else None
     return section("learning", TITLES["learning"], grid(*(chart(view, marks) for chart in charts)), about=about)
 
 
@@ -211,37 +211,29 @@ def communication_section(view: RunView) -> Markup | None:
 
 
 def notes(texts: Sequence[str]) -> Markup | None:
-    return (
-        tag("section", tag("h2", "What could not be read"), tag("ul", *(tag("li", text) for text in texts)))
-        if texts
-        else None
-    )
+    if not texts:
+        return None
+    return tag("section", tag("h2", "Unreadable files"), tag("ul", *(tag("li", text) for text in texts)))
 
 
 def footer() -> Markup:
-    text = f"Written by megabatch {__version__} from the records in the run's folder. Nothing was fetched."
+    text = f"Written by megabatch {__version__} from the records in the run's folder. This page loads nothing."
     return tag("footer", tag("p", text), tag("div", role="status", aria_live="polite", id="tip", hidden=True))
 
 
-# megabatch report: runs in, one file out.
-
-NAME = "report.html"
-MOST_RUNS = 50
-
-
-def default_path(paths: Sequence[Path]) -> Path:
-    """In the folder of a run; of several, in the current one."""
-    return paths[0] / NAME if len(paths) == 1 else Path(NAME)
-
-
 def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
-    """Where it is.  For its user alone, as a run's other files: it shows images and paths."""
+    """Write the report of one or several runs and return its path.
+
+    By default the report of one run is in its folder, and that of several in the current folder.  It is readable only
+    by its owner, as are the other files of a run, since it shows images and paths.
+    """
     if len(paths) > MOST_RUNS:
-        raise UserError(f"{len(paths)} runs are more than the {MOST_RUNS} that one page can show; give fewer")
+        raise UserError(f"{len(paths)} runs; a page can show at most {MOST_RUNS}; pass fewer runs")
     paths = list({os.path.realpath(path): path for path in reversed(paths)}.values())[::-1]  # each once
     views = [read_run(path) for path in paths]
-    out = default_path(paths) if out is None else out
+    if out is None:
+        out = paths[0] / NAME if len(paths) == 1 else Path(NAME)
     try:
         return write_file(out, page_of(views), is_private=True)
     except OSError as error:
-        raise UserError(f"{out} cannot be written: {error.strerror or error}; {remedy(error)}, or give --out") from None
+        raise UserError(f"{out} cannot be written: {error.strerror or error}; {remedy(error)}, or pass --out") from None

@@ -101,12 +101,22 @@
     };
   };
 
+  // A key that moves the focus scrolls the page, and the browser then reports the resting pointer again, over another plot.
+  // Such an event must not hide the values that the key shows.
+  let keys = false, pointer = "";
   for (const plot of document.querySelectorAll(".plot")) {
     const svg = plot.querySelector("svg"), data = plot.querySelector("script");
     const hover = data ? curves(plot, svg, JSON.parse(data.textContent)) : marks(plot, svg);
-    plot.addEventListener("pointermove", hover.move);
+    const ifMoved = (act) => (event) => {
+      const position = `${event.screenX} ${event.screenY}`;
+      if (keys && position === pointer) return;
+      keys = false;
+      pointer = position;
+      act(event);
+    };
+    plot.addEventListener("pointermove", ifMoved(hover.move));
     plot.addEventListener("pointerdown", hover.move);
-    plot.addEventListener("pointerleave", hover.leave);
+    plot.addEventListener("pointerleave", ifMoved(hover.leave));
     plot.addEventListener("blur", hover.leave);
     plot.addEventListener("keydown", (event) => {
       const act = {
@@ -114,7 +124,7 @@
         ArrowLeft: () => hover.step(-1), ArrowUp: () => hover.step(-1),
         Home: () => hover.end(false), End: () => hover.end(true), Escape: hover.leave,
       }[event.key];
-      if (act) { act(); event.preventDefault(); }
+      if (act) { keys = true; act(); event.preventDefault(); }
     });
   }
 })();

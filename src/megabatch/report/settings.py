@@ -1,11 +1,11 @@
-"""The recipe of a run, what differs from the recipe that it came from, and where it ran."""
+"""The section on settings: the command, changes to the recipe, all settings, and the environment."""
 
 from collections import Counter
 from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
-from megabatch.io.toml import NotToml, parse_toml
+from megabatch.io.toml import parse_toml
 from megabatch.report.html import Child, Markup, tag
 from megabatch.report.svg import folded, table
 from megabatch.report.view import RunView
@@ -14,7 +14,7 @@ from megabatch.runs.settings import Value, flatten, is_same
 from megabatch.text import one_line
 
 LONGEST_VALUE = 200
-LONGEST_CONFIG = 40_000  # letters that the page shows
+LONGEST_CONFIG = 40_000  # characters shown
 UNSET = "not set"
 
 
@@ -26,21 +26,16 @@ def shown(value: Any) -> str:
     return one_line(str(value).lower() if isinstance(value, bool) else str(value), LONGEST_VALUE)
 
 
-def own_recipe(name: str | None) -> dict[str, Value] | None:
-    """Of the recipes that come with megabatch, the one of this name."""
-    if not name:
-        return None
+def built_in_recipe(name: str | None) -> dict[str, Value] | None:
+    """Return the settings of a recipe that ships with megabatch."""
     for entry in resources.files("megabatch.recipes").iterdir():
         if entry.name == f"{name}.toml":
-            try:
-                return dict(flatten(parse_toml(entry.read_text("utf-8"))))
-            except NotToml:
-                return None
+            return dict(flatten(parse_toml(entry.read_text("utf-8"))))
     return None
 
 
 def differences(before: dict[str, Value], after: dict[str, Value]) -> list[tuple[str, str, str]]:
-    """Settings that the recipe has, and the run has otherwise."""
+    """Return settings of the recipe that the run changed."""
     return [
         (key, shown(value), shown(after[key]) if key in after else UNSET)
         for key, value in before.items()
@@ -48,8 +43,8 @@ def differences(before: dict[str, Value], after: dict[str, Value]) -> list[tuple
     ]
 
 
-def given_besides(command: str, before: dict[str, Value], after: dict[str, Value]) -> list[tuple[str, str, str]]:
-    """Settings that the recipe leaves to their defaults, and the command line does not."""
+def additional_overrides(command: str, before: dict[str, Value], after: dict[str, Value]) -> list[tuple[str, str, str]]:
+    """Return settings of the command line that the recipe leaves at their defaults."""
     keys = [word.partition("=")[0].strip("'\"") for word in command.split() if "=" in word]
     return [(key, "default", shown(after[key])) for key in dict.fromkeys(keys) if key in after and key not in before]
 
@@ -57,29 +52,29 @@ def given_besides(command: str, before: dict[str, Value], after: dict[str, Value
 def recipe_block(view: RunView) -> Markup | None:
     if not view.config:
         return None
-    before = own_recipe(view.recipe)
+    before = built_in_recipe(view.recipe)
     parts: list[Child] = []
-    said = view.environment.get("command")
-    command = said if isinstance(said, str) else ""
+    recorded = view.environment.get("command")
+    command = recorded if isinstance(recorded, str) else ""
     if command:
         parts += [tag("h3", "Command"), tag("pre", one_line(command), class_="command")]
     if before is not None:
-        changed = [*differences(before, view.config), *given_besides(command, before, view.config)]
-        parts.append(tag("h3", f"What differs from the recipe {view.recipe}"))
+        changed = [*differences(before, view.config), *additional_overrides(command, before, view.config)]
+        parts.append(tag("h3", f"Changes to the recipe {view.recipe}"))
         parts.append(
             table(("setting", "recipe", "this run"), changed, left=(0, 1, 2))
             if changed
-            else tag("p", "Nothing that the recipe sets.", class_="about")
+            else tag("p", "None.", class_="about")
         )
     elif view.recipe:
         parts += [
             tag("h3", "Recipe"),
-            tag("p", f"{view.recipe} is not a recipe that comes with megabatch: here it is in full.", class_="about"),
+            tag("p", f"{view.recipe} is not a built-in recipe. All its settings are below.", class_="about"),
         ]
     text = (
         view.config_text if len(view.config_text) <= LONGEST_CONFIG else view.config_text[:LONGEST_CONFIG] + "\n[...]"
     )
-    parts.append(folded("Every setting (config.toml)", tag("pre", text, tabindex="0")))
+    parts.append(folded("All settings (config.toml)", tag("pre", text, tabindex="0")))
     return tag("div", *parts, class_="block")
 
 

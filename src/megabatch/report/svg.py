@@ -1,41 +1,39 @@
-"""The small writer of charts: inline SVG that is as wide as the page lets it be.
+"""Inline SVG charts: scales, marks, and the heading, legend and table around each chart.
 
-Places along x are percentages and heights are pixels, so letters keep their size at any width; curves lie in an inner
-drawing of WIDTH x HEIGHT units that is stretched, with lines of constant width.  Colours are classes (report.css), so
-that light, dark and print share one drawing.  `plot` puts a title and a description into every chart, makes it
-focusable, and keeps beside it the numbers that report.js shows under the pointer.
+x positions are percentages and heights are pixels, so text keeps its size at any page width.  Curves are drawn in an
+inner SVG of WIDTH x HEIGHT units that is stretched, with lines of constant width.  Colours are CSS classes
+(report.css), so light, dark and print share one drawing.  `plot` gives every chart a title and a description, makes it
+focusable, and embeds the values that report.js shows under the pointer.
 """
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from megabatch.report import numbers as figures
+from megabatch.io import numbers as fmt
 from megabatch.report.html import Child, Markup, join, json_block, tag
-from megabatch.report.view import Curve, finite, runs_of_numbers
+from megabatch.report.view import Curve, finite, finite_runs
 
-# Axes: which part of the numbers a chart shows, and round numbers along it.
-
-CLIP = 4.0  # times what nearly all values stay below: more is a spike, which would flatten the rest
-NEARLY_ALL = 0.98
-LARGEST = 1e290  # beyond which numbers are taken for it
-ALIKE = 1e-9
+CLIP = 4.0  # an axis ends at this multiple of the CLIP_QUANTILE value: a spike would flatten the other values
+CLIP_QUANTILE = 0.98
+LARGEST = 1e290  # values are clamped to this magnitude, so that their differences stay finite
+MIN_RELATIVE_RANGE = 1e-9
 
 
 class Scale(NamedTuple):
-    """From `low` to `high`; ticks with their labels."""
+    """An axis from `low` to `high`, with ticks and their labels."""
 
     low: float
     high: float
     ticks: Sequence[tuple[float, str]]
 
     def share(self, value: float) -> float:
-        """How far along it a value is, from 0 to 1."""
+        """Return the position of a value on the axis, from 0 to 1."""
         return min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
 
 
 def nice_step(length: float, most: int) -> float:
-    """The least of 1, 2, 2.5 and 5 times a power of ten that divides a length into at most so many parts."""
+    """Return the smallest of 1, 2, 2.5 and 5 times a power of ten that divides `length` into at most `most` parts."""
     raw = length / most
     power = 10.0 ** math.floor(math.log10(raw))
     return next(factor * power for factor in (1, 2, 2.5, 5, 10, 20) if factor * power >= raw * 0.999999)
@@ -47,18 +45,18 @@ def scale_of(
     most_ticks: int = 5,
     zero: bool = False,
     clip: bool = False,
-    label: Callable[[float], str] = figures.number,
+    label: Callable[[float], str] = fmt.number,
 ) -> Scale:
-    """Over all values that are numbers.  `zero`: from 0 on.  `clip`: without the spikes."""
+    """Return a scale for all finite values.  `zero` includes 0; `clip` cuts off spikes."""
     known = [min(max(value, -LARGEST), LARGEST) for value in finite(values)] or [0.0, 1.0]
     low, high = min(known), max(known)
     if clip:
-        usual = sorted(known)[int(NEARLY_ALL * (len(known) - 1))]
+        usual = sorted(known)[int(CLIP_QUANTILE * (len(known) - 1))]
         high = max(low, min(high, CLIP * usual)) if usual > 0 else high
     if zero:
         low, high = min(0.0, low), max(0.0, high)
     largest = max(abs(low), abs(high))
-    if high - low <= max(ALIKE * largest, 1 / LARGEST):  # no two ticks would differ
+    if high - low <= max(MIN_RELATIVE_RANGE * largest, 1 / LARGEST):  # no two ticks would differ
         around = 0.1 * largest if largest > 1 / LARGEST else 0.5
         low, high = low - around if low < 0 else max(0.0, low - around), high + around
     step = nice_step(high - low, most_ticks)
@@ -67,12 +65,12 @@ def scale_of(
     return Scale(ticks[0], ticks[-1], [(tick, label(tick)) for tick in ticks])
 
 
-def along(low: float, high: float, label: Callable[[float], str] = figures.count, most_ticks: int = 5) -> Scale:
-    """An x axis: it ends where the data end, and only its ticks are round."""
+def along(low: float, high: float, label: Callable[[float], str] = fmt.count, most_ticks: int = 5) -> Scale:
+    """Return an x axis that ends where the data end.  Only its ticks are round numbers."""
     if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
         high = low + 1.0
     step = nice_step(high - low, most_ticks)
-    if label is figures.count:
+    if label is fmt.count:
         step = max(1.0, step)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return Scale(low, high, [(place * step, label(place * step)) for place in range(first, last + 1)])
@@ -85,7 +83,7 @@ TIME_STEPS_S = (
 
 
 def along_time(end_s: float, most_ticks: int = 5) -> Scale:
-    """Wall time, with ticks at round times."""
+    """Return an x axis of wall time with ticks at round times."""
     if not math.isfinite(end_s) or end_s <= 0:
         end_s = 1.0
     step = next((s for s in TIME_STEPS_S if end_s / s <= most_ticks), 0.0) or nice_step(end_s, most_ticks)
@@ -93,7 +91,7 @@ def along_time(end_s: float, most_ticks: int = 5) -> Scale:
 
 
 def up_to_time(high_s: float, most_ticks: int = 4) -> Scale:
-    """A y axis of times, from 0 to the next tick above."""
+    """Return a y axis of times, from 0 to the first tick at or above `high_s`."""
     scale = along_time(high_s, most_ticks)
     step = scale.ticks[1][0] if len(scale.ticks) > 1 else high_s or 1.0
     count = max(1, math.ceil(high_s / step - 1e-9))
@@ -101,17 +99,12 @@ def up_to_time(high_s: float, most_ticks: int = 4) -> Scale:
 
 
 def short_time(value_s: float, step_s: float) -> str:
-    """0, 30 s, 5 min, 1:30 h, 2 d: no longer than a tick's label may be."""
+    """Return a tick label such as 0, 30 s, 5 min, 1:30 h or 2 d."""
     if value_s == 0:
         return "0"
     if step_s < 1:
-        return (
-            f"{figures.number(value_s)} s"
-            if value_s >= 1
-            else f"{figures.number(1e3 * value_s)} ms"
-            if value_s >= 1e-3
-            else f"{figures.number(1e6 * value_s)} us"
-        )
+        unit_s, unit = (1.0, "s") if value_s >= 1 else (1e-3, "ms") if value_s >= 1e-3 else (1e-6, "us")
+        return f"{fmt.number(value_s / unit_s)} {unit}"
     if step_s < 60:
         return f"{value_s:,.0f} s"
     if step_s < 3600:
@@ -123,7 +116,7 @@ def short_time(value_s: float, step_s: float) -> str:
 
 
 def along_powers(values: Sequence[float]) -> Scale:
-    """A loss scale: in powers of two, with their exponents as values."""
+    """Return a y axis for loss scales: the axis values are exponents of two."""
     known = [value for value in finite(values) if value > 0] or [1.0]
     low, high = math.floor(math.log2(min(known))), math.ceil(math.log2(max(known)))
     if high - low < 2:
@@ -133,9 +126,10 @@ def along_powers(values: Sequence[float]) -> Scale:
     return Scale(ticks[0], ticks[-1], [(tick, f"2^{tick}") for tick in ticks])
 
 
-WIDTH, HEIGHT = 10_000, 1_000  # of the inner drawing
-FOOT_PX = 26  # under a plot, for the labels of its ticks
+WIDTH, HEIGHT = 10_000, 1_000  # of the inner SVG
+FOOT_PX = 26  # below a plot, for tick labels
 HEIGHT_PX = 200
+SHARES = Scale(0.0, 1.0, [(tick / 4, f"{25 * tick} %") for tick in range(5)])
 
 
 class Frame(NamedTuple):
@@ -144,13 +138,13 @@ class Frame(NamedTuple):
     height_px: int = HEIGHT_PX
 
 
-# What letters on a filled colour are: `mid` is white on light pages and black on dark ones.
+# Text on a filled box: on `mid` colours it is white on light pages and black on dark ones.
 DEEP = ("part-read", "part-update")
 MID = ("part-backward", "part-comm", "part-evaluation", "bucket-0", "bucket-2")
 
 
 def text_on(style: str) -> str:
-    """The class of letters on a box of this style."""
+    """Return the CSS class of text on a box of this style."""
     if style.endswith("waits"):
         return "strong"
     return "on-deep" if style in DEEP else "on-mid" if style in MID else "on-pale"
@@ -160,24 +154,20 @@ def percent(share: float) -> str:
     return f"{100 * share:.2f}".rstrip("0").rstrip(".") + "%"
 
 
-def at_x(frame: Frame, value: float) -> str:
-    return percent(frame.x.share(value))
-
-
 def at_y(frame: Frame, value: float) -> float:
     return round(frame.height_px * (1 - frame.y.share(value)), 1)
 
 
 def path_of(frame: Frame, curve: Curve) -> str:
-    """Straight lines, with a gap where there is no number.  A lone point is a line of no length, with round ends."""
-    return "".join(polyline(frame, part) for part in runs_of_numbers(curve))
+    """Return straight segments with gaps at values that are not finite.  A single point is a segment of length 0."""
+    return "".join(polyline(frame, part) for part in finite_runs(curve))
 
 
 def polyline(frame: Frame, curve: Curve) -> str:
     points = [place(frame, x, y) for x, y in zip(curve.x, curve.y, strict=True)]
     (left, top), rest = points[0], points[1:] or [points[0]]
     steps = []
-    for x, y in rest:  # relative, which is shorter by half
+    for x, y in rest:  # relative coordinates take half the bytes
         steps.append(f"{x - left} {y - top}".replace(" -", "-"))
         left, top = x, y
     return f"M{points[0][0]} {points[0][1]}l{' '.join(steps).replace(' -', '-')}"
@@ -192,7 +182,7 @@ def line(frame: Frame, curve: Curve, style: str) -> Markup:
 
 
 def area(frame: Frame, x: Sequence[float], low: Sequence[float], high: Sequence[float], style: str) -> Markup:
-    """Between two curves over the same x."""
+    """Return the area between two curves over the same x."""
     corners = [place(frame, *point) for point in zip(x, high, strict=True)]
     corners += [place(frame, *point) for point in zip(reversed(x), reversed(low), strict=True)]
     return tag("path", class_=f"area {style}", d="M" + " ".join(f"{x},{y}" for x, y in corners) + "z")
@@ -211,16 +201,15 @@ def stretched(frame: Frame, children: Iterable[Markup]) -> Markup:
 
 
 def dots(frame: Frame, curve: Curve, style: str) -> Markup:
-    parts = runs_of_numbers(curve)
     return join(
-        tag("circle", class_=f"dot {style}", cx=at_x(frame, x), cy=at_y(frame, y), r=3)
-        for part in parts
+        tag("circle", class_=f"dot {style}", cx=percent(frame.x.share(x)), cy=at_y(frame, y), r=3)
+        for part in finite_runs(curve)
         for x, y in zip(part.x, part.y, strict=True)
     )
 
 
 def box(x: float, y_px: float, width: float, height_px: float, style: str, tip: str | None = None) -> Markup:
-    """A rectangle; x and width are shares of the plot's."""
+    """Return a rectangle; `x` and `width` are shares of the plot's width."""
     return tag(
         "rect",
         class_=f"box {style}",
@@ -252,7 +241,7 @@ def x_axis(scale: Scale, y_px: float) -> Markup:
 
 
 def anchor_at(share: float) -> str:
-    """At the ends of an axis a label stays inside."""
+    """Return the anchor that keeps a label inside the plot at the ends of an axis."""
     return "start" if share < 0.03 else "end" if share > 0.95 else "middle"
 
 
@@ -266,12 +255,12 @@ def y_axis(frame: Frame) -> Markup:
 
 
 def plot(
-    key: str,  # no other chart of the page has it
+    key: str,  # unique on the page
     title: str,
     description: str,
     height_px: float,
     *children: Markup,
-    data: Any = None,  # for report.js: {"x": [...], ...}; None: its marks have tips
+    data: Any = None,  # `hover_data` for report.js; None: the marks have tips
     style: str = "",
 ) -> Markup:
     drawing = tag(
@@ -296,25 +285,37 @@ def plot(
     )
 
 
-def histogram(name: str, title: str, about: str, frame: Frame, counts: Sequence[int], tips: Sequence[str]) -> Markup:
-    """A bar for each of the counts, side by side along x."""
-    width = 1 / len(counts)
-    tops = [at_y(frame, number) for number in counts]
-    bars = [
-        box(place * width + width / 20, top, 0.9 * width, frame.height_px - top, "rank", tip)
-        for place, (top, tip) in enumerate(zip(tops, tips, strict=True))
-    ]
-    return plot(name, title, about, frame.height_px + FOOT_PX, y_axis(frame), *bars, x_axis(frame.x, frame.height_px))
+def hover_data(x: Scale, x_name: str, is_time: bool, unit: str, series: Iterable[tuple[str, str, Curve]]) -> object:
+    """Return the values that report.js shows under the pointer: each series has a name, a style and a curve."""
+    return {
+        "along": x_name,
+        "unit": unit,
+        "foot": FOOT_PX,
+        "low": x.low,
+        "high": x.high,
+        "time": is_time,
+        "series": [
+            {"name": name, "style": style, "x": rounded(curve.x), "y": rounded(curve.y)}
+            for name, style, curve in series
+        ],
+    }
 
 
-# What every chart of the page has around it: a heading, a legend, and a table of its numbers.
+def rounded(values: Sequence[float]) -> list[float | None]:
+    """Round to five digits, more than a screen can show.  JSON has no NaN, so None stands for it."""
+    return [whole(float(f"{value:.5g}")) if abs(value) < LARGEST else None for value in values]
+
+
+def whole(value: float) -> float:
+    return int(value) if value.is_integer() and abs(value) < 1e15 else value
+
 
 MOST_ROWS = 256
-LONG = 24  # rows, from which on a table scrolls
+LONG = 24  # a table with more rows scrolls
 
 
 class Key(NamedTuple):
-    """An entry of a legend."""
+    """A legend entry."""
 
     style: str
     name: str
@@ -350,7 +351,10 @@ def table(
     most: int = MOST_ROWS,
     hints: Sequence[int] = (),
 ) -> Markup:
-    """The columns `left` are text, the others numbers.  Of a long one, its beginning.  A phone leaves out `hints`."""
+    """Return a table of at most `most` rows.
+
+    Columns in `left` are left-aligned text, the others numbers.  Columns in `hints` are hidden on a phone.
+    """
     rows = list(rows)
 
     def cell(place: int, content: Child, kind: str = "td", **attributes: str) -> Markup:
@@ -375,7 +379,7 @@ def folded(summary: str, *content: Child) -> Markup:
     return tag("details", tag("summary", summary), *content)
 
 
-def figure(
+def chart(
     key: str,
     title: str,
     about: Child,
@@ -399,14 +403,13 @@ def figure(
 
 
 def section(key: str, title: str, *content: Child, about: Child = None) -> Markup | None:
-    """None where nothing is in it."""
+    """Return a section, or None if it has no content."""
     present = [child for child in content if child is not None]
     if not present:
         return None
-    heading = tag("h2", title, id=f"{key}-heading")
     return tag(
         "section",
-        heading,
+        tag("h2", title, id=f"{key}-heading"),
         tag("p", about, class_="about") if about else None,
         *present,
         id=key,
@@ -414,6 +417,35 @@ def section(key: str, title: str, *content: Child, about: Child = None) -> Marku
     )
 
 
-def grid(*figures: Markup | None) -> Markup | None:
-    present = [chart for chart in figures if chart is not None]
+def histogram_chart(
+    key: str,
+    title: str,
+    about: str,
+    frame: Frame,
+    counts: Sequence[int],
+    bins: Sequence[str],  # the range of each bin in words
+    head: tuple[str, str],  # of the table: the quantity, and the counted thing
+) -> Markup:
+    """Return a chart with one bar per bin."""
+    width = 1 / len(counts)
+    tops = [at_y(frame, number) for number in counts]
+    boxes = [
+        box(
+            place * width + width / 20,
+            top,
+            0.9 * width,
+            frame.height_px - top,
+            "rank",
+            f"{head[1]}: {number:,}; {span}",
+        )
+        for place, (top, number, span) in enumerate(zip(tops, counts, bins, strict=True))
+    ]
+    height_px = frame.height_px + FOOT_PX
+    drawing = plot(f"{key}-plot", title, about, height_px, y_axis(frame), *boxes, x_axis(frame.x, frame.height_px))
+    rows = [(span, f"{number:,}") for span, number in zip(bins, counts, strict=True)]
+    return chart(key, title, about, drawing, numbers=table(head, rows))
+
+
+def grid(*charts: Markup | None) -> Markup | None:
+    present = [one for one in charts if one is not None]
     return tag("div", join(present), class_="grid") if present else None

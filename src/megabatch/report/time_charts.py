@@ -1,21 +1,23 @@
-"""Where the time of a run goes: on average, and as the run went on.  An area is a time."""
+"""Charts of the time breakdown of a run: on average, and over wall time."""
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 
-from megabatch.report import numbers as figures
+from megabatch.io import numbers as fmt
+from megabatch.planning.sizes import BASE
 from megabatch.report import svg
 from megabatch.report.events import RunEvent
 from megabatch.report.html import Markup, join, tag
-from megabatch.report.learning import WALL_TIME, event_marks, rounded
-from megabatch.report.svg import Frame, Key, Scale, along_time, figure, legend, swatch, table
-from megabatch.report.view import NUM_BINS, PARTS, Part, RunView, bins_of, shares_of
+from megabatch.report.learning import WALL_TIME, event_marks
+from megabatch.report.svg import SHARES, Frame, Key, along_time, chart, legend, swatch, table
+from megabatch.report.view import NUM_BINS, PARTS, Curve, Part, RunView, bins_of, finite, mean, shares_of
 
 BAR_PX = 44
 FEWEST_BINS = 20
-SHOWN_SHARE = 0.005  # of less, the legend says nothing
+SHOWN_SHARE = 0.005  # smaller shares are not in the legend
 STEPS_OF_BIN = 4
-NAMED_SHARE = 0.09  # of the bar, from which on there is room for a part's figure
-PERCENT = Scale(0.0, 1.0, [(tick / 4, f"{25 * tick} %") for tick in range(5)])
+NAMED_SHARE = 0.09  # a part of at least this share of the bar has room for its percentage
 
 
 def present(seconds: Mapping[str, float]) -> list[Part]:
@@ -23,7 +25,7 @@ def present(seconds: Mapping[str, float]) -> list[Part]:
 
 
 def mean_bar(key: str, title: str, seconds: Mapping[str, float], num_steps: int) -> Markup:
-    """One bar that is all of the wall time."""
+    """Draw one bar that represents the whole wall time."""
     shares, boxes, left = shares_of(seconds), [], 0.0
     for part in present(seconds):
         share = shares[part.key]
@@ -31,20 +33,20 @@ def mean_bar(key: str, title: str, seconds: Mapping[str, float], num_steps: int)
             svg.box(left, 0, share, BAR_PX, f"part-{part.key}", tip_of(part, share, seconds[part.key], num_steps))
         )
         if share >= NAMED_SHARE:
-            text = figures.percent(share)
+            text = fmt.percent(share)
             boxes.append(svg.label(left + share / 2, BAR_PX / 2 + 5, text, style=svg.text_on(f"part-{part.key}")))
         left += share
-    told = ", ".join(f"{part.name} {figures.percent(shares[part.key], 1)}" for part in present(seconds))
-    return svg.plot(key, title, f"Shares of the wall time: {told}.", BAR_PX, *boxes, style="flush")
+    listed = ", ".join(f"{part.name} {fmt.percent(shares[part.key], 1)}" for part in present(seconds))
+    return svg.plot(key, title, f"Shares of the wall time: {listed}.", BAR_PX, *boxes, style="flush")
 
 
 def tip_of(part: Part, share: float, part_s: float, num_steps: int) -> str:
-    each = f", {figures.milliseconds(part_s / num_steps)} a step" if num_steps else ""
-    return f"{part.name}: {figures.percent(share, 1)}, {figures.seconds(part_s)}{each}"
+    each = f", {fmt.milliseconds(part_s / num_steps)} per step" if num_steps else ""
+    return f"{part.name}: {fmt.percent(share, 1)}, {fmt.duration(part_s)}{each}"
 
 
 def share_table(seconds: Mapping[str, float], num_steps: int) -> Markup:
-    """The legend of both charts, and the numbers behind the bar."""
+    """Return a table that is the legend of both charts and holds the values of the bar."""
     shares = shares_of(seconds)
     rows: list[Sequence[str]] = []
     for part in present(seconds):
@@ -52,26 +54,26 @@ def share_table(seconds: Mapping[str, float], num_steps: int) -> Markup:
         rows.append(
             (
                 tag("span", name, class_="named"),
-                figures.percent(shares[part.key], 1),
-                figures.seconds(seconds[part.key]),
-                figures.milliseconds(seconds[part.key] / num_steps) if num_steps else figures.NOTHING,
+                fmt.percent(shares[part.key], 1),
+                fmt.duration(seconds[part.key]),
+                fmt.milliseconds(seconds[part.key] / num_steps) if num_steps else fmt.MISSING,
                 part.meaning,
             )
         )
     total_s = sum(seconds.values())
-    each = figures.milliseconds(total_s / num_steps) if num_steps else figures.NOTHING
-    rows.append((tag("b", "wall time"), tag("b", "100 %"), tag("b", figures.seconds(total_s)), tag("b", each), ""))
-    return table(("rank 0", "share", "time", "a step", ""), rows, left=(0, 4), hints=(2, 4))
+    each = fmt.milliseconds(total_s / num_steps) if num_steps else fmt.MISSING
+    rows.append((tag("b", "wall time"), tag("b", "100 %"), tag("b", fmt.duration(total_s)), tag("b", each), ""))
+    return table(("rank 0", "share", "time", "per step", ""), rows, left=(0, 4), hints=(2, 4))
 
 
 def summary_bar(view: RunView) -> Markup | None:
-    """The bar, with its legend."""
+    """Return the bar with its legend."""
     seconds = view.times.totals()
     if not present(seconds):
         return None
     shares = shares_of(seconds)
     keys = [
-        Key(f"part-{part.key}", part.name, figures.percent(shares[part.key]), form="box")
+        Key(f"part-{part.key}", part.name, fmt.percent(shares[part.key]), form="box")
         for part in present(seconds)
         if shares[part.key] >= SHOWN_SHARE
     ]
@@ -86,8 +88,49 @@ def mean_table(view: RunView) -> Markup | None:
     return tag("div", tag("h3", "On average"), share_table(seconds, view.num_steps), class_="block")
 
 
+def sizes_table(view: RunView) -> Markup | None:
+    """Return the steps, speed and memory of each size of the training images, if there are several."""
+    steps, sides = view.steps.of["step"], view.steps.of["image_size"]
+    stages = [(side, [place for place, _ in found]) for side, found in groupby(enumerate(sides), itemgetter(1))]
+    if len(stages) < 2:
+        return None
+    rows = []
+    for side, places in stages:
+        first, last = steps[places[0]], steps[places[-1]]
+        speed = mean([1 / rate for place in places if (rate := view.steps.of["images_per_s"][place]) > 0])
+        epochs = view.steps.of["epoch"][places[-1]] - (view.steps.of["epoch"][places[0] - 1] if places[0] else 0.0)
+        rows.append(
+            (
+                fmt.count(side),
+                f"{fmt.count(first)} to {fmt.count(last)}",
+                fmt.number(epochs, 3),
+                fmt.number(epochs * (side / BASE) ** 2, 3),
+                fmt.count(1 / speed) if speed > 0 else fmt.MISSING,
+                memory_until(view, first, last),
+            )
+        )
+    heads = ("side", "steps", "epochs", f"epochs of {BASE} pixels", "images/s", "memory")
+    about = tag("p", "Training images grow during the run. Memory is the peak of the accelerator, or of the process.")
+    return tag("div", tag("h3", "Image sizes"), about, table(heads, rows), class_="block")
+
+
+def memory_until(view: RunView, first: float, last: float) -> str:
+    """Return the memory at the last evaluation in these steps."""
+    found = fmt.MISSING
+    columns = view.evaluations.of
+    for step, device_mb, resident_mb in zip(columns["step"], columns["device_mb"], columns["resident_mb"], strict=True):
+        known = finite([device_mb, resident_mb])
+        if first <= step <= last and known:
+            found = fmt.megabytes(known[0])
+    return found
+
+
 def num_bins(view: RunView) -> int:
-    """With many evaluations a stretch for each, so that what is drawn is no comb of them; else of a few steps each."""
+    """Return the number of intervals.
+
+    With many evaluations there is one interval for each, since shorter ones would alternate between training and
+    evaluation.  Otherwise an interval has a few steps.
+    """
     num_evaluations = len(view.evaluations)
     if num_evaluations >= FEWEST_BINS:
         return min(NUM_BINS, num_evaluations)
@@ -95,16 +138,16 @@ def num_bins(view: RunView) -> int:
 
 
 def over_time_chart(view: RunView, events: Sequence[RunEvent]) -> Markup | None:
-    """Stacked shares of stretches of equal wall time."""
+    """Draw stacked shares of intervals of equal wall time."""
     bins = bins_of(view.times, num_bins(view))
     parts = [part for part in PARTS if part.key in bins.parts]
     if not parts or view.wall_s <= 0:
         return None
-    frame = Frame(along_time(view.wall_s), PERCENT, 240)
+    frame = Frame(along_time(view.wall_s), SHARES, 240)
     length = len(bins.edges_s) - 1
     totals = [sum(bins.parts[part.key][place] for part in parts) or 1.0 for place in range(length)]
     shares = {part.key: [s / total for s, total in zip(bins.parts[part.key], totals, strict=True)] for part in parts}
-    # Each stretch is a step of the drawing: its two edges.
+    # Each interval has two points, at its edges.
     x = [edge for place in range(length) for edge in bins.edges_s[place : place + 2]]
     low, areas = [0.0] * length, []
     for part in parts:
@@ -112,41 +155,30 @@ def over_time_chart(view: RunView, events: Sequence[RunEvent]) -> Markup | None:
         areas.append(svg.area(frame, x, doubled(low), doubled(high), f"part-{part.key}"))
         low = high
     middles = [(begin + end) / 2 for begin, end in zip(bins.edges_s, bins.edges_s[1:], strict=False)]
+    each = fmt.duration(bins.edges_s[1])
+    curves = [
+        (part.name, f"part-{part.key}", Curve(middles, [round(100 * share, 1) for share in shares[part.key]]))
+        for part in reversed(parts)  # top to bottom, as drawn
+    ]
     drawing = svg.plot(
         "time-over",
-        "Where the time goes as the run goes on",
-        f"Shares of {length} stretches of {figures.seconds(bins.edges_s[1])} each.",
+        "Where the time goes over the run",
+        f"Shares of {length} intervals of {each} each.",
         frame.height_px + svg.FOOT_PX,
         svg.stretched(frame, areas),
         svg.y_axis(frame),
         svg.x_axis(frame.x, frame.height_px),
         event_marks(frame, events, WALL_TIME),
-        data={
-            "along": "time",
-            "unit": "%",
-            "foot": svg.FOOT_PX,
-            "low": 0,
-            "high": view.wall_s,
-            "time": True,
-            "series": [
-                {
-                    "name": part.name,
-                    "style": f"part-{part.key}",
-                    "x": rounded(middles),
-                    "y": [round(100 * share, 1) for share in shares[part.key]],
-                }
-                for part in reversed(parts)  # as they lie on each other
-            ],
-        },
+        data=svg.hover_data(frame.x, "time", True, "%", curves),
     )
     rows = [
-        (figures.seconds(middles[place]), *(figures.percent(shares[part.key][place], 1) for part in parts))
+        (fmt.duration(middles[place]), *(fmt.percent(shares[part.key][place], 1) for part in parts))
         for place in range(0, length, max(1, length // 25))
     ]
-    return figure(
+    return chart(
         "time-over-figure",
-        "As the run went on",
-        f"Along x is wall time, so an area is a time. Each stretch is {figures.seconds(bins.edges_s[1])}.",
+        "Over the run",
+        f"The x axis is wall time, so areas are proportional to time. Each interval is {each}.",
         drawing,
         keys=[Key(f"part-{part.key}", part.name, form="box") for part in parts],
         numbers=table(("at", *(part.name for part in parts)), rows),

@@ -1,28 +1,28 @@
-"""What limited a run and what to change, in words, each with the figure behind it.
+"""Findings about a run: its bottlenecks and the settings to change, each with a measured value.
 
-Every rule looks at one thing and says something or nothing.  What ended or spoilt a run comes first, then what took
-its time, the most first; where nothing of that is worth a change, compute is what is left, which is good.
+Every rule checks one thing and returns a finding or None.  Findings about the end of a run come first, then findings
+about its time in order of their share.  If nothing else is worth changing, compute is the limit, which is good.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Literal, NamedTuple
 
-from megabatch.report import numbers as figures
+from megabatch.io import numbers as fmt
 from megabatch.report.view import COMPUTE, DATA, STAGES, RunView, Seconds, excess_s, finite, mean, shares_of
+from megabatch.runs.records import GpuUse, Slowdown
 from megabatch.text import one_line
 
-# What a rule of the verdict says of a run, and what it looks at.
-
 Kind = Literal["problem", "limit", "good"]
-WORTH = 0.05  # of the wall time, from which on a change is worth it
-LIMITS = 0.10  # from which on it limits the run
+WORTH = 0.05  # a share of the wall time that is worth a change
+LIMITS = 0.10  # a share that limits the run
 
 
 class Finding(NamedTuple):
     kind: Kind
-    share: float  # of the wall time that it is about; 0: it is about none
-    figure: str
+    share: float  # of the wall time; 0 for findings that are not about time
+    value: str
     title: str
     advice: str
 
@@ -39,19 +39,23 @@ Rule = Callable[[Facts], Finding | None]
 
 
 def takes_time(kind: Kind, share: float, title: str, advice: str) -> Finding:
-    return Finding(kind, share, f"{figures.percent(share)} of the time", title, advice)
+    return Finding(kind, share, f"{fmt.percent(share)} of the time", title, advice)
 
 
 def saving(share: float, what: str = "it") -> str:
     return f"without {what} the run would be {1 / (1 - min(share, 0.95)):.2f} times as fast"
 
 
-# Rules of the verdict about what took the time of a run.
+def sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+# Rules about the time of a run.
 
 LONGEST_SOURCE = 60
-UNEXPLAINED = 3.0  # times what was predicted
+UNEXPLAINED = 3.0  # measured over predicted communication
 MOSTLY = 0.5
-IN_MEMORY = ("fashion-mnist", "synthetic")  # sources that are not packed: their images are arrays
+IN_MEMORY = ("fashion-mnist", "synthetic")  # sources of arrays, which cannot be packed
 
 
 def input_waits(facts: Facts) -> Finding | None:
@@ -60,24 +64,24 @@ def input_waits(facts: Facts) -> Finding | None:
         return None
     stages = {stage: facts.share(stage) for stage in STAGES}
     stage = max(stages, key=stages.__getitem__)
-    told = f"Of that, {figures.percent(stages[stage] / share)} was {stage}; " if stages[stage] else "In all, "
-    advice = f"{told}{saving(share)}. {input_advice(facts.view, stage)}"
+    detail = f"{fmt.percent(stages[stage] / share)} of the wait was for {stage}; " if stages[stage] else ""
+    advice = f"{sentence(detail + saving(share))} {input_advice(facts.view, stage)}"
     return takes_time("limit", share, "Waiting for images", advice)
 
 
 def input_advice(view: RunView, stage: str) -> str:
     source, size = view.setting("data.source"), view.setting("data.image_size")
     shown = one_line(source, LONGEST_SOURCE) if isinstance(source, str) else "SOURCE"
-    threads = "give each rank more run.decode_threads, if cores are idle"
+    threads = "raise run.decode_threads if cores are idle"
     if shown.startswith(IN_MEMORY) or shown.endswith(".npz"):
-        return f"{threads[0].upper()}{threads[1:]}."
+        return sentence(threads)
     shorter = f" --shorter-side {-(-8 * size // 7)}" if isinstance(size, int) else ""
     pack = f"megabatch pack {shown} OUT"
     return {
-        "decode": f"Decode less: {pack}{shorter}, then data.source=OUT. Or {threads}.",
-        "read": f"Few large files are read faster: {pack}, then data.source=OUT, on a local disk.",
-        "augment": f"Crop from smaller images: {pack}{shorter}, then data.source=OUT. Or {threads}.",
-        "copy": "Copies to the device were not hidden: a larger batch.micro makes fewer of them.",
+        "decode": f"Store smaller images: {pack}{shorter}, then train with data.source=OUT. Or {threads}.",
+        "read": f"Read a few large files from a local disk: {pack}, then train with data.source=OUT.",
+        "augment": f"Crop from smaller images: {pack}{shorter}, then train with data.source=OUT. Or {threads}.",
+        "copy": "Copies to the device were not hidden. Raise batch.micro for fewer copies.",
     }[stage]
 
 
@@ -85,7 +89,7 @@ def comm_waits(facts: Facts) -> Finding | None:
     share = facts.share("comm")
     if share < WORTH:
         return None
-    about = f"Rank 0 waited for other ranks and the network after its own backward; {saving(share)}."
+    about = f"Rank 0 waited for other ranks and the network after its backward; {saving(share)}."
     return takes_time("limit", share, "Exposed communication", f"{about} {comm_advice(facts)}")
 
 
@@ -94,26 +98,26 @@ def comm_advice(facts: Facts) -> str:
     exposed_s = facts.share("comm") * view.wall_s
     ordered = view.ranks.by_delay()
     if ordered and ordered[0].rank and excess_s(view.ranks) > MOSTLY * exposed_s:
-        return f"Most of it was for rank {ordered[0].rank:,}, and not for the network: see the stragglers."
+        return f"Most of the wait was for rank {ordered[0].rank:,}, not for the network: see Stragglers."
     advice = []
     if tuning and view.num_steps:
-        took, predicted = figures.milliseconds(exposed_s / view.num_steps), figures.milliseconds(tuning.exposed_s)
-        advice.append(f"It was {took} a step, where {tuning.algorithms} was predicted to expose {predicted}.")
+        took, predicted = fmt.milliseconds(exposed_s / view.num_steps), fmt.milliseconds(tuning.exposed_s)
+        advice.append(f"It took {took} per step; {tuning.algorithms} was predicted to expose {predicted}.")
         if exposed_s / view.num_steps > UNEXPLAINED * tuning.exposed_s:
             advice.append(
-                "That is more than the links as they were measured explain: either steps are not equally long on all "
-                "ranks (see what else their hosts do, and whether threads share cores), or the links became slower."
+                "The measured links do not explain this. Either steps take longer on some ranks (check for other "
+                "processes on their hosts and for threads that share cores), or the links became slower."
             )
-    if tuning and tuning.topology.num_nodes > 1 and view.setting("comm.dtype") == "fp32":
-        advice.append("comm.dtype=bf16 halves the bytes between hosts.")
+    if tuning and tuning.topology.num_nodes > 1 and view.setting("comm.dtype") == "same":
+        advice.append("Set comm.dtype=bf16 to halve the bytes between nodes.")
     if view.setting("comm.algorithm") not in (None, "auto"):
-        advice.append("comm.algorithm=auto chooses for each bucket by measurement.")
-    advice.append("A larger batch.global with the same batch.micro computes more between all-reduces.")
+        advice.append("Set comm.algorithm=auto to choose the algorithm of each bucket by measurement.")
+    advice.append("Raise batch.global with the same batch.micro for more compute between all-reduces.")
     return " ".join(advice)
 
 
 def straggler(facts: Facts) -> Finding | None:
-    """By the waits of all ranks, which an evaluation records; before the first, steps name one rank."""
+    """Use the waits of all ranks, which evaluations record.  Before the first evaluation, steps name one rank."""
     view = facts.view
     ordered = view.ranks.by_delay()
     if ordered:
@@ -126,12 +130,46 @@ def straggler(facts: Facts) -> Finding | None:
     share = min(1.0, delay_s / view.wall_s) if view.wall_s > 0 else 0.0
     if share < WORTH:
         return None
-    each = f", {figures.milliseconds(delay_s / num_steps)} a step" if num_steps else ""
-    advice = (
-        f"It delayed the others by {figures.seconds(delay_s)} more than a usual rank did{each}. See what else runs on "
-        "its host, whether that clocks down, and whether its disk is slower."
-    )
+    each = f", {fmt.milliseconds(delay_s / num_steps)} per step" if num_steps else ""
+    cause = slow_gpu(view.ranks.gpus, rank)
+    check = cause or "Check its host for other processes, lower clocks and a slower disk."
+    advice = f"It delayed the other ranks by {fmt.duration(delay_s)} more than the median rank did{each}. {check}"
     return takes_time("limit", share, f"Waiting for rank {rank:,}", advice)
+
+
+SLOWED = 0.05  # share of the time in which a GPU's clock was lowered
+LOWER_CLOCK = 0.95  # of the median of the other GPUs
+REMEDIES: dict[Slowdown, str] = {
+    "heat": "Check the cooling of its host.",
+    "power brake": "Check the power supply of its host.",
+    "hardware slowdown": "Check the cooling and the power supply of its host.",
+    "power cap": "Compare its power limit with that of the others (nvidia-smi -q -d POWER).",
+}
+
+
+def slow_gpu(gpus: Sequence[GpuUse | None], rank: int) -> str:
+    """Return a sentence on why this rank's GPU is slower than the others; "" if it is not, or if that is unknown.
+
+    A power cap is normal under full load, so it is a reason only with a lower clock than that of the others.
+    """
+    gpu = gpus[rank] if rank < len(gpus) else None
+    if gpu is None:
+        return ""
+    others = [other.clock_mhz for number, other in enumerate(gpus) if other and other.clock_mhz and number != rank]
+    usual_mhz = median(others) if others else 0.0
+    is_lower = gpu.clock_mhz is not None and gpu.clock_mhz < LOWER_CLOCK * usual_mhz
+    reasons = [
+        reason
+        for reason, share in sorted(gpu.slowed.items(), key=lambda slowed: -slowed[1])
+        if share >= SLOWED and (is_lower or reason != "power cap")
+    ]
+    if not is_lower and not reasons:
+        errors = fmt.plural(gpu.xid_errors, "critical error")
+        return f"Its GPU reported {errors} (Xid): see dmesg." if gpu.xid_errors else ""
+    share = f", by {reasons[0]} {fmt.percent(gpu.slowed[reasons[0]])} of the time" if reasons else ""
+    clock = f": {gpu.clock_mhz:,.0f} MHz, the others {usual_mhz:,.0f}" if is_lower else ""
+    remedy = REMEDIES[reasons[0]] if reasons else "Compare its clocks with those of the others (nvidia-smi -q)."
+    return f"Its GPU was throttled{share}{clock}. {remedy}"
 
 
 def evaluates_often(facts: Facts) -> Finding | None:
@@ -141,23 +179,23 @@ def evaluates_often(facts: Facts) -> Finding | None:
     every = view.setting("train.evaluate_every")
     times = max(2, math.ceil(share / (1.0001 - share) / WORTH))
     fewer = (every if isinstance(every, int) and every else 1) * times
-    told = f"{figures.plural(len(view.evaluations), 'evaluation')}; {saving(share, 'them')}."
-    advice = f"train.evaluate_every={fewer} brings them to about {figures.percent(WORTH)}."
+    detail = f"{fmt.plural(len(view.evaluations), 'evaluation')}; {saving(share, 'them')}."
+    advice = f"Set train.evaluate_every={fewer} to reduce their share to about {fmt.percent(WORTH)}."
     if len(view.evaluations) < 2 * times:
-        advice = "train.evaluate_every=0 leaves that after the last epoch alone."
-    return takes_time("limit", share, "Evaluations", f"{told} {advice}")
+        advice = "Set train.evaluate_every=0 to evaluate only after the last epoch."
+    return takes_time("limit", share, "Evaluations", f"{detail} {advice}")
 
 
 def held_by_checkpoints(facts: Facts) -> Finding | None:
     share = facts.share("checkpoint")
     if share < WORTH:
         return None
-    saves, told = facts.view.summary.saves if facts.view.summary else None, "In all, "
+    saves, detail = facts.view.summary.saves if facts.view.summary else None, ""
     if saves:
-        longest = figures.seconds(saves.longest_stall_s)
-        told = f"{figures.plural(saves.count, 'checkpoint')}, the longest held training for {longest}; "
-    advice = "Write them less often (checkpoint.every_steps, checkpoint.every_minutes), or to a faster disk."
-    return takes_time("limit", share, "Checkpoints", f"{told}{saving(share, 'them')}. {advice}")
+        longest = fmt.duration(saves.longest_stall_s)
+        detail = f"{fmt.plural(saves.count, 'checkpoint')}; the longest stalled training for {longest}; "
+    advice = "Write them less often (checkpoint.every_steps, checkpoint.every_minutes) or to a faster disk."
+    return takes_time("limit", share, "Checkpoints", f"{sentence(detail + saving(share, 'them'))} {advice}")
 
 
 def other_time(facts: Facts) -> Finding | None:
@@ -165,19 +203,18 @@ def other_time(facts: Facts) -> Finding | None:
     if share < LIMITS:
         return None
     advice = (
-        "It is neither training, evaluation nor a checkpoint. Where steps are this short, records and the screen cost "
-        "as much: a larger batch.global takes fewer steps."
+        "This time is neither training, evaluation nor checkpoints. With short steps, records and terminal output take "
+        "a large share. Raise batch.global for fewer steps."
     )
     return takes_time("limit", share, "Other work", advice)
 
 
 def computes(facts: Facts) -> Finding | None:
-    """The good case."""
     share, waits = facts.share(*COMPUTE), facts.share(*DATA, "comm")
     if share < MOSTLY or waits >= LIMITS:
         return None
-    rest = "nothing to gain from input or network" if waits < WORTH else f"waits are {figures.percent(waits)}"
-    advice = f"Rank 0 computed; {rest}. Faster from here: more ranks, a lower precision.name, or model.compile=true."
+    rest = "Input and network have nothing to gain" if waits < WORTH else f"Waits are {fmt.percent(waits)}"
+    advice = f"{rest}. For more speed, use more ranks, a lower precision.name, or model.compile=true."
     return takes_time("good", share, "Compute", advice)
 
 
@@ -190,31 +227,28 @@ TIME_RULES: tuple[Rule, ...] = (
     other_time,
 )
 
-# Rules of the verdict about what ended or spoilt a run.
+# Rules about the end of a run and its results.
 
 SKIPPED_WORTH = 0.01  # of steps
 FEWEST_SKIPPED = 5
-FEWEST_STEPS = 50  # to say that a loss does not fall
-FALLEN = 0.98  # of what it was: less has fallen
+FEWEST_STEPS = 50  # needed to judge whether the loss falls
+FALLEN = 0.98  # the last loss over the first
 LONGEST_CAUSE = 200
+RESUMES = "The same command resumes from its newest checkpoint."
 ENDINGS: dict[str, tuple[Kind, str, str]] = {
     "diverged": (
         "problem",
         "It diverged",
-        "The loss or gradients left the numbers.{why} Lower optim.learning_rate, or lengthen schedule.warmup_epochs.",
+        "The loss or a gradient was not finite.{why} Lower optim.learning_rate, or raise schedule.warmup_epochs.",
     ),
-    "failed": (
-        "problem",
-        "It failed",
-        "It ended by an error.{why} The same command resumes from its newest checkpoint.",
+    "failed": ("problem", "It failed", f"It ended with an error.{{why}} {RESUMES}"),
+    "killed": ("problem", "It was killed", f"It wrote no summary.{{why}} {RESUMES}"),
+    "stopped": (
+        "limit",
+        "It was stopped",
+        "It saved a checkpoint when it was asked to stop. The same command resumes.",
     ),
-    "killed": (
-        "problem",
-        "It was killed",
-        "It wrote no summary.{why} The same command resumes from its newest checkpoint.",
-    ),
-    "stopped": ("limit", "It was stopped", "It was asked to stop, and saved its state. The same command resumes."),
-    "running": ("limit", "It is running", "This is what there is so far."),
+    "running": ("limit", "It is running", "This page shows the records so far."),
 }
 
 
@@ -225,7 +259,7 @@ def ended_early(facts: Facts) -> Finding | None:
     kind, title, advice = ENDINGS[view.status]
     causes = (entry.text.split("\n")[0] for entry in reversed(view.log) if entry.text.startswith("rank "))
     cause = next(causes, "")
-    why = f" Its log says: {one_line(cause, LONGEST_CAUSE).rstrip('.')}." if cause else ""
+    why = f" Its log has: {one_line(cause, LONGEST_CAUSE).rstrip('.')}." if cause else ""
     return Finding(kind, 0.0, f"step {view.num_steps:,}", title, advice.replace("{why}", why))
 
 
@@ -235,10 +269,10 @@ def lost_numbers(facts: Facts) -> Finding | None:
     if not bad:
         return None
     advice = (
-        f"For the first time in step {bad[0]:,.0f}. Lower optim.learning_rate, lengthen schedule.warmup_epochs, or set "
+        f"The first such step is {bad[0]:,.0f}. Lower optim.learning_rate, raise schedule.warmup_epochs, or set "
         "optim.clip_norm."
     )
-    return Finding("problem", 0.0, figures.plural(len(bad), "step"), "The loss was not a number", advice)
+    return Finding("problem", 0.0, fmt.plural(len(bad), "step"), "The loss was not finite", advice)
 
 
 def does_not_learn(facts: Facts) -> Finding | None:
@@ -249,9 +283,9 @@ def does_not_learn(facts: Facts) -> Finding | None:
     first, last = mean(losses[:tenth]), mean(losses[-tenth:])
     if last < FALLEN * first:
         return None
-    advice = "It ends where it began, or above. megabatch lr-range finds learning rates that this model can take."
-    figure = f"{figures.number(first, 3)} to {figures.number(last, 3)}"
-    return Finding("problem", 0.0, figure, "The loss does not fall", advice)
+    advice = "Its last tenth is not below its first. Search for a learning rate with `megabatch lr-range`."
+    value = f"{fmt.number(first, 3)} to {fmt.number(last, 3)}"
+    return Finding("problem", 0.0, value, "The loss does not fall", advice)
 
 
 def overflows(facts: Facts) -> Finding | None:
@@ -259,7 +293,9 @@ def overflows(facts: Facts) -> Finding | None:
     skipped = len(view.skipped_steps)
     if skipped < FEWEST_SKIPPED or skipped < SKIPPED_WORTH * view.num_steps:
         return None
-    advice = "These steps were skipped. precision.name=bf16 needs no loss scale; a lower optim.learning_rate helps too."
+    advice = (
+        "These steps were skipped. Set precision.name=bf16, which needs no loss scale, or lower optim.learning_rate."
+    )
     return Finding("problem", 0.0, f"{skipped:,} of {view.num_steps:,} steps", "Gradients overflowed", advice)
 
 
@@ -268,20 +304,13 @@ def images_skipped(facts: Facts) -> Finding | None:
     skipped = view.summary.skipped_images if view.summary else view.skipped_images
     if not skipped:
         return None
-    advice = "Others stood in for them. metrics.jsonl names them (skipped_images); replace them in the set."
-    return Finding("problem", 0.0, figures.plural(skipped, "image"), "Images could not be read", advice)
+    advice = "Other images replaced them. metrics.jsonl lists them (skipped_images); fix or remove these files."
+    return Finding("problem", 0.0, fmt.plural(skipped, "image"), "Images could not be read", advice)
 
 
 ENDING_RULES: tuple[Rule, ...] = (ended_early, lost_numbers, does_not_learn, overflows, images_skipped)
 
-MUCH = 0.25  # of the wall time, from which on it comes before compute
-BEGINNINGS = {
-    "diverged": "This run diverged. ",
-    "failed": "This run failed. ",
-    "killed": "This run was killed. ",
-    "stopped": "This run was stopped. ",
-    "running": "This run is not over. ",
-}
+MUCH = 0.25  # a share of the wall time that the headline names before compute
 
 
 def findings_of(view: RunView) -> list[Finding]:
@@ -293,20 +322,18 @@ def findings_of(view: RunView) -> list[Finding]:
 
 
 def headline(view: RunView, findings: Sequence[Finding]) -> str:
-    """One or two sentences."""
+    """Return one or two sentences: how the run ended, and its bottleneck."""
     if not view.num_steps:
         return "This run has not taken a step."
-    begin = BEGINNINGS.get(view.status, "")
+    begin = f"This run{ENDINGS[view.status][1].removeprefix('It')}. " if view.status in ENDINGS else ""
     verb = "limits" if view.status == "running" else "limited"
     computed = Facts(view, shares_of(view.times.totals())).share(*COMPUTE)
     limit = max((found for found in findings if found.kind == "limit"), key=lambda found: found.share, default=None)
     if limit and limit.share >= LIMITS:
         if limit.share >= MUCH or limit.share > computed:
-            return f"{begin}{limit.title} {verb} this run: {limit.figure}."
+            return f"{begin}{limit.title} {verb} this run: {limit.value}."
         what = limit.title[0].lower() + limit.title[1:]
-        return (
-            f"{begin}{figures.percent(computed)} of the time was compute; {what} took {figures.percent(limit.share)}."
-        )
+        return f"{begin}{fmt.percent(computed)} of the time was compute; {what} took {fmt.percent(limit.share)}."
     if computed:
-        return f"{begin}Compute {verb} this run, as it should: {figures.percent(computed)} of the time."
-    return begin.strip() or "Nothing by itself limited this run."
+        return f"{begin}Compute {verb} this run, as it should: {fmt.percent(computed)} of the time."
+    return begin.strip() or "No single cause limited this run."

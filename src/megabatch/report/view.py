@@ -1,7 +1,7 @@
-"""One run as the page sees it, from one pass over its records.
+"""The data of the report: one run, read in a single pass over its records.
 
-Whatever is missing is left out, since a run may be running or killed; what is damaged in metrics.jsonl is one
-line for the user.
+Missing files are left out, since a run may be running or killed.  A damaged row of metrics.jsonl is an error; other
+damaged files become notes on the page.
 """
 
 import math
@@ -34,7 +34,9 @@ from megabatch.runs.reader import (
 )
 from megabatch.runs.records import (
     EvaluationRecord,
+    GpuUse,
     Mistakes,
+    NoiseRecord,
     Record,
     StepRecord,
     StepTimes,
@@ -44,11 +46,11 @@ from megabatch.runs.records import (
 )
 from megabatch.runs.settings import Value, flatten, require_run
 
-# Where the time of a run goes, by what rank 0 spent it on.
+# The time breakdown of rank 0.
 #
-# Every row of metrics.jsonl says how the time since the row before was spent.  The wall time is the authority: what
-# the parts of a row leave of it is `other`, and parts that claim more than there was are scaled down.  So the parts
-# of a run add up to its wall time, and so do those of any stretch of it.
+# Every row of metrics.jsonl has the parts of the time since the previous row.  The wall time takes precedence: time
+# that the parts of a row do not cover is `other`, and parts that exceed the wall time are scaled down.  The parts of a
+# run therefore add up to its wall time, as do those of any interval.
 
 
 class Part(NamedTuple):
@@ -58,35 +60,35 @@ class Part(NamedTuple):
 
 
 PARTS = (
-    Part("read", "data: read", "waited for images that were being read"),
-    Part("decode", "data: decode", "waited for images that were being decoded"),
-    Part("augment", "data: augment", "waited for images that were being cropped, resized or flipped"),
-    Part("copy", "data: copy", "waited for images on their way to the device"),
-    Part("data", "data", "waited for images; at which stage was not recorded"),
-    Part("forward", "forward", "computed the loss"),
-    Part("backward", "backward", "computed gradients, with all-reduces running beside it"),
-    Part("comm", "exposed communication", "waited for other ranks and the network after the own backward"),
+    Part("read", "data: read", "waiting for images that were being read"),
+    Part("decode", "data: decode", "waiting for images that were being decoded"),
+    Part("augment", "data: augment", "waiting for images that were being cropped, resized or flipped"),
+    Part("copy", "data: copy", "waiting for images that were being copied to the device"),
+    Part("data", "data", "waiting for images; the stage was not recorded"),
+    Part("forward", "forward", "forward pass and loss"),
+    Part("backward", "backward", "gradients, overlapped with all-reduces"),
+    Part("comm", "exposed communication", "waiting for other ranks and the network after backward"),
     Part("update", "update", "optimizer step"),
-    Part("evaluation", "evaluation", "tested the model"),
-    Part("checkpoint", "checkpoints", "training was held by a checkpoint"),
-    Part("other", "other", "records, the screen, comparing ranks, and what was not recorded"),
+    Part("evaluation", "evaluation", "evaluation on test images"),
+    Part("checkpoint", "checkpoints", "training stalled by checkpoints"),
+    Part("other", "other", "records, terminal output, comparison of ranks, unrecorded time"),
 )
 KEYS = tuple(part.key for part in PARTS)
 DATA = ("read", "decode", "augment", "copy", "data")
 COMPUTE = ("forward", "backward", "update")
 STAGES = ("read", "decode", "augment", "copy")
 NUM_BINS = 60
-ROUNDING = 1e-12  # of a wall time
+ROUNDING = 1e-12  # relative error of a wall time
 
-Seconds = dict[str, float]  # by the key of a part
+Seconds = dict[str, float]  # by part
 
 
 class TimeColumns:
-    """When each row ended, and the seconds of its parts."""
+    """The end of each row and the seconds of its parts."""
 
     def __init__(self) -> None:
         self.end_s = array("d")
-        self.rows = array("d")  # the parts of one row after another: to append to many columns takes longer
+        self.rows = array("d")  # row by row: appending to many columns takes longer
 
     @property
     def wall_s(self) -> float:
@@ -101,16 +103,16 @@ class TimeColumns:
 
     def append(self, parts: Seconds, end_s: float) -> None:
         duration_s = end_s - self.wall_s
-        told_s = math.fsum(parts.values())
-        if told_s > duration_s:
-            parts = {key: seconds * duration_s / told_s for key, seconds in parts.items()}
-        elif duration_s - told_s > ROUNDING * end_s:
-            parts["other"] = parts.get("other", 0.0) + duration_s - told_s
+        parts_s = math.fsum(parts.values())
+        if parts_s > duration_s:
+            parts = {key: seconds * duration_s / parts_s for key, seconds in parts.items()}
+        elif duration_s - parts_s > ROUNDING * end_s:
+            parts["other"] = parts.get("other", 0.0) + duration_s - parts_s
         self.rows.extend([parts.get(key, 0.0) for key in KEYS])
         self.end_s.append(end_s)
 
     def end(self, wall_s: float) -> None:
-        """The summary knows of time after the last row."""
+        """Add the time after the last row, which only the summary has."""
         if wall_s > self.wall_s:
             self.append({}, wall_s)
 
@@ -124,7 +126,7 @@ def parts_of(times: StepTimes, data_wait: TimeBreakdown) -> Seconds:
 
 
 def by_stage(data_s: float, data_wait: TimeBreakdown) -> Seconds:
-    """A wait for images, shared out as the stages were busy meanwhile."""
+    """Divide a wait for images in proportion to the time that each stage was busy meanwhile."""
     stages = {stage: max(0.0, getattr(data_wait, stage)) for stage in STAGES}
     total_s = math.fsum(stages.values())
     if total_s <= 0:
@@ -133,33 +135,29 @@ def by_stage(data_s: float, data_wait: TimeBreakdown) -> Seconds:
 
 
 def shares_of(totals: Mapping[str, float]) -> Seconds:
-    """Of 1.  Of nothing, nothing."""
+    """Return the positive parts as shares of their sum, or {} if the sum is 0."""
     total_s = math.fsum(totals.values())
     return {key: value / total_s for key, value in totals.items() if value > 0} if total_s > 0 else {}
 
 
 class Bins(NamedTuple):
-    """Stretches of equal wall time, and the seconds of each part in each."""
+    """Intervals of equal wall time, and the seconds of each part in each interval."""
 
     edges_s: list[float]
-    parts: dict[str, list[float]]  # only those that took any time
+    parts: dict[str, list[float]]  # only parts that took time
 
 
 def bins_of(times: TimeColumns, num_bins: int = NUM_BINS) -> Bins:
-    """A row that lies in several stretches is shared out among them."""
+    """Divide the wall time into `num_bins` intervals.  A row in several intervals is divided among them."""
     wall_s = times.wall_s
     num_bins = max(1, min(num_bins, len(times.end_s)))
     edges = [*(wall_s * place / num_bins for place in range(num_bins)), wall_s]
-    binned = {}
-    for key in KEYS:
-        column = times.column(key)
-        if any(column):
-            binned[key] = spread(times.end_s, column, edges)
-    return Bins(edges, binned)
+    columns = {key: column for key in KEYS if any(column := times.column(key))}
+    return Bins(edges, {key: spread(times.end_s, column, edges) for key, column in columns.items()})
 
 
 def spread(end_s: Sequence[float], amounts: Sequence[float], edges: Sequence[float]) -> list[float]:
-    """Amounts that are each even over (the end before, their end], cut at the edges."""
+    """Sum amounts by bin.  Each amount is uniform between the previous end and its own end."""
     bins = [0.0] * (len(edges) - 1)
     begin, last = 0.0, len(bins) - 1
     for end, amount in zip(end_s, amounts, strict=True):
@@ -177,29 +175,30 @@ def spread(end_s: Sequence[float], amounts: Sequence[float], edges: Sequence[flo
     return bins
 
 
-# Which ranks the others waited for, and how long.
+# Stragglers.
 #
-# An all-reduce makes every rank look equally slow.  But who comes last waits least: between two evaluations, a rank
-# has delayed the others by the wait of the rank that waited most, less its own.
+# An all-reduce makes every rank look equally slow, but the slowest rank waits least.  Between two evaluations, the
+# delay caused by a rank is the longest wait of any rank minus its own wait.
 
 
 class RankDelay(NamedTuple):
     rank: int
     delay_s: float
     wait_s: float
-    num_last: int  # stretches between evaluations in which it was the last
+    num_last: int  # intervals between evaluations in which it was the slowest
 
 
 class RankDelays:
-    """Of the ranks that the run had when it was last evaluated: their number may change where it resumes."""
+    """Delays of the ranks at the last evaluation.  A resume may change the number of ranks, which starts again."""
 
     def __init__(self) -> None:
         self.delay_s = array("d")
         self.wait_s = array("d")
         self.num_last: list[int] = []
-        self.num_stretches = 0
-        self.first_step, self.last_step = 0, 0  # that they cover
-        self.straggler: tuple[int, float] | None = None  # of the newest step: the rank, and its delay a step
+        self.num_intervals = 0
+        self.first_step, self.last_step = 0, 0  # of the intervals
+        self.straggler: tuple[int, float] | None = None  # of the newest step: the rank and its delay per step
+        self.gpus: list[GpuUse | None] = []  # of the newest evaluation that has them
 
     @property
     def num_ranks(self) -> int:
@@ -214,80 +213,77 @@ class RankDelays:
             self.straggler = (record.straggler, record.straggler_delay_s)
 
     def add_evaluation(self, record: EvaluationRecord) -> None:
+        self.gpus = record.rank_gpus if any(record.rank_gpus) else self.gpus
         waits = record.rank_waits_s
         if len(waits) > 1 and all(map(math.isfinite, waits)):
             if len(waits) != len(self.delay_s):
                 self.delay_s, self.wait_s = array("d", bytes(8 * len(waits))), array("d", bytes(8 * len(waits)))
-                self.num_last, self.num_stretches = [0] * len(waits), 0
+                self.num_last, self.num_intervals = [0] * len(waits), 0
                 self.first_step = self.last_step
             most = max(waits)
             for rank, wait_s in enumerate(waits):
                 self.delay_s[rank] += most - wait_s
                 self.wait_s[rank] += wait_s
             self.num_last[waits.index(min(waits))] += 1
-            self.num_stretches += 1
+            self.num_intervals += 1
         self.last_step = record.step
 
     def by_delay(self) -> list[RankDelay]:
-        """The one that was waited for most first."""
+        """Return all ranks, the largest delay first."""
         rows = [RankDelay(*row) for row in zip(count(), self.delay_s, self.wait_s, self.num_last, strict=False)]
         return sorted(rows, key=lambda row: -row.delay_s)
 
 
 def excess_s(delays: RankDelays) -> float:
-    """By how much the first delayed the others more than the median rank did: what is its own, and not the noise."""
+    """Return how much more the slowest rank delayed the others than the median rank did, which is noise."""
     ordered = delays.by_delay()
     return ordered[0].delay_s - ordered[len(ordered) // 2].delay_s if ordered else 0.0
 
 
-# Curves of a long run, with as many points as a screen can show.
+# Curves, downsampled to as many points as a screen can show.
 #
-# The run's steps are cut into spans of equal length.  Of each span stay its least and its greatest value, and the
-# first that is no number: no spike, no dip and no gap is lost, and what is drawn covers the same pixels as the whole
-# curve. The first and the last point stay too.
+# The steps are divided into spans of equal length.  Each span keeps its smallest and largest value and the first
+# that is not finite.  No spike, dip or gap is lost, and the drawing covers the same pixels as the whole curve.  The
+# first and the last point are kept too.
 
 MOST_POINTS = 1_000
-MOST_MEANS, FEWEST_MEANS, STEPS_OF_MEAN = 160, 20, 8  # of the line through a noisy curve
+MOST_MEANS, FEWEST_MEANS, STEPS_OF_MEAN = 160, 20, 8  # of the smoothed line of a noisy curve
 
 
 class Curve(NamedTuple):
-    """Points, x ascending.  A y that is not finite is a gap."""
+    """Points with ascending x.  A y that is not finite is a gap."""
 
     x: Sequence[float]
     y: Sequence[float]
 
 
-def thin(curve: Curve, most: int = MOST_POINTS) -> Curve:
-    """At most so many points, and one more for each span that has a gap."""
+def downsample(curve: Curve, most: int = MOST_POINTS) -> Curve:
+    """Return at most `most` points, and one more for each span that has a gap."""
     length = len(curve.y)
     if length <= most:
         return curve
-    kept = {0, length - 1}
+    places = {0, length - 1}
     num_spans = max(1, (most - 2) // 2)
     for span in range(num_spans):
-        kept.update(extremes(curve.y, span * length // num_spans, (span + 1) * length // num_spans))
-    return at(curve, sorted(kept))
+        places.update(extremes(curve.y, span * length // num_spans, (span + 1) * length // num_spans))
+    ordered = sorted(places)
+    return Curve([curve.x[place] for place in ordered], [curve.y[place] for place in ordered])
 
 
 def extremes(values: Sequence[float], begin: int, end: int) -> list[int]:
-    """Where in [begin, end) the least and the greatest value are, and the first that is no number."""
+    """Return where [begin, end) has its smallest and largest finite value, and its first that is not finite."""
     part = values[begin:end]
-    if not all(map(math.isfinite, part)):
-        places = range(begin, end)
-        gap = next(place for place in places if not math.isfinite(values[place]))
-        finite = [place for place in places if math.isfinite(values[place])]
-        if not finite:
-            return [gap]
-        return [gap, min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)]
-    return [begin + part.index(min(part)), begin + part.index(max(part))]
-
-
-def at(curve: Curve, places: Sequence[int]) -> Curve:
-    return Curve([curve.x[place] for place in places], [curve.y[place] for place in places])
+    if all(map(math.isfinite, part)):  # the usual case, without a Python loop
+        return [begin + part.index(min(part)), begin + part.index(max(part))]
+    places = range(begin, end)
+    found = [next(place for place in places if not math.isfinite(values[place]))]
+    if known := [place for place in places if math.isfinite(values[place])]:
+        found += [min(known, key=values.__getitem__), max(known, key=values.__getitem__)]
+    return found
 
 
 def means(curve: Curve, num_spans: int | None = None) -> Curve:
-    """The mean of each span, at its middle step; a span without a number is a gap."""
+    """Return the mean of each span at its middle step.  A span without a finite value is a gap."""
     length = len(curve.y)
     if num_spans is None:
         num_spans = min(MOST_MEANS, max(FEWEST_MEANS, length // STEPS_OF_MEAN))
@@ -295,22 +291,21 @@ def means(curve: Curve, num_spans: int | None = None) -> Curve:
     x, y = [], []
     for span in range(num_spans):
         begin, end = span * length // num_spans, (span + 1) * length // num_spans
-        found = [value for value in curve.y[begin:end] if math.isfinite(value)]
         x.append(curve.x[(begin + end - 1) // 2])
-        y.append(mean(found))
+        y.append(mean(finite(curve.y[begin:end])))
     return Curve(x, y)
 
 
 def mean(values: Sequence[float]) -> float:
-    """NaN of nothing, and inf where the sum is beyond all numbers."""
+    """Return the mean; NaN if there are no values, and inf if the sum overflows."""
     try:
         return math.fsum(values) / len(values) if values else math.nan
     except OverflowError:
         return math.inf
 
 
-def runs_of_numbers(curve: Curve) -> list[Curve]:
-    """The parts of a curve between its gaps."""
+def finite_runs(curve: Curve) -> list[Curve]:
+    """Return the parts of a curve between its gaps."""
     parts: list[Curve] = []
     x: list[float] = []
     y: list[float] = []
@@ -328,12 +323,12 @@ def finite(values: Sequence[float]) -> list[float]:
     return [value for value in values if math.isfinite(value)]
 
 
-STEP_COLUMNS = ("step", "epoch", "loss", "lr", "loss_scale", "images_per_s")
-EVALUATION_COLUMNS = ("step", "epoch", "top1", "top5", "test_loss", "resident_mb", "device_mb")
+STEP_COLUMNS = ("step", "epoch", "loss", "lr", "loss_scale", "image_size", "images_per_s")
+EVALUATION_COLUMNS = ("step", "epoch", "top1", "raw_top1", "top5", "test_loss", "resident_mb", "device_mb")
 
 
 class Columns:
-    """Numbers of rows, by the name of their field; what a row has not is NaN."""
+    """Values of rows by field.  A missing value is NaN."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.of = {name: array("d") for name in names}
@@ -356,11 +351,12 @@ class RunView:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.name = shown_path(Path(path.resolve().name))
-        self.notes: list[str] = []  # what could not be read
+        self.notes: list[str] = []  # about unreadable files
         self.steps = Columns(STEP_COLUMNS)
         self.evaluations = Columns(EVALUATION_COLUMNS)
         self.times = TimeColumns()
         self.ranks = RankDelays()
+        self.noise: list[tuple[int, NoiseRecord]] = []  # of measured steps
         self.skipped_steps: list[float] = []
         self.skipped_images = 0
         self.last_step: StepRecord | None = None
@@ -411,24 +407,24 @@ def read_run(path: Path) -> RunView:
     view.status, view.summary, view.written_s = listing.status, listing.summary, listing.written_s
     view.recipe, view.global_batch = listing.recipe, listing.batch
     if view.status == "damaged":
-        view.notes.append(f"{files.SUMMARY} is damaged: what it says is left out")
+        view.notes.append(f"{files.SUMMARY} is damaged and left out")
     read_rows(view)
     read_config(view)
     view.environment, view.log = read_environment(path), read_log(path)
     view.mistakes, view.trace = read_mistakes(path), read_step_trace(path)
     for name, found in ((files.MISTAKES, view.mistakes), (files.STEP_TRACE, view.trace)):
         if found is None and (path / name).exists():
-            view.notes.append(f"{name} is damaged: what it says is left out")
+            view.notes.append(f"{name} is damaged and left out")
     if (path / files.PLAN).exists():
         try:
             view.tuning = read_plan(path)
         except UserError:
-            view.notes.append(f"{files.PLAN} is damaged: what it says is left out")
+            view.notes.append(f"{files.PLAN} is damaged and left out")
     if (path / files.MODEL).exists():
         try:
             view.classes = decode_card(read_regular(path / files.MODEL, MAX_JSON_BYTES), files.MODEL).classes
         except (UserError, OSError):
-            view.notes.append(f"{files.MODEL} is damaged: classes have numbers instead of names")
+            view.notes.append(f"{files.MODEL} is damaged: classes are shown by number")
     return view
 
 
@@ -439,6 +435,8 @@ def read_rows(view: RunView) -> None:
             if isinstance(record, StepRecord):
                 view.steps.add(record, view.times.wall_s)
                 view.last_step = record
+                if record.noise:
+                    view.noise.append((record.step, record.noise))
                 view.ranks.add_step(record)
                 view.skipped_images += len(record.skipped_images)
                 if record.skipped:
@@ -450,7 +448,9 @@ def read_rows(view: RunView) -> None:
     except FileNotFoundError:
         return  # killed before its first row
     except OSError as error:
-        raise UserError(f"{view.path / files.METRICS} cannot be read ({error.strerror}); restore it") from None
+        raise UserError(
+            f"{view.path / files.METRICS} cannot be read ({error.strerror}); check its permissions"
+        ) from None
     if view.summary:
         view.times.end(view.summary.wall_s)
 
@@ -460,4 +460,4 @@ def read_config(view: RunView) -> None:
         view.config_text = read_regular(view.path / files.CONFIG, MAX_CONFIG_BYTES).decode(errors="replace")
         view.config = dict(flatten(parse_toml(view.config_text)))
     except (OSError, NotToml):
-        view.notes.append(f"{files.CONFIG} cannot be read: settings are left out")
+        view.notes.append(f"{files.CONFIG} cannot be read; settings are left out")

@@ -1,4 +1,9 @@
-"""What came of a run: its summary, or for one that has none (it runs, or was killed) what its rows add up to."""
+"""Outcomes of runs, and their comparison.
+
+Runs that differ only in their seed, or in settings that do not affect results, form a group.  The mean of a group is
+over the seeds of its finished runs, since an unfinished run may still improve.  A seed that was run twice counts once.
+If a run diverged, the group has no mean, since the mean of the other runs would be too good.
+"""
 
 import os
 from collections import Counter, defaultdict
@@ -15,7 +20,7 @@ from megabatch.runs.intervals import Interval, Spread, gap, paired_gap, spread
 from megabatch.runs.reader import (
     is_running,
     read_environment,
-    read_if_sound,
+    read_if_valid,
     read_log,
     read_records,
     read_summary,
@@ -38,9 +43,12 @@ VERSIONS = ("megabatch", "torch", "python", "system", "host")  # of env.json
 
 
 class RunOutcome(Struct, frozen=True, kw_only=True):
-    """What --json prints.  None is what the run has not come to, or does not record."""
+    """The outcome of a run, as `--json` prints it.  None stands for values that are not known or not recorded.
 
-    path: str  # as it was given
+    The summary of a running or killed run is computed from its rows.
+    """
+
+    path: str  # as passed by the user
     status: OutcomeStatus
     recipe: str | None
     seed: int | None
@@ -53,9 +61,9 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
     top5: float | None
     best_top1: float | None
     test_loss: float | None
-    target_top1: float | None  # that was asked for, or else the run's own
+    target_top1: float | None  # requested, or else the run's setting
     time_to_target_s: float | None  # wall time of the first evaluation that reached it
-    steps_to_target: int | None  # of a target that was asked for, or of a run without a summary
+    steps_to_target: int | None  # only for a requested target, or a run without a summary
     wall_s: float | None
     images_per_s: float | None
     data_wait_share: float | None  # of the time of training steps
@@ -68,15 +76,13 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
     environment: dict[str, str]  # megabatch, torch, python, system, host, gpus
 
 
-class Reached(Struct, frozen=True):
-    """A target."""
-
+class TargetReached(Struct, frozen=True):
     wall_s: float
-    step: int | None = None  # None: the summary does not say
+    step: int | None = None  # None: not in the summary
 
 
 def read_outcome(path: Path, settings: Mapping[str, Value], target: float | None = None) -> RunOutcome:
-    """`target`, if it is given, stands in for the run's own."""
+    """Return the outcome of a run.  `target` replaces the run's own target accuracy."""
     batch, seed = whole(settings.get("batch.global")), whole(settings.get(SEED))
     own_target = settings.get(TARGET)
     own_target = float(own_target) if isinstance(own_target, int | float) else None
@@ -84,7 +90,7 @@ def read_outcome(path: Path, settings: Mapping[str, Value], target: float | None
     is_live = is_running(path)
     summary = None if is_live else read_summary(path)
     if summary is None and not is_live and os.path.lexists(path / files.SUMMARY):
-        raise UserError(f"{path / files.SUMMARY} is damaged; remove the run, or train it again")
+        raise UserError(f"{path / files.SUMMARY} is damaged; delete the run or train it again")
     status: OutcomeStatus = summary.status if summary else "running" if is_live else "killed"
     reached, wall_s = None, summary.wall_s if summary else None
     if summary is None:
@@ -92,7 +98,7 @@ def read_outcome(path: Path, settings: Mapping[str, Value], target: float | None
     elif target is not None and target != own_target:
         reached = first_to_reach(rows_of(path), target)
     elif summary.time_to_target_s is not None:
-        reached = Reached(summary.time_to_target_s)
+        reached = TargetReached(summary.time_to_target_s)
     ranks, hosts = read_ranks_and_hosts(path)
     name = settings.get("name")
     return RunOutcome(
@@ -129,13 +135,13 @@ def whole(value: Value | None) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63 else None
 
 
-def add_up(path: Path, batch: int | None, target: float | None) -> tuple[Summary, Reached | None, float | None]:
-    """What a summary of the rows so far would say, when they reached the target, and the wall time so far."""
+def add_up(path: Path, batch: int | None, target: float | None) -> tuple[Summary, TargetReached | None, float | None]:
+    """Return the summary of the rows so far, when the target was reached, and the wall time so far."""
     totals = RunTotals(global_batch=batch or 0, target_top1=None, resumed_from_step=resumed_from(path))
     reached, wall_s = None, None
     for record in rows_of(path):
         if isinstance(record, StepRecord) and not (batch and record.images_per_s):
-            raise UserError(f"{path} is damaged: a step of no images; remove the run, or train it again")
+            raise UserError(f"{path} is damaged: it has a step without images; delete the run or train it again")
         totals.add(record, record.wall_s)
         wall_s = record.wall_s
         reached = reached or first_to_reach([record], target)
@@ -145,42 +151,42 @@ def add_up(path: Path, batch: int | None, target: float | None) -> tuple[Summary
 def rows_of(path: Path) -> Iterator[Record]:
     try:
         yield from read_records(path)
-    except FileNotFoundError:  # it ended before its first row
+    except FileNotFoundError:  # the run ended before its first row
         return
     except OSError as error:
-        raise UserError(f"{path / files.METRICS} cannot be read ({error.strerror}); see that it can be") from None
+        raise UserError(f"{path / files.METRICS} cannot be read ({error.strerror}); check its permissions") from None
 
 
-def first_to_reach(rows: Iterable[Record], target: float | None) -> Reached | None:
+def first_to_reach(rows: Iterable[Record], target: float | None) -> TargetReached | None:
     for record in rows:
         if target is not None and isinstance(record, EvaluationRecord) and record.top1 >= target:
-            return Reached(record.wall_s, record.step)
+            return TargetReached(record.wall_s, record.step)
     return None
 
 
 def resumed_from(path: Path) -> int | None:
-    """Where the last resumption began, by the log."""
-    begun = [entry.begins_at for entry in read_log(path) if entry.begins_at is not None]
-    return (begun[-1] or None) if begun else None
+    """Return the step of the last resume in the log."""
+    starts = [entry.begins_at for entry in read_log(path) if entry.begins_at is not None]
+    return (starts[-1] or None) if starts else None
 
 
-class Planned(Struct):
-    """Of plan.json, who takes part."""
+class PlanTopology(Struct):
+    """The part of plan.json that holds the topology."""
 
     topology: Topology
 
 
 def read_ranks_and_hosts(path: Path) -> tuple[int | None, int | None]:
-    planned = read_if_sound(path / files.PLAN, Planned)
-    if planned:
-        return planned.topology.num_ranks, planned.topology.num_nodes
+    plan = read_if_valid(path / files.PLAN, PlanTopology)
+    if plan:
+        return plan.topology.num_ranks, plan.topology.num_nodes
     variables = read_environment(path).get("variables")
-    said = variables.get("WORLD_SIZE") if isinstance(variables, dict) else None
-    return int(said) if isinstance(said, str) and said.isdecimal() and len(said) < 10 else None, None
+    size = variables.get("WORLD_SIZE") if isinstance(variables, dict) else None
+    return int(size) if isinstance(size, str) and size.isdecimal() and len(size) < 10 else None, None
 
 
 def read_versions(path: Path) -> dict[str, str]:
-    """What explains that equal settings come to something else: versions, and the machine."""
+    """Return versions and hardware, which may explain different results of equal settings."""
     found = read_environment(path)
     versions: dict[str, object] = {key: found[key] for key in VERSIONS if key in found}
     gpus = found.get("gpus")
@@ -189,40 +195,33 @@ def read_versions(path: Path) -> dict[str, str]:
     return {key: str(value) for key, value in versions.items()}
 
 
-# Several runs side by side: in which settings they differ, what came of each, and what their seeds say.
-#
-# Runs that differ in nothing but the seed, and in what decides no number, are a group.  Its mean is over the seeds of
-# runs that have finished: what an unfinished one has reached is not what it would have come to.  A seed that was run
-# twice counts once, since a repetition tells nothing of other seeds; and where one diverged there is no mean, since
-# that of the others would flatter the group.  `megabatch compare` prints this, and the report draws it.
-
 FORMAT = 1
-# Of no setting: words about the recipe, and the folder, which is what the user has given.
+# Not listed as differences: descriptions of the recipe, and the folder, which the user passed.
 UNLISTED = ("about", "provenance", "run.dir")
-NOT_OF_A_GROUP = (SEED, TARGET)  # the target is only what is reported
+NOT_OF_A_GROUP = (SEED, TARGET)  # the target only affects reporting
 
 
 class Difference(Struct, frozen=True):
-    """Something in which the runs differ."""
+    """A setting or part of the environment in which the runs differ."""
 
     name: str
-    values: list[Value | None]  # of each run; None: it has none
+    values: list[Value | None]  # of each run; None: not set
 
 
 class GapToFirst(Struct, frozen=True):
-    size: float  # mean of the group minus that of the first: positive where the group is better
-    interval: Interval | None  # of 95 %; None: a side has one seed only
-    is_paired: bool  # by seed, as both have the same ones; else Welch's
+    size: float  # mean of the group minus that of the first: positive if the group is better
+    interval: Interval | None  # of 95 %; None: a side has only one seed
+    is_paired: bool  # by seed, if both have the same seeds; else Welch's
 
 
 class SeedGroup(Struct, frozen=True, kw_only=True):
-    runs: list[int]  # their places among the runs, from 0
-    settings: dict[str, Value | None]  # in which groups differ
-    seeds: list[int]  # of the runs that have finished, ascending
-    num_unfinished: int  # runs that are in no mean
+    runs: list[int]  # indices of its runs
+    settings: dict[str, Value | None]  # in which the groups differ
+    seeds: list[int]  # of finished runs, ascending
+    num_unfinished: int  # runs that are not in the mean
     num_diverged: int
-    top1: Spread | None  # over the seeds; None: none has finished, or one diverged
-    gap_to_first: GapToFirst | None  # None in the first group, and where one of the two has no mean
+    top1: Spread | None  # over the seeds; None: no run finished, or one diverged
+    gap_to_first: GapToFirst | None  # None in the first group, and if a mean is missing
 
 
 class RunComparison(Struct, frozen=True, kw_only=True):
@@ -234,13 +233,13 @@ class RunComparison(Struct, frozen=True, kw_only=True):
 
 
 def compare(paths: Sequence[Path], target: float | None = None) -> RunComparison:
-    """One line where one of them is no run, or is damaged.  A run that is given twice is there once."""
-    given: dict[str, Path] = {}
+    """Compare runs; a run passed twice counts once.  Raise UserError if one is not a run or is damaged."""
+    unique: dict[str, Path] = {}
     for path in paths:
-        given.setdefault(os.path.realpath(path), path)
-    paths = list(given.values())
+        unique.setdefault(os.path.realpath(path), path)
+    paths = list(unique.values())
     if not paths:
-        raise UserError("no run is given; for example runs/fashion-001 runs/fashion-002, or runs/*")
+        raise UserError("no runs to compare; for example runs/fashion-001 runs/fashion-002, or runs/*")
     settings = [read_settings(path) for path in paths]
     outcomes = [read_outcome(path, found, target) for path, found in zip(paths, settings, strict=True)]
     listed = [{key: value for key, value in found.items() if is_listed(key)} for found in settings]
@@ -258,14 +257,14 @@ def is_listed(key: str) -> bool:
 
 
 def differences(found: Sequence[Mapping[str, Value]]) -> list[Difference]:
-    """In the order in which the runs have them."""
+    """Return the names whose values differ, in the order of the runs' settings."""
     names = dict.fromkeys(name for one in found for name in one)
     listed = [Difference(name, [one.get(name) for one in found]) for name in names]
     return [one for one in listed if not all(is_same(value, one.values[0]) for value in one.values)]
 
 
 def group_by_settings(paths: Sequence[Path], settings: Sequence[Mapping[str, Value]]) -> list[list[int]]:
-    """The places of runs that differ in the seed alone, in the order of their first ones."""
+    """Return the indices of runs that differ only in the seed, in the order of their first runs."""
     deciding = [
         {key: value for key, value in found.items() if is_decisive(key) and key not in NOT_OF_A_GROUP}
         for found in settings
@@ -313,7 +312,7 @@ def make_groups(
 
 
 def top1_by_seed(outcomes: Sequence[RunOutcome]) -> dict[int, float] | None:
-    """Of every seed that has finished, the mean over its runs; None if one diverged."""
+    """Return the mean top-1 of each seed over its finished runs; None if a run diverged."""
     if any(outcome.status == "diverged" for outcome in outcomes):
         return None
     found: defaultdict[int, list[float]] = defaultdict(list)
@@ -324,9 +323,9 @@ def top1_by_seed(outcomes: Sequence[RunOutcome]) -> dict[int, float] | None:
 
 
 def gap_between(values: Mapping[int, float], first: Mapping[int, float]) -> GapToFirst:
-    """Paired where both have the same seeds: then each pair began from the same random numbers."""
+    """Return the gap to the first group, paired if both have the same seeds and so the same initial weights."""
     is_paired = values.keys() == first.keys() and len(values) > 1
-    # Both measure how far an arm lies below its baseline: here the first group is the arm.
+    # Both functions measure how far an arm is below its baseline.  Here the first group is the arm.
     found = (paired_gap if is_paired else gap)(
         arm=[first[seed] for seed in sorted(first)], baseline=[values[seed] for seed in sorted(values)]
     )

@@ -1,15 +1,16 @@
-"""The names of what lies in a run's folder."""
+"""Names of the files in a run's folder."""
 
 LOCK = ".lock"
-CONFIG = "config.toml"  # the recipe, resolved
+CONFIG = "config.toml"  # the resolved recipe
 ENVIRONMENT = "env.json"
 PLAN = "plan.json"  # planning.tuning.Tuning: how gradients are all-reduced
-METRICS = "metrics.jsonl"  # a row per step and evaluation
-SUMMARY = "summary.json"  # what they add up to
+METRICS = "metrics.jsonl"  # one row per step and evaluation
+SUMMARY = "summary.json"  # records.Summary: the totals of all rows
 LOG = "train.log"
-MISTAKES = "mistakes.json"  # runs.mistakes.Mistakes: what the newest evaluation took for what
-STEP_TRACE = "step.json"  # runs.step_trace.StepTrace: one step of rank 0, and its all-reduces
-TIMELINE = "timeline"  # a trace of each rank, if wanted
+MISTAKES = "mistakes.json"  # records.Mistakes: confusions of the newest evaluation
+STEP_TRACE = "step.json"  # records.StepTrace: one step of rank 0 and its all-reduces
+MLLOG = "mllog.txt"  # MLPerf's log, if enabled
+TIMELINE = "timeline"  # a trace of each rank, if enabled
 CHECKPOINTS = "checkpoints"
 WEIGHTS = "model.safetensors"
-MODEL = "model.json"  # runs.model_card.ModelCard: what belongs to the weights
+MODEL = "model.json"  # model_card.ModelCard: metadata of the weights

@@ -1,9 +1,9 @@
-"""The run's folder, as its run writes it: `files.py` lists what lies there, `reader.py` reads it.
+"""The folder of a run, as the run writes it.  `files.py` lists its files, and `reader.py` reads them.
 
-It belongs to one run at a time, which holds its lock.  A disk that is full, read-only or failing does not end the run:
-rows wait in memory, and whether the result could be written is asked at the end.  A folder that is removed or moved
-away under the run is made again at the next checkpoint, with its recipe, environment, plan, card and all rows; the
-checkpoints, the log and TensorBoard's events that were in it are gone.
+The run holds the folder's lock.  A full, read-only or failing disk does not end the run: rows wait in memory, and only
+the end of the run checks that its result was written.  If the folder is removed or moved during the run, the next
+checkpoint creates it again with its recipe, environment, plan, card and all rows.  Earlier checkpoints, the log and
+TensorBoard events are lost.
 """
 
 import json
@@ -24,7 +24,7 @@ from megabatch.io.disk import (
     CHUNK_BYTES,
     Locked,
     make_private,
-    open_own,
+    open_private,
     open_to_append,
     private,
     remove_unfinished,
@@ -38,22 +38,24 @@ from megabatch.runs.reader import length_up_to
 from megabatch.runs.records import Record, Summary
 from megabatch.text import lines_of
 
-# metrics.jsonl, as it is appended to.
-#
-# What the disk does not take waits in memory, in order, and follows when it does: no row is lost or there twice,
-# though one may be cut in two for a while.  A file that is not in its place any more, or that the disk has failed to
-# keep, is written again from the descriptor that is still open: a removed file is there until that is closed.
+ROWS = "rows of metrics"
+MOST_WAITING_BYTES = 256 << 20  # of rows: half a million steps
 
 
 class RowFile:
-    """One thread appends, and another may sync."""
+    """metrics.jsonl.  One thread appends, and another may sync.
+
+    Rows that the disk does not accept wait in memory, in order.  No row is lost or duplicated, though one may be
+    incomplete in the file for a while.  If the file was removed, or a sync failed, the rows are written again from the
+    open descriptor, which keeps a removed file readable.
+    """
 
     def __init__(self, path: Path, step: int) -> None:
-        """Keeps the rows up to `step`."""
+        """Open the file and drop the rows after `step`."""
         self.path = path
         self.lock = threading.Lock()
         self.waiting = bytearray()
-        self.is_suspect = False  # a sync has failed: the kernel may have forgotten what it was to write
+        self.is_suspect = False  # a sync failed: the kernel may have dropped data
         self.descriptor = open_to_append(path)
         try:
             os.ftruncate(self.descriptor, length_up_to(path, step))
@@ -66,14 +68,14 @@ class RowFile:
             self.waiting += row
 
     def flush(self) -> None:
-        """What waits is in the file when this returns."""
+        """Write all waiting rows to the file."""
         with self.lock:
             while self.waiting:
                 count = os.write(self.descriptor, self.waiting)
                 del self.waiting[:count]
 
     def sync(self) -> None:
-        """Every row so far is on the disk when this returns.  Rows may be appended meanwhile."""
+        """Write all rows to the disk.  Rows may be appended meanwhile."""
         self.flush()
         try:
             os.fsync(self.descriptor)
@@ -102,40 +104,36 @@ class RowFile:
         os.close(self.descriptor)
 
 
-ROWS = "rows of metrics"
-MOST_WAITING_BYTES = 256 << 20  # of rows: half a million steps
-
-
 class RunFolder:
-    """A folder that this process holds until it leaves the `with`."""
+    """A run's folder, locked by this process until the end of the `with` block."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.outage = Outage()
-        self.texts: dict[str, str] = {}  # what describes the run, by the names of its files
-        self.describing = threading.Lock()  # the run describes itself while a checkpoint makes the folder again
+        self.texts: dict[str, str] = {}  # small files, by name, to write again if they are lost
+        self.texts_lock = threading.Lock()  # the run writes texts while a checkpoint restores the folder
         self.rows: RowFile | None = None
-        self.retry_s = 0.0  # when rows are tried again
+        self.retry_s = 0.0  # time of the next attempt to write rows
         make_private(path)
         self.lock = hold(path)
 
     def begin(self, config: str, environment: Mapping[str, object], step: int) -> None:
-        """Writes what describes the run, and keeps the rows up to `step`, where it begins or resumes."""
-        (self.path / SUMMARY).unlink(missing_ok=True)  # of the attempt before
+        """Write the config and environment, and keep the rows up to `step`, the step to start from."""
+        (self.path / SUMMARY).unlink(missing_ok=True)  # of an earlier attempt
         remove_unfinished(self.path)
-        self.describe(CONFIG, config)
-        self.describe(ENVIRONMENT, json.dumps(environment, indent=2) + "\n")
+        self.write_text(CONFIG, config)
+        self.write_text(ENVIRONMENT, json.dumps(environment, indent=2) + "\n")
         self.rows = RowFile(self.path / METRICS, step)
         self.log(f"begins at step {step}")
 
     def write(self, record: Record) -> None:
-        """One row: what has happened is in the file before the next step begins, if the disk takes it."""
+        """Append a row.  Unless the disk fails, it is in the file before the next step starts."""
         assert self.rows is not None
         self.rows.append(msgspec.json.encode(record) + b"\n")
         if len(self.rows.waiting) > MOST_WAITING_BYTES:
             raise NotSaved(
-                f"{self.path / METRICS} could not be written to for long: {len(self.rows.waiting):,} bytes of rows "
-                "wait in memory; see that it can be, and start the run again"
+                f"{self.path / METRICS} cannot be written: {len(self.rows.waiting):,} bytes of rows wait in memory, "
+                f"the limit is {MOST_WAITING_BYTES:,}; check the disk and resume the run"
             )
         now_s = time.monotonic()
         if ROWS in self.outage.reasons and now_s < self.retry_s:
@@ -145,41 +143,41 @@ class RunFolder:
             self.rows.flush()
 
     def sync_rows(self) -> None:
-        """Every row so far is on the disk when this returns."""
+        """Write all rows to the disk; restore the folder first if it was removed."""
         assert self.rows is not None
         try:
             if not self.rows.is_in_place():
-                self.make_again(self.rows)
+                self.restore(self.rows)
             self.rows.sync()
         except OSError as error:
             self.outage.failed(ROWS, self.path, error)
             raise
         self.outage.worked(ROWS)
 
-    def make_again(self, rows: RowFile) -> None:
+    def restore(self, rows: RowFile) -> None:
         is_removed = not (self.path / LOCK).exists()
         make_private(self.path)
         if is_removed:
             lock = take_lock(self.path / LOCK)
             self.lock.close()
             self.lock = lock
-        with self.describing:
+        with self.texts_lock:
             for name, text in self.texts.items():
                 if not (self.path / name).exists():
                     write_file(self.path / name, text, is_private=True)
         rows.write_again()
         if is_removed:
-            lost = "earlier checkpoints and the log are gone"
-            self.outage.say("warning", f"{self.path} was removed under this run; it is made again, but {lost}")
+            lost = "earlier checkpoints and the log are lost"
+            self.outage.report("warning", f"{self.path} was removed during the run; it was created again, but {lost}")
 
     def finish(self, summary: Summary) -> None:
         text = msgspec.json.format(msgspec.json.encode(summary), indent=2).decode() + "\n"
         write_file(self.path / SUMMARY, text, is_private=True)
         self.log(f"{summary.status} after step {summary.steps}")
 
-    def describe(self, name: str, text: str) -> None:
-        """A file that says what the run is, which is written again if it is lost."""
-        with self.describing:
+    def write_text(self, name: str, text: str) -> None:
+        """Write a small file, which is written again if the folder is lost."""
+        with self.texts_lock:
             self.texts[name] = text
             write_file(self.path / name, text, is_private=True)
 
@@ -198,45 +196,45 @@ class RunFolder:
 
 
 def append_to_log(folder: Path, text: str) -> bool:
-    """Whether it is there: nobody fails for the sake of the log."""
+    """Append to the log and return whether it worked.  A failing log never ends a run."""
     try:
-        with open_own(folder / LOG) as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {as_record(text)}\n")
+        with open_private(folder / LOG) as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {indent(text)}\n")
         return True
     except OSError:
         return False
 
 
-def as_record(text: str) -> str:
-    """Its further lines are set in: a line that begins with a date is a record of its own, whatever a name holds."""
+def indent(text: str) -> str:
+    """Indent all lines but the first, so that each line that starts with a date is a new entry."""
     return lines_of(text.rstrip()).replace("\n", "\n  ")
 
 
 def hold(folder: Path, setting: str = "run.dir") -> TextIO:
-    """Takes the folder for this process, until what is returned is closed; `setting` is what a user gives it by."""
+    """Lock the folder until the returned file is closed.  `setting` is the name of the folder in messages."""
     try:
         return take_lock(folder / LOCK)
     except Locked as locked:
         raise UserError(
-            f"{setting}={str(folder)!r} is in use by process {locked.holder}; wait for it, or give another {setting}"
+            f"{setting}={str(folder)!r} is in use by process {locked.holder}; wait for it, or set another {setting}"
         ) from None
 
 
-# Folders of runs that were given none: runs/<recipe>-<nnn>.
+# Default folders: runs/<recipe>-<nnn>.
 
 RUNS = Path("runs")
 
 
 @contextmanager
 def numbering_lock() -> Iterator[None]:
-    """Of runs that start at the same moment, one after the other chooses its number and takes its folder."""
+    """Let only one starting run at a time choose its number and lock its folder."""
     RUNS.mkdir(exist_ok=True)
     with take_lock(RUNS / LOCK, wait=True):
         yield
 
 
 def numbered_runs(name: str) -> list[Path]:
-    """The folders runs/<name>-<nnn>, in the order of their numbers."""
+    """Return the folders runs/<name>-<nnn> in the order of their numbers."""
     return sorted(
         (path for path in RUNS.glob(f"{name}-*") if re.fullmatch(r"\d{3,}", path.name[len(name) + 1 :])), key=number_of
     )

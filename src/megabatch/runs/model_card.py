@@ -1,7 +1,7 @@
-"""What belongs to a model beside its weights: what its images must look like, what its scores mean, how it was trained.
+"""The model card: metadata that belongs to weights, such as their input format, class names and training settings.
 
-It lies in every checkpoint (state.json), in the metadata of model.safetensors, and as model.json in the run's folder.
-It depends on model, data and numerics alone, so two equal runs have equal bytes; floats are read back to the bit.
+It is in every checkpoint (state.json), in the metadata of model.safetensors, and in the run's folder (model.json).  It
+depends only on model, data and numerics, so equal runs have equal bytes.  Floats survive a round trip bitwise.
 """
 
 from typing import Annotated, Any
@@ -22,15 +22,16 @@ Deviation = Annotated[float, Meta(ge=1e-30, le=1e30)]
 
 class ModelCard(Struct, frozen=True, kw_only=True):
     format: int = FORMAT
-    model: dict[str, Any]  # the recipe's section: its name and options
+    model: dict[str, Any]  # the [model] section: name and options
     classes: Annotated[list[str], Meta(min_length=1)]  # in the order of the scores
     num_channels: Annotated[int, Meta(ge=1, le=65536)]
-    image_size: Annotated[int, Meta(ge=1, le=8192)]
+    image_size: Annotated[int, Meta(ge=1, le=8192)]  # in training, the largest; the network was built for it
+    test_image_size: Annotated[int, Meta(ge=1, le=8192)]  # in evaluation, and of the images to classify
     center_crop: Annotated[float, Meta(gt=0, le=1)]  # of the shorter side
-    mean: list[Mean]  # of pixels from 0 to 255, per channel; they are subtracted,
-    deviation: list[Deviation]  # and divided by
+    mean: list[Mean]  # per channel, subtracted from pixels of 0 to 255
+    deviation: list[Deviation]  # per channel, the divisor
     precision: str
-    recipe: dict[str, Any]  # every setting that decides the numbers, by its dotted name
+    recipe: dict[str, Any]  # every setting that affects the results, by dotted name
     steps: Count = 0
     top1: Share | None = None  # of the newest evaluation; None before the first
     top5: Share | None = None
@@ -50,11 +51,11 @@ def decode_card(content: bytes | str, where: str) -> ModelCard:
 
 
 def require_card(card: ModelCard, where: str) -> ModelCard:
-    """It, if it can be one; `where` it is from."""
+    """Return the card if it is valid; `where` names its file in messages."""
     if card.format != FORMAT:
         raise UserError(
-            f"{where} was written by another version of megabatch (format {card.format}, this one has {FORMAT}); "
-            "use that version"
+            f"{where} has format {card.format} of another version of megabatch, this version reads {FORMAT}; "
+            "use the version that wrote it"
         )
     problem = card_problem(card)
     if problem:
@@ -63,7 +64,7 @@ def require_card(card: ModelCard, where: str) -> ModelCard:
 
 
 def card_problem(card: ModelCard) -> str | None:
-    """What no model can have, if anything."""
+    """Return the first inconsistency, or None."""
     if not len(card.mean) == len(card.deviation) == card.num_channels:
         return f"it has {len(card.mean)} means and {len(card.deviation)} deviations for {card.num_channels} channels"
     if not all(is_plain(name) for name in card.classes):

@@ -1,4 +1,4 @@
-"""What a run has left, read without torch: by `megabatch runs`, by whoever resumes, by sweeps and studies."""
+"""Read the files of a run, without torch."""
 
 import math
 import os
@@ -16,21 +16,20 @@ from megabatch.errors import UserError
 from megabatch.io.disk import is_locked
 from megabatch.io.reading import Undecodable, decode_json, decode_with, read_regular, reading
 from megabatch.io.toml import NotToml, read_toml
-from megabatch.planning.tuning import Tuning
-from megabatch.planning.validate import MAX_BYTES, decode_tuning
+from megabatch.planning.tuning import MAX_BYTES, Tuning, decode_tuning
 from megabatch.runs import files
 from megabatch.runs.records import Count, EvaluationRecord, Mistakes, Record, Status, StepRecord, StepTrace, Summary
 from megabatch.text import one_line
 
 Content = TypeVar("Content")
-TAIL_BYTES = 16 << 10  # of metrics.jsonl, which mostly holds its last row: one that skipped images is longer
+TAIL_BYTES = 16 << 10  # enough for most last rows of metrics.jsonl; a row that lists skipped images is longer
 MAX_JSON_BYTES = 64 << 20  # of a row or a file: a row that skipped half a million images
 MAX_CONFIG_BYTES = 4 << 20
 MAX_LOG_BYTES = 4 << 20
 LOG_LINE = re.compile(r"^(?P<at>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?P<text>.*(?:\n  .*)*)", re.MULTILINE)
 BEGINS = "begins at step "  # as folder.py logs it
 LOG_STEP = re.compile(r"\bstep (\d{1,15})\b")
-LONGEST_NAME = 60  # letters of a recipe's
+LONGEST_NAME = 60  # characters of a recipe's name
 YEAR_9999_S = 253_402_300_800  # since 1970
 ROW: "msgspec.json.Decoder[Record]" = msgspec.json.Decoder(StepRecord | EvaluationRecord)
 
@@ -40,10 +39,10 @@ class Listing(Struct, frozen=True):
 
     path: Path
     status: Status | Literal["running", "killed", "damaged"]
-    summary: Summary | None  # None while it runs, after a kill, and where it cannot be read
-    recipe: str | None = None  # None where config.toml cannot be read
+    summary: Summary | None  # None if the run is running, was killed, or its summary is damaged
+    recipe: str | None = None  # None if config.toml cannot be read
     batch: int | None = None
-    written_s: float | None = None  # when it was last heard of, in seconds since 1970
+    written_s: float | None = None  # time of the last write, in seconds since 1970
 
 
 def list_runs(folder: Path) -> list[Listing]:
@@ -60,7 +59,7 @@ def listing_of(path: Path) -> Listing:
 
 
 def read_recipe_and_batch(path: Path) -> tuple[str | None, int | None]:
-    """The name of a run's recipe and its global batch, from its config.toml; None for what that does not say."""
+    """Return the recipe and global batch of a run's config.toml, each None if missing."""
     try:
         settings = read_toml(path / files.CONFIG)
     except (OSError, NotToml):
@@ -72,17 +71,17 @@ def read_recipe_and_batch(path: Path) -> tuple[str | None, int | None]:
 
 
 def read_source(path: Path) -> str:
-    """data.source of a run, as its config.toml has it; nothing where that does not say."""
+    """Return data.source of a run's config.toml, or "" if it is missing."""
     try:
         section = read_toml(path / files.CONFIG).get("data")
     except (OSError, NotToml):
-        return ""  # whoever loads the recipe says so
+        return ""  # loading the recipe reports the error
     source = section.get("source") if isinstance(section, dict) else None
     return source if isinstance(source, str) and "\0" not in source else ""
 
 
 def last_written_s(path: Path) -> float | None:
-    """When a run ended, or while it runs its newest row: what a copy of the folder keeps too."""
+    """Return when a run ended or wrote its newest row.  A copy of the folder keeps this time."""
     for name in (files.SUMMARY, files.METRICS, files.CONFIG):
         try:
             written_s = (path / name).stat().st_mtime
@@ -93,42 +92,42 @@ def last_written_s(path: Path) -> float | None:
 
 
 def is_run(path: Path) -> bool:
-    """One that this user can read."""
+    """Return whether a folder is a run that this user can read."""
     try:
         return (path / files.CONFIG).is_file()
-    except OSError:  # a name that is too long, a folder that may not be entered
+    except OSError:  # name too long, permission denied
         return False
 
 
 def is_running(path: Path) -> bool:
-    """True while some process holds the folder."""
+    """Return whether a process holds the folder's lock."""
     return is_locked(path / files.LOCK)
 
 
 def read_summary(path: Path) -> Summary | None:
-    """None for a run that runs, that was killed, or whose summary is damaged."""
-    return read_if_sound(path / files.SUMMARY, Summary)
+    """Return the summary; None if the run is running, was killed, or its summary is damaged."""
+    return read_if_valid(path / files.SUMMARY, Summary)
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Every whole row; the last may be being written."""
+    """Yield every complete row.  The last row may still be incomplete."""
     name = str(path / files.METRICS)
     with reading(name) as file:
         for number, row in enumerate(lines_of(file), 1):
             where = f"{name}, row {number}"
             if len(row) > MAX_JSON_BYTES:
-                raise UserError(f"{where}: more than {MAX_JSON_BYTES:,} bytes; it is damaged: remove the run")
+                raise UserError(f"{where}: more than {MAX_JSON_BYTES:,} bytes; it is damaged: delete the run")
             if row.endswith(b"\n"):
                 yield decode_row(row, where)
 
 
 def lines_of(file: BinaryIO) -> Iterator[bytes]:
-    """One that is longer than any row of ours comes in pieces: it need not fit into memory."""
+    """Yield lines.  A line longer than any valid row is divided, so that it need not fit into memory."""
     return iter(lambda: file.readline(MAX_JSON_BYTES + 1), b"")
 
 
 def last_record(path: Path) -> Record | None:
-    """The newest whole row; None before the first."""
+    """Return the newest complete row, or None if there is none."""
     rows = path / files.METRICS
     try:
         with reading(rows) as file:
@@ -139,7 +138,7 @@ def last_record(path: Path) -> Record | None:
 
 
 def last_line(file: BinaryIO) -> bytes:
-    """The last one that ends, from as little of the file's end as holds it."""
+    """Return the last complete line, reading as little of the file as possible."""
     size, tail_bytes = file.seek(0, os.SEEK_END), TAIL_BYTES
     while True:
         file.seek(max(0, size - tail_bytes))
@@ -153,11 +152,11 @@ def decode_row(row: bytes, where: str) -> Record:
     try:
         return decode_with(ROW, row)
     except Undecodable as error:
-        raise UserError(f"{where}: {error}; it is damaged: remove the run, or train it again") from None
+        raise UserError(f"{where}: {error}; it is damaged: delete the run or train it again") from None
 
 
 def epoch_losses(path: Path) -> dict[int, float]:
-    """For every epoch that a run has come to, from 1 on, the mean training loss of the steps that ended in it."""
+    """Return the mean training loss of the steps that ended in each epoch; epochs count from 1."""
     losses: defaultdict[int, list[float]] = defaultdict(list)
     for record in read_records(path):
         if isinstance(record, StepRecord):
@@ -168,12 +167,12 @@ def epoch_losses(path: Path) -> dict[int, float]:
 def mean_of(values: list[float]) -> float:
     try:
         return fmean(values)
-    except OverflowError:  # of numbers that have a sum beyond all numbers
+    except OverflowError:  # the sum is not a float
         return math.inf
 
 
 def read_environment(path: Path) -> dict[str, object]:
-    """What the run has said of the machine that it was made on; {} where that cannot be read."""
+    """Return the recorded environment of a run, or {} if it cannot be read."""
     try:
         return decode_json(read_regular(path / files.ENVIRONMENT, MAX_JSON_BYTES), dict[str, object])
     except (OSError, Undecodable):
@@ -181,31 +180,30 @@ def read_environment(path: Path) -> dict[str, object]:
 
 
 def started_in(path: Path) -> Path:
-    """The folder in which the run was started: what its relative paths are relative to."""
+    """Return the working directory of the run, to which its relative paths refer."""
     directory = read_environment(path).get("directory")
     return Path(directory) if isinstance(directory, str) and "\0" not in directory else Path()
 
 
 def read_plan(path: Path) -> Tuning:
-    """How a run all-reduces its gradients, from its folder or from the file itself."""
+    """Return the communication plan of a run, from its folder or a plan.json."""
     path = path / files.PLAN if path.is_dir() else path
     try:
         return decode_tuning(read_regular(path, MAX_BYTES))
     except (OSError, Undecodable) as error:
-        raise UserError(f"{path} is not a plan ({error}); give a recipe, or the folder of a run") from None
+        raise UserError(f"{path} is not a plan ({error}); pass a recipe or a run's folder") from None
 
 
 def read_mistakes(path: Path) -> Mistakes | None:
-    """What the newest evaluation took for what; None where that was not recorded, or cannot be read."""
-    return read_if_sound(path / files.MISTAKES, Mistakes)
+    return read_if_valid(path / files.MISTAKES, Mistakes)
 
 
 def read_step_trace(path: Path) -> StepTrace | None:
-    """One step in detail; None where that was not recorded, or cannot be read."""
-    return read_if_sound(path / files.STEP_TRACE, StepTrace)
+    return read_if_valid(path / files.STEP_TRACE, StepTrace)
 
 
-def read_if_sound(path: Path, kind: type[Content]) -> Content | None:
+def read_if_valid(path: Path, kind: type[Content]) -> Content | None:
+    """Return the content of a JSON file, or None if it is missing or damaged."""
     try:
         return decode_json(read_regular(path, MAX_JSON_BYTES), kind)
     except (OSError, Undecodable):
@@ -213,20 +211,20 @@ def read_if_sound(path: Path, kind: type[Content]) -> Content | None:
 
 
 class LogEntry(Struct, frozen=True):
-    """A line of train.log, and the lines that are set in below it."""
+    """A line of train.log with the indented lines below it."""
 
     at: str  # 2026-11-17 20:15:03, by the clock of rank 0's host
-    step: int | None  # after which it was written, if it says so
+    step: int | None  # the step that it names
     text: str
 
     @property
     def begins_at(self) -> int | None:
-        """The step at which the run was begun or resumed, where this is the line of that."""
+        """Return the step at which the run started or resumed, if this line reports a start."""
         return self.step if self.text.startswith(BEGINS) else None
 
 
 def read_log(path: Path) -> list[LogEntry]:
-    """Starts, resumptions, warnings and failures, in order; [] where there is no log.  Of a long one, its end."""
+    """Return starts, resumes, warnings and failures in order: at most the last MAX_LOG_BYTES of the log."""
     try:
         with reading(path / files.LOG) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_LOG_BYTES))
@@ -235,9 +233,8 @@ def read_log(path: Path) -> list[LogEntry]:
         return []
     entries = []
     for match in LOG_LINE.finditer(text):
-        at, said = match["at"], match["text"]
-        step = LOG_STEP.search(said)
-        entries.append(LogEntry(at, int(step[1]) if step else None, said))
+        step = LOG_STEP.search(match["text"])
+        entries.append(LogEntry(match["at"], int(step[1]) if step else None, match["text"]))
     return entries
 
 
@@ -246,7 +243,7 @@ class RowStep(Struct):
 
 
 def length_up_to(rows: Path, step: int) -> int:
-    """The bytes of the rows that a checkpoint knows.  A kill may have left later ones, or half of one."""
+    """Return the length in bytes of the rows up to `step`.  A killed run may leave later or incomplete rows."""
     length = 0
     with reading(rows) as file:
         for line in lines_of(file):

@@ -1,4 +1,4 @@
-"""The settings of a run, as its config.toml has them, by their dotted names; and which of them decide its numbers."""
+"""The settings of a run by dotted name, read from config.toml, and which of them affect its results."""
 
 import math
 import os
@@ -11,10 +11,18 @@ from megabatch.io.toml import NotToml, read_toml
 from megabatch.runs import files
 from megabatch.runs.reader import is_run, started_in
 
-# What does not change what is computed: sections, and settings.
+# Sections and settings that do not affect the results.
 IRRELEVANT = (
     *("name", "about", "provenance", "run", "checkpoint"),
-    *("data.image_timeout_s", "comm.timeout_s", "comm.timeline", "model.compile", "train.examples"),
+    *(
+        "data.image_timeout_s",
+        "comm.timeout_s",
+        "comm.timeline",
+        "model.compile",
+        "model.cuda_graphs",
+        "train.examples",
+        "train.noise_every",
+    ),
 )
 SEED, SOURCE, TARGET = "seed", "data.source", "train.target_top1"
 Value = bool | int | float | str | list[Any]  # as in JSON
@@ -25,21 +33,21 @@ def is_decisive(key: str) -> bool:
 
 
 def read_settings(path: Path) -> dict[str, Value]:
-    """One line where there is no run, or where its recipe cannot be read."""
+    """Return the settings of a run; raise UserError if the folder is not a run or its config is damaged."""
     require_run(path)
     config = path / files.CONFIG
     try:
         return dict(flatten(read_toml(config)))
     except (OSError, NotToml) as error:
-        raise UserError(f"{config} is damaged ({error}); remove the run, or train it again") from None
+        raise UserError(f"{config} is damaged ({error}); delete the run or train it again") from None
 
 
 def require_run(path: Path) -> None:
     if is_run(path):
         return
     inside = [inner for inner in sorted(path.glob("*/")) if is_run(inner)] if path.is_dir() else []
-    remedy = f"give the runs in it: {path}/*" if inside else "`megabatch runs` lists runs"
-    raise UserError(f"{path} is no run's folder: {files.CONFIG} is not in it; {remedy}")
+    remedy = f"pass the runs in it: {path}/*" if inside else "`megabatch runs` lists runs"
+    raise UserError(f"{path} is not a run's folder: it has no {files.CONFIG}; {remedy}")
 
 
 def flatten(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Value]]:
@@ -51,7 +59,7 @@ def flatten(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def as_in_json(value: Any) -> Value:
-    """TOML also has dates, inf and nan; no setting of ours is one, but a file may say anything."""
+    """Convert TOML's dates, inf and nan to text.  No setting has such a value, but a file may contain them."""
     if isinstance(value, list):
         return [as_in_json(member) for member in value]
     is_plain = isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
@@ -59,12 +67,12 @@ def as_in_json(value: Any) -> Value:
 
 
 def is_same(one: Value | None, other: Value | None) -> bool:
-    """True is not 1."""
+    """Compare two values; True is not equal to 1."""
     return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
 def is_same_source(one: Path, one_source: Value | None, other: Path, other_source: Value | None) -> bool:
-    """Whether two runs read the same images, though one may name them from another folder."""
+    """Return whether two runs read the same images, even if their paths are relative to different folders."""
     if is_same(one_source, other_source):
         return True
     found = [

@@ -1,11 +1,14 @@
-"""Records, added up to a summary."""
+"""Running totals of records, from which the summary is made."""
 
+import msgspec
 from msgspec import Struct, field
 
+from megabatch.runs.noise import NoiseAverage
 from megabatch.runs.records import (
     Amount,
     Count,
     EvaluationRecord,
+    NoiseRecord,
     Passes,
     Record,
     SaveTimes,
@@ -21,10 +24,13 @@ from megabatch.runs.records import (
 
 
 class RunTotals(Struct, kw_only=True):
-    """It goes into checkpoints, so that a resumed run adds on."""
+    """Totals of a run.  Checkpoints hold them, so that a resumed run continues to count."""
 
     global_batch: Count
     target_top1: float | None
+    patience: Count | None = None  # evaluations without a better top-1 that end the run
+    stop_at_target: bool = False
+    since_best: Count = 0  # evaluations
     steps: Count = 0
     epoch: Passes = 0.0
     skipped_steps: Count = 0
@@ -32,7 +38,7 @@ class RunTotals(Struct, kw_only=True):
     wall_s: Amount = 0.0
     training_s: Amount = 0.0
     data_wait: TimeBreakdown = field(default_factory=TimeBreakdown)
-    unreadable: set[str] = field(default_factory=set)  # training images, each once: every epoch finds them again
+    unreadable: set[str] = field(default_factory=set)  # training images, each once: every epoch reads them again
     epoch_skipped: Count = 0  # since the epoch began
     comm_wait_s: Seconds = 0.0
     straggler: Straggler | None = None
@@ -42,13 +48,21 @@ class RunTotals(Struct, kw_only=True):
     time_to_target_s: Amount | None = None
     resumed_from_step: Count | None = None
     saves: SaveTimes = field(default_factory=SaveTimes)
+    noise_average: NoiseAverage = field(default_factory=NoiseAverage)
+    noise: NoiseRecord | None = None
 
-    def add(self, record: Record, wall_s: float) -> None:
+    def add(self, record: Record, wall_s: float) -> Record:
+        """Add a record, and return it with the values that depend on earlier ones."""
         self.wall_s = wall_s
+        record = msgspec.structs.replace(record, wall_s=round(wall_s, 6))
         if isinstance(record, StepRecord):
+            if record.noise:
+                self.noise = self.noise_average.add(record.noise, self.global_batch)
+                record = msgspec.structs.replace(record, noise=self.noise)
             self.add_step(record)
         else:
             self.add_evaluation(record)
+        return record
 
     def add_step(self, record: StepRecord) -> None:
         self.steps = record.step
@@ -69,10 +83,21 @@ class RunTotals(Struct, kw_only=True):
     def add_evaluation(self, record: EvaluationRecord) -> None:
         self.evaluation = record
         if self.best_top1 is None or record.top1 > self.best_top1:
-            self.best_top1, self.best_step = record.top1, record.step
+            self.best_top1, self.best_step, self.since_best = record.top1, record.step, 0
+        else:
+            self.since_best += 1
         reached = self.target_top1 is not None and record.top1 >= self.target_top1
         if reached and self.time_to_target_s is None:
             self.time_to_target_s = self.wall_s
+
+    @property
+    def end_reason(self) -> str | None:
+        """Return why the run ends before its last step, or None.  All ranks have the same evaluations."""
+        if self.patience is not None and self.since_best >= self.patience:
+            return f"train.patience={self.patience}: top-1 was best after step {self.best_step} (--checkpoint best)"
+        if self.stop_at_target and self.time_to_target_s is not None:
+            return f"train.stop_at_target=true: top-1 reached {self.target_top1:g}"
+        return None
 
     def summary(self, status: Status) -> Summary:
         last = self.evaluation
@@ -84,8 +109,13 @@ class RunTotals(Struct, kw_only=True):
             best_top1=self.best_top1,
             test_loss=last.test_loss if last else None,
             class_top1=last.class_top1 if last else None,
+            precision=last.precision if last else None,
+            balanced_accuracy=last.balanced_accuracy if last else None,
+            f1=last.f1 if last else None,
+            ece=last.ece if last else None,
             samples_evaluated=last.samples_evaluated if last else 0,
             steps=self.steps,
+            ended_early=self.end_reason,
             skipped_steps=self.skipped_steps,
             loss_scale=self.loss_scale,
             resumed_from_step=self.resumed_from_step,
@@ -99,12 +129,13 @@ class RunTotals(Struct, kw_only=True):
             resident_mb=last.resident_mb if last else None,
             device_mb=last.device_mb if last else None,
             saves=self.saves,
+            noise=self.noise,
             time_to_target_s=self.time_to_target_s,
         )
 
 
 def totals_problem(totals: RunTotals) -> str | None:
-    """What in totals from a file contradicts itself, if anything: nothing is counted that was not yet."""
+    """Return a contradiction in totals from a file, or None: no count may exceed the number of steps."""
     counted = {
         "skipped_steps": totals.skipped_steps,
         "best_step": totals.best_step or 0,
@@ -113,5 +144,5 @@ def totals_problem(totals: RunTotals) -> str | None:
     }
     for name, count in counted.items():
         if count > totals.steps:
-            return f"totals.{name} is {count}, and totals.steps {totals.steps}"
+            return f"totals.{name}={count} exceeds totals.steps={totals.steps}"
     return None

@@ -1,23 +1,23 @@
-"""A cluster that need not exist: device, node, network, engine, jitter, faults and price, as its TOML file says.
+"""A real or hypothetical cluster as described by a TOML file: device, node, network, engine, jitter, faults and price.
 
-Units are those of data sheets: GB/s and Gb/s (10^9), microseconds, dollars.  `sources` says of every number where it is
-from; load.py reads the files.
+Units are those of data sheets: GB/s and Gb/s (10^9), microseconds, dollars.  `sources` gives the origin of every
+number.  load.py reads the files.
 
-What a cluster makes of `planning`'s links, with k ranks in a node and all of them at work at once:
-    node         what a rank sends and receives at once in the node
-    inter_node   the node's cards, shared by its k ranks
-    leaders      one card: a rank alone has no other
-    all          as in the engine's ring; with 16 bits one half is a direct exchange, for which ranks share the cards
-On CPUs the cores come into it, and cores.py has the links.
+`Cluster.links` gives the links of `planning`, with k ranks per node that all communicate at once:
+    node         the bandwidth of one rank inside the node
+    inter_node   the network cards of the node, shared by its k ranks
+    leaders      one network card, because one rank does not use more
+    all          as in the backend's ring; with 16 bits one half is a direct exchange, in which ranks share the cards
+On CPUs the links also depend on the cores (cores.py).
 """
 
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, field
 
+from megabatch.planning.backend_cost import BackendCosts
 from megabatch.planning.cost import Link
-from megabatch.planning.plan import CommDtype, EngineSum
-from megabatch.planning.stock import Engine
+from megabatch.planning.plan import BackendAlgorithm, CommDtype
 from megabatch.planning.topology import Axis, ClusterShape
 from megabatch.simulate.cores import CoreCosts, cpu_links
 from megabatch.simulate.device import Curve, NotNegative, Positive
@@ -27,36 +27,36 @@ Factor = Annotated[float, Meta(ge=1, le=100)]
 
 
 class Section(Struct, frozen=True, forbid_unknown_fields=True):
-    """Of a cluster file."""
+    """A table of a cluster file."""
 
 
 class Device(Section, frozen=True, kw_only=True):
     name: str
-    stack: str  # the software, without which a device has no speed
+    stack: str  # the software, on which the speed of a device depends
     memory_gb: Positive
     memory_gb_per_s: Positive
-    curves: dict[str, list[Curve]]  # by precision; one for each model that was measured
-    variant: str = ""  # of the points; "": the first
+    curves: dict[str, list[Curve]]  # by precision; one per measured model
+    variant: str = ""  # of the points; "": that of the first point
 
 
 class Node(Section, frozen=True, kw_only=True):
     ranks: Annotated[int, Meta(ge=1, le=1024)]
     gb_per_s: Positive  # bus bandwidth of an all-reduce in the node
-    alpha_us: NotNegative  # latency of a hop
+    alpha_us: NotNegative  # latency per hop
 
 
 class Network(Section, frozen=True, kw_only=True):
     nics: Annotated[int, Meta(ge=1, le=64)]
-    gbps: Annotated[float, Meta(ge=1e-3, le=1e6)]  # of each
-    efficiency: Annotated[float, Meta(ge=0.01, le=1)]  # of the nominal rate, for all-reduces of tens of megabytes
+    gbps: Annotated[float, Meta(ge=1e-3, le=1e6)]  # per network card
+    efficiency: Annotated[float, Meta(ge=0.01, le=1)]  # share of `gbps` that all-reduces of tens of megabytes reach
     alpha_us: NotNegative
     kind: Literal["rdma", "tcp"]
-    in_network_reduction: bool = False  # sums in the switches, as SHARP
+    in_network_reduction: bool = False  # switches that reduce (SHARP)
     switch_alpha_us: NotNegative = 0.0
 
     @property
     def bytes_per_s(self) -> float:
-        """Of a node."""
+        """Bandwidth of a node."""
         return self.nics * self.nic_bytes_per_s
 
     @property
@@ -66,48 +66,48 @@ class Network(Section, frozen=True, kw_only=True):
 
 class EngineSettings(Section, frozen=True, kw_only=True):
     name: str
-    base_us: NotNegative  # of one collective
-    coordinate_us: NotNegative = 0.0  # for every rank and collective, where a coordinator asks all (Horovod)
-    sums: tuple[EngineSum, ...] = ("ring",)
-    in_parts: bool = False  # our plans cut buckets and let their parts follow each other: on CPUs
+    base_us: NotNegative  # per collective
+    coordinate_us: NotNegative = 0.0  # per rank and collective, if a coordinator asks all ranks (Horovod)
+    sums: tuple[BackendAlgorithm, ...] = ("ring",)
+    in_parts: bool = False  # True on CPUs: our plans cut buckets there into parts that overlap
 
 
 class Input(Section, frozen=True, kw_only=True):
-    images_per_s: NotNegative = 0.0  # that a node reads and decodes while it trains; 0: never waited for
+    images_per_s: NotNegative = 0.0  # read and decoded by a node while it trains; 0: input is never a limit
 
 
 class Cpu(Section, frozen=True, kw_only=True):
-    """For ranks on CPUs, which send, receive and add up on the cores that compute (cores.py)."""
+    """The cores of ranks on CPUs, which communicate on the cores that compute (cores.py)."""
 
-    cores: Positive  # of a host, or of the machine that all hosts share
+    cores: Positive  # per host, or of the machine if all hosts share one
     hosts_on_machine: bool = False
-    crowding: Factor = 1.0  # by how much ranks compute longer while others compute on the cores beside them
+    crowding: Factor = 1.0  # slowdown of a rank while others compute on neighbouring cores
     costs: CoreCosts
 
 
 class Jitter(Section, frozen=True, kw_only=True):
-    """Small noise of every rank, and rare stalls of a rank, for which all wait."""
+    """Differences between ranks for which all ranks wait: speed, and rare stalls."""
 
-    noise: Share = 0.0  # of a rank's step
-    stalls_per_step: Share = 0.0  # of a rank
-    stall_ms: NotNegative = 0.0  # on average
+    noise: Share = 0.0  # relative standard deviation of the speeds of ranks
+    stalls_per_step: Share = 0.0  # per rank
+    stall_ms: NotNegative = 0.0  # mean length
 
 
 class Faults(Section, frozen=True, kw_only=True):
     interruptions_per_rank_hour: Share = 0.0
     restart_minutes: NotNegative = 0.0
-    checkpoint_s: NotNegative = 0.0  # that a step waits for one
+    checkpoint_s: NotNegative = 0.0  # for which training stops
 
 
 class Price(Section, frozen=True, kw_only=True):
-    usd_per_rank_hour: NotNegative = 0.0  # 0: not known
+    usd_per_rank_hour: NotNegative = 0.0  # 0: unknown
 
 
 class Uncertainty(Section, frozen=True, kw_only=True):
-    """Of what is not measured on the cluster itself; the device's own comes from the spread of its points."""
+    """The uncertainty of values that were not measured on this cluster, in addition to that of the device's curve."""
 
-    device: NotNegative = 0.0  # relative, besides
-    bandwidth: Factor = 1.0  # of node and network
+    device: NotNegative = 0.0  # relative
+    bandwidth: Factor = 1.0  # in the node and between nodes
     latency: Factor = 1.0
     jitter: Factor = 1.0
 
@@ -128,15 +128,14 @@ class Cluster(Section, frozen=True, kw_only=True):
     sources: dict[str, str] = {}  # by key
 
     def shape(self, num_ranks: int) -> ClusterShape:
-        """Full nodes, and the rest in one more."""
+        """Return full nodes, with the remaining ranks in one more."""
         full, rest = divmod(num_ranks, self.node.ranks)
         sizes = {rest: 1, self.node.ranks: full}
         return ClusterShape(tuple((size, count) for size, count in sizes.items() if size and count))
 
     @property
-    def collectives(self) -> Engine:
-        """What the engine's own cost."""
-        return Engine(
+    def collectives(self) -> BackendCosts:
+        return BackendCosts(
             base_s=self.engine.base_us / 1e6,
             coordinate_s=self.engine.coordinate_us / 1e6,
             hop_in_node_s=self.node.alpha_us / 1e6,
@@ -147,7 +146,7 @@ class Cluster(Section, frozen=True, kw_only=True):
         )
 
     @property
-    def engine_sums(self) -> list[EngineSum]:
+    def engine_sums(self) -> list[BackendAlgorithm]:
         has_switches = self.network.in_network_reduction
         return [*self.engine.sums, *(["in_network"] if has_switches else [])]  # type: ignore[list-item]
 
@@ -168,5 +167,5 @@ class Cluster(Section, frozen=True, kw_only=True):
             "node": Link(hop_in_node_s, node_beta, adding),
             "inter_node": Link(hop_s, shared, adding),
             "leaders": Link(hop_s, 1 / self.network.nic_bytes_per_s, adding),
-            "all": Link(hops_s, ring if dtype == "fp32" else (ring + shared) / 2, adding),
+            "all": Link(hops_s, ring if dtype == "same" else (ring + shared) / 2, adding),
         }

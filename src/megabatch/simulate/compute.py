@@ -1,4 +1,4 @@
-"""What a rank computes in a step: by a device's curve and the FLOPs of a workload, or as a profile has recorded it."""
+"""The compute time of a rank: from a device's curve and the FLOPs of a workload, or from a recorded profile."""
 
 import math
 
@@ -20,36 +20,36 @@ GRADIENTS: dict[str, GradientDtype] = {
     "amp-bf16": "fp32",
 }
 CURVES = {"amp": "fp16", "amp-bf16": "bf16"}  # autocast computes in 16 bits
-OPTIMIZER_BYTES = {"fp16": 16, "bf16": 16}  # weights, gradients, fp32 copies of both, momentum; of a parameter
+OPTIMIZER_BYTES = {"fp16": 16, "bf16": 16}  # per parameter: weight, gradient, fp32 copies of both, momentum
 OPTIMIZER_BYTES_FP32 = 12
 
 
 def default_precision(cluster: Cluster) -> str:
-    """16 bits, where the cluster has a curve for them."""
+    """Return a 16-bit precision if the cluster has a curve for it, or else its first precision."""
     curves = cluster.device.curves
     return next((name for name in ("fp16", "bf16") if name in curves), next(iter(curves)))
 
 
 def find_curve(cluster: Cluster, precision: str, model: str) -> Curve:
-    """That of the model, or of ResNet-50, or of whatever was measured."""
+    """Return the curve of the model, or else of ResNet-50, or else the first."""
     curves = cluster.device.curves.get(CURVES.get(precision, precision))
     if not curves:
         known = ", ".join(cluster.device.curves)
         raise UserError(
-            f"precision.name={precision!r}: {cluster.name} has no throughput of {cluster.device.name} in it, "
-            f"only in {known}; nearest: precision.name={default_precision(cluster)}"
+            f"precision.name={precision!r}: {cluster.name} has the throughput of {cluster.device.name} only in "
+            f"{known}; nearest: precision.name={default_precision(cluster)}"
         )
     by_model = {curve.model: curve for curve in curves}
     return by_model.get(model.removesuffix("_bn")) or by_model.get("resnet50") or curves[0]
 
 
 def fit_device(cluster: Cluster, precision: str, workload: Workload) -> FittedCurve:
-    """Seconds of one microbatch, forward and backward, as a function of its images."""
+    """Return the curve of forward and backward time of one microbatch."""
     curve = find_curve(cluster, precision, workload.model)
     fitted = fit_curve(curve, cluster.device.variant)
     measured = load_workload(curve.model)
     flops, flops_measured = (w.forward_flops + w.backward_flops for w in (workload, measured))
-    # Every layer has its launches, every FLOP its time.
+    # Launches scale with layers, the rest with FLOPs.
     return fitted.times(len(workload.layers) / len(measured.layers), flops / flops_measured)
 
 
@@ -83,10 +83,10 @@ def compute_by_profile(profile: Profile, microbatch: float, accumulation: int = 
 
 
 def memory_bytes(workload: Workload, precision: str, microbatch: float) -> float:
-    """Of one rank, beside the data set and the framework."""
+    """Return the memory of one rank, without the data set and the framework."""
     num_bytes = 2 if precision in ("fp16", "bf16", "amp", "amp-bf16") else 8 if precision == "fp64" else 4
-    a_parameter = OPTIMIZER_BYTES.get(precision, OPTIMIZER_BYTES_FP32 * (2 if precision == "fp64" else 1))
-    return workload.num_parameters * a_parameter + microbatch * workload.activation_bytes(num_bytes)
+    per_parameter = OPTIMIZER_BYTES.get(precision, OPTIMIZER_BYTES_FP32 * (2 if precision == "fp64" else 1))
+    return workload.num_parameters * per_parameter + microbatch * workload.activation_bytes(num_bytes)
 
 
 def require_memory(workload: Workload, cluster: Cluster, precision: str, microbatch: int) -> None:
@@ -94,8 +94,8 @@ def require_memory(workload: Workload, cluster: Cluster, precision: str, microba
     if needed > available:
         fixed = memory_bytes(workload, precision, 0)
         fitting = int(max(0.0, available - fixed) / (needed - fixed) * microbatch)
-        remedy = f"nearest: {fitting} images in a microbatch" if fitting else "no batch fits"
+        remedy = f"nearest: {fitting} images per microbatch" if fitting else "no batch fits"
         raise UserError(
-            f"{microbatch} images of {workload.model} in {precision} need {needed / 1e9:,.1f} GB, and "
+            f"{microbatch} images of {workload.model} in {precision} need {needed / 1e9:,.1f} GB, but "
             f"{cluster.device.name} has {cluster.device.memory_gb:g}; {remedy}"
         )

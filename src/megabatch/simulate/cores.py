@@ -1,19 +1,21 @@
-"""Links between hosts whose ranks compute on CPUs: the wire, and the cores that push bytes through it and add them up.
+"""Links between hosts whose ranks run on CPUs: the network card, and the cores that send bytes and add them.
 
-A rank on a CPU sends, receives, rounds and adds up itself, so ranks that share cores take turns.  Per byte that a
-member of a group sends, with w the seconds of its host's network card (of all that leaves the busiest host) and c
-those of the cores (of all that ranks on them do),
-    beta = max(w, c) + unhidden min(w, c),
-since bytes travel while others are added up, but for the first and the last of what follows each other.  What cores do
-(`CoreCosts`, one core's seconds per byte):
-    ring         the backend's own all-reduce, of fp32: over all ranks, or between two members
+A rank on a CPU sends, receives, rounds and adds itself, so ranks that share cores take turns.
+
+Legend: per byte that a member of a group sends, w is the time of the network card of the busiest host (for everything
+that leaves it), and c is the time of the cores (for everything that the ranks on them do).
+
+Idea: sending overlaps with adding, except for the first and the last message of a sequence:
+    beta = max(w, c) + unhidden min(w, c)
+The work of cores (`CoreCosts`, seconds of one core per byte) is
+    ring         the backend's fp32 all-reduce over all ranks, or between two members
     exchange     the three stages of comm/cpu/process_group.py among more than two members
-    exchange_16  16 bits travel: with rounding
-    memory       adding up, or copying, in the shared memory of a host
-Adding up is part of these, so gamma is 0.  Between hosts, cores also do what the plan does inside each host: parts of a
-bucket are in both at once.
+    exchange_16  the same with 16 bits, including rounding
+    memory       adding or copying in the shared memory of a host
+Adding is included, so gamma is 0.  Links between hosts also contain the work of the plan inside each host, because
+parts of a bucket are in both at once.
 
-Hosts of a cluster have cores of their own; hosts that are namespaces of one machine (`hosts_on_machine`) share its.
+Hosts of a cluster have separate cores; hosts that are namespaces of one machine (`hosts_on_machine`) share its cores.
 """
 
 from collections.abc import Mapping
@@ -26,30 +28,30 @@ from megabatch.planning.pipeline import PART_BYTES
 from megabatch.planning.plan import BLOCK, COMM_DTYPES, CommDtype, Phase, Plan
 from megabatch.planning.topology import Axis, ClusterShape, Topology
 
-FP32_BYTES = COMM_DTYPES["fp32"].num_bytes
+FP32_BYTES = COMM_DTYPES["same"].num_bytes
 
 
 class CoreCosts(Struct, frozen=True, kw_only=True):
-    """Of one core; a byte between ranks is sent and received."""
+    """The costs of one core.  A byte between ranks is sent and received."""
 
     ring_s_per_byte: float
     exchange_s_per_byte: float
     exchange_16_s_per_byte: float
     memory_s_per_byte: float
     step_s: float  # latency of a message between ranks that have a core each
-    memory_step_s: float  # of a barrier in shared memory
-    wire_share: float  # of the nominal rate, that TCP carries: the rest is headers
-    exchange_gaps: float  # what stages that wait for each other leave idle of the wire; see exchange_idle
-    unhidden: float  # of the lesser of wire and cores, where messages follow each other
-    leaders_unhidden: float  # where those of a host go through one rank, for which the others wait
-    exchange_unhidden: float  # where the stages of an exchange wait for each other
-    step_unhidden: float = 0.0  # of the lesser of wire and cores in a step of training
+    memory_step_s: float  # latency of a barrier in shared memory
+    wire_share: float  # share of the nominal rate that TCP carries; the rest is headers
+    exchange_gaps: float  # idle time of the network while the stages of an exchange wait; see exchange_idle
+    unhidden: float  # part of the shorter of network and core time that does not overlap, for a sequence of messages
+    leaders_unhidden: float  # the same if all messages of a host pass through one rank
+    exchange_unhidden: float  # the same if the stages of an exchange wait for each other
+    step_unhidden: float = 0.0  # the same for a whole training step
 
 
 class Cores(NamedTuple):
-    """Where work is done: the ranks that share cores, as numbers of them."""
+    """The hosts whose ranks share some cores."""
 
-    hosts: Mapping[int, int]  # hosts on these cores, by their ranks
+    hosts: Mapping[int, int]  # ranks per host -> number of such hosts on these cores
     num_cores: float
 
     @property
@@ -62,25 +64,25 @@ class Cores(NamedTuple):
 
     @property
     def tensors_touched(self) -> int:
-        """How often a tensor's size is added up in shared memory, or copied: k-1 times in a host of k ranks."""
+        """How often a whole tensor is added or copied in shared memory: k-1 times in a host of k ranks."""
         return sum((size - 1) * count for size, count in self.hosts.items())
 
     def members(self, axis: Axis) -> int:
-        """Of all groups of the axis."""
+        """Return the number of members of all groups along the axis."""
         return self.num_hosts if axis == "leaders" else self.num_ranks
 
     @property
     def turns(self) -> float:
-        """Ranks that share a core compute in turns, so all that a rank does takes as many times as long."""
+        """The slowdown of a rank because ranks that share a core take turns."""
         return max(1.0, self.num_ranks / self.num_cores)
 
     def seconds(self, core_s: float, num_at_once: int) -> float:
-        """What work takes that so many ranks share evenly; a rank has one core at most."""
+        """Return the time of work that `num_at_once` ranks share evenly; a rank uses at most one core."""
         return core_s / min(self.num_cores, num_at_once)
 
 
 def cores_of(shape: ClusterShape, num_cores: float, hosts_on_machine: bool) -> Cores:
-    """Of the machine that all hosts share, or of the busiest host."""
+    """Return the cores of the machine that all hosts share, or of the busiest host."""
     return Cores(dict(shape.node_sizes) if hosts_on_machine else {shape.largest_node: 1}, num_cores)
 
 
@@ -89,10 +91,10 @@ def cpu_links(
     dtype: CommDtype,
     costs: CoreCosts,
     gbps: float,
-    num_cores: float,  # of the machine, or of each host; a fraction where work does not spread evenly
+    num_cores: float,  # of the machine, or of each host; a fraction if work does not spread evenly
     hosts_on_machine: bool,
 ) -> dict[Axis, Link]:
-    """Along every axis that ranks of this cluster have, in the dtype that travels between hosts."""
+    """Return the link along every axis of this cluster, for a comm dtype between hosts."""
     cores = cores_of(shape, num_cores, hosts_on_machine)
     links: dict[Axis, Link] = {}
     if shape.largest_node > 1:
@@ -104,9 +106,9 @@ def cpu_links(
 
 
 def memory_link(shape: ClusterShape, costs: CoreCosts, cores: Cores) -> Link:
-    """The ranks of a host work at once, and the hosts that share cores too."""
+    """Return the link of shared memory.  The ranks of a host, and the hosts that share cores, work at once."""
     k = shape.largest_node
-    # Per byte of the busiest rank, which touches (k-1)/k of a tensor.
+    # Per byte of the busiest rank, which adds or copies (k-1)/k of a tensor.
     core_s_per_byte = cores.tensors_touched * k / (k - 1) * costs.memory_s_per_byte
     return Link(
         costs.memory_step_s * max(1.0, cores.num_ranks / cores.num_cores),
@@ -126,14 +128,15 @@ def network_link(
         wire_s *= 1 + exchange_idle(axis, shape, costs)
     core_s = num_members * core_s_per_byte(axis, shape, dtype, costs)
     cores_s = cores.seconds(core_s, num_members)
-    if axis != "all":  # parts of a bucket are added up in the hosts meanwhile
+    if axis != "all":  # other parts of the bucket are added in the hosts at the same time
         cores_s += cores.seconds(memory_core_s_per_byte(axis, shape, dtype, costs, cores), cores.num_ranks)
     unhidden = max(
         costs.exchange_unhidden if staged else costs.unhidden,
         costs.leaders_unhidden if axis == "leaders" and shape.largest_node > 1 else 0.0,
     )
     byte_s = max(wire_s, cores_s) + unhidden * min(wire_s, cores_s)
-    # The steps of a whole part pass while others' bytes do, so it takes its bytes; what is smaller takes its steps.
+    # The steps of a whole part overlap with the bytes of others, so it takes the time of its bytes.  A smaller message
+    # takes the time of its steps.
     num_steps = 2 * (shape.largest_group(axis) - 1)
     part_bytes = bytes_of_member(axis, shape, dtype) * PART_BYTES / FP32_BYTES
     step_s = min(costs.step_s * max(1.0, num_members / cores.num_cores), byte_s * part_bytes / num_steps)
@@ -147,29 +150,32 @@ def core_s_per_byte(axis: Axis, shape: ClusterShape, dtype: CommDtype, costs: Co
 
 
 def in_stages(axis: Axis, shape: ClusterShape, dtype: CommDtype) -> bool:
-    """As comm/cpu/process_group.py: two members send each other everything; fp32 over all ranks is the backend's."""
-    is_backends = axis == "all" and dtype == "fp32"
+    """Return True if comm/cpu/process_group.py exchanges in stages.
+
+    Two members send each other everything, and fp32 over all ranks uses the backend.
+    """
+    is_backends = axis == "all" and dtype == "same"
     return shape.largest_group(axis) > 2 and not is_backends
 
 
 def exchange_idle(axis: Axis, shape: ClusterShape, costs: CoreCosts) -> float:
-    """How long the wire idles in an exchange, for each second of its bytes.
+    """Return the idle time of the network in an exchange, per second of sending.
 
-    Stages wait for the slowest of their messages.  Plain TCP that exchanges like this, without ranks
-    (bench/exchange_stream.py), idles for 0.14, 0.25, 0.33, 0.38 and 0.41 on 2, 3, 4, 6 and 8 hosts, at 0.5 to
-    2.5 Gb/s much the same: about 0.55 (1 - 1/H)^2.  What one rank leaves idle, others of its host fill.
+    Stages wait for their slowest message.  Plain TCP with the same exchange, without ranks (bench/exchange_stream.py),
+    idles for 0.14, 0.25, 0.33, 0.38 and 0.41 on 2, 3, 4, 6 and 8 hosts, with little difference between 0.5 and
+    2.5 Gb/s: about 0.55 (1 - 1/H)^2.  Other ranks of the host fill the gaps of one rank.
     """
     num_at_once = 1 if axis == "leaders" else shape.largest_node
     return costs.exchange_gaps * gaps_of_hosts(shape.num_nodes) / num_at_once
 
 
 def gaps_of_hosts(num_hosts: int) -> float:
-    """As a part of those of very many."""
+    """Return the gaps of this many hosts relative to those of very many."""
     return (1 - 1 / num_hosts) ** 2
 
 
 def wire_bytes(axis: Axis, shape: ClusterShape, dtype: CommDtype) -> float:
-    """That leave the busiest host for each byte that the busiest member of a group sends, in an all-reduce."""
+    """Return the bytes that leave the busiest host per byte that the busiest member sends in an all-reduce."""
     phase = Phase("all_reduce", axis, dtype)
     num_elements = BLOCK * shape.num_ranks * shape.num_nodes  # slices are equal along every axis
     width = COMM_DTYPES[dtype].num_bytes
@@ -179,7 +185,7 @@ def wire_bytes(axis: Axis, shape: ClusterShape, dtype: CommDtype) -> float:
 
 
 def consecutive(shape: ClusterShape) -> Topology:
-    """Ranks of a host one after another."""
+    """Return a topology of this shape with consecutive ranks per host."""
     nodes: list[tuple[int, ...]] = []
     for size, count in shape.node_sizes:
         for _ in range(count):
@@ -189,24 +195,24 @@ def consecutive(shape: ClusterShape) -> Topology:
 
 
 def memory_core_s_per_byte(axis: Axis, shape: ClusterShape, dtype: CommDtype, costs: CoreCosts, cores: Cores) -> float:
-    """What is added up and copied inside hosts, before and after, for each byte that a member sends between them."""
-    touched_bytes = 2 * cores.tensors_touched * FP32_BYTES  # of an element
+    """Return the time of adding and copying inside hosts per byte that a member sends between them."""
+    touched_bytes = 2 * cores.tensors_touched * FP32_BYTES  # per element
     return touched_bytes * costs.memory_s_per_byte / bytes_of_member(axis, shape, dtype)
 
 
 def bytes_of_member(axis: Axis, shape: ClusterShape, dtype: CommDtype) -> float:
-    """That it sends for each element of a tensor: of an all-reduce of what its group holds."""
+    """Return the bytes that a member sends per element of a tensor, in an all-reduce of its group."""
     held = 1 / shape.largest_node if axis == "inter_node" else 1.0
     num_members = shape.largest_group(axis)
     return 2 * held * (num_members - 1) / num_members * COMM_DTYPES[dtype].num_bytes
 
 
 def core_seconds(plan: Plan, shape: ClusterShape, num_elements: int, costs: CoreCosts, cores: Cores) -> float:
-    """What an all-reduce of fp32 costs these cores, all of them together."""
+    """Return the total core time of an fp32 all-reduce on these cores."""
     total_s = 0.0
     for phase in plan.phases:
         if phase.axis == "node":
-            passes = 2 if phase.op == "all_reduce" else 1  # adding up, or copying
+            passes = 2 if phase.op == "all_reduce" else 1  # adding, copying
             total_s += passes * cores.tensors_touched * FP32_BYTES * costs.memory_s_per_byte
         else:
             sent = cores.members(phase.axis) * bytes_of_member(phase.axis, shape, phase.dtype)
@@ -215,11 +221,11 @@ def core_seconds(plan: Plan, shape: ClusterShape, num_elements: int, costs: Core
 
 
 class StepTime(NamedTuple):
-    """A step of training on cores that ranks share."""
+    """A training step on cores that ranks share."""
 
-    wire_s: float  # computing, and the all-reduces underneath backward and behind it
-    cores_s: float  # all that the cores do
+    wire_s: float  # computation and exposed all-reduces, as if all-reduces used no cores
+    cores_s: float  # all work of the cores
 
     def seconds(self, unhidden: float) -> float:
-        """Wire and cores work at once, but for this part of the lesser: neither is faster than its own work."""
+        """Return the time of both, overlapped except for the part `unhidden` of the shorter one."""
         return max(self.wire_s, self.cores_s) + unhidden * min(self.wire_s, self.cores_s)

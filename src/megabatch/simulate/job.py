@@ -1,8 +1,8 @@
-"""What is to be trained, on however many ranks: how they share a batch, in which microbatches, and for how many steps.
+"""A training job for any number of ranks: the images per rank, the microbatches and the steps.
 
-A recipe gives the global batch G, of which every one of R ranks has G/R images, in microbatches of m: G/R must be a
-whole number, and a multiple of m.  Where a rank has fewer than m, it takes them at once.  A model alone gives the
-images of a rank, and nothing has to divide.
+A recipe gives the global batch G.  Each of R ranks has G/R images in microbatches of m; G/R must be an integer and a
+multiple of m.  A rank with fewer than m images takes them at once.  A model without a recipe gives the images per rank,
+and nothing has to divide.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from megabatch.errors import UserError, require_one_of
 from megabatch.planning.batch import BatchSettings, StepPlan, plan_steps
+from megabatch.planning.sizes import Sizes, plan_stages
 from megabatch.simulate.cluster import Cluster
 from megabatch.simulate.compute import GRADIENTS, default_precision, find_curve, require_memory
 from megabatch.simulate.profile import Profile
@@ -21,30 +22,32 @@ from megabatch.simulate.scenario import RunLength, Scenario
 from megabatch.simulate.step import AllReduceSettings
 from megabatch.simulate.workload import Workload, scaled
 
-LARGEST_BATCH = 10**7  # images of a rank
+LARGEST_BATCH = 10**7  # images per rank
 
 
 class Share(NamedTuple):
-    """Of one rank in a step."""
+    """The part of one rank in a step."""
 
     num_images: int
     accumulation: int  # microbatches
 
 
 class Job(Struct, frozen=True, kw_only=True):
-    name: str  # of the recipe, or of the model
+    name: str  # of the recipe or the model
     workload: Workload
     precision: str
     all_reduce: AllReduceSettings = AllReduceSettings()
-    profile: Profile | None = None  # what a rank was recorded to take, instead of the cluster's curve
+    profile: Profile | None = None  # recorded compute times, instead of the cluster's curve
     global_batch: int | None = None  # None: every rank has batch_per_rank
     batch_per_rank: int = 0
-    microbatch: int | None = None  # at most; None: whatever a rank has
-    num_train: int  # images of an epoch
+    microbatch: int | None = None  # upper limit; None: all images of the rank
+    num_train: int  # images per epoch
     num_test: int
     epochs: float | None = None
-    num_steps: int | None = None  # instead of epochs
-    evaluate_every: int = 1  # epochs; 0: after the last step alone
+    num_steps: int | None = None  # overrides epochs
+    evaluate_every: int = 1  # epochs; 0: only after the last step
+    sizes: Sizes = []  # of training images over the run; the workload has the largest
+    test_side: int | None = None  # of test images, if it is another
 
     @property
     def has_length(self) -> bool:
@@ -59,7 +62,7 @@ class Job(Struct, frozen=True, kw_only=True):
         return self.global_batch is None or divides(self.global_batch, self.microbatch or self.global_batch, num_ranks)
 
     def scenario(self, cluster: Cluster, num_ranks: int) -> Scenario:
-        """UserError if the ranks cannot share the batch, or a microbatch does not fit into the device."""
+        """Raise UserError if the ranks cannot share the batch, or a microbatch does not fit on the device."""
         require_device(cluster, self.profile)
         num_images, accumulation = self.share(num_ranks)
         require_memory(self.workload, cluster, self.precision, num_images // accumulation)
@@ -85,7 +88,14 @@ class Job(Struct, frozen=True, kw_only=True):
             self.evaluate_every,
             self.num_steps,
         )
-        return RunLength(num_steps=plan.num_steps, num_evaluations=count_evaluations(plan), test_images=self.num_test)
+        sides = plan_stages(self.sizes, self.workload.image_size, plan.num_steps) if self.sizes else []
+        return RunLength(
+            num_steps=plan.num_steps,
+            num_evaluations=count_evaluations(plan),
+            test_images=self.num_test,
+            stages=sides,
+            test_side=self.test_side,
+        )
 
 
 def job_of_model(
@@ -98,9 +108,10 @@ def job_of_model(
     num_test: int,
     profile: Profile | None = None,
 ) -> Job:
-    """In the cluster's 16-bit stack, and at the batch of its first point, unless it is said otherwise.
+    """Return the job of a model without a recipe.
 
-    With a profile, in its precision, and at its largest batch.
+    The default precision is the cluster's 16-bit one and the default batch that of its first point; with a profile, its
+    precision and its largest batch.
     """
     require_device(cluster, profile)
     precision = settings.precision or (profile.precision if profile else default_precision(cluster))
@@ -125,16 +136,16 @@ def job_of_model(
 
 
 def require_device(cluster: Cluster, profile: Profile | None) -> None:
-    """What `megabatch plan` has measured is links alone."""
+    """Raise UserError if nothing gives the speed of a device: `megabatch plan` measures only links."""
     if not cluster.device.curves and not profile:
         raise UserError(
-            f"--cluster {cluster.name} does not say how fast its devices are; record that (megabatch profile RECIPE "
-            "--json FILE), and give it: --profile FILE"
+            f"--cluster {cluster.name} has no speed of its devices; record a profile (megabatch profile RECIPE "
+            "--json FILE) and give it: --profile FILE"
         )
 
 
 def with_profile(job: Job, profile: Profile) -> Job:
-    """UserError if it was recorded of something else."""
+    """Raise UserError if the profile was recorded with other settings."""
     recorded = {
         "model.name": (profile.model, job.workload.model),
         "data.image_size": (profile.image_size, job.workload.image_size),
@@ -143,7 +154,7 @@ def with_profile(job: Job, profile: Profile) -> Job:
     for key, (found, wanted) in recorded.items():
         if found != wanted:
             raise UserError(
-                f"--profile was recorded with {key}={found}, and this has {key}={wanted}; give {key}={found}, "
+                f"--profile was recorded with {key}={found}, but this job has {key}={wanted}; give {key}={found}, "
                 "or record it again: megabatch profile RECIPE --json FILE"
             )
     return replace(job, profile=profile)
@@ -164,7 +175,7 @@ def require_batch(batch_per_rank: int | None) -> None:
 
 
 def with_batch_per_rank(job: Job, batch_per_rank: int) -> Job:
-    """The global batch then grows with the ranks."""
+    """Return the job with a global batch that grows with the ranks."""
     return replace(job, global_batch=None, batch_per_rank=batch_per_rank)
 
 
@@ -195,10 +206,10 @@ def share_batch(global_batch: int, microbatch: int, num_ranks: int) -> Share:
     )
     above = next((n for n in range(num_ranks + 1, global_batch + 1) if divides(global_batch, microbatch, n)), None)
     rule = (
-        f"gives {num_ranks:,} ranks {global_batch / num_ranks:,.2f} images each, and they must all have the same number"
+        f"is {global_batch / num_ranks:,.2f} images for each of {num_ranks:,} ranks, and must be a whole number"
         if global_batch % num_ranks
-        else f"gives {num_ranks:,} ranks {global_batch // num_ranks:,} images each, no whole number of microbatches of "
-        f"{microbatch} (batch.micro)"
+        else f"is {global_batch // num_ranks:,} images for each of {num_ranks:,} ranks, which is not a whole number of "
+        f"microbatches of {microbatch} (batch.micro)"
     )
     raise UserError(
         f"batch.global={global_batch} {rule}; "
@@ -207,7 +218,7 @@ def share_batch(global_batch: int, microbatch: int, num_ranks: int) -> Share:
 
 
 def count_evaluations(plan: StepPlan) -> int:
-    """Steps after which the run evaluates: those that cross the end of so many epochs, and the last."""
+    """Return the number of evaluations: as often as `StepPlan.should_evaluate_after` is true."""
     if not plan.evaluate_every:
         return 1
     span = plan.evaluate_every * plan.num_samples
@@ -215,32 +226,38 @@ def count_evaluations(plan: StepPlan) -> int:
     return min(plan.num_steps, after) + (after == before)
 
 
-def notes(job: Job, ranks: Iterable[int], recipe_batch: int | None, wire: str | None = None) -> list[str]:
-    """What a reader of the table should know; `recipe_batch` is that of a recipe, `wire` what was asked to travel."""
+def notes(job: Job, ranks: Iterable[int], recipe_batch: int | None, comm_dtype: str | None = None) -> list[str]:
+    """Return notes to print below the table.
+
+    Args:
+        recipe_batch: the global batch of the recipe, if there is one.
+        comm_dtype: the comm dtype given on the command line.
+    """
     found = []
     if recipe_batch is not None and job.global_batch is None:
-        follows = (
-            "steps follow, learning rates do not"
+        adapted = (
+            "the number of steps is adapted, learning rates are not"
             if job.num_steps is None
-            else f"neither steps (train.steps={job.num_steps}) nor learning rates follow"
+            else f"neither the number of steps (train.steps={job.num_steps}) nor learning rates are adapted"
         )
         found.append(
-            f"--batch-per-rank {job.batch_per_rank}: the global batch is that times ranks, and not the recipe's "
-            f"{recipe_batch:,}; {follows}"
+            f"--batch-per-rank {job.batch_per_rank}: the global batch is this times the ranks instead of the recipe's "
+            f"{recipe_batch:,}; {adapted}"
         )
     dtype = GRADIENTS[job.precision]
-    if wire not in (None, dtype) and dtype in ("fp16", "bf16"):
+    if comm_dtype not in (None, "same", dtype) and dtype in ("fp16", "bf16"):
         found.append(
-            f"--wire {wire} changes nothing: with precision.name={job.precision} gradients are {dtype}, and travel so"
+            f"--comm-dtype {comm_dtype} has no effect: with precision.name={job.precision} gradients are {dtype}, "
+            "and are sent unchanged"
         )
     shares = {num_ranks: job.share(num_ranks).num_images for num_ranks in ranks}
     short = {num_ranks: size for num_ranks, size in shares.items() if size < (job.microbatch or 0)}
     if short:
         sizes = list(dict.fromkeys(short.values()))
         found.append(
-            f"at {join(list(short))} ranks a rank has {join(sizes)} images, fewer than batch.micro={job.microbatch}: "
-            f"it takes them at once, and BatchNorm sees {join(sizes)}; the run itself wants "
-            f"batch.micro={join(sizes, ' or ')}"
+            f"at {join(list(short))} ranks, a rank has {join(sizes)} images, fewer than batch.micro={job.microbatch}: "
+            f"they are one microbatch, and BatchNorm uses {join(sizes)} images; set batch.micro={join(sizes, ' or ')} "
+            "for the run"
         )
     return found
 

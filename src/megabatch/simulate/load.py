@@ -1,13 +1,16 @@
-"""Reads cluster files: presets by name, one's own by path, with `section.key=value` overrides.
+"""Read cluster files: presets by name and user files by path, with `section.key=value` overrides.
 
-A TOML file may start from another (`base = "dgx-a100"`, or a file beside it), and then says only what differs.  A
-device may be that of a file in devices/ (`device.like = "a100-mxnet"`), so that clusters share its points.  A JSON file
-is what `megabatch plan` has measured; `this` is the last one of this machine.
+A TOML file can extend another (`base = "dgx-a100"`, or a file in the same folder) and then contains only the
+differences.  `device.like = "a100-mxnet"` uses a device of devices/, so that clusters share its points.
+
+A JSON file is a plan measured by `megabatch plan`; `this` is the newest plan of this machine.  Its links were
+measured while all k ranks of a node communicate, so the network card of a node carries k times the bandwidth of one
+rank.  A plan has no device speeds; these come from a profile (`--profile`).
 """
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -16,29 +19,33 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from megabatch.errors import UserError, nearest
+from megabatch.errors import UserError, nearest, plain_rule
 from megabatch.io.disk import cache_folder
 from megabatch.io.reading import NotText, Undecodable, read_regular, read_text
-from megabatch.io.toml import LONGEST_BYTES, NotToml, parse_toml
+from megabatch.io.toml import LONGEST_BYTES, NotToml, Override, parse_override, parse_toml, set_dotted
 from megabatch.planning.cost import Link
-from megabatch.planning.tuning import Tuning
-from megabatch.planning.validate import MAX_BYTES, decode_tuning
+from megabatch.planning.tuning import MAX_BYTES, Tuning, decode_tuning
 from megabatch.simulate.cluster import Cluster
-from megabatch.text import is_plain
+from megabatch.text import one_line
 
-# The cluster that `megabatch plan` has measured, as a cluster file would describe it.
-#
-# A link's beta says what one rank gets while all ranks of its node are at work: a node's card carries k times as
-# much. Devices are not measured by a plan: what they compute comes from a profile (`--profile`).
+FOLDER = resources.files("megabatch.simulate")
+THIS = "this.json"  # the newest plan of this machine
+SUFFIXES = (".toml", ".json")
+MAX_BASES = 8
+MAX_NUMBER = 1e12
+LONGEST_RULE = 200  # characters of a rule, which may contain a key of the file
+LONGEST_SHOWN = 60  # characters of an invalid value
 
-LEAST_BETA = 1e-12  # s/B: bytes for which no time was found left
+LEAST_BETA = 1e-12  # s/B, if a link was too fast to measure
 ASSUMED_GBPS, ASSUMED_ALPHA_US = 1.0, 100.0
 PLAN = "measured by megabatch plan"
-NO_NETWORK = "assumed: the plan was measured on one host; give it, as network.gbps=10"
+NO_NETWORK = "assumed: the plan was measured on one host; set it, for example network.gbps=10"
+
+Tables = dict[str, Any]
 
 
-def describe_measured(tuning: Tuning) -> dict[str, Any]:
-    """As tables of a cluster file."""
+def measured_cluster(tuning: Tuning) -> Tables:
+    """Return a measured plan as the tables of a cluster file."""
     shape, links = tuning.topology.shape, tuning.links
     k = shape.largest_node
     inside = links.get("node") or links.get("all") or Link(0.0, LEAST_BETA, LEAST_BETA)
@@ -70,25 +77,14 @@ def describe_measured(tuning: Tuning) -> dict[str, Any]:
         "sources": {
             **dict.fromkeys(["node.ranks", "node.gb_per_s", "node.alpha_us", "device.memory_gb_per_s"], PLAN),
             **dict.fromkeys(["network.gbps", "network.alpha_us"], PLAN if between else NO_NETWORK),
-            **dict.fromkeys(["network.nics", "network.efficiency"], "what is measured is what arrives"),
-            **dict.fromkeys(["device.memory_gb", "engine.base_us"], "no limit, no cost of its own"),
+            **dict.fromkeys(["network.nics", "network.efficiency"], "included in the measured network.gbps"),
+            **dict.fromkeys(["device.memory_gb", "engine.base_us"], "no limit and no extra cost"),
             "uncertainty.device": "assumed",
             "uncertainty.bandwidth": "assumed",
             "uncertainty.latency": "assumed",
-            "uncertainty.jitter": "none is simulated",
+            "uncertainty.jitter": "no jitter is simulated",
         },
     }
-
-
-FOLDER = resources.files("megabatch.simulate")
-THIS = "this.json"  # what `megabatch plan` has measured last
-SUFFIXES = (".toml", ".json")
-MAX_BASES = 8
-ABSURD = 1e12  # no number in a cluster file is as large
-LONGEST_RULE = 200  # of why: it may name a key of the file
-LONGEST_SHOWN = 60  # characters of what is refused
-
-Tables = dict[str, Any]
 
 
 def preset_names() -> list[str]:
@@ -100,28 +96,27 @@ def is_preset(name: str) -> bool:
 
 
 def load_cluster(name: str, overrides: Sequence[str] = ()) -> Cluster:
-    """A preset's name or a TOML file."""
+    """Return the cluster of a preset's name, `this`, or a file."""
     tables = with_device(read_cluster(name), name)
     before = copy.deepcopy(tables)
     for override in overrides:
         apply(tables, override, name)
     tables.setdefault("name", Path(name).stem)
     try:
-        cluster = msgspec.convert(tables, Cluster)
+        return msgspec.convert(tables, Cluster)
     except msgspec.ValidationError as error:
         cause = error.__cause__
         raise cause if isinstance(cause, UserError) else UserError(explain(error, name, tables, before)) from None
-    return cluster
 
 
 def explain(error: msgspec.ValidationError, name: str, tables: Tables, before: Tables) -> str:
-    """The key with its value, the rule, and what the file itself has."""
+    """Return a message with the key and its value, the rule, and the value in the file."""
     rule, _, path = str(error).partition(" - at `$.")
     key = path.rstrip("`")
-    rule = abbreviated(f"{rule[:1].lower()}{rule[1:]}".replace("`", ""), LONGEST_RULE)
+    rule = abbreviated(plain_rule(rule), LONGEST_RULE)
     value, own = (value_at(each, key) for each in (tables, before))
     if value is None or isinstance(value, dict | list):
-        return f"{name}: {rule}{f' in {key}' if key else ''}; the presets show how such a file looks"
+        return f"{name}: {rule}{f' in {key}' if key else ''}; compare with a preset in simulate/clusters/"
     remedy = (
         f"{name} itself has {key}={own}"
         if isinstance(own, int | float | str) and own != value
@@ -144,35 +139,37 @@ def read_cluster(name: str, depth: int = 0) -> Tables:
         folder = cache_folder()
         path = folder / THIS if folder else None
         if path is None or not path.is_file():
-            raise UserError("--cluster this: nothing was measured here yet; first: megabatch plan RECIPE")
-        tables = read_own(path)
+            raise UserError("--cluster this: no plan was measured on this machine yet; run megabatch plan RECIPE first")
+        tables = read_user_file(path)
     elif Path(name).suffix in SUFFIXES:
-        tables = read_own(Path(name))
+        tables = read_user_file(Path(name))
     else:
         known = preset_names()
         raise UserError(
-            f"--cluster {name!r} is none of {', '.join(known)}, nor a .toml file, nor a .json of megabatch plan; "
+            f"--cluster {name!r} is not one of {', '.join(known)}, a .toml file or a .json file of megabatch plan; "
             f"nearest: --cluster {nearest(name, known)}"
         )
     base = tables.pop("base", None)
     if base is None:
         return tables
     if depth == MAX_BASES:
-        raise UserError(f"{name}: base={abbreviated(repr(base))} leads to more than {MAX_BASES} files; is it a circle?")
-    return merged(read_cluster(beside(name, str(base)), depth + 1), tables, name)
+        raise UserError(
+            f"{name}: base={abbreviated(repr(base))} extends more than {MAX_BASES} files; check for a circular base"
+        )
+    return merged(read_cluster(resolve_base(name, str(base)), depth + 1), tables, name)
 
 
-def beside(name: str, base: str) -> str:
-    """A file's base is relative to the file; a preset's is a preset."""
+def resolve_base(name: str, base: str) -> str:
+    """Return a preset's name, or a path relative to the file that names it."""
     is_file = Path(base).suffix in SUFFIXES and not is_preset(base)
     return str(Path(name).parent / base) if is_file else base
 
 
-def read_own(path: Path) -> Tables:
-    """A cluster file, or what `megabatch plan --json` has written."""
+def read_user_file(path: Path) -> Tables:
+    """Read a cluster file, or a plan written by `megabatch plan --json`."""
     try:
         if path.suffix == ".json":
-            return describe_measured(decode_tuning(read_regular(path, MAX_BYTES)))
+            return measured_cluster(decode_tuning(read_regular(path, MAX_BYTES)))
         return parse(read_text(path, LONGEST_BYTES), str(path))
     except OSError as error:
         raise UserError(f"--cluster {path}: cannot be read ({error.strerror}); give another file") from None
@@ -180,7 +177,7 @@ def read_own(path: Path) -> Tables:
         raise UserError(f"--cluster {path}: {error}; give another file") from None
     except Undecodable as error:
         raise UserError(
-            f"--cluster {path} is no plan ({error}); write one: megabatch plan RECIPE --json FILE"
+            f"--cluster {path} is not a plan ({error}); write one: megabatch plan RECIPE --json FILE"
         ) from None
 
 
@@ -190,7 +187,7 @@ def parse(text: str, name: str) -> Tables:
     except NotToml as error:
         raise UserError(f"{name} is not TOML: {error}") from None
     for key, value in numbers(tables):
-        require_sane(key, value)
+        require_finite(key, value)
     return tables
 
 
@@ -205,15 +202,18 @@ def numbers(tables: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
         yield prefix, tables
 
 
-def require_sane(key: str, value: float) -> None:
-    if not abs(value) <= ABSURD:  # nor is nan
-        # An integer of TOML may be too large for a float, and for Python to print.
+def require_finite(key: str, value: float) -> None:
+    if not abs(value) <= MAX_NUMBER:  # also true for nan
+        # A TOML integer can be too large for a float and for Python to print.
         shown = f"{value:g}" if isinstance(value, float) else f"{'-' * (value < 0)}1e{math.log10(abs(value)):.0f}"
-        raise UserError(f"{key}={shown} is not a number that a cluster can have; give a finite one, at most {ABSURD:g}")
+        raise UserError(f"{one_line(key, LONGEST_RULE)}={shown}: expected a finite number, at most {MAX_NUMBER:g}")
 
 
 def merged(below: Tables, above: Tables, name: str) -> Tables:
-    """Tables are merged, everything else is replaced, and its source with it: where `above` gives none, by its name."""
+    """Merge tables and replace other values with those of `above`.
+
+    A replaced value without a source in `above` gets the file's name as its source.
+    """
     result = merged_tables(below, above)
     sources, given = result.get("sources"), above.get("sources", {})
     if isinstance(sources, dict) and isinstance(given, dict):
@@ -231,7 +231,7 @@ def merged_tables(below: Tables, above: Tables) -> Tables:
 
 
 def leaves(tables: Tables, prefix: str = "") -> Iterator[str]:
-    """Dotted keys of all that is no table."""
+    """Yield the dotted keys of all values that are not tables."""
     for name, value in tables.items():
         if isinstance(value, dict):
             yield from leaves(value, f"{prefix}{name}.")
@@ -246,49 +246,32 @@ def with_device(tables: Tables, name: str = "the cluster's file") -> Tables:
         return tables
     known = [entry.name.removesuffix(".toml") for entry in (FOLDER / "devices").iterdir()]
     if like not in known:
-        raise UserError(f"device.like={abbreviated(repr(like))} is none of {', '.join(sorted(known))}")
+        raise UserError(f"device.like={abbreviated(repr(like))} is not one of {', '.join(sorted(known))}")
     shared = parse((FOLDER / "devices" / f"{like}.toml").read_text("utf-8"), like)
     return merged(shared, tables, name)
 
 
+def parse_cluster_override(text: str, is_string: Callable[[str], bool] = lambda key: False) -> Override:
+    """Parse `section.key=value` with finite numbers; 2e0 is an integer."""
+    override = parse_override(text, is_string, example="network.gbps=400")
+    value = override.value
+    for _, number in numbers(value):
+        require_finite(override.key, number)
+    return override._replace(value=int(value)) if isinstance(value, float) and value.is_integer() else override
+
+
 def apply(tables: Tables, override: str, name: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals:
-        raise UserError(
-            f"{abbreviated(repr(override))} is not an override; expected section.key=value, such as network.gbps=400"
-        )
-    if not is_plain(override):
-        raise UserError(f"{abbreviated(override)}: expected text without control characters; leave them out")
     known = keys_of_cluster()
+    _, key, value = parse_cluster_override(override)
     if key not in known:
         rule = f"a cluster has no {abbreviated(key)}" if "." in key else "overrides of a cluster are section.key=value"
         meant = [name for name in known if name.endswith(f".{key}")] if "." not in key else [nearest(key, known)]
         remedy = f"nearest: {meant[0]}" if meant else "for example network.gbps=400"
         raise UserError(f"{abbreviated(override)}: {rule}; {remedy}")
-    value = parse_value(text)
-    for _, number in numbers(value):
-        require_sane(key, number)
-    *sections, last = key.split(".")
-    put(tables, sections, last, value)
-    put(tables, ["sources"], key, "given with the command")
-
-
-def put(tables: Tables, sections: Sequence[str], key: str, value: Any) -> None:
-    """Unless the file has something else where a table should be, which is then refused with the whole."""
-    table: Any = tables
-    for section in sections:
-        table = table.setdefault(section, {}) if isinstance(table, dict) else None
-    if isinstance(table, dict):
-        table[key] = value
-
-
-def parse_value(text: str) -> Any:
-    """As TOML has it, or text; 2e0 is as good an integer as 2."""
-    try:
-        value = parse_toml(f"value = {text}")["value"]
-    except NotToml:
-        return text
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    # If the file has another value in place of a table, the conversion to Cluster rejects it.
+    set_dotted(tables, key, value)
+    if isinstance(tables.setdefault("sources", {}), dict):
+        tables["sources"][key] = "given with the command"
 
 
 def abbreviated(text: str, longest: int = LONGEST_SHOWN) -> str:
@@ -297,14 +280,14 @@ def abbreviated(text: str, longest: int = LONGEST_SHOWN) -> str:
 
 @cache
 def keys_of_cluster() -> dict[str, inspect.Type]:
-    """Dotted names of everything that can be overridden, with its type."""
+    """Return the dotted keys that can be overridden, with their types."""
     return {key: kind for key, kind in typed_keys(inspect.type_info(Cluster)) if "." in key}
 
 
 def typed_keys(section: inspect.Type, prefix: str = "") -> Iterator[tuple[str, inspect.Type]]:
     assert isinstance(section, inspect.StructType)
     for member in section.fields:
-        # A section that may be left out is a union with None.
+        # An optional section is a union with None.
         kinds = member.type.types if isinstance(member.type, inspect.UnionType) else (member.type,)
         inner = next((kind for kind in kinds if isinstance(kind, inspect.StructType)), None)
         name = prefix + member.encode_name

@@ -1,8 +1,8 @@
-"""What one rank takes for forward, backward and update, as `megabatch profile` has recorded it.
+"""The times of forward, backward and update of one rank, as recorded by `megabatch profile`.
 
-b images in a microbatch.  At a b that was recorded, times are the recorded ones.  At any other they follow
+Legend: b images per microbatch.  At a recorded b, times are the recorded ones.  At any other b they follow
     t(b) = t0 + c b,    t0, c >= 0,
-by least squares of the time per image, t/b = c + t0/b: a relative error counts the same at every b.
+by least squares of the time per image, t/b = c + t0/b, so that a relative error counts the same at every b.
 """
 
 import itertools
@@ -44,10 +44,10 @@ class ProfilePoint(Struct, frozen=True, kw_only=True):
     """Medians over several passes of one microbatch."""
 
     microbatch: Count
-    forward_s: Seconds  # with the normalisation of images, and the loss
+    forward_s: Seconds  # with the normalisation of images and the loss
     backward_s: Seconds
-    forward_by_layer_s: dict[str, Seconds]  # by leaf module; hooks slow them, so passes of their own were timed
-    ready_s: list[Seconds]  # of each gradient, since backward began
+    forward_by_layer_s: dict[str, Seconds]  # by leaf module, timed in separate passes because hooks slow them
+    ready_s: list[Seconds]  # of each gradient, since backward started
 
 
 class Profile(Struct, frozen=True, kw_only=True):
@@ -59,21 +59,21 @@ class Profile(Struct, frozen=True, kw_only=True):
     device: str
     threads: Count
     gradients: list[ProfiledGradient]  # in the order of backward
-    points: list[ProfilePoint]  # by microbatch, ascending
-    update_s: Seconds  # of the weights, once a step
+    points: list[ProfilePoint]  # ascending by microbatch
+    update_s: Seconds  # of the weights, once per step
 
     def __post_init__(self) -> None:
         sizes = self.microbatches
         if len(sizes) < 2 or sizes != sorted(set(sizes)):
-            raise ValueError(f"microbatches {sizes}: expected two at least, ascending")
+            raise ValueError(f"microbatches {sizes}: expected at least two, ascending")
         names = [gradient.name for gradient in self.gradients]
         if not names or len(set(names)) < len(names):
-            raise ValueError(f"{len(names)} gradients of {len(set(names))} names: expected one at least, each once")
+            raise ValueError(f"{len(names)} gradients of {len(set(names))} names: expected at least one, each once")
         for point in self.points:
             times_s = [0.0, *point.ready_s, point.backward_s]
             if len(point.ready_s) != len(names) or times_s != sorted(times_s):
                 raise ValueError(
-                    f"ready_s at microbatch {point.microbatch}: expected {len(names)} times, ascending, and none after "
+                    f"ready_s at microbatch {point.microbatch}: expected {len(names)} ascending times, none after "
                     f"backward_s={point.backward_s:g}"
                 )
             if not point.forward_s or not point.backward_s:
@@ -100,7 +100,7 @@ class Profile(Struct, frozen=True, kw_only=True):
     def backward(self, microbatch: float) -> RecordedBackward:
         end_s = self.backward_s(microbatch)
         by_gradient = zip(*(point.ready_s for point in self.points), strict=True)
-        # Lines that were fitted apart can cross outside of what was recorded; backward does not.
+        # Lines fitted separately can cross outside the recorded range, but gradients are ready in order.
         ready_s = itertools.accumulate((self.at(microbatch, times_s) for times_s in by_gradient), max)
         return RecordedBackward(
             [gradient.name for gradient in self.gradients],
@@ -109,7 +109,7 @@ class Profile(Struct, frozen=True, kw_only=True):
         )
 
     def at(self, microbatch: float, seconds: Sequence[float]) -> float:
-        """Of times at all points, the recorded or the fitted one."""
+        """Return the time at `microbatch`, recorded or fitted, given the times at all points."""
         recorded = dict(zip(self.microbatches, seconds, strict=True))
         return recorded[int(microbatch)] if microbatch in recorded else self.fit(seconds).seconds(microbatch)
 
@@ -120,12 +120,12 @@ class Profile(Struct, frozen=True, kw_only=True):
 class LayerTime(NamedTuple):
     name: str
     forward_s: float
-    backward_s: float  # from the gradients before, with whatever lies between that has none
+    backward_s: float  # since the previous gradients, including modules between them without gradients
     num_parameters: int
 
 
 def layer_times(profile: Profile, point: ProfilePoint) -> list[LayerTime]:
-    """Of leaf modules and of whatever has gradients, in the order of forward."""
+    """Return the times of leaf modules and of modules with gradients, in the order of forward."""
     backward_s: dict[str, float] = {}
     num_parameters: dict[str, int] = {}
     before_s = [0.0, *point.ready_s]
@@ -140,7 +140,7 @@ def layer_times(profile: Profile, point: ProfilePoint) -> list[LayerTime]:
     ]
 
 
-class Header(Struct):
+class FormatField(Struct):
     format: int
 
 
@@ -148,11 +148,11 @@ def read_profile(path: Path) -> Profile:
     again = "record it again: megabatch profile RECIPE --json FILE"
     try:
         content = read_bytes(path, LONGEST_JSON)
-        found = decode_json(content, Header).format
+        found = decode_json(content, FormatField).format
         if found != FORMAT:
-            raise UserError(f"{path} has format {found}, and this version reads {FORMAT}; {again}")
+            raise UserError(f"{path} has format {found}, but this version reads {FORMAT}; {again}")
         return decode_json(content, Profile)
     except OSError as error:
         raise UserError(f"profile {path} cannot be read ({error.strerror}); {again}") from None
     except (NotText, Undecodable) as error:
-        raise UserError(f"{path} is no profile ({error}); {again}") from None
+        raise UserError(f"{path} is not a profile ({error}); {again}") from None

@@ -1,4 +1,4 @@
-"""What `megabatch simulate` is asked for, from the text of its options: ranks, a time, a sweep, overrides."""
+"""Parsing of the options of `megabatch simulate`: ranks, a time, a sweep, overrides."""
 
 import re
 from collections.abc import Sequence
@@ -8,15 +8,16 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta, Struct, field, inspect
 
-from megabatch.errors import UserError, nearest
+from megabatch.errors import UserError, nearest, plain_rule
 from megabatch.simulate.cluster import Cluster
-from megabatch.simulate.load import ABSURD, keys_of_cluster, parse_value
+from megabatch.simulate.load import keys_of_cluster, parse_cluster_override
 
 MOST_RANKS = 1_000_000
-MOST_VALUES = 64  # of --ranks, or of a sweep: a table that can still be read
+MOST_VALUES = 64  # of --ranks or a sweep, for a readable table
 SECONDS = {"s": 1, "min": 60, "h": 3600}
 LONGEST_S = 10 * 365.25 * 86_400
-MISSPELT = 0.75  # likeness from which a section is taken for one of a cluster's
+MOST_USD = 1e9
+MISSPELT = 0.75  # similarity from which a name counts as a misspelt section of a cluster
 
 SECTIONS = {key.partition(".")[0] for key in keys_of_cluster()}
 
@@ -27,10 +28,10 @@ class Sweep(NamedTuple):
 
 
 def parse_ranks(text: str) -> list[int]:
-    """`8,64,512` as they stand, each once; `8..2048` is 8, 16, 32, up to 2048."""
+    """Return the distinct numbers of `8,64,512`; `8..2048` is 8, 16, 32, up to 2048."""
     ranks = list(dict.fromkeys(count for part in text.split(",") for count in parse_range(part.strip(), text)))
     if len(ranks) > MOST_VALUES:
-        raise UserError(f"--ranks has {len(ranks):,} values, and a table at most {MOST_VALUES}; give fewer")
+        raise UserError(f"--ranks has {len(ranks):,} values; the limit is {MOST_VALUES}; give fewer")
     return ranks
 
 
@@ -44,7 +45,7 @@ def parse_range(part: str, text: str) -> list[int]:
 
 def parse_count(part: str, text: str) -> int:
     if not re.fullmatch(r"\s*[+-]?[0-9]{1,12}\s*", part):
-        raise UserError(f"--ranks {text}: {part!r} is no whole number; for example --ranks 8,64,512 or --ranks 8..2048")
+        raise UserError(f"--ranks {text}: {part!r} is not an integer; for example --ranks 8,64,512 or --ranks 8..2048")
     count = int(part)
     if not 1 <= count <= MOST_RANKS:
         closest = 1 if count < 1 else MOST_RANKS
@@ -53,50 +54,53 @@ def parse_count(part: str, text: str) -> int:
 
 
 def parse_within(text: str) -> float:
-    """Seconds of `10min`, `600s` or `1.5h`."""
+    """Return the seconds of a text such as `10min`, `600s` or `1.5h`."""
     found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(s|min|h)\s*", text)
     if not found:
-        raise UserError(f"--within {text} is no time; give a number and s, min or h, for example --within 10min")
+        raise UserError(f"--within {text} is not a time; give a number and s, min or h, for example --within 10min")
     seconds = float(found[1]) * SECONDS[found[2]]
     if not 0 < seconds <= LONGEST_S:
-        raise UserError(f"--within {text} is not above 0 and at most ten years; for example --within 10min")
+        raise UserError(f"--within {text} must be above 0 and at most ten years; for example --within 10min")
     return seconds
 
 
+def parse_budget(text: str) -> float:
+    """Return the dollars of a text such as `100usd` or `2.5usd`."""
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*usd\s*", text, re.IGNORECASE)
+    if not found or not 0 < float(found[1]) <= MOST_USD:
+        raise UserError(f"--budget {text} is not an amount above 0 in usd; for example --budget 100usd")
+    return float(found[1])
+
+
 def parse_sweep(text: str) -> Sweep:
-    """`network.gbps=10,25,100`."""
+    """Return the key and values of a text such as `network.gbps=10,25,100`."""
     key, equals, listed = text.partition("=")
     known = [name for name, kind in keys_of_cluster().items() if isinstance(kind, inspect.IntType | inspect.FloatType)]
     if not equals or not listed.strip():
         raise UserError(f"--sweep {text} has no values; for example --sweep network.gbps=10,25,100,400")
     if key not in known:
-        raise UserError(f"--sweep {text}: {key} is no number of a cluster; nearest: --sweep {nearest(key, known)}=...")
+        raise UserError(
+            f"--sweep {text}: {key} is not a number of a cluster; nearest: --sweep {nearest(key, known)}=..."
+        )
     values: list[int | float] = []
     for part in map(str.strip, listed.split(",")):
-        value = parse_number(part)
-        if isinstance(value, str):
-            raise UserError(f"--sweep {key}: {part!r} is no number that a cluster can have; give a finite one")
+        value = parse_cluster_override(f"{key}={part}").value
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise UserError(f"--sweep {key}: {part!r} is not a number; for example --sweep {key}=10,25,100")
         values.append(value)
     if len(values) > MOST_VALUES:
-        raise UserError(f"--sweep {key} has {len(values)} values, and a table at most {MOST_VALUES}; give fewer")
+        raise UserError(f"--sweep {key} has {len(values)} values; the limit is {MOST_VALUES}; give fewer")
     return Sweep(key, values)
 
 
-def parse_number(text: str) -> int | float | str:
-    """What is no number that a cluster can have stays text."""
-    value = parse_value(text)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= ABSURD
-    return value if is_number else text
-
-
 def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Those of the cluster, and those of what is trained on it."""
+    """Return the overrides of the cluster, and those of the recipe or model."""
     of_cluster = [override for override in overrides if is_of_cluster(override.partition("=")[0])]
     return of_cluster, [override for override in overrides if override not in of_cluster]
 
 
 def is_of_cluster(key: str) -> bool:
-    """Also where its section is misspelt or left out: load_cluster then says which one is nearest."""
+    """Return True for keys of a cluster, also with a misspelt or missing section: load_cluster reports the nearest."""
     section, dot, _ = key.partition(".")
     if not dot:
         top = {member.encode_name for member in msgspec.structs.fields(Cluster)}
@@ -105,7 +109,7 @@ def is_of_cluster(key: str) -> bool:
 
 
 class ModelSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What can be said of a model without a recipe."""
+    """The settings of a model without a recipe."""
 
     precision: str | None = field(default=None, name="precision.name")
     image_size: Annotated[int, Meta(ge=8, le=8192)] | None = field(default=None, name="data.image_size")
@@ -119,18 +123,16 @@ EXAMPLES = {"precision.name": "fp32", "data.image_size": "224", "batch.micro": "
 def parse_model_settings(overrides: Sequence[str]) -> ModelSettings:
     values: dict[str, object] = {}
     for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals:
-            raise UserError(f"{override!r} is not an override; expected section.key=value, such as network.gbps=400")
+        _, key, value = parse_cluster_override(override, is_string=lambda key: key == "precision.name")
         if key not in EXAMPLES:
             raise UserError(
-                f"{override}: of a model without a recipe one can give {', '.join(EXAMPLES)}; "
-                f"nearest: {nearest(key, EXAMPLES)}, or a recipe instead of the model"
+                f"{override}: without a recipe, a model has only the settings {', '.join(EXAMPLES)}; "
+                f"nearest: {nearest(key, EXAMPLES)}, or give a recipe instead of the model"
             )
-        values[key] = text if key == "precision.name" else parse_number(text)
+        values[key] = value
         try:
-            msgspec.convert({key: values[key]}, ModelSettings)
+            msgspec.convert({key: value}, ModelSettings)
         except msgspec.ValidationError as error:
-            rule = str(error).partition(" - at")[0].replace("`", "").replace(" | null", "")
-            raise UserError(f"{override}: {rule[0].lower()}{rule[1:]}; for example {key}={EXAMPLES[key]}") from None
+            rule = plain_rule(str(error).partition(" - at")[0])
+            raise UserError(f"{override}: {rule}; for example {key}={EXAMPLES[key]}") from None
     return msgspec.convert(values, ModelSettings)

@@ -1,8 +1,13 @@
-"""A training that might be run, and what the simulator says of it.
+"""A training run on a cluster, and the simulator's prediction for it.
 
-An interval comes with every prediction.  Each input that is not known well (the device's speed, bandwidths, latencies,
-jitter) is taken once at its low and once at its high end, while the others stay.  They are independent, so the squares
-of what a step thereby gains or loses add up.  Buckets and plans stay as they were chosen.
+Every prediction has an interval.  Each uncertain input (the device's speed, bandwidths, latencies, jitter) is set to
+its low and to its high end while the others stay.  The inputs are independent, so the squares of the resulting changes
+of the step time add up.  Buckets and plans stay as chosen.
+
+From a step to the end of training.  Legend: T hours of steps and evaluations, M hours between interruptions of the job,
+C hours for a checkpoint, R hours for a restart.  Checkpoints every tau = sqrt(2 C M) cost least (Young 1974, Daly
+2006).  The job takes T + C floor(T/tau) + T/M (tau/2 + R), for checkpoints, steps lost to interruptions, and restarts.
+A job shorter than tau writes no checkpoint, and an interruption loses half of it.
 """
 
 import math
@@ -12,35 +17,29 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
+from megabatch.planning.sizes import Stage
 from megabatch.planning.tuning import Bucket
 from megabatch.simulate.cluster import Cluster, Cpu
-from megabatch.simulate.compute import compute_by_curve, compute_by_profile
+from megabatch.simulate.compute import compute_by_curve, compute_by_profile, memory_bytes
 from megabatch.simulate.profile import Profile
 from megabatch.simulate.step import AllReduceSettings, Compute, Step, in_use, run_step, simulate_step, slower
-from megabatch.simulate.workload import Workload
-
-# From a step to the end of training: evaluations, checkpoints, interruptions and money.
-#
-# Legend: T hours of steps and evaluations, M hours between interruptions of the whole job, C hours that a checkpoint
-# holds it up, R hours for a restart.  Checkpoints every tau = sqrt(2 C M) cost least (Young 1974, Daly 2006): the job
-# takes T + C floor(T/tau) + T/M (tau/2 + R), for checkpoints, steps that are lost with an interruption, and restarts.
-# One that is shorter than tau writes none, and loses half of itself.
+from megabatch.simulate.workload import Workload, scaled
 
 
 class RunLength(Struct, frozen=True, kw_only=True):
-    """What a run goes through."""
-
     num_steps: int
     num_evaluations: int = 0
     test_images: int = 0
+    stages: list[Stage] = []  # steps by the side of training images; []: all have the workload's
+    test_side: int | None = None  # of test images; None: the workload's
 
 
 class Training(Struct, frozen=True, kw_only=True):
     steps_s: float
     evaluation_s: float
-    faults_s: float  # checkpoints, repeated steps, restarts: as expected
+    faults_s: float  # expected time of checkpoints, repeated steps and restarts
     num_interruptions: float
-    checkpoint_minutes: float | None  # between two
+    checkpoint_minutes: float | None  # between two checkpoints
     usd: float | None
 
     @property
@@ -48,12 +47,11 @@ class Training(Struct, frozen=True, kw_only=True):
         return self.steps_s + self.evaluation_s + self.faults_s
 
 
-def train_for(length: RunLength, step_s: float, evaluation_s: float, num_ranks: int, cluster: Cluster) -> Training:
-    steps_s = length.num_steps * step_s
+def train_for(length: RunLength, steps_s: float, evaluation_s: float, num_ranks: int, cluster: Cluster) -> Training:
     working_s = steps_s + length.num_evaluations * evaluation_s
     faults_s, num_interruptions, interval_s = 0.0, 0.0, math.inf
     faults = cluster.faults
-    rate = faults.interruptions_per_rank_hour * num_ranks / 3600  # of the job, a second
+    rate = faults.interruptions_per_rank_hour * num_ranks / 3600  # interruptions of the job per second
     if rate:
         interval_s = math.sqrt(2 * faults.checkpoint_s / rate)
         lost_s = min(interval_s, working_s) / 2
@@ -77,11 +75,11 @@ class Scenario(Struct, frozen=True, kw_only=True):
     cluster: Cluster
     num_ranks: int
     batch_per_rank: int
-    accumulation: int = 1  # microbatches, in which a rank takes its batch
+    accumulation: int = 1  # microbatches per rank and step
     precision: str
     all_reduce: AllReduceSettings = AllReduceSettings()
     length: RunLength | None = None
-    profile: Profile | None = None  # what a rank was recorded to take, instead of the cluster's curve
+    profile: Profile | None = None  # recorded compute times, instead of the cluster's curve
 
     @property
     def global_batch(self) -> int:
@@ -97,15 +95,35 @@ class Scenario(Struct, frozen=True, kw_only=True):
             return compute_by_profile(self.profile, self.microbatch, self.accumulation)
         return compute_by_curve(self.workload, self.cluster, self.precision, self.microbatch, self.accumulation)
 
+    def compute_at(self, side: int) -> Compute:
+        """Return the compute time for images of another side.  Times of a profile grow with the area."""
+        if side == self.workload.image_size:
+            return self.compute
+        workload = scaled(self.workload, side)
+        if self.profile:
+            compute = self.compute
+            area = (side / self.workload.image_size) ** 2
+            return slower(compute, area)._replace(update_s=compute.update_s)
+        return replace(self, workload=workload).compute
+
     @property
     def in_use(self) -> AllReduceSettings:
-        """With the dtype that really travels."""
+        """The settings with the comm dtype in use."""
         return in_use(self.all_reduce, self.compute)
+
+
+class StageStep(Struct, frozen=True, kw_only=True):
+    """A step with training images of one side."""
+
+    stage: Stage
+    step: Step
+    memory_bytes: float  # of a rank
 
 
 class Simulated(Struct, frozen=True, kw_only=True):
     scenario: Scenario
-    step: Step
+    step: Step  # with the largest training images
+    stages: list[StageStep] = []  # if the side of training images changes
     low_step_s: float
     high_step_s: float
     training: Training | None
@@ -124,7 +142,7 @@ class Simulated(Struct, frozen=True, kw_only=True):
 
     @property
     def efficiency(self) -> float:
-        """Of as many ranks that would wait for nobody."""
+        """The throughput relative to ranks that never wait."""
         return self.step.computing_s / self.step.total_s
 
     @property
@@ -137,12 +155,12 @@ class Simulated(Struct, frozen=True, kw_only=True):
 
     @property
     def plan(self) -> str:
-        """As 'torus/fp16 (3 buckets, 51.1 MB)'."""
+        """A summary such as "torus/fp16, 3 buckets, 51.1 MB"."""
         return describe_plan(self.step.buckets)
 
     @property
     def row(self) -> dict[str, Any]:
-        """For JSON."""
+        """The values for JSON."""
         return {
             "ranks": self.scenario.num_ranks,
             "batch_per_rank": self.scenario.batch_per_rank,
@@ -165,6 +183,15 @@ class Simulated(Struct, frozen=True, kw_only=True):
             "rank_hours": self.rank_hours,
             "usd": self.training.usd if self.training else None,
             "plan": self.plan,
+        } | ({"stages": [self.stage_row(each) for each in self.stages]} if self.stages else {})
+
+    def stage_row(self, each: StageStep) -> dict[str, Any]:
+        return {
+            "side": each.stage.side,
+            "steps": each.stage.num_steps,
+            "step_s": each.step.total_s,
+            "images_per_s": self.scenario.global_batch / each.step.total_s,
+            "memory_bytes": each.memory_bytes,
         }
 
 
@@ -172,16 +199,47 @@ def simulate(scenario: Scenario) -> Simulated:
     compute, cluster = scenario.compute, scenario.cluster
     step = simulate_step(compute, cluster, scenario.num_ranks, scenario.in_use)
     low_s, high_s = interval(compute, cluster, scenario, step)
-    training = None
-    if scenario.length:
-        a_rank = math.ceil(scenario.length.test_images / scenario.num_ranks)
-        evaluation_s = a_rank / scenario.batch_per_rank * step.forward_s
-        training = train_for(scenario.length, step.total_s, evaluation_s, scenario.num_ranks, cluster)
-    return Simulated(scenario=scenario, step=step, low_step_s=low_s, high_step_s=high_s, training=training)
+    stages = stages_of(scenario, step)
+    training = training_of(scenario, step, stages)
+    return Simulated(
+        scenario=scenario, step=step, stages=stages, low_step_s=low_s, high_step_s=high_s, training=training
+    )
+
+
+def stages_of(scenario: Scenario, largest: Step) -> list[StageStep]:
+    """Simulate a step of each stage with the buckets and plans of the largest images, as in a run."""
+    shape = scenario.cluster.shape(scenario.num_ranks)
+    return [
+        StageStep(
+            stage=stage,
+            step=run_step(scenario.compute_at(stage.side), scenario.cluster, shape, scenario.in_use, largest.buckets),
+            memory_bytes=memory_bytes(scaled(scenario.workload, stage.side), scenario.precision, scenario.microbatch),
+        )
+        for stage in (scenario.length.stages if scenario.length else [])
+    ]
+
+
+def training_of(scenario: Scenario, step: Step, stages: Sequence[StageStep] = ()) -> Training | None:
+    """Return the whole training, given a step with the largest images and the stages with others."""
+    length = scenario.length
+    if not length:
+        return None
+    steps_s = math.fsum(each.stage.num_steps * each.step.total_s for each in stages)
+    images_per_rank = math.ceil(length.test_images / scenario.num_ranks)
+    forward_s = step.forward_s
+    if length.test_side:
+        forward_s *= scenario.compute_at(length.test_side).forward_s / scenario.compute.forward_s
+    return train_for(
+        length,
+        steps_s or length.num_steps * step.total_s,
+        images_per_rank / scenario.batch_per_rank * forward_s,
+        scenario.num_ranks,
+        scenario.cluster,
+    )
 
 
 def interval(compute: Compute, cluster: Cluster, scenario: Scenario, step: Step) -> tuple[float, float]:
-    """The shortest and the longest step that are to be expected."""
+    """Return the shortest and the longest expected step."""
     shape, all_reduce = cluster.shape(scenario.num_ranks), scenario.in_use
     given = cluster.uncertainty
     device = math.hypot(compute.uncertainty, given.device)
@@ -223,7 +281,7 @@ def with_latency(cluster: Cluster, factor: float) -> Cluster:
 
 
 def with_core_costs(cpu: Cpu | None, ending: str, factor: float) -> Cpu | None:
-    """With those costs times the factor whose names end so."""
+    """Multiply the costs whose names have this ending by the factor."""
     if cpu is None:
         return None
     changed = {name: factor * value for name, value in asdict(cpu.costs).items() if name.endswith(ending)}

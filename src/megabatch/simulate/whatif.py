@@ -1,11 +1,11 @@
-"""Questions about a job on a cluster: which algorithm, which improvement, which change.
+"""Comparisons of a job on a cluster: algorithms, improvements, changes, and the ranks needed to finish in time.
 
-The ladder is that of Jia et al. 2018, each line with what the lines before it have:
+The ladder is that of Jia et al. 2018; each line adds one improvement to those before it:
     per-tensor ring   a ring for every gradient as soon as it is ready, in fp32
-    + fusion          gradients travel together, in the buckets that end communication soonest
-    + hierarchical    reduced in the node, all-reduced among leaders, broadcast in the node
-    + hybrid          every bucket by whichever plan is best for all of them
-    + 16 bits         gradients of 16 bits, which halves what travels
+    + fusion          the buckets that end communication soonest
+    + hierarchical    reduce in the node, all-reduce among leaders, broadcast in the node
+    + hybrid          a plan for each bucket, chosen for the earliest end of all
+    + 16 bits         16-bit gradients, which halve the bytes
 Compute is the same in all of them: autocast (amp) has gradients in fp32 and computes in 16 bits.
 """
 
@@ -17,12 +17,12 @@ from msgspec.structs import replace
 from megabatch.errors import UserError
 from megabatch.planning.algorithms import ALGORITHMS
 from megabatch.planning.pipeline import ELEMENT_BYTES
+from megabatch.planning.plan import BACKEND_ALGORITHMS
 from megabatch.simulate.cluster import Cluster
 from megabatch.simulate.compute import CURVES, memory_bytes
 from megabatch.simulate.job import Job
 from megabatch.simulate.scenario import Scenario, Simulated, simulate, with_jitter, with_latency
 from megabatch.simulate.step import (
-    ENGINE_ALGORITHMS,
     AllReduceSettings,
     Prices,
     Step,
@@ -32,15 +32,16 @@ from megabatch.simulate.step import (
     simulate_step,
 )
 
-WORTH = 0.005  # of the images/s: smaller gains are not worth a line
+WORTH = 0.005  # relative gain in images/s; smaller ones are not printed
 AUTO = "auto"
+LARGEST_SEARCH = 16_384  # ranks
 
 
 class Variant(NamedTuple):
-    """The same job in another way, at some or all of the rank counts."""
+    """The same job with other settings, at some or all rank counts."""
 
     label: str
-    varied: dict[str, Any]  # what distinguishes it, for JSON
+    varied: dict[str, Any]  # the settings that differ, for JSON
     results: list[Simulated]
 
     def results_at(self, num_ranks: int) -> list[Simulated]:
@@ -50,42 +51,42 @@ class Variant(NamedTuple):
 class Change(NamedTuple):
     label: str
     gained: float  # images/s
-    share: float  # of those without it
+    share: float  # relative to images/s without the change
 
 
 class Losses(NamedTuple):
-    """Shares of a step's time in which nothing is computed; with `computing` they add up to 1."""
+    """Shares of the step time; they add up to 1."""
 
     computing: float
-    latency: float  # exposed all-reduces: what would not be there without latencies
-    carrying: float  # exposed all-reduces: the rest, which bandwidth decides
+    latency: float  # exposed all-reduces that would vanish without latency
+    carrying: float  # the other exposed all-reduces, due to bandwidth
     jitter: float
-    images: float  # waiting for them to be read
+    images: float  # waiting for input
 
 
 def run_all(job: Job, cluster: Cluster, ranks: Sequence[int]) -> list[Simulated]:
-    scenarios = [job.scenario(cluster, num_ranks) for num_ranks in ranks]  # what is wrong with any is said at once
+    scenarios = [job.scenario(cluster, num_ranks) for num_ranks in ranks]  # all first, to raise errors early
     return [simulate(scenario) for scenario in scenarios]
 
 
 def compare(job: Job, cluster: Cluster, ranks: Sequence[int]) -> list[Variant]:
-    """Every algorithm, at the rank counts to which it applies; last the choice for each bucket.
+    """Simulate every algorithm at the rank counts to which it applies, and last the choice per bucket.
 
-    Where nothing is rounded, flat is the engine's own all-reduce, whose algorithms are there one by one.
+    Without rounding, flat is the backend's all-reduce, whose algorithms are listed one by one.
     """
     variants = []
-    for algorithm in (*ENGINE_ALGORITHMS, *ALGORITHMS, AUTO):
-        trial = replace(job, all_reduce=job.all_reduce._replace(algorithm=algorithm))
-        scenarios = [trial.scenario(cluster, num_ranks) for num_ranks in ranks]
+    for algorithm in (*BACKEND_ALGORITHMS, *ALGORITHMS, AUTO):
+        forced = replace(job, all_reduce=job.all_reduce._replace(algorithm=algorithm))
+        scenarios = [forced.scenario(cluster, num_ranks) for num_ranks in ranks]
         applying = [each.num_ranks for each in scenarios if applies(each.in_use, cluster, each.num_ranks)]
         if applying:
-            variants.append(Variant(algorithm, {"algorithm": algorithm}, run_all(trial, cluster, applying)))
+            variants.append(Variant(algorithm, {"algorithm": algorithm}, run_all(forced, cluster, applying)))
     return variants
 
 
 def applies(all_reduce: AllReduceSettings, cluster: Cluster, num_ranks: int) -> bool:
-    """Of settings with the dtype that really travels."""
-    is_ring = (all_reduce.algorithm, all_reduce.dtype) == ("flat", "fp32") and "ring" in cluster.engine_sums
+    """Return True if the algorithm applies; `all_reduce` has the comm dtype in use."""
+    is_ring = (all_reduce.algorithm, all_reduce.dtype) == ("flat", "same") and "ring" in cluster.engine_sums
     if num_ranks == 1 or is_ring:
         return all_reduce.algorithm == AUTO
     try:
@@ -95,10 +96,10 @@ def applies(all_reduce: AllReduceSettings, cluster: Cluster, num_ranks: int) -> 
 
 
 def exposed_by_algorithm(scenario: Scenario) -> dict[str, float]:
-    """Seconds of a step that would be exposed if all buckets had one algorithm; the least first."""
+    """Return the exposed seconds of a step with one algorithm for all buckets, least first."""
     exposed_s = {}
     compute, cluster, num_ranks = scenario.compute, scenario.cluster, scenario.num_ranks
-    for algorithm in (*ENGINE_ALGORITHMS, *ALGORITHMS):
+    for algorithm in (*BACKEND_ALGORITHMS, *ALGORITHMS):
         forced = in_use(scenario.all_reduce._replace(algorithm=algorithm), compute)
         if applies(forced, cluster, num_ranks):
             exposed_s[algorithm] = simulate_step(compute, cluster, num_ranks, forced).exposed_s
@@ -108,8 +109,8 @@ def exposed_by_algorithm(scenario: Scenario) -> dict[str, float]:
 def ladder(job: Job, cluster: Cluster, ranks: Sequence[int]) -> list[Variant]:
     if cluster.engine.sums and "ring" not in cluster.engine.sums:
         raise UserError(
-            f"--ladder begins with the engine's ring, and that of {cluster.name} has none "
-            f"(engine.sums is {', '.join(cluster.engine.sums)}); give engine.sums=['ring']"
+            f"--ladder starts with a ring, but {cluster.name} has engine.sums={', '.join(cluster.engine.sums)}; "
+            "add engine.sums=['ring']"
         )
     ring = "ring" if cluster.engine.sums else "flat"  # on CPUs our flat plan is the backend's ring
     wide, narrow = ladder_precisions(job, cluster)
@@ -122,14 +123,15 @@ def ladder(job: Job, cluster: Cluster, ranks: Sequence[int]) -> list[Variant]:
     ]
     variants = []
     for label, precision, all_reduce in rungs:
-        varied = {"improvement": label, "precision": precision, "wire": all_reduce.dtype, "overlap": all_reduce.overlap}
+        varied = {"improvement": label, "precision": precision, "comm_dtype": all_reduce.dtype}
+        varied |= {"overlap": all_reduce.overlap, "algorithm": all_reduce.algorithm}
         results = run_all(replace(job, precision=precision, all_reduce=all_reduce), cluster, ranks)
-        variants.append(Variant(label, varied | {"algorithm": all_reduce.algorithm}, results))
+        variants.append(Variant(label, varied, results))
     return variants
 
 
 def ladder_precisions(job: Job, cluster: Cluster) -> tuple[str, str]:
-    """With gradients in fp32, and in 16 bits where the cluster has a curve for them."""
+    """Return the precisions with fp32 and with 16-bit gradients; equal if the cluster has no 16-bit curve."""
     curves = cluster.device.curves
     if job.profile:
         return job.profile.precision, job.profile.precision
@@ -140,7 +142,7 @@ def ladder_precisions(job: Job, cluster: Cluster) -> tuple[str, str]:
 
 
 def changes(simulated: Simulated) -> list[Change]:
-    """What each of them alone would gain, if it is worth a line; the largest first."""
+    """Return the gain of each single change, largest first, without negligible ones."""
     before = simulated.images_per_s
     gains = [
         Change(label, after - before, after / before - 1)
@@ -152,10 +154,10 @@ def changes(simulated: Simulated) -> list[Change]:
 
 
 def may_gain(simulated: Simulated, changed: Scenario) -> bool:
-    """False where it is known without choosing buckets and plans again that less than is worth a line can be gained."""
+    """Return False if the gain is negligible for any choice of buckets and plans."""
     before, step, cluster = simulated.scenario, simulated.step, changed.cluster
     computes_alike = (changed.batch_per_rank, cluster.jitter) == (before.batch_per_rank, before.cluster.jitter)
-    # Of buckets in parts, a larger one may be done sooner.
+    # In parts, a larger bucket may be done sooner, so the bound below does not hold.
     if not computes_alike or cluster.engine.in_parts or cluster.cpu:
         return True
     least_s = step.computing_s + step.jitter_s + least_exposed_s(changed)
@@ -163,7 +165,7 @@ def may_gain(simulated: Simulated, changed: Scenario) -> bool:
 
 
 def least_exposed_s(scenario: Scenario) -> float:
-    """The gradient that is ready last travels in some bucket, which takes no less than it would alone."""
+    """Return a lower bound: the bucket of the last gradient takes at least as long as that gradient would."""
     if scenario.num_ranks == 1:
         return 0.0
     compute, cluster = scenario.compute, scenario.cluster
@@ -177,7 +179,7 @@ def least_exposed_s(scenario: Scenario) -> float:
 
 
 def changed_step(simulated: Simulated, changed: Scenario) -> Step:
-    """Without an interval; buckets and plans are chosen again only where the change touches what decides them."""
+    """Simulate the changed step, choosing buckets and plans again only if the change affects them."""
     before, step = simulated.scenario, simulated.step
     compute, cluster, num_ranks = changed.compute, changed.cluster, changed.num_ranks
     if changed == replace(before, cluster=replace(before.cluster, jitter=cluster.jitter, input=cluster.input)):
@@ -195,16 +197,16 @@ def changed_scenarios(scenario: Scenario) -> list[tuple[str, Scenario]]:
         (f"twice the network: network.gbps={faster.network.gbps:g}", replace(scenario, cluster=faster)),
         ("half of all latencies", replace(scenario, cluster=with_latency(cluster, 0.5))),
         ("no jitter: no rank is slower than another", replace(scenario, cluster=with_jitter(cluster, 0.0))),
-        (f"twice the batch: {doubled.batch_per_rank:,} images a rank, {doubled.global_batch:,} in all", doubled),
+        (f"twice the batch: {doubled.batch_per_rank:,} images per rank, {doubled.global_batch:,} in all", doubled),
     ]
     if all_reduce.overlap in ("none", "layer"):
-        result.append(("all-reduces fused, under backward", with_settings(scenario, overlap=AUTO)))
+        result.append(("fused all-reduces that overlap with backward", with_settings(scenario, overlap=AUTO)))
     if cluster.input.images_per_s:
         read = replace(cluster.input, images_per_s=2 * cluster.input.images_per_s)
         label = f"images read twice as fast: input.images_per_s={read.images_per_s:g}"
         result.append((label, replace(scenario, cluster=replace(cluster, input=read))))
-    if scenario.in_use.dtype == "fp32":
-        result.append(("16 bits between nodes: --wire fp16", with_settings(scenario, dtype="fp16")))
+    if scenario.in_use.dtype == "same":
+        result.append(("16 bits between nodes: --comm-dtype fp16", with_settings(scenario, dtype="fp16")))
     return result
 
 
@@ -222,7 +224,6 @@ def fits(scenario: Scenario) -> bool:
 
 
 def losses(simulated: Simulated) -> Losses:
-    """Where the efficiency goes."""
     scenario, step = simulated.scenario, simulated.step
     total_s = step.total_s
     instant = with_latency(scenario.cluster, 0.0)
@@ -237,36 +238,32 @@ def losses(simulated: Simulated) -> Losses:
     )
 
 
-# How many ranks a job needs to be done within a time.
-
-LARGEST_SEARCH = 16_384  # ranks
-
-
 class Search(NamedTuple):
-    found: Simulated | None  # the smallest that finishes in time
-    fastest: Simulated  # of all that were tried
-    most_ranks: int  # that were tried
+    found: Simulated | None  # the fewest ranks that finish in time
+    fastest: Simulated  # of all simulated rank counts
+    most_ranks: int  # that were simulated
 
 
 def smallest_within(job: Job, cluster: Cluster, seconds: float) -> Search:
-    """The fewest whole nodes whose ranks share the batch evenly and finish in time.
+    """Find the fewest whole nodes whose ranks share the batch evenly and finish in time.
 
-    Doubles until one does, then bisects: between the two, more ranks are taken to be faster.
+    Doubles the ranks until they finish in time, then bisects, assuming that more ranks are faster.
     """
     size = cluster.node.ranks
     sharing = [count for count in range(size, max(size, LARGEST_SEARCH) + 1, size) if job.can_share(count)]
     if not sharing:
         raise UserError(
-            f"--within: no number of whole nodes of {size} ranks shares batch.global={job.global_batch} evenly; "
-            "for example --batch-per-rank 64"
+            f"--within: no number of whole nodes of {size} ranks divides batch.global={job.global_batch} evenly; "
+            "give a batch per rank instead, for example --batch-per-rank 64"
         )
-    counts = [count for count in sharing if can_run(job, cluster, count)] or sharing[-1:]  # which then says why not
+    counts = [count for count in sharing if can_run(job, cluster, count)]
+    counts = counts or sharing[-1:]  # simulating it raises the reason
     tried: dict[int, Simulated] = {}
 
     def is_in_time(place: int) -> bool:
         tried[place] = simulate(job.scenario(cluster, counts[place]))
         minutes = tried[place].minutes
-        assert minutes is not None, "a job without a length has no end"
+        assert minutes is not None, "--within needs a job with a length"
         return 60 * minutes <= seconds
 
     places = doubling_places(counts)
@@ -280,7 +277,7 @@ def smallest_within(job: Job, cluster: Cluster, seconds: float) -> Search:
 
 
 def can_run(job: Job, cluster: Cluster, num_ranks: int) -> bool:
-    """False where a microbatch of few ranks is too large for the device, or the batch of many for a single step."""
+    """Return False if the microbatch does not fit on the device, or the run is shorter than one step."""
     try:
         job.scenario(cluster, num_ranks)
     except UserError:
@@ -289,7 +286,7 @@ def can_run(job: Job, cluster: Cluster, num_ranks: int) -> bool:
 
 
 def doubling_places(counts: Sequence[int]) -> list[int]:
-    """Places of the first count, of those at least twice the one before, and of the last."""
+    """Return the indices of the first count, of each that is at least twice the previous one, and of the last."""
     places = [0]
     for place, count in enumerate(counts):
         if count >= 2 * counts[places[-1]]:
@@ -298,7 +295,7 @@ def doubling_places(counts: Sequence[int]) -> list[int]:
 
 
 def first_true(holds: Callable[[int], bool], before: int, at: int) -> int:
-    """The first place after `before` where it holds, as it does `at`; where it holds, it holds for all that follow."""
+    """Return the first place in (before, at] at which a monotone condition holds; it holds at `at`."""
     while at - before > 1:
         middle = (before + at) // 2
         if holds(middle):

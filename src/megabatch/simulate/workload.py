@@ -1,15 +1,15 @@
-"""What a network computes for one image and which gradients it makes, layer by layer, without a device or a run.
+"""The FLOPs and gradients of a network, layer by layer, for one image.
 
-F_l, B_l: FLOPs of layer l forward and backward, a multiply-add being two.  Products alone are counted (convolutions,
-linear layers), as is usual.  Backward has one for each factor that needs a gradient: B_l = 2 F_l, or F_l in the first
-layer, whose input needs none.
+Legend: F_l, B_l are the FLOPs of layer l in forward and backward; a multiply-add is two.  As usual, only products are
+counted (convolutions, linear layers).  Backward has one product per factor that needs a gradient: B_l = 2 F_l, or F_l
+in the first layer, whose input needs none.
 
-A backward pass of T seconds, t0 of which it takes whatever the batch (launches), comes past layer l of L after
+A backward pass of T seconds, of which t0 do not depend on the batch (launches), has passed layer l of L after
     ready_l = sum over k from the last layer to l of  t0 / L + (T - t0) B_k / sum(B).
-What is elementwise (BatchNorm, ReLU) is limited by memory and not by arithmetic; here it goes with the products.
+Elementwise operations (BatchNorm, ReLU) are limited by memory, not arithmetic; here they are shared like the products.
 
-`preflight/count.py` counts a network; those that the simulator is held against are stored, at 224 pixels and with 1,000
-classes (`tools/count_workloads.py`).
+`preflight/count.py` counts a network.  The networks of published runs are stored for 224 pixels and 1,000 classes
+(`tools/count_workloads.py`).
 """
 
 from importlib import resources
@@ -25,17 +25,17 @@ STORED = ("resnet50", "alexnet", "alexnet_bn")
 
 
 class Layer(Struct, frozen=True, kw_only=True):
-    """A module that has parameters, or in which something is multiplied."""
+    """A module that has parameters or multiplies."""
 
     name: str
-    forward_flops: float  # of one image
+    forward_flops: float  # per image
     backward_flops: float
-    parameters: dict[str, int]  # elements of each that is trained, by its name in the network, as registered
-    scales_with_area: bool  # its FLOPs, if images are larger
+    parameters: dict[str, int]  # elements of each trained parameter by its name in the network, as registered
+    scales_with_area: bool  # FLOPs grow with the area of the image
 
     @property
     def is_in_backward(self) -> bool:
-        """Backward does not come past what is frozen, up to the first layer that is trained."""
+        """False for frozen layers before the first trained layer, which backward does not reach."""
         return bool(self.backward_flops or self.parameters)
 
 
@@ -44,10 +44,10 @@ class Workload(Struct, frozen=True, kw_only=True):
     image_size: int
     num_classes: int
     layers: list[Layer]  # in the order of forward
-    activation_elements: int  # numbers of one image that are kept for backward
-    index_bytes: int  # kept beside them, whatever the precision: where a max-pool's maxima are, labels
-    buffer_elements: int  # BatchNorm's statistics: averaged over ranks every step
-    takes_any_size: bool  # the same parameters for images of another size
+    activation_elements: int  # stored for backward, per image
+    index_bytes: int  # also stored, in any precision: indices of max-pool, labels
+    buffer_elements: int  # BatchNorm statistics, averaged over ranks every step
+    takes_any_size: bool  # images of other sizes use the same parameters
 
     @property
     def num_parameters(self) -> int:
@@ -62,7 +62,7 @@ class Workload(Struct, frozen=True, kw_only=True):
         return sum(layer.backward_flops for layer in self.layers)
 
     def activation_bytes(self, element_bytes: int) -> int:
-        """Of one image."""
+        """Return the memory of the activations of one image."""
         return element_bytes * self.activation_elements + self.index_bytes
 
 
@@ -75,14 +75,14 @@ def load_workload(model: str) -> Workload:
 
 
 def scaled(workload: Workload, image_size: int) -> Workload:
-    """For square images of another size: what convolutions compute and what is kept grow with the area.
+    """Return the workload for square images of another size: convolutions and activations grow with the area.
 
-    Exact where every layer divides its input evenly, as ResNets do for multiples of 32 pixels.
+    This is exact if every layer divides its input evenly, as ResNets do for multiples of 32 pixels.
     """
     if not workload.takes_any_size and image_size != workload.image_size:
         raise UserError(
-            f"image_size={image_size}: {workload.model} was counted for {workload.image_size} pixels, and has other "
-            f"parameters, or does not run, at other sizes; nearest: image_size={workload.image_size}"
+            f"image_size={image_size}: {workload.model} was counted for {workload.image_size} pixels, and other sizes "
+            f"change its parameters or do not run; nearest: image_size={workload.image_size}"
         )
     area = (image_size / workload.image_size) ** 2
     return msgspec.structs.replace(
@@ -103,7 +103,7 @@ def scaled_layer(layer: Layer, area: float) -> Layer:
 def timed_backward(
     workload: Workload, backward_s: float, fixed_s: float = 0.0, dtype: GradientDtype = "fp32"
 ) -> RecordedBackward:
-    """A backward pass of so many seconds, `fixed_s` of them shared evenly by the layers, and the others by FLOPs."""
+    """Return a backward pass of `backward_s`: layers share `fixed_s` evenly and the rest by FLOPs."""
     assert 0 <= fixed_s <= backward_s, f"{fixed_s} s of {backward_s} s"
     layers = [layer for layer in reversed(workload.layers) if layer.is_in_backward]
     each_s, per_flop_s = fixed_s / len(layers), (backward_s - fixed_s) / workload.backward_flops

@@ -1,4 +1,13 @@
-"""What a rank is doing, and since when: for its watchdog, and for the ranks that wait for it."""
+"""The activity recorder of a rank: its current activity, its start, and the time that each activity takes.
+
+`Activity` is the only place that records the activities of the training thread.  Its readers are the watchdog
+(comm/faults/), the times of a step (training/step_metrics.py), the timeline and the traced step (training/traces.py).
+
+There are two clocks.  On a CPU an activity lasts from one `begin` to the next by the host's clock.  On an accelerator
+the host only launches work, so `begin` records an event on the computing stream: an activity lasts from its event to
+the next one, during which the device worked on it or was idle.  Events are queried, never waited for.  The watchdog
+always reads the host's clock.
+"""
 
 import os
 import platform
@@ -7,89 +16,129 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
-from megabatch.text import print_line
+from megabatch.telemetry.timeline import TRAINING, Timeline
+from megabatch.text import print_line, print_text
 
-START_UP_TIMEOUT_S = 600.0  # until steps run: images are indexed, models compiled
-LONGER = 3.0  # than anything took so far is too long, even if the recipe is less patient
+if TYPE_CHECKING:
+    import torch  # commands that print help need not wait for it
+
+START_UP_TIMEOUT_S = 600.0  # before the first step: images are indexed, models compiled
+LONGER = 3.0  # a rank is stuck after this many times its longest activity, if that exceeds comm.timeout_s
 START_UP = "start-up"  # the first activity
-FRAMES = 3  # of a stack, in a line
-BACKWARD = "backward"  # an activity of which the all-reduce knows more
-ALL_REDUCE = "all-reduce"  # what is left of it after backward
-INTERRUPT = signal.SIGURG  # which nobody minds who does not listen
+FRAMES = 3  # frames of a stack in a message
+BACKWARD = "backward"
+ALL_REDUCE = "all-reduce"  # the part of it that backward does not hide
+INTERRUPT = signal.SIGURG  # ignored by default
 
 
-class TracedActivity(NamedTuple):
-    """An activity that was traced; by a clock of the host's seconds."""
+class DeviceActivity(NamedTuple):
+    """An activity, and the event on the computing stream at which it starts."""
 
     what: str
     step: int
-    began_s: float
-    ended_s: float
-
-
-class HostTimes:
-    """The seconds of each activity since they were last taken, by the host's clock."""
-
-    def __init__(self) -> None:
-        self.what, self.step, self.since_s = START_UP, 0, time.perf_counter()
-        self.spent_s: dict[str, float] = {}
-        self.traced: list[TracedActivity] | None = None  # while somebody wants to know of each
-
-    def begin(self, what: str, step: int) -> None:
-        now_s = time.perf_counter()
-        self.spent_s[self.what] = self.spent_s.get(self.what, 0.0) + now_s - self.since_s
-        if self.traced is not None:
-            self.traced.append(TracedActivity(self.what, self.step, self.since_s, now_s))
-        self.what, self.step, self.since_s = what, step, now_s
-
-    def take(self) -> dict[str, float]:
-        """Of the one that is under way, what there is of it."""
-        self.begin(self.what, self.step)
-        spent_s, self.spent_s = self.spent_s, {}
-        return spent_s
-
-
-class ActivityTimes(Protocol):
-    """`HostTimes`, or what takes the time of a device."""
-
-    traced: list[TracedActivity] | None
-
-    def begin(self, what: str, step: int) -> None: ...
-
-    def take(self) -> dict[str, float]: ...
+    event: "torch.Event"
 
 
 class Activity:
-    """Written by the thread that trains, several times a step; read by its watchdog.
+    """The activities of the training thread, the time that each one takes, and the timeline that shows them.
 
-    One that is not `followed` is that of a script of which we see backward alone.
+    The training thread calls `begin` several times per step.  The watchdog's thread reads `what` and `changed_s`, the
+    loop takes the seconds of each activity for a record (`take`), and every activity is a span of the timeline.
+
+    If `is_followed` is false, the activity belongs to a script that only calls backward: `begin` is not called.
     """
 
     def __init__(self, timeout_s: float, is_followed: bool = True) -> None:
         self.timeout_s, self.is_followed = timeout_s, is_followed
         self.thread = threading.get_ident()
         self.what, self.waits, self.step = START_UP, False, 0  # waits: for other ranks; step: from 1
-        self.since_s = time.monotonic()
-        self.longest_s: float | None = None  # of what it did since steps run
+        self.since_s = self.changed_s = self.counted_s = time.perf_counter()
+        self.longest_s: float | None = None  # the longest activity since the first step; None outside of training
+        self.spent_s: dict[str, float] = {}  # until `counted_s`
+        self.timeline = Timeline()
+        self.device: torch.device | None = None
+        self.on_device: deque[DeviceActivity] = deque()  # the device is at the first one
+        self.spare: list[torch.Event] = []
         self.error: BaseException | None = None
-        self.times: ActivityTimes = HostTimes()
+
+    def record(self, timeline: Timeline, device: "torch.device") -> None:
+        """Count seconds from now on, and add every activity to `timeline`."""
+        self.timeline, self.spent_s, self.counted_s = timeline, {}, time.perf_counter()
+        timeline.collectors.append(self.collect)
+        self.device = None if device.type == "cpu" else device
+        self.on_device.clear()
+        if self.device:
+            self.mark(self.what)
 
     def begin(self, what: str, waits: bool = False) -> None:
-        now_s = time.monotonic()
-        if self.longest_s is not None and now_s - self.since_s > self.longest_s:
-            self.longest_s = now_s - self.since_s
-        self.what, self.waits, self.since_s = what, waits, now_s
-        self.times.begin(what, self.step)
+        now_s = time.perf_counter()
+        if self.longest_s is not None:
+            self.longest_s = max(self.longest_s, now_s - self.since_s)
+        self.count(now_s)
+        self.what, self.waits, self.since_s, self.changed_s = what, waits, now_s, now_s
+        self.mark(what)
+
+    def mark(self, what: str) -> None:
+        """Begin a span of the timeline: now, or when the device reaches this point of its stream."""
+        if self.device is None:
+            self.timeline.enter(TRAINING, what, self.since_s)
+        else:
+            import torch
+
+            event = self.spare.pop() if self.spare else torch.Event(self.device, enable_timing=True)
+            event.record(torch.accelerator.current_stream(self.device))
+            self.on_device.append(DeviceActivity(what, self.step, event))
+
+    def count(self, now_s: float) -> None:
+        if self.device is None:
+            self.spent_s[self.what] = self.spent_s.get(self.what, 0.0) + now_s - self.counted_s
+            self.counted_s = now_s
+
+    def collect(self) -> None:
+        """Count the activities that the device has completed.  Waits for nothing."""
+        timeline = self.timeline
+        while len(self.on_device) > 1 and self.on_device[1].event.query():
+            ended, following = self.on_device.popleft(), self.on_device[0]
+            taken_s = ended.event.elapsed_time(following.event) / 1e3
+            self.spent_s[ended.what] = self.spent_s.get(ended.what, 0.0) + taken_s
+            if timeline.clock and ended.step in timeline.steps:
+                began_s = timeline.clock.seconds_at(ended.event)
+                timeline.add("X", TRAINING, ended.what, ended.step, began_s, began_s + taken_s, {})
+            self.spare.append(ended.event)
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds of each activity since the last call, with those of the current one so far.
+
+        On an accelerator these are seconds of the device; activities that it has not completed are in the next result.
+        """
+        self.count(time.perf_counter())
+        self.collect()
+        spent_s, self.spent_s = self.spent_s, {}
+        return spent_s
+
+    def begin_step(self, step: int) -> None:
+        self.step = step
+        self.timeline.begin_step(step)
+
+    def bucket_is_ready(self, is_last: bool) -> None:
+        """Note progress within backward.  After its last bucket, backward only waits for the all-reduce."""
+        self.note_progress()
+        if is_last and self.what == BACKWARD:
+            self.begin(ALL_REDUCE, waits=True)
+
+    def note_progress(self) -> None:
+        self.changed_s = time.perf_counter()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Inside, for other ranks."""
+        """Mark this rank as waiting for other ranks."""
         self.waits = True
         try:
             yield
@@ -97,13 +146,16 @@ class Activity:
             self.waits = False
 
     def begin_steps(self) -> None:
-        """The first step is done: what is stuck from now on is not starting up."""
+        """Note the end of the first step, and of start-up."""
         self.longest_s = self.longest_s or 0.0
 
     def end_steps(self) -> None:
-        """Nobody waits for this rank any more."""
+        """Note that other ranks no longer wait for this one."""
         self.begin("the end")
+        self.collect()
         self.longest_s = None
+        self.timeline.open_spans.clear()
+        self.timeline = Timeline()
 
     @property
     def steps_run(self) -> bool:
@@ -111,7 +163,7 @@ class Activity:
 
     @property
     def patience_s(self) -> float:
-        """What may take so long may not take longer."""
+        """The seconds after which a rank without progress is stuck."""
         if not self.is_followed:
             return self.timeout_s
         if self.longest_s is None:
@@ -123,13 +175,13 @@ class Activity:
         return f"{self.what} of step {self.step}" if self.step else self.what
 
     def describe(self) -> str:
-        """is in data of step 12 on node3 since 15:08:05 (reader.py:112 read < loop.py:150 forward_backward)"""
-        since = time.strftime("%H:%M:%S", time.localtime(time.time() - time.monotonic() + self.since_s))
+        """Return: is in data of step 12 on node3 since 15:08:05 (reader.py:112 read < loop.py:150 forward_backward)"""
+        since = time.strftime("%H:%M:%S", time.localtime(time.time() - time.perf_counter() + self.since_s))
         return f"is in {self.where} on {platform.node()} since {since} ({self.innermost_frames()})"
 
     def innermost_frames(self) -> str:
         *outer, last = traceback.extract_stack(sys._current_frames().get(self.thread))
-        others = [frame for frame in outer if "torch" not in Path(frame.filename).parts]  # whose frames say little
+        others = [frame for frame in outer if "torch" not in Path(frame.filename).parts]  # frames of torch rarely help
         frames = [last, *reversed(others[1 - FRAMES :])]
         return " < ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames)
 
@@ -138,7 +190,7 @@ class Activity:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Inside, another thread can `interrupt` this one, if it is the main thread."""
+        """Let another thread `interrupt` this one, if this is the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -149,7 +201,7 @@ class Activity:
             signal.signal(INTERRUPT, before)
 
     def interrupt(self, error: BaseException) -> None:
-        """Raises the error in the thread that trains, unless that is in a call which no signal ends."""
+        """Raise the error in the training thread as soon as that is not in a call that no signal interrupts."""
         if self.thread == threading.main_thread().ident and signal.getsignal(INTERRUPT) == self.raise_error:
             self.error = error
             signal.pthread_kill(self.thread, INTERRUPT)
@@ -160,21 +212,28 @@ class Activity:
             raise error
 
 
-class LastWords:
-    """How a rank says why it ends, where it cannot raise it: its thread that trains does not come back."""
+class ExitReporter:
+    """Reports the error of a rank and ends its process, if the training thread is stuck and cannot raise the error."""
+
+    ends_process = False  # the process always ends right after an error
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
 
-    def speak(self, error: BaseException) -> None:
+    def announce(self, error: BaseException) -> None:
+        """Report an error that is raised, before any cleanup.  Here the caller of the script does that."""
+
+    def report(self, error: BaseException) -> None:
+        if error.__traceback__:
+            print_text("".join(traceback.format_exception(error)).rstrip("\n"), to_stderr=True)
         print_line(f"megabatch: rank {self.rank}: {error}", to_stderr=True)
 
     def log(self, text: str) -> None:
-        """Into the run's log, where there is one."""
+        """Append to the log of the run, if there is one."""
 
     def log_path(self) -> Path | None:
         return None
 
-    def end(self, error: BaseException) -> None:
-        self.speak(error)
+    def end_process(self, error: BaseException) -> None:
+        self.report(error)
         os._exit(1)

@@ -1,4 +1,4 @@
-"""From a recipe to the parts of a run.  Nothing below here sees the whole config."""
+"""Assembly of a run's parts from a recipe.  Modules below this one do not see the whole config."""
 
 import json
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import torch
 from msgspec import Struct
 from torch import nn
 
-from megabatch.config.resolve import make_model, plan_groups, plan_learning_rate, plan_run
+from megabatch.config.resolve import make_model, plan_average, plan_groups, plan_learning_rate, plan_run
 from megabatch.config.schema import RunConfig
 from megabatch.data.pipeline.batches import TrainingImages
 from megabatch.data.pipeline.images import DataSet
@@ -20,7 +20,7 @@ from megabatch.errors import UserError
 from megabatch.models.layers import freeze
 from megabatch.models.loss import SummedLoss, summed_loss
 from megabatch.models.weights import match, read_weights, require_finite
-from megabatch.optim.optimizers import MakeOptimizer, make_optimizer, own_optimizer
+from megabatch.optim.optimizers import MakeOptimizer, make_optimizer, make_user_optimizer
 from megabatch.precision.cast import place_model
 from megabatch.precision.loss_scale import choose_loss_scale
 from megabatch.ranks.world import World
@@ -28,22 +28,21 @@ from megabatch.runs.files import CHECKPOINTS
 from megabatch.training.batch_norm import RunningStatistics
 from megabatch.training.checkpoint.card import make_card, pixels_of
 from megabatch.training.checkpoint.weights import find_weights
+from megabatch.training.ema import WeightAverage
 from megabatch.training.evaluate import MistakeCounter, evaluate
 from megabatch.training.parts import Comparison, Parts
 
-# The weights that a run starts from, if its recipe names some: rank 0 reads them, and all ranks get the same.
-
 
 class InitialWeights(Struct, frozen=True):
-    """What rank 0 has found, for all ranks."""
+    """The result of reading `model.weights` on rank 0, as broadcast to all ranks."""
 
     problem: str | None = None
-    lines: list[str] = []  # what to say of it
-    pixels: PixelStatistics | None = None  # what a run of ours has trained them on: they expect the same
+    lines: list[str] = []  # printed at the start
+    pixels: PixelStatistics | None = None  # of the megabatch run that trained them
 
 
 def load_initial_weights(model: nn.Module, source: str, world: World) -> InitialWeights:
-    """Loads what fits into the model of every rank.  All ranks call it."""
+    """Load the weights that fit into the model of every rank.  All ranks call it, and rank 0 reads the file."""
     found, tensors = InitialWeights(), {}
     if world.rank == 0:
         try:
@@ -62,7 +61,7 @@ def load_initial_weights(model: nn.Module, source: str, world: World) -> Initial
 
 
 def pixels_of_run(path: Path) -> PixelStatistics | None:
-    """None for weights that no run of ours has left."""
+    """Return the pixel statistics of the run that wrote the weights; None if megabatch did not write them."""
     try:
         checkpoint = path.name if path.parent.name == CHECKPOINTS else None
         return pixels_of(find_weights(path.parents[1] if checkpoint else path, checkpoint).card)
@@ -70,18 +69,18 @@ def pixels_of_run(path: Path) -> PixelStatistics | None:
         return None
 
 
-class Own(NamedTuple):
-    """What a caller brings in place of the recipe's."""
+class Overrides(NamedTuple):
+    """Objects from the caller that replace those of the recipe."""
 
-    network: nn.Module | None = None  # rank 0's weights count
+    network: nn.Module | None = None  # rank 0's weights are broadcast
     loss: SummedLoss | None = None
     optimizer: MakeOptimizer | None = None
 
 
-NOTHING = Own()
+NO_OVERRIDES = Overrides()
 
 
-def never() -> bool:
+def never_stop() -> bool:
     return False
 
 
@@ -89,33 +88,38 @@ def assemble(
     config: RunConfig,
     data: DataSet,
     world: World,
-    own: Own = NOTHING,
-    stop_requested: Callable[[], bool] = never,
-    pixels: PixelStatistics | None = None,  # as measured when the run began; None: it begins
+    overrides: Overrides = NO_OVERRIDES,
+    stop_requested: Callable[[], bool] = never_stop,
+    pixels: PixelStatistics | None = None,  # as measured when the run started; None: a new run
 ) -> Parts:
     plan = plan_run(config, data.shape, world.num_ranks)
     formats = config.precision.formats
-    model = make_model(config, data.shape) if own.network is None else freeze(own.network, config.model.freeze or [])
+    network = overrides.network
+    model = make_model(config, data.shape) if network is None else freeze(network, config.model.freeze or [])
     initial_weights = InitialWeights()
     if config.model.weights:
         model.to(formats.update)  # fp64 would be rounded
         initial_weights = load_initial_weights(model, config.model.weights, world)
     master_weights = place_model(model, config.precision, world.device, config.model.wants_channels_last)
     if not master_weights.weights:
-        raise UserError(f"model.name={config.model.name!r} has nothing to train; set requires_grad of some parameters")
-    # Ours are the same everywhere, as they follow from the seed; DDP would broadcast rounded ones.
-    if own.network is not None:
+        raise UserError(
+            f"model.name={config.model.name!r} has no trainable parameters; set requires_grad of some to True"
+        )
+    # The recipe's networks follow from the seed on every rank.  DDP would broadcast rounded weights.
+    if network is not None:
         require_same_network(master_weights.state_dict(), world)
         master_weights.load_state_dict(world.broadcast_tensors(master_weights.state_dict()))
     is_rounded_to_fp16 = formats.has_small_range or config.comm.dtype == "fp16"
     loss_scale = choose_loss_scale(config.precision, is_rounded_to_fp16, plan.global_batch, world.device)
     groups = master_weights.param_groups(plan_groups(config, model))
-    make = partial(own_optimizer, own.optimizer) if own.optimizer else make_optimizer
+    make = partial(make_user_optimizer, overrides.optimizer) if overrides.optimizer else make_optimizer
     if initial_weights.pixels and len(initial_weights.pixels.mean) == data.num_channels:
         pixels = pixels or initial_weights.pixels
     pixels = pixels or world.from_rank_0(partial(measure_pixels, data.train), PixelStatistics)
     normalise = Normalise(pixels, world.device, formats.model, config.model.wants_channels_last)
     num_classes = len(data.class_names)
+    statistics = RunningStatistics(model, plan.accumulation)
+    average = WeightAverage(model, master_weights, statistics, plan_average(config, plan), config.train.ema_every_steps)
     mistakes = MistakeCounter(data.test, num_classes, config.train.examples, world)
     return Parts(
         world=world,
@@ -128,18 +132,28 @@ def assemble(
         normalise=normalise,
         network=model,
         update_dtype=formats.update,
-        summed_loss=own.loss or partial(summed_loss, config.loss),
-        statistics=RunningStatistics(model, plan.accumulation),
+        summed_loss=overrides.loss or partial(summed_loss, config.loss),
+        statistics=statistics,
         master_weights=master_weights,
         loss_scale=loss_scale,
         optimizer=make(groups, config.optim),
+        average=average,
         learning_rate=plan_learning_rate(config, plan),
         clip_norm=config.optim.clip_norm,
         evaluate=partial(
-            evaluate, model, data.test, normalise, num_classes, config.batch.microbatch, world, mistakes=mistakes
+            evaluate,
+            model,
+            data.test,
+            normalise,
+            num_classes,
+            config.batch.microbatch,
+            world,
+            mistakes=mistakes,
+            average=average if average.is_on else None,
         ),
         mistakes=mistakes,
         comparison=Comparison(config.run.compare_every),
+        noise_every=config.train.noise_every,
         stop_requested=stop_requested,
         initial_weights=tuple(initial_weights.lines),
     )
@@ -154,5 +168,5 @@ def require_same_network(state: dict[str, torch.Tensor], world: World) -> None:
     name = next(name for name in sorted(first | other) if first.get(name) != other.get(name))
     raise UserError(
         f"{name} is {first.get(name)} on rank 0 and {other.get(name)} on rank {difference.rank}; "
-        "all ranks must bring the same network"
+        "all ranks must pass the same network"
     )

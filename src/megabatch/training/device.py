@@ -1,4 +1,4 @@
-"""The accelerator of a rank, of whatever kind: what torch calls cuda (NVIDIA's and AMD's), xpu (Intel's)."""
+"""Helpers for the device of a rank: a CPU or any accelerator of torch, such as cuda (NVIDIA, AMD) or xpu (Intel)."""
 
 import torch
 
@@ -10,7 +10,7 @@ def accelerator_name(device: torch.device) -> str:
 
 
 def accelerator_names() -> list[str]:
-    """Of all that this process sees."""
+    """Return the names of all accelerators that this process sees."""
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None:
         return []
@@ -18,33 +18,55 @@ def accelerator_names() -> list[str]:
 
 
 def device_mb(device: torch.device) -> float | None:
-    """The most that tensors have taken on an accelerator since the process began; None on a CPU."""
+    """Return the peak memory of tensors on an accelerator since the process started; None on a CPU."""
     return None if device.type == "cpu" else torch.accelerator.max_memory_allocated(device) / 1e6
 
 
-def wait_for(device: torch.device) -> None:
-    """Until everything that was launched on it has been done; on a CPU it has."""
+def synchronize(device: torch.device) -> None:
+    """Wait until the device finished all launched kernels.  On a CPU, return at once."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def seed_dropout(seed: int, device: torch.device) -> None:
-    """What torch.manual_seed does for the generators that we use, in a tenth of its time."""
+    """Seed the generators of the CPU and the device, in a tenth of the time of torch.manual_seed."""
     torch.default_generator.manual_seed(seed)
     of_device = torch.get_device_module(device)
     if device.type != "cpu" and of_device.is_initialized():
         of_device.manual_seed(seed)
 
 
-# What the device of a run is slow at.
+def gpu_uuid(device: torch.device) -> str | None:
+    """Return the identity of an NVIDIA GPU; None for other devices."""
+    if device.type != "cuda" or torch.version.hip:
+        return None
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+TF32_SINCE = (8, 0)  # compute capability: Ampere
 
 
 def warn_of_device(precision: PrecisionSettings, device_type: str) -> list[str]:
-    """A line, if the run would compute in fp16 on a CPU: most have no instructions for it, and convert every number."""
-    computes_in = precision.formats.autocast or precision.formats.model
-    if device_type != "cpu" or computes_in != torch.float16:
-        return []
-    return [
-        f"precision.name={precision.name} computes in fp16, which most CPUs emulate, about 10 times slower than fp32; "
-        "on a CPU give precision.name=fp32, or bf16 where the CPU has it"
-    ]
+    """Return a warning if the device computes far slower in this precision than it could.
+
+    Most CPUs lack fp16 instructions and convert every number.  A GPU does not use its tensor cores for fp32.
+    """
+    formats = precision.formats
+    if device_type == "cpu" and (formats.autocast or formats.model) == torch.float16:
+        return [
+            f"precision.name={precision.name} computes in fp16, which most CPUs emulate, about 10 times slower than "
+            "fp32; on a CPU set precision.name=fp32, or bf16 if the CPU supports it"
+        ]
+    multiplies_in_fp32 = formats.model == torch.float32 and not formats.autocast and not formats.allows_tf32
+    if device_type == "cuda" and multiplies_in_fp32 and has_tf32():
+        return [
+            f"precision.name={precision.name} leaves TF32 off, so this GPU does not use its tensor cores; set "
+            "precision.name=tf32 to multiply faster with 10 bits of mantissa, or amp for 16 bits"
+        ]
+    return []
+
+
+def has_tf32() -> bool:
+    """Return whether the current GPU can multiply in TF32.  Those of AMD are called cuda too, but have no TF32."""
+    is_nvidia = torch.version.hip is None and torch.cuda.is_available()
+    return is_nvidia and torch.cuda.get_device_capability() >= TF32_SINCE

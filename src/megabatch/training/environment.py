@@ -1,4 +1,4 @@
-"""What a run says of where it was made (env.json)."""
+"""A description of the machine and software of a run (env.json)."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ from megabatch.ranks.launch import COMMAND
 from megabatch.ranks.machine import cpu_name, usable_cores
 from megabatch.training.device import accelerator_names
 
-# What explains a run's speed or numerics.  An allow-list: an environment also holds secrets.
+# Variables that explain a run's speed or numerics.  An allow-list, because an environment also holds secrets.
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "CUBLAS_WORKSPACE_CONFIG",
@@ -48,15 +48,17 @@ def describe_environment(num_ranks: int = 1, num_hosts: int = 1) -> dict[str, ob
         "host": platform.node(),
         "cpu": cpu_name(),
         "cores": len(usable_cores()),
-        "directory": str(Path.cwd()),  # what relative sources are relative to
+        "directory": str(Path.cwd()),  # relative paths in the recipe start here
         "gpus": accelerator_names(),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
 
 
 def command_line() -> str | None:
-    """What the user typed; None in a script of their own, whose arguments are their own."""
+    """Return the megabatch command that the user typed; None in a user's script."""
     given = os.environ.get(COMMAND)
-    if given is None and Path(sys.argv[0]).parent.name == "megabatch":  # python -m megabatch, by torchrun or srun
+    program = Path(sys.argv[0])
+    # `megabatch` under srun and mpiexec, `python -m megabatch` under torchrun.
+    if given is None and "megabatch" in (program.name, program.parent.name):
         given = shlex.join(["megabatch", *sys.argv[1:]])
     return given

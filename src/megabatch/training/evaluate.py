@@ -1,12 +1,15 @@
-"""Evaluation, exact under any sharding: integer counts, all-reduced; no sample is padded or seen twice."""
+"""Evaluation, exact for any number of ranks: all-reduced integer counts, without padding or repeated samples."""
 
 import base64
 import io
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import nn
+from torch.func import functional_call
 
 from megabatch.data.pipeline.batches import evaluation_batches
 from megabatch.data.pipeline.decode import Unreadable
@@ -16,32 +19,42 @@ from megabatch.data.pipeline.reader import Reader, Request
 from megabatch.errors import UserError
 from megabatch.models.loss import LossSettings, summed_loss
 from megabatch.ranks.world import World
-from megabatch.runs.records import MOST_CLASSES, MOST_CONFUSIONS, Confusion, Evaluation, Example, Mistakes
+from megabatch.runs.records import (
+    MOST_CLASSES,
+    MOST_CONFUSIONS,
+    Confusion,
+    Evaluation,
+    Example,
+    Mistakes,
+    ReliabilityBin,
+    Share,
+)
+from megabatch.training.ema import WeightAverage
 
-# What an evaluation takes for what: counts of pairs of classes, and pictures of the mistakes it was most confident
-# of.
+# The mistakes of an evaluation: counts of confused pairs of classes, and pictures of the most confident mistakes.
 #
-# Nothing here waits for the device before the evaluation ends, and nothing grows with the number of ranks but the few
-# most confident mistakes of each, of which rank 0 chooses.  It then reads those images once more.
+# The host does not wait for the device before the evaluation ends.  Each rank sends its few most confident mistakes to
+# rank 0, which chooses among them and reads those images again.
 
 PICTURE_SIZE = 96  # pixels of the longer side, at most
-LARGEST_PNG = 48  # pixels of the longer side; of what is larger, a JPEG takes a fifth of the bytes
+LARGEST_PNG = 48  # pixels of the longer side; for larger pictures a JPEG takes a fifth of the bytes
 QUALITY = 80
 NO_SAMPLE = -1.0
 FIELDS = 4  # of a candidate: confidence, sample, label, predicted
 
 
 class MistakeCounter:
-    """Sees the batches of one evaluation after another; `collect` ends each, on all ranks."""
+    """Collects the mistakes of an evaluation: `add` every batch, then `collect` on all ranks."""
 
     def __init__(self, images: ImageSet, num_classes: int, num_examples: int, world: World) -> None:
         self.images, self.num_classes, self.num_examples, self.world = images, num_classes, num_examples, world
         self.is_counting = num_classes <= MOST_CLASSES
-        self.batches: list[torch.Tensor] = []  # of candidates, float64 [FIELDS, B]
-        self.newest: Mistakes | None = None  # of the evaluation that ended last; on rank 0
+        self.batches: list[torch.Tensor] = []  # candidates, float64 [FIELDS, B]
+        self.newest: Mistakes | None = None  # from the last evaluation; rank 0 only
+        self.matrix: torch.Tensor | None = None  # images by class and predicted class; None: too many classes
 
-    def see(self, first_sample: int, labels: torch.Tensor, logits: torch.Tensor, is_whole: bool) -> None:
-        """Of a batch that is not whole, nobody knows which images are missing: none of it becomes an example."""
+    def add(self, first_sample: int, labels: torch.Tensor, logits: torch.Tensor, is_whole: bool) -> None:
+        """Add a batch.  If images are missing (`is_whole` is False), sample numbers are unknown: no examples."""
         best, predicted = logits.max(1)
         confidence = (best.double() - logits.double().logsumexp(1)).exp()
         samples = torch.arange(first_sample, first_sample + len(labels), dtype=torch.float64, device=labels.device)
@@ -63,13 +76,14 @@ class MistakeCounter:
         _, _, labels, predicted = seen.long()
         pairs = torch.bincount(labels * self.num_classes + predicted, minlength=self.num_classes**2)
         self.world.all_reduce(pairs)
-        matrix = pairs.view(self.num_classes, self.num_classes).cpu()
+        self.matrix = pairs.view(self.num_classes, self.num_classes).cpu()
+        matrix = self.matrix.clone()
         matrix.fill_diagonal_(0)
         found = [Confusion(label, other, int(matrix[label, other])) for label, other in matrix.nonzero().tolist()]
         return sorted(found, key=lambda pair: (-pair.count, pair.label, pair.predicted))[:MOST_CONFUSIONS]
 
     def choose(self, seen: torch.Tensor) -> list[list[float]]:
-        """The most confident mistakes of all ranks; of equals, the first."""
+        """Return the most confident mistakes of all ranks, ties in the order of samples."""
         if not self.num_examples:
             return []
         _, samples, labels, predicted = seen
@@ -81,7 +95,7 @@ class MistakeCounter:
         return sorted(rows, key=lambda row: (-row[0], row[1]))[: self.num_examples]
 
     def example_of(self, confidence: float, sample: float, label: float, predicted: float) -> Example | None:
-        """None if the image cannot be read any more: no run ends for the sake of a picture."""
+        """Return the example with its picture; None if the image is no longer readable, which does not end the run."""
         try:
             batch = Reader(self.images).make(Request(np.array([int(sample)]), None))
         except (UserError, Unreadable, OSError):
@@ -95,7 +109,7 @@ class MistakeCounter:
 
 
 def picture_of(image: torch.Tensor) -> str:
-    """Small, in base64: a PNG, of a photo a JPEG."""
+    """Return a thumbnail in base64: a JPEG for photos, else a PNG."""
     pixels = image[:3].permute(1, 2, 0) if len(image) >= 3 else image[0]
     picture, file = Image.fromarray(pixels.contiguous().numpy()), io.BytesIO()
     is_photo = picture.mode == "RGB" and max(picture.size) > LARGEST_PNG
@@ -104,7 +118,62 @@ def picture_of(image: torch.Tensor) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-# For benches and the doctor, which take steps alone.
+def scores(network: Callable[[torch.Tensor], torch.Tensor], pixels: torch.Tensor, flip: bool) -> torch.Tensor:
+    return (network(pixels) + network(pixels.flip(3))) / 2 if flip else network(pixels)
+
+
+# Precision, recall, F1 and calibration, from integers, whose sums over ranks are exact for any sharding.
+
+NUM_BINS = 15  # of confidence, as in Guo et al. 2017 and torchmetrics
+FIXED_POINT = 2.0**40  # a confidence is added as an integer multiple of its inverse
+
+
+class CalibrationCounts:
+    """Images, correct predictions and confidence per bin: bins include their upper end."""
+
+    def __init__(self, device: torch.device, num_bins: int = NUM_BINS) -> None:
+        self.sums, self.num_bins = torch.zeros(3, num_bins, dtype=torch.int64, device=device), num_bins
+
+    def add(self, logits: torch.Tensor, right: torch.Tensor) -> None:
+        wide = logits.double()
+        confidence = (wide.amax(1) - wide.logsumexp(1)).exp()
+        # NaN, which `check_test_loss` reports, would be an invalid index.
+        bins = (confidence * self.num_bins).ceil().nan_to_num(1.0).long().sub(1).clamp(0, self.num_bins - 1)
+        fixed = (confidence * FIXED_POINT).round().nan_to_num(0.0).long()
+        self.sums.index_add_(1, bins, torch.stack([torch.ones_like(bins), right.long(), fixed]))
+
+    def curve(self) -> list[ReliabilityBin]:
+        return [
+            ReliabilityBin(count, total / FIXED_POINT / count, right / count) if count else ReliabilityBin(0, 0.0, 0.0)
+            for count, right, total in self.sums.T.tolist()
+        ]
+
+
+def expected_calibration_error(curve: list[ReliabilityBin]) -> float:
+    total = sum(each.count for each in curve)
+    return sum(each.count / total * abs(each.confidence - each.accuracy) for each in curve)
+
+
+def class_means(
+    right: list[int], seen: list[int], predicted: list[int]
+) -> tuple[list[Share | None], float, float, float]:
+    """Return the precision of each class, and the means of precision, recall and F1 over classes with images.
+
+    Args:
+        right: Test images of each class that were predicted as such.
+        seen: Test images of each class.
+        predicted: Test images that were predicted as each class.
+    """
+    rows = [row for row in zip(right, seen, predicted, strict=True) if row[1]]
+    precision = [hits / guesses if guesses else 0.0 for hits, _, guesses in rows]
+    recall = [hits / count for hits, count, _ in rows]
+    f1 = [2 * hits / (count + guesses) for hits, count, guesses in rows]
+    of_class = [hits / guesses if guesses else None for hits, guesses in zip(right, predicted, strict=True)]
+    means = [sum(values) / len(rows) for values in (precision, recall, f1)]
+    return of_class, means[0], means[1], means[2]
+
+
+# For benchmarks and the doctor, which never evaluate.
 NOT_EVALUATED = Evaluation(top1=0.0, top5=0.0, test_loss=0.0, class_top1=[], samples_evaluated=0)
 
 
@@ -117,50 +186,78 @@ def evaluate(
     batch_size: int,
     world: World,
     mistakes: MistakeCounter | None = None,
+    flip: bool = False,
+    average: WeightAverage | None = None,
 ) -> Evaluation:
-    """Top-1, top-5, loss and top-1 per class over all of `images`, shared out over the ranks."""
-    # Per class: right at first guess, right within five, seen.
-    counts = torch.zeros(3, num_classes, dtype=torch.int64, device=world.device)
-    # One place per batch, filled by the rank that takes it: summed in one order, whatever the number of ranks.
+    """Return top-1, top-5, loss and top-1 per class over all `images`, which are split over the ranks.
+
+    With an `average`, they are those of the averaged weights, and `raw_top1` is that of the model's.  With `flip`,
+    scores are averaged over each image and its mirror image.
+    """
+    raw_counts = torch.zeros(1, dtype=torch.int64, device=world.device)
+    weights = average.for_forward() if average else {}
+    # Per class: top-1 correct, top-5 correct, evaluated, predicted.
+    counts = torch.zeros(4, num_classes, dtype=torch.int64, device=world.device)
+    calibration = CalibrationCounts(world.device)
+    # One entry per batch, so that the order of the sum does not depend on the number of ranks.
     losses = torch.zeros(-(-len(images) // batch_size), dtype=torch.float64, device=world.device)
     was_training = model.training
     frozen = [module for module in model.modules() if not module.training]
     model.eval()
     unreadable = list[str]()
     for number, batch in evaluation_batches(images, batch_size, world.rank, world.num_ranks, world.device):
-        world.activity.begin("evaluation")  # with every batch: it may be a long one
+        world.activity.begin("evaluation")  # at every batch, since the watchdog limits the time of one activity
         unreadable += batch.skipped
         if not len(batch.labels):
             continue
         labels = batch.labels.to(world.device)
-        logits = model(normalise(batch.images))
+        pixels = normalise(batch.images)
+        logits = scores(model, pixels, flip)
+        if average:
+            raw_counts += (logits.argmax(1) == labels).sum()
+            logits = scores(partial(functional_call, model, weights), pixels, flip)
         losses[number] = summed_loss(LossSettings(), logits, labels)
-        right = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
+        best = logits.topk(min(5, logits.shape[1])).indices
+        right = best == labels[:, None]
         marks = torch.stack([right[:, 0], right.any(1), torch.ones_like(labels, dtype=torch.bool)])
-        counts.index_add_(1, labels, marks.long())
+        counts[:3].index_add_(1, labels, marks.long())
+        counts[3].index_add_(0, best[:, 0], torch.ones_like(labels))
+        calibration.add(logits, right[:, 0])
         if mistakes:
-            mistakes.see(number * batch_size, labels, logits, is_whole=not batch.skipped)
+            mistakes.add(number * batch_size, labels, logits, is_whole=not batch.skipped)
     model.train(was_training)
     for module in frozen:
         module.training = False
 
     world.activity.begin("evaluation")
     world.all_reduce(counts)
+    world.all_reduce(calibration.sums)
     world.all_reduce(losses)
-    top1, top5, total = counts.sum(1).tolist()
+    if average:
+        world.all_reduce(raw_counts)
+    top1, top5, total, _ = counts.sum(1).tolist()
     if total < len(images):
         unreadable = [line for lines in world.all_gather(unreadable) for line in lines]
     assert total + len(unreadable) == len(images), f"evaluated {total} of {len(images)} samples"
     if not total:
-        raise UserError(f"no test image can be read, such as {unreadable[0]}; fix the set")
-    first, _, seen = counts.tolist()
+        raise UserError(f"no test image can be read, such as {unreadable[0]}; fix the data set")
+    first, _, seen, predicted = counts.tolist()
+    class_precision, precision, recall, f1 = class_means(first, seen, predicted)
+    reliability = calibration.curve()
     if mistakes:
         mistakes.collect(seen)
     return Evaluation(
         top1=top1 / total,
+        raw_top1=int(raw_counts) / total if average else None,
         top5=top5 / total,
         test_loss=losses.sum().item() / total,
         class_top1=[right / count if count else None for right, count in zip(first, seen, strict=True)],
         samples_evaluated=total,
+        precision=precision,
+        balanced_accuracy=recall,
+        f1=f1,
+        ece=expected_calibration_error(reliability),
+        class_precision=class_precision,
+        reliability=reliability,
         unreadable=unreadable,
     )

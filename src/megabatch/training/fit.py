@@ -1,10 +1,11 @@
-"""megabatch.fit: one's own network and images, from Python, in the ranks that exist.  It never starts any."""
+"""megabatch.fit: train a custom network on custom images, from Python."""
 
 import copy
 import hashlib
 import signal
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,18 +16,21 @@ from torch.utils.data import DataLoader, Dataset
 
 from megabatch.config.loading import load_config, print_to_stderr, silent
 from megabatch.config.reference_results import require_known
-from megabatch.data.catalog import FROM_PYTHON
+from megabatch.data.catalog import FROM_PYTHON, load_data_set, split
 from megabatch.data.pipeline.encoded import EncodedImages
-from megabatch.data.pipeline.images import DataSet, ImageSet
+from megabatch.data.pipeline.images import DataSet, ImageSet, ImageSubset
+from megabatch.data.settings import DataSettings
 from megabatch.data.sources.from_python import as_image_set
 from megabatch.data.sources.labels import require_names, warn_of_names
 from megabatch.errors import NotSaved, UserError
-from megabatch.models.loss import SummedLoss, own_loss
+from megabatch.models.loss import SummedLoss, wrap_user_loss
 from megabatch.optim.optimizers import MakeOptimizer
+from megabatch.ranks.machine import usable_cores
 from megabatch.ranks.signals import StopRequest
 from megabatch.ranks.world import current_rank
 from megabatch.runs.records import EvaluationRecord, Record, StepRecord, Summary
-from megabatch.training.build import Own
+from megabatch.training.build import Overrides
+from megabatch.training.checkpoint.state import result_of
 from megabatch.training.prepare import prepare
 from megabatch.training.run import train_and_record
 
@@ -40,8 +44,8 @@ Images = (
 
 def fit(
     model: nn.Module,
-    train: Images,
-    test: Images,
+    train: Images | str | Path,
+    test: Images | float | None = None,
     recipe: str = "fashion",
     overrides: Sequence[str] = (),
     class_names: Sequence[str] | None = None,
@@ -54,38 +58,78 @@ def fit(
     on_step: Callable[[StepRecord], None] | None = None,
     on_evaluation: Callable[[EvaluationRecord], None] | None = None,
 ) -> Summary:
-    """Trains `model` (images [B, C, H, W] to logits) as `recipe` says, and returns the run's summary.
+    """Train `model` with a recipe and return the run's summary.
 
-    `train` and `test` are each one of
-      - a pair of uint8 images ([N, C, H, W], [N, H, W, C] with 1 or 3 channels, or [N, H, W]) and integer labels from
-        0, as tensors or numpy arrays;
-      - a torch Dataset of (PIL image or uint8 array, label) that has `__getitem__` and `__len__`, or a DataLoader of
-        one, of which the dataset alone is used;
-      - an `ImageSet` of your own.
+    `fit` uses the ranks that exist and never starts any. Under torchrun, srun, mpiexec or another launcher that sets
+    RANK, WORLD_SIZE and MASTER_ADDR, call it on every rank with the same arguments; the weights are taken from rank 0.
+    On return, `model` has the trained weights, in its original dtype and on its original device.
 
-    `loss(logits, labels)` returns the SUM over the samples, a tensor of one number, which is divided by the global
-    batch (of torch's, reduction="sum"); logits are fp32 or wider.  By default it is the recipe's cross-entropy.
-    `optimizer(groups, settings)` returns a torch.optim.Optimizer of parameter groups such as torch's take, and of the
-    recipe's `optim` section; its learning rate is set before every step, as the schedule says.  `on_step(record)` and
-    `on_evaluation(record)` are called on rank 0, after the record was written; what they raise ends the run.
+    Args:
+        model: A network that maps images [B, C, H, W] to logits.
+        train: The training images, as one of
 
-    The recipe's model and data sections do not count, but for crops and flips.  Under torchrun, srun, mpiexec or
-    another launcher that sets RANK, WORLD_SIZE and MASTER_ADDR, call it on every rank, with the same arguments; the
-    model's weights are taken from rank 0.  `strict` refuses what is not known to converge, of which there is otherwise
-    a warning; `retune` chooses again how a resumed run all-reduces its gradients.
+            - a pair of uint8 images ([N, C, H, W], [N, H, W, C] with 1 or 3 channels, or [N, H, W]) and integer labels
+              from 0, as tensors or numpy arrays;
+            - a torch Dataset of (PIL image or uint8 array, label) with `__getitem__` and `__len__`, or a DataLoader,
+              of which only the dataset is used;
+            - a custom `ImageSet`;
+            - the path of a folder with a folder of images per class, or another `data.source`. The images are decoded
+              to the recipe's `data.image_size`.
+        test: The test images, in the same forms. A share, such as 0.1, holds out that share of each class of `train`.
+            With a path, None uses the source's test images, or holds out a tenth if there are none.
+        recipe: The name of a recipe, or the path of a TOML file. Its model and data sections are ignored, except for
+            crops and flips.
+        overrides: Settings that replace those of the recipe, such as "batch.global=256".
+        class_names: A name for each label; by default "0", "1", ...
+        resume: "auto" resumes an unfinished run of the same recipe, "never" starts a new run, and a path resumes that
+            run or checkpoint.
+        strict: Raise an error, instead of a warning, for settings that are not known to converge.
+        retune: Choose again how a resumed run all-reduces its gradients.
+        loss: A function of (logits, labels) that returns the SUM over the samples as a tensor with one element, such
+            as a torch loss with reduction="sum"; the sum is divided by the global batch. Logits are fp32 or wider. The
+            default is the recipe's cross-entropy.
+        optimizer: A function of (parameter groups, the recipe's `optim` section) that returns a
+            torch.optim.Optimizer. The schedule sets its learning rate before every step.
+        on_step: Called on rank 0 with each step's record after it was written. An exception ends the run.
+        on_evaluation: Called on rank 0 with each evaluation's record after it was written. An exception ends the run.
+
+    Returns:
+        The summary of the run, as in its summary.json.
+
+    Raises:
+        UserError: A setting, an image or a label is invalid; or a loss or gradient is not finite.
+        NotSaved: The result could not be written. `model` still has the trained weights.
+        KeyboardInterrupt: SIGINT arrived; the run stopped after a step and saved a checkpoint.
+        SystemExit: SIGTERM or `run.preempt_signal` arrived; the run stopped after a step and saved a checkpoint.
+
+    Examples:
+        >>> images = torch.randint(0, 256, (64, 1, 8, 8), dtype=torch.uint8)
+        >>> labels = torch.arange(64) % 4
+        >>> network = nn.Sequential(nn.Flatten(), nn.Linear(64, 4))
+        >>> settings = ["batch.global=16", "batch.micro=16", "train.epochs=2", "run.dir=runs/docstring"]
+        >>> summary = megabatch.fit(network, (images, labels), (images, labels), overrides=settings)
+        megabatch ...
+        >>> summary.steps
+        8
     """
     info = current_rank()
     report = silent if info.rank else print_to_stderr
-    train_images, test_images = as_image_set(train, "train", report), as_image_set(test, "test", report)
+    if isinstance(train, str | Path):
+        found = images_at(train, test, recipe, overrides)
+        train_images, test_images = found.train, found.test
+        class_names = class_names or found.class_names
+    else:
+        train_images, test_images = pair_of(as_image_set(train, "train", report), test, report)
     num_classes = 1 + int(max(train_images.labels.max(), test_images.labels.max()))
     names = require_names(list(class_names or map(str, range(num_classes))), "class_names")
     if len(names) < num_classes:
-        raise UserError(f"there is a label {num_classes - 1} but only {len(names)} class_names; name them all")
-    channels, size = channels_and_size(train_images)
-    if channels_and_size(test_images)[0] != channels:
         raise UserError(
-            f"train has {channels} channels and test has {channels_and_size(test_images)[0]}; they must be alike"
+            f"there is a label {num_classes - 1} but only {len(names)} class_names; give a name for every label"
         )
+    channels, size = channels_and_size(train_images)
+    test_channels, test_size = channels_and_size(test_images)
+    if test_channels != channels:
+        raise UserError(f"train has {channels} channels and test has {test_channels}; convert them to the same number")
     network = type(model)
     config = load_config(
         recipe,
@@ -94,10 +138,17 @@ def fit(
             "model.options={}",
             f"data.source={FROM_PYTHON}{digest(model, [train_images, test_images], [loss, optimizer])}",
             f"data.image_size={size}",
+            "data.sizes=[]",
+            f"data.test_image_size={test_size}",
             *overrides,
         ],
         report=report,
     )
+    if (config.data.image_size, config.data.test_side) != (size, test_size):
+        raise UserError(
+            f"data.image_size={config.data.image_size} and data.test_image_size={config.data.test_side}: the given "
+            f"images have {size} and {test_size} pixels; resize them, and leave these settings out"
+        )
     if strict:
         require_known(config, len(train_images))
     data = DataSet(train_images, test_images, names, channels, warnings=warn_of_names(names, "train"))
@@ -107,8 +158,8 @@ def fit(
             config,
             info,
             data=data,
-            # A copy: what becomes of it (its device, 16 bits, autocast) is not the caller's concern.
-            own=Own(copy_of(model), own_loss(loss) if loss else None, optimizer),
+            # A copy, because training changes its device, dtype and forward.
+            overrides=Overrides(copy_model(model), wrap_user_loss(loss) if loss else None, optimizer),
             stop_requested=stop.received,
             resume=resume,
             retune=retune,
@@ -117,14 +168,46 @@ def fit(
     ):
         observe = partial(call_back, on_step, on_evaluation)
         try:
-            summary = train_and_record(ready.config, resume, ready.training, observe=observe)
-        except NotSaved:  # then the caller has them at least
-            model.load_state_dict(ready.training.master_weights.state_dict())
+            summary = train_and_record(ready.config, ready.start, ready.training, observe=observe)
+        except NotSaved:  # the caller keeps the weights at least
+            model.load_state_dict(result_of(ready.training))
             raise
-        model.load_state_dict(ready.training.master_weights.state_dict())
-    if summary.status == "stopped":  # the checkpoint is written; now the signal does what it would have done
+        model.load_state_dict(result_of(ready.training))
+    if summary.status == "stopped":  # the checkpoint is written: exit as the signal would have
         raise KeyboardInterrupt if stop.number == signal.SIGINT else SystemExit(stop.exit_code())
     return summary
+
+
+def images_at(source: str | Path, test: object, recipe: str, overrides: Sequence[str]) -> DataSet:
+    """Load a folder or another source, with the test images that it has or a held-out share."""
+    if test is not None and not isinstance(test, float):
+        raise UserError(
+            f"train={str(source)!r} is a path and test is of type {type(test).__name__}; "
+            "give the share to hold out, such as test=0.1, or leave test out"
+        )
+    share = "auto" if test is None else require_share(test)
+    given = [f"data.source={source}", f"data.validation={share}", *overrides]
+    config = load_config(recipe, given, report=silent)
+    return load_data_set(config.data, config.run.decode_threads or len(usable_cores()))
+
+
+def pair_of(train: ImageSet, test: Any, report: Callable[[str], None]) -> tuple[ImageSet, ImageSet]:
+    """Return training and test images; `test` may be the share of the training images to hold out."""
+    if test is None:
+        raise UserError("test is missing; give test images, or the share to hold out, such as test=0.1")
+    if not isinstance(test, float):
+        return train, as_image_set(test, "test", report)
+    settings = DataSettings(source="train", image_size=1)
+    labels = train.labels.numpy()
+    names = tuple(map(str, range(1 + int(labels.max()))))
+    kept, held_out = split(settings, require_share(test), labels, names, "train")
+    return ImageSubset(train, kept), ImageSubset(train, held_out)
+
+
+def require_share(test: float) -> float:
+    if not 0 < test < 1:
+        raise UserError(f"test={test:g}: a held-out share is above 0 and below 1; for example test=0.1")
+    return test
 
 
 def call_back(
@@ -141,22 +224,22 @@ def call_back(
 
 def channels_and_size(images: ImageSet) -> tuple[int, int]:
     if isinstance(images, EncodedImages):
-        return 3, images.settings.image_size
+        return 3, images.side
     _, channels, _, size = images.read(np.zeros(1, np.int64)).shape
     return channels, size
 
 
-def copy_of(model: nn.Module) -> nn.Module:
+def copy_model(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model)
-    except RuntimeError as error:  # of torch.nn.utils.weight_norm, for one
+    except RuntimeError as error:  # such as from torch.nn.utils.weight_norm
         raise UserError(
-            f"{type(model).__name__} cannot be copied ({error}); torch.nn.utils.parametrizations has what can be"
+            f"{type(model).__name__} cannot be copied ({error}); use torch.nn.utils.parametrizations instead"
         ) from error
 
 
 def digest(model: nn.Module, sets: Sequence[ImageSet], functions: Sequence[object]) -> str:
-    """Tells this network, these images and functions from others, so that nobody else's run is resumed."""
+    """Return a fingerprint of the network, images and functions, so that only a run with the same ones is resumed."""
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     content = hashlib.sha256(str(shapes).encode())
     for images in sets:
@@ -165,7 +248,7 @@ def digest(model: nn.Module, sets: Sequence[ImageSet], functions: Sequence[objec
             content.update(images.fingerprint().encode())
         else:
             first, again = (images.read(np.arange(min(16, len(images)))) for _ in range(2))
-            if torch.equal(first, again):  # a Dataset may change its images at random: then they tell nothing
+            if torch.equal(first, again):  # a Dataset with random augmentation returns other pixels each time
                 content.update(first.numpy().tobytes())
     for function in functions:
         if function is not None:

@@ -1,6 +1,6 @@
-"""How torch computes while a run lasts: products of fp32, cuDNN's choice of convolutions, deterministic algorithms.
+"""Torch's numerics flags during a run (TF32, cuDNN's algorithms, determinism) and the compilation of its network.
 
-All of this is global to a process, and `fit` runs in somebody else's; so what was set before is set again at the end.
+The flags are global to a process.  `fit` runs in the caller's process, so they are restored when the run ends.
 """
 
 import os
@@ -23,38 +23,38 @@ from megabatch.torch_api import (
     NO_CXX,
     NO_TRITON,
     bucket_caps_bytes,
-    cut_compiled_graphs,
+    split_compiled_graphs,
 )
 from megabatch.training.parts import Parts
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")  # with others cuBLAS may add up in another order each time
-REFUSAL = " does not have a deterministic implementation"  # of torch, after the name of an operation
+DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")  # with other values cuBLAS may sum in a different order each time
+NOT_DETERMINISTIC = " does not have a deterministic implementation"  # torch's error, after the operation's name
 
 
-def fix_workspace(deterministic: bool, device_type: str) -> None:
-    """Before CUDA starts, if the run is to be deterministic: cuBLAS reads this once."""
+def set_cublas_workspace(deterministic: bool, device_type: str) -> None:
+    """Set the cuBLAS workspace for a deterministic run.  Call it before CUDA starts: cuBLAS reads the variable once."""
     if not deterministic or device_type != "cuda":
         return
     if WORKSPACE not in os.environ and torch.cuda.is_initialized():
         raise UserError(
-            f"run.deterministic=true: CUDA has started in this process without {WORKSPACE}; "
-            f"start it with {WORKSPACE}={DETERMINISTIC_WORKSPACES[0]}"
+            f"run.deterministic=true: CUDA started in this process without {WORKSPACE}; "
+            f"set {WORKSPACE}={DETERMINISTIC_WORKSPACES[0]} before the process starts"
         )
     found = os.environ.setdefault(WORKSPACE, DETERMINISTIC_WORKSPACES[0])
     if found not in DETERMINISTIC_WORKSPACES:
         raise UserError(
-            f"run.deterministic=true, but {WORKSPACE}={found} is none of {', '.join(DETERMINISTIC_WORKSPACES)}, with "
-            "which cuBLAS is deterministic; leave it out"
+            f"run.deterministic=true, but cuBLAS is deterministic only with {WORKSPACE}="
+            f"{' or '.join(DETERMINISTIC_WORKSPACES)}, not {found}; unset it"
         )
 
 
 @contextmanager
 def arithmetic(precision: PrecisionSettings, deterministic: bool) -> Iterator[None]:
-    """The flags that a run asks for, while it lasts.  They say nothing to a CPU, but for deterministic algorithms."""
+    """Set the flags of a run while the context lasts.  On a CPU only deterministic algorithms have an effect."""
     with (
         tf32(precision.formats.allows_tf32),
-        chosen_convolutions(by_timing=not deterministic),
+        cudnn_flags(benchmark=not deterministic),
         deterministic_algorithms() if deterministic else nullcontext(),
     ):
         yield
@@ -62,15 +62,15 @@ def arithmetic(precision: PrecisionSettings, deterministic: bool) -> Iterator[No
 
 @contextmanager
 def tf32(is_allowed: bool) -> Iterator[None]:
-    """By default torch multiplies matrices in fp32, and convolves in TF32.
+    """Allow or forbid TF32.  Torch's default is fp32 for matrix products and TF32 for convolutions.
 
-    Both of torch's interfaces are set: with `fp32_precision` alone, the newer one, `allow_tf32` could not be read any
-    more, and torch.backends.cudnn.flags, which some networks use, reads it.
+    Both of torch's interfaces are set.  If only the newer `fp32_precision` were set, reading `allow_tf32` would raise,
+    and torch.backends.cudnn.flags, which some networks use, reads it.
     """
     matmul: Any = torch.backends.cuda.matmul
     cudnn: Any = torch.backends.cudnn
     owners, operations = (matmul, cudnn), (matmul, cudnn.conv, cudnn.rnn)
-    allowed = [read_allowed(owner) for owner in owners]
+    allowed = [read_allow_tf32(owner) for owner in owners]
     precisions = [operation.fp32_precision for operation in operations]
     for owner in owners:
         owner.allow_tf32 = is_allowed
@@ -86,8 +86,8 @@ def tf32(is_allowed: bool) -> Iterator[None]:
             operation.fp32_precision = precision
 
 
-def read_allowed(owner: Any) -> bool | None:
-    """None where the caller has set `fp32_precision` instead."""
+def read_allow_tf32(owner: Any) -> bool | None:
+    """Return the flag; None if the caller set `fp32_precision` instead."""
     try:
         return bool(owner.allow_tf32)
     except RuntimeError:
@@ -95,11 +95,11 @@ def read_allowed(owner: Any) -> bool | None:
 
 
 @contextmanager
-def chosen_convolutions(by_timing: bool) -> Iterator[None]:
-    """Of cuDNN's algorithms: the fastest here and now, or by rule those that are deterministic."""
+def cudnn_flags(benchmark: bool) -> Iterator[None]:
+    """Let cuDNN choose the fastest algorithm by timing, or only deterministic algorithms."""
     cudnn = torch.backends.cudnn
     before = cudnn.benchmark, cudnn.deterministic
-    cudnn.benchmark, cudnn.deterministic = by_timing, not by_timing
+    cudnn.benchmark, cudnn.deterministic = benchmark, not benchmark
     try:
         yield
     finally:
@@ -108,29 +108,29 @@ def chosen_convolutions(by_timing: bool) -> Iterator[None]:
 
 @contextmanager
 def deterministic_algorithms() -> Iterator[None]:
-    """An operation that has no deterministic form is refused, in one line."""
+    """Raise a one-line UserError for an operation that has no deterministic implementation."""
     before = torch.are_deterministic_algorithms_enabled()
     warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
     try:
         yield
     except Exception as error:
-        operation = refused_operation(error)
+        operation = nondeterministic_operation(error)
         if operation is None:
             raise
         raise UserError(
-            f"run.deterministic=true: {operation} has no deterministic form in torch {torch.__version__}; "
-            "use another layer for it, or leave run.deterministic out"
+            f"run.deterministic=true: {operation} has no deterministic implementation in torch "
+            f"{torch.__version__}; replace the layer that uses it, or omit run.deterministic"
         ) from error
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warned_only)
 
 
-def refused_operation(error: BaseException | None) -> str | None:
-    """What torch has refused since it is not deterministic; None for any other error."""
+def nondeterministic_operation(error: BaseException | None) -> str | None:
+    """Return the operation that torch refused as not deterministic; None for any other error."""
     while error is not None:
-        operation, refusal, _ = str(error).partition(REFUSAL)
-        if refusal:
+        operation, separator, _ = str(error).partition(NOT_DETERMINISTIC)
+        if separator:
             return operation.split()[-1]
         error = error.__cause__
     return None
@@ -138,35 +138,35 @@ def refused_operation(error: BaseException | None) -> str | None:
 
 # torch.compile of a run's network (`model.compile`).
 #
-# The network's forward is compiled in its place: state dicts keep their names, and DDP, which is not compiled, hands
-# over gradients as before.  Inside DDP's forward pass torch cuts the graph where a bucket is full, so that backward
-# still has gradients to hand over while it runs.  It would not cut a graph that it had compiled elsewhere; so
-# backward is recorded before, and nothing but training runs what is compiled.  Evaluation does not: its last batch is
-# smaller, and would be compiled once more, and `megabatch eval`, which compiles nothing, has to come to the same
+# The network's forward is replaced by the compiled one, so that state dicts keep their names.  DDP is not compiled and
+# all-reduces gradients as before.  Inside DDP's forward pass torch splits the graph at bucket boundaries, so that
+# gradients become ready during backward.  It does not split a graph that was compiled outside DDP: so backward is
+# recorded before compilation, and only training uses the compiled forward.  Evaluation does not, because its smaller
+# last batch would be compiled again, and because `megabatch eval`, which does not compile, must compute the same
 # figures.
 
-SMALLEST_CUT_BYTES = 1 << 20  # that torch makes
+SMALLEST_CUT_BYTES = 1 << 20  # torch's smallest graph split
 
 
 class CompiledInTraining:
-    """A network's forward."""
+    """A network's forward: compiled in training, eager otherwise."""
 
     def __init__(self, network: nn.Module) -> None:
-        self.plain = network.forward
+        self.eager = network.forward
         self.compiled = torch.compile(network.forward, dynamic=False)  # all microbatches have one size
 
     def __call__(self, *images: torch.Tensor) -> Any:
-        return self.compiled(*images) if torch.is_grad_enabled() else self.plain(*images)
+        return self.compiled(*images) if torch.is_grad_enabled() else self.eager(*images)
 
 
 def compile_network(parts: Parts, distributed: DistributedDataParallel) -> None:
-    """The first forward pass of `distributed` compiles it."""
+    """Compile the network in the next forward pass of `distributed`."""
     if parts.world.rank == 0:
         print_to_stderr("model.compile=true: compiling the network, which may take minutes")
     parts.network.forward = CompiledInTraining(parts.network)
-    parts.statistics.move_outside(parts.network)
-    # Buckets of ours differ in size, and torch would cut by the largest.
-    cut_compiled_graphs(distributed, max(SMALLEST_CUT_BYTES, round(mean(bucket_caps_bytes(distributed)))))
+    parts.statistics.update_outside_graph(parts.network)
+    # Our buckets differ in size, and torch would split by the largest.
+    split_compiled_graphs(distributed, max(SMALLEST_CUT_BYTES, round(mean(bucket_caps_bytes(distributed)))))
 
 
 def is_compiled(network: nn.Module) -> bool:
@@ -175,7 +175,7 @@ def is_compiled(network: nn.Module) -> bool:
 
 @contextmanager
 def compile_errors() -> Iterator[None]:
-    """Around the first pass of a network that has passed uncompiled: what the compiler refuses is one line."""
+    """Raise a one-line UserError if compilation fails.  Wraps the first compiled pass of a network that ran eagerly."""
     try:
         yield
     except Exception as error:
@@ -183,28 +183,28 @@ def compile_errors() -> Iterator[None]:
         if not causes:
             raise
         names = [type(cause).__name__ for cause in causes]
-        remedy = "leave model.compile out"
+        remedy = "omit model.compile"
         if NO_CXX in names:
-            remedy = f"install a C++ compiler such as g++ (or name one in CXX), or {remedy}"
+            remedy = f"install a C++ compiler such as g++ (or set CXX), or {remedy}"
         elif NO_TRITON in names:
             remedy = f"install triton, or {remedy}"
-        said = next((line.strip() for line in str(causes[-1]).splitlines() if line.strip()), "")
+        reason = next((line.strip() for line in str(causes[-1]).splitlines() if line.strip()), "")
         raise UserError(
-            f"model.compile=true: torch cannot compile the network ({names[-1]}: {said}); {remedy}"
+            f"model.compile=true: torch cannot compile the network ({names[-1]}: {reason}); {remedy}"
         ) from error
 
 
 def compiler_errors(error: BaseException | None) -> list[BaseException]:
-    """What torch.compile has raised, from the last to its first cause; nothing, if it was not that."""
+    """Return the errors from torch.compile, from the last to its first cause; empty if none came from it."""
     found: list[BaseException] = []
     while error is not None:
-        if found or is_of_compiler(error):
+        if found or is_compiler_error(error):
             found.append(error)
         error = getattr(error, "inner_exception", None) or error.__cause__
     return found
 
 
-def is_of_compiler(error: BaseException) -> bool:
+def is_compiler_error(error: BaseException) -> bool:
     frames = traceback.walk_tb(error.__traceback__)
     return type(error).__module__.startswith(COMPILER_MODULES) or any(
         frame.f_code.co_filename.endswith(COMPILER_FILE) for frame, _ in frames

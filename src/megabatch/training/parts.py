@@ -1,4 +1,4 @@
-"""The parts of a run on one rank: the types that the loop, its checks, checkpoints and preflight share."""
+"""The parts of a run on one rank: types that the loop, its checks, checkpoints and preflight share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,23 +18,25 @@ from megabatch.ranks.world import World
 from megabatch.runs.model_card import ModelCard
 from megabatch.runs.records import Evaluation
 from megabatch.training.batch_norm import RunningStatistics
+from megabatch.training.ema import WeightAverage
 from megabatch.training.evaluate import MistakeCounter
+from megabatch.training.noise import NoiseMeter
 from megabatch.training.step_metrics import StepMetrics
 
 
 class Comparison:
-    """Of ranks, every so many steps, and wherever their weights may be saved; 0: never."""
+    """The schedule of rank comparisons: every `every` steps, and before weights are saved; 0 disables them."""
 
     def __init__(self, every: int) -> None:
         self.every = every
-        self.same_after = 0  # so many steps
+        self.same_after = 0  # the steps after which ranks last compared equal
 
     def is_due(self, done: int) -> bool:
-        """After so many steps."""
+        """Return whether ranks are compared after `done` steps."""
         return self.every > 0 and done % self.every == 0
 
     def covers(self, done: int) -> bool:
-        """Whether weights after so many steps may be saved: they were compared, or never are."""
+        """Return whether weights after `done` steps may be saved: they were compared, or comparisons are off."""
         return not self.every or self.same_after == done
 
 
@@ -51,30 +53,35 @@ class Parts:
     images: TrainingImages
     normalise: Normalise
     network: nn.Module
-    update_dtype: torch.dtype  # of master weights, the loss and BatchNorm's statistics
+    update_dtype: torch.dtype  # master weights, the loss and BatchNorm's statistics
     summed_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     statistics: RunningStatistics
     master_weights: MasterWeights
     loss_scale: LossScale
     optimizer: torch.optim.Optimizer
+    average: WeightAverage
     learning_rate: Callable[[int], float]
     clip_norm: float
     evaluate: Callable[[], Evaluation]
-    mistakes: MistakeCounter  # of the newest evaluation
+    mistakes: MistakeCounter  # from the last evaluation
     comparison: Comparison
+    noise_every: int  # steps between measurements of the gradient noise scale
     stop_requested: Callable[[], bool]
-    initial_weights: tuple[str, ...] = ()  # what to say of the weights that the run starts from, if it was given some
+    initial_weights: tuple[str, ...] = ()  # lines about `model.weights`, printed at the start
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training(Parts):
-    """Ready to train: `warm_up` has chosen how gradients are all-reduced."""
+    """The parts after `warm_up`, which chose how gradients are all-reduced."""
 
     model: DistributedDataParallel
     gradients: GradientAllReduce
     metrics: StepMetrics
+    noise: NoiseMeter
+    # Images and labels to the loss, with gradients added: for all microbatches of a step but the last.
+    graph: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
     @property
     def steps_ahead(self) -> int:
-        """How many steps are begun before the result of one is read."""
+        """The number of further steps that are launched before the result of a step is read."""
         return 0 if self.world.device.type == "cpu" or self.statistics.needs_counts else 1

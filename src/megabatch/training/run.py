@@ -1,6 +1,7 @@
-"""A whole run on one rank: prepare, begin or resume, train, and on rank 0 record everything."""
+"""A whole run on one rank: prepare, start or resume, train.  Rank 0 also writes all records."""
 
 import importlib.util
+import os
 import signal
 import threading
 import time
@@ -13,30 +14,30 @@ import msgspec
 from msgspec import Struct
 
 from megabatch.config.schema import RunConfig
+from megabatch.data.pipeline.encoded import round_up
 from megabatch.errors import Diverged, NotSaved, UserError
 from megabatch.io.disk import remedy
 from megabatch.planning.batch import StepPlan
 from megabatch.ranks.signals import StopRequest
 from megabatch.ranks.store import RUN_FOLDER, USER_ERROR, RankStore
 from megabatch.runs.files import CHECKPOINTS, MISTAKES, MODEL, PLAN, STEP_TRACE, SUMMARY, WEIGHTS
-from megabatch.runs.folder import RUNS, RunFolder, numbering_lock
-from megabatch.runs.outage import Say
+from megabatch.runs.folder import RunFolder, numbering_lock
+from megabatch.runs.outage import ReportLine
 from megabatch.runs.records import EvaluationRecord, Record, Status, StepRecord, StepTrace, Summary
 from megabatch.runs.totals import RunTotals
 from megabatch.text import one_line, print_line
 from megabatch.training.checkpoint.card import with_results
 from megabatch.training.checkpoint.format import describe_arithmetic, save_weights
-from megabatch.training.checkpoint.resume import choose_start, is_numbered, newest_of, read_start, report
-from megabatch.training.checkpoint.save import Checkpoints, require_own
+from megabatch.training.checkpoint.resume import Start, new_folder, read_start, report
+from megabatch.training.checkpoint.save import Checkpoints, require_checkpoint_folder
 from megabatch.training.checkpoint.state import restore_training_state
 from megabatch.training.environment import describe_environment
-from megabatch.training.loop import never, train
+from megabatch.training.loop import never_due, train
+from megabatch.training.mllog import MlperfLog
 from megabatch.training.parts import Training
-from megabatch.training.prepare import prepare
+from megabatch.training.prepare import StoppedEarly, prepare
 from megabatch.training.screen import Screen
-from megabatch.training.traces import recorded, traced
-
-# TensorBoard events beside metrics.jsonl, where TensorBoard is installed.
+from megabatch.training.traces import record_timeline, trace_step
 
 STEP_SCALARS = {
     "loss": "train/loss",
@@ -44,21 +45,26 @@ STEP_SCALARS = {
     "loss_scale": "train/loss_scale",
     "images_per_s": "speed/images_per_s",
 }
-EVALUATION_SCALARS = {"top1": "test/top1", "top5": "test/top5", "test_loss": "test/loss"}
+EVALUATION_SCALARS = {
+    "top1": "test/top1",
+    "raw_top1": "test/raw_top1",
+    "top5": "test/top5",
+    "test_loss": "test/loss",
+}
 
 
 class EventFile:
-    """If the disk does not take one event, they end there: nothing else depends on them."""
+    """TensorBoard events beside metrics.jsonl, if TensorBoard is installed.  They end at the first failed write."""
 
-    def __init__(self, folder: Path, first_step: int, say: Say) -> None:
-        self.writer, self.folder, self.say = None, folder, say
+    def __init__(self, folder: Path, first_step: int, report: ReportLine) -> None:
+        self.writer, self.folder, self.report = None, folder, report
         self.hook_before = threading.excepthook
         if importlib.util.find_spec("tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
 
-            threading.excepthook = self.hear_thread
-            with self.ending_at(first_step):
-                # Events of steps that a resumed run takes again are hidden.
+            threading.excepthook = self.handle_thread_error
+            with self.end_on_error(first_step):
+                # `purge_step` hides events of steps that a resumed run repeats.
                 self.writer = SummaryWriter(str(folder), purge_step=first_step + 1)
                 for path in folder.glob("events.out.tfevents.*"):
                     path.chmod(path.stat().st_mode & 0o600)  # TensorBoard follows the umask
@@ -66,21 +72,23 @@ class EventFile:
     def write(self, record: Record) -> None:
         if self.writer:
             scalars = EVALUATION_SCALARS if isinstance(record, EvaluationRecord) else STEP_SCALARS
-            with self.ending_at(record.step):
+            with self.end_on_error(record.step):
                 for field, tag in scalars.items():
-                    self.writer.add_scalar(tag, getattr(record, field), record.step)
+                    value = getattr(record, field)
+                    if value is not None:
+                        self.writer.add_scalar(tag, value, record.step)
 
     @contextmanager
-    def ending_at(self, step: int) -> Iterator[None]:
+    def end_on_error(self, step: int) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             self.writer = None
             reason = error.strerror or error
-            self.say("warning", f"TensorBoard's events end at step {step}: {reason} ({self.folder})")
+            self.report("warning", f"TensorBoard's events end at step {step}: {reason} ({self.folder})")
 
-    def hear_thread(self, failure: threading.ExceptHookArgs) -> None:
-        """TensorBoard's thread would print a traceback of what it also raises at the next event."""
+    def handle_thread_error(self, failure: threading.ExceptHookArgs) -> None:
+        """Suppress the traceback of TensorBoard's thread for an OSError that the next event raises anyway."""
         is_known = isinstance(failure.exc_value, OSError) and type(failure.thread).__module__.startswith("tensorboard")
         if not is_known:
             self.hook_before(failure)
@@ -98,126 +106,143 @@ def run(
     resume: str,
     store: RankStore,
     retune: bool = False,
-    ending: AbstractContextManager[object] | None = None,  # is left when the run has ended, before any rank leaves
+    ending: AbstractContextManager[object] | None = None,  # exited after the run, before any rank exits
 ) -> int:
-    """Runs one rank to its end; returns the exit code: 0, or 128 + the signal that stopped it."""
-    mistake, folder = store.get(USER_ERROR), store.run_folder()
-    if mistake:
-        raise UserError(mistake)  # which a restart does not fix
+    """Run one rank to its end.  Return the exit code: 0, or 128 + the signal that stopped it."""
+    user_error, folder = store.get(USER_ERROR), store.run_folder()
+    if user_error:
+        raise UserError(user_error)  # a restart does not fix it
     if folder:
-        resume, retune = str(folder), False  # whatever restarted ranks began with, they resume that
+        resume, retune = str(folder), False  # restarted ranks resume the run of the first attempt
+    if store.info.rank == 0 and config.run.preempt_signal == "SIGTERM" and "OMPI_COMM_WORLD_SIZE" in os.environ:
+        print_line(
+            "warning   Open MPI kills ranks 1 s after SIGTERM, perhaps before they have saved; to stop the run, set "
+            "run.preempt_signal=SIGUSR1 and send SIGUSR1 to mpirun"
+        )
     with (
         StopRequest(signal.Signals[config.run.preempt_signal]) as stop,
+        suppress(StoppedEarly),
         prepare(config, store.info, store, stop_requested=stop.received, resume=resume, retune=retune) as ready,
         ready.training.world.rank_0_leaves_first(),
-        store.failures_announced(),  # here too: before the others hear that rank 0 has failed
         ending or nullcontext(),
     ):
-        summary = train_and_record(ready.config, resume, ready.training, partial(store.set, RUN_FOLDER))
+        summary = train_and_record(ready.config, ready.start, ready.training, partial(store.set, RUN_FOLDER))
         is_stopped = summary.status == "stopped"
-        if is_stopped and store.info.rank == 0:  # for a batch system's script, as the exit code is
+        if is_stopped and store.info.rank == 0:  # for scripts of batch systems, like the exit code
             code = stop.exit_code()
             print_line(
-                f"requeue   {signal.Signals(code - 128).name} after step {summary.steps}, which is saved: "
-                f"the same command resumes, exit code {code}"
+                f"requeue   {signal.Signals(code - 128).name} after step {summary.steps}, which is saved; "
+                f"the same command resumes the run; exit code {code}"
             )
-    return stop.exit_code() if is_stopped else 0
+        return stop.exit_code() if is_stopped else 0
+    code = stop.exit_code()
+    if store.info.rank == 0:
+        print_line(f"stopped   {signal.Signals(code - 128).name} before the ranks were connected; exit code {code}")
+    return code
 
 
 def train_and_record(
     config: RunConfig,
-    resume: str,
+    start: Start | None,
     training: Training,
-    announce: Callable[[str], None] | None = None,  # hears the run's folder
-    observe: Callable[[Record], None] | None = None,  # sees every record on rank 0, after it was written
+    announce: Callable[[str], None] | None = None,  # called with the run's folder
+    observe: Callable[[Record], None] | None = None,  # called on rank 0 with every record after it was written
 ) -> Summary:
-    """Trains from where the run stands.  All ranks return the same status; rank 0's summary has the times."""
+    """Train from the start or the checkpoint to the end.  The status is the same on all ranks; rank 0 adds times."""
     with ExitStack() as stack:
-        # Only now is anything written: what can be wrong with a recipe has been found by here.
-        recorder, totals = begin(config, resume, training, stack)
+        # `prepare` checked the recipe; the first files are written from here on.
+        recorder, totals = begin(config, start, training, stack)
         if recorder and announce:
             announce(str(recorder.folder.path))
-        is_due = recorder.checkpoints.is_due if recorder else never
-        records: Iterator[Record] = train(training, totals.steps, is_due)
+        is_due = recorder.checkpoints.is_due if recorder else never_due
+        records: Iterator[Record] = train(training, totals.steps, is_due, lambda: totals.end_reason is not None)
         if config.comm.timeline:
             folder = recorder.folder.path if recorder else None
-            records = stack.enter_context(recorded(records, totals.steps, training, folder))
+            stack.enter_context(record_timeline(totals.steps, training, folder))
         if recorder:
-            records = traced(records, totals.steps, training, recorder.write_trace)
+            records = trace_step(records, totals.steps, training, recorder.write_trace)
         started_s = time.perf_counter() - totals.wall_s
         try:
             for record in records:
-                wall_s = time.perf_counter() - started_s
-                record = msgspec.structs.replace(record, wall_s=round(wall_s, 6))
-                totals.add(record, wall_s)
+                record = totals.add(record, time.perf_counter() - started_s)
                 if recorder:
-                    recorder.see(record)
+                    recorder.add(record)
                     if observe:
                         observe(record)
                 check_skipped(record, totals, training.plan, config.data.skip_limit)
         except BaseException as error:
+            training.world.announce(error)
             if recorder:
                 recorder.end_early("diverged" if isinstance(error, Diverged) else "failed")
             raise
-        status: Status = "finished" if totals.steps == training.plan.num_steps else "stopped"
+        is_finished = totals.steps == training.plan.num_steps or totals.end_reason is not None
+        status: Status = "finished" if is_finished else "stopped"
         if recorder:
             recorder.end(status)
         return totals.summary(status)
 
 
 def check_skipped(record: Record, totals: RunTotals, plan: StepPlan, limit: float) -> None:
-    """All ranks know of all images that were skipped, and end together."""
+    """Raise on all ranks if too many images were skipped.  Every rank has the lines of all ranks."""
     if isinstance(record, StepRecord):
-        part, skipped, count, complaints = "training", totals.epoch_skipped, plan.num_samples, record.skipped_images
+        part, skipped, count, lines = "training", totals.epoch_skipped, plan.num_samples, record.skipped_images
     else:
-        part, complaints = "test", record.unreadable
-        skipped, count = len(complaints), record.samples_evaluated + len(complaints)
-    if complaints and skipped > limit * count:
+        part, lines = "test", record.unreadable
+        skipped, count = len(lines), record.samples_evaluated + len(lines)
+    if lines and skipped > limit * count:
         raise UserError(
             f"{skipped:,} of {count:,} {part} images were skipped, more than data.skip_limit={limit:g} of them, "
-            f"such as {complaints[0]}; fix the set"
+            f"such as {lines[0]}; fix the data set (megabatch check lists them), or set "
+            f"data.skip_limit={round_up(skipped / count):g}"
         )
 
 
-class Beginning(Struct, frozen=True):
-    """What rank 0 has decided, for the others."""
+class StartState(Struct, frozen=True):
+    """Rank 0's decision on how the run starts, as broadcast to all ranks."""
 
     problem: str | None
     totals: RunTotals
 
 
-def begin(config: RunConfig, resume: str, training: Training, stack: ExitStack) -> tuple["Recorder | None", RunTotals]:
-    """Rank 0 takes the run's folder and finds where the run stands; all ranks go there."""
-    totals = RunTotals(global_batch=training.plan.global_batch, target_top1=config.train.target_top1)
-    problem, folder, start, state, computed_by, checkpoints = None, None, None, {}, "", None
+def begin(
+    config: RunConfig, start: Start | None, training: Training, stack: ExitStack
+) -> tuple["Recorder | None", RunTotals]:
+    """Open the run's folder on rank 0 and restore the checkpoint, if there is one, on all ranks."""
+    totals = RunTotals(
+        global_batch=training.plan.global_batch,
+        target_top1=config.train.target_top1,
+        patience=config.train.patience,
+        stop_at_target=config.train.stop_at_target,
+    )
+    problem, folder, state, computed_by, checkpoints = None, None, {}, "", None
     world = training.world
+    assert start is not None  # `prepare` sets it if `resume` is given
+    path = start.folder
     if world.rank == 0:
         try:
-            with numbering_lock() if is_numbered(config, resume) else nullcontext():
-                start = choose_start(config, resume, newest_of)
-                folder = stack.enter_context(RunFolder(start.folder))
-            require_own(start.folder / CHECKPOINTS)
+            with numbering_lock() if start.is_new and config.run.dir is None else nullcontext():
+                path = new_folder(config) if start.is_new else start.folder
+                folder = stack.enter_context(RunFolder(path))
+            require_checkpoint_folder(path / CHECKPOINTS)
             checkpoint = read_start(start, report, training)
             if checkpoint:
                 totals, computed_by = checkpoint.description.totals, one_line(checkpoint.description.computed_by, 200)
-                require_same_images(start.folder, checkpoint.description.data, training)
+                require_same_images(path, checkpoint.description.data, training)
                 totals.resumed_from_step = totals.steps
                 state = checkpoint.state
-            require_weights(config, training, totals)
             checkpoints = begin_folder(config, training, folder, totals)
         except UserError as error:
             problem = str(error)
         except OSError as error:
-            folder_name = str(start.folder if start else config.run.dir or RUNS)
-            problem = f"run.dir={folder_name!r} cannot be used ({error.strerror}); give another"
-    shared = world.broadcast_text(msgspec.json.encode(Beginning(problem, totals)).decode())
-    beginning = msgspec.json.decode(shared, type=Beginning)
-    if beginning.problem:
-        raise UserError(beginning.problem)
-    if beginning.totals.steps:
+            problem = f"run.dir={str(path)!r} cannot be used ({error.strerror}); use another folder"
+    shared = world.broadcast_text(msgspec.json.encode(StartState(problem, totals)).decode())
+    shared_start = msgspec.json.decode(shared, type=StartState)
+    if shared_start.problem:
+        raise UserError(shared_start.problem)
+    if shared_start.totals.steps:
         restore_training_state(training, world.broadcast_tensors(state))
     if folder is None or checkpoints is None:
-        return None, beginning.totals
+        return None, shared_start.totals
     stack.callback(checkpoints.close)
     recorder = Recorder(config, training, folder, totals, checkpoints, computed_by)
     stack.enter_context(recorder.screen)
@@ -225,32 +250,27 @@ def begin(config: RunConfig, resume: str, training: Training, stack: ExitStack) 
 
 
 def begin_folder(config: RunConfig, training: Training, folder: RunFolder, totals: RunTotals) -> Checkpoints:
-    """Writes what describes the run, and removes what comes after where it stands."""
-    # Without its folder, so that the recipe can be run again, elsewhere.
+    """Write the description of the run, and remove rows after the step it starts from."""
+    # Without run.dir, so that the recipe can be run again elsewhere.
     environment = describe_environment(training.world.num_ranks, training.gradients.topology.num_nodes)
     folder.begin(config.with_run(dir=None).to_toml(), environment, totals.steps)
     if training.gradients.plans.tuning:
-        folder.describe(PLAN, msgspec.json.encode(training.gradients.plans.tuning).decode())
-    folder.describe(MODEL, with_results(training.card, totals).to_json())
+        folder.write_text(PLAN, msgspec.json.encode(training.gradients.plans.tuning).decode())
+    folder.write_text(MODEL, with_results(training.card, totals).to_json())
     return Checkpoints(folder.path, config.checkpoint, totals.steps, folder.outage, folder.sync_rows, totals.saves)
 
 
-def require_weights(config: RunConfig, training: Training, totals: RunTotals) -> None:
-    if config.model.weights and not training.initial_weights and not totals.steps:
-        raise UserError("the run that was to be resumed is in use by now; start again")  # it has read no weights
-
-
 def require_same_images(folder: Path, before: str, training: Training) -> None:
-    """Samples are known by their numbers: of another set, others would have been trained on, or be tested on."""
+    """Raise if the data set changed since the checkpoint: samples are identified by number only."""
     if before and before != training.data_fingerprint:
         raise UserError(
-            f"{folder} was trained on other images than are there now (other files, or in another order); "
-            "bring back those, or train again in another run.dir"
+            f"{folder} was trained on different images (files or their order have changed since); "
+            "restore them, or train in another run.dir"
         )
 
 
 class Recorder:
-    """Rank 0's eyes: every record goes to the folder, the screen and, when it is time, into a checkpoint."""
+    """Rank 0's output: writes every record to the folder and the screen, and saves checkpoints when they are due."""
 
     def __init__(
         self,
@@ -259,41 +279,48 @@ class Recorder:
         folder: RunFolder,
         totals: RunTotals,
         checkpoints: Checkpoints,
-        computed_by: str,  # up to the checkpoint
+        computed_by: str,  # the arithmetic of the steps before the checkpoint
     ) -> None:
         self.training, self.folder, self.totals, self.checkpoints = training, folder, totals, checkpoints
         self.screen = Screen(config, training, folder.path)
-        self.has_seen = False  # a record
-        folder.outage.say = self.say
-        self.events = EventFile(folder.path, totals.steps, self.say)
+        self.has_records = False
+        folder.outage.report = self.report
+        self.events = EventFile(folder.path, totals.steps, self.report)
+        self.mllog = MlperfLog(config, training, folder.path) if config.run.mllog and not totals.steps else None
         if totals.steps:
             self.screen.show_resumption(totals.steps, computed_by, describe_arithmetic(training))
             self.screen.show_drift(training.gradients.plans.drift)
-        if training.gradients.plans.is_chosen_again:
-            self.say("allreduce", "what was chosen before does not fit these ranks and gradients; it is chosen again")
+        if training.gradients.plans.is_rechosen:
+            self.report("allreduce", "the stored plan does not fit these ranks and gradients; chose a new one")
 
-    def say(self, name: str, text: str) -> None:
-        self.screen.say(name, text)
+    def report(self, name: str, text: str) -> None:
+        self.screen.print_row(name, text)
         self.folder.log(f"{name} after step {self.totals.steps}: {text}")
 
-    def see(self, record: Record) -> None:
-        if not self.has_seen:
-            self.has_seen = True
+    def add(self, record: Record) -> None:
+        if not self.has_records:
+            self.has_records = True
             self.checkpoints.reserve(self.training)
         self.folder.write(record)
         self.events.write(record)
+        if self.mllog:
+            self.mllog.write(record)
         if isinstance(record, EvaluationRecord):
             self.write_mistakes(record.step)
         self.screen.show(record)
-        # On an accelerator the next step may have been begun: then the weights are not those of the record any more.
+        # On an accelerator the next step may have been launched, and then the weights are newer than the record.
         is_current = record.step == self.training.gradients.num_steps
-        is_current = is_current and self.training.comparison.covers(record.step)  # else the next step is compared
-        if is_current and self.checkpoints.wants(record, self.totals):
+        is_current = is_current and self.training.comparison.covers(
+            record.step
+        )  # else ranks are compared at the next step
+        if is_current and self.checkpoints.should_save(record, self.totals):
             self.training.world.activity.begin("checkpoint")
             self.checkpoints.save(self.training, self.totals)
 
     def end(self, status: Status) -> None:
-        """Waits until the result is on the disk; raises `NotSaved` if it cannot be."""
+        """Write the result and wait until it is on disk.  Raise `NotSaved` if it cannot be written."""
+        if self.mllog:
+            self.mllog.end()
         problem = self.save_result(status)
         self.events.close()
         summary = self.totals.summary("failed" if problem else status)
@@ -306,7 +333,9 @@ class Recorder:
         self.screen.finish(summary)
 
     def end_early(self, status: Status) -> None:
-        """After an error, which is what the user is to hear of."""
+        """Write what is possible after an error.  Errors here are suppressed: the user sees the first one."""
+        if self.mllog:
+            self.mllog.end()
         self.checkpoints.close()
         self.events.close()
         for write in (self.folder.sync_rows, self.write_card, partial(self.folder.finish, self.totals.summary(status))):
@@ -314,7 +343,7 @@ class Recorder:
                 write()
 
     def save_result(self, status: Status) -> str | None:
-        """Why the last state, its rows, the card or the weights are not on the disk, if so."""
+        """Write the last checkpoint, rows, card and weights.  Return the reason if one of them failed."""
         self.checkpoints.drain()
         if self.checkpoints.saved_step != self.totals.steps:
             self.checkpoints.save(self.training, self.totals)
@@ -330,22 +359,25 @@ class Recorder:
         except OSError as error:
             return cannot_write(path, error)
         if self.checkpoints.saved_step != self.totals.steps:
-            return self.checkpoints.why_not_saved(self.totals.steps)
+            weights = path if status == "finished" else None
+            return self.checkpoints.not_saved_message(self.totals.steps, weights)
         return None
 
     def write_trace(self, trace: StepTrace) -> None:
         with suppress(OSError):
-            self.folder.describe(STEP_TRACE, msgspec.json.encode(trace).decode())
+            self.folder.write_text(STEP_TRACE, msgspec.json.encode(trace).decode())
 
     def write_mistakes(self, step: int) -> None:
-        """For whoever looks at the run; it ends for the sake of no picture."""
+        """Write the last evaluation's mistakes for the report.  Failing to write them does not end the run."""
         newest = self.training.mistakes.newest
         if newest:
             with suppress(OSError):
-                self.folder.describe(MISTAKES, msgspec.json.encode(msgspec.structs.replace(newest, step=step)).decode())
+                self.folder.write_text(
+                    MISTAKES, msgspec.json.encode(msgspec.structs.replace(newest, step=step)).decode()
+                )
 
     def write_card(self) -> None:
-        self.folder.describe(MODEL, with_results(self.training.card, self.totals).to_json())
+        self.folder.write_text(MODEL, with_results(self.training.card, self.totals).to_json())
 
 
 def cannot_write(path: Path, error: OSError) -> str:

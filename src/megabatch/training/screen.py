@@ -1,4 +1,4 @@
-"""What a run says while it goes: a header, a live bar on a terminal or plain lines elsewhere, and the result."""
+"""The output of a run: a header, a live bar on a terminal or plain lines elsewhere, and the result."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -17,18 +17,26 @@ from megabatch.config.reference_results import preflight
 from megabatch.config.resolve import describe_epochs
 from megabatch.config.schema import RunConfig
 from megabatch.data.catalog import FROM_PYTHON
+from megabatch.data.pipeline.images import DataSet
+from megabatch.io.numbers import plural
 from megabatch.io.terminal import Terminal
 from megabatch.optim.groups import LR_FACTOR
+from megabatch.planning.sizes import describe_sides
 from megabatch.precision.loss_scale import show_scale
+from megabatch.runs.epochs import warn_of_noise
 from megabatch.runs.files import TIMELINE, WEIGHTS
+from megabatch.runs.noise import describe_noise
 from megabatch.runs.records import EvaluationRecord, Record, SaveTimes, StepRecord, Summary, TimeBreakdown
+from megabatch.text import one_line
 from megabatch.training.device import accelerator_name, warn_of_device
 from megabatch.training.parts import Training
 
-TELLING_DRIFT = 1.5
-TELLING_SHARE = 0.05  # of the time, that others wait for one rank
-TELLING_DATA_SHARE = 0.005  # of the time, that is waited for images
-QUIET_S = 10.0  # where there is no live bar, a line at least this often
+REPORTED_DRIFT = 1.5  # expected time of all-reduces, relative to the time when they were chosen
+REPORTED_STRAGGLER_SHARE = 0.05  # of the time, waiting for one rank
+REPORTED_DATA_SHARE = 0.005  # of the time, waiting for images
+MOST_LISTED = 10  # classes
+LONGEST_CLASS = 30  # characters of a name
+QUIET_S = 10.0  # without a live bar, print a line at least this often
 
 
 class Screen:
@@ -37,11 +45,12 @@ class Screen:
         self.plan, self.folder, self.target_top1 = training.plan, folder, config.train.target_top1
         self.has_timeline = config.comm.timeline
         self.from_python = config.data.source.startswith(FROM_PYTHON)
-        self.own_model = config.model.name if config.model.is_users_own else None  # a run's folder does not decide it
+        # A user's model is named in commands: a run's folder does not choose the code to import.
+        self.user_model = config.model.name if config.model.is_user_model else None
         self.last_step: StepRecord | None = None
-        self.unsaid: list[StepRecord] = []  # the steps since the last line
-        self.complaints: set[str] = set()
-        self.spoke_s = time.monotonic()
+        self.unprinted: list[StepRecord] = []  # the steps since the last line
+        self.reported_images: set[str] = set()
+        self.printed_s = time.monotonic()
         self.bar = Progress(
             TextColumn("epoch {task.fields[epoch]:.2f} step {task.completed}/{task.total}", markup=False),
             BarColumn(bar_width=6),
@@ -53,66 +62,69 @@ class Screen:
         )
         self.task = self.bar.add_task("", total=self.plan.num_steps, epoch=0.0, text="", visible=False)
         for name, text in header(config, training).items():
-            self.say(name, text)
+            self.print_row(name, text)
         for line in training.initial_weights:
-            self.say("weights", line)
+            self.print_row("weights", line)
         findings = preflight(config, self.plan.num_samples)
         for line in findings.references:
-            self.say("reference", line)
+            self.print_row("reference", line)
         on_device = warn_of_device(config.precision, training.world.device.type)
-        for line in [*training.data.warnings, *findings.warnings, *on_device]:
-            self.say("warning", line)
-        self.say("folder", str(folder))
+        of_noise = warn_of_noise(config.name, self.plan.global_batch)
+        for line in [*training.data.warnings, *findings.warnings, *on_device, *([of_noise] if of_noise else [])]:
+            self.print_row("warning", line)
+        self.print_row("folder", str(folder))
 
-    def say(self, name: str, text: str) -> None:
-        with suppress(OSError):  # a pipe that nobody reads any more, or a file on a disk that is full
+    def print_row(self, name: str, text: str) -> None:
+        with suppress(OSError):  # a closed pipe, or a full disk
             self.console.row(name, text)
 
     def show_resumption(self, step: int, computed_by: str, now: str) -> None:
-        note = "" if computed_by == now else f", which {computed_by} took: the same run to rounding, not to the bit"
-        self.say("resumes", f"after step {step} of {self.plan.num_steps}{note}")
+        note = "" if computed_by == now else f", computed by {computed_by}: the run is the same only up to rounding"
+        self.print_row("resumes", f"after step {step} of {self.plan.num_steps}{note}")
 
     def show_drift(self, drift: float) -> None:
-        if not 1 / TELLING_DRIFT < drift < TELLING_DRIFT:
+        if not 1 / REPORTED_DRIFT < drift < REPORTED_DRIFT:
             retune = "retune=True" if self.from_python else "--retune"
-            self.say(
+            self.print_row(
                 "drift",
-                f"all-reduces are expected to take {drift:.1f} times as long as when they were chosen: links have "
-                f"changed; the choice stands, and {retune} would choose again",
+                f"all-reduces are expected to take {drift:.1f} times as long as when they were chosen, because links "
+                f"changed; use {retune} to choose again",
             )
 
     def show(self, record: Record) -> None:
         if isinstance(record, EvaluationRecord):
             self.show_skipped(record.unreadable, "left out")
-            self.line(f"top-1 {record.top1:.4f} top-5 {record.top5:.4f}")
+            raw = "" if record.raw_top1 is None else f" raw {record.raw_top1:.4f}"
+            self.line(f"top-1 {record.top1:.4f}{raw} top-5 {record.top5:.4f}")
             return
         self.last_step = record
-        self.unsaid.append(record)
+        self.unprinted.append(record)
         if record.skipped:
-            self.say(
+            self.print_row(
                 "skipped", f"step {record.step}: a gradient overflowed with loss scale {show_scale(record.loss_scale)}"
             )
         self.show_skipped(record.skipped_images, "skipped")
         text = f"loss {record.loss:.3f} lr {record.lr:.3f} {record.images_per_s:,.0f}/s {self.waits([record])}"
         self.bar.update(self.task, completed=record.step, epoch=record.epoch, text=text, visible=True)
-        if not self.console.is_terminal and time.monotonic() - self.spoke_s > QUIET_S:
+        if not self.console.is_terminal and time.monotonic() - self.printed_s > QUIET_S:
             self.line("")
 
-    def show_skipped(self, complaints: Iterable[str], name: str) -> None:
-        """Once each, though every epoch finds them again."""
-        for complaint in complaints:
-            if complaint not in self.complaints:
-                self.complaints.add(complaint)
-                self.say(name, complaint)
+    def show_skipped(self, lines: Iterable[str], name: str) -> None:
+        """Print each image once, although every epoch reads it again."""
+        for line in lines:
+            if line not in self.reported_images:
+                self.reported_images.add(line)
+                self.print_row(name, line)
 
     def line(self, result: str) -> None:
-        """The last step's loss; the pace since the last line.
+        """Print the last step's loss and the throughput since the last line.
 
-        At most 80 characters on a terminal; elsewhere the waits too, which a terminal shows in the bar.
+        On a terminal a line has at most 80 characters.  Elsewhere it also has the waits, which a terminal shows in the
+        bar.
         """
         step = self.last_step
         assert step is not None
-        steps = self.unsaid or [step]
+        steps = self.unprinted or [step]
         images_per_s = harmonic_mean(step.images_per_s for step in steps)
         line = f"epoch {step.epoch:5.2f} step {step.step:>5} loss {step.loss:.4f} lr {step.lr:.4f} "
         line += f"{images_per_s:>6,.0f}/s "
@@ -121,10 +133,10 @@ class Screen:
             result += f"  {self.waits(steps)} ETA {left_s:.0f} s"
         with suppress(OSError):
             self.console.print(line + result)
-        self.unsaid, self.spoke_s = [], time.monotonic()
+        self.unprinted, self.printed_s = [], time.monotonic()
 
     def waits(self, steps: Sequence[StepRecord]) -> str:
-        """The shares of their time in which rank 0 waited for images, and for other ranks."""
+        """Return the shares of the steps' time that rank 0 waited for images and for other ranks."""
         took_s = sum(self.plan.global_batch / step.images_per_s for step in steps)
         data_s = sum(step.data_wait_s for step in steps)
         comm_s = sum(step.comm_wait_s for step in steps)
@@ -133,45 +145,52 @@ class Screen:
     def finish(self, summary: Summary) -> None:
         self.bar.stop()
         if summary.top1 is None:
-            self.say(summary.status, "not evaluated yet")
+            self.print_row(summary.status, "not evaluated yet")
         else:
-            self.say(
+            self.print_row(
                 summary.status,
                 f"top-1 {summary.top1:.4f} (best {summary.best_top1:.4f}), top-5 {summary.top5:.4f} "
                 f"on {summary.samples_evaluated:,} images",
             )
+        if summary.ended_early:
+            self.print_row("ended", f"early, by {summary.ended_early}")
         speed = f", {summary.images_per_s:,.0f} images/s" if summary.images_per_s else ""
         steps = f"{summary.steps} of {self.plan.num_steps} steps"
-        self.say("time", f"{summary.wall_s:.1f} s, {steps}{speed}{self.target_text(summary)}")
+        self.print_row("time", f"{summary.wall_s:.1f} s, {steps}{speed}{self.target_text(summary)}")
         if summary.skipped_steps:
             skipped = f"{summary.skipped_steps} of {summary.steps} steps, whose gradients overflowed"
-            nothing = ": nothing was learnt" * (summary.skipped_steps == summary.steps)
+            none_left = ": the model was not trained" * (summary.skipped_steps == summary.steps)
             scale = show_scale(summary.loss_scale or 1.0)
-            self.say("skipped", f"{skipped}{nothing}; the last step's loss scale was {scale}")
+            self.print_row("skipped", f"{skipped}{none_left}; the last step's loss scale was {scale}")
         if summary.data_wait_share is not None and summary.comm_wait_share is not None:
             data = f"{summary.data_wait_share:.1%} for data{describe_breakdown(summary.data_wait)}"
-            self.say("waited", f"{data}, {summary.comm_wait_share:.1%} for communication")
+            self.print_row("waited", f"{data}, {summary.comm_wait_share:.1%} for communication")
         if summary.skipped_images:
-            self.say("skipped", f"{summary.skipped_images:,} images that could not be read; their neighbours stood in")
+            self.print_row(
+                "skipped",
+                f"{summary.skipped_images:,} images that could not be read; neighbouring images replaced them",
+            )
+        if summary.noise:
+            self.print_row("noise", describe_noise(summary.noise))
         if summary.resident_mb:
-            self.say("memory", describe_memory(summary.resident_mb, summary.device_mb))
+            self.print_row("memory", describe_memory(summary.resident_mb, summary.device_mb))
         if summary.saves.count and summary.images_per_s:
-            self.say("saves", describe_saves(summary.saves, self.plan.global_batch / summary.images_per_s))
+            self.print_row("saves", describe_saves(summary.saves, self.plan.global_batch / summary.images_per_s))
         late = summary.straggler
-        if late and late.share > TELLING_SHARE:
-            delay = f"{late.delay_s * 1e3:.1f} ms a step ({late.share:.0%})"
-            self.say("straggler", f"rank {late.rank}: the others waited for it {delay}")
+        if late and late.share > REPORTED_STRAGGLER_SHARE:
+            delay = f"{late.delay_s * 1e3:.1f} ms per step ({late.share:.0%})"
+            self.print_row("straggler", f"rank {late.rank}: the others waited for it {delay}")
         if summary.status == "finished":
-            self.say("weights", str(self.folder / WEIGHTS))
+            self.print_row("weights", str(self.folder / WEIGHTS))
         if self.has_timeline:
-            self.say("timeline", f"{self.folder / TIMELINE}: a trace of each rank, for ui.perfetto.dev")
-        if not self.from_python:  # there, calling `fit` again resumes
+            self.print_row("timeline", f"{self.folder / TIMELINE}: a trace per rank; open it in ui.perfetto.dev")
+        if not self.from_python:  # calling `fit` again resumes
             if summary.status == "finished":
-                named = f" --model {self.own_model}" if self.own_model else ""
-                self.say("again", f"megabatch eval {self.folder}{named}")
+                named = f" --model {self.user_model}" if self.user_model else ""
+                self.print_row("again", f"megabatch eval {self.folder}{named}")
             else:
-                named = f" model.name={self.own_model}" if self.own_model else ""
-                self.say("resume", f"megabatch train{named} --resume {self.folder} --ranks {self.plan.num_ranks}")
+                named = f" model.name={self.user_model}" if self.user_model else ""
+                self.print_row("resume", f"megabatch train{named} --resume {self.folder} --ranks {self.plan.num_ranks}")
 
     def target_text(self, summary: Summary) -> str:
         if self.target_top1 is None:
@@ -191,21 +210,21 @@ class Screen:
 
 
 def describe_memory(resident_mb: float, device_mb: float | None) -> str:
-    on_device = f", and at most {device_mb:,.0f} MB of its GPU" if device_mb is not None else ""
-    return f"{resident_mb:,.0f} MB of rank 0{on_device}"
+    on_device = f", at most {device_mb:,.0f} MB on its GPU" if device_mb is not None else ""
+    return f"{resident_mb:,.0f} MB on rank 0{on_device}"
 
 
 def describe_saves(saves: SaveTimes, step_s: float) -> str:
     longest, step, total = (f"{1e3 * seconds:,.1f} ms" for seconds in (saves.longest_stall_s, step_s, saves.stall_s))
     times = f"{saves.count:,} checkpoint{'s' * (saves.count > 1)}"
     failed = f" ({saves.failed:,} more failed)" if saves.failed else ""
-    failed += f" ({saves.overtaken:,} more were due before the disk was done)" if saves.overtaken else ""
-    return f"{times}{failed}, for which a step of {step} was held {longest} at most, {total} in all"
+    failed += f" ({saves.overtaken:,} more skipped because the disk was busy)" if saves.overtaken else ""
+    return f"{times}{failed}; training stalled {total} in total, {longest} at most (a step takes {step})"
 
 
 def describe_breakdown(shares: TimeBreakdown | None) -> str:
-    """What the wait for data was spent on, where it is worth a word."""
-    if shares is None or shares.total < TELLING_DATA_SHARE:
+    """Return the stages of the wait for data, or "" if the wait is short."""
+    if shares is None or shares.total < REPORTED_DATA_SHARE:
         return ""
     parts = {part: getattr(shares, part) for part in shares.__struct_fields__}
     return f" ({', '.join(f'{part} {share:.1%}' for part, share in parts.items() if share >= 0.0005)})"
@@ -217,7 +236,7 @@ def header(config: RunConfig, training: Training) -> dict[str, str]:
     ranks = f"{plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}"
     threads = f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
     groups = [
-        f"{len(group['params'])} {group['name']} (decay {group['weight_decay']:g}{describe_own_rate(config, group)})"
+        f"{len(group['params'])} {group['name']} (decay {group['weight_decay']:g}{describe_group_rate(config, group)})"
         for group in training.optimizer.param_groups
     ]
     device = training.world.device
@@ -225,18 +244,30 @@ def header(config: RunConfig, training: Training) -> dict[str, str]:
     return {
         "megabatch": f"{__version__}, torch {torch.__version__}, {ranks} on {device_name}, {threads} each",
         "recipe": f"{config.name}: {config.model.name}, {num_parameters:,} parameters"
-        + (", compiled" if config.model.compile else ""),
+        + (", compiled" if config.model.compile else ", in CUDA graphs" if training.graph else ""),
         "precision": describe_precision(config, training),
         "data": describe_data(config, training),
         "batch": f"{plan.global_batch} = {plan.microbatch} micro x {plan.accumulation} accumulated x {ranks}",
         "steps": f"{plan.num_steps} in {describe_epochs(config, plan.num_samples)}, "
         f"{config.optim.name} at {config.optim.learning_rate:g}",
         "groups": ", ".join(groups),
+        **describe_average(config, training),
         "allreduce": describe_plans(training.gradients.plans, len(training.gradients.layouts.seen)),
     }
 
 
-def describe_own_rate(config: RunConfig, group: dict[str, Any]) -> str:
+def describe_average(config: RunConfig, training: Training) -> dict[str, str]:
+    average, settings = training.average, config.train
+    if average.decay is None:
+        return {}
+    every = f"every {average.every} steps" if average.every > 1 else "every step"
+    return {
+        "average": f"weights with a half-life of {settings.ema_half_life_epochs:g} epochs, updated {every} with "
+        f"decay {average.decay:.6g}; it is evaluated and stored"
+    }
+
+
+def describe_group_rate(config: RunConfig, group: dict[str, Any]) -> str:
     return f", learning rate {config.optim.head_learning_rate:g}" if LR_FACTOR in group else ""
 
 
@@ -261,8 +292,20 @@ def describe_precision(config: RunConfig, training: Training) -> str:
 
 
 def describe_data(config: RunConfig, training: Training) -> str:
-    data, size = training.data, config.data.image_size
+    data, settings = training.data, config.data
+    sides = describe_sides(settings.sizes, settings.image_size, settings.test_side)
     return (
-        f"{config.data.source}: {len(data.train):,} + {len(data.test):,} images of {size}x{size}x{data.num_channels}, "
-        f"{len(data.class_names)} classes" + (f"; tested on {data.tested_on}" if data.tested_on else "")
+        f"{settings.source}: {len(data.train):,} + {len(data.test):,} images of {sides}, "
+        f"{plural(data.num_channels, 'channel')}, {describe_classes(data)}"
+        + (f"; tested on {data.tested_on}" if data.tested_on else "")
     )
+
+
+def describe_classes(data: DataSet) -> str:
+    """Return the number of classes, and the names and training images of a few, or the smallest and largest."""
+    counts = data.train.labels.bincount(minlength=len(data.class_names)).tolist()
+    each = [f"{one_line(name, LONGEST_CLASS)} {count:,}" for name, count in zip(data.class_names, counts, strict=True)]
+    if len(each) > MOST_LISTED:
+        low, high = (each[counts.index(choose(counts))] for choose in (min, max))
+        each = [low, "...", high] if low != high else [f"{counts[0]:,} each"]
+    return f"{len(data.class_names)} classes ({', '.join(each)})"

@@ -1,44 +1,42 @@
-"""The one small all-reduce of a step: the loss, whether to stop or save, who waited how long, BatchNorm's statistics.
+"""The small all-reduce of a step: the loss, stop and save flags, waits of each rank, and BatchNorm's statistics.
 
-All of them are known when the last forward pass of the step is done, so it runs underneath backward, before the first
-gradients.  What of it the host wants to know is copied to it behind the step, while the next one runs: see `Numbers`.
-Everything that has as many entries as there are ranks stays on the device, and takes the same few kernels for two ranks
-as for thousands.
+All of these are known after the last forward pass of the step, so the all-reduce overlaps backward, before the first
+gradients.  The numbers that the host needs are copied to it while the next step runs: see `Numbers`.  Tensors with one
+entry per rank stay on the device, and take the same few kernels for two ranks as for thousands.
 """
 
-from collections import deque
 from collections.abc import Mapping
 
 import torch
 from msgspec import Struct
 
-from megabatch.comm.accelerator.stream_times import DeviceClock
 from megabatch.comm.gradient_all_reduce import GradientAllReduce
 from megabatch.optim.optimizers import is_not_finite
 from megabatch.ranks.world import World
 from megabatch.runs.records import StepTimes
-from megabatch.telemetry.activity import ALL_REDUCE, BACKWARD, START_UP, ActivityTimes, HostTimes, TracedActivity
+from megabatch.telemetry.activity import ALL_REDUCE, BACKWARD
 from megabatch.training.batch_norm import RunningStatistics
 
-HEAD = ("loss", "samples", "stop", "save", "skipped")  # of the message, before waits and statistics
+HEAD = ("loss", "samples", "stop", "save", "skipped")  # the message, before waits and statistics
 
 
 class StepTotals(Struct, frozen=True):
-    """Of a step, over all ranks."""
+    """The result of a step over all ranks."""
 
     loss: float  # mean over the global batch
     samples: int
-    stop: bool  # some rank was asked to
-    save: bool  # somebody wants the weights
-    skipped: list[str]  # images that cannot be read, and why
-    overflowed: bool  # gradients did, and the step was skipped
-    has_failed: bool  # the loss or gradients are inf or NaN, and no loss scale helps
-    straggler: int  # the rank that has waited least for others so far
-    straggler_delay_s: float  # by how much less than the median of the others, a step
+    stop: bool  # some rank received a stop signal
+    save: bool  # some rank saves the weights
+    skipped: list[str]  # images that cannot be read, with the reasons
+    overflowed: bool  # gradients overflowed, and the step was skipped
+    has_failed: bool  # the loss or gradients are inf or NaN, not because of the loss scale
+    straggler: int  # the rank that waited least for others so far
+    straggler_delay_s: float  # per step, how much less it waited than the median of the others
+    squares: tuple[float, float]  # see `NoiseMeter.squares`
 
 
 class Numbers:
-    """A few numbers on their way from the device to the host, which waits for them only if it reads them too soon."""
+    """An asynchronous copy of a few numbers from the device to the host.  `read` waits for it."""
 
     def __init__(self, on_device: torch.Tensor) -> None:
         self.on_host, self.arrived = on_device, None
@@ -56,18 +54,19 @@ class Numbers:
 
 
 class StepMetrics:
-    """`add` every microbatch's loss, `send` before the last backward pass, `receive` after it; later `read` what came.
+    """The metrics of the current step.
 
-    Steps are read in order, and the next one may have been sent before.
+    `add` every microbatch's loss, `send` before the last backward pass, `receive` after it, and `read` later.  Steps
+    are read in order; the next step may be sent before.
     """
 
     def __init__(
         self, gradients: GradientAllReduce, running: RunningStatistics, world: World, dtype: torch.dtype
     ) -> None:
         self.gradients, self.running, self.world = gradients, running, world
-        self.losses: list[torch.Tensor] = []  # of the step
+        self.losses: list[torch.Tensor] = []  # of the current step
         self.samples = 0
-        self.sent_wait_s: float | None = None  # what was waited before the first step is not sent
+        self.sent_wait_s: float | None = None  # None: waits before the first step are not sent
         self.num_read = 0
         num_statistics = sum(tensor.numel() for tensor in running.tensors)
         lengths = [len(HEAD), world.num_ranks, num_statistics]
@@ -75,8 +74,8 @@ class StepMetrics:
         self.head, self.waits, self.averages = self.message.split(lengths)
         self.all_waits = torch.zeros(world.num_ranks, dtype=torch.float64, device=world.device)
         self.taken_waits = torch.zeros_like(self.all_waits)
-        # 1 from the first step on whose loss or gradients are inf or NaN.  Nothing changes from then on, also in a step
-        # that was begun before the host has read this: so what went wrong can be repeated.
+        # 1 from the first step whose loss or gradients are inf or NaN.  Later updates are skipped, even in a step that
+        # was launched before the host read this, so that the failed step can be repeated.
         self.has_failed = torch.zeros((), device=world.device)
 
     def add(self, loss: torch.Tensor, samples: int) -> None:
@@ -87,7 +86,7 @@ class StepMetrics:
         self.sent_losses = torch.stack(self.losses)
         self.message.zero_()
         self.head[0] = self.sent_losses.sum()
-        # Each by a kernel that is given the number: a copy from the host's memory would wait for the device.
+        # `fill_` passes the number to a kernel.  A copy from host memory would wait for the device.
         for place, number in enumerate((self.samples, int(stop), int(save), num_skipped), start=1):
             self.head[place].fill_(number)
         waited_s = self.gradients.waited_s
@@ -99,38 +98,48 @@ class StepMetrics:
         self.losses, self.samples, self.sent_wait_s = [], 0, waited_s
 
     def receive(self) -> None:
-        """From here on `head` and `statistics` are those of all ranks; on an accelerator, for kernels that follow."""
+        """Wait for the all-reduce of `head` and `statistics`; on an accelerator, only later kernels wait."""
         self.future.wait()
         self.all_waits += self.waits
 
     def take_waits(self) -> list[float]:
-        """Of each rank, since this was last asked; the host waits for the device."""
+        """Return the waits of each rank since the last call.  The host waits for the device."""
         waits_s: list[float] = (self.all_waits - self.taken_waits).tolist()
         self.taken_waits = self.all_waits.clone()
         return [round(wait_s, 6) for wait_s in waits_s]
 
     def note_gradients(self, are_bad: torch.Tensor | None) -> None:
-        """After `receive`.  `are_bad`: 1 if a gradient of the step is inf or NaN, else 0; None: none is."""
+        """Update `has_failed`.  Call it after `receive`.
+
+        Args:
+            are_bad: 1 if a gradient of the step is inf or NaN, else 0; None if all are known to be finite.
+        """
         self.has_failed = torch.maximum(self.has_failed, is_not_finite(self.head[0]))
         if are_bad is not None:
             self.has_failed = torch.maximum(self.has_failed, are_bad)
 
     @property
     def statistics(self) -> torch.Tensor:
-        """Of BatchNorm, the mean over ranks."""
+        """BatchNorm's statistics, the mean over ranks."""
         mean: torch.Tensor = self.averages / self.world.num_ranks
         return mean
 
-    def to_host(self, overflowed: torch.Tensor) -> Numbers:
-        """What `read` wants to know of a step that was received, on its way."""
+    def to_host(self, overflowed: torch.Tensor, squares: torch.Tensor) -> Numbers:
+        """Start the copy of a received step's numbers to the host, for `read`."""
         rank, least, median = straggler_of(self.all_waits)
         flags = overflowed.double(), self.has_failed.double()
-        return Numbers(torch.stack([*self.head.double().unbind(), *flags, rank, least, median]))
+        return Numbers(torch.stack([*self.head.double().unbind(), *flags, rank, least, median, *squares.unbind()]))
 
     def read(self, numbers: Numbers, skipped: list[str]) -> StepTotals:
-        """`skipped`: what this rank has skipped in that step.  All ranks read a step at the same point."""
-        loss, samples, stop, save, num_skipped, overflowed, has_failed, rank, least_s, median_s = numbers.read()
-        delay_s = (median_s - least_s) / max(1, self.num_read)  # a step's waits are sent in the next
+        """Return the totals of a step.  All ranks call it at the same point.
+
+        Args:
+            numbers: The result of `to_host` for that step.
+            skipped: The images that this rank skipped in that step.
+        """
+        loss, samples, stop, save, num_skipped, overflowed, has_failed, *others = numbers.read()
+        rank, least_s, median_s, *squares = others
+        delay_s = (median_s - least_s) / max(1, self.num_read)  # a step's waits are sent with the next step
         self.num_read += 1
         return StepTotals(
             loss=loss,
@@ -142,65 +151,27 @@ class StepMetrics:
             has_failed=has_failed > 0,
             straggler=int(rank),
             straggler_delay_s=delay_s,
+            squares=(squares[0], squares[1]),
         )
 
 
 def straggler_of(waits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The rank that waited least, how long, and the median of the others'.  Clocks are not compared."""
+    """Return the rank that waited least, its wait, and the median wait of the others.  Needs no common clock."""
     ascending, ranks = waits.sort(stable=True)
     others = ascending[1:] if len(waits) > 1 else ascending
     middle = others[(len(others) - 1) // 2 : len(others) // 2 + 1]
     return ranks[0].double(), ascending[0], middle.mean()
 
 
-# Where the time of a step goes: the activities of a rank (`ranks.activity`), as the parts of `StepTimes`.
-#
-# On a CPU the host's clock says how long each took.  On an accelerator, whose host only launches, an event on the
-# stream that computes marks where each begins: between two of them the device was at the first, or idle while the
-# host was. Events are asked whether they have happened, never waited for, so what a row has is what the device has
-# come to; the rest follows in the next.
-
-PARTS = ("data", "forward", BACKWARD, "update", "evaluation", "checkpoint")  # activities that are parts by that name
+# The field of `StepTimes` for each activity.  Other activities are in `other`.
+PARTS = {part: part for part in ("data", "forward", BACKWARD, "update", "evaluation", "checkpoint")} | {
+    ALL_REDUCE: "comm"
+}
 DIGITS = 6  # microseconds
 
 
-def step_times(spent_s: Mapping[str, float], comm_s: float = 0.0) -> StepTimes:
-    """Adds up to what was spent.  Of backward and the all-reduce after it, `comm_s` was waited for other ranks."""
-    backward_s = spent_s.get(BACKWARD, 0.0) + spent_s.get(ALL_REDUCE, 0.0)
-    comm_s = min(max(comm_s, 0.0), backward_s)
-    parts = {part: spent_s.get(part, 0.0) for part in PARTS} | {BACKWARD: backward_s - comm_s, "comm": comm_s}
-    rounded = {part: round(part_s, DIGITS) for part, part_s in parts.items()}
+def step_times(spent_s: Mapping[str, float]) -> StepTimes:
+    """Return the times of a step's parts.  They add up to the total of `spent_s`."""
+    parts = {part: round(spent_s.get(activity, 0.0), DIGITS) for activity, part in PARTS.items()}
     total_s = sum(spent_s.values())
-    return StepTimes(**rounded, other=max(0.0, round(total_s - sum(rounded.values()), DIGITS)))
-
-
-class DeviceTimes:
-    """The seconds of each activity on an accelerator, as far as it has come to them; `take` waits for nothing."""
-
-    def __init__(self, device: torch.device, clock: DeviceClock | None) -> None:
-        self.device, self.clock = device, clock
-        self.begun: deque[tuple[str, int, torch.Event]] = deque()  # the device is at the first
-        self.spare: list[torch.Event] = []
-        self.traced: list[TracedActivity] | None = None
-        self.begin(START_UP, 0)
-
-    def begin(self, what: str, step: int) -> None:
-        event = self.spare.pop() if self.spare else torch.Event(self.device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(self.device))
-        self.begun.append((what, step, event))
-
-    def take(self) -> dict[str, float]:
-        spent_s: dict[str, float] = {}
-        while len(self.begun) > 1 and self.begun[1][2].query():
-            (what, step, began), (_, _, ended) = self.begun.popleft(), self.begun[0]
-            spent_s[what] = spent_s.get(what, 0.0) + began.elapsed_time(ended) / 1e3
-            if self.traced is not None and self.clock:
-                self.traced.append(
-                    TracedActivity(what, step, self.clock.seconds_at(began), self.clock.seconds_at(ended))
-                )
-            self.spare.append(began)
-        return spent_s
-
-
-def activity_times(device: torch.device, clock: DeviceClock | None) -> ActivityTimes:
-    return HostTimes() if device.type == "cpu" else DeviceTimes(device, clock)
+    return StepTimes(**parts, other=max(0.0, round(total_s - sum(parts.values()), DIGITS)))

@@ -10,11 +10,10 @@ from pathlib import Path
 import msgspec
 import pytest
 from megabatch_lab.bench import hosts as bench_hosts
-from megabatch_lab.bench.cluster import Task, require_planned_bytes, run
+from megabatch_lab.bench.cluster import Request, Task, read_request, require_planned_bytes, run
 from megabatch_lab.bench.gradient_sets import GradientSet, gradient_sizes
 from megabatch_lab.bench.host_ranks import CHECKOUT, run_ranks
 from megabatch_lab.bench.hosts import hosts
-from megabatch_lab.bench.setups import Request, read_request
 from megabatch_lab.chaos.namespaces import NAMESPACES, Host, started_at, sweep
 from typer.testing import CliRunner
 
@@ -24,45 +23,45 @@ from megabatch.ranks.failures import RankFailed
 
 
 def request(
-    ranks: str | None = None, *, num_hosts: int = 2, gbps: str | None = None, wire: str | None = None
+    ranks: str | None = None, *, num_hosts: int = 2, gbps: str | None = None, comm_dtype: str | None = None
 ) -> Request:
-    return read_request(num_hosts, ranks, gbps, wire, ["resnet18"], False, False)
+    return read_request(num_hosts, ranks, gbps, comm_dtype, ["resnet18"], False, False)
 
 
-def test_a_setup_is_a_number_for_all_hosts_or_one_for_each() -> None:
+def test_ranks_per_host_is_one_number_or_one_per_host() -> None:
     assert request("2,4,2+1").setups == [(2, 2), (4, 4), (2, 1)]
     assert request("3,1+2+3", num_hosts=3).setups == [(3, 3, 3), (1, 2, 3)]
     assert request().setups == [(2, 2), (4, 4)] and request().rates_gbps == [1.0, 2.5]
-    assert request(gbps="0.5,10", wire="bf16").rates_gbps == [0.5, 10.0]
+    assert request(gbps="0.5,10", comm_dtype="bf16").rates_gbps == [0.5, 10.0]
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ("--hosts 5", "--hosts=5 must be 2 to 4; nearest: --hosts=4"),
         ("--hosts 1", "--hosts=1 must be 2 to 4; nearest: --hosts=2"),
-        ("--ranks-per-host 5", "--ranks-per-host=5: a host has 1 to 4 ranks; nearest: --ranks-per-host=4"),
-        ("--ranks-per-host 2+0", "--ranks-per-host=2+0: a host has 1 to 4 ranks; nearest: --ranks-per-host=2+1"),
-        ("--ranks-per-host 2+1+1", "has numbers for 3 hosts, and there are 2; give 2, or --hosts=3"),
+        ("--ranks-per-host 5", "must have 1 to 4 ranks; nearest: --ranks-per-host=4"),
+        ("--ranks-per-host 2+0", "must have 1 to 4 ranks; nearest: --ranks-per-host=2+1"),
+        ("--ranks-per-host 2+1+1", "3 numbers for 2 hosts; give 2 numbers, or --hosts=3"),
         ("--ranks-per-host 2,x", "--ranks-per-host='x' must be a number, or one number per host joined by +"),
         ("--ranks-per-host 2,,4", "--ranks-per-host='' must be a number"),
-        ("--gbps fast", "--gbps='fast' must be a number, or several separated by commas; such as 1,2.5"),
+        ("--gbps fast", "--gbps='fast' must be numbers"),
         ("--gbps nan", "--gbps=nan must be 0.01 to 100"),
         ("--gbps 1000", "--gbps=1000 must be 0.01 to 100; nearest: --gbps=100"),
-        ("--wire fp32,fp8", "--wire='fp8' is not one of fp32, bf16, fp16; nearest: --wire="),
+        ("--comm-dtype same,fp8", "--comm-dtype='fp8' is not one of same, bf16, fp16; nearest: --comm-dtype="),
         ("--model resnet51", "--model='resnet51' is not one of"),
-        ("--train --compare", "--train with --compare: a training is of alexnet_bn"),
-        ("--train --model alexnet", "--train with --model: a training is of alexnet_bn"),
-        ("--train --ranks-per-host 4", "has 8 ranks; memory is for 4: --hosts=2 --ranks-per-host=2"),
+        ("--train --compare", "--train always trains alexnet_bn and cannot be combined with --compare"),
+        ("--train --model alexnet", "--train always trains alexnet_bn and cannot be combined with --model"),
+        ("--train --ranks-per-host 4", "has 8 ranks; the limit is 4: use --hosts=2 --ranks-per-host=2"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_before_anything_is_started(options: str, said: str) -> None:
+def test_invalid_options_fail_before_anything_starts(options: str, message: str) -> None:
     refused = CliRunner().invoke(app, ["bench", "cluster", *options.split()])
     assert isinstance(refused.exception, UserError), refused.output
-    assert said in str(refused.exception) and "\n" not in str(refused.exception)
+    assert message in str(refused.exception) and "\n" not in str(refused.exception)
 
 
-def test_without_root_or_iproute2_one_line_says_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_root_and_iproute2_are_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "tc" else f"/sbin/{tool}")
     refused = CliRunner().invoke(app, ["bench", "cluster"])
@@ -70,7 +69,7 @@ def test_without_root_or_iproute2_one_line_says_what_is_needed(monkeypatch: pyte
     assert "needs root and tc; run it as root, with iproute2" in str(refused.exception)
 
 
-def test_gradients_are_the_models_in_backward_order_and_their_buckets_cover_them() -> None:
+def test_gradient_set_has_the_models_shapes_in_backward_order() -> None:
     sizes = gradient_sizes("resnet50")
     assert len(sizes) == 161 and sizes[:2] == [1000, 2048 * 1000] and sizes[-1] == 64 * 3 * 7 * 7
     gradients = GradientSet([3, 16, 5])
@@ -90,17 +89,17 @@ def test_gradients_are_the_models_in_backward_order_and_their_buckets_cover_them
                 gradients.check(2, 1.0)
 
 
-def test_bytes_that_were_not_planned_fail_the_bench() -> None:
-    row = {"model": "resnet50", "gbps": 1.0, "ranks_per_host": 2, "wire": "fp32", "bytes_planned": 100_000_000}
+def test_unplanned_traffic_fails_the_bench() -> None:
+    row = {"model": "resnet50", "gbps": 1.0, "ranks_per_host": 2, "comm_dtype": "same", "bytes_planned": 100_000_000}
     require_planned_bytes(row | {"bytes_counted": 100_300_000.0})
     for counted in (0.0, 90_000_000.0, 110_000_000.0):
-        with pytest.raises(SystemExit, match=r"hosts have sent [\d,]+ bytes, and the plans say 100,000,000"):
+        with pytest.raises(SystemExit, match=r"sent [\d,]+ bytes.*planned 100,000,000"):
             require_planned_bytes(row | {"bytes_counted": counted})
 
 
 @pytest.fixture(scope="module")
 def namespaces() -> None:
-    """CI may have no right to make any, or a kernel without them."""
+    """Skip if network namespaces cannot be created: not root, or no kernel support."""
     try:
         with hosts(2, 1.0):
             pass
@@ -128,16 +127,16 @@ def is_running(process: int) -> bool:
 
 
 @pytest.mark.usefixtures("namespaces")
-def test_two_unequal_hosts_sum_exactly_and_send_what_their_plans_say(
+def test_two_unequal_hosts_reduce_exactly_and_send_the_planned_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each arm checks its sums itself; `run` compares the bytes."""
-    monkeypatch.setattr(bench_hosts, "STREAM_TOLERANCE", 0.9)  # of a machine that has other tests to run
+    """Each arm checks its results, and `run` compares the bytes."""
+    monkeypatch.setattr(bench_hosts, "STREAM_TOLERANCE", 0.9)  # other tests run at the same time
     path = tmp_path / "bench.json"
-    rows = run(request("2+1", gbps="4"), 2, path)  # at 1, half of the time would be waiting
+    rows = run(request("2+1", gbps="4"), 2, path)  # at 1 Gb/s, half of the time would be waiting
     assert json.loads(path.read_text())["rows"] == rows
-    assert [(row["wire"], row["ranks_per_host"], row["algorithm"]) for row in rows] == [
-        ("fp32", "2+1", "hierarchical"),
+    assert [(row["comm_dtype"], row["ranks_per_host"], row["algorithm"]) for row in rows] == [
+        ("same", "2+1", "hierarchical"),
         ("bf16", "2+1", "hierarchical"),
     ]
     size = 4 * sum(gradient_sizes("resnet18"))
@@ -151,7 +150,7 @@ def test_two_unequal_hosts_sum_exactly_and_send_what_their_plans_say(
 
 
 @pytest.mark.usefixtures("namespaces")
-def test_a_rank_that_fails_is_heard_and_nothing_remains(capfd: pytest.CaptureFixture[str]) -> None:
+def test_failed_rank_is_reported_and_its_host_is_removed(capfd: pytest.CaptureFixture[str]) -> None:
     broken = Task(request("1"), {}, 1.0, 1.0, (1, 1), 9)
     with (
         pytest.raises(RankFailed, match="KeyError: 'resnet18'") as failed,
@@ -164,9 +163,9 @@ def test_a_rank_that_fails_is_heard_and_nothing_remains(capfd: pytest.CaptureFix
 
 
 @pytest.mark.usefixtures("namespaces")
-def test_ctrl_c_in_the_middle_leaves_no_namespace_no_process_and_no_file(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_no_namespace_process_or_file(tmp_path: Path) -> None:
     words = ["bench", "cluster", "--ranks-per-host", "1", "--gbps", "0.05", "--rounds", "9999", "--model", "small_cnn"]
-    # A folder of its own shows what is left behind.
+    # A separate TMPDIR shows files that remain.
     bench = subprocess.Popen(
         [sys.executable, "-m", "megabatch", *words],
         stderr=subprocess.PIPE,
@@ -175,7 +174,7 @@ def test_ctrl_c_in_the_middle_leaves_no_namespace_no_process_and_no_file(tmp_pat
     )
     assert bench.stderr
     deadline_s, at_start, sent = time.monotonic() + 90, 0, 0
-    while sent < at_start + 3_000_000 and time.monotonic() < deadline_s:  # so much is all-reduces
+    while sent < at_start + 3_000_000 and time.monotonic() < deadline_s:  # enough to be inside the all-reduces
         assert bench.poll() is None, bench.stderr.read()
         inside = processes_in(names_of(bench.pid))
         if len(inside) >= 4:  # two launchers and two ranks
@@ -216,10 +215,10 @@ with hosts(2, 1.0) as cluster:
 
 
 @pytest.mark.usefixtures("namespaces")
-def test_what_a_killed_bench_has_left_is_swept_and_what_a_living_one_has_is_not() -> None:
+def test_sweep_removes_only_namespaces_of_dead_processes() -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
-    owners = {f"mb{gone.pid}-1-h0": False, f"mb{os.getpid()}-1-h0": False}  # the second one's number is used again
+    owners = {f"mb{gone.pid}-1-h0": False, f"mb{os.getpid()}-1-h0": False}  # the second pid was reused
     owners[f"mb{os.getppid()}-{started_at(os.getppid())}-h0"] = True
     left = []
     try:

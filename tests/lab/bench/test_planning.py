@@ -13,5 +13,5 @@ def test_bench_planning_chooses_for_both_clusters(tmp_path: Path) -> None:
     for row in written["rows"]:
         assert (row["gradients"], row["candidates"], row["rounds"]) == (161, 3, 1)
         assert row["choose_s"] > 0 and row["bytes_crossing_s"] > 0 and row["buckets"] >= 1
-        # 2S(H-1)/H of ResNet-50's 102 MB, half of it in bf16: a ring crosses more, the others as much.
+        # 2S(H-1)/H of ResNet-50's 102 MB, halved by bf16.  A ring sends more, the others as much.
         assert row["median_mb_from_a_node"] > 100

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from megabatch_lab.bench import simulated_hosts
-from megabatch_lab.bench.setups import Ranks
+from megabatch_lab.bench.hosts import Ranks
 from megabatch_lab.bench.simulated_hosts import (
     ALL_REDUCES,
     BASE,
@@ -35,7 +35,7 @@ ROW = Row(
     ranks="2+2",
     gbps=1.0,
     model="resnet50",
-    wire="fp32",
+    comm_dtype="same",
     algorithm="flat",
     predicted_s=1.0,
     measured_s=1.0,
@@ -43,20 +43,20 @@ ROW = Row(
 
 
 def rows(*times_s: tuple[float, float]) -> list[Row]:
-    """Of one task by several algorithms: predicted and measured seconds of each."""
+    """Return rows of one task by several algorithms, with their predicted and measured seconds."""
     return [
         replace(ROW, algorithm=str(place), predicted_s=predicted_s, measured_s=measured_s)
         for place, (predicted_s, measured_s) in enumerate(times_s)
     ]
 
 
-def test_an_error_is_of_the_measured_time_and_counts_the_same_above_and_below() -> None:
+def test_error_is_relative_to_the_measured_time_and_scored_by_its_size() -> None:
     found = score(rows((1.1, 1.0), (1.6, 2.0), (3.0, 3.0)))
     assert [round(row.error, 9) for row in rows((1.1, 1.0), (1.6, 2.0))] == [0.1, -0.2]
     assert (found.median_error, found.worst_error) == pytest.approx((0.1, 0.2))
 
 
-def test_two_algorithms_are_ordered_as_measured_only_where_they_differ_by_more_than_a_tenth() -> None:
+def test_order_of_algorithms_is_scored_only_if_times_differ_by_a_tenth() -> None:
     assert score(rows((1.0, 1.0), (2.0, 1.05)))[2:] == (0, 0)
     assert score(rows((1.0, 1.0), (1.01, 1.2)))[2:] == (1, 1)
     assert score(rows((1.01, 1.0), (1.0, 1.2)))[2:] == (0, 1)
@@ -70,24 +70,24 @@ def test_two_algorithms_are_ordered_as_measured_only_where_they_differ_by_more_t
         lambda row: replace(row, ranks="3+1"),
         lambda row: replace(row, gbps=5.0),
         lambda row: replace(row, model="alexnet"),
-        lambda row: replace(row, wire="bf16"),
+        lambda row: replace(row, comm_dtype="bf16"),
         lambda row: replace(row, kind="step"),
     ],
 )
-def test_only_algorithms_for_the_same_task_have_an_order(change: Callable[[Row], Row]) -> None:
+def test_order_is_scored_only_for_the_same_task(change: Callable[[Row], Row]) -> None:
     one, other = rows((1.0, 1.0), (0.5, 2.0))
     assert score([one, other]).num_pairs == 1
     assert score([one, change(other)]).num_pairs == 0
 
 
-def test_all_rows_are_scored_and_each_kind_by_itself() -> None:
+def test_rows_are_scored_in_total_and_by_kind() -> None:
     mixed = [*rows((1.1, 1.0)), replace(ROW, kind="step", predicted_s=1.5)]
     assert {name: len(of_kind) for name, of_kind in by_kind(mixed).items()} == {"all-reduce": 1, "step": 1, "all": 2}
     assert score_line("all", score(mixed))["worst"] == "50.0%"
     assert line(mixed[1])["error"] == "+50.0%"
 
 
-def test_nothing_is_fitted_to_what_is_predicted() -> None:
+def test_predicted_cases_are_not_fitted() -> None:
     base = {*BASE, *((case.ranks, case.gbps) for case in BASE_STEPS)}
     assert all(len(ranks) == 2 for ranks, _ in base)
     cases = [*ALL_REDUCES, *TRAININGS]
@@ -98,31 +98,31 @@ def test_nothing_is_fitted_to_what_is_predicted() -> None:
     assert any(len(set(case.ranks)) > 1 for case in cases)
 
 
-def test_what_steps_have_not_hidden_is_a_part_of_the_lesser_of_wire_and_cores() -> None:
+def test_unhidden_time_of_steps_is_a_share_of_the_shorter_of_network_and_cores() -> None:
     steps = [MeasuredStep(StepTime(2.0, 1.0), 2.2), MeasuredStep(StepTime(1.0, 3.0), 3.4)]
     assert fit_steps(steps, COSTS).step_unhidden == pytest.approx(0.3)
     assert fit_steps([MeasuredStep(StepTime(2.0, 1.0), 1.5)], COSTS).step_unhidden == 0.0
 
 
-def test_ranks_of_a_host_are_consecutive_in_the_order_of_hosts() -> None:
+def test_ranks_are_numbered_host_by_host() -> None:
     assert topology_of((3, 1, 2)).nodes == ((0, 1, 2), (3,), (4, 5))
 
 
-def test_ranks_bound_to_a_core_wait_for_the_core_with_most_of_them() -> None:
+def test_ranks_wait_for_the_core_with_the_most_ranks() -> None:
     one_each, unequal, two_each = (ClusterShape(sizes) for sizes in (((1, 3),), ((1, 1), (2, 1)), ((2, 2),)))
     assert even_cores(one_each, 2) == 1.0, "the first ranks of three hosts share the first core"
     assert even_cores(unequal, 2) == 1.5
     assert even_cores(two_each, 2) == 2.0
 
 
-def test_gradients_are_fused_to_one_bucket_or_left_alone() -> None:
+def test_gradients_are_fused_into_one_bucket_or_kept_separate() -> None:
     topology, sizes = topology_of((2, 2)), [1 << 20, 1 << 10, 1 << 18]
     whole = fused_to(1e3, sizes, "torus", "bf16", topology)
     assert [bucket.num_elements for bucket in whole.buckets] == [sum(sizes)]
-    assert [bucket.num_elements for bucket in fused_to(0.0, sizes, "flat", "fp32", topology).buckets] == sizes
+    assert [bucket.num_elements for bucket in fused_to(0.0, sizes, "flat", "same", topology).buckets] == sizes
 
 
-def test_with_one_rank_per_host_two_algorithms_are_one() -> None:
+def test_hierarchical_is_left_out_with_one_rank_per_host() -> None:
     assert distinct(ClusterShape.regular(3, 1), "bf16") == ["flat", "torus"]
     assert distinct(ClusterShape.regular(3, 2), "bf16") == ["flat", "hierarchical", "torus"]
     assert distinct(ClusterShape(((1, 1), (2, 1))), "bf16") == ["flat", "hierarchical"]

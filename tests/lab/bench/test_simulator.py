@@ -1,11 +1,20 @@
-"""Published runs: what is fitted, what is predicted, and that the page says what the bench prints."""
-
+import statistics
 from pathlib import Path
 
 import pytest
 from megabatch_lab.bench.guide import CLUSTERS, climb, expect_line
 from megabatch_lab.bench.merging import gains
-from megabatch_lab.bench.published import Pair, Prediction, Published, predict, predict_all, read_rows, score
+from megabatch_lab.bench.published import (
+    Pair,
+    Prediction,
+    Published,
+    predict,
+    predict_all,
+    predict_without_cluster,
+    predict_without_small,
+    read_rows,
+    score,
+)
 from megabatch_lab.bench.simulator import markdown, paper_tables, published_tables, with_table
 
 from megabatch.simulate.compute import compute_by_curve
@@ -23,7 +32,7 @@ def test_every_row_has_a_source_and_a_role() -> None:
         assert row.reason if row.role == "left out" else row.cluster in preset_names()
 
 
-def test_a_devices_points_are_rows_that_calibrate() -> None:
+def test_points_of_a_device_are_calibrating_rows() -> None:
     of_nodes = {(row.source, float(row.batch_per_rank)) for row in ROWS if row.role == "calibrates"}
     devices = {
         str(tables["device"]): tables["device"]
@@ -43,22 +52,22 @@ def test_a_devices_points_are_rows_that_calibrate() -> None:
         assert (point["source"], float(point["batch"])) in of_nodes
 
 
-def test_a_preset_is_calibrated_on_one_run_of_several_nodes_at_most() -> None:
+def test_preset_is_calibrated_on_at_most_one_multi_node_run() -> None:
     several = [row.cluster for row in ROWS if row.role == "calibrates" and int(row.nodes) > 1]
-    assert len(several) == len(set(several)) == 4
+    assert len(several) == len(set(several)) == 5
     for row in ROWS:
         if row.role == "calibrates" and int(row.nodes) > 1:
             assert predict(row).error < 0.03
 
 
-def test_what_a_point_has_waited_is_what_is_simulated_of_its_run() -> None:
+def test_waiting_time_of_a_point_equals_the_simulated_one() -> None:
     points = [
         point
-        for name in ("dgx-a100", "dgx-a100-2020", "dgx2h-v100")
+        for name in ("dgx-a100", "dgx-a100-2020", "dgx2h-v100", "dgx-h100")
         for point in load_cluster(name).device.curves["fp16"][0].points
         if point.waited_ms
     ]
-    assert len(points) == 3
+    assert len(points) == 4
     for point in points:
         row = next(row for row in ROWS if point.source.startswith(f"calibrates: {row.source},"))
         assert float(row.images_per_s) / int(row.ranks) == pytest.approx(point.images_per_s, rel=1e-4)
@@ -71,38 +80,52 @@ def test_no_predicted_row_is_a_point_of_a_curve() -> None:
     assert not fitted & {(row.source, row.ranks) for row in ROWS if row.role == "predicted"}
 
 
+def test_held_out_rows_meet_the_goals() -> None:
+    for held_out in (predict_without_cluster(ROWS), predict_without_small(ROWS)):
+        errors = [prediction.error for prediction in held_out]
+        assert statistics.median(errors) <= 0.07 and max(errors) <= 0.2
+        assert statistics.fmean(prediction.is_in_interval for prediction in held_out) >= 0.9
+
+
+def test_held_out_points_are_not_in_the_curve() -> None:
+    row = next(row for row in ROWS if row.cluster == "dgx-h100" and float(row.batch_per_rank) == 50)
+    (without,) = predict_without_cluster([row])
+    assert min(point.batch for point in without.simulated.scenario.cluster.device.curves["fp16"][0].points) == 400
+    assert without.simulated.images_per_s != predict(row).simulated.images_per_s
+
+
 def with_measured(prediction: Prediction, ratio: float) -> Prediction:
-    """The same, had so much been measured of what is predicted."""
+    """Return the prediction with a measured value that is off by this ratio."""
     values = {name: getattr(prediction.row, name) for name in prediction.row.__struct_fields__}
     return Prediction(
         Published(**values | {"images_per_s": prediction.simulated.images_per_s / ratio}), prediction.simulated
     )
 
 
-def test_the_ratio_of_two_rows_does_not_know_how_fast_the_device_is() -> None:
+def test_ratio_of_two_rows_is_independent_of_the_devices_speed() -> None:
     one = predict(next(row for row in ROWS if row.role == "predicted"))
     assert Pair(with_measured(one, 1.2), with_measured(one, 1.2)).error == pytest.approx(0)
     assert Pair(with_measured(one, 1.0), with_measured(one, 1.1)).error == pytest.approx(0.1)
 
 
-def test_scores_are_of_what_differs_in_one_thing_alone() -> None:
+def test_pairs_differ_in_one_factor() -> None:
     series = [row for row in ROWS if row.cluster == "hkbu-ib100" and row.role == "predicted" and int(row.ranks) < 32]
     scores = score([predict(row) for row in series])
     assert len(scores.ranks) == 3  # none, layer and fused, of 8 and 16
     assert len(scores.overlaps) == 6 and not scores.cards
 
 
-def test_the_page_has_the_tables_that_the_bench_prints() -> None:
-    """megabatch bench simulator --part published --part paper --part guide --docs docs/scaling.md writes them."""
+def test_scaling_page_has_the_tables_of_the_bench() -> None:
+    """Update with: megabatch bench simulator --part published --part paper --part guide --docs docs/scaling.md"""
     several = [row for row in ROWS if row.role == "calibrates" and int(row.nodes) > 1]
     calibrated, scores = predict_all("calibrates", several), score(predict_all("predicted", ROWS))
     tables = {**published_tables(ROWS, calibrated, scores), **paper_tables()}
-    del tables["calibrated, one node"]  # a hundred rows, which say how well curves fit
+    del tables["calibrated, one node"]  # a hundred rows on the fit of the curves
     text = page = PAGE.read_text()
     for title, lines in tables.items():
         text = with_table(text, title, lines)
     assert text == page
-    # Of the guide's tables, which take a quarter of a minute, those rows that the paper's number of ranks has.
+    # The tables of the guide take 15 s, so only rows with the paper's number of ranks are compared.
     for lines in ([expect_line(name, 2_048) for name in CLUSTERS], climb("p40-roce100", "alexnet_bn")):
         _, _, *rows = markdown(lines).splitlines(keepends=True)
         assert "".join(rows) in page

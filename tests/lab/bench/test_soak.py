@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from megabatch_lab.bench import soak
-from megabatch_lab.bench.process_figures import read_figures, shared_memory_files
+from megabatch_lab.bench.process_stats import read_stats, shared_memory_files
 from typer.testing import CliRunner
 
 from megabatch.cli.app import app
@@ -17,12 +17,12 @@ FLAT = {"memory_mb": 250.0, "threads": 9.0, "descriptors": 15.0, "shared_mb": 0.
 
 
 def points_of(change: Callable[[int, dict[str, float]], float]) -> list[soak.Point]:
-    """100 points of one rank; `change` alters the figures at a step, and returns the steps a second."""
+    """Return 100 points of one rank; `change` alters the stats at a step and returns the steps per second."""
     points, seconds = [], 0.0
     for step in range(1, STEPS, STEPS // 100):
-        figures = dict(FLAT)
-        seconds += STEPS / 100 / change(step, figures)
-        points.append(soak.Point(step, seconds, 0.0, {("rank 0", name): value for name, value in figures.items()}))
+        stats = dict(FLAT)
+        seconds += STEPS / 100 / change(step, stats)
+        points.append(soak.Point(step, seconds, 0.0, {("rank 0", name): value for name, value in stats.items()}))
     return points
 
 
@@ -33,39 +33,39 @@ def changed(change: Callable[[int, dict[str, float]], float]) -> list[str]:
     return [row["figure"] for row in rows if not row["flat"]]
 
 
-def test_a_run_that_only_warms_up_is_flat() -> None:
-    def warm_up(step: int, figures: dict[str, float]) -> float:
+def test_run_that_only_warms_up_is_flat() -> None:
+    def warm_up(step: int, stats: dict[str, float]) -> float:
         noise = math.sin(step)
-        figures["memory_mb"] += noise - 100 * (step < STEPS / 10)
-        figures["descriptors"] += step % 1000 == 1  # a checkpoint is being written
-        figures["threads"] -= 2 * (step < STEPS / 10)
+        stats["memory_mb"] += noise - 100 * (step < STEPS / 10)
+        stats["descriptors"] += step % 1000 == 1  # a checkpoint is being written
+        stats["threads"] -= 2 * (step < STEPS / 10)
         return 200 + 20 * noise
 
     assert changed(warm_up) == []
 
 
 @pytest.mark.parametrize("name,per_step", [("memory_mb", 3e-4), ("threads", 1e-3), ("descriptors", 1e-4)])
-def test_what_grows_is_found(name: str, per_step: float) -> None:
-    def grow(step: int, figures: dict[str, float]) -> float:
-        figures[name] += int(per_step * step) if name != "memory_mb" else per_step * step
+def test_growth_is_found(name: str, per_step: float) -> None:
+    def grow(step: int, stats: dict[str, float]) -> float:
+        stats[name] += int(per_step * step) if name != "memory_mb" else per_step * step
         return 200.0
 
     assert changed(grow) == [name]
 
 
-def test_a_run_that_becomes_slower_is_found_and_one_that_becomes_faster_is_not() -> None:
-    assert changed(lambda step, figures: 200 - 30 * step / STEPS) == ["steps_per_s"]
-    assert changed(lambda step, figures: 200 + 30 * step / STEPS) == []
+def test_slower_run_is_found_and_faster_run_is_not() -> None:
+    assert changed(lambda step, stats: 200 - 30 * step / STEPS) == ["steps_per_s"]
+    assert changed(lambda step, stats: 200 + 30 * step / STEPS) == []
 
 
-def test_a_process_is_seen_with_what_it_holds() -> None:
-    before = read_figures(os.getpid())
-    memory = mmap.mmap(-1, 64_000_000, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # not what was freed before
+def test_stats_count_memory_and_descriptors_of_a_process() -> None:
+    before = read_stats(os.getpid())
+    memory = mmap.mmap(-1, 64_000_000, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # not reused memory
     memory.write(b"x" * len(memory))
     name = f"torch_{os.getpid()}_soak"
     path = Path("/dev/shm", name)
     with path.open("wb"):
-        held = read_figures(os.getpid())
+        held = read_stats(os.getpid())
         assert name in shared_memory_files({os.getpid()})
     path.unlink()
     assert name not in shared_memory_files({os.getpid()})
@@ -74,11 +74,11 @@ def test_a_process_is_seen_with_what_it_holds() -> None:
 
 
 @pytest.mark.parametrize("leak,code", [(0.0, 0), (1.0, 1)])
-def test_bench_soak_ends_with_1_if_something_has_grown(
+def test_bench_soak_exits_with_1_after_growth(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, leak: float, code: int
 ) -> None:
-    def grow(step: int, figures: dict[str, float]) -> float:
-        figures["threads"] += leak * (step > STEPS / 2)
+    def grow(step: int, stats: dict[str, float]) -> float:
+        stats["threads"] += leak * (step > STEPS / 2)
         return 200.0
 
     monkeypatch.setattr(soak, "watch", lambda folder, num_steps, num_ranks: (points_of(grow), set()))

@@ -1,4 +1,4 @@
-"""A run under faults, with a trainer that takes a second: what holds, and what chaos must find if it does not."""
+"""Runs of a fake trainer under faults: correct runs pass, and chaos finds every flaw."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 import pytest
-from megabatch_lab.chaos import judge as left_behind
+from megabatch_lab.chaos import judge
 from megabatch_lab.chaos.disturb import Disturbance, check_end
 from megabatch_lab.chaos.faults import Fault, Kind, Trigger
 from megabatch_lab.chaos.judge import Watch
@@ -19,11 +19,11 @@ from tests.support.processes import wait_until
 from tests.support.records import step_record
 
 NUM_STEPS = 40
-Place = Literal["start-up", "step", "write"]  # where the trainer waits for a fault that is still to come
+Place = Literal["start-up", "step", "write"]  # the place at which the trainer waits for a fault
 TRAINER = Path(__file__).parents[2] / "support" / "pretended_training.py"
 
 
-UNEXPLAINED = "trainer ended with exit code 1 though nothing had been done to it since it was started again"
+UNEXPLAINED = "trainer ended with exit code 1 without a fault after its restart"
 
 
 def make_site(
@@ -55,10 +55,10 @@ def disturb(
     flaw: str = "",
     place: Place = "step",
 ) -> DisturbedRun:
-    """With a fault every few steps, or one at another place: rank 1 is killed, rank 0 is stopped."""
+    """Run with a fault every few steps, or one at another place: rank 1 is killed, rank 0 is stopped."""
     outcome = DisturbedRun(number=1, max_restarts=max_restarts)
     site = make_site(folder / "disturbed", str(folder), max_restarts, flaw, len(kinds), place)
-    # A checkpoint that is written in place is not known to be written: that comes after the row of step 10.
+    # A checkpoint that is written in place cannot be detected, so this fault comes after the row of step 10.
     at_write, first = place == "write" and flaw != "tears checkpoints", 10 if place == "write" else 8
     faults = [
         (
@@ -77,32 +77,28 @@ def disturb(
     return outcome
 
 
-def test_a_run_that_resumes_is_the_same_to_the_bit_and_faults_are_timed(
-    undisturbed: Disturbance, tmp_path: Path
-) -> None:
+def test_resumed_run_is_bitwise_identical_and_faults_are_timed(undisturbed: Disturbance, tmp_path: Path) -> None:
     found = disturb(undisturbed, tmp_path, ["rank", "launcher", "term"])
     assert found.problems == []
     assert [fault.kind for fault in found.faults] == ["rank", "launcher", "term"] and found.num_starts == 4
     for fault in found.faults:
         assert fault.noticed_s is not None and fault.resumed_s is not None and fault.noticed_s <= fault.resumed_s
         assert fault.phase == "step" and fault.repeated == 3 and fault.restarted
-    assert found.faults[0].said == "megabatch: rank 1: was ended by SIGKILL"
+    assert found.faults[0].message == "megabatch: rank 1: was ended by SIGKILL"
 
 
 @pytest.mark.parametrize("kind", ["rank", "launcher"])
-def test_a_kill_amid_the_write_of_a_checkpoint_leaves_the_one_before(
-    undisturbed: Disturbance, tmp_path: Path, kind: Kind
-) -> None:
+def test_kill_during_a_checkpoint_leaves_the_previous_one(undisturbed: Disturbance, tmp_path: Path, kind: Kind) -> None:
     found = disturb(undisturbed, tmp_path, [kind], place="write")
     assert found.problems == [] and found.num_starts == 2
     assert [(fault.phase, fault.repeated) for fault in found.faults] == [("write", 5)]
 
 
 @pytest.mark.parametrize("kind", ["rank", "term"])
-def test_a_fault_that_comes_late_is_over_only_when_the_run_was_started_again(
+def test_late_fault_ends_only_after_a_restart(
     undisturbed: Disturbance, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
 ) -> None:
-    """Decided in start-up, it reaches a run that has taken steps meanwhile: those are not the ones after the fault."""
+    """The fault is decided in start-up, but the run takes steps before it comes.  These do not count as a recovery."""
 
     def strike_late(site: Site, fault: Fault, ranks: dict[int, int]) -> str | None:
         (site.run.parent / "released").touch()
@@ -117,46 +113,46 @@ def test_a_fault_that_comes_late_is_over_only_when_the_run_was_started_again(
 
 
 class LateDisturbance(Disturbance):
-    """Between a look at a run that has ranks and the next, it ends."""
+    """A disturbance whose run ends between two polls, the first of which still finds ranks."""
 
     def follow_fault(self) -> None:
         if self.first_ranks_s:
             wait_until(lambda: self.site.launchers[0].exit_code is not None)
 
 
-def test_the_last_rows_are_seen_however_many_come_at_once(tmp_path: Path) -> None:
+def test_last_rows_are_read_after_the_run_has_ended(tmp_path: Path) -> None:
     found = LateDisturbance(make_site(tmp_path / "site", str(tmp_path)), DisturbedRun(number=0, max_restarts=0))
     found.run()
     assert not found.outcome.problems and found.timed().num_steps == NUM_STEPS
 
 
-def test_ranks_that_are_no_more_cannot_be_struck(tmp_path: Path) -> None:
+def test_fault_on_ended_ranks_has_no_victim(tmp_path: Path) -> None:
     fault = Fault(kind="rank", share=0.0, at_write=False, victim=0.9, hold=0.0)
     assert make_site(tmp_path / "site", str(tmp_path)).strike(fault, {}) is None
 
 
-def test_a_launcher_that_restarts_is_not_started_again(undisturbed: Disturbance, tmp_path: Path) -> None:
+def test_launcher_with_max_restarts_is_not_started_again(undisturbed: Disturbance, tmp_path: Path) -> None:
     found = disturb(undisturbed, tmp_path, ["rank", "stop"], max_restarts=2)
     assert found.problems == [] and found.num_starts == 1
     assert [fault.restarted for fault in found.faults] == [False, False]
 
 
 @pytest.mark.parametrize(
-    ("flaw", "kind", "said"),
+    ("flaw", "kind", "message"),
     [
         ("drifts", "launcher", "model.safetensors: 1 of 1 tensors differ, first w"),
         ("repeats rows", "launcher", "metrics.jsonl, row "),
-        ("orphans", "launcher", "(rank 1) is left behind"),
-        ("litters", "rank", "/tmp/litter is left behind"),
-        ("says nothing", "rank", "rank of rank 1 ended the run without a line, with exit code 1"),
-        ("hangs", "stop", "nothing happens for 2 s after stop of rank 0 in a step"),
+        ("orphans", "launcher", "(rank 1) remains"),
+        ("litters", "rank", "/tmp/litter remains"),
+        ("prints no message", "rank", "rank of rank 1 ended the run without a message, with exit code 1"),
+        ("hangs", "stop", "no progress for 2 s after stop of rank 0 in phase step"),
         ("fails later", "rank", f"{UNEXPLAINED}: megabatch: rank 0: ended with exit code 1"),
         ("tears checkpoints", "launcher", f"{UNEXPLAINED}: megabatch: rank 0: ended with exit code 1"),
     ],
 )
-def test_what_does_not_hold_is_found(
-    undisturbed: Disturbance, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flaw: str, kind: Kind, said: str
+def test_every_flaw_is_found(
+    undisturbed: Disturbance, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flaw: str, kind: Kind, message: str
 ) -> None:
-    monkeypatch.setattr(left_behind, "LINGER_S", 0.3 if flaw == "orphans" else 5.0)
+    monkeypatch.setattr(judge, "LINGER_S", 0.3 if flaw == "orphans" else 5.0)
     found = disturb(undisturbed, tmp_path, [kind], flaw=flaw, place="write" if flaw == "tears checkpoints" else "step")
-    assert any(said in problem for problem in found.problems), found.problems
+    assert any(message in problem for problem in found.problems), found.problems

@@ -1,5 +1,3 @@
-"""Which faults come when."""
-
 from collections import Counter
 
 from hypothesis import given
@@ -26,10 +24,8 @@ def fault(share: float, kind: Kind = "rank") -> Fault:
 
 
 @given(seed=st.integers(0, 2**32), deck=st.sampled_from([ONE_HOST, TWO_HOSTS]))
-def test_a_block_of_faults_has_every_kind_of_the_deck_and_moments_over_the_whole_run(
-    seed: int, deck: tuple[Kind, ...]
-) -> None:
-    num_runs = len(deck)  # so many runs are FAULTS_A_RUN blocks
+def test_block_has_every_kind_of_the_deck_and_times_over_the_whole_run(seed: int, deck: tuple[Kind, ...]) -> None:
+    num_runs = len(deck)  # FAULTS_A_RUN blocks
     faults = [fault for number in range(1, num_runs + 1) for fault in draw(seed, number, deck)]
     for begin in range(0, len(faults), len(deck)):
         block = faults[begin : begin + len(deck)]
@@ -39,20 +35,20 @@ def test_a_block_of_faults_has_every_kind_of_the_deck_and_moments_over_the_whole
     assert len(faults) == FAULTS_A_RUN * len(deck)
 
 
-def test_a_run_can_be_repeated_by_its_number_and_other_seeds_draw_others() -> None:
+def test_faults_depend_only_on_seed_and_number() -> None:
     assert draw(7, 5, ONE_HOST) == draw(7, 5, ONE_HOST)
     assert draw(7, 5, ONE_HOST) != draw(8, 5, ONE_HOST) and draw(7, 5, ONE_HOST) != draw(7, 6, ONE_HOST)
 
 
-def test_a_moment_of_the_undisturbed_run_is_a_share_of_start_up_or_a_step_and_a_delay() -> None:
+def test_locate_gives_a_share_of_start_up_or_a_step_and_a_delay() -> None:
     assert locate(fault(0.1), TIMELINE).startup == 0.25
     for share, step, delay_s in ((0.4, 1, 0.0), (0.45, 1, 0.5), (0.6, 3, 1.0), (0.99, 10, 1.9)):
         found = locate(fault(share), TIMELINE)
         assert found.startup is None and (found.step, round(found.delay_s, 9)) == (step, delay_s)
     for kind in LASTING:
-        assert locate(fault(0.999, kind), TIMELINE).step == 3  # it is over before the run is
+        assert locate(fault(0.999, kind), TIMELINE).step == 3  # ends before the run
 
 
-def test_a_run_goes_forward_and_start_up_keeps_its_place() -> None:
+def test_arrange_sorts_faults_in_steps_and_keeps_start_up_in_place() -> None:
     given = [fault(0.9), fault(0.1), fault(0.5)]
     assert [fault.share for fault, _ in arrange(given, TIMELINE)] == [0.5, 0.1, 0.9]

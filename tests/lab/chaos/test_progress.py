@@ -1,5 +1,3 @@
-"""What a run is doing, by its folder."""
-
 from pathlib import Path
 
 import pytest
@@ -28,8 +26,8 @@ EVALUATED = EvaluationRecord(
     [
         (Progress((), None), True, False, "start-up"),
         (Progress((0,), None), False, False, "start-up"),
-        (Progress((0, 5), STEP), False, False, "start-up"),  # the row is of the attempt before
-        (Progress((0,), STEP), True, True, "start-up"),  # and so is what is half written
+        (Progress((0, 5), STEP), False, False, "start-up"),  # the row is of the previous attempt
+        (Progress((0,), STEP), True, True, "start-up"),  # and so is the partial file
         (Progress((0,), STEP), False, False, "step"),
         (Progress((0,), STEP), False, True, "write"),
         (Progress((0,), replace(STEP, evaluated=True)), False, False, "evaluation"),
@@ -38,11 +36,11 @@ EVALUATED = EvaluationRecord(
         (Progress((0, 4), replace(STEP, step=9, evaluated=True)), False, False, "evaluation"),
     ],
 )
-def test_the_phase_of_a_run(progress: Progress, starting: bool, writing: bool, phase: Phase) -> None:
+def test_phase_of_a_run(progress: Progress, starting: bool, writing: bool, phase: Phase) -> None:
     assert phase_of(progress, starting, writing, num_steps=9) == phase
 
 
-def test_a_folder_is_watched_from_before_it_is_there(tmp_path: Path) -> None:
+def test_watch_starts_before_the_folder_exists(tmp_path: Path) -> None:
     from megabatch.runs.folder import RunFolder
 
     def write(record: Record) -> None:

@@ -1,12 +1,10 @@
-"""A disk to be filled."""
-
 from pathlib import Path
 
 import pytest
 from megabatch_lab.chaos.site import small_disk, why_no_disk
 
 
-def test_a_small_disk_is_full_and_empty_again_and_goes(tmp_path: Path) -> None:
+def test_small_disk_can_be_filled_freed_and_unmounted(tmp_path: Path) -> None:
     reason = why_no_disk(tmp_path / "try")
     if reason:
         pytest.skip(f"needs mounts in a namespace: {reason}")

@@ -1,5 +1,3 @@
-"""megabatch fuzz as a user meets it."""
-
 import json
 import os
 import subprocess
@@ -24,20 +22,20 @@ def test_nothing_escapes_of_400_inputs(tmp_path: Path) -> None:
     assert report["escapes"] == [] and [count["format"] for count in report["counts"]] == list(FORMATS)
     for count in report["counts"]:
         assert count["inputs"] == count["ok"] + count["one_line"] > 20 and count["past_header"] > 0.2 * count["inputs"]
-    assert sum(count["one_line"] for count in report["counts"]) > 120  # it is no fuzzing where all is well
+    assert sum(count["one_line"] for count in report["counts"]) > 120  # otherwise the inputs are too harmless
     assert [path.name for path in tmp_path.iterdir()] == ["fuzz.json"]
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["jpg"], "FORMAT='jpg' is not one of .* nearest: FORMAT=jpeg"),
         (["--json", "nowhere/fuzz.json"], "the folder .*nowhere does not exist"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_read(
-    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_invalid_arguments_fail_before_anything_is_read(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         CliRunner().invoke(app, ["fuzz", *words], catch_exceptions=False)

@@ -1,15 +1,13 @@
-"""When an accelerator's streams came to their collectives and were through, by events: the host's clock shows launches.
+"""Times of collectives on an accelerator's streams, measured with events: the host's clock only shows launches.
 
-Events are recorded around each phase of an all-reduce, and only asked whether they have happened, never waited for.
-What has happened is counted when somebody asks, or when the next bucket comes; what has not, later.
+Events are recorded around each phase of an all-reduce.  They are queried, never waited for.  Events that have completed
+are counted when a value is read or the next bucket starts.
 
-    waited_s         of all collectives, from their begin to their end.  All others wait in them for the straggler,
-                     whose own are the shortest; no clocks are compared.
-    exposed_wait_s   of a step: from the end of backward, on the stream that computes, to the end of its last all-reduce
-    waiting()        the collective in which the streams are, for the watchdog's thread: others have not come to it yet.
+    waited_s         total time in collectives.  All ranks wait in them for the straggler, whose own time is the
+                     shortest; no clocks are compared.
+    waiting()        the collective that the streams are in, for the watchdog's thread: other ranks have not reached it.
 """
 
-import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,9 +17,7 @@ import torch
 from megabatch.comm.cpu.barrier import Header
 from megabatch.comm.work import Work
 from megabatch.planning.plan import Phase, Transfer
-from megabatch.telemetry.timeline import BUCKETS, NoTimeline, Timeline, lane_of, name_bucket
-
-REBASE_S = 60.0  # elapsed times are single precision
+from megabatch.telemetry.timeline import BUCKETS, DeviceClock, Timeline, lane_of, name_bucket
 
 
 @dataclass
@@ -31,21 +27,21 @@ class Collective:
     header: Header
     phase: Phase
     about: dict[str, Any]
-    began: torch.Event  # the stream came to it
-    ended: torch.Event  # it was through
-    is_issued: bool = False  # else the host is still at it: the first time, ranks connect and compare layouts
+    began: torch.Event  # the stream reached it
+    ended: torch.Event  # the stream completed it
+    is_issued: bool = False  # if false, the host is still issuing it: the first time, ranks connect and compare layouts
 
     @property
-    def has_begun(self) -> bool:
+    def has_started(self) -> bool:
         return self.began.query()
 
     @property
-    def is_through(self) -> bool:
+    def is_complete(self) -> bool:
         return self.is_issued and self.ended.query()
 
 
 class Moment(NamedTuple):
-    """Of a bucket, for the timeline: it is ready, or reduced."""
+    """The time at which a bucket is ready or reduced, for the timeline."""
 
     happened: torch.Event
     header: Header
@@ -53,28 +49,20 @@ class Moment(NamedTuple):
     about: dict[str, Any]
 
 
-class StepEnd(NamedTuple):
-    backward_ended: torch.Event
-    reduced: torch.Event
-
-
 class StreamTimes:
-    """Of one rank: what `PhaseRunner` tells a timeline, as events on the current stream."""
+    """Records the phases of one rank as events on the current stream.  `PhaseRunner` calls it like a timeline."""
 
-    def __init__(self, device: torch.device, timeline: Timeline | NoTimeline) -> None:
+    def __init__(self, device: torch.device, timeline: Timeline) -> None:
         self.device, self.timeline = device, timeline
-        self.clock = None
-        if isinstance(timeline, Timeline):
-            self.clock, timeline.collect = DeviceClock(self.event()), self.collect
-        self.pending: deque[Collective] = deque()  # in the order of their issue
+        self.clock = timeline.clock = DeviceClock(self.event())
+        timeline.collectors.append(self.collect)
+        self.pending: deque[Collective] = deque()  # in the order of issue
         self.moments: deque[Moment] = deque()
         self.spare: list[torch.Event] = []
         self.seconds_in_collectives = 0.0
-        self.steps: deque[StepEnd] = deque()
-        self.newest_exposed_s: float | None = None
 
     def event(self) -> torch.Event:
-        """Recorded on the current stream."""
+        """Record a new event on the current stream."""
         event = torch.Event(self.device, enable_timing=True)
         event.record(torch.accelerator.current_stream(self.device))
         return event
@@ -105,70 +93,42 @@ class StreamTimes:
             self.moments.append(Moment(self.event(), work.header, False, {"bucket": work.key}))
 
     def is_wanted(self, header: Header) -> bool:
-        return isinstance(self.timeline, Timeline) and header.step + 1 in self.timeline.steps
-
-    def note_step_end(self, backward_ended: torch.Event) -> None:
-        """The current stream has issued the last all-reduce of a step."""
-        self.steps.append(StepEnd(backward_ended, self.event()))
+        return header.step + 1 in self.timeline.steps
 
     def waiting(self) -> Collective | None:
-        """The oldest collective that is not through, if the stream has come to it.  For any thread."""
+        """Return the oldest incomplete collective if the stream has reached it.  Any thread may call this."""
         oldest = self.unfinished()
-        return oldest if oldest and oldest.has_begun else None
+        return oldest if oldest and oldest.has_started else None
 
     def unfinished(self) -> Collective | None:
-        return next((collective for collective in tuple(self.pending) if not collective.is_through), None)
+        return next((collective for collective in tuple(self.pending) if not collective.is_complete), None)
 
     @property
     def waited_s(self) -> float:
         self.collect()
         return self.seconds_in_collectives
 
-    @property
-    def exposed_wait_s(self) -> float | None:
-        """Of the newest step that has ended on the device; None before the first."""
-        self.collect()
-        return self.newest_exposed_s
-
     def collect(self) -> None:
-        """Counts what has happened since."""
-        while self.pending and self.pending[0].is_through:
+        """Count the collectives and moments that have completed since the last call."""
+        while self.pending and self.pending[0].is_complete:
             collective = self.pending.popleft()
             self.seconds_in_collectives += collective.began.elapsed_time(collective.ended) / 1e3
-            if self.clock and self.is_wanted(collective.header):
-                self.add_span(self.clock, collective)
+            if self.is_wanted(collective.header):
+                self.add_span(collective)
             self.spare += [collective.began, collective.ended]
-        while self.steps and self.steps[0].reduced.query():
-            step = self.steps.popleft()
-            self.newest_exposed_s = step.backward_ended.elapsed_time(step.reduced) / 1e3
-        while self.clock and self.moments and self.moments[0].happened.query():
-            self.add_moment(self.clock, self.moments.popleft())
+        while self.moments and self.moments[0].happened.query():
+            self.add_moment(self.moments.popleft())
 
-    def add_span(self, clock: "DeviceClock", collective: Collective) -> None:
+    def add_span(self, collective: Collective) -> None:
         header, phase = collective.header, collective.phase
-        began_s, ended_s = clock.seconds_at(collective.began), clock.seconds_at(collective.ended)
+        began_s, ended_s = self.clock.seconds_at(collective.began), self.clock.seconds_at(collective.ended)
         name = f"{name_bucket(header.bucket)}: {phase}"
         self.timeline.add("X", lane_of(phase), name, header.step + 1, began_s, ended_s, collective.about)
 
-    def add_moment(self, clock: "DeviceClock", moment: Moment) -> None:
-        name, step, at_s = name_bucket(moment.header.bucket), moment.header.step + 1, clock.seconds_at(moment.happened)
+    def add_moment(self, moment: Moment) -> None:
+        name, step = name_bucket(moment.header.bucket), moment.header.step + 1
+        at_s = self.clock.seconds_at(moment.happened)
         if moment.is_ready:
             self.timeline.add("i", BUCKETS, f"{name} ready", step, at_s, at_s, moment.about)
         self.timeline.add("b" if moment.is_ready else "e", BUCKETS, name, step, at_s, at_s, moment.about)
-        clock.rebase(moment.happened, at_s)
-
-
-class DeviceClock:
-    """The host's seconds at which events happened on the device; they are compared once, before any step."""
-
-    def __init__(self, event: torch.Event) -> None:
-        event.synchronize()
-        self.base, self.base_s = event, time.perf_counter()
-
-    def seconds_at(self, event: torch.Event) -> float:
-        return self.base_s + self.base.elapsed_time(event) / 1e3
-
-    def rebase(self, event: torch.Event, at_s: float) -> None:
-        """On an event that nobody records again."""
-        if at_s - self.base_s > REBASE_S:
-            self.base, self.base_s = event, at_s
+        self.clock.rebase(moment.happened, at_s)

@@ -1,20 +1,19 @@
-"""Ranks of one host in step: a barrier at which all must agree on what they are about to do.
+"""A barrier of the ranks on one node, at which all must agree on their next operation.
 
 Legend: p ranks; a control segment of 64-bit words in shared memory, of which each rank writes only its own lines.
-Idea: a rank arrives by writing a larger number into its word, and waits until the words of all others are as large.
-Before it arrives at an operation's first barrier it writes a header (operation, buffer, elements, step, bucket, ...),
-so past that barrier all ranks can compare all headers, and all find the same difference.
+Idea: a rank arrives by writing a larger number into its word, then waits until the words of all others are as large.
+Before it arrives at the first barrier of an operation it writes a header (operation, buffer, elements, step, bucket,
+...).  After that barrier all ranks compare all headers, and all find the same difference.
 Cost: one cache line moves to each of p - 1 ranks; 1 to 2 us between two free cores, from Python.
 
-Waiting is bounded at every level: a short spin, since the others are usually a few microseconds away; then
-sched_yield, since with more ranks than cores the one that we wait for needs ours; then sleeps, since behind a long
-wait there is a backward pass (maybe our own, on another thread: both let go of the GIL) that needs the core more.
-A rank that has died or left is noticed while we sleep.
+A rank waits in three stages: a short spin, because the others usually arrive within microseconds; then sched_yield,
+because with more ranks than cores the awaited rank needs this core; then sleeps, because a long wait means that a
+backward pass (perhaps this rank's, in another thread: both release the GIL) needs the core more.  While it sleeps, the
+rank checks for ranks that have died or left.
 
-No fences: on x86-64 a core's stores become visible in the order in which they were made, and its loads are made in
-order, so whoever sees the number sees all that was written before it.  Non-temporal stores are the exception, and
-memcpy ends those with an sfence.  An aligned word is one store.  Other machines promise none of this:
-`segment.is_supported`.
+There are no fences.  On x86-64 stores become visible in program order and loads are made in order, so a rank that sees
+the number also sees everything written before it.  Non-temporal stores are the exception; memcpy ends them with an
+sfence.  Writing an aligned word is one store.  Other architectures do not guarantee this: `is_supported`.
 """
 
 import contextlib
@@ -32,21 +31,20 @@ import torch
 import torch.distributed as dist
 from msgspec import Struct
 
-from megabatch.ranks.store import are_set
+from megabatch.ranks.store import wait_for_keys
 from megabatch.telemetry.timeline import name_bucket
 from megabatch.torch_api import share_by_descriptor
 
-# Memory that the ranks of a host share: how it is made, and mapped by the others.
-#
-# The file behind it has mode 0600 and no name, so nothing is left in /dev/shm however a rank ends.
+# Shared memory of the ranks on a node.  Its file has mode 0600 and no name, so nothing remains in /dev/shm when a rank
+# ends, even if it is killed.
 
 
 class MissingRank(RuntimeError):
-    """A rank died, left, or did not come in time."""
+    """A rank died, left, or did not arrive in time."""
 
 
 class Unmapped(RuntimeError):
-    """Memory could not be shared between the ranks of this host."""
+    """Memory could not be shared between the ranks of this node."""
 
 
 def is_supported() -> bool:
@@ -60,7 +58,7 @@ def is_supported() -> bool:
 
 
 def map_storage(pid: int, descriptor: int, num_bytes: int) -> torch.UntypedStorage:
-    """The memory behind another process's file descriptor.  Ours is closed as soon as it is mapped."""
+    """Map the memory of another process's file descriptor.  The descriptor in this process is closed after mapping."""
     storage = torch.UntypedStorage.from_file(f"/proc/{pid}/fd/{descriptor}", True, num_bytes)
     assert isinstance(storage, torch.UntypedStorage)
     return storage
@@ -74,8 +72,8 @@ def join(
     names: Sequence[int],
     num_words: int,
 ) -> tuple[torch.Tensor, list[int]]:
-    """The control segment, which rank 0 makes and the others map, and the process ids of all ranks."""
-    # Several may share a store; all ranks make them in the same order.
+    """Return the control segment, which rank 0 creates and the others map, and the process ids of all ranks."""
+    # Several segments may share a store; all ranks create them in the same order.
     generation = store.add(f"shared-memory/{rank}", 1)
     prefix = f"shared-memory/{generation}"
     error = ""
@@ -85,8 +83,8 @@ def join(
             descriptor, num_bytes = share_by_descriptor(segment.untyped_storage())
             store.set(f"{prefix}/segment", f"{os.getpid()} {descriptor} {num_bytes}")
         else:
-            where = receive(store, f"{prefix}/segment", timeout_s, names[0])
-            storage = map_storage(*map(int, where.split()))
+            address = receive(store, f"{prefix}/segment", timeout_s, names[0])
+            storage = map_storage(*map(int, address.split()))
             segment = torch.empty(0, dtype=torch.int64).set_(storage)
     except RuntimeError as caught:
         error = str(caught).partition("\n")[0]
@@ -95,14 +93,14 @@ def join(
     for peer in range(num_ranks):
         pid, _, error = receive(store, f"{prefix}/{peer}", timeout_s, names[peer]).partition(" ")
         if error:
-            raise Unmapped(f"rank {names[peer]} cannot map shared memory ({error}); use Gloo on this host")
+            raise Unmapped(f"rank {names[peer]} cannot map shared memory ({error}); use Gloo on this node")
         pids.append(int(pid))
     return segment, pids
 
 
 def receive(store: "dist.Store", key: str, timeout_s: float, name: int) -> str:  # type: ignore[name-defined]
-    if not are_set(store, [key], timeout_s):
-        message = f"rank {name} did not come within {timeout_s:g} s to set up shared memory; see its own output"
+    if not wait_for_keys(store, [key], timeout_s):
+        message = f"rank {name} did not set up shared memory within {timeout_s:g} s; see its output"
         raise MissingRank(message)
     return str(store.get(key).decode())
 
@@ -122,36 +120,37 @@ DTYPES = (
 )
 FIELDS = ("operation", "root", "buffer", "elements", "dtype", "scale", "step", "bucket", "layout")
 
-# A rank's words in the control segment.  Neighbouring lines are fetched in pairs, so what one rank writes while
-# others read lies 128 bytes apart.  Headers have two places, used in turns: a rank that is one operation ahead
-# (nobody can be two) must not overwrite what a slower one still compares.
-ARRIVED, TAG, LEFT = 0, 1, 3  # the barrier's number; a hash of the header, two of them; this rank has closed
+# A rank's words in the control segment.  Adjacent cache lines are fetched in pairs, so words that one rank writes while
+# others read are 128 bytes apart.  There are two headers, used in turns: a rank that is one operation ahead (it cannot
+# be two ahead) must not overwrite a header that a slower rank still compares.
+ARRIVED, TAG, LEFT = 0, 1, 3  # number of the barrier; hashes of the two headers; this rank has closed
 HEADER, MAILBOX = 16, 48  # two headers of 16 words; words for the peers, see `SharedMemory.share`
 WORDS_PER_RANK = 64
 PACK_HEADER = struct.Struct(f"{len(FIELDS) - 1}qQ").pack_into
 
 SPINS = 30  # about 3 us
 YIELDS = 100
-# A yield that comes back late has met a thread that computes, and cost a time slice (5 ms beside a backward pass, where
-# a sleep costs 0.02).  With more ranks than cores, but no such thread, yields are three times as fast as sleeps.
+# A yield that returns late gave a computing thread its time slice (5 ms beside a backward pass; a sleep costs 0.02 ms).
+# With more ranks than cores but no such thread, yields are three times as fast as sleeps.
 LATE_S = 1e-3
-# After a late one there are none for 2 waits, then for twice as many each time, and half as many once one was prompt.
+# After a late yield the next 2 waits do not yield.  This number doubles with every late yield and halves with every
+# prompt one.
 MAX_WAITS_WITHOUT_YIELDS = 4096
-# A sleep is a tenth of what has been waited so far: a long wait costs the core next to nothing, and ends a tenth late.
-# The shortest takes 20 us; it would be 80 with the timer slack that threads are born with.
+# A sleep takes a tenth of the wait so far: a long wait uses almost no CPU time and ends at most a tenth late.
+# The shortest sleep takes 20 us; with the default timer slack of a thread it would take 80.
 MAX_SLEEP_S = 500e-6
 PRCTL, PR_SET_TIMERSLACK = getattr(ctypes.CDLL(None), "prctl", None), 29  # Linux has it
-LOOK_AFTER_S = 0.1  # after this, look for the dead
-LONG_LOOK_S = 5.0  # between two looks: nobody had a core for so long
+LOOK_AFTER_S = 0.1  # after this, check for processes that have died
+LONG_LOOK_S = 5.0  # a longer pause between two checks means that this process was stopped
 TIMEOUT_S = 600.0
 
 
 class RankMismatch(RuntimeError):
-    """Ranks came to one barrier with different operations."""
+    """Ranks reached one barrier with different operations."""
 
 
 class Header(Struct, frozen=True):
-    """What the caller knows about an operation, and all ranks must agree on."""
+    """Properties of an operation that the caller knows and all ranks must agree on."""
 
     step: int = 0
     bucket: int = 0
@@ -162,7 +161,7 @@ NO_HEADER = Header()
 
 
 class Barrier:
-    """This rank among the ranks of its host."""
+    """The barrier of this rank and the other ranks on its node."""
 
     def __init__(
         self,
@@ -171,14 +170,14 @@ class Barrier:
         num_ranks: int,
         timeout_s: float,
         names: Sequence[int],
-        extra_words: int,  # words behind the ranks' own, for the caller
+        extra_words: int,  # additional words after those of the ranks, for the caller
     ) -> None:
         self.rank, self.num_ranks, self.timeout_s, self.names = rank, num_ranks, timeout_s, names
-        # With fewer cores than ranks the one that we wait for may have none: then spinning only keeps it waiting.
+        # With fewer cores than ranks the awaited rank may not have one, and spinning would delay it.
         self.spins = SPINS if num_ranks <= len(os.sched_getaffinity(0)) else 0
         self.is_closed = False
         self.waits_until_yield, self.waits_without_yields = 0, 1  # see LATE_S
-        self.waited_s = 0.0  # at the first barriers of operations, in all
+        self.waited_s = 0.0  # total, at the first barrier of each operation
         self.num_operations = self.num_arrivals = 0
         self.current: tuple[int, ...] = ()
         num_words = WORDS_PER_RANK * num_ranks + extra_words
@@ -190,32 +189,32 @@ class Barrier:
         self.process_of: dict[int, int] = {}  # file descriptor of a process -> its rank
         for peer, pid in enumerate(self.pids):
             if peer != rank:
-                with contextlib.suppress(ProcessLookupError):  # it is gone already, and will be missed
+                with contextlib.suppress(ProcessLookupError):  # it has already exited; a later wait detects it
                     self.process_of[os.pidfd_open(pid)] = peer
         for descriptor in self.process_of:
             self.deaths.register(descriptor, select.POLLIN)
 
     def arrive(self, header: tuple[int, ...]) -> None:
-        """The first barrier of an operation: all ranks are there, and want the same."""
+        """Wait at the first barrier of an operation, and check that all ranks perform the same one."""
         self.require_open()
         self.current = header
         self.num_operations += 1
         place = self.num_operations & 1
-        tag = hash(header)  # of whole numbers: the same in every process
+        tag = hash(header)  # a hash of integers is the same in every process
         words, own = self.words, self.own
         PACK_HEADER(words, 8 * (own + HEADER + 16 * place), *header)
         words[own + TAG + place] = tag
         self.wait(is_first=True)
         for peer in self.peers:
             if words[peer + TAG + place] != tag:
-                self.complain_of_mismatch(place)
+                self.raise_mismatch(place)
 
     def require_open(self) -> None:
         if self.is_closed:
-            raise MissingRank("this rank has left the others, or has missed one of them; join them again")
+            raise MissingRank("this rank has left the group or lost another rank; join the group again")
 
     def wait(self, is_first: bool = False) -> None:
-        """A barrier: returns once all ranks have come to it."""
+        """Wait until all ranks have reached this barrier."""
         words = self.words
         self.num_arrivals = number = self.num_arrivals + 1
         words[self.own + ARRIVED] = number
@@ -266,33 +265,33 @@ class Barrier:
                 self.require_present("has left", self.ranks_that_left(), number)
             if elapsed_s > self.timeout_s:
                 late = {peer // WORDS_PER_RANK for peer in waiting}
-                self.require_present(f"did not come within {self.timeout_s:g} s", late, number)
+                self.require_present(f"did not arrive within {self.timeout_s:g} s", late, number)
 
-    def require_present(self, said: str, ranks: set[int], number: int) -> None:
-        # The last act of a rank that has gone may have been to come here.
+    def require_present(self, failure: str, ranks: set[int], number: int) -> None:
+        # A rank that has exited may have arrived here first.
         missing = sorted(rank for rank in ranks if self.words[WORDS_PER_RANK * rank] < number)
         if missing:
-            self.close()  # what the others find half done, they must not take for whole
+            self.close()  # the other ranks must not use incomplete results
             current = dict(zip(FIELDS, self.current, strict=True))
-            what = describe({field: current[field] for field in ("operation", "bucket")})
-            raise MissingRank(f"{self.name(missing)} {said} while the others wait in {what}")
+            operation = describe({field: current[field] for field in ("operation", "bucket")})
+            raise MissingRank(f"{self.name(missing)} {failure} while the others wait in {operation}")
 
     def ranks_that_left(self) -> set[int]:
         return {peer // WORDS_PER_RANK for peer in self.peers if self.words[peer + LEFT]}
 
-    def complain_of_mismatch(self, place: int) -> NoReturn:
+    def raise_mismatch(self, place: int) -> NoReturn:
         headers: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.num_ranks):
             begin = WORDS_PER_RANK * rank + HEADER + 16 * place
             headers.setdefault(tuple(self.words[begin : begin + len(FIELDS)]), []).append(rank)
         columns = zip(FIELDS, zip(*headers, strict=True), strict=True)
         differing = {field for field, values in columns if len(set(values)) > 1} | {"operation", "bucket"}
-        said = [
+        described = [
             f"{self.name(ranks)} in {describe({f: v for f, v in zip(FIELDS, header, strict=True) if f in differing})}"
             for header, ranks in headers.items()
         ]
         raise RankMismatch(
-            f"{', '.join(said)}; all ranks must exchange the same tensors in the same order: "
+            f"{', '.join(described)}; all ranks must exchange the same tensors in the same order: "
             "look for a condition or a size that depends on the rank"
         )
 
@@ -300,7 +299,7 @@ class Barrier:
         return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(str(self.names[rank]) for rank in ranks)
 
     def close(self) -> None:
-        """Tells the ranks that still wait for this one.  No more operations."""
+        """Notify the ranks that still wait for this one.  No operation may follow."""
         self.is_closed = True
         self.words[self.own + LEFT] = 1
         descriptors, self.process_of = self.process_of, {}
@@ -309,15 +308,15 @@ class Barrier:
 
 
 def describe(header: dict[str, int]) -> str:
-    """all_reduce of bucket 3, elements 1,024, dtype float32"""
-    said = []
+    """Return a text such as: all_reduce of bucket 3, elements 1,024, dtype float32"""
+    fields = []
     for field, value in header.items():
         if field == "dtype":
-            said.append(f"dtype {str(DTYPES[value]).removeprefix('torch.')}")
+            fields.append(f"dtype {str(DTYPES[value]).removeprefix('torch.')}")
         elif field == "layout":
-            said.append(f"layout {value % 2**64:016x}")
+            fields.append(f"layout {value % 2**64:016x}")
         elif field == "scale":
-            said.append(f"scale {struct.unpack('d', struct.pack('q', value))[0]:g}")
+            fields.append(f"scale {struct.unpack('d', struct.pack('q', value))[0]:g}")
         elif field not in ("operation", "bucket"):
-            said.append(f"{field} {value:,}")
-    return ", ".join([f"{OPERATIONS[header['operation']]} of {name_bucket(header['bucket'])}", *said])
+            fields.append(f"{field} {value:,}")
+    return ", ".join([f"{OPERATIONS[header['operation']]} of {name_bucket(header['bucket'])}", *fields])

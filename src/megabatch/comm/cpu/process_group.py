@@ -1,18 +1,19 @@
-"""Collectives of torch.distributed (Gloo) on a flat tensor of the CPU, of which 16 bits travel where a plan says so.
-Those of accelerators are in device_group.py.
+"""Collectives of torch.distributed (Gloo) on flat CPU tensors, in the comm dtype of a plan.
 
-An all-reduce that crosses the network is a direct exchange, in three stages.  p members, n elements:
-    scatter   member i gets everybody's slice i, rounded to what travels      all-to-all, n (p-1)/p elements sent
-    sum       in ascending rank order, 16 bits in fp32, and rounded once
-    gather    slice i goes to everybody; its owner keeps the rounded values   all-gather, n (p-1)/p elements sent
-Two roundings whatever p is (`planning.plan.error_bound`), none with fp32, and the same bits wherever an element lies in
-its tensor.  The backend's own all-reduce would round 16 bits at every hop.  An overflow becomes inf, for the loss
-scaler to see.  Two members send each other all of it instead: as many bytes, in one stage.  In fp32 `flat` and two
-members take the backend's own all-reduce; a plan that asks for it does so in 16 bits too (`comm.algorithm=ring`).
+Those of accelerators are in accelerator/device_group.py.
 
-Between its stages an all-reduce yields, so that the network carries the next one while this one is summed.  The two
-exchanges have channels of their own (torch process groups): on each, all members start the same ones in the same order,
-however the stages of one all-reduce fall between those of another.
+An all-reduce over the network is a direct exchange in three stages.  p members, n elements:
+    scatter   member i receives slice i of all members, in the comm dtype       all-to-all, n (p-1)/p elements sent
+    sum       in ascending rank order, 16-bit values in fp32, rounded once
+    gather    all members receive slice i; its owner keeps the rounded values   all-gather, n (p-1)/p elements sent
+There are two roundings for any p (`planning.plan.error_bound`), none in fp32, and the result of an element does not
+depend on its place in the tensor.  The backend's all-reduce would round 16-bit values at every hop.  An overflow
+becomes inf, which the loss scaler detects.  Two members exchange the whole tensor instead: as many bytes, in one stage.
+In fp32 the plan `flat` and two members use the backend's all-reduce; `comm.algorithm=ring` uses it in 16 bits too.
+
+An all-reduce yields between its stages, so that the network transfers the next one while this one is summed.  The two
+exchanges have separate channels (torch process groups).  On each channel all members start the same exchanges in the
+same order, for any interleaving of the stages of several all-reduces.
 """
 
 import ctypes
@@ -28,28 +29,28 @@ import torch.distributed as dist
 
 from megabatch.comm.agreement import require_same
 from megabatch.comm.cpu.barrier import MissingRank
-from megabatch.comm.layouts import SIXTEEN_BITS, travelling_dtype
+from megabatch.comm.layouts import SIXTEEN_BITS, comm_dtype_of
 from megabatch.planning.plan import CommDtype, slice_of, slices
 from megabatch.ranks.backends import Join
 from megabatch.torch_api import ALL_GATHER, ALL_TO_ALL
 
-LOOK_UP_S = 0.5  # how often a call on the CPU looks whether anybody still wants it
-HAS_LEFT = "has-left"  # a key of the store: a rank has aborted with exchanges in flight
+LOOK_UP_S = 0.5  # interval at which a waiting call checks whether another rank has aborted
+HAS_LEFT = "has-left"  # store key: a rank has aborted with exchanges in flight
 
 
 class Handle(NamedTuple):
-    """Of an operation that was started."""
+    """The handle of an operation in flight."""
 
     channel: str
-    work: Any  # torch's
+    work: Any  # of torch
 
 
 class ProcessGroup:
-    """Ranks that work together over Gloo.  Calls block.
+    """Ranks that communicate over Gloo.  Calls block.
 
-    Groups of our own: a script may use its groups at the same time, from another thread.  They are not made by
-    `dist.new_group`, which all ranks would have to call: with `use_local_synchronization` it names the group after how
-    many others this rank has joined, so ranks that are in different numbers of groups wait for each other for ever.
+    The groups are separate, because a script may use its own at the same time, from another thread.  `dist.new_group`
+    would have to be called by all ranks.  With `use_local_synchronization` it names a group by the number of groups
+    that this rank has joined, so ranks that are in different numbers of groups would wait for each other forever.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class ProcessGroup:
         names: Sequence[int],
         timeout_s: float,
         join: Join,
-        uses_backend: bool = False,  # its own all-reduce, where nothing is rounded
+        uses_backend: bool = False,  # the backend's all-reduce, if nothing is rounded
     ) -> None:
         self.index, self.names = index, names  # of this rank; the global ranks
         self.num_members = len(names)
@@ -82,13 +83,13 @@ class ProcessGroup:
         return Handle(channel, work)
 
     def wait(self, handle: Handle) -> None:
-        """Until it has ended; looks up now and then whether anybody still wants it."""
+        """Wait until the operation has ended, and check every LOOK_UP_S whether another rank has aborted."""
         channel, work = handle
-        num_looks = 0  # and not the time, in which this process may have been stopped
+        num_looks = 0  # not the elapsed time, because this process may have been stopped
         while not work.is_completed():
             if self.has_aborted:
                 raise MissingRank("this rank has aborted, or has closed its all-reduce")
-            with suppress(RuntimeError):  # not yet; or it has failed, and says so below
+            with suppress(RuntimeError):  # it is not complete, or has failed and raises below
                 work.wait(timedelta(seconds=LOOK_UP_S))
             why = None if work.is_completed() else self.why_others_left()
             if why:
@@ -100,23 +101,23 @@ class ProcessGroup:
         try:
             work.wait()
         finally:
-            del work, handle  # an error would keep this frame, and it the connections
+            del work, handle  # the frame of an error would keep the connections open
 
     def run(self, operation: str, *args: Any) -> None:
         self.wait(self.start("scatter", operation, *args))
 
     def require_same(self, layout: int, flat: torch.Tensor) -> None:
-        """All members are about to exchange the same tensor."""
+        """Check that all members are about to exchange the same tensor."""
         require_same(self.run, self.names, layout, flat)
 
     def free_buffers(self) -> None:
-        """It keeps none."""
+        """Do nothing: this group keeps no buffers."""
 
     def abort(self) -> None:
         self.has_aborted = True
-        # Those that are idle go, which ends their connections, so that the others know.
+        # Free the idle channels: closed connections notify the other ranks.
         self.channels = {channel: group for channel, group in self.channels.items() if self.in_flight[channel]}
-        if self.channels:  # these stay connected, so the store says it
+        if self.channels:  # these stay connected, so notify the others through the store
             with suppress(RuntimeError):
                 self.store.set(HAS_LEFT, "")
 
@@ -129,7 +130,7 @@ class ProcessGroup:
     def close(self) -> None:
         self.abort()
         for group in self.channels.values():
-            # Its destructor would wait until the others answer.  Never freed, it ends with the process.
+            # Its destructor would wait for the other ranks, so it is never freed and ends with the process.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         self.channels = {}
 
@@ -138,85 +139,85 @@ class ProcessGroup:
             wait()
 
     def stages(self, flat: torch.Tensor, dtype: CommDtype) -> Iterator[Callable[[], None]]:
-        """An all-reduce; continues after each wait that it yields, once somebody has called that."""
-        travels_as = travelling_dtype(flat, dtype)
-        if travels_as is None and self.uses_backend:
+        """All-reduce in stages.  Yields the wait of each stage, which the caller must call before it continues."""
+        comm_dtype = comm_dtype_of(flat, dtype)
+        if comm_dtype is None and self.uses_backend:
             yield from self.backend_stages(flat, dtype)
             return
-        travelling = flat if travels_as is None else flat.to(travels_as)
-        if travels_as is not None and self.num_members == 2:
-            arrived = torch.empty(2 * len(flat), dtype=travels_as, device=flat.device)
-            yield partial(self.wait, self.start("scatter", ALL_GATHER, arrived, travelling))
-            flat.copy_(self.sum_of(arrived))
+        sent = flat if comm_dtype is None else flat.to(comm_dtype)
+        if comm_dtype is not None and self.num_members == 2:
+            received = torch.empty(2 * len(flat), dtype=comm_dtype, device=flat.device)
+            yield partial(self.wait, self.start("scatter", ALL_GATHER, received, sent))
+            flat.copy_(self.sum_of(received))
             return
-        arrived, handle = self.start_scatter(travelling)
+        received, handle = self.start_scatter(sent)
         yield partial(self.wait, handle)
         begin, end = self.own_slice(flat)
-        travelling[begin:end] = self.sum_of(arrived)
-        yield from self.gather_stages(travelling)
-        if travelling is not flat:
-            flat.copy_(travelling)
+        sent[begin:end] = self.sum_of(received)
+        yield from self.gather_stages(sent)
+        if sent is not flat:
+            flat.copy_(sent)
 
     def backend_stages(self, flat: torch.Tensor, dtype: CommDtype) -> Iterator[Callable[[], None]]:
-        """The backend's own all-reduce, in the dtype that travels: it rounds at every hop."""
-        travelling = flat.to(travelling_dtype(flat, dtype) or flat.dtype)
-        yield partial(self.wait, self.start("scatter", "allreduce", [travelling]))
-        if travelling is not flat:
-            flat.copy_(travelling)
+        """Use the all-reduce of the backend in the comm dtype, which rounds at every hop."""
+        sent = flat.to(comm_dtype_of(flat, dtype) or flat.dtype)
+        yield partial(self.wait, self.start("scatter", "allreduce", [sent]))
+        if sent is not flat:
+            flat.copy_(sent)
 
     def reduce(self, flat: torch.Tensor, dtype: CommDtype) -> None:
-        """To the first member."""
-        if travelling_dtype(flat, dtype) is None:
+        """Reduce to the first member."""
+        if comm_dtype_of(flat, dtype) is None:
             self.run("reduce", [flat], dist.ReduceOptions())
         else:
             self.all_reduce(flat, dtype)
 
     def broadcast(self, flat: torch.Tensor, dtype: CommDtype) -> None:
-        """From the first member; rounded there too."""
-        travels_as = travelling_dtype(flat, dtype)
-        travelling = flat if travels_as is None else flat.to(travels_as)
-        self.run("broadcast", [travelling], dist.BroadcastOptions())
-        flat.copy_(travelling)
+        """Broadcast from the first member, which rounds its own tensor too."""
+        comm_dtype = comm_dtype_of(flat, dtype)
+        sent = flat if comm_dtype is None else flat.to(comm_dtype)
+        self.run("broadcast", [sent], dist.BroadcastOptions())
+        flat.copy_(sent)
 
     def reduce_scatter(self, flat: torch.Tensor, dtype: CommDtype) -> None:
-        """Slice i of member i's tensor becomes the sum."""
-        travels_as = travelling_dtype(flat, dtype)
+        """Replace slice i of member i's tensor with the sum."""
+        comm_dtype = comm_dtype_of(flat, dtype)
         begin, end = self.own_slice(flat)
-        flat[begin:end] = self.sum_of_slice(flat if travels_as is None else flat.to(travels_as))
+        flat[begin:end] = self.sum_of_slice(flat if comm_dtype is None else flat.to(comm_dtype))
 
     def all_gather(self, flat: torch.Tensor, dtype: CommDtype) -> None:
-        travels_as = travelling_dtype(flat, dtype)
-        travelling = flat if travels_as is None else flat.to(travels_as)
-        self.gather(travelling)
-        flat.copy_(travelling)
+        comm_dtype = comm_dtype_of(flat, dtype)
+        sent = flat if comm_dtype is None else flat.to(comm_dtype)
+        self.gather(sent)
+        flat.copy_(sent)
 
     def own_slice(self, flat: torch.Tensor) -> tuple[int, int]:
         return slice_of(len(flat), self.num_members, self.index)
 
     def start_scatter(self, flat: torch.Tensor) -> tuple[torch.Tensor, Handle]:
-        """Everybody's contribution to this member's slice, one after another, once the handle was waited for."""
+        """Start to receive the contributions to this member's slice, which are complete after a wait for the handle."""
         sizes = [end - begin for begin, end in slices(len(flat), self.num_members)]
         own = sizes[self.index]
-        arrived = torch.empty(own * self.num_members, dtype=flat.dtype, device=flat.device)
-        return arrived, self.start("scatter", ALL_TO_ALL, arrived, flat, [own] * self.num_members, sizes)
+        received = torch.empty(own * self.num_members, dtype=flat.dtype, device=flat.device)
+        return received, self.start("scatter", ALL_TO_ALL, received, flat, [own] * self.num_members, sizes)
 
-    def sum_of(self, arrived: torch.Tensor) -> torch.Tensor:
-        """The sum of contributions that lie one after another, in their type; 16 bits are summed in fp32."""
-        first, *others = arrived.chunk(self.num_members) if len(arrived) else [arrived]
-        if len(others) == 1:  # torch adds two of 16 bits in fp32 too, and rounds once
+    def sum_of(self, received: torch.Tensor) -> torch.Tensor:
+        """Return the sum of concatenated contributions in their dtype.  16-bit values are summed in fp32."""
+        first, *others = received.chunk(self.num_members) if len(received) else [received]
+        if len(others) == 1:  # torch also adds two 16-bit values in fp32 and rounds once
             return first + others[0]
-        total = first.to(torch.float32) if arrived.dtype in SIXTEEN_BITS else first
+        total = first.to(torch.float32) if received.dtype in SIXTEEN_BITS else first
         for contribution in others:
             total += contribution
-        return total.to(arrived.dtype)
+        return total.to(received.dtype)
 
     def sum_of_slice(self, flat: torch.Tensor) -> torch.Tensor:
-        arrived, handle = self.start_scatter(flat)
+        received, handle = self.start_scatter(flat)
         self.wait(handle)
-        return self.sum_of(arrived)
+        return self.sum_of(received)
 
     def gather(self, flat: torch.Tensor) -> None:
-        """Everybody's own slice, at everybody."""
+        """Send this member's slice to all members."""
         for wait in self.gather_stages(flat):
             wait()
 
@@ -229,7 +230,7 @@ class ProcessGroup:
             return
         padded = torch.zeros(largest, dtype=flat.dtype, device=flat.device)
         padded[: end - begin] = flat[begin:end]
-        arrived = torch.empty(largest * len(parts), dtype=flat.dtype, device=flat.device)
-        yield partial(self.wait, self.start("gather", ALL_GATHER, arrived, padded))
+        received = torch.empty(largest * len(parts), dtype=flat.dtype, device=flat.device)
+        yield partial(self.wait, self.start("gather", ALL_GATHER, received, padded))
         for index, (start, stop) in enumerate(parts):
-            flat[start:stop] = arrived[index * largest : index * largest + stop - start]
+            flat[start:stop] = received[index * largest : index * largest + stop - start]

@@ -1,17 +1,17 @@
-"""All-reduce among the ranks of one host, through memory that all of them map.  CPU tensors.
+"""All-reduce of CPU tensors among the ranks on one node, through shared memory.
 
-Legend: p ranks, S bytes; each rank's tensor lies in shared memory and is mapped by all the others.
-Idea: a tensor is cut into p slices.  After a barrier (all tensors are ready) rank i reads slice i of every tensor,
-sums it and writes it to every tensor; after another barrier the result is everywhere.  It works through its slice
-in chunks that stay in cache, so that memory is read once and written once.  A small tensor is cheaper with one
-barrier: each rank puts a copy of its own where the others can read it, and sums all of them for itself.
+Legend: p ranks, S bytes; each rank's tensor is in shared memory and mapped by all other ranks.
+Idea: a tensor is split into p slices.  After a barrier (all tensors are ready) rank i reads slice i of every tensor,
+sums it and writes the sum to every tensor; after a second barrier the result is complete on all ranks.  A slice is
+processed in chunks that stay in cache, so that memory is read once and written once.  For a small tensor one barrier is
+cheaper: each rank writes a copy to a place that the others can read, and sums all copies itself.
 Cost: 2 barriers; each rank reads S and writes S.  Small: 1 barrier; each rank reads pS and writes 2S.
-The other operations are the same with less to read (all_gather, broadcast) or to write (reduce_scatter, reduce).
+The other operations read less (all_gather, broadcast) or write less (reduce_scatter, reduce).
 
-Law: every element is summed in the order of ranks, whatever its place in the tensor, so the result has the same bits
-on all ranks, and a gradient the same bits in any bucket.  16-bit floats are summed in fp32 and rounded once.
+Invariant: every element is summed in rank order, at any place in the tensor.  So the result is bitwise identical on all
+ranks, and a gradient is bitwise identical in any bucket.  16-bit floats are summed in fp32 and rounded once.
 
-A tensor's storage moves into shared memory in place: all of its views, such as the gradients in DDP's bucket, follow.
+A tensor's storage moves into shared memory in place, with all of its views, such as the gradients in a bucket of DDP.
 """
 
 import contextvars
@@ -45,9 +45,9 @@ from megabatch.errors import UserError
 from megabatch.planning.plan import Slice, slices
 from megabatch.torch_api import share_by_descriptor
 
-CACHE_BYTES = 1 << 20  # all ranks' parts of a chunk together: a core's own cache, as they come today
+CACHE_BYTES = 1 << 20  # all ranks' parts of a chunk together: the private cache of a current core
 MIN_CHUNK_BYTES = 64 << 10
-TORCH_CHUNK = 32_768  # elements, of 16-bit floats: with more, torch would call on other threads
+TORCH_CHUNK = 32_768  # elements of 16-bit floats: for more, torch would use other threads
 SMALL_BYTES = 8 << 10
 SUMMED_IN_FP32 = (torch.float16, torch.bfloat16)
 FOLDER = "/dev/shm"
@@ -57,7 +57,7 @@ DESCRIPTOR, NUM_BYTES, OFFSET, OUTCOME, IS_FINITE = (MAILBOX + word for word in 
 
 
 class SharedBuffer:
-    """One tensor per rank, all of one size and type, each mapped by all ranks.  Dropped, it unmaps the others'."""
+    """One tensor per rank, of equal size and dtype, mapped by all ranks.  Deleting it unmaps those of other ranks."""
 
     def __init__(
         self, number: int, tensors: Sequence[torch.Tensor], rank: int, chunk_bytes: int, places: Sequence[torch.Tensor]
@@ -70,18 +70,18 @@ class SharedBuffer:
         begin, end = slices(own.numel(), len(tensors))[rank]
         parts = [as_array(tensor) for tensor in tensors]
         self.own: Any = parts[rank]
-        # This rank's slice, chunk by chunk; of each, every rank's part.
+        # The chunks of this rank's slice, each with the parts of all ranks.
         self.chunks = [[part[at : min(at + chunk, end)] for part in parts] for at in range(begin, end, chunk)]
         self.is_small = own.nbytes <= SMALL_BYTES
         self.can_be_checked = own.dtype in (torch.float32, torch.float64)
-        # Where copies of a small tensor go, one place per rank, and another set for the next operation.
+        # Places for copies of a small tensor, one per rank, and a second set for the next operation.
         self.places: list[list[Any]] = []
         if self.is_small:
             views = [as_array(place.view(own.dtype)[: own.numel()]) for place in places]
             self.places = [views[: len(tensors)], views[len(tensors) :]]
 
     def part(self, begin: int, end: int) -> "SharedBuffer":
-        """The elements [begin, end) of every tensor, as a buffer."""
+        """Return the elements [begin, end) of every tensor as a buffer."""
         if (begin, end) == (0, self.words[1]):
             return self
         if (begin, end) not in self.parts:
@@ -94,28 +94,30 @@ class SharedBuffer:
 
 
 def as_array(tensor: torch.Tensor) -> Any:
-    """numpy, since a call costs it a third of what it costs torch; it has no bfloat16 and is slow with float16."""
+    """Use NumPy, whose calls cost a third of torch's.  It has no bfloat16, and its float16 is slow."""
     return tensor if tensor.dtype in SUMMED_IN_FP32 else tensor.numpy()
 
 
 def product_of_halves(part: Any) -> float:
-    """inf or NaN if some element is: whatever one of them is multiplied with and added to, it stays one.  Also if the
-    product overflows.  While the part is in the cache, this costs a third of adding up two of its kind."""
+    """Return inf or NaN if an element is inf or NaN, because both survive products and sums, or if a product overflows.
+
+    While the part is in the cache, this costs a third of adding two parts.
+    """
     half = len(part) // 2
     odd = float(part[-1]) if len(part) % 2 else 0.0
     return float(np.dot(part[:half], part[half : 2 * half])) + odd
 
 
 class SharedMemory:
-    """This rank among the ranks of its host.  Every operation is collective; one thread at a time."""
+    """Shared memory of this rank and the others on its node.  Operations are collective; use one thread at a time."""
 
     def __init__(
         self,
-        store: "dist.Store",  # type: ignore[name-defined]  # of these ranks alone: give each host a PrefixStore
+        store: "dist.Store",  # type: ignore[name-defined]  # only of these ranks: use a PrefixStore per node
         rank: int,
         num_ranks: int,
         timeout_s: float = TIMEOUT_S,
-        names: Sequence[int] | None = None,  # how messages call the ranks
+        names: Sequence[int] | None = None,  # the numbers of the ranks in messages
     ) -> None:
         self.rank, self.num_ranks = rank, num_ranks
         small_words = 2 * num_ranks * SMALL_BYTES // 8
@@ -126,25 +128,25 @@ class SharedMemory:
         self.chunk_bytes = max(MIN_CHUNK_BYTES, CACHE_BYTES // num_ranks)
         self.total, self.addend = torch.empty(2, TORCH_CHUNK)  # for sums of 16-bit floats
         self.everyone = range(num_ranks)
-        self.is_finite = False  # what the last operation has written is, and it was to be looked at
-        # An overflow is the loss scaler's to see.  Each np.errstate would cost 1 us.
+        self.is_finite = False  # the result of the last operation is known to be finite
+        # The loss scaler detects overflows, so NumPy must not warn.  Each np.errstate would cost 1 us.
         self.quietly = contextvars.copy_context().run
         self.quietly(np.seterr, all="ignore")
 
     @staticmethod
     def is_supported() -> bool:
-        """False where spinning on plain memory is unsound; use Gloo there."""
+        """Return False on machines whose memory order the barrier does not support; use Gloo there."""
         return is_supported()
 
     @staticmethod
     def free_bytes() -> int:
-        """Room for the tensors of all ranks of this host.  Containers often have 64 MB."""
-        room = os.statvfs(FOLDER)
-        return room.f_bavail * room.f_frsize
+        """Return the free bytes for tensors of all ranks on this node.  Containers often have 64 MB."""
+        volume = os.statvfs(FOLDER)
+        return volume.f_bavail * volume.f_frsize
 
     @property
     def waited_s(self) -> float:
-        """How long this rank has waited for others to come, in all.  The straggler waits least."""
+        """Total time that this rank waited for others to arrive.  The straggler waits least."""
         return self.barrier.waited_s
 
     def __enter__(self) -> Self:
@@ -154,12 +156,12 @@ class SharedMemory:
         self.close()
 
     def close(self) -> None:
-        """Tells the ranks that still wait for this one.  Tensors stay as they are, and buffers close by themselves."""
+        """Notify the ranks that still wait for this one.  Tensors keep their values, and buffers close themselves."""
         self.places = ()
         self.barrier.close()
 
     def share(self, tensor: torch.Tensor, header: Header = NO_HEADER) -> SharedBuffer:
-        """Moves the tensor's storage into shared memory (if it is not there yet) and maps that of every other rank."""
+        """Move the tensor's storage into shared memory, unless it is there, and map the storages of all other ranks."""
         if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.dtype not in DTYPE_CODES:
             raise UserError(
                 f"a tensor of {tensor.dtype} on {tensor.device} with strides {tensor.stride()} cannot be shared; "
@@ -174,11 +176,11 @@ class SharedMemory:
         descriptor, num_bytes = 0, 0
         try:
             if len(flat):
-                # The descriptor is the storage's own, and closed with it.
+                # The descriptor belongs to the storage, which closes it.
                 descriptor, num_bytes = share_by_descriptor(flat.untyped_storage())
         except RuntimeError as caught:
             descriptor, problem = -1, str(caught).partition("\n")[0]
-            # torch leaves its file behind if /dev/shm is too small for it.
+            # torch does not delete its file if /dev/shm is too small for it.
             for name in re.findall(r"file </(torch_\w+)>", problem):
                 Path(FOLDER, name).unlink(missing_ok=True)
         offset = int(flat.storage_offset()) * flat.element_size()
@@ -198,13 +200,13 @@ class SharedMemory:
         except RuntimeError as caught:
             problem = str(caught).partition("\n")[0]
         words[own + OUTCOME] = -self.num_buffers if problem else self.num_buffers
-        barrier.wait()  # from here on, a rank may free its tensor
+        barrier.wait()  # after this, a rank may free its tensor
         failed = [rank for rank in self.everyone if words[WORDS_PER_RANK * rank + OUTCOME] != self.num_buffers]
         if failed:
             cause = f" ({problem})" if problem else ""
             raise Unmapped(
                 f"{barrier.name(failed)} cannot share bucket {header.bucket} of {flat.nbytes:,} bytes{cause}; "
-                f"{FOLDER} has {self.free_bytes():,} left: make it larger (docker: --shm-size), "
+                f"{FOLDER} has {self.free_bytes():,} left: enlarge it (docker: --shm-size), "
                 "or use algorithm='flat'"
             )
         return SharedBuffer(self.num_buffers, tensors, self.rank, self.chunk_bytes, self.places)
@@ -212,7 +214,7 @@ class SharedMemory:
     def all_reduce(
         self, buffer: SharedBuffer, header: Header = NO_HEADER, scale: float | None = None, checks: bool = False
     ) -> None:
-        """Every rank's tensor becomes the sum of all, times `scale`.  `checks`: see `is_finite`."""
+        """Replace every rank's tensor with the sum of all, times `scale`.  `checks`: set `is_finite`."""
         if not buffer.is_small:
             self.reduce_slice("all_reduce", 0, buffer, header, scale, self.everyone, checks)
             return
@@ -223,19 +225,19 @@ class SharedMemory:
         self.is_finite = checks and buffer.can_be_checked and math.isfinite(product_of_halves(buffer.own))
 
     def reduce_scatter(self, buffer: SharedBuffer, header: Header = NO_HEADER, scale: float | None = None) -> None:
-        """Slice i of rank i's tensor becomes the sum; what the rest of it holds is anybody's guess."""
+        """Replace slice i of rank i's tensor with the sum.  The rest of the tensor is undefined."""
         self.reduce_slice("reduce_scatter", 0, buffer, header, scale, [self.rank])
 
     def reduce(self, buffer: SharedBuffer, root: int, header: Header = NO_HEADER, scale: float | None = None) -> None:
-        """The root's tensor becomes the sum; the others' are anybody's guess."""
+        """Replace the root's tensor with the sum.  The tensors of other ranks are undefined."""
         self.reduce_slice("reduce", root, buffer, header, scale, [root])
 
     def all_gather(self, buffer: SharedBuffer, header: Header = NO_HEADER, checks: bool = False) -> None:
-        """Slice i of every tensor becomes that of rank i's."""
+        """Replace slice i of every tensor with that of rank i."""
         self.copy_slice("all_gather", 0, buffer, header, self.rank, checks)
 
     def broadcast(self, buffer: SharedBuffer, root: int, header: Header = NO_HEADER, checks: bool = False) -> None:
-        """Every rank's tensor becomes the root's."""
+        """Replace every rank's tensor with the root's."""
         self.copy_slice("broadcast", root, buffer, header, root, checks)
 
     def arrive(self, operation: str, root: int, buffer: SharedBuffer, header: Header, scale: float | None) -> None:
@@ -254,9 +256,9 @@ class SharedMemory:
         destinations: Sequence[int],
         checks: bool = False,
     ) -> None:
-        """Sums this rank's slice of all tensors into those of the destinations."""
+        """Sum this rank's slice of all tensors into those of the destinations."""
         self.arrive(operation, root, buffer, header, scale)
-        # The first addition may overwrite either of its operands; a sum that goes elsewhere is made in rank 0's.
+        # The first addition may overwrite either operand.  A sum for another rank is computed in rank 0's tensor.
         home = destinations[0] if destinations[0] < 2 else 0
         checks, products = checks and buffer.can_be_checked, 0.0
         for parts in buffer.chunks:
@@ -270,7 +272,7 @@ class SharedMemory:
     def copy_slice(
         self, operation: str, root: int, buffer: SharedBuffer, header: Header, source: int, checks: bool
     ) -> None:
-        """Copies this rank's slice of the source's tensor to all other tensors."""
+        """Copy this rank's slice of the source's tensor to all other tensors."""
         self.arrive(operation, root, buffer, header, None)
         checks, products = checks and buffer.can_be_checked, 0.0
         for parts in buffer.chunks:
@@ -281,14 +283,14 @@ class SharedMemory:
         self.end(checks, products)
 
     def end(self, checks: bool, products: float) -> None:
-        """The second barrier of an operation, past which all ranks know what each has found in its slice."""
+        """Wait at the second barrier of an operation, after which all ranks know whether every slice is finite."""
         words = self.barrier.words
         words[WORDS_PER_RANK * self.rank + IS_FINITE] = checks and math.isfinite(products)
         self.barrier.wait()
         self.is_finite = all(words[WORDS_PER_RANK * rank + IS_FINITE] for rank in self.everyone)
 
     def add(self, parts: Sequence[Any], out: Any, scale: float | None) -> None:
-        """out = (part 0 + part 1 + part 2 + ...) * scale.  `out` may be part 0 or part 1."""
+        """Compute out = (part 0 + part 1 + part 2 + ...) * scale.  `out` may be part 0 or part 1."""
         if isinstance(out, torch.Tensor):
             total, addend = self.total[: len(out)], self.addend[: len(out)]
             total.copy_(parts[0])

@@ -1,4 +1,4 @@
-"""The thread that carries parts between nodes, several at a time: one travels while another is summed."""
+"""The threads that all-reduce CPU tensors: one for the network, one for the node."""
 
 import queue
 import threading
@@ -21,12 +21,12 @@ from megabatch.comm.work import RankPhases, Work, phases_of
 from megabatch.planning.pipeline import num_parts
 from megabatch.planning.plan import Plan, slices
 from megabatch.planning.topology import Axis
-from megabatch.telemetry.timeline import IN_NODE, NETWORK, NoTimeline, Timeline
+from megabatch.telemetry.timeline import IN_NODE, NETWORK, Timeline
 
 
 @dataclass
 class InFlight:
-    """A part on the network: its stages, and what the current one waits for."""
+    """A part on the network, with its stages and the wait of the current one."""
 
     work: Work
     stages: Iterator[Callable[[], None]]
@@ -35,22 +35,24 @@ class InFlight:
 
 
 class NetworkWorker:
-    def __init__(self, runner: PhaseRunner, failure: FirstError, timeline: Timeline | NoTimeline) -> None:
+    """The thread that exchanges parts between nodes, several at a time: one is transferred while another is summed."""
+
+    def __init__(self, runner: PhaseRunner, failure: FirstError, timeline: Timeline) -> None:
         self.runner, self.failure, self.timeline = runner, failure, timeline
-        self.waited_s = 0.0  # for the network, in all
-        self.queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()  # None: it ends
+        self.waited_s = 0.0  # total, for the network
+        self.queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()  # None ends the thread
         self.thread = threading.Thread(target=self.run, name="megabatch network", daemon=True)
         self.thread.start()
 
     def run(self) -> None:
-        """Starts what comes, and then moves all that is in flight one stage on: the oldest alone, if nothing came."""
+        """Start each queued part and advance all in flight by one stage.  If the queue is empty, advance the oldest."""
         in_flight: list[InFlight] = []
         while True:
             if in_flight and self.queue.empty():
                 moving = in_flight[:1]
             elif work := self.queue.get():
                 if not all(self.runner.is_compared(work, phase.axis) for phase, _ in work.phases.network):
-                    # To compare blocks, and then nobody may wait for what is in flight.
+                    # The comparison of layouts blocks, so complete the parts in flight, which other ranks may wait for.
                     self.end_all(in_flight)
                 moving = [InFlight(work, self.stages(work)), *in_flight]
                 in_flight.append(moving[0])
@@ -68,7 +70,7 @@ class NetworkWorker:
         in_flight.clear()
 
     def advance(self, part: InFlight) -> None:
-        """Waits for what its stage needs, and begins the next one."""
+        """Wait for the current stage, and start the next one."""
         work, began_s = part.work, time.perf_counter()
         if work.phases.network:
             self.timeline.enter_phase(work, *work.phases.network[0])
@@ -94,7 +96,7 @@ class NetworkWorker:
             work.finish()
 
     def stages(self, work: Work) -> Iterator[Callable[[], None]]:
-        """What a part does on the network; it wants each wait called that it yields."""
+        """Run the network phases of a part.  The caller must call each wait that this yields."""
         for phase, transfer in work.phases.network:
             group = self.runner.process_group_for(work, phase.axis)
             assert isinstance(group, ProcessGroup)
@@ -107,13 +109,12 @@ class NetworkWorker:
                 getattr(group, phase.op)(tensor, phase.dtype)
 
 
-# The thread that works inside the node: what a plan does there before it crosses the network, and after.
-
-
 class NodeWorker:
-    def __init__(self, runner: PhaseRunner, network: NetworkWorker, timeline: Timeline | NoTimeline) -> None:
+    """The thread that runs the phases within the node, before and after those on the network."""
+
+    def __init__(self, runner: PhaseRunner, network: NetworkWorker, timeline: Timeline) -> None:
         self.runner, self.network, self.timeline = runner, network, timeline
-        self.queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()  # None: it ends
+        self.queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()  # None ends the thread
         self.thread = threading.Thread(target=self.run, name="megabatch node", daemon=True)
         self.thread.start()
 
@@ -144,26 +145,25 @@ class NodeWorker:
         work.finish()
 
 
-# All-reduces tensors of the CPU in the background, as plans say, one after another in the order in which they come.
-#
-# A tensor that crosses the network is cut into parts, and a plan in three: what it does in the node, what crosses the
-# network, what it does in the node again.  With parts a, b, c, d, ... the two threads do
-#
-#     in the node    a1 b1 c1 d1       a3 e1    b3 f1    ...
-#     network           a2 b2 c2 d2 ...
-#
-# so that the network, the bottleneck, is never idle while a host adds up.  The order in the node is fixed (order.py).
-# The network's thread starts a part before it moves those in flight on (`ProcessGroup.stages`), so that one travels
-# while another is summed.
-#
-# On accelerators there are no threads and no parts, but streams (stream_reducer.py).
-
-
 class Reducer:
-    in_parts = True
-    exposed_wait_s = None  # the loop's own clock knows it
+    """All-reduces CPU tensors in the background, in the order in which they are started.
 
-    def __init__(self, groups: Groups, failure: FirstError, timeline: Timeline | NoTimeline) -> None:
+    A tensor that crosses the network is split into parts.  A plan has three stages: phases within the node, phases on
+    the network, and phases within the node again.  With parts a, b, c, d, ... the two threads run
+
+        in the node    a1 b1 c1 d1       a3 e1    b3 f1    ...
+        network           a2 b2 c2 d2 ...
+
+    so the network, which is the bottleneck, is not idle while a node sums.  The order within the node is fixed
+    (order.py).  The network's thread starts a part before it advances those in flight (`ProcessGroup.stages`), so one
+    part is transferred while another is summed.
+
+    Accelerators use streams instead of threads and parts (accelerator/streams.py).
+    """
+
+    in_parts = True
+
+    def __init__(self, groups: Groups, failure: FirstError, timeline: Timeline) -> None:
         self.groups, self.failure, self.timeline = groups, failure, timeline
         self.phases_for = cache(self.cut_phases)
         self.runner = PhaseRunner(groups, failure, timeline)
@@ -175,21 +175,21 @@ class Reducer:
 
     @property
     def waited_s(self) -> float:
-        """For other ranks and the network, in all.  The straggler waits least; no clocks are compared."""
+        """Total time waiting for other ranks and the network.  The straggler waits least; no clocks are compared."""
         return self.runner.waited_s + self.network.waited_s
 
     def stream_of(self, axis: Axis) -> AbstractContextManager[Any]:
-        """There are none."""
+        """Return an empty context: CPUs have no streams."""
         return nullcontext()
 
     def start(
         self, key: int, tensor: torch.Tensor, plan: Plan, header: Header, scale: float | None, is_last: bool
     ) -> torch.futures.Future[torch.Tensor]:
-        """The tensor, summed in place over all ranks, times `scale`.  All ranks start the same tensors in one order."""
+        """Sum the tensor in place over all ranks, times `scale`.  All ranks start the same tensors in one order."""
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         whole = tensor.view(-1)
         self.timeline.note_ready(key, whole, plan)
-        if self.failure.error is not None:  # nothing is exchanged any more
+        if self.failure.error is not None:  # after an error nothing is exchanged
             future.set_result(whole)
             return future
         for begin, end in slices(len(whole), num_parts(plan, whole.nbytes)):
@@ -199,7 +199,7 @@ class Reducer:
         return future
 
     def forget(self, key: int) -> None:
-        """Frees the room in shared memory of a tensor that will not come again."""
+        """Free the shared memory of a tensor that will not be all-reduced again."""
         self.runner.buffers.pop(key, None)
 
     def close(self) -> None:
@@ -208,7 +208,7 @@ class Reducer:
         threads = [self.node.thread, self.network.thread]
         for thread in threads:
             thread.join(timeout=0.5)
-        self.groups.abort()  # a thread that still waits for other ranks has nobody to wait for it
+        self.groups.abort()  # ends a thread that still waits for other ranks
         for thread in threads:
             thread.join(timeout=10)
         self.runner.buffers = {}

@@ -1,13 +1,13 @@
-"""Who keeps the others waiting, and with what: ranks that have made no progress for long write it to the store.
+"""The watchdog thread of a rank: it finds the rank that keeps the others waiting, and its activity.
 
-Half of the timeout without progress, and a rank writes to the store where it stands, unasked; so when the time is up,
-the ranks that wait for it can say what it does.  A rank that aborts writes why.  One that has written nothing hangs as
-a whole, or is gone.  When the time is up a rank that is stuck outside of an all-reduce ends, too (`on_stuck`).
+After half of the timeout without progress, a rank writes its activity to the store.  When the timeout expires, the
+ranks that wait for it can name it and its activity.  A rank that aborts writes its reason.  A rank without any report
+hangs as a whole or has exited.  A rank that is stuck outside an all-reduce ends when the timeout expires (`on_stuck`).
 
-On accelerators nobody but this thread notices that others do not come: the host has issued its collectives, and goes on
-or waits for the device.  So it looks at their events, and never waits for one; when the device has been in the same
-collective for the whole of the timeout, or another rank has aborted or is silent meanwhile, it calls `on_hang`.  Ranks
-there beat: each writes a number to the store, and listens to the next one.
+On accelerators only this thread notices missing ranks, because the host has issued its collectives and continues or
+waits for the device.  The thread queries their events without waiting.  It calls `on_hang` when the device has been in
+one collective for the whole timeout, or when meanwhile another rank has aborted or stopped its heartbeat.  With
+accelerators, each rank writes a heartbeat to the store and reads that of the next rank.
 """
 
 import faulthandler
@@ -24,28 +24,28 @@ import torch
 
 from megabatch.comm.accelerator.stream_times import Collective
 from megabatch.comm.faults.progress import WAITS, BackwardProgress
-from megabatch.io.disk import open_own
+from megabatch.io.disk import open_private
 from megabatch.ranks.store import first_absent
-from megabatch.telemetry.activity import BACKWARD, Activity, LastWords
+from megabatch.telemetry.activity import BACKWARD, Activity, ExitReporter
 
-# What ranks write to the store when a run is about to fail: where they stand, why they abort, how their buckets lie.
+# Reports that ranks write to the store when a run fails: their activity, their reason to abort, their bucket layouts.
 #
-# All ranks may fail at once, and one store serves them: each asks it a few dozen times, however many ranks there are.
-#     host/<rank>      where it runs, before anything fails
-#     state/<rank>     there, while the rank has written anything
-#     states           how many are there
-#     messages         how many ranks have ever had more to say than that they wait
-#     message/<n>      what the n-th of these has to say, [rank, text]; text is "" once it is true no longer
+# All ranks may fail at once, with one store.  Each sends it a few dozen requests, for any number of ranks.
+#     host/<rank>      the host of the rank, set before anything fails
+#     state/<rank>     set while the rank has a report
+#     states           number of these
+#     messages         number of ranks that ever had a report other than that they wait
+#     message/<n>      report of the n-th of these, [rank, text]; text is "" after it is withdrawn
 
-LISTEN_S = 3.0  # how long a rank that has failed waits for what the others say
-MOST = 3  # ranks that a message quotes
-MOST_READ = 12  # messages, of which those are chosen
-MOST_NAMED = 8  # ranks that say nothing, in a message
-SEARCHES = 8  # ranks that look for those; the first to fail are read first
+LISTEN_S = 3.0  # time that a failed rank waits for the reports of others
+MOST = 3  # ranks quoted in a message
+MOST_READ = 12  # reports read, from which those are chosen
+MOST_NAMED = 8  # ranks without a report that a message names
+SEARCHES = 8  # number of ranks that search for those: the messages of the first to fail are read first
 
 
 class RankStates:
-    """Two threads may write: the watchdog's, and the one in which this rank fails."""
+    """The reports of ranks in the store.  Two threads may write: the watchdog's, and the one that fails."""
 
     def __init__(self, store: Any, rank: int, names: Sequence[int], timeout_s: float) -> None:
         self.store, self.rank, self.names, self.listen_s = store, rank, names, min(LISTEN_S, timeout_s)
@@ -57,7 +57,7 @@ class RankStates:
         return f"state/{rank}"
 
     def write(self, text: str, is_final: bool = False) -> None:
-        """After the final one, nothing is written any more."""
+        """Write the report of this rank.  A final report is not overwritten by later ones."""
         with self.lock:
             if self.is_final and not is_final:
                 return
@@ -69,7 +69,7 @@ class RankStates:
             self.set_message("" if text == WAITS else text)
 
     def withdraw(self) -> None:
-        """What was written is true no longer."""
+        """Delete the report of this rank, which is no longer true."""
         with self.lock:
             if not self.is_final and self.has_written:
                 self.store.delete_key(self.key(self.rank))
@@ -83,23 +83,26 @@ class RankStates:
         if self.place:
             self.store.set(f"message/{self.place}", json.dumps([self.rank, text]))
 
-    def heard(self, waits_for_all: bool) -> list[str]:
-        """What the other ranks have said; with `waits_for_all` also who says nothing, though all have reason to."""
+    def peer_reports(self, waits_for_all: bool) -> list[str]:
+        """Return reports of other ranks.
+
+        With `waits_for_all` every rank has a reason to report: wait for them, and name the ranks that do not.
+        """
         try:
             if waits_for_all:
                 self.listen(lambda: self.num_silent() == 0)
-            said = [f"rank {self.names[rank]} {text}" for rank, text in self.messages()]
+            reports = [f"rank {self.names[rank]} {text}" for rank, text in self.messages()]
             silent = self.describe_silent() if waits_for_all else ""
         except RuntimeError:
-            where = f" at {os.environ['MASTER_ADDR']}" if "MASTER_ADDR" in os.environ else ""
-            return [f"the store{where} is gone, with its host, rank 0 or the launcher that held it"]
-        return [silent, *said][:MOST] if silent else said[:MOST]
+            address = f" at {os.environ['MASTER_ADDR']}" if "MASTER_ADDR" in os.environ else ""
+            return [f"the store{address} is lost: its host is down, or rank 0 or the launcher has exited"]
+        return [silent, *reports][:MOST] if silent else reports[:MOST]
 
     def num_silent(self) -> int:
         return len(self.names) - int(self.store.add("states", 0))
 
     def messages(self) -> list[tuple[int, str]]:
-        """Of other ranks, some of those that have more to say than that they wait."""
+        """Return some of the reports of other ranks, without those that only wait."""
         last = min(int(self.store.add("messages", 0)), MOST_READ)
         found = [json.loads(self.read(f"message/{place}") or '[0, ""]') for place in range(1, last + 1)]
         return sorted((rank, text) for rank, text in found if text and rank != self.rank)
@@ -113,13 +116,13 @@ class RankStates:
             absent = first_absent(self.store, [self.key(rank) for rank in range(len(self.names))], MOST_NAMED)
         ranks = [int(key.partition("/")[2]) for key in absent]
         hosts = sorted({host for rank in ranks if (host := self.read(f"host/{rank}"))})
-        where = f" ({', '.join(hosts)})" if hosts else ""
-        return f"{name_some([str(self.names[rank]) for rank in ranks], count)} nothing{where}: gone, or hanging"
+        on_hosts = f" (on {', '.join(hosts)})" if hosts else ""
+        return f"{name_ranks([str(self.names[rank]) for rank in ranks], count)} not respond{on_hosts}: exited or hung"
 
     def differences(self, layout: str, members: Sequence[int]) -> list[str]:
-        """What first differs in the layouts of a bucket that these ranks have, each of which writes its own.
+        """Return the first difference between the bucket layouts of these ranks.  Every member must call this.
 
-        Each compares with the first member's, and the first one to find a difference is quoted on all.
+        Each compares its layout with that of the first member.  All ranks quote the first difference that is found.
         """
         group = f"layouts/{members[0]}-{members[-1]}-{len(members)}"
         first, own, other = (f"{group}/{place}" for place in (members[0], self.rank, "other"))
@@ -146,9 +149,9 @@ class RankStates:
         return []
 
     def listen(self, is_enough: Callable[[], bool]) -> None:
-        """Asks less and less often: all ranks may be asking."""
-        deadline_s, pause_s = time.monotonic() + self.listen_s, 0.02
-        while not is_enough() and (left_s := deadline_s - time.monotonic()) > 0:
+        """Wait until `is_enough`, with increasing pauses, because all ranks may be asking the store."""
+        deadline_s, pause_s = time.perf_counter() + self.listen_s, 0.02
+        while not is_enough() and (left_s := deadline_s - time.perf_counter()) > 0:
             time.sleep(min(pause_s, left_s))
             pause_s *= 2
 
@@ -156,12 +159,12 @@ class RankStates:
         return self.store.get(key).decode() if self.store.check([key]) else None
 
 
-def name_some(names: Sequence[str], count: int) -> str:
-    """Of so many ranks, the names of some, or of none."""
+def name_ranks(names: Sequence[str], count: int) -> str:
+    """Return "rank 3 does" or "ranks 3, 5 and 7 more do", or only the number of ranks if there are no names."""
     if not names:
-        return f"{count:,} rank{'s say' if count > 1 else ' says'}"
+        return f"{count:,} {'ranks do' if count > 1 else 'rank does'}"
     more = f" and {count - len(names):,} more" if count > len(names) else ""
-    return f"ranks {', '.join(names)}{more} say" if count > 1 else f"rank {names[0]} says"
+    return f"ranks {', '.join(names)}{more} do" if count > 1 else f"rank {names[0]} does"
 
 
 def describe(parameter: list[Any]) -> str:
@@ -170,10 +173,10 @@ def describe(parameter: list[Any]) -> str:
 
 
 LOOK_EVERY_S = 2.0  # at most
-SILENT_S = 15.0  # a rank on an accelerator that does not beat for so long, while others wait for it, is gone
-GRACE_S = 5.0  # whoever waits leaves it to the all-reduce, or the rank that it waits for, to say what is wrong
-MOST_STACKS = 16  # of ranks, in the log
-ABORTED = "aborted"  # a key of the store: some rank has
+SILENT_S = 15.0  # a rank on an accelerator is lost after this time without a heartbeat, while others wait for it
+GRACE_S = 5.0  # a waiting rank gives the all-reduce, or the rank that it waits for, this time to report the cause
+MOST_STACKS = 16  # ranks whose stacks are logged
+ABORTED = "aborted"  # store key: a rank has aborted
 
 
 class Watchdog:
@@ -184,21 +187,21 @@ class Watchdog:
         names: Sequence[int],
         activity: Activity,
         progress: BackwardProgress,
-        last_words: LastWords,
+        exit_reporter: ExitReporter,
         set_timeout: Callable[[float], None] = lambda seconds: None,  # of all-reduces
     ) -> None:
         self.store, self.rank, self.activity, self.progress = store, rank, activity, progress
-        self.names, self.last_words, self.set_timeout = names, last_words, set_timeout
+        self.names, self.exit_reporter, self.set_timeout = names, exit_reporter, set_timeout
         self.states = RankStates(store, rank, names, activity.patience_s)
         self.on_hang: Callable[[Collective, str], None] = lambda collective, why: None
         self.on_stuck: Callable[[bool, float], None] = lambda waits, patience_s: None
-        self.waiting: Collective | None = None  # in which the device was when it was last looked at
+        self.waiting: Collective | None = None  # the collective that the device was in at the last check
         self.waiting_since_s = 0.0
-        self.looked_s = time.monotonic()
-        self.reported_s: float | None = None  # when progress ended, of which the store knows
-        self.num_beats, self.next_beat, self.next_beat_s = 0, "", time.monotonic()
-        self.stacks: TextIO | None = None  # where they go if this thread cannot run
-        progress.restart_clock()
+        self.looked_s = time.perf_counter()
+        self.reported_s: float | None = None  # the time of the last progress, if it is reported in the store
+        self.num_beats, self.next_beat, self.next_beat_s = 0, "", time.perf_counter()
+        self.stacks: TextIO | None = None  # the file for all stacks, used if this thread cannot run
+        activity.note_progress()
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self.watch, name="megabatch watchdog", daemon=True)
         self.thread.start()
@@ -206,10 +209,10 @@ class Watchdog:
     def watch(self) -> None:
         times = self.progress.times
         if times:
-            torch.accelerator.set_device_index(times.device.index)  # of this thread, which asks for events
-        with suppress(RuntimeError):  # the store is gone, with the rank that held it
+            torch.accelerator.set_device_index(times.device.index)  # for this thread, which queries events
+        with suppress(RuntimeError):  # the store is lost with the rank that held it
             if times:
-                self.beat(time.monotonic())
+                self.beat(time.perf_counter())
             while not self.ended.wait(min(self.activity.patience_s / 8, LOOK_EVERY_S)):
                 self.look()
         if self.stacks:
@@ -217,9 +220,9 @@ class Watchdog:
             self.stacks.close()
 
     def look(self) -> None:
-        patience_s, now_s = self.activity.patience_s, time.monotonic()
+        patience_s, now_s = self.activity.patience_s, time.perf_counter()
         if now_s - self.looked_s > LOOK_EVERY_S + GRACE_S:  # this process was stopped, perhaps with all others
-            self.progress.restart_clock()
+            self.activity.note_progress()
         self.looked_s = now_s
         self.set_timeout(patience_s)
         self.arm_stacks(patience_s)
@@ -227,7 +230,7 @@ class Watchdog:
         if why and self.waiting:
             self.on_hang(self.waiting, why)
             return
-        seen_s = max(self.progress.changed_s, self.activity.since_s)
+        seen_s = self.activity.changed_s
         if self.reported_s is not None and seen_s != self.reported_s:
             self.reported_s = None
             self.states.withdraw()
@@ -241,11 +244,11 @@ class Watchdog:
 
     @property
     def waits(self) -> bool:
-        """For other ranks."""
+        """Return True if this rank waits for other ranks."""
         return self.activity.waits or self.progress.is_waiting
 
     def describe(self) -> str:
-        """What this rank lacks or does; WAITS if it lacks nothing but other ranks."""
+        """Return the activity of this rank and its missing gradients, or WAITS if it only waits for other ranks."""
         if self.waits:
             return WAITS
         if not self.activity.is_followed:
@@ -254,36 +257,35 @@ class Watchdog:
         return f"{self.activity.describe()}{lacks}"
 
     def arm_stacks(self, patience_s: float) -> None:
-        """Should this thread not run for so long, because another one keeps the GIL, the log gets all their stacks."""
-        path = None if self.stacks else self.last_words.log_path()
+        """Log all stacks if this thread cannot run for `patience_s`, because another thread holds the GIL."""
+        path = None if self.stacks else self.exit_reporter.log_path()
         if path:
             with suppress(OSError):
-                self.stacks = open_own(path)
+                self.stacks = open_private(path)
         if self.stacks:
             faulthandler.dump_traceback_later(patience_s, file=self.stacks)
 
     def look_at_device(self, patience_s: float) -> str | None:
-        """Why nothing more is to be expected of the collective that the device is in, if so."""
+        """Return the reason why the current collective of the device cannot complete, or None."""
         if not self.progress.times:
             return None
-        waiting, now_s = self.progress.times.waiting(), time.monotonic()
+        waiting, now_s = self.progress.times.waiting(), time.perf_counter()
         try:
             self.beat(now_s)
             if waiting is None or waiting is not self.waiting:
                 self.waiting, self.waiting_since_s = waiting, now_s
                 return None
             if now_s - self.waiting_since_s > patience_s:
-                return f"other ranks did not come within {patience_s:g} s"
+                return f"other ranks did not arrive within {patience_s:g} s"
             silent_s = now_s - max(self.next_beat_s, self.waiting_since_s)
             if self.next_beat and silent_s > SILENT_S:
                 self.store.set(ABORTED, "")
-                return (
-                    f"rank {self.names[self.next_rank]} has not been heard of for {silent_s:.0f} s, and does not come"
-                )
-            return "another rank has aborted, and does not come" if self.store.check([ABORTED]) else None
-        except RuntimeError:  # the store is gone, with the rank that held it
+                name = self.names[self.next_rank]
+                return f"rank {name} has sent no heartbeat for {silent_s:.0f} s and did not arrive"
+            return "another rank has aborted and did not arrive" if self.store.check([ABORTED]) else None
+        except RuntimeError:  # the store is lost with the rank that held it
             self.waiting = waiting
-            return "the rank that held the store does not come"
+            return "the rank that held the store is lost and did not arrive"
 
     @property
     def next_rank(self) -> int:
@@ -299,26 +301,24 @@ class Watchdog:
                 self.next_beat, self.next_beat_s = beat, now_s
 
     def log_stack(self) -> None:
-        """Of the thread that trains, for the run's log: some of all ranks, where all are stuck."""
+        """Log the stack of the training thread.  If all ranks are stuck, only some do."""
         with suppress(RuntimeError):
             if self.store.add("stacks", 1) <= MOST_STACKS:
-                where = f"rank {self.names[self.rank]} on {platform.node()} in {self.activity.where}"
-                self.last_words.log(f"{where}:\n{self.activity.stack()}")
+                header = f"rank {self.names[self.rank]} on {platform.node()} in {self.activity.where}"
+                self.exit_reporter.log(f"{header}:\n{self.activity.stack()}")
 
-    def say_last(self, message: str) -> None:
-        """The last that this rank writes."""
+    def report_final(self, message: str) -> None:
+        """Write the final report of this rank."""
         self.ended.set()
         with suppress(RuntimeError):
             self.states.write(message, is_final=True)
             if message != WAITS:
                 self.store.set(ABORTED, "")
 
-    def heard(self, waits_for_all: bool = False) -> list[str]:
-        """What the other ranks have said; with `waits_for_all` also who says nothing, though all have reason to."""
-        return self.states.heard(waits_for_all)
+    def peer_reports(self, waits_for_all: bool = False) -> list[str]:
+        return self.states.peer_reports(waits_for_all)
 
     def differences(self, layout: str, members: Sequence[int]) -> list[str]:
-        """What first differs in the layouts of a bucket that these ranks have, each of which writes its own."""
         return self.states.differences(layout, members)
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
-"""What decides every byte of a pack: the files of its source, and the settings.
+"""The identity of a pack: a fingerprint of its source, and the settings.  Together they determine every byte.
 
-It is written into the pack, begun or whole, so that a command for the same folder resumes the same pack or is refused.
+It is stored in finished and unfinished packs, so that a command for the same folder resumes the same pack or is
+refused.
 """
 
 import hashlib
@@ -26,16 +27,14 @@ MOST_IDENTITY_BYTES = 1_000_000
 
 
 class PackSettings(Struct, frozen=True, kw_only=True):
-    shorter_side: int | None = None  # of images that are larger; None leaves all as they are
-    quality: int = 90  # of those that are made smaller
+    shorter_side: int | None = None  # larger images are shrunk to it; None stores the original bytes
+    quality: int = 90  # of images that are shrunk
     shard_mb: int = 256
     on_error: Literal["raise", "skip"] = "raise"
 
 
 class Identity(Struct, frozen=True, kw_only=True):
-    """What decides every byte of a pack."""
-
-    source: str  # its name, for messages; the fingerprint decides
+    source: str  # its name, for messages
     fingerprint: str
     shorter_side: int | None
     quality: int
@@ -61,15 +60,14 @@ def parts_of(dataset: EncodedDataset) -> list[Source]:
 
 
 def require_place(out: Path) -> None:
-    """A pack, one that was begun, or nothing."""
-    ours = (LOCK, INDEX, UNFINISHED)
+    """Refuse a folder that is neither empty nor a finished or unfinished pack."""
     names = [path.name for path in out.iterdir() if not path.name.startswith(disk.WRITING)]
-    if names and not set(names) & set(ours):
-        raise UserError(f"{out} is not empty and no pack ({min(names)}); give a folder that is new or empty")
+    if names and not {*names} & {LOCK, INDEX, UNFINISHED}:
+        raise UserError(f"{out} is neither empty nor a pack: it contains {min(names)}; give a new or empty folder")
 
 
-def is_complete(out: Path, asked: Identity) -> bool:
-    """Whether OUT holds this very pack.  Another is refused, whole or begun."""
+def is_complete(out: Path, wanted: Identity) -> bool:
+    """Return whether `out` is this pack and finished.  Refuse a different pack, finished or not."""
     try:
         if (out / INDEX).exists():
             found = str(read_index(out)["identity"]).encode()
@@ -77,24 +75,25 @@ def is_complete(out: Path, asked: Identity) -> bool:
             found = read_file(out / UNFINISHED, MOST_IDENTITY_BYTES)
         else:
             return False
-        made = msgspec.json.decode(found, type=Identity)
-        require_same(out, made, asked)
+        require_same(out, msgspec.json.decode(found, type=Identity), wanted)
     except (KeyError, UnicodeError, RecursionError, msgspec.MsgspecError) as error:
-        raise UserError(f"{out} does not say how it was packed ({error}); delete it, or give another") from error
+        raise UserError(
+            f"{out} has no valid record of its pack settings ({error}); delete it, or give another folder"
+        ) from error
     return (out / INDEX).exists()
 
 
-def require_same(out: Path, made: Identity, asked: Identity) -> None:
+def require_same(out: Path, existing: Identity, wanted: Identity) -> None:
     for key in ("shorter_side", "quality", "shard_mb"):
-        before, now = getattr(made, key), getattr(asked, key)
+        before, now = getattr(existing, key), getattr(wanted, key)
         if before != now:
             option = "--" + key.replace("_", "-")
             raise UserError(
                 f"{out} was packed with {option} {before or 'not given'}, now it is {now or 'not given'}; "
-                f"give the same, another folder, or delete {out}"
+                f"give the same value or another folder, or delete {out}"
             )
-    if made.fingerprint != asked.fingerprint:
+    if existing.fingerprint != wanted.fingerprint:
         raise UserError(
-            f"{out} was packed from {made.source!r} when other files were there than are in {asked.source!r} now; "
+            f"{out} was packed from {existing.source!r} with other files than {wanted.source!r} has now; "
             f"give another folder, or delete {out}"
         )

@@ -1,4 +1,9 @@
-"""Images in tars: shards of `megabatch pack` with their index, or WebDataset's shards without one, scanned once."""
+"""Images in tars: shards of `megabatch pack` with an index, or WebDataset's shards without one, which are scanned once.
+
+Shards stay open, so no file is opened per image.  Members are never unpacked, so their names need not be trusted.
+Shards are read and not memory-mapped: it is equally fast, and a truncated shard or a bad disk raises an error instead
+of killing the process.
+"""
 
 import os
 import resource
@@ -6,35 +11,36 @@ import threading
 from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from megabatch.data.sources.files import EncodedDataset
-from megabatch.data.sources.index import INDEX, TEST, TRAIN, cached_index, read_index
+from megabatch.data.sources.index import INDEX, TEST, TRAIN, cached_index, once_per_host, read_index
 from megabatch.data.sources.tars import CLASSES, is_current, is_tar, list_tars, name_classes, scan
 from megabatch.errors import UserError
 from megabatch.io.arrays import Arrays, fingerprint
-from megabatch.io.reading import MOST_BYTES, open_regular, require_modest
+from megabatch.io.reading import MOST_BYTES, Undecodable, decode_json, open_regular, require_file_size
 from megabatch.io.tars import Damaged, member_name
 from megabatch.text import one_line
 
-# The bytes of samples in tars that stay open: no file is opened per image.
-#
-# Members are never unpacked, so that what they are called does not matter.  Shards are read and not mapped into
-# memory: it takes as long, and a shard that is truncated or lies on a bad disk is an error that can be told, where a
-# map would kill the process.
-
 SPARE_DESCRIPTORS = 512
+UNFINISHED = ".pack.json"  # in a pack that is being written
 
 
 class Shards:
-    """Tars, opened when they are first asked for and then kept open."""
+    """Tars that are opened on first use and then stay open."""
 
     def __init__(self, paths: Sequence[Path], sizes: NDArray[np.int64]) -> None:
         self.paths, self.sizes = paths, sizes
         self.files: list[FileIO | None] = [None] * len(paths)
         self.lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle without the open files: another process opens its own."""
+        return Shards, (self.paths, self.sizes)
 
     def open(self, shard: int) -> FileIO:
         with self.lock:
@@ -48,7 +54,7 @@ class Shards:
         file = self.files[shard] or self.open(shard)
         content = os.pread(file.fileno(), length, offset)
         if len(content) < length:
-            raise OSError(f"{self.paths[shard].name} ends before offset {offset + length:,}, where it did not before")
+            raise OSError(f"{self.paths[shard].name} was truncated: it ends before offset {offset + length:,}")
         return content
 
     def member_name(self, shard: int, offset: int) -> str:
@@ -60,8 +66,6 @@ class Shards:
 
 
 class ShardFiles:
-    """Samples in shards."""
-
     def __init__(
         self,
         shards: Shards,
@@ -76,7 +80,7 @@ class ShardFiles:
         return len(self.labels)
 
     def content(self, number: int, most_bytes: int = MOST_BYTES) -> bytes:
-        require_modest(int(self.length[number]), most_bytes)
+        require_file_size(int(self.length[number]), most_bytes)
         return self.shards.read(int(self.shard[number]), int(self.offset[number]), int(self.length[number]))
 
     def where(self, number: int, read: bool = True) -> str:
@@ -94,13 +98,13 @@ class ShardFiles:
         return self.shards.member_name(int(self.shard[number]), int(self.offset[number]))
 
     def fingerprint(self) -> str:
-        """Of which shards there are, and of where and of which class the samples are; not of what they hold."""
+        """Return a hash of the shards and of the positions and classes of the samples, but not of their contents."""
         names = np.array([path.name for path in self.shards.paths])
         return fingerprint(names, self.shards.sizes, self.shard, self.offset, self.length, self.labels)
 
 
 def allow_descriptors(num_shards: int) -> None:
-    """A set may have more shards than a process may have open files."""
+    """Raise the limit on open files if there are many shards."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = num_shards + SPARE_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -108,13 +112,10 @@ def allow_descriptors(num_shards: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
-UNFINISHED = ".pack.json"  # in a pack that is being written
-
-
 def holds_shards(path: Path) -> bool:
-    """Whether `read_shards` is for it: a tar, a pack, or a folder of tars alone.
+    """Return whether the path is a tar, a pack, or a folder of tars without folders.
 
-    Tars beside folders are taken for the archives from which these were unpacked.
+    Tars next to folders are probably the archives that these were unpacked from.
     """
     if not path.is_dir():
         return path.is_file() and is_tar(path)
@@ -126,18 +127,20 @@ def holds_shards(path: Path) -> bool:
 
 def read_shards(path: Path) -> EncodedDataset:
     if not path.exists():
-        raise UserError(f"{path} does not exist; give a .tar file, or a folder of them")
+        raise UserError(f"{path} does not exist; give a .tar file or a folder of them")
     try:
         if (path / INDEX).exists():
-            return to_dataset(path, read_index(path))
+            return to_dataset(path, once_per_host(f"pack {path.resolve()}", lambda: read_index(path)))
         if (path / UNFINISHED).exists():
-            raise UserError(f"{path} is a pack that was not finished; finish it with the same megabatch pack command")
+            raise UserError(f"{path} is an unfinished pack; finish it with the same megabatch pack command")
         shards = list_tars(path)
         index = cached_index("tars", path, lambda: scan(shards, path), lambda index: is_current(index, shards))
         return to_dataset(path, index)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise UserError(f"{error.filename or path} cannot be read ({reason}); fix that, or give another") from error
+        raise UserError(
+            f"{error.filename or path} cannot be read ({reason}); check its permissions, or give another"
+        ) from error
 
 
 def to_dataset(path: Path, index: Arrays) -> EncodedDataset:
@@ -150,4 +153,24 @@ def to_dataset(path: Path, index: Arrays) -> EncodedDataset:
 
     test = files(TEST)
     names = name_classes(folder / CLASSES, tuple(str(name) for name in index["class_names"]))
-    return EncodedDataset(class_names=names, train=files(TRAIN), test=test if len(test) else None, place=str(path))
+    return EncodedDataset(
+        class_names=names,
+        train=files(TRAIN),
+        test=test if len(test) else None,
+        place=str(path),
+        shorter_side=packed_side(index),
+    )
+
+
+class PackedSide(Struct, frozen=True):
+    """The part of a pack's `Identity` that readers need."""
+
+    shorter_side: Annotated[int, Meta(ge=1)] | None = None
+
+
+def packed_side(index: Arrays) -> int | None:
+    """Return the shorter side to which a pack shrank larger images; None for original bytes, or if it is unknown."""
+    try:
+        return decode_json(str(index.get("identity", "{}")), PackedSide).shorter_side
+    except Undecodable:
+        return None

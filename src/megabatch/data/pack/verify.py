@@ -1,4 +1,4 @@
-"""Whether a pack is as it was written: every byte of its shards against the checksums of the index."""
+"""Verifies a pack: compares every byte of its shards with the checksums of the index."""
 
 import os
 import zlib
@@ -15,10 +15,10 @@ from megabatch.io.arrays import Arrays
 
 
 def verify(folder: Path, show: Callable[[int, int], None] = lambda done, total: None) -> list[str]:
-    """What is damaged, and where.  `show` is called with the images that were read, and all."""
+    """Return a line for each damaged part.  `show` is called with the number of images read and their total."""
     try:
         if not (folder / INDEX).exists():
-            raise UserError(f"{folder} has no {INDEX}, so there are no checksums; give a finished megabatch pack")
+            raise UserError(f"{folder} has no {INDEX} and so no checksums; give a finished megabatch pack")
         index = read_index(folder)
         if "rest_crc32" not in index:
             raise UserError(f"{folder / INDEX} has no checksums; pack again")
@@ -32,13 +32,18 @@ def verify(folder: Path, show: Callable[[int, int], None] = lambda done, total: 
                 done += num_images
                 show(done, total)
     except OSError as error:
-        raise UserError(f"{error.filename or folder} cannot be read ({error.strerror or error}); fix that") from error
+        raise UserError(
+            f"{error.filename or folder} cannot be read ({error.strerror or error}); check its permissions"
+        ) from error
     return [line for shard in sorted(damaged) for line in damaged[shard]]
 
 
 def verify_shard(index: Arrays, shards: Shards, shard: int) -> tuple[int, list[str]]:
-    """How many images it has, and what is wrong with it.  One pass in the order of the disk: images have checksums of
-    their own, all between them (names, labels, padding) has one together."""
+    """Return the number of images of a shard and a line for each damaged part.
+
+    Each image has a checksum, and all bytes between the images (names, labels, padding) have one together.  They are
+    read in one pass in file order.
+    """
     chosen = np.flatnonzero(index["shard"] == shard)
     chosen = chosen[np.argsort(index["offset"][chosen])]
     files = ShardFiles(shards, *(index[name][chosen] for name in ("shard", "offset", "length", "label")))
@@ -48,7 +53,7 @@ def verify_shard(index: Arrays, shards: Shards, shard: int) -> tuple[int, list[s
     for number, crc32 in enumerate(index["crc32"][chosen]):
         offset = int(files.offset[number])
         if offset < end:
-            damaged.append(f"{files.where(number)}: it lies inside of the image before it")
+            damaged.append(f"{files.where(number)}: the image overlaps the previous one")
             continue
         rest_crc32 = zlib.crc32(shards.read(shard, end, offset - end), rest_crc32)
         end = offset + int(files.length[number])

@@ -1,15 +1,16 @@
-"""Packs images into shards: few large files that are read at the speed of the disk, at the size that training needs.
+"""Packs images into shards: a few large files, read at the speed of the disk, with images at the size for training.
 
 OUT/train-000000.tar ...  plain tars in WebDataset's layout: bonsai/00000012-image_0013.jpg, and .cls with its label
-    val-000000.tar ...    the same of the test part, if the source has one
-    classes.txt           a class name a line, for other readers
-    index.npz             where every sample lies, what it is, its checksum; written last: with it, a pack is whole
+    val-000000.tar ...    the same for the test part, if the source has one
+    classes.txt           one class name per line, for other readers
+    index.npz             position, class and checksum of every sample; written last, so a pack with it is complete
 
-Sample i of the index is sample i of the source, so training sees the same order and the same crops from either.  In
-the shards themselves samples lie in a random order, the same every time, for readers that go through them in a row.
+Sample i of the index is sample i of the source, so training uses the same order and the same crops with either.  In
+the shards the samples are in a random but reproducible order, for sequential readers.
 
-Threads read, decode and encode; one writes, in order.  Whole shards are kept by a kill (see `shard_writer`): the same
-command resumes after the last, and what comes out is the same to the byte.
+Threads read, decode and encode; the caller writes, in order.  A shard is renamed to its final name after it and its
+record (.train-000003.npz of train-000003.tar) are on disk.  So a finished shard always has a record, even after a
+power failure, and the same command resumes after the last one.  The resulting pack is identical.
 """
 
 import contextlib
@@ -45,7 +46,7 @@ from megabatch.data.pack.shards import UNFINISHED
 from megabatch.data.pipeline.decode import Unreadable
 from megabatch.data.pipeline.order import epoch_order
 from megabatch.data.pipeline.shrink import Stored, prepare
-from megabatch.data.pipeline.threads import MOST_LEFT, Threads, Watch
+from megabatch.data.pipeline.threads import MAX_ABANDONED, Threads, Watch
 from megabatch.data.settings import IMAGE_TIMEOUT_S
 from megabatch.data.sources.files import Content, EncodedDataset
 from megabatch.data.sources.index import COLUMNS, INDEX, INDEX_FORMAT, read_index, whole_number, whole_numbers
@@ -56,11 +57,10 @@ from megabatch.io.arrays import UNREADABLE, Arrays, read_arrays, write_arrays
 from megabatch.io.tars import BLOCK, Damaged, padded
 from megabatch.text import one_line
 
-# Writes one shard: a plain tar of an image and its label per sample, and a record of where they lie.
-#
-# A shard gets its name when all of it is on disk, and its record too: .train-000003.npz of train-000003.tar.  So a
-# shard with a name has a record, whenever the machine was switched off.
-
+PARTS = ("train", "val")
+MEGABYTE = 1_000_000
+ORDER_SEED = 0x7061636B
+PREFETCHED_PER_THREAD = 4  # images that are ready for the writer
 END = bytes(2 * BLOCK)  # of a tar
 BUFFER_BYTES = 1 << 20
 ROW: dict[str, type[np.integer[Any]]] = {
@@ -79,19 +79,18 @@ def shard_name(part: str, shard: int) -> str:
 
 
 def record_path(path: Path) -> Path:
-    """Of the record of the shard at `path`."""
     return path.with_name(f".{path.stem}.npz")
 
 
 def member_header(name: str, length: int) -> bytes:
-    """Without time, owner or anything else that differs between two packs of the same images."""
+    """Return a header without time, owner or other fields that differ between two packs of the same images."""
     member = tarfile.TarInfo(name)
     member.size = length
     return member.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
 
 
 class Sample(Struct, frozen=True):
-    """A sample's bytes in the tar: the image, and what goes before and after it."""
+    """The bytes of a sample in the tar: the image, and the headers and label before and after it."""
 
     before: bytes
     image: Content
@@ -118,7 +117,7 @@ def padding(length: int) -> bytes:
 
 @contextmanager
 def writing_shard(path: Path) -> Iterator["ShardWriter"]:
-    """A shard for the block to fill and `finish`.  If the block raises, there is none."""
+    """Create a shard for the block to fill and `finish`.  If the block raises, no shard remains."""
     with disk.writing(path) as new, new.open("wb", buffering=BUFFER_BYTES) as file:
         writer = ShardWriter(path, file)
         yield writer
@@ -126,12 +125,10 @@ def writing_shard(path: Path) -> Iterator["ShardWriter"]:
 
 
 class ShardWriter:
-    """One shard, which has its name when the block of `writing_shard` ends."""
-
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path, self.file = path, file
         self.size = 0
-        self.rest_crc32 = 0  # of all bytes but the images'
+        self.rest_crc32 = 0  # of all bytes except the images
         self.rows: list[tuple[int, ...]] = []
         self.is_finished = False
 
@@ -149,7 +146,7 @@ class ShardWriter:
         self.rest_crc32 = zlib.crc32(rest, self.rest_crc32)
 
     def finish(self, more: Arrays) -> Arrays:
-        """Ends the tar, and writes its record, in which `more` is too."""
+        """End the tar, and write its record together with `more`."""
         self.write(END)
         columns = zip(*self.rows, strict=True)
         record: Arrays = {
@@ -161,13 +158,8 @@ class ShardWriter:
         return record
 
 
-# The records of a pack's whole shards: what a command after a kill resumes from, and what the index is made of.
-
-PARTS = ("train", "val")
-
-
-def whole_shards(out: Path, part: str) -> list[Arrays]:
-    """The records of the shards that an earlier command finished; other shards of this part are removed."""
+def read_records(out: Path, part: str) -> list[Arrays]:
+    """Return the records of the shards that an earlier command finished, and remove other shards of this part."""
     records: list[Arrays] = []
     with contextlib.suppress(*UNREADABLE):
         while True:
@@ -177,27 +169,27 @@ def whole_shards(out: Path, part: str) -> list[Arrays]:
             if path.stat().st_size != record["size"]:
                 break
             records.append(record)
-    kept = {shard_name(part, shard) for shard in range(len(records))}
+    finished = {shard_name(part, shard) for shard in range(len(records))}
     for path in out.glob(f"{part}-*.tar"):
-        if path.name not in kept:
+        if path.name not in finished:
             path.unlink()
     return records
 
 
 def require_record(record: Arrays) -> None:
-    """ValueError or KeyError where it is none."""
+    """Raise ValueError or KeyError if a record is damaged."""
     columns = [whole_numbers(record[name], np.iinfo(kind)) for name, kind in ROW.items()]
     if len({len(column) for column in columns}) != 1:
         raise ValueError("its columns differ in length")
     reasons = record["reasons"]
     if reasons.dtype.kind != "U" or reasons.shape != whole_numbers(record["skipped"]).shape:
-        raise ValueError("what was skipped is not one reason each")
+        raise ValueError("the number of reasons differs from that of skipped images")
     for name in ("size", "rest_crc32", "source_bytes"):
         whole_number(record[name])
 
 
 def make_index(class_names: tuple[str, ...], records: list[list[Arrays]], identity: Identity) -> Arrays:
-    """See `shard_index`.  `number` is the sample's in the source: its own too, unless images before it were skipped."""
+    """Build index.npz from the records.  `number` is the number of a sample in the source, including skipped images."""
     shards = list(itertools.chain(*records))
     names = [
         shard_name(part, shard) for part, found in zip(PARTS, records, strict=False) for shard in range(len(found))
@@ -220,7 +212,7 @@ def make_index(class_names: tuple[str, ...], records: list[list[Arrays]], identi
 
 
 def clean_up(out: Path) -> None:
-    """What only an unfinished pack needs."""
+    """Remove the files that only an unfinished pack needs."""
     for part in PARTS:
         for path in out.glob(f".{part}-*.npz"):
             path.unlink()
@@ -228,22 +220,17 @@ def clean_up(out: Path) -> None:
     (out / UNFINISHED).unlink(missing_ok=True)
 
 
-# The samples of a pack, prepared by threads: read, checked, made smaller if need be, and laid out for the tar.
-
-WHERE = "see what is wrong with the disk or the file server that they lie on"
-
-
 class Prepared(Struct, frozen=True):
-    """What became of one image; without a sample, the reason."""
+    """A sample, or the reason why there is none."""
 
     sample: Sample | None
     reason: str
     source_bytes: int
-    is_late: bool = False  # whoever reads it has not come back
+    is_late: bool = False  # the thread that reads it is stuck
 
 
 class Prefetch:
-    """What `make` makes of `numbers`, in their order, by threads that are up to `depth` ahead of what is taken."""
+    """The results of `make` for `numbers`, in order, computed by threads up to `depth` ahead."""
 
     def __init__(
         self, pool: Threads, make: Callable[[int], Prepared], numbers: Iterable[int], depth: int, timeout_s: float
@@ -270,11 +257,14 @@ class Prefetch:
     def first(self) -> tuple[int, Prepared]:
         number, prepared = self.waiting[0]
         while number not in self.late and (late := self.watch.wait(prepared)):
-            self.late |= {doing.image for doing in late}
-            for doing in late:
-                self.pool.replace(doing.thread)
-        if self.watch.num_late > MOST_LEFT:
-            raise UserError(f"{self.watch.num_late} images take longer than {self.watch.limit_s:g} s each; {WHERE}")
+            self.late |= {task.image for task in late}
+            for task in late:
+                self.pool.replace(task.thread)
+        if self.watch.num_late > MAX_ABANDONED:
+            raise UserError(
+                f"{self.watch.num_late} images take longer than {self.watch.limit_s:g} s each; "
+                "check the disk or file server"
+            )
         if number in self.late:
             return number, Prepared(None, f"it takes longer than {self.watch.limit_s:g} s to read", 0, is_late=True)
         return number, prepared.result()
@@ -285,7 +275,7 @@ class Prefetch:
 
 
 def make_sample(files: Source, directories: list[str], settings: PackSettings, number: int) -> Prepared:
-    """Read, checked, made smaller if need be, and laid out for the tar."""
+    """Read and check an image, shrink it if necessary, and lay it out for the tar."""
     source_bytes, label = 0, int(files.labels[number])
     try:
         content = files.content(number)
@@ -300,37 +290,30 @@ def make_sample(files: Source, directories: list[str], settings: PackSettings, n
 
 
 def member_suffix(extension: str) -> str:
-    """WebDataset finds images by the suffix of their members, and a JPEG as `jpg`."""
+    """Return the suffix by which WebDataset recognises the image: `jpg` for a JPEG."""
     suffix = f".{extension.lower()}"
     return ".jpg" if suffix == ".jpeg" else suffix
 
 
 def directory_of(class_name: str) -> str:
-    """A class's folder in the tar.  A name that is none for a folder is made one: someone may unpack the tar."""
+    """Return the folder of a class in the tar, changed if it is not a valid name: the tar may be unpacked."""
     name = class_name.replace("/", "_")
     return name if name.strip(".") else "_" * max(1, len(name))
 
 
-MEGABYTE = 1_000_000
-ORDER_SEED = 0x7061636B
-PREFETCHED_PER_THREAD = 4  # images that are ready before the writer comes to them
-
-
 class Progress(Struct):
-    """Of the whole pack; `begun_with` images were packed by an earlier command."""
-
     total: int
-    begun_with: int = 0
+    num_resumed: int = 0  # images that an earlier command packed or skipped
     images: int = 0  # packed or skipped
     shards: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
-    skipped: list[str] = field(default_factory=list)  # where each is, and why
+    skipped: list[str] = field(default_factory=list)  # location and reason
 
     def add(self, record: Arrays) -> None:
-        """A whole shard that an earlier command wrote."""
+        """Add a shard that an earlier command finished."""
         self.images += len(record["number"]) + len(record["skipped"])
-        self.begun_with = self.images
+        self.num_resumed = self.images
         self.shards += 1
         self.read_bytes += int(record["source_bytes"])
         self.written_bytes += int(record["size"])
@@ -342,7 +325,7 @@ class Packed(Struct, frozen=True, kw_only=True):
     num_classes: int
     num_shards: int
     written_bytes: int
-    progress: Progress | None  # None where it was complete already
+    progress: Progress | None  # None if the pack was complete before
     wall_s: float
 
 
@@ -353,10 +336,10 @@ def pack(
     show: Callable[[Progress], None] = lambda progress: None,
     read: Callable[[Path], EncodedDataset] = read_encoded,
 ) -> Packed:
-    """`show` is called after every image; `read` says what the source holds."""
+    """Pack the images that `read` finds in `source`.  `show` is called after every image."""
     begin_s = time.monotonic()
     if Path(os.path.realpath(out)).is_relative_to(os.path.realpath(source)):
-        raise UserError(f"{out} lies inside of {source}, which is to be packed; give a place outside of it")
+        raise UserError(f"{out} is inside of {source}, which is to be packed; give a folder outside of it")
     dataset = read(source)
     identity = identify(dataset, settings)
     try:
@@ -374,7 +357,9 @@ def pack(
         ) from None
     except OSError as error:
         reason = error.strerror or str(error)
-        raise UserError(f"{out} cannot be written ({reason}); fix that, and the same command resumes") from error
+        raise UserError(
+            f"{out} cannot be written ({reason}); {disk.remedy(error)}, then resume with the same command"
+        ) from error
     return Packed(
         num_images=len(index["label"]),
         num_classes=len(index["class_names"]),
@@ -391,7 +376,7 @@ def pack_dataset(
     disk.remove_unfinished(out)
     disk.write_file(out / UNFINISHED, msgspec.json.encode(identity))
     parts = parts_of(dataset)
-    records = [whole_shards(out, part) for part in PARTS[: len(parts)]]
+    records = [read_records(out, part) for part in PARTS[: len(parts)]]
     progress = Progress(total=sum(map(len, parts)))
     for record in itertools.chain(*records):
         progress.add(record)
@@ -421,7 +406,7 @@ def write_shard(
     progress: Progress,
     show: Callable[[Progress], None],
 ) -> Arrays:
-    """As many samples as fit, and one at least; images that are skipped belong to the shard before them."""
+    """Write as many samples as fit, but at least one.  Skipped images belong to the shard before them."""
     skipped: list[int] = []
     reasons: list[str] = []
     source_bytes = 0
@@ -431,7 +416,7 @@ def write_shard(
             where = files.where(number, read=not prepared.is_late)
             reasons.append(f"{where}: {one_line(prepared.reason)}")
             if settings.on_error == "raise":
-                raise UserError(f"{reasons[-1]}; --on-error skip leaves such images out")
+                raise UserError(f"{reasons[-1]}; fix or remove it, or skip such images with --on-error skip")
             skipped.append(number)
             progress.skipped.append(reasons[-1])
         elif writer.rows and writer.size + len(prepared.sample) + len(END) > settings.shard_mb * MEGABYTE:
@@ -445,7 +430,7 @@ def write_shard(
         progress.read_bytes += prepared.source_bytes
         show(progress)
     if not writer.rows:
-        raise UserError(f"none of the {len(files):,} images can be read, the first: {reasons[0]}; fix them")
+        raise UserError(f"none of the {len(files):,} images can be read; the first is {reasons[0]}; check the files")
     progress.shards += 1
     return writer.finish(
         {

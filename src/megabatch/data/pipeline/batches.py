@@ -1,4 +1,4 @@
-"""Batches, as functions of where they stand: a training microbatch of (step, index), a test batch of its number."""
+"""Batches as functions of their position: a training microbatch of (step, index), a test batch of its number."""
 
 import time
 from collections.abc import Iterator
@@ -13,64 +13,88 @@ import torch
 from megabatch.data.pipeline.augment import Augmentation
 from megabatch.data.pipeline.images import ImageSet
 from megabatch.data.pipeline.order import Samples, samples_at
-from megabatch.data.pipeline.reader import CPU, Batch, Batches, Reader, Request
+from megabatch.data.pipeline.reader import CPU, Batch, Batches, MakeRequest, Reader, Request
 from megabatch.data.settings import DataSettings
 from megabatch.planning.batch import StepPlan
+from megabatch.planning.sizes import plan_stages, stage_at
 from megabatch.runs.records import TimeBreakdown
 
 
 class TrainingImages:
-    """The training set in the run's order, augmented."""
+    """The augmented training images in the order of the run."""
 
     def __init__(
         self, images: ImageSet, settings: DataSettings, seed: int, plan: StepPlan, device: torch.device = CPU
     ) -> None:
         self.reader = Reader(images, device, partial(Augmentation, settings, seed))
         self.images, self.seed, self.plan = images, seed, plan
+        self.stages = plan_stages(settings.sizes, settings.image_size, plan.num_steps)
 
     def samples(self, step: int, index: int) -> tuple[Samples, Samples]:
-        """Which samples a microbatch holds, and in which pass over the set each of them stands."""
+        """Return the samples of a microbatch and the epoch of each."""
         return samples_at(self.seed, len(self.images), self.plan.positions(step, index))
 
-    def microbatch(self, step: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Images and labels of one, made now."""
-        batch = self.reader.make(self.request(step, index))
+    def microbatch(self, step: int, index: int, side: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make a microbatch now, by default with the side of its step, and return its images and labels."""
+        batch = self.reader.make(self.request(step, index, side)())
         return batch.images, batch.labels
 
-    def request(self, step: int, index: int) -> Request:
-        return Request(*self.samples(step, index))
+    @property
+    def num_ahead(self) -> int:
+        """Return the number of microbatches that a stream prefetches."""
+        return self.reader.num_ahead(self.plan.microbatch)
+
+    def request(self, step: int, index: int, side: int | None = None) -> MakeRequest:
+        positions = self.plan.positions(step, index)
+        return partial(training_request, self.seed, len(self.images), positions, side or self.side(step))
+
+    def side(self, step: int) -> int:
+        return stage_at(self.stages, step).side
 
     def stream(self, rank: int, first_step: int = 0) -> "Stream":
-        """A rank's microbatches from a step on, made ahead."""
+        """Return the prefetched microbatches of a rank from a step on."""
         return Stream(
             self.reader.prefetch(
-                partial(self.request, step, index)
-                for step in range(first_step, self.plan.num_steps)
-                for index in self.plan.microbatches_of(rank)
+                (
+                    self.request(step, index)
+                    for step in range(first_step, self.plan.num_steps)
+                    for index in self.plan.microbatches_of(rank)
+                ),
+                self.plan.microbatch,
             )
         )
 
 
-class Stream:
-    """Batches in order, with an account of the time that was waited for them.
+def training_request(seed: int, num_samples: int, positions: range, side: int) -> Request:
+    """Return the request of a microbatch.  Functions at the top of a file can be sent to the decoder process."""
+    return Request(*samples_at(seed, num_samples, positions), side)
 
-    A wait is divided as the time in which its batch was made.
+
+def evaluation_request(begin: int, end: int) -> Request:
+    return Request(np.arange(begin, end), None)
+
+
+class Stream:
+    """Batches in order, with a record of the time spent waiting for them.
+
+    A wait is attributed to reading, decoding and augmentation in proportion to the time that these took.
     """
 
     def __init__(self, batches: Batches) -> None:
         self.batches = batches
-        self.waited, self.skipped = TimeBreakdown(), list[str]()  # since they were last taken
+        self.waited, self.skipped = TimeBreakdown(), list[str]()  # since the last `take_waits`
 
     def next(self) -> tuple[torch.Tensor, torch.Tensor]:
-        asked_s = time.perf_counter()
+        begin_s = time.perf_counter()
         batch = next(self.batches)
-        waited_s = time.perf_counter() - asked_s
+        waited_s = time.perf_counter() - begin_s
         spent = batch.spent if batch.spent.total else TimeBreakdown(read=1.0)
         self.waited.add(spent, waited_s / spent.total)
         self.skipped += batch.skipped
         return batch.images, batch.labels
 
-    def take_account(self) -> tuple[TimeBreakdown, list[str]]:
+    def take_waits(self) -> tuple[TimeBreakdown, list[str]]:
+        """Return the waiting times and the skipped images since the last call."""
         waited, skipped = self.waited, self.skipped
         self.waited, self.skipped = TimeBreakdown(), []
         return waited, skipped
@@ -87,11 +111,12 @@ class Stream:
 def evaluation_batches(
     images: ImageSet, batch_size: int, rank: int, num_ranks: int, device: torch.device = CPU
 ) -> Iterator[tuple[int, Batch]]:
-    """This rank's share, every `num_ranks`-th batch, and its number.  A batch is the same for any ranks."""
+    """Yield every `num_ranks`-th batch with its number.  The batches do not depend on the number of ranks."""
     numbers = range(rank, -(-len(images) // batch_size), num_ranks)
 
-    def request(number: int) -> Request:
-        return Request(np.arange(number * batch_size, min((number + 1) * batch_size, len(images))), None)
-
-    with closing(Reader(images, device).prefetch(partial(request, number) for number in numbers)) as batches:
+    requests = (
+        partial(evaluation_request, number * batch_size, min((number + 1) * batch_size, len(images)))
+        for number in numbers
+    )
+    with closing(Reader(images, device).prefetch(requests, batch_size)) as batches:
         yield from zip(numbers, batches, strict=True)

@@ -1,14 +1,26 @@
-"""From encoded bytes to the pixels of a crop, at its final size.
+"""Decodes images to the pixels of a crop at its final size.
 
-JPEGs are decoded by libjpeg-turbo (simplejpeg), everything else by Pillow, which has the last word on what
-libjpeg-turbo refuses too: what Pillow reads is an image, as for torchvision's ImageFolder.  As there, EXIF orientation
-is ignored, transparency is dropped, and grey and CMYK become RGB; but 16 bits of grey become the upper 8 of them.
+JPEGs are decoded by libjpeg-turbo (simplejpeg), other formats by Pillow.  Pillow also gets the JPEGs that libjpeg-turbo
+refuses, so any file that Pillow reads is an image, as in torchvision's ImageFolder.  As there, EXIF orientation is
+ignored, transparency is dropped, and grey and CMYK become RGB.  Unlike there, 16-bit grey keeps its upper 8 bits.
 
-A crop at least 3 times as large as its target is decoded at a half, a quarter or an eighth of the size, which costs up
-to 3 times less (libjpeg scales in the DCT domain; other fractions are slower than no fraction).  The crop is moved by
-less than that factor onto whole scaled pixels, so that nothing is shifted by parts of a pixel.  Resizing is torch's
-antialiased bilinear filter on uint8, which is Pillow's to 1/255; after scaled decoding the two differ by 0.2 to 1.2 of
-255 in the mean of an image, 2.5 at most, since libjpeg averages over boxes (180 crops of photos for each of 6 sizes).
+Scaled decoding: A crop at least 3 times as large as its target is decoded at a half, a quarter or an eighth of the
+size, which costs up to 3 times less (libjpeg scales in the DCT domain; other fractions are slower than full size).
+The crop is moved by less than that factor onto whole scaled pixels, so nothing is shifted by fractions of a pixel.
+Resizing is torch's antialiased bilinear filter on uint8, which agrees with Pillow's to 1/255.  After scaled decoding
+the two differ by 0.2 to 1.2 of 255 in the mean of an image, at most by 2.5, because libjpeg averages over boxes (180
+crops of photos for each of 6 sizes).
+
+Scans: Each scan of a JPEG is a pass over all pixels, and ten bytes are enough for one.  A file of 400 KB with 64
+megapixels and a few thousand empty scans takes libjpeg minutes.  Encoders write 1 scan, or about 10 in a progressive
+JPEG; libjpeg-turbo's fuzzers stop at 500.
+
+Strips: Only the rows of a crop are decoded.  Each block of a JPEG is coded relative to the previous one, but coding
+restarts after a restart marker.  `megabatch pack` writes a marker after every row of blocks, and a table of the
+offsets of these strips into the header, in a segment that other readers ignore.  A JPEG of some strips is then a copy
+of the header with another height, the bytes of the strips, and their markers renumbered from 0.  A random crop covers
+0.67 of the height on average, so this saves a quarter of the decoding.  The pixels are bitwise identical to those of
+the whole image, because strips that colours are interpolated from are included.
 """
 
 import io
@@ -24,29 +36,96 @@ import numpy as np
 import simplejpeg  # type: ignore[import-untyped]
 import torch
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import AvifImagePlugin, Image, UnidentifiedImageError
 
 from megabatch.data.sources.files import Content
 from megabatch.torch_api import resize_antialiased
 
-# How many scans a JPEG has: each is a pass over all of its pixels, and ten bytes are enough for one.
-#
-# 64 megapixels with some thousand empty scans are a file of 400 KB that takes libjpeg minutes.  Encoders write 1
-# scan, or about 10 of a progressive JPEG; libjpeg-turbo's own fuzzers stop at 500.
-
 MOST_SCANS = 500
-MOST_SCANNED = 1 << 31  # pixels times scans: 24 scans of the largest image that data.max_pixels lets in by default
-MOST_SEGMENTS = 100  # that are walked through; a header has about 10
+MOST_SCANNED = 1 << 31  # pixels times scans: 24 scans of the largest image that data.max_pixels allows by default
+MOST_SEGMENTS = 100  # that are parsed; a header has about 10
 SCAN = b"\xff\xda"
 START_OF_IMAGE, SEQUENTIAL, START_OF_SCAN = b"\xff\xd8", (0xC0, 0xC1), 0xDA
-# Of frames of other kinds, and what has no length: fill bytes, restarts, the beginning and the end of an image.
+# Markers of other frames, and markers without a length: fill bytes, restarts, start and end of an image.
 OTHERS = frozenset([0xC2, 0xC3, *range(0xC5, 0xC8), *range(0xC9, 0xCC), *range(0xCD, 0xDA), 0x00, 0x01, 0xFF])
+
+START = 20  # offset of the table: after the first segment of every JFIF file
+MARKER, NAME = b"\xff\xe9", b"megabatch\0"
+HEAD = struct.Struct(">HHHH")  # rows of pixels per strip, height, number of strips, offset of the frame header
+HEAD_AT = START + 4 + len(NAME)
+TABLE_AT = HEAD_AT + HEAD.size
+FRAME = 0xC0
+RESTARTS, END = [bytes([0xFF, 0xD0 + number]) for number in range(8)], b"\xff\xd9"
+
+Pixels = NDArray[np.uint8]  # [H, W, 3]
+Lines = NDArray[np.uint8]  # [H, 3 W]: the same
+Box = tuple[int, int, int, int]  # top, left, height, width
+
+# Readers of other formats may start other programs.  Pillow reads AVIF if it was built with libavif.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "PPM", "TIFF", *["AVIF"] * AvifImagePlugin.SUPPORTED)
+# Pillow's plugins raise the first row on purpose, and the second when they parse damaged headers (short reads, failed
+# lookups, offsets that overflow C integers).  The third row is from its decoders, its guard against decompression
+# bombs, and its warnings if Python is set to raise them.
+PILLOW_ERRORS = (
+    *(OSError, SyntaxError, ValueError, EOFError, RuntimeError),
+    *(struct.error, LookupError, TypeError, ArithmeticError),
+    *(zlib.error, MemoryError, Image.DecompressionBombError, Warning),
+)
+# data.max_pixels decides which images are too large, so Pillow's warning is redundant.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning, append=True)
+# Bytes or pixels of an image that Pillow decodes in Python (run-length BMP, PPM in digits or not 8-bit): 1 or 2 s.
+MOST_SLOW = 2_000_000
+FREE_READS, BYTES_PER_READ = 50_000, 1024  # a PNG takes three reads for 8 KB
+LONGEST_SIDE = 1 << 20  # Pillow stores a pointer per row; an image of 89 million rows of 1 pixel takes 7 s
+BAND_PIXELS = 1 << 22
+TILE_WIDTH, TILE_HEIGHT = 322, 323  # tags of a TIFF
+MOST_TILE_PIXELS = 1 << 22
+DCT_SCALES = (8, 4, 2)
+# A scaled crop is larger than its target by at least this factor, so that the resizing filter dominates libjpeg's.
+# With 1, the mean deviation from Pillow doubles.
+LEAST_MARGIN = 1.5
+# Each thread keeps its pixel buffers: page faults of new memory cost a tenth of the decoding time.
+MOST_BUFFER_BYTES = 64 << 20
+BUFFERS = threading.local()
+
+
+class Buffer(NamedTuple):
+    """The same memory as an array and as a tensor."""
+
+    bytes: NDArray[np.uint8]
+    tensor: torch.Tensor
+
+
+class Unreadable(Exception):
+    """Error for bytes that are not an image, or for an image that is too large, with the reason."""
+
+
+class TimedOut(Unreadable):
+    """Error for an image whose reading or decoding exceeded the time limit."""
+
+
+class BoundedReads(io.BytesIO):
+    """A file for Pillow with a limited number of reads.
+
+    Pillow's plugins parse headers in Python, chunk by chunk or byte by byte: 20 MB of empty segments would take 10 s.
+    """
+
+    def __init__(self, content: Content) -> None:
+        super().__init__(content)
+        self.left = FREE_READS + len(content) // BYTES_PER_READ
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self.left -= 1
+        if self.left < 0:
+            raise Unreadable("it consists of too many tiny segments")
+        return super().read(size)
 
 
 def count_scans(content: Content) -> int:
-    """The scans of a JPEG, or more: behind a sequential header with all colours in one scan, libjpeg takes no other.
+    """Return the number of scans of a JPEG, or an upper bound.
 
-    Elsewhere markers are counted without parsing: compressed data has none, a thumbnail in the header may have some.
+    After a sequential header with all colours in one scan, libjpeg reads no other scan.  Otherwise markers are counted
+    without parsing: compressed data contains none, but a thumbnail in the header may.
     """
     return 1 if has_one_scan(content) else bytes(content).count(SCAN)
 
@@ -72,35 +151,17 @@ def are_too_many(scans: int, pixels: int) -> bool:
     return scans > MOST_SCANS or (scans > 1 and scans * pixels > MOST_SCANNED)
 
 
-# Cuts a JPEG to the rows that a crop needs, so that the others are not decoded.
-#
-# Every block of a JPEG is coded against the one before it, but behind a restart marker coding starts afresh.
-# `megabatch pack` writes one behind every row of blocks, and a table of where these strips begin into the header (as
-# a segment that other readers pass over).  Then a JPEG of some strips is a copy of the header with another height, of
-# their bytes, and their markers counted from 0.  A random crop has 0.67 of the height in the mean, so a quarter of
-# the decoding is saved. Pixels are those of the whole image, bit for bit: strips that colours are interpolated from
-# are kept.
-
-START = 20  # of the table: behind the segment with which every JFIF file begins
-MARKER, NAME = b"\xff\xe9", b"megabatch\0"
-HEAD = struct.Struct(">HHHH")  # rows of pixels in a strip, height, strips, where the header of the frame begins
-HEAD_AT = START + 4 + len(NAME)
-TABLE_AT = HEAD_AT + HEAD.size
-FRAME = 0xC0
-RESTARTS, END = [bytes([0xFF, 0xD0 + number]) for number in range(8)], b"\xff\xd9"
-
-
 class Strips(NamedTuple):
     content: bytearray  # a JPEG
-    top: int  # the row of the whole image that is its first
+    top: int  # its first row in the whole image
     height: int
 
 
 def cut_rows(content: Content, height: int, top: int, rows: int, reach: int) -> Strips | None:
-    """The strips in which these rows lie, and `reach` more on both sides; None where that is all, or has no table.
+    """Return the strips with these rows and `reach` more on both sides, or None to decode the whole image.
 
-    From half as many rows of colours, one more is interpolated with: 2 rows of pixels, at a scale of 1/s 2 s of them.
-    A table that does not fit its image (some programs keep what they do not know) is as good as none.
+    There are half as many rows of colours, and one more of them is used for interpolation: 2 rows of pixels, or 2 s at
+    a scale of 1/s.  A table that does not match its image is ignored: some programs copy segments they do not know.
     """
     if content[START + 4 : HEAD_AT] != NAME:
         return None
@@ -109,9 +170,9 @@ def cut_rows(content: Content, height: int, top: int, rows: int, reach: int) -> 
         starts = struct.unpack_from(f">{count + 1}I", content, TABLE_AT)
     except struct.error:
         return None
-    scan, is_of_this = starts[0], of_height == height and strip in (8, 16) and count == -(-height // strip)
-    has_scan = any(content[scan - length : scan - length + 2] == b"\xff\xda" for length in (10, 14))  # grey, or colours
-    if not is_of_this or not has_scan or content[frame : frame + 2] != b"\xff\xc0":
+    scan, matches = starts[0], of_height == height and strip in (8, 16) and count == -(-height // strip)
+    has_scan = any(content[scan - length : scan - length + 2] == SCAN for length in (10, 14))  # grey or colour
+    if not matches or not has_scan or content[frame : frame + 2] != b"\xff\xc0":
         return None
     first = max(0, top - reach) // strip
     last = min(count, -(-(top + rows + reach) // strip))
@@ -134,7 +195,7 @@ def cut_rows(content: Content, height: int, top: int, rows: int, reach: int) -> 
 
 
 def with_table(content: bytes) -> bytes:
-    """A baseline JPEG that has a restart marker behind every row of blocks, with the table of its strips."""
+    """Insert the table of strips into a baseline JPEG that has a restart marker after every row of blocks."""
     segments = dict(walk_segments(content))
     frame, scan = segments[FRAME], segments[START_OF_SCAN]
     _, _, height, _, components = struct.unpack_from(">HBHHB", content, frame + 2)
@@ -142,7 +203,7 @@ def with_table(content: bytes) -> bytes:
     begin = scan + 2 + int.from_bytes(content[scan + 2 : scan + 4])
     ends = [found.end() for found in re.finditer(rb"\xff[\xd0-\xd7\xd9]", content[begin:])]
     starts = [0, *ends]
-    assert len(starts) == 1 + -(-height // (8 * down)), "a restart marker is not behind a row of blocks"
+    assert len(starts) == 1 + -(-height // (8 * down)), "not every row of blocks has a restart marker"
     room = TABLE_AT + 4 * len(starts) - START
     table = [begin + room + start for start in starts]
     head = HEAD.pack(8 * down, height, len(starts) - 1, frame + room)
@@ -151,7 +212,7 @@ def with_table(content: bytes) -> bytes:
 
 
 def walk_segments(content: bytes) -> Iterator[tuple[int, int]]:
-    """Marker and place of each, up to the scan."""
+    """Yield the marker and the offset of each segment up to the scan."""
     marker, place = 0, 2
     while marker != START_OF_SCAN:
         marker = content[place + 1]
@@ -159,69 +220,8 @@ def walk_segments(content: bytes) -> Iterator[tuple[int, int]]:
         place += 2 + int.from_bytes(content[place + 2 : place + 4])
 
 
-Pixels = NDArray[np.uint8]  # [H, W, 3]
-Lines = NDArray[np.uint8]  # [H, 3 W]: the same
-Box = tuple[int, int, int, int]  # top, left, height, width
-
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "PPM", "TIFF")  # others may start other programs
-# Each of Pillow's formats has errors of its own.  Its plugins raise the first row on purpose; the second is what their
-# parsing of damaged headers comes to (short reads, tables that are looked up, offsets beyond any integer of C); then
-# what its decoders and its guard against decompression bombs say, and its warnings, where Python is to raise them.
-PILLOW_ERRORS = (
-    *(OSError, SyntaxError, ValueError, EOFError, RuntimeError),
-    *(struct.error, LookupError, TypeError, ArithmeticError),
-    *(zlib.error, MemoryError, Image.DecompressionBombError, Warning),
-)
-# Its warning of such images is ours to give: they are refused by data.max_pixels, or it allows them.
-warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning, append=True)
-# Bytes, or pixels, of what Pillow decodes in Python (BMP in runs, PPM in digits or not of 8 bits): a second or two.
-MOST_SLOW = 2_000_000
-FREE_READS, BYTES_A_READ = 50_000, 1024  # a PNG takes three for 8 KB
-LONGEST_SIDE = 1 << 20  # Pillow keeps a pointer to each row, and one of 89 million rows of 1 pixel takes 7 seconds
-BAND_PIXELS = 1 << 22
-TILE_WIDTH, TILE_HEIGHT = 322, 323  # tags of a TIFF
-MOST_TILE_PIXELS = 1 << 22
-DCT_SCALES = (8, 4, 2)
-# A scaled crop is still so much larger than its target: the resizing filter hides libjpeg's.  At 1 the mean deviation
-# from Pillow doubles.
-LEAST_MARGIN = 1.5
-# A thread's pixels lie in memory that it keeps: fresh pages cost a tenth of the time of decoding into them.
-MOST_KEPT_BYTES = 64 << 20
-KEPT = threading.local()
-
-
-class Room(NamedTuple):
-    """The same memory twice."""
-
-    bytes: NDArray[np.uint8]
-    tensor: torch.Tensor
-
-
-class Unreadable(Exception):
-    """Bytes that are no image, or one that is too large; the text is the reason."""
-
-
-class TooLate(Unreadable):
-    """An image that is still being read or decoded, or that was never done with."""
-
-
-class Metered(io.BytesIO):
-    """An image for Pillow, whose plugins go through headers in Python, chunk by chunk, or byte by byte where there are
-    none: 20 MB of empty segments would take 10 seconds.  A file may have some, but not be made of nothing else."""
-
-    def __init__(self, content: Content) -> None:
-        super().__init__(content)
-        self.left = FREE_READS + len(content) // BYTES_A_READ
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        self.left -= 1
-        if self.left < 0:
-            raise Unreadable("it has more parts than an image has, and nearly nothing in them")
-        return super().read(size)
-
-
 def read_size(content: Content, max_pixels: int) -> tuple[int, int, bool]:
-    """Height, width, and whether libjpeg-turbo can decode it.  Looks at the header only."""
+    """Return height, width, and whether libjpeg-turbo can decode the image.  Only the header is read."""
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(content)
         is_jpeg = colours in ("YCbCr", "RGB", "Gray")
@@ -229,7 +229,7 @@ def read_size(content: Content, max_pixels: int) -> tuple[int, int, bool]:
         with open_with_pillow(content) as image:
             (width, height), is_jpeg = image.size, False
     if max(height, width) > LONGEST_SIDE:
-        raise Unreadable(f"its {width} x {height} pixels are longer than {LONGEST_SIDE:,}")
+        raise Unreadable(f"a side of its {width} x {height} pixels is longer than {LONGEST_SIDE:,}")
     if height * width > max_pixels:
         raise Unreadable(f"its {width} x {height} pixels are more than data.max_pixels={max_pixels}")
     if content[:2] == START_OF_IMAGE and are_too_many(scans := count_scans(content), height * width):
@@ -240,7 +240,7 @@ def read_size(content: Content, max_pixels: int) -> tuple[int, int, bool]:
 def decode_crop(
     content: Content, choose_box: Callable[[int, int], Box], size: int, max_pixels: int, colours: str = "RGB"
 ) -> Lines:
-    """The pixels that `choose_box(height, width)` wants, for resizing to `size`; they are valid until the next call."""
+    """Decode the box `choose_box(height, width)`, to be resized to `size`.  Pixels are valid until the next call."""
     height, width, is_jpeg = read_size(content, max_pixels)
     box = top, _, rows, _ = choose_box(height, width)
     if is_jpeg:
@@ -256,12 +256,12 @@ def decode_crop(
 
 
 def dct_scale(box: Box, size: int) -> int:
-    """The largest power of two up to 8 by which a crop can be shrunk and stay larger than its target."""
+    """Return the largest power of two up to 8 by which a crop can be shrunk and stay larger than its target."""
     return next((scale for scale in DCT_SCALES if min(box[2:]) >= LEAST_MARGIN * scale * size), 1)
 
 
 def decode_scaled(content: Content, height: int, width: int, scale: int, colours: str = "RGB") -> tuple[Pixels, int]:
-    """libjpeg-turbo at 1/scale; the scale that was kept to, which is 1 if Pillow had to do it."""
+    """Decode a JPEG at 1/scale.  Return the pixels and the scale, which is 1 if Pillow had to decode it."""
     rows, columns = -(-height // scale), -(-width // scale)
     try:
         pixels = simplejpeg.decode_jpeg(
@@ -270,34 +270,34 @@ def decode_scaled(content: Content, height: int, width: int, scale: int, colours
             min_height=rows,
             min_width=columns,
             min_factor=scale,
-            buffer=kept_room("pixels", 3 * rows * columns).bytes,
+            buffer=thread_buffer("pixels", 3 * rows * columns).bytes,
         )
-    except ValueError:  # what it only warns of is an error for simplejpeg
+    except ValueError:  # simplejpeg turns libjpeg's warnings into errors
         return decode_with_pillow(content, colours), 1
     assert pixels.shape == (rows, columns, 3), f"decoded to {pixels.shape}, expected {(rows, columns, 3)}"
     return pixels, scale
 
 
-def kept_room(use: str, count: int) -> Room:
-    """At least so many bytes of the calling thread, for one use at a time."""
-    room: Room | None = getattr(KEPT, use, None)
-    if room is None or len(room.bytes) < count:
+def thread_buffer(use: str, count: int) -> Buffer:
+    """Return the calling thread's buffer for `use`, of at least `count` bytes."""
+    buffer: Buffer | None = getattr(BUFFERS, use, None)
+    if buffer is None or len(buffer.bytes) < count:
         memory = np.empty(count, np.uint8)
-        room = Room(memory, torch.from_numpy(memory))
-        if count <= MOST_KEPT_BYTES:
-            setattr(KEPT, use, room)
-    return room
+        buffer = Buffer(memory, torch.from_numpy(memory))
+        if count <= MOST_BUFFER_BYTES:
+            setattr(BUFFERS, use, buffer)
+    return buffer
 
 
 def open_with_pillow(content: Content) -> Image.Image:
     try:
-        return Image.open(Metered(content), formats=FORMATS)
+        return Image.open(BoundedReads(content), formats=FORMATS)
     except PILLOW_ERRORS as error:
         raise Unreadable(reason_of(error, len(content))) from error
 
 
 def decode_with_pillow(content: Content, colours: str = "RGB") -> Pixels:
-    """The first frame of an animation."""
+    """Decode an image, or the first frame of an animation."""
     with open_with_pillow(content) as image:
         require_cheap(image, len(content))
         try:
@@ -308,7 +308,7 @@ def decode_with_pillow(content: Content, colours: str = "RGB") -> Pixels:
 
 
 def to_rgb(image: Image.Image) -> Pixels:
-    """In bands where it is large: converting and copying a whole image takes four times the memory of its pixels."""
+    """Convert to RGB, large images in bands: converting a whole image takes four times the memory of its pixels."""
     rows = max(1, BAND_PIXELS // image.width)
     if image.height <= rows:
         return np.asarray(image.convert("RGB"))
@@ -320,26 +320,26 @@ def to_rgb(image: Image.Image) -> Pixels:
 
 
 def require_cheap(image: Image.Image, length: int) -> None:
-    """What an image says of itself besides its size, by which a small one could take minutes or gigabytes."""
+    """Refuse formats and tile sizes with which a small file could take minutes or gigabytes."""
     pixels = image.width * image.height
     decoders = {tile[0] for tile in getattr(image, "tile", ())}
     if decoders & {*Image.DECODERS} and max(pixels, length) > MOST_SLOW:
         raise Unreadable(
-            f"its {image.width} x {image.height} pixels in {length:,} bytes are of a kind of {image.format} that is "
-            f"read slowly, for which {MOST_SLOW:,} of either are too many; store it as a PNG"
+            f"its {image.width} x {image.height} pixels in {length:,} bytes are in a variant of {image.format} that "
+            f"decodes slowly, with a limit of {MOST_SLOW:,} pixels and bytes; store it as a PNG"
         )
-    tags = getattr(image, "tag_v2", {})  # of a TIFF, whose decoder takes memory for a whole tile
+    tags = getattr(image, "tag_v2", {})  # the decoder of a TIFF allocates memory for a whole tile
     tile_width, tile_height = (tags.get(tag, 0) for tag in (TILE_WIDTH, TILE_HEIGHT))
     if tile_width * tile_height > max(pixels, MOST_TILE_PIXELS):
-        raise Unreadable(f"its tiles of {tile_width} x {tile_height} pixels are larger than itself")
+        raise Unreadable(f"its tiles of {tile_width} x {tile_height} pixels are larger than the image")
 
 
 def eight_bits(image: Image.Image) -> Image.Image:
-    """Grey levels of 16 bits as 8; Pillow would make everything above 255 white."""
+    """Convert 16-bit grey levels to 8 bits; Pillow would make every value above 255 white."""
     if image.mode.startswith("I;16"):
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
-        raise Unreadable(f"its pixels are of kind {image.mode}, which has no greatest value; make them 8 or 16 bits")
+        raise Unreadable(f"its pixels have mode {image.mode}, which has no maximum; convert them to 8 or 16 bits")
     return image
 
 
@@ -347,20 +347,20 @@ def reason_of(error: Exception | Warning, length: int) -> str:
     if length == 0:
         return "it is empty"
     if isinstance(error, UnidentifiedImageError):
-        return "it is no image that Pillow knows"
+        return "it is not in a format that Pillow reads"
     return str(error) or type(error).__name__
 
 
 def resize(lines: Lines, out: torch.Tensor, mirrored: bool = False) -> None:
-    """Lines at the size of `out`, uint8 [3, H, W] or [1, 3, H, W], whose memory may lie in any order.
+    """Resize lines to `out`, uint8 [3, H, W] or [1, 3, H, W] with any strides.
 
-    To be mirrored they come as BGR: a line of it read backwards is a mirrored line of RGB, so that mirroring is part of
-    a copy that is made anyway: what torch is given must be contiguous, or it copies it itself, with an OpenMP team.
+    To be mirrored, lines must be BGR: a BGR line read backwards is a mirrored RGB line.  So mirroring is part of a copy
+    that is needed anyway: torch would copy a non-contiguous input itself, with an OpenMP team.
     """
     height, width = len(lines), lines.shape[1] // 3
-    room = kept_room("crop", lines.size)
-    np.copyto(room.bytes[: lines.size].reshape(lines.shape), lines[:, ::-1] if mirrored else lines)
-    source = room.tensor.as_strided((1, 3, height, width), (lines.size, 1, 3 * width, 3))
+    buffer = thread_buffer("crop", lines.size)
+    np.copyto(buffer.bytes[: lines.size].reshape(lines.shape), lines[:, ::-1] if mirrored else lines)
+    source = buffer.tensor.as_strided((1, 3, height, width), (lines.size, 1, 3 * width, 3))
     if out.ndim == 3:
         out = out[None]
     if source.shape == out.shape:

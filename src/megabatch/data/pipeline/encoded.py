@@ -1,13 +1,16 @@
-"""Images that are decoded when they are asked for."""
+"""An image set that decodes files when they are read."""
 
+import math
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
 from megabatch.data.pipeline.augment import central_box
-from megabatch.data.pipeline.decode import Box, TooLate, Unreadable, decode_crop, resize
+from megabatch.data.pipeline.decode import Box, TimedOut, Unreadable, decode_crop, resize
+from megabatch.data.pipeline.decoder_process import DecoderProcess
 from megabatch.data.pipeline.order import Samples
 from megabatch.data.settings import CENTER_CROP, DataSettings
 from megabatch.data.sources.files import EncodedFiles
@@ -16,40 +19,57 @@ from megabatch.runs.records import TimeBreakdown
 
 
 class EncodedImages:
-    """An `ImageSet` of files.  `threads` is how many may decode at once.
+    """An `ImageSet` of files, decoded by up to `threads` threads.
 
-    `center_crop` is what evaluation sees of the shorter side: by default all of it where images are small.
+    `side` is the side of the images that `read` returns, by default that of training; the images of a request may be
+    smaller.  `center_crop` is the share of the shorter side that evaluation sees.  By default it is 1 for small images.
     """
 
-    def __init__(self, files: EncodedFiles, settings: DataSettings, threads: int = 1, are_small: bool = False) -> None:
+    def __init__(
+        self,
+        files: EncodedFiles,
+        settings: DataSettings,
+        threads: int = 1,
+        are_small: bool = False,
+        side: int | None = None,
+    ) -> None:
         self.files, self.settings, self.threads, self.are_small = files, settings, threads, are_small
+        self.side = side or settings.image_size
         self.labels = torch.from_numpy(files.labels)
         by_default = 1.0 if are_small else CENTER_CROP
         self.center_crop = by_default if settings.center_crop == "auto" else settings.center_crop
-        self.most_bytes = settings.most_bytes
+        self.most_bytes = settings.max_file_bytes
         self.central_box = partial(central_box, share=self.center_crop)
+        self.decoder: DecoderProcess | None = None  # decodes batches that are prefetched, instead of threads here
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what the decoder process needs to decode these images."""
+        return EncodedImages, (self.files, self.settings, self.threads, self.are_small, self.side)
+
+    @property
+    def image_bytes(self) -> int:
+        return 3 * self.side**2
 
     def __len__(self) -> int:
         return len(self.files)
 
     def fingerprint(self) -> str:
-        """Of the files; and of how they are seen, where that was not always the default."""
+        """Return a hash of the files, marked if evaluation sees whole images."""
         return self.files.fingerprint() + " whole" * self.are_small
 
     def read(self, samples: Samples) -> torch.Tensor:
-        """As evaluation sees them."""
+        """Return the images as evaluation sees them."""
         images = self.buffer(len(samples))
         for image, sample in zip(images, samples.tolist(), strict=True):
             try:
                 self.load(sample, self.central_box, image, TimeBreakdown())
             except Unreadable as error:
-                raise self.complaint(sample, error) from None
+                raise self.unreadable_image(sample, error) from None
         return images
 
     def buffer(self, count: int, pinned: bool = False) -> torch.Tensor:
-        """Room for images, in the order in which decoders write: [N, 3, S, S], channels last."""
-        size = self.settings.image_size
-        return torch.empty(count, size, size, 3, dtype=torch.uint8, pin_memory=pinned).permute(0, 3, 1, 2)
+        """Return memory for images, [N, 3, S, S], channels last as decoders write them."""
+        return torch.empty(count, self.side, self.side, 3, dtype=torch.uint8, pin_memory=pinned).permute(0, 3, 1, 2)
 
     def load(
         self,
@@ -59,23 +79,37 @@ class EncodedImages:
         spent: TimeBreakdown,
         mirrored: bool = False,
     ) -> None:
-        """One image into `out`, [1, 3, S, S]."""
-        begun_s = time.perf_counter()
+        """Load one image into `out`, [1, 3, S, S], at its side."""
+        begin_s = time.perf_counter()
         try:
             content = self.files.content(sample, self.most_bytes)
         except OSError as error:
             raise Unreadable(error.strerror or str(error)) from error
         read_s = time.perf_counter()
         colours = "BGR" if mirrored else "RGB"
-        pixels = decode_crop(content, choose_box, self.settings.image_size, self.settings.max_pixels, colours)
+        pixels = decode_crop(content, choose_box, out.shape[-1], self.settings.max_pixels, colours)
         decoded_s = time.perf_counter()
         resize(pixels, out, mirrored)
-        spent.read += read_s - begun_s
+        spent.read += read_s - begin_s
         spent.decode += decoded_s - read_s
         spent.augment += time.perf_counter() - decoded_s
 
-    def complaint(self, sample: int, error: Unreadable) -> UserError:
-        where = self.files.where(sample, read=not isinstance(error, TooLate))
+    def unreadable_image(self, sample: int, error: Unreadable) -> UserError:
+        where = self.files.where(sample, read=not isinstance(error, TimedOut))
+        one = 1 / len(self)
+        limit = f" data.skip_limit={round_up(one):g}" * (one > self.settings.skip_limit)
         return UserError(
-            f"{where} cannot be read: {error}; fix or remove it, or skip such images with data.on_error=skip"
+            f"{where} cannot be read: {error}; fix or remove it, or skip such images with data.on_error=skip{limit}; "
+            "megabatch check lists all of them"
         )
+
+
+def round_up(share: float) -> float:
+    """Return a share with one digit that is not smaller."""
+    scale = 10.0 ** math.floor(math.log10(share))
+    return min(1.0, float(f"{math.ceil(share / scale) * scale:.1g}"))
+
+
+def at_side(buffer: torch.Tensor, count: int, side: int) -> torch.Tensor:
+    """Return the beginning of a buffer (see `EncodedImages.buffer`) as `count` images of a side, [N, 3, S, S]."""
+    return buffer.as_strided((count, 3, side, side), (3 * side * side, 1, 3 * side, 3))

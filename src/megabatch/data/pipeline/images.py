@@ -1,4 +1,4 @@
-"""Images by sample number, whatever they are made of."""
+"""The `ImageSet` protocol, and image sets that are in memory."""
 
 import hashlib
 from typing import Protocol
@@ -15,14 +15,14 @@ from megabatch.data.sources.shapes import DataShape
 
 
 class ImageSet(Protocol):
-    """Images and labels by sample number.  `read` may be called from any thread, in any order."""
+    """Images and labels by sample number.  `read` may be called from any thread and in any order."""
 
     labels: torch.Tensor  # int64 [N]
 
     def __len__(self) -> int: ...
 
     def read(self, samples: Samples) -> torch.Tensor:
-        """uint8 [B, C, H, W], a copy that the caller may change."""
+        """Return the images, uint8 [B, C, H, W], as a copy that the caller may change."""
         ...
 
 
@@ -31,11 +31,11 @@ class DataSet(Struct, frozen=True):
     test: ImageSet
     class_names: tuple[str, ...]
     num_channels: int
-    tested_on: str = ""  # where the test images come from, if it is the source that decides
-    warnings: tuple[str, ...] = ()  # about its classes
+    tested_on: str = ""  # the origin of the test images, if the source determines it
+    warnings: tuple[str, ...] = ()  # about the classes
 
     def fingerprint(self) -> str:
-        """Of how many images there are, of which classes, in which order and, of files, under which names."""
+        """Return a hash of the class names, the labels in order and, for files, their names."""
         digest = hashlib.sha256("\n".join(self.class_names).encode(errors="surrogateescape"))
         for part in (self.train, self.test):
             digest.update(part.labels.numpy().tobytes())
@@ -54,8 +54,13 @@ class DataSet(Struct, frozen=True):
         )
 
 
+def resize_all(images: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    """Resize uint8 images [B, C, H, W] to (height, width), if they have another size."""
+    return images if images.shape[2:] == size else F.interpolate(images, size=size, mode="bilinear", antialias=True)
+
+
 class ArrayImages:
-    """Images that lie in memory."""
+    """Images in memory."""
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
         self.images, self.labels = images, labels
@@ -68,14 +73,17 @@ class ArrayImages:
 
 
 class SyntheticImages:
-    """Half a coarse pattern of the sample's class, half one of 64 fields of noise, made when they are read."""
+    """Generated images: the sum of a coarse pattern of the class and one of 64 noise images.
 
-    def __init__(self, settings: SyntheticSettings, image_size: int, length: int, part: int) -> None:
+    The noise is drawn for `image_size` and resized to `side`, so images of two sides show the same.
+    """
+
+    def __init__(self, settings: SyntheticSettings, image_size: int, length: int, part: int, side: int) -> None:
         generator = np.random.Generator(np.random.Philox(key=SYNTHETIC))
         shape = (settings.channels, 4, 4)
         self.patterns = torch.from_numpy(generator.integers(0, 128, (settings.classes, *shape), np.uint8))
         noise_shape = (64, settings.channels, image_size, image_size)
-        self.noise = torch.from_numpy(generator.integers(0, 128, noise_shape, np.uint8))
+        self.noise = resize_all(torch.from_numpy(generator.integers(0, 128, noise_shape, np.uint8)), (side, side))
         label_words, noise_words, *_ = draw(SYNTHETIC, part, np.arange(length), 0)
         self.labels = torch.from_numpy(draw_below(settings.classes, label_words))
         self.noise_of = torch.from_numpy(draw_below(len(self.noise), noise_words))
@@ -90,7 +98,7 @@ class SyntheticImages:
 
 
 class ImageSubset:
-    """Some of the images of a set, in the order of `numbers`."""
+    """The images `numbers` of another set."""
 
     def __init__(self, images: ImageSet, numbers: NDArray[np.int64]) -> None:
         self.images, self.numbers = images, numbers
@@ -103,4 +111,4 @@ class ImageSubset:
         return self.images.read(self.numbers[samples])
 
 
-InMemory = ArrayImages | SyntheticImages | ImageSubset  # whose images are there, or made, in no time
+InMemory = ArrayImages | SyntheticImages | ImageSubset  # sets that are fast to read

@@ -1,4 +1,4 @@
-"""Pixels with zero mean and unit deviation per channel: measured on the training set, applied on the device."""
+"""Normalisation of pixels to zero mean and unit deviation per channel, as measured on the training set."""
 
 from contextlib import closing
 from functools import partial
@@ -9,25 +9,24 @@ from msgspec import Struct
 
 from megabatch.data.pipeline.encoded import EncodedImages
 from megabatch.data.pipeline.images import ImageSet
-from megabatch.data.pipeline.order import Samples
 from megabatch.data.pipeline.reader import Reader, Request
 from megabatch.data.sources.from_python import DatasetImages
 from megabatch.errors import UserError
 
 MEASURED_SAMPLES = 50_000
-DECODED_SAMPLES = 1_000  # of images that have to be decoded for it
+DECODED_SAMPLES = 1_000  # if images must be decoded
 CHUNK = 64
 
 
 class PixelStatistics(Struct, frozen=True):
-    """Of a training set, per channel."""
+    """Mean and deviation per channel of a training set."""
 
     mean: tuple[float, ...]
     deviation: tuple[float, ...]  # 1 for a channel without variation, which is only shifted
 
 
 class Normalise:
-    """uint8 -> the training set's zero mean and unit deviation per channel, on the device, rounded to `dtype` once."""
+    """Normalisation of uint8 images on the device.  The result is rounded to `dtype` once."""
 
     def __init__(
         self, statistics: PixelStatistics, device: torch.device, dtype: torch.dtype, channels_last: bool = False
@@ -48,28 +47,23 @@ class Normalise:
 
 
 def measure_pixels(images: ImageSet) -> PixelStatistics:
-    """Reads up to 50,000 images, or up to 1,000 that have to be decoded: evenly spread, as a set may be sorted."""
+    """Measure up to 50,000 images, or up to 1,000 that must be decoded, evenly spaced because a set may be sorted."""
     most = DECODED_SAMPLES if isinstance(images, EncodedImages | DatasetImages) else MEASURED_SAMPLES
     measured = np.arange(0, len(images), -(-len(images) // most))
     chunks = np.split(measured, range(CHUNK, len(measured), CHUNK))
     totals = torch.zeros(2, 1, dtype=torch.float64)
     count = 0
-    with closing(Reader(images).prefetch(partial(Request, chunk, None) for chunk in chunks)) as batches:
+    with closing(Reader(images).prefetch((partial(Request, chunk, None) for chunk in chunks), CHUNK)) as batches:
         for batch in batches:
             pixels = batch.images.double()
             totals = totals + torch.stack([pixels.sum((0, 2, 3)), pixels.square().sum((0, 2, 3))])
             count += pixels.numel() // pixels.shape[1]
     if not count:
-        raise UserError(f"none of {len(measured)} training images that were tried can be read; fix the set")
+        raise UserError(f"none of {len(measured)} training images can be read; check the files")
     mean, mean_square = totals / count
-    if not mean.isfinite().all():  # integers always are, images of one's own may not be
-        raise UserError(
-            f"image {first_not_finite(images, measured)} of the training set is not finite; fix it or leave it out"
-        )
+    if not mean.isfinite().all():  # possible only for custom image sets
+        broken = next(int(sample) for sample in measured if not images.read(np.array([sample])).isfinite().all())
+        raise UserError(f"image {broken} of the training set is not finite; fix or remove it")
     deviation = (mean_square - mean.square()).clamp(min=0).sqrt()
     deviation = torch.where(deviation > 0, deviation, 1.0)
     return PixelStatistics(tuple(mean.tolist()), tuple(deviation.tolist()))
-
-
-def first_not_finite(images: ImageSet, samples: Samples) -> int:
-    return next(int(sample) for sample in samples if not images.read(np.array([sample])).isfinite().all())

@@ -1,13 +1,15 @@
-"""Batches of an image set, made ahead of their use by threads and handed out in order.
+"""Prefetches batches of an image set with threads and returns them in order.
 
-Threads, because decoders release the GIL and write straight into the batch: processes would have to send every pixel.
-At most PREFETCHED batches are made or wait, in memory that is used again and again.
+Decoders release the GIL and write directly into the batch, so threads suffice on a CPU.  For an accelerator the threads
+run in a separate process (see `decoder_process`), because the thread that launches kernels needs the GIL.  A fixed
+number of batches is in progress or waiting, in memory that is reused.
 
-Where there is an accelerator that memory is pinned, and a batch is copied to the device, by a stream of its own, before
-it is asked for.  Nobody waits for a copy: memory is used again once an event says that it has been copied.
+For an accelerator this memory is pinned, and a separate stream copies a batch to the device before it is requested.
+The host never waits for a copy: memory is reused after an event reports that it has been copied.
 
-Whoever waits for a batch notices an image that takes longer than data.image_timeout_s (see `threads`), and ends with
-its name; or, where such images are skipped, leaves its thread and the memory of its batch alone, and has both replaced.
+The caller that waits for a batch detects an image that takes longer than data.image_timeout_s (see `threads`) and
+raises an error with its name.  If such images are skipped, it abandons the thread and the memory of the batch instead,
+and replaces both.
 """
 
 import threading
@@ -15,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -22,18 +25,43 @@ from typing import Any, NamedTuple
 import torch
 
 from megabatch.data.pipeline.augment import Augmentation
-from megabatch.data.pipeline.decode import TooLate, Unreadable
-from megabatch.data.pipeline.encoded import EncodedImages
+from megabatch.data.pipeline.decode import TimedOut, Unreadable
+from megabatch.data.pipeline.decoder_process import DecoderProcess
+from megabatch.data.pipeline.encoded import EncodedImages, at_side
 from megabatch.data.pipeline.images import ImageSet, InMemory
 from megabatch.data.pipeline.order import Samples
-from megabatch.data.pipeline.threads import MOST_LEFT, Doing, Threads, Watch
+from megabatch.data.pipeline.threads import MAX_ABANDONED, Task, Threads, Watch
 from megabatch.errors import UserError
 from megabatch.runs.records import TimeBreakdown
 
-# What stands in for an image that cannot be read.
-
-MOST_IN_A_ROW = 1000  # unreadable images, after which there is no point in looking for a good one
+MOST_IN_A_ROW = 1000  # unreadable images, after which the search for a substitute ends
 SKIPPED = -1  # the label of a test image that cannot be read
+PREFETCHED = 4  # batches, at least
+PREFETCHED_IMAGES, PREFETCHED_BYTES = 1024, 256 << 20  # for an accelerator, if that is more batches
+IMAGES_PER_PART = 8  # images that a thread loads at a time
+CPU = torch.device("cpu")
+
+
+class Request(NamedTuple):
+    samples: Samples
+    epochs: Samples | None  # None: without augmentation, for evaluation
+    side: int | None = None  # None: that of the image set
+
+
+@dataclass
+class Batch:
+    images: torch.Tensor  # uint8 [B, C, H, W]; encoded images are valid until the next batch is requested
+    labels: torch.Tensor  # int64 [B]
+    spent: TimeBreakdown = field(default_factory=TimeBreakdown)  # summed over threads
+    skipped: list[str] = field(default_factory=list)  # images that cannot be read, with the reason
+    memory: torch.Tensor | None = None  # of the images, to be reused
+    is_late: bool = False  # an image timed out, so the batch is made again without it
+
+
+MakeRequest = Callable[[], Request]  # called by a thread, because computing the order of an epoch takes a while
+Part = Callable[[], None]
+Started = tuple[Batch, list[Future[None]]]
+Batches = Generator[Batch, None, None]
 
 
 def load_first(
@@ -43,10 +71,10 @@ def load_first(
     load: Callable[[int], None],
     skipped: list[str],
 ) -> int:
-    """Loads the first of the candidates that can be read; its label, or SKIPPED.
+    """Load the first of the candidates that can be read.  Return its label, or SKIPPED.
 
-    So a batch keeps its size and the others their places, whoever makes it.  Candidates are neighbours in the set:
-    mostly of the same class.
+    A substitute keeps the size of the batch and the positions of the other images.  Candidates are adjacent in the set,
+    so most are of the same class.
     """
     for candidate in candidates:
         sample = candidate % len(images)
@@ -56,135 +84,149 @@ def load_first(
             return int(images.files.labels[sample])
         except Unreadable as error:
             if images.settings.on_error == "raise":
-                raise images.complaint(sample, error) from None
+                raise images.unreadable_image(sample, error) from None
             if candidate == candidates.start:
-                where = images.files.where(sample, read=not isinstance(error, TooLate))
+                where = images.files.where(sample, read=not isinstance(error, TimedOut))
                 skipped.append(f"{where} cannot be read: {error}")
     if len(candidates) > 1:
-        raise UserError(f"{skipped[-1]}, and so for {len(candidates)} images in a row; fix the set")
+        raise UserError(f"{skipped[-1]}, nor can {len(candidates)} images in a row; check the files")
     return SKIPPED
 
 
-PREFETCHED = 4  # batches
-IMAGES_A_PART = 8  # what a thread takes at once
-CPU = torch.device("cpu")
-
-
-class Request(NamedTuple):
-    samples: Samples
-    epochs: Samples | None  # None: as evaluation sees them
-
-
-@dataclass
-class Batch:
-    images: torch.Tensor  # uint8 [B, C, H, W]; of encoded images valid until the next batch is asked for
-    labels: torch.Tensor  # int64 [B]
-    spent: TimeBreakdown = field(default_factory=TimeBreakdown)  # by all threads together
-    skipped: list[str] = field(default_factory=list)  # images that cannot be read, and why
-    memory: torch.Tensor | None = None  # that holds the images, to be used again
-    is_late: bool = False  # an image of it takes too long: it is made again, without that one
-
-
-Ask = Callable[[], Request]  # worked out by a thread too: at the beginning of an epoch its order takes a while
-Part = Callable[[], None]
-Begun = tuple[Batch, list[Future[None]]]
-Batches = Generator[Batch, None, None]
-
-
 class Reader:
-    """`augmentation` of (samples, epochs) is what is done to training images."""
+    """Reader of an image set.  `augmentation(samples, epochs, side)` is applied to training images."""
 
     def __init__(
         self,
         images: ImageSet,
         device: torch.device = CPU,
-        augmentation: Callable[[Samples, Samples], Augmentation] | None = None,
+        augmentation: Callable[[Samples, Samples, int | None], Augmentation] | None = None,
     ) -> None:
         self.images, self.device, self.augmentation = images, device, augmentation
         self.threads = images.threads if isinstance(images, EncodedImages) else 1
         self.lock = threading.Lock()
         self.watch = Watch(images.settings.image_timeout_s) if isinstance(images, EncodedImages) else None
-        self.late: set[int] = set()  # images that take too long
+        self.late: set[int] = set()  # images that timed out
         self.free: deque[torch.Tensor] = deque()
         self.copying: deque[tuple[torch.Event, torch.Tensor]] = deque()  # memory that a device may still read
 
     def make(self, request: Request) -> Batch:
-        """Here and now, by the caller."""
-        buffer = self.buffer(len(request.samples))
-        batch, parts = self.begin(request, buffer)
+        """Make a batch in the calling thread."""
+        batch, parts = self.split(request, self.new_buffer(len(request.samples)))
         for part in parts:
             part()
         return without_skipped(batch)
 
-    def prefetch(self, requests: Iterable[Ask]) -> Batches:
-        """Made by threads while the caller does something else.  Close it to end them."""
+    def num_ahead(self, batch_size: int) -> int:
+        """Return the number of batches in progress or waiting, for batches of up to this size.
+
+        A GPU takes small batches in milliseconds, so the time that they last is what counts, and not their number.
+        """
+        if self.device.type == "cpu" or not isinstance(self.images, EncodedImages):
+            return PREFETCHED
+        most = PREFETCHED_BYTES // (batch_size * self.images.image_bytes)
+        return max(PREFETCHED, min(most, -(-PREFETCHED_IMAGES // batch_size)))
+
+    def prefetch(self, requests: Iterable[MakeRequest], batch_size: int) -> Batches:
+        """Yield batches that threads make while the caller does something else.  Close the generator to end them."""
+        num_ahead = self.num_ahead(batch_size)
+        if isinstance(self.images, EncodedImages) and self.images.decoder:
+            stream = Reader(self.images, self.device, self.augmentation)  # the memory belongs to one stream
+            batches = stream.prefetch_by_process(self.images.decoder, iter(requests), num_ahead)
+            return batches if self.device.type == "cpu" else stream.prefetch_to_device(batches)
         if self.device.type != "cpu":
-            return self.prefetch_to_device(self.prefetch_by_threads(iter(requests)))
-        # Where compute has the same cores, a thread that only gathers pixels costs more than it hides: 4 % of
+            return self.prefetch_to_device(self.prefetch_by_threads(iter(requests), num_ahead))
+        # A thread that only gathers pixels competes with compute for the cores and costs more than it hides: 4 % of
         # `bench train`.
-        return (
-            self.make_each(requests) if isinstance(self.images, InMemory) else self.prefetch_by_threads(iter(requests))
-        )
+        if isinstance(self.images, InMemory):
+            return (self.make(request()) for request in requests)
+        return self.prefetch_by_threads(iter(requests), num_ahead)
 
-    def make_each(self, requests: Iterable[Ask]) -> Batches:
-        for ask in requests:
-            yield self.make(ask())
-
-    def prefetch_by_threads(self, requests: Iterator[Ask]) -> Batches:
-        begun: deque[tuple[Ask, Future[Begun]]] = deque()
-        with Threads(self.threads, "megabatch-input", self.watch.limit_s if self.watch else None) as pool:
-            while True:
-                while len(begun) < PREFETCHED and (ask := next(requests, None)):
-                    begun.append((ask, pool.submit(partial(self.begin_in, pool, ask))))
-                if not begun:
-                    return
-                batch = self.finish(pool, *begun.popleft())
+    def prefetch_by_threads(self, requests: Iterator[MakeRequest], num_ahead: int) -> Batches:
+        with closing(self.in_order(requests, num_ahead)) as batches:
+            for batch in batches:
                 yield without_skipped(batch)
+
+    def prefetch_by_process(self, decoder: DecoderProcess, requests: Iterator[MakeRequest], num_ahead: int) -> Batches:
+        stream = decoder.stream(self.images, self.augmentation, num_ahead, pins=self.device.type != "cpu")
+        with closing(stream):
+            try:
+                for decoded, buffer in stream.batches(requests, self.take_all_free):
+                    labels = torch.from_numpy(decoded.labels)
+                    images = at_side(buffer, len(labels), decoded.side)
+                    batch = Batch(images, labels, decoded.spent, decoded.skipped, buffer)
+                    yield without_skipped(batch)
+                    if batch.memory is not None:
+                        self.free.append(batch.memory)
+            finally:  # the stream releases the memory
+                for copied, _ in self.copying:
+                    if not copied.query():
+                        copied.synchronize()
+                self.copying.clear()
+                self.free.clear()
+
+    def in_order(self, requests: Iterator[MakeRequest], num_ahead: int) -> Batches:
+        """Yield batches that threads make.
+
+        Their memory is reused when the next one is requested, unless the caller took it.
+        """
+        started: deque[tuple[MakeRequest, Future[Started]]] = deque()
+        patience_s = self.watch.limit_s if self.watch else None
+        with Threads(self.threads, "megabatch-input", patience_s, self.device) as pool:
+            while True:
+                while len(started) < num_ahead and (request := next(requests, None)):
+                    started.append((request, pool.submit(partial(self.start, pool, request))))
+                if not started:
+                    return
+                batch = self.finish(pool, *started.popleft())
+                yield batch
                 if batch.memory is not None:
                     self.free.append(batch.memory)
 
-    def finish(self, pool: Threads, ask: Ask, begun: Future[Begun]) -> Batch:
-        """The batch, made again where one of its images takes too long: a thread may still write to the first."""
-        self.wait(pool, begun)
-        batch, parts = begun.result()
+    def finish(self, pool: Threads, request: MakeRequest, started: Future[Started]) -> Batch:
+        """Wait for a batch.  If an image times out, make the batch again: a thread may still write to the first one."""
+        self.wait(pool, started)
+        batch, parts = started.result()
         for part in parts:
             self.wait(pool, part, batch)
             if batch.is_late:
-                return self.finish(pool, ask, pool.submit(partial(self.begin_in, pool, ask)))
+                return self.finish(pool, request, pool.submit(partial(self.start, pool, request)))
             part.result()
         return batch
 
     def wait(self, pool: Threads, future: Future[Any], batch: Batch | None = None) -> None:
-        """Until it is done, or an image of the batch takes too long."""
+        """Wait until the future is done or an image of the batch times out."""
         while self.watch and not (batch and batch.is_late) and (late := self.watch.wait(future)):
-            for doing in late:
-                self.leave(pool, doing)
+            for task in late:
+                self.abandon(pool, task)
 
-    def leave(self, pool: Threads, doing: Doing) -> None:
-        """An image that takes too long, and the thread that is at it."""
+    def abandon(self, pool: Threads, task: Task) -> None:
+        """Give up on an image that timed out, and on its thread."""
         images = self.images
         assert isinstance(images, EncodedImages) and self.watch
-        error = self.too_late()
-        pool.replace(doing.thread)
+        error = self.timed_out()
+        pool.replace(task.thread)
         if images.settings.on_error == "raise":
-            raise images.complaint(doing.image, error)
-        if self.watch.num_late > MOST_LEFT:
-            where = images.files.where(doing.image, read=False)
-            raise UserError(f"{where} cannot be read: {error}, and so for {MOST_LEFT} others; see what they lie on")
-        self.late.add(doing.image)
-        doing.of.is_late = True
+            raise images.unreadable_image(task.image, error)
+        if self.watch.num_late > MAX_ABANDONED:
+            where = images.files.where(task.image, read=False)
+            raise UserError(
+                f"{where} cannot be read: {error}, as for {MAX_ABANDONED} other images; check the disk or file server"
+            )
+        self.late.add(task.image)
+        task.batch.is_late = True
 
-    def too_late(self) -> TooLate:
+    def timed_out(self) -> TimedOut:
         assert self.watch
-        return TooLate(f"it takes longer than data.image_timeout_s={self.watch.limit_s:g}")
+        return TimedOut(f"it takes longer than data.image_timeout_s={self.watch.limit_s:g}")
 
     def prefetch_to_device(self, batches: Batches) -> Batches:
-        """On the device one batch before it is needed."""
+        """Copy each batch to the device while the previous one is in use."""
         stream = copy_stream(self.device)
         waiting: Batch | None = None
         try:
             for batch in batches:
-                begun_s = time.perf_counter()
+                begin_s = time.perf_counter()
                 with stream:
                     images, labels = (
                         (tensor if tensor.is_pinned() else tensor.pin_memory()).to(self.device, non_blocking=True)
@@ -196,7 +238,7 @@ class Reader:
                         self.copying.append((copied, batch.memory))
                     batch.memory = None
                 moved = Batch(images, labels, batch.spent, batch.skipped)
-                moved.spent.copy += time.perf_counter() - begun_s
+                moved.spent.copy += time.perf_counter() - begin_s
                 if waiting:
                     yield waiting
                 current = torch.accelerator.current_stream(self.device)
@@ -209,56 +251,66 @@ class Reader:
         finally:
             batches.close()
 
-    def begin_in(self, pool: Threads, ask: Ask) -> Begun:
-        """Hands the parts of a batch to the threads."""
-        request = ask()
+    def start(self, pool: Threads, make_request: MakeRequest) -> Started:
+        """Submit the parts of a batch to the threads."""
+        request = make_request()
         count = len(request.samples)
         buffer = self.take_free(count)
         if buffer is None:
-            buffer = self.buffer(count)
-        batch, parts = self.begin(request, None if buffer is None else buffer[:count])
+            buffer = self.new_buffer(count)
+        batch, parts = self.split(request, buffer)
         batch.memory = buffer
         return batch, [pool.submit(part) for part in parts]
 
+    def collect_copied(self) -> None:
+        """Free the memory that the device has read."""
+        while self.copying and self.copying[0][0].query():
+            self.free.append(self.copying.popleft()[1])
+
+    def take_all_free(self) -> list[torch.Tensor]:
+        self.collect_copied()
+        free, self.free = [*self.free], deque()
+        return free
+
     def take_free(self, count: int) -> torch.Tensor | None:
-        """Memory for so many images that nobody reads any more."""
+        """Return a free buffer for at least `count` images, or None."""
         with self.lock:
-            while self.copying and self.copying[0][0].query():
-                self.free.append(self.copying.popleft()[1])
+            self.collect_copied()
             while self.free:
                 buffer = self.free.popleft()
                 if len(buffer) >= count:
                     return buffer
         return None
 
-    def buffer(self, count: int) -> torch.Tensor | None:
-        """None for images that bring their own memory."""
+    def new_buffer(self, count: int) -> torch.Tensor | None:
+        """Allocate a buffer, or return None for images that are not decoded into one."""
         if not isinstance(self.images, EncodedImages):
             return None
         return self.images.buffer(count, pinned=self.device.type != "cpu")
 
-    def begin(self, request: Request, buffer: torch.Tensor | None) -> tuple[Batch, list[Part]]:
-        """A batch that is complete when all its parts have been run, in any order and thread."""
-        samples, epochs = request
-        augmentation = self.augmentation(samples, epochs) if self.augmentation and epochs is not None else None
+    def split(self, request: Request, buffer: torch.Tensor | None) -> tuple[Batch, list[Part]]:
+        """Return a batch and its parts, which must all be run, in any order and in any thread."""
+        samples, epochs, side = request
+        augmentation = self.augmentation(samples, epochs, side) if self.augmentation and epochs is not None else None
         labels = self.images.labels[torch.from_numpy(samples)]
         if buffer is None:
             batch = Batch(torch.empty(0), labels)
             return batch, [partial(self.read, batch, samples, augmentation)]
-        batch = Batch(buffer, labels)
-        decode = partial(self.decode, batch, buffer.split(1), samples, augmentation)
+        batch = Batch(at_side(buffer, len(samples), side or buffer.shape[3]), labels)
+        decode = partial(self.decode, batch, batch.images.split(1), samples, augmentation)
         places = range(len(samples))
         return batch, [
-            partial(decode, places[start : start + IMAGES_A_PART]) for start in range(0, len(samples), IMAGES_A_PART)
+            partial(decode, places[start : start + IMAGES_PER_PART])
+            for start in range(0, len(samples), IMAGES_PER_PART)
         ]
 
     def read(self, batch: Batch, samples: Samples, augmentation: Augmentation | None) -> None:
-        """All of a batch whose images need no decoding."""
-        begun_s = time.perf_counter()
+        """Read a whole batch of images that are not encoded."""
+        begin_s = time.perf_counter()
         pixels = self.images.read(samples)
         read_s = time.perf_counter()
         batch.images = augmentation.change(pixels) if augmentation else pixels
-        batch.spent = TimeBreakdown(read=read_s - begun_s, augment=time.perf_counter() - read_s)
+        batch.spent = TimeBreakdown(read=read_s - begin_s, augment=time.perf_counter() - read_s)
 
     def decode(
         self,
@@ -268,18 +320,18 @@ class Reader:
         augmentation: Augmentation | None,
         places: range,
     ) -> None:
-        """Some images of a batch whose images are encoded."""
+        """Load and augment the images at `places` of a batch of encoded images."""
         images, watch = self.images, self.watch
         assert isinstance(images, EncodedImages) and watch
         thread, spent, skipped = threading.get_ident(), TimeBreakdown(), list[str]()
 
         def begin(sample: int) -> None:
             if sample in self.late:
-                raise self.too_late()
-            watch.doing[thread] = Doing(thread, sample, batch)
+                raise self.timed_out()
+            watch.running[thread] = Task(thread, sample, batch)
 
         crops, pads = (augmentation.crops, augmentation.padding > 0) if augmentation else (None, False)
-        labels = batch.labels.numpy()  # torch would let go of the GIL for each
+        labels = batch.labels.numpy()  # torch would release the GIL for each label
         for place in places:
             choose_box = partial(crops.box, place) if crops else images.central_box
             mirrored = augmentation is not None and not pads and bool(augmentation.mirrored[place])
@@ -288,25 +340,25 @@ class Reader:
             candidates = range(sample, sample + (min(len(images), MOST_IN_A_ROW) if augmentation else 1))
             labels[place] = load_first(images, candidates, begin, load, skipped)
             if augmentation and pads:
-                begun_s = time.perf_counter()
+                begin_s = time.perf_counter()
                 augmentation.pad(place, outs[place])
-                spent.augment += time.perf_counter() - begun_s
-        watch.doing.pop(thread, None)
+                spent.augment += time.perf_counter() - begin_s
+        watch.running.pop(thread, None)
         with self.lock:
             batch.spent.add(spent)
             batch.skipped.extend(skipped)
 
 
 def without_skipped(batch: Batch) -> Batch:
-    """Test images have no substitutes."""
-    kept = batch.labels != SKIPPED
-    batch.skipped.sort()  # threads are done in any order
-    if not kept.all():
-        batch.images, batch.labels = batch.images[kept], batch.labels[kept]
+    """Remove the test images that could not be read, which have no substitutes."""
+    is_read = batch.labels != SKIPPED
+    batch.skipped.sort()  # threads finish in any order
+    if not is_read.all():
+        batch.images, batch.labels = batch.images[is_read], batch.labels[is_read]
     return batch
 
 
 @cache
 def copy_stream(device: torch.device) -> torch.Stream:
-    """One: the allocator keeps memory for every stream that it has seen."""
+    """Return one stream per device, because the allocator reserves memory for each stream."""
     return torch.Stream(device)

@@ -1,4 +1,4 @@
-"""An image as it goes into a shard: its own bytes, or, where it is larger than asked for, a smaller JPEG."""
+"""Prepares an image for a shard: its original bytes, or a smaller JPEG if it is larger than requested."""
 
 import io
 
@@ -24,17 +24,17 @@ SMALLEST_SCALE = 8
 
 class Stored(Struct, frozen=True):
     content: Content
-    suffix: str | None  # of the new format, None where the bytes are the source's own
+    suffix: str | None  # of the new format; None for the original bytes
     width: int
     height: int
 
 
 def prepare(content: Content, shorter_side: int | None, quality: int) -> Stored:
-    """Decodes every image, also those that stay as they are: a damaged one is found now, not in the middle of a run."""
+    """Return the image to store.  All images are decoded, so that damaged ones are found now and not during a run."""
     height, width, is_jpeg = read_size(content, MAX_PIXELS)
     shorter = min(height, width)
     target = shorter if shorter_side is None else min(shorter, shorter_side)
-    # An image that is only looked at is decoded at an eighth: the cheapest way that still reads all of the bytes.
+    # An image that is only checked is decoded at an eighth of its size, the cheapest way that still reads all bytes.
     scale = SMALLEST_SCALE if target == shorter else dct_scale((0, 0, height, width), target)
     pixels = decode_scaled(content, height, width, scale)[0] if is_jpeg else decode_with_pillow(content)
     if target == shorter:
@@ -45,18 +45,18 @@ def prepare(content: Content, shorter_side: int | None, quality: int) -> Stored:
     try:
         encoded = encode(smaller.numpy(), quality)
     except (ValueError, OSError) as error:
-        raise Unreadable(f"its {width} x {height} pixels cannot be a JPEG: {error}") from error
+        raise Unreadable(f"its {width} x {height} pixels cannot be stored as a JPEG: {error}") from error
     return Stored(encoded, ".jpg", width, height)
 
 
 def encode(pixels: Pixels, quality: int) -> bytes:
-    """4:2:0, in strips that can be decoded alone, which costs some 6 bytes for 16 rows."""
+    """Encode with 4:2:0 in independent strips of 16 rows, which cost about 6 bytes each."""
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "JPEG", quality=quality, subsampling="4:2:0", restart_marker_rows=1)
     return with_table(file.getvalue())
 
 
 def shrunk(height: int, width: int, shorter_side: int) -> tuple[int, int]:
-    """The same shape, to whole pixels."""
+    """Return the height and width with the given shorter side, rounded to whole pixels."""
     shorter = min(height, width)
     return round(height * shorter_side / shorter), round(width * shorter_side / shorter)

@@ -1,8 +1,8 @@
-"""Threads that can be left behind, and a watch over what each of them is doing.
+"""A thread pool whose stuck threads can be abandoned, and a watch that finds them.
 
-A thread that reads from a file server that does not answer, or decodes an image made to take for ever, cannot be
-interrupted.  It can be named, replaced, and left to itself: these threads are daemons, for which Python does not wait
-when it ends, as it does for those of concurrent.futures.
+A thread cannot be interrupted while it reads from a file server that does not answer, or decodes a hostile image.  But
+it can be reported, replaced and abandoned.  The threads are daemons: unlike those of concurrent.futures, they do not
+keep Python from exiting.
 """
 
 import threading
@@ -14,17 +14,23 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
+import torch
+
 Result = TypeVar("Result")
 
-TICKS = 10  # by which a time limit is counted
-MOST_LEFT = 8  # threads: more of them that hang, and it is not the image but what it lies on
+CPU = torch.device("cpu")
+TICKS = 10  # per time limit
+MAX_ABANDONED = 8  # threads; if more hang, the cause is the storage and not the image
 
 
 class Threads:
-    """A pool.  At its end what has not begun is cancelled, and what has is waited for, as long as `patience_s`."""
+    """A thread pool.  On exit, pending jobs are cancelled and running ones are waited for, for up to `patience_s`.
 
-    def __init__(self, count: int, name: str, patience_s: float | None) -> None:
-        self.name, self.patience_s = name, patience_s
+    The threads use `device` as their current one.  A thread that sets none would take memory on device 0 for a context.
+    """
+
+    def __init__(self, count: int, name: str, patience_s: float | None, device: torch.device = CPU) -> None:
+        self.name, self.patience_s, self.device = name, patience_s, device
         self.jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self.threads: list[threading.Thread] = []
         self.num_started = 0
@@ -33,13 +39,13 @@ class Threads:
 
     def add_thread(self) -> None:
         name = f"{self.name}_{self.num_started}"
-        thread = threading.Thread(target=work_on, args=(self.jobs,), name=name, daemon=True)
+        thread = threading.Thread(target=work_on, args=(self.jobs, self.device), name=name, daemon=True)
         self.num_started += 1
         self.threads.append(thread)
         thread.start()
 
     def replace(self, ident: int) -> None:
-        """Another takes the place of a thread, for which nobody waits any more."""
+        """Abandon a thread and start another one in its place."""
         self.threads = [thread for thread in self.threads if thread.ident != ident]
         self.add_thread()
 
@@ -67,7 +73,9 @@ class Threads:
         self.close()
 
 
-def work_on(jobs: "SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]") -> None:
+def work_on(jobs: "SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]", device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
     while task := jobs.get():
         future, job = task
         if future.set_running_or_notify_cancel():
@@ -75,56 +83,56 @@ def work_on(jobs: "SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]") -
                 future.set_result(job())
             except BaseException as error:
                 future.set_exception(error)
-        del task, future, job  # not kept while it waits for the next
+        del task, future, job  # do not keep them alive while waiting for the next job
 
 
-class Doing(NamedTuple):
+class Task(NamedTuple):
     thread: int
     image: int
-    of: Any  # what it is done for
+    batch: Any
 
 
 class Watch:
-    """What every thread is doing, and for how long.
+    """The current task of every thread, with a time limit.
 
-    A thread says what it begins, which costs it no look at a clock.  Whoever waits for the threads looks at them every
-    `tick_s`: what is the same TICKS times in a row takes longer than `limit_s`.  A process that was stopped for a while
-    has looked once in that time, so nothing seems late that was stopped along with it.
+    A thread records the start of a task without reading the clock.  The caller that waits for the threads polls them
+    every `tick_s`: a task that is seen more than TICKS times in a row takes longer than `limit_s`.  If the process is
+    stopped for a while, this counts as one poll, so its tasks do not seem late.
     """
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s, self.tick_s = limit_s, limit_s / TICKS
-        self.doing: dict[int, Doing] = {}  # by thread
-        self.seen: dict[int, tuple[Doing, int]] = {}  # and how many times in a row
+        self.running: dict[int, Task] = {}  # by thread
+        self.seen: dict[int, tuple[Task, int]] = {}  # with the number of polls in a row
         self.num_late = 0
 
-    def begin(self, image: int, of: Any = None) -> None:
+    def begin(self, image: int, batch: Any = None) -> None:
         thread = threading.get_ident()
-        self.doing[thread] = Doing(thread, image, of)
+        self.running[thread] = Task(thread, image, batch)
 
     def end(self) -> None:
-        self.doing.pop(threading.get_ident(), None)
+        self.running.pop(threading.get_ident(), None)
 
-    def look(self) -> list[Doing]:
-        """What takes too long, once each: from then on its thread is left to itself."""
+    def poll(self) -> list[Task]:
+        """Return the tasks that are late.  Each is returned once, and its thread is no longer watched."""
         late = []
         seen, self.seen = self.seen, {}
-        for thread, doing in list(self.doing.items()):
+        for thread, task in list(self.running.items()):
             before, times = seen.get(thread, (None, 0))
-            times = times + 1 if doing is before else 1
+            times = times + 1 if task is before else 1
             if times > TICKS:
-                late.append(doing)
-                self.doing.pop(thread, None)
+                late.append(task)
+                self.running.pop(thread, None)
             else:
-                self.seen[thread] = doing, times
+                self.seen[thread] = task, times
         self.num_late += len(late)
         return late
 
-    def wait(self, future: Future[Any]) -> list[Doing]:
-        """Until it is done, or something takes too long."""
-        late: list[Doing] = []
+    def wait(self, future: Future[Any]) -> list[Task]:
+        """Wait until the future is done or tasks are late, and return the late tasks."""
+        late: list[Task] = []
         while not late and not is_done(future, self.tick_s):
-            late = self.look()
+            late = self.poll()
         return late
 
 

@@ -1,8 +1,7 @@
-"""Encoded images, wherever they lie: what every source of JPEGs, PNGs and the like is read as.
+"""The common interface of sources of encoded images (JPEG, PNG, ...): folders, tars and packed shards.
 
-A source is an `EncodedDataset`: class names, and the files of the training and, if it has one, of the test part.
-Folders, tars and packed shards are read as one; `concatenate` puts two together, and `sources.split` takes test images
-from the training part.
+An `EncodedDataset` has class names, the files of the training part and, if there is one, of the test part.
+`concatenate` joins two of them.
 """
 
 from collections.abc import Sequence
@@ -16,40 +15,42 @@ from megabatch.io.arrays import fingerprint
 from megabatch.io.reading import MOST_BYTES
 
 Content = bytes | bytearray | memoryview
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".tif", ".tiff")
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".avif", ".bmp", ".gif", ".ppm", ".tif", ".tiff")
 
 
 class EncodedFiles(Protocol):
-    """Encoded images by number.  Any thread may ask, in any order."""
+    """Encoded images by number, readable from any thread and in any order."""
 
     labels: NDArray[np.int64]
 
     def __len__(self) -> int: ...
 
     def content(self, number: int, most_bytes: int = MOST_BYTES) -> Content:
-        """The bytes of one file.  OSError where they cannot be had, or are more."""
+        """Return the bytes of a file.  Raise OSError if it cannot be read or is larger than `most_bytes`."""
         ...
 
     def where(self, number: int, read: bool = True) -> str:
-        """For messages: the file, and within a tar the offset and, where it may be read, the member's name."""
+        """Return the location of a file for messages: its path or, in a tar, the offset and (if `read`) the name."""
         ...
 
     def fingerprint(self) -> str:
-        """Of which files there are, in which order and of which class; not of what they hold."""
+        """Return a hash of the names, order and classes of the files, but not of their contents."""
         ...
 
 
 class EncodedDataset(Struct, frozen=True, kw_only=True):
-    """A source whose images are decoded when they are asked for."""
+    """A source whose images are decoded when they are read."""
 
     class_names: tuple[str, ...]
     train: EncodedFiles
-    test: EncodedFiles | None  # None where the source has no such part
+    test: EncodedFiles | None
     place: str  # for messages
+    shorter_side: int | None = None  # to which a pack shrank larger images
+    ignored: tuple[tuple[str, int], ...] = ()  # suffixes of other files in the class folders, with their counts
 
 
 class Subset:
-    """Some of the files, in the order of `numbers`, with labels of their own where the classes have other numbers."""
+    """The files `numbers` of another set, with the same labels unless others are given."""
 
     def __init__(
         self, files: EncodedFiles, numbers: NDArray[np.int64], labels: NDArray[np.int64] | None = None
@@ -71,7 +72,7 @@ class Subset:
 
 
 class Concatenated:
-    """The files of several sources, one after another."""
+    """The files of several sources in sequence."""
 
     def __init__(self, parts: Sequence[EncodedFiles]) -> None:
         self.parts = parts
@@ -98,26 +99,20 @@ class Concatenated:
 
 
 def concatenate(first: EncodedDataset, second: EncodedDataset) -> EncodedDataset:
-    """Both, with the classes of both by name."""
+    """Join two data sets.  Classes of the same name become one class."""
+    both = (first, second)
     class_names = tuple(sorted({*first.class_names, *second.class_names}))
+    tests = [with_classes(part.test, part.class_names, class_names) for part in both if part.test is not None]
     return EncodedDataset(
         class_names=class_names,
-        train=Concatenated([with_classes(part.train, part.class_names, class_names) for part in (first, second)]),
-        test=concatenate_tests(first, second, class_names),
+        train=Concatenated([with_classes(part.train, part.class_names, class_names) for part in both]),
+        test=Concatenated(tests) if tests else None,
         place=f"{first.place} and {second.place}",
+        ignored=(*first.ignored, *second.ignored),
     )
 
 
-def concatenate_tests(
-    first: EncodedDataset, second: EncodedDataset, class_names: tuple[str, ...]
-) -> EncodedFiles | None:
-    tests = [
-        with_classes(part.test, part.class_names, class_names) for part in (first, second) if part.test is not None
-    ]
-    return Concatenated(tests) if tests else None
-
-
 def with_classes(files: EncodedFiles, names: tuple[str, ...], new_names: tuple[str, ...]) -> EncodedFiles:
-    """All of them, with labels that number `new_names`, among which are all `names`."""
+    """Return the files with labels that index `new_names`, which contains all `names`."""
     new_labels = np.array([new_names.index(name) for name in names])
     return Subset(files, np.arange(len(files)), new_labels[files.labels])

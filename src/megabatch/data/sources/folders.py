@@ -1,25 +1,29 @@
-"""Images in folders: one folder for each class, or train/ and val/ (see `splits`) with such folders in each.
+"""Images in folders: one folder per class, or train/ and val/ (see `labels`) with one folder per class in each.
 
-Samples are numbered by class and then by path, both sorted, so a folder gives the same numbers on every machine.
+Samples are numbered by class and then by path, both sorted, so the numbers are the same on every machine.
 """
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megabatch.data.sources.files import IMAGE_SUFFIXES, Content, EncodedDataset
-from megabatch.data.sources.index import cached_index, settled_mtime
-from megabatch.data.sources.labels import LAYOUT, are_splits, choose_splits, class_names_of, warn_of_names
+from megabatch.data.sources.index import cached_index, stable_ctime_ns
+from megabatch.data.sources.labels import LAYOUT, are_splits, choose_splits, parse_class_names, warn_of_names
 from megabatch.errors import UserError
 from megabatch.io.arrays import Arrays, Texts, fingerprint
+from megabatch.io.numbers import plural
 from megabatch.io.reading import MOST_BYTES, read_file
 from megabatch.text import is_plain, one_line
 
-WHOLE = [""]  # the parts of a folder that has no splits
+WITHOUT_SPLITS = [""]
+LONGEST_SUFFIX = 20
+MOST_SUFFIXES = 5  # named in a warning
 FLAT_IMAGENET = "ILSVRC2012_val_"
-IMAGENET = "ImageNet as it is downloaded is sorted by megabatch pack --imagenet DIR OUT"
+IMAGENET = "to sort a download of ImageNet into classes, run megabatch pack --imagenet DIR OUT"
 
 
 class FolderFiles:
@@ -27,7 +31,7 @@ class FolderFiles:
 
     def __init__(self, folder: Path, names: Texts, labels: NDArray[np.int64]) -> None:
         self.folder, self.names, self.labels = folder, names, labels
-        self.prefix = f"{folder}{os.sep}"  # pathlib takes longer to join two names than the system to open the file
+        self.prefix = f"{folder}{os.sep}"  # joining two names with pathlib takes longer than opening the file
 
     def __len__(self) -> int:
         return len(self.names)
@@ -42,7 +46,6 @@ class FolderFiles:
         return self.names[number]
 
     def fingerprint(self) -> str:
-        """Of which files there are, in which order and of which class; not of what they hold."""
         return fingerprint(self.names.content, self.names.ends, self.labels)
 
 
@@ -50,29 +53,36 @@ def read_folder(path: Path) -> EncodedDataset:
     if not path.exists():
         raise UserError(f"{path} does not exist; give a folder of class folders ({LAYOUT})")
     if not path.is_dir():
-        raise UserError(f"{path} is no folder; give a folder of class folders ({LAYOUT})")
+        raise UserError(f"{path} is not a folder; give a folder of class folders ({LAYOUT})")
     path = path.resolve()
     try:
         index = cached_index("folder", path, lambda: index_folder(path), is_current)
     except OSError as error:
         raise UserError(
-            f"{error.filename or path} cannot be read ({error.strerror}); fix that, or remove it"
+            f"{error.filename or path} cannot be read ({error.strerror}); check its permissions, or remove it"
         ) from error
     parts = [
         FolderFiles(path / str(name), Texts(index[f"names_{part}"], index[f"ends_{part}"]), index[f"labels_{part}"])
         for part, name in enumerate(index["parts"])
     ]
     names = tuple(str(name) for name in index["class_names"])
-    return EncodedDataset(class_names=names, train=parts[0], test=parts[1] if len(parts) > 1 else None, place=str(path))
+    ignored = zip(index["ignored"].tolist(), index["ignored_counts"].tolist(), strict=True)
+    return EncodedDataset(
+        class_names=names,
+        train=parts[0],
+        test=parts[1] if len(parts) > 1 else None,
+        place=str(path),
+        ignored=tuple(ignored),
+    )
 
 
 def warn_of_classes(data: EncodedDataset) -> tuple[str, ...]:
-    """Return the warnings about its class names; if a folder has one class, with the folder that was probably meant."""
+    """Return warnings about the class names.  For a folder with one class, name the folder that was probably meant."""
     files = data.train
     if len(data.class_names) > 1 or not isinstance(files, FolderFiles):
         return warn_of_names(data.class_names, data.place)
     folder = files.folder
-    # Names are sorted: a folder that holds the first and the last image holds all of them.
+    # Names are sorted, so a folder that contains the first and the last image contains all of them.
     first, last = (Path(files.name(number)).parent for number in (0, len(files) - 1))
     below = folder / os.path.commonpath([first, last])
     if first == last:
@@ -84,45 +94,64 @@ def warn_of_classes(data: EncodedDataset) -> tuple[str, ...]:
     return warn_of_names(data.class_names, str(folder), remedy)
 
 
+def warn_of_ignored(data: EncodedDataset) -> tuple[str, ...]:
+    """Return a warning with the number of files in class folders that are not read, by suffix."""
+    total = sum(count for _, count in data.ignored)
+    if not total:
+        return ()
+    named = [f"{count:,} {suffix or 'without a suffix'}" for suffix, count in data.ignored[:MOST_SUFFIXES]]
+    more = ", ..." * (len(data.ignored) > MOST_SUFFIXES)
+    is_heic = any(suffix in (".heic", ".heif") for suffix, _ in data.ignored)
+    remedy = "; convert .heic to JPEG to use them" if is_heic else ""
+    return (f"{data.place} has {plural(total, 'file')} that are not read as images: {', '.join(named)}{more}{remedy}",)
+
+
 def is_current(index: Arrays) -> bool:
-    """True as long as nothing was added to any of its folders, or taken away."""
-    require_listed(index)
+    """Return whether no file was added to or removed from the indexed folders."""
+    validate_index(index)
     folders = Texts(index["folders"], index["folder_ends"])
-    return all(Path(folders[at]).stat().st_ctime_ns == mtime for at, mtime in enumerate(index["mtimes"]))
+    return all(Path(folders[at]).stat().st_ctime_ns == ctime for at, ctime in enumerate(index["ctimes"]))
 
 
-def require_listed(index: Arrays) -> None:
-    """ValueError or KeyError where an index from the cache is none."""
-    parts, names = index["parts"], class_names_of(index["class_names"], "the cache")
-    if parts.dtype.kind != "U" or parts.ndim != 1 or not (parts.tolist() == WHOLE or are_splits(parts.tolist())):
-        raise ValueError("it has other parts")
+def validate_index(index: Arrays) -> None:
+    """Raise ValueError or KeyError if an index from the cache is damaged."""
+    parts, names = index["parts"], parse_class_names(index["class_names"], "the cache")
+    is_row = parts.dtype.kind == "U" and parts.ndim == 1
+    if not is_row or not (parts.tolist() == WITHOUT_SPLITS or are_splits(parts.tolist())):
+        raise ValueError("it has unknown parts")
     Texts(index["folders"], index["folder_ends"]).require_consistent()
     for part in range(len(parts)):
         labels = index[f"labels_{part}"]
         listed = Texts(index[f"names_{part}"], index[f"ends_{part}"])
         listed.require_consistent()
         if labels.dtype != np.int64 or labels.shape != (len(listed),) or not len(listed):
-            raise ValueError("labels are not one for each image")
+            raise ValueError("the number of labels differs from that of images")
         if labels.min() < 0 or labels.max() >= len(names):
             raise ValueError("a label has no class name")
-    if index["mtimes"].dtype != np.int64 or index["mtimes"].shape != index["folder_ends"].shape:
-        raise ValueError("times are not one for each folder")
+    ignored, counts = index["ignored"], index["ignored_counts"]
+    if ignored.dtype.kind != "U" or ignored.ndim != 1 or counts.dtype != np.int64 or counts.shape != ignored.shape:
+        raise ValueError("the number of suffixes differs from that of their counts")
+    if index["ctimes"].dtype != np.int64 or index["ctimes"].shape != index["folder_ends"].shape:
+        raise ValueError("the number of times differs from that of folders")
 
 
 def index_folder(path: Path) -> Arrays:
     walk = Walk()
-    parts = choose_splits(walk.names_in(path)[0], path) or WHOLE
+    parts = choose_splits(walk.names_in(path)[0], path) or WITHOUT_SPLITS
     listed = [list_classes(path / part, walk) for part in parts]
     class_names = list(listed[0])
     if len(parts) > 1:
         require_same_classes(path / parts[0], class_names, path / parts[1], list(listed[1]))
     folders = Texts.of(walk.folders)
+    ignored = sorted(walk.ignored.items(), key=lambda entry: (-entry[1], entry[0]))  # the folders have no order
     index: Arrays = {
         "parts": np.array(parts),
         "class_names": np.array(class_names),
         "folders": folders.content,
         "folder_ends": folders.ends,
-        "mtimes": np.array(walk.mtimes, np.int64),
+        "ctimes": np.array(walk.ctimes_ns, np.int64),
+        "ignored": np.array([one_line(suffix, LONGEST_SUFFIX) for suffix, _ in ignored], np.str_),
+        "ignored_counts": np.array([count for _, count in ignored], np.int64),
     }
     for part, classes in enumerate(listed):
         names = Texts.of(f"{name}/{image}" for name, images in classes.items() for image in images)
@@ -133,39 +162,40 @@ def index_folder(path: Path) -> Arrays:
 
 
 class Walk:
-    """Lists folders, and remembers when each was changed."""
+    """Lists folders and records when each was last changed."""
 
     def __init__(self) -> None:
         self.folders: list[str] = []
-        self.mtimes: list[int] = []
+        self.ctimes_ns: list[int] = []
+        self.ignored = Counter[str]()  # files of the classes by suffix, which are not images
 
     def names_in(self, folder: Path) -> tuple[list[str], list[str]]:
-        """The names of the folders and of the files in it, without those that are hidden."""
-        self.mtimes.append(settled_mtime(folder))
+        """Return the names of the folders and of the files in a folder, without hidden ones."""
+        self.ctimes_ns.append(stable_ctime_ns(folder))
         self.folders.append(str(folder))
         names: tuple[list[str], list[str]] = ([], [])
         with os.scandir(folder) as entries:
             for entry in entries:
                 is_dir = entry.is_dir()
-                # Neither is a socket or the like; a link that leads nowhere is an image that cannot be read.
+                # Sockets and the like are ignored.  A broken link counts as an image that cannot be read.
                 if not entry.name.startswith(".") and (is_dir or entry.is_file() or entry.is_symlink()):
                     names[not is_dir].append(entry.name)
         return names
 
 
 def list_classes(folder: Path, walk: Walk) -> dict[str, list[str]]:
-    """The paths of the images of every class, sorted."""
+    """Return the sorted paths of the images of every class."""
     names, files = walk.names_in(folder)
     if not names and not files:
         raise UserError(f"{folder} is empty; expected {LAYOUT}")
     if not names:
         raise UserError(
-            f"{folder} holds {len(files):,} files ({min(files)}) but no class folders; "
+            f"{folder} has {len(files):,} files ({min(files)}) but no class folders; "
             + (IMAGENET if FLAT_IMAGENET in min(files) else f"put each image into the folder of its class: {LAYOUT}")
         )
     for name in names:
         if not is_plain(name):
-            raise UserError(f"{folder} has a class folder {name!r}, whose name is no plain text; rename it")
+            raise UserError(f"{folder} has a class folder {name!r} with control characters in its name; rename it")
     return {name: list_images(folder / name, walk) for name in sorted(names)}
 
 
@@ -177,15 +207,17 @@ def list_images(folder: Path, walk: Walk) -> list[str]:
         folders, files = walk.names_in(folder / prefix)
         below += [f"{prefix}{name}/" for name in folders]
         for name in files:
-            if name[name.rfind(".") :].lower() in IMAGE_SUFFIXES:
+            suffix = name[name.rfind(".") :].lower()
+            if suffix in IMAGE_SUFFIXES:
                 images.append(prefix + name)
             else:
                 other = prefix + name
+                walk.ignored[suffix if "." in name else ""] += 1
     if not images:
         found = f"; {other} has another suffix" if other else ""
         raise UserError(
-            f"{folder} holds no image (suffixes {' '.join(IMAGE_SUFFIXES)}){found}; "
-            "remove it, or put the images of this class there"
+            f"{folder} has no image (suffixes {' '.join(IMAGE_SUFFIXES)}){found}; "
+            "remove it, or add images of this class"
         )
     return sorted(images)
 
@@ -193,8 +225,8 @@ def list_images(folder: Path, walk: Walk) -> list[str]:
 def require_same_classes(train: Path, train_classes: list[str], test: Path, test_classes: list[str]) -> None:
     if len(train_classes) == len(test_classes) == 1 and train_classes != test_classes:
         raise UserError(
-            f"{train} holds only the folder {train_classes[0]!r} and {test} only {test_classes[0]!r}; both must have "
-            "the same classes: if these folders hold the class folders, move those up one level"
+            f"{train} has only the folder {train_classes[0]!r} and {test} only {test_classes[0]!r}, but both must have "
+            "the same classes; if the class folders are inside these folders, move them up one level"
         )
     for having, classes, lacking, others in (
         (train, train_classes, test, test_classes),
@@ -204,5 +236,5 @@ def require_same_classes(train: Path, train_classes: list[str], test: Path, test
         if missing:
             count = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
             raise UserError(
-                f"{lacking} has no class {missing[0]!r}{count}, which {having} has; both must have the same ones"
+                f"{lacking} has no class {missing[0]!r}{count}, but {having} has; both must have the same classes"
             )

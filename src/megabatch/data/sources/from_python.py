@@ -1,4 +1,4 @@
-"""Images that a program hands over: arrays, tensors, a torch Dataset or a DataLoader, read as an `ImageSet`."""
+"""Converts Python objects to an `ImageSet`: arrays, tensors, a torch Dataset or a DataLoader."""
 
 import threading
 import warnings
@@ -21,41 +21,46 @@ ARRAYS = (torch.Tensor, np.ndarray)
 WANTED = (
     "expected (images, labels) as arrays or tensors, a torch Dataset or DataLoader of (image, label), or an ImageSet"
 )
-LABELS = f"labels number the classes from 0 to {MOST_CLASSES - 1}"
-COLOURS = (1, 3)  # channels, of which the last dimension may be
-COMPARED = 8  # labels, with those of the items themselves
-MANY = 10_000  # items, for which it takes a while to read all of them
-WHOLE_ORDERS = (SequentialSampler, RandomSampler, DistributedSampler)  # every sample, in some order
-NO_DATASETS = (str, bytes, list, tuple, dict, set, np.ndarray, torch.Tensor)
-# A Dataset is written to be used by one thread, and those of training and test images may be parts of one.
+CHANNEL_COUNTS = (1, 3)  # that the last dimension may have
+COMPARED = 8  # labels that are compared with those of the items
+MANY = 10_000  # items; reading all of them takes a while
+FULL_SAMPLERS = (SequentialSampler, RandomSampler, DistributedSampler)  # these return every sample once
+NOT_DATASETS = (str, bytes, list, tuple, dict, set, np.ndarray, torch.Tensor)
+# Datasets are written for one thread, and those of training and test images may share state.
 READING = threading.Lock()
 
 
-def as_image_set(given: Any, name: str, report: Callable[[str], None]) -> ImageSet:
-    """`name` is what messages call it; `report` hears what is not used of a DataLoader."""
-    if isinstance(given, DataLoader):
-        require_whole_order(given, name)
-        report(f"{name}: of the DataLoader its dataset is read; its batching, shuffling and workers are not used")
-        given = given.dataset
-    if isinstance(given, tuple | list) and len(given) == 2:
-        return from_arrays(given[0], given[1], name)
-    if all(hasattr(given, part) for part in ("labels", "read", "__len__")):
-        return given  # type: ignore[no-any-return]
-    is_sequence = hasattr(given, "__getitem__") and hasattr(given, "__len__")
-    if not is_sequence or isinstance(given, NO_DATASETS):
-        kind = type(given).__name__
-        lacking = ", which has no __getitem__ and __len__" if hasattr(given, "__iter__") and not is_sequence else ""
+def as_image_set(source: Any, name: str, report: Callable[[str], None]) -> ImageSet:
+    """Convert `source` to an image set.
+
+    Args:
+        source: (images, labels), a Dataset, a DataLoader or an ImageSet.
+        name: The name of the source in messages.
+        report: Called with a message about ignored parts of a DataLoader, or about a slow scan for labels.
+    """
+    if isinstance(source, DataLoader):
+        require_all_samples(source, name)
+        report(f"{name}: only the dataset of the DataLoader is used, not its batching, shuffling and workers")
+        source = source.dataset
+    if isinstance(source, tuple | list) and len(source) == 2:
+        return from_arrays(source[0], source[1], name)
+    if all(hasattr(source, part) for part in ("labels", "read", "__len__")):
+        return source  # type: ignore[no-any-return]
+    is_sequence = hasattr(source, "__getitem__") and hasattr(source, "__len__")
+    if not is_sequence or isinstance(source, NOT_DATASETS):
+        kind = type(source).__name__
+        lacking = ", which has no __getitem__ and __len__" if hasattr(source, "__iter__") and not is_sequence else ""
         raise UserError(f"{name} is of type {kind}{lacking}; {WANTED}")
-    return DatasetImages(given, name, report)
+    return DatasetImages(source, name, report)
 
 
-def require_whole_order(loader: Any, name: str) -> None:
-    """A sampler that leaves samples out, or takes some more often, means something: megabatch would not."""
+def require_all_samples(loader: Any, name: str) -> None:
+    """Refuse a sampler that omits or repeats samples, because megabatch would ignore it."""
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-    if not isinstance(loader.dataset, torch.utils.data.IterableDataset) and not isinstance(sampler, WHOLE_ORDERS):
+    if not isinstance(loader.dataset, torch.utils.data.IterableDataset) and not isinstance(sampler, FULL_SAMPLERS):
         raise UserError(
-            f"{name}: the DataLoader's {type(sampler).__name__} chooses samples, and here every sample is seen once an "
-            "epoch; pass the dataset, or some of it as a torch.utils.data.Subset"
+            f"{name}: the DataLoader's {type(sampler).__name__} chooses samples, but megabatch uses every sample once "
+            "per epoch; pass the dataset, or a part of it as torch.utils.data.Subset"
         )
 
 
@@ -76,10 +81,10 @@ def is_uint8(array: Array) -> bool:
 
 
 def channels_first(images: torch.Tensor) -> torch.Tensor:
-    """[N, H, W] and [N, H, W, C] as [N, C, H, W]; where both ends could be channels, they come first."""
+    """Convert [N, H, W] and [N, H, W, C] to [N, C, H, W].  If both could be channels, the first dimension is taken."""
     if images.ndim == 3:
         return images[:, None]
-    if images.shape[-1] in COLOURS and images.shape[1] not in COLOURS:
+    if images.shape[-1] in CHANNEL_COUNTS and images.shape[1] not in CHANNEL_COUNTS:
         return images.permute(0, 3, 1, 2).contiguous()
     return images
 
@@ -87,38 +92,38 @@ def channels_first(images: torch.Tensor) -> torch.Tensor:
 def to_tensor(array: Array) -> torch.Tensor:
     if isinstance(array, torch.Tensor):
         return array
-    with warnings.catch_warnings():  # of an array that is not writable; nobody writes
+    with warnings.catch_warnings():  # torch warns of read-only arrays; the tensor is never written to
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(np.ascontiguousarray(array))
 
 
 def to_labels(labels: Any, name: str) -> torch.Tensor:
     try:
-        given = to_tensor(labels if isinstance(labels, ARRAYS) else np.asarray(labels)).cpu()
+        values = to_tensor(labels if isinstance(labels, ARRAYS) else np.asarray(labels)).cpu()
     except (TypeError, ValueError) as error:
         raise UserError(
-            f"{name}: labels are no integers ({error}); expected one integer from 0 for each image"
+            f"{name}: labels are not integers ({error}); expected one non-negative integer per image"
         ) from error
-    if given.dtype == torch.uint64:  # torch computes little with it; 2^63 and more stay too large
-        given = torch.from_numpy(given.numpy().astype(np.float64))
-    if given.is_complex():
-        raise UserError(f"{name}: labels are {given.dtype}; expected one integer from 0 for each image")
-    numbers = given.long()
-    if not torch.equal(numbers.to(given.dtype), given) or (numbers < 0).any():
-        wrong = given[(numbers.to(given.dtype) != given) | (numbers < 0)][0].item()
-        raise UserError(f"{name}: there is a label {wrong}; expected integers from 0")
+    if values.dtype == torch.uint64:  # torch supports few operations on it; values from 2^63 on remain too large
+        values = torch.from_numpy(values.numpy().astype(np.float64))
+    if values.is_complex():
+        raise UserError(f"{name}: labels are {values.dtype}; expected one non-negative integer per image")
+    numbers = values.long()
+    if not torch.equal(numbers.to(values.dtype), values) or (numbers < 0).any():
+        wrong = values[(numbers.to(values.dtype) != values) | (numbers < 0)][0].item()
+        raise UserError(f"{name} has a label {wrong}; expected one non-negative integer per image")
     if numbers.numel() and int(numbers.max()) >= MOST_CLASSES:
-        raise UserError(f"{name}: there is a label {int(numbers.max())}; {LABELS}")
+        raise UserError(f"{name} has a label {int(numbers.max())}; labels must be from 0 to {MOST_CLASSES - 1}")
     return numbers
 
 
 class DatasetImages:
-    """A map-style Dataset of (image, label).  All images are of the size and the channels of the first."""
+    """A map-style Dataset of (image, label), whose images have the same size and number of channels."""
 
     def __init__(self, dataset: Any, name: str, report: Callable[[str], None]) -> None:
         self.dataset, self.name, self.length = dataset, name, len(dataset)
         if not self.length:
-            raise UserError(f"{name}: {type(dataset).__name__} is empty; it must have an item at least")
+            raise UserError(f"{name}: {type(dataset).__name__} is empty; it must have at least one item")
         self.shape: torch.Size | None = None
         self.shape = self.item(0)[0].shape
         found = listed_labels(dataset)
@@ -126,7 +131,8 @@ class DatasetImages:
             if self.length >= MANY:
                 kind = type(dataset).__name__
                 report(
-                    f"{name}: all {self.length:,} items of {kind} are read for their labels; `targets` would list them"
+                    f"{name}: reading all {self.length:,} items of {kind} for their labels; "
+                    "give it a list `targets` to avoid this"
                 )
             found = [self.item(number)[1] for number in range(self.length)]
         self.labels = to_labels(found, name)
@@ -138,7 +144,7 @@ class DatasetImages:
         return torch.stack([self.item(number)[0] for number in samples.tolist()])
 
     def item(self, number: int) -> tuple[torch.Tensor, int]:
-        """uint8 [C, H, W], and the label."""
+        """Return the image, uint8 [C, H, W], and the label."""
         with READING:
             item = self.dataset[number]
         where = f"{self.name}: item {number} of {type(self.dataset).__name__}"
@@ -147,8 +153,8 @@ class DatasetImages:
         image = to_pixels(item[0], where, None if self.shape is None else self.shape[0])
         if self.shape is not None and image.shape != self.shape:
             raise UserError(
-                f"{where} is {list(image.shape)}, and item 0 is {list(self.shape)}; make all the same size, such "
-                "as with torchvision.transforms.Resize((64, 64)) as the Dataset's transform"
+                f"{where} is {list(image.shape)}, but item 0 is {list(self.shape)}; resize all images, for example "
+                "with torchvision.transforms.Resize((64, 64)) as the Dataset's transform"
             )
         try:
             return image, int(item[1])
@@ -156,13 +162,13 @@ class DatasetImages:
             raise UserError(f"{where} has a label of type {type(item[1]).__name__}; expected an integer") from error
 
     def agrees(self, labels: Sequence[int]) -> bool:
-        """Whether some items have the labels that are listed: a Dataset may change them as it reads."""
+        """Return whether some items have the listed labels: a Dataset may change labels when it reads an item."""
         some = np.linspace(0, self.length - 1, min(COMPARED, self.length), dtype=np.int64).tolist()
         return all(self.item(number)[1] == labels[number] for number in some)
 
 
 def listed_labels(dataset: Any) -> list[int] | None:
-    """What the Dataset lists as `targets` or `labels`, so that not every item need be read for them."""
+    """Return the `targets` or `labels` of a Dataset, which avoid reading every item, or None."""
     if isinstance(dataset, Subset):
         whole = listed_labels(dataset.dataset)
         return None if whole is None else [whole[number] for number in dataset.indices]
@@ -177,14 +183,14 @@ def listed_labels(dataset: Any) -> list[int] | None:
 
 
 def to_pixels(image: Any, where: str, channels: int | None) -> torch.Tensor:
-    """uint8 [C, H, W] of a PIL image or an array.  `channels` are those of the first image, which others follow."""
+    """Convert a PIL image or an array to uint8 [C, H, W].  `channels` is the number of the first image's channels."""
     if isinstance(image, Image.Image):
         is_grey = image.mode in ("1", "L") if channels is None else channels == 1
         image = np.array(image.convert("L" if is_grey else "RGB"))
     if not isinstance(image, ARRAYS) or not is_uint8(image) or image.ndim not in (2, 3):
         got = f"{image.dtype} {list(image.shape)}" if isinstance(image, ARRAYS) else f"of type {type(image).__name__}"
         raise UserError(
-            f"{where} has an image {got}; expected a PIL image or uint8 [C, H, W], [H, W, C] or [H, W]: leave out "
-            "ToTensor and Normalize, pixels are normalised here"
+            f"{where} has an image {got}; expected a PIL image or uint8 [C, H, W], [H, W, C] or [H, W]; remove "
+            "ToTensor and Normalize, because megabatch normalises pixels"
         )
     return channels_first(to_tensor(image)[None])[0]

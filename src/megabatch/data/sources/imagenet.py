@@ -1,13 +1,22 @@
-"""ImageNet (ILSVRC 2012) as it is downloaded, read as if it were sorted into train/CLASS/ and val/CLASS/.
+"""Reads ImageNet (ILSVRC 2012) as it is downloaded, with the same samples as in train/CLASS/ and val/CLASS/.
 
-training     ILSVRC2012_img_train.tar, a tar of a tar for each class (n01440764.tar), or the same unpacked: a folder
-             train/ of such tars, or of class folders
-validation   ILSVRC2012_img_val.tar, or a folder val/ of ILSVRC2012_val_00000001.JPEG ..., or of class folders
-their classes  the devkit (validation_ground_truth.txt has their numbers, meta.mat what classes these are), as it is
-             downloaded or unpacked; or imagenet_2012_validation_synset_labels.txt, or LOC_val_solution.csv of Kaggle
+training       ILSVRC2012_img_train.tar, a tar with a tar per class (n01440764.tar), or the same unpacked: a folder
+               train/ of such tars or of class folders
+validation     ILSVRC2012_img_val.tar, or a folder val/ of ILSVRC2012_val_00000001.JPEG ... or of class folders
+its classes    the devkit, as downloaded or unpacked (validation_ground_truth.txt has a class number per image, meta.mat
+               the classes of the numbers); or imagenet_2012_validation_synset_labels.txt; or Kaggle's
+               LOC_val_solution.csv
 
-Nothing is unpacked: images are read where they lie in the tars.  Samples are numbered by class and then by name, as in
-folders, so a pack of one is a pack of the other, byte by byte.
+Nothing is unpacked: images are read from inside the tars.  Samples are numbered by class and then by name, as in
+folders, so a pack of the download and a pack of the sorted folders are identical.
+
+meta.mat is a MATLAB file of version 5: a header of 128 bytes, then elements.  An element is a type and a byte count
+(uint32 each, or uint16 each if at most four bytes follow in their place), the bytes, and padding to 8.  A compressed
+element contains another one.  A matrix consists of elements: flags (the first byte is its class), dims, a name, and
+its values.  The values of a struct array are the length and the list of its field names, and a matrix for every field
+of every struct.  Numbers are stored in the smallest type that holds them.  (MAT-File Format, MathWorks; level 5.)
+scipy.io.loadmat is not used: it ended the process on 4 of 800 damaged files (scipy 1.17), and it allocates as much
+memory as dims ask for.
 """
 
 import gzip
@@ -33,17 +42,6 @@ from megabatch.io.arrays import Texts
 from megabatch.io.reading import open_regular, read_file
 from megabatch.io.tars import Damaged, Member, walk_members
 
-# Struct arrays of MATLAB's .mat files of version 5, as ImageNet's devkit has one: texts and numbers of their fields.
-#
-# A file is a header of 128 bytes and elements: a type and a number of bytes (uint32 each, or uint16 each where up to
-# four bytes follow in their place), the bytes, and padding to 8.  A compressed element holds another one.  A matrix
-# is made of elements: flags (whose first byte is its class), dims, a name, and its values; a struct array's are the
-# length and the list of its field names, and a matrix for every field of every struct.  Numbers are stored in the
-# smallest type that holds them.  (MAT-File Format, MathWorks; level 5.)
-#
-# scipy.io.loadmat does not do: of 800 damaged files it ended the process on 4 (scipy 1.17), and it allocates whatever
-# dims ask for.
-
 HEADER_BYTES, LITTLE_ENDIAN = 128, b"IM"
 MATRIX, COMPRESSED = 14, 15
 DTYPES = {
@@ -60,9 +58,21 @@ DTYPES = {
     16: "<u1",  # UTF-8
     17: "<u2",  # UTF-16
 }
-MOST_BYTES = 64_000_000  # of what is compressed
+MOST_BYTES = 64_000_000  # of a compressed element
 MOST_DEPTH = 8
-CELL, STRUCT, TEXT = 1, 2, 4  # classes; from 6 on they are numbers
+CELL, STRUCT, TEXT = 1, 2, 4  # matrix classes; those from 6 on are numbers
+
+PLACES = (".", "ILSVRC/Data/CLS-LOC", "Data/CLS-LOC")  # the last two are in Kaggle's archive
+TRAIN = ("ILSVRC2012_img_train.tar", "train", "ILSVRC2012_img_train")
+VALIDATION = ("ILSVRC2012_img_val.tar", "val", "ILSVRC2012_img_val")
+DEVKIT = ("ILSVRC2012_devkit_t12", "ILSVRC2012_devkit_t12.tar.gz", ".")
+TRUTH, META = "ILSVRC2012_validation_ground_truth.txt", "meta.mat"
+SYNSETS, SOLUTION = "imagenet_2012_validation_synset_labels.txt", "LOC_val_solution.csv"
+MOST_LIST_BYTES = 256_000_000  # of the devkit or a list of classes; they have a hundredth of this
+GZIP = b"\x1f\x8b"
+CLASS = re.compile(r"n\d{8}")
+
+Files = FolderFiles | ShardFiles
 
 
 class Element(NamedTuple):
@@ -75,16 +85,16 @@ class Element(NamedTuple):
 
 
 def read_structs(content: bytes, name: str) -> list[dict[str, Any]]:
-    """The variable `name`, as a dict for every struct of it.  ValueError where it is not there."""
+    """Return the structs of the variable `name` as dicts.  Raise ValueError if it is missing or damaged."""
     if content[126:128] != LITTLE_ENDIAN:
-        raise ValueError("it is no .mat file of version 5")
+        raise ValueError("it is not a .mat file of version 5")
     try:
         for element in elements(content[HEADER_BYTES:]):
             if element.kind == COMPRESSED:
                 element = next(elements(decompress(element.content)))
             if element.kind == MATRIX:
-                _, _, called, *_ = elements(element.content)
-                if called.content.decode("latin-1") == name:
+                _, _, element_name, *_ = elements(element.content)
+                if element_name.content.decode("latin-1") == name:
                     value = parse_matrix(element.content)
                     if isinstance(value, list) and all(isinstance(member, dict) for member in value):
                         return value
@@ -97,7 +107,7 @@ def decompress(content: bytes) -> bytes:
     decompressor = zlib.decompressobj()
     plain = decompressor.decompress(content, MOST_BYTES)
     if decompressor.unconsumed_tail:
-        raise ValueError(f"it holds more than {MOST_BYTES:,} bytes")
+        raise ValueError(f"it decompresses to more than {MOST_BYTES:,} bytes")
     return plain
 
 
@@ -111,16 +121,16 @@ def elements(content: bytes) -> Iterator[Element]:
             continue
         kind, length = struct.unpack_from("<II", content, at)
         yield Element(kind, content[at + 8 : at + 8 + length])
-        # What is compressed is not padded.
+        # Compressed elements are not padded.
         at += 8 + (length if kind == COMPRESSED else -(-length // 8) * 8)
 
 
 def parse_matrix(content: bytes, depth: int = 0) -> Any:
-    """A text, a list of numbers, or a list of structs; None for what is neither."""
+    """Return a text, a list of numbers or a list of structs, or None for other classes."""
     if not content:
         return None
     if depth > MOST_DEPTH:
-        raise ValueError(f"it has structs inside of structs, more than {MOST_DEPTH} deep")
+        raise ValueError(f"its structs are nested more than {MOST_DEPTH} deep")
     flags, dims, _, *values = elements(content)
     matrix_class, count = flags.content[0], math.prod(dims.numbers())
     if matrix_class == STRUCT:
@@ -131,7 +141,7 @@ def parse_matrix(content: bytes, depth: int = 0) -> Any:
         ]
         members = values[2:]
         if not names or count * len(names) != len(members):
-            raise ValueError(f"it is damaged: {len(members)} members are not {len(names)} for each of {count} structs")
+            raise ValueError(f"it is damaged: {len(members)} members for {count} structs of {len(names)} fields")
         return [
             {
                 field: parse_matrix(member.content, depth + 1)
@@ -144,23 +154,10 @@ def parse_matrix(content: bytes, depth: int = 0) -> Any:
     return values[0].numbers() if matrix_class != CELL and values else None
 
 
-PLACES = (".", "ILSVRC/Data/CLS-LOC", "Data/CLS-LOC")  # Kaggle's archive has the latter
-TRAIN = ("ILSVRC2012_img_train.tar", "train", "ILSVRC2012_img_train")
-VALIDATION = ("ILSVRC2012_img_val.tar", "val", "ILSVRC2012_img_val")
-DEVKIT = ("ILSVRC2012_devkit_t12", "ILSVRC2012_devkit_t12.tar.gz", ".")
-TRUTH, META = "ILSVRC2012_validation_ground_truth.txt", "meta.mat"
-SYNSETS, SOLUTION = "imagenet_2012_validation_synset_labels.txt", "LOC_val_solution.csv"
-MOST_LIST_BYTES = 256_000_000  # of the devkit or a list of classes, which have a hundredth of it
-GZIP = b"\x1f\x8b"
-CLASS = re.compile(r"n\d{8}")
+class TarImage(NamedTuple):
+    """An image in a tar.  Sorting orders images by class and then by name."""
 
-Files = FolderFiles | ShardFiles
-
-
-class Found(NamedTuple):
-    """An image in a tar."""
-
-    label: str  # its class
+    label: str
     name: str
     shard: int
     offset: int
@@ -172,7 +169,9 @@ def read_imagenet(folder: Path) -> EncodedDataset:
         train, class_names = read_train(first_of(folder, TRAIN, "training images"))
         test = read_validation(folder, first_of(folder, VALIDATION, "validation images"), class_names)
     except OSError as error:
-        raise UserError(f"{error.filename or folder} cannot be read ({error.strerror or error}); fix that") from error
+        raise UserError(
+            f"{error.filename or folder} cannot be read ({error.strerror or error}); check its permissions"
+        ) from error
     return EncodedDataset(class_names=class_names, train=train, test=test, place=str(folder))
 
 
@@ -180,7 +179,7 @@ def first_of(folder: Path, names: Sequence[str], what: str) -> Path:
     for path in candidates(folder, names):
         if path.exists():
             return path
-    raise UserError(f"{folder} has no {what}; expected one of {', '.join(names)} there")
+    raise UserError(f"{folder} has no {what}; expected one of {', '.join(names)} in it")
 
 
 def candidates(folder: Path, names: Iterable[str]) -> Iterator[Path]:
@@ -188,13 +187,13 @@ def candidates(folder: Path, names: Iterable[str]) -> Iterator[Path]:
 
 
 def read_train(path: Path) -> tuple[Files, tuple[str, ...]]:
-    """And the names of its classes."""
+    """Return the training files and the class names."""
     tars = sorted(entry for entry in path.glob("*.tar") if CLASS.fullmatch(entry.stem)) if path.is_dir() else [path]
     if not tars:
         return read_class_folders(path)
     found = [image for shard, tar in enumerate(tars) for image in find_in_train_tar(tar, shard)]
     if not found:
-        raise UserError(f"{path} holds no image of a class such as n01440764; fetch it again")
+        raise UserError(f"{path} has no image of a class such as n01440764; download it again")
     class_names = tuple(sorted({image.label for image in found}))
     return shard_files(tars, found, class_names), class_names
 
@@ -206,8 +205,8 @@ def read_class_folders(path: Path) -> tuple[FolderFiles, tuple[str, ...]]:
     return FolderFiles(path.resolve(), Texts.of(names), labels), tuple(classes)
 
 
-def find_in_train_tar(path: Path, shard: int) -> Iterator[Found]:
-    """Of a tar of class tars, or of one class."""
+def find_in_train_tar(path: Path, shard: int) -> Iterator[TarImage]:
+    """Yield the images of a tar of class tars, or of the tar of a class."""
     with reading_members(path) as members:
         if CLASS.fullmatch(path.stem):
             parts = [(path.stem, 0, path.stat().st_size)]
@@ -220,26 +219,32 @@ def find_in_train_tar(path: Path, shard: int) -> Iterator[Found]:
         for label, begin, end in parts:
             for member in members(begin, end):
                 if is_image(member.name):
-                    yield Found(label, Path(member.name).name, shard, member.offset, member.length)
+                    yield TarImage(label, Path(member.name).name, shard, member.offset, member.length)
 
 
 @contextmanager
 def reading_members(path: Path) -> Iterator[Callable[[int, int], Iterator[Member]]]:
-    """Of the tar that lies from one offset to another in the file at `path`, which is one itself."""
+    """Open a tar.  The result yields the members from one offset to another: of the tar itself, or of one in it."""
     with io.FileIO(path, opener=open_regular) as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # it jumps from header to header
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # only headers are read
         read = read_in_chunks(file.fileno())
-        try:
+        with refusing_damage(path):
             yield lambda begin, end: walk_members(read, end, begin)
-        except Damaged as error:
-            raise UserError(f"{path} is damaged at offset {error.offset} ({error.reason}); fetch it again") from error
+
+
+@contextmanager
+def refusing_damage(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except Damaged as error:
+        raise UserError(f"{path} is damaged at offset {error.offset} ({error.reason}); download it again") from error
 
 
 def is_image(name: str) -> bool:
     return name[name.rfind(".") :].lower() in IMAGE_SUFFIXES
 
 
-def shard_files(tars: Sequence[Path], found: Iterable[Found], class_names: Sequence[str]) -> ShardFiles:
+def shard_files(tars: Sequence[Path], found: Iterable[TarImage], class_names: Sequence[str]) -> ShardFiles:
     number_of = {name: number for number, name in enumerate(class_names)}
     images = sorted(found)
     return ShardFiles(
@@ -256,7 +261,9 @@ def read_validation(folder: Path, path: Path, class_names: tuple[str, ...]) -> F
         files, names = read_class_folders(path)
         if names != class_names:
             differing = sorted({*names} ^ {*class_names})[0]
-            raise UserError(f"{path} and the training images differ in class {differing!r}; both must have the same")
+            raise UserError(
+                f"only one of {path} and the training images has class {differing!r}; both must have the same classes"
+            )
         return files
     class_of = read_validation_classes(folder)
     if path.is_dir():
@@ -269,7 +276,7 @@ def read_validation(folder: Path, path: Path, class_names: tuple[str, ...]) -> F
         members = [member for member in walk(0, path.stat().st_size) if is_image(member.name)]
     require_classes(path, [member.name for member in members], class_of, class_names)
     found = [
-        Found(class_of[Path(member.name).stem], Path(member.name).name, 0, member.offset, member.length)
+        TarImage(class_of[Path(member.name).stem], Path(member.name).name, 0, member.offset, member.length)
         for member in members
     ]
     return shard_files([path], found, class_names)
@@ -278,17 +285,18 @@ def read_validation(folder: Path, path: Path, class_names: tuple[str, ...]) -> F
 def require_classes(path: Path, names: Sequence[str], class_of: dict[str, str], class_names: Sequence[str]) -> None:
     unknown = next((name for name in names if Path(name).stem not in class_of), None)
     if unknown or len(names) != len(class_of):
-        which = f"{unknown} among them is not listed" if unknown else "some are missing"
+        which = f"{unknown} is not listed" if unknown else "some are missing"
         raise UserError(
-            f"{path} holds {len(names):,} images, and classes are listed of {len(class_of):,}: {which}; fetch both"
+            f"{path} has {len(names):,} images, but {len(class_of):,} are listed with a class ({which}); "
+            "download both again"
         )
     without = sorted({*class_of.values()} - {*class_names})
     if without:
-        raise UserError(f"{path} has images of class {without[0]}, of which there are no training images; add them")
+        raise UserError(f"{path} has images of class {without[0]}, which has no training images; add them")
 
 
 def read_validation_classes(folder: Path) -> dict[str, str]:
-    """The class of each validation image, by its name without .JPEG."""
+    """Return the class of each validation image by its name without .JPEG."""
     for path in candidates(folder, (SYNSETS,)):
         if path.is_file():
             return by_number(read_text(path).split())
@@ -297,15 +305,15 @@ def read_validation_classes(folder: Path) -> dict[str, str]:
             rows = [row.partition(",") for row in read_text(path).splitlines()[1:] if row]
             torn = next((row for row in rows if not row[2].strip()), None)
             if torn:
-                raise UserError(f"{path} has a line {torn[0]!r} without a class; fetch it again")
+                raise UserError(f"{path} has a line {torn[0]!r} without a class; download it again")
             return {image: prediction.split()[0] for image, _, prediction in rows}
     for path in candidates(folder, DEVKIT):
         found = read_devkit(path)
         if found:
             return found
     raise UserError(
-        f"{folder} does not say which classes its validation images are of; put the devkit "
-        f"(ILSVRC2012_devkit_t12.tar.gz, or unpacked: data/{TRUTH} and data/{META}), {SYNSETS} or {SOLUTION} there"
+        f"{folder} has no list of the classes of its validation images; add the devkit "
+        f"(ILSVRC2012_devkit_t12.tar.gz, or unpacked: data/{TRUTH} and data/{META}), {SYNSETS} or {SOLUTION}"
     )
 
 
@@ -318,18 +326,18 @@ def by_number(classes: Sequence[str]) -> dict[str, str]:
 
 
 def read_devkit(path: Path) -> dict[str, str] | None:
-    """None where there is none."""
+    """Return the class of each validation image from the devkit at `path`, or None if it is not there."""
     truth, meta = (read_devkit_file(path, name) for name in (TRUTH, META))
     if truth is None and meta is None:
         return None
     if truth is None or meta is None:
         missing = TRUTH if truth is None else META
-        raise UserError(f"{path} has no data/{missing}; fetch the devkit again, or put {SYNSETS} beside it")
+        raise UserError(f"{path} has no data/{missing}; download the devkit again, or add {SYNSETS} next to it")
     try:
         class_of = {int(synset["ILSVRC2012_ID"][0]): str(synset["WNID"]) for synset in read_structs(meta, "synsets")}
         return by_number([class_of[int(number)] for number in truth.split()])
-    except (LookupError, ValueError, TypeError, OverflowError) as error:  # of what is not there, or no number
-        raise UserError(f"{path}: data/{META} cannot be read ({error}); put {SYNSETS} beside it") from error
+    except (LookupError, ValueError, TypeError, OverflowError) as error:  # a missing field, or not a number
+        raise UserError(f"{path}: data/{META} cannot be read ({error}); add {SYNSETS} next to it") from error
 
 
 def read_devkit_file(path: Path, name: str) -> bytes | None:
@@ -339,23 +347,21 @@ def read_devkit_file(path: Path, name: str) -> bytes | None:
     if not path.is_file():
         return None
     content = unzipped(path)
-    try:
+    with refusing_damage(path):
         for member in walk_members(lambda offset, length: content[offset : offset + length], len(content)):
             if Path(member.name).name == name:
                 return content[member.offset : member.offset + member.length]
-    except Damaged as error:
-        raise UserError(f"{path} is damaged at offset {error.offset} ({error.reason}); fetch it again") from error
     return None
 
 
 def unzipped(path: Path) -> bytes:
-    """The devkit's tar."""
+    """Return the devkit's tar, decompressed."""
     content = read_file(path, MOST_LIST_BYTES)
     if content[: len(GZIP)] == GZIP:
         try:
             content = gzip.GzipFile(fileobj=io.BytesIO(content)).read(MOST_LIST_BYTES + 1)
         except (OSError, EOFError, zlib.error) as error:
-            raise UserError(f"{path} cannot be unzipped ({error}); fetch it again") from error
+            raise UserError(f"{path} cannot be decompressed ({error}); download it again") from error
     if len(content) > MOST_LIST_BYTES:
-        raise UserError(f"{path} holds more than {MOST_LIST_BYTES:,} bytes, which is no devkit; fetch it again")
+        raise UserError(f"{path} has more than {MOST_LIST_BYTES:,} bytes, so it is not a devkit; download it again")
     return content

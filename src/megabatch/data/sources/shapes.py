@@ -1,4 +1,4 @@
-"""The sizes of data sets: all that a plan or a network has to know of them."""
+"""Sizes of data sets, as plans and models need them."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from megabatch.errors import UserError
 
-MOST_CLASSES = 1_000_000  # more is not a label but some other number
+MOST_CLASSES = 1_000_000  # a larger number is probably not a label
 
 
 class DataShape(Struct, frozen=True, kw_only=True):
@@ -18,16 +18,16 @@ class DataShape(Struct, frozen=True, kw_only=True):
 
 
 class KnownSet(NamedTuple):
-    """A data set that can be planned for without its images, because its size is a constant."""
+    """A data set of constant size, for which plans do not need the images."""
 
     shape: DataShape
     smallest_class: int  # training images of the smallest class
 
     def part(self, train_per_class: int | None, held_out: float) -> DataShape:
-        """Return the shape after `data.train_per_class` and `data.validation` as `load_data_set` would find it.
+        """Return the shape after `data.train_per_class` and `data.validation` are applied.
 
-        Classes count as equally large.  Those of ImageNet are not, so that a share held out of it is right to within
-        half an image per class.
+        All classes are assumed to be equally large.  Those of ImageNet are not, so a held-out share of it is accurate
+        to half an image per class.
         """
         whole = self.shape
         if train_per_class is not None and train_per_class > self.smallest_class:

@@ -1,7 +1,8 @@
-"""Samples of WebDataset's tars, which have no index: found by going through the headers.
+"""Finds the samples of WebDataset's tars, which have no index, by reading the headers.
 
-Members with the same path up to the first dot of the file name are one sample: an image (.jpg, .png, ...), and its
-class in .cls or .json (see `tar_labels`).  The shard's name says which part it belongs to (imagenet-val-000003.tar).
+Members with the same path up to the first dot of the file name are one sample: an image (.jpg, .png, ...) and its
+class, as text in .cls or as "label" or "cls" in .json.  A class is a number or a name.  The name of the shard
+(imagenet-val-000003.tar) determines the split.
 """
 
 import os
@@ -17,8 +18,8 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from megabatch.data.sources.files import IMAGE_SUFFIXES
-from megabatch.data.sources.index import COLUMNS, TEST, TRAIN, require_consistent, settled_mtime
-from megabatch.data.sources.labels import ALL_TEST_WORDS, LONGEST_NAME, TEST_WORDS, require_names, words_in
+from megabatch.data.sources.index import COLUMNS, TEST, TRAIN, require_consistent, stable_ctime_ns
+from megabatch.data.sources.labels import ALL_TEST_WORDS, MAX_NAME_LENGTH, TEST_WORDS, require_names, words_in
 from megabatch.data.sources.shapes import MOST_CLASSES
 from megabatch.errors import UserError
 from megabatch.io.arrays import Arrays
@@ -26,59 +27,8 @@ from megabatch.io.reading import open_regular, read_file
 from megabatch.io.tars import Damaged, Member, Read, walk_members
 from megabatch.text import is_plain, one_line
 
-# The classes of samples in tars: text in .cls, or "label" or "cls" in .json, each a number or a name.
-
 CLASSES = "classes.txt"
-MOST_LABEL_BYTES = 64_000_000  # of a .json, which may hold much besides the label, or of classes.txt
-
-
-def read_label(member: Member, extension: str, read: Read, path: Path) -> str | None:
-    """An int or a class name, as text; None where a .json says nothing of it."""
-    try:
-        if member.length > MOST_LABEL_BYTES:
-            raise ValueError(f"its {member.length:,} bytes are more than {MOST_LABEL_BYTES:,}")
-        content = member.beginning if len(member.beginning) == member.length else read(member.offset, member.length)
-        if extension == "cls":
-            label: object = content.decode().strip()
-        else:
-            fields = msgspec.json.decode(content)
-            label = fields.get("label", fields.get("cls")) if isinstance(fields, dict) else None
-            if label is None:
-                return None
-        if isinstance(label, bool) or not isinstance(label, int | str) or label == "" or not is_plain(str(label)):
-            raise ValueError(f"{label!r} is neither a number nor a name")
-        if len(str(label)) > LONGEST_NAME:
-            raise ValueError(f"a name has more than {LONGEST_NAME:,} letters")
-    except (ValueError, RecursionError) as error:  # msgspec's and Unicode's errors too; and JSON in JSON in JSON
-        where = f"{path} at offset {member.offset} ({one_line(member.name)})"
-        raise UserError(
-            f"{where} is no label: {one_line(str(error))}; expected the number or the name of a class"
-        ) from error
-    return str(label)
-
-
-def number_classes(labels: Sequence[str], place: Path) -> tuple[list[str], NDArray[np.int64]]:
-    """Class names, and each sample's class.  Where all are numbers they are the classes' numbers."""
-    distinct = sorted(set(labels))
-    if not all(re.fullmatch(r"-?[0-9]+", label) for label in distinct):
-        number_of = {name: number for number, name in enumerate(distinct)}
-        return distinct, np.array([number_of[label] for label in labels], np.int64)
-    number_of = {label: int(label) for label in distinct}
-    lowest, highest = min(number_of.values()), max(number_of.values())
-    if lowest < 0 or highest >= MOST_CLASSES:
-        wrong = lowest if lowest < 0 else highest
-        raise UserError(f"{place} has a label {wrong}; labels number the classes from 0 to {MOST_CLASSES - 1}")
-    return [str(number) for number in range(highest + 1)], np.array([number_of[label] for label in labels], np.int64)
-
-
-def name_classes(path: Path, names: tuple[str, ...]) -> tuple[str, ...]:
-    """The lines of classes.txt for classes that have only numbers, if it has a line for each."""
-    if names != tuple(map(str, range(len(names)))) or not path.is_file():
-        return names
-    lines = tuple(read_file(path, MOST_LABEL_BYTES).decode("utf-8", "replace").splitlines())
-    return require_names(lines, str(path)) if len(lines) >= len(names) else names
-
-
+MOST_LABEL_BYTES = 64_000_000  # of classes.txt or of a .json, which may contain more than the label
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 CHUNK_BYTES = 8192
 SCANNED = {name: COLUMNS[name] for name in ("shard", "offset", "length", "label", "split")}
@@ -92,6 +42,53 @@ class TarSamples(Struct):
     labels: list[str]
 
 
+def read_label(member: Member, extension: str, read: Read, path: Path) -> str | None:
+    """Return the number or name of a class as text, or None if a .json has no label."""
+    try:
+        if member.length > MOST_LABEL_BYTES:
+            raise ValueError(f"{member.length:,} bytes; the limit is {MOST_LABEL_BYTES:,}")
+        content = member.first_block if len(member.first_block) == member.length else read(member.offset, member.length)
+        if extension == "cls":
+            label: object = content.decode().strip()
+        else:
+            fields = msgspec.json.decode(content)
+            label = fields.get("label", fields.get("cls")) if isinstance(fields, dict) else None
+            if label is None:
+                return None
+        if isinstance(label, bool) or not isinstance(label, int | str) or label == "" or not is_plain(str(label)):
+            raise ValueError(f"{label!r} is neither a number nor a name")
+        if len(str(label)) > MAX_NAME_LENGTH:
+            raise ValueError(f"{len(str(label)):,} characters; the limit is {MAX_NAME_LENGTH:,}")
+    except (ValueError, RecursionError) as error:  # includes errors of msgspec and Unicode, and deeply nested JSON
+        where = f"{path} at offset {member.offset} ({one_line(member.name)})"
+        raise UserError(
+            f"{where} is not a label: {one_line(str(error))}; expected the number or the name of a class"
+        ) from error
+    return str(label)
+
+
+def number_classes(labels: Sequence[str], place: Path) -> tuple[list[str], NDArray[np.int64]]:
+    """Return the class names and the class of each sample.  If all labels are numbers, they are the class numbers."""
+    distinct = sorted(set(labels))
+    if not all(re.fullmatch(r"-?[0-9]+", label) for label in distinct):
+        number_of = {name: number for number, name in enumerate(distinct)}
+        return distinct, np.array([number_of[label] for label in labels], np.int64)
+    number_of = {label: int(label) for label in distinct}
+    lowest, highest = min(number_of.values()), max(number_of.values())
+    if lowest < 0 or highest >= MOST_CLASSES:
+        wrong = lowest if lowest < 0 else highest
+        raise UserError(f"{place} has a label {wrong}; labels must be from 0 to {MOST_CLASSES - 1}")
+    return [str(number) for number in range(highest + 1)], np.array([number_of[label] for label in labels], np.int64)
+
+
+def name_classes(path: Path, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the lines of classes.txt as names of numbered classes, if it has a line for each class."""
+    if names != tuple(map(str, range(len(names)))) or not path.is_file():
+        return names
+    lines = tuple(read_file(path, MOST_LABEL_BYTES).decode("utf-8", "replace").splitlines())
+    return require_names(lines, str(path)) if len(lines) >= len(names) else names
+
+
 def is_tar(path: Path) -> bool:
     return path.name.endswith((".tar", *COMPRESSED)) and not path.name.startswith(".")
 
@@ -101,36 +98,36 @@ def list_tars(path: Path) -> list[Path]:
     for entry in entries:
         if entry.name.endswith(COMPRESSED):
             raise UserError(
-                f"{entry} is compressed, so images cannot be read from it at random; unpack it to .tar first"
+                f"{entry} is compressed, so images cannot be read from it in random order; decompress it to .tar first"
             )
     if not entries:
-        raise UserError(f"{path} holds no .tar; give a .tar file, or a folder of them")
+        raise UserError(f"{path} has no .tar; give a .tar file or a folder of them")
     if not is_tar(entries[0]):
-        raise UserError(f"{path} is no .tar; give a .tar file, or a folder of them")
+        raise UserError(f"{path} is not a .tar; give a .tar file or a folder of them")
     return entries
 
 
 def is_current(index: Arrays, shards: Sequence[Path]) -> bool:
-    """Of an index from the cache; ValueError where it is none."""
+    """Return whether an index from the cache matches the shards.  Raise ValueError if it is damaged."""
     require_consistent(index, SCANNED, "the cache")
     names, stamps = index["listed"], index["stamps"]
     if names.dtype.kind != "U" or stamps.dtype != np.int64 or stamps.shape != (2, *names.shape):
         return False
-    listed = {str(name): (size, mtime) for name, size, mtime in zip(names, *stamps, strict=True)}
+    listed = {str(name): (size, ctime_ns) for name, size, ctime_ns in zip(names, *stamps, strict=True)}
     return {shard.name: (shard.stat().st_size, shard.stat().st_ctime_ns) for shard in shards} == listed
 
 
 def scan(tars: Sequence[Path], place: Path) -> Arrays:
-    """What an index says of every sample, from the headers of the tars."""
-    stamps = np.array([(tar.stat().st_size, settled_mtime(tar)) for tar in tars], np.int64).T
+    """Build an index of the samples from the headers of the tars."""
+    stamps = np.array([(tar.stat().st_size, stable_ctime_ns(tar)) for tar in tars], np.int64).T
     splits = split_by_name([tar.name for tar in tars]) if place.is_dir() else [TRAIN]
     chosen = [at for at, split in enumerate(splits) if split is not None]
-    with ThreadPoolExecutor(8) as pool:  # it is the disk that they wait for
+    with ThreadPoolExecutor(8) as pool:  # the threads wait for the disk
         found = list(pool.map(lambda at: scan_tar(tars[at]), chosen))
     counts = [len(samples.labels) for samples in found]
     split = np.repeat([splits[at] for at in chosen], counts).astype(np.uint8)
     if TRAIN not in split:
-        raise UserError(f"{place} holds no image for training; expected {' '.join(IMAGE_SUFFIXES)} members with .cls")
+        raise UserError(f"{place} has no training image; expected {' '.join(IMAGE_SUFFIXES)} members with .cls")
     class_names, labels = number_classes([label for samples in found for label in samples.labels], place)
     return {
         "listed": np.array([tar.name for tar in tars]),
@@ -147,7 +144,7 @@ def scan(tars: Sequence[Path], place: Path) -> Arrays:
 
 
 def split_by_name(names: Sequence[str]) -> list[int | None]:
-    """The part that each shard belongs to by a word of its name; None for test shards where there are others to val."""
+    """Return the split of each shard by its name, or None for test shards if there are validation shards."""
     words = [words_in(name) for name in names]
     for kinds in TEST_WORDS:
         if any(found & {*kinds} for found in words):
@@ -159,7 +156,7 @@ def scan_tar(path: Path) -> TarSamples:
     images: dict[str, Member] = {}
     labels: dict[str, str] = {}
     with FileIO(path, opener=open_regular) as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # it jumps from header to header
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # only headers are read
         read = read_in_chunks(file.fileno())
         try:
             for member in walk_members(read, path.stat().st_size):
@@ -172,7 +169,7 @@ def scan_tar(path: Path) -> TarSamples:
                     if key in images:
                         other = one_line(images[key].name)
                         raise UserError(
-                            f"{path} has two images of one sample, {other} and {one_line(member.name)}; leave one out"
+                            f"{path} has two images of one sample, {other} and {one_line(member.name)}; remove one"
                         )
                     images[key] = member
                 elif extension == "cls" or (extension == "json" and key not in labels):
@@ -180,12 +177,14 @@ def scan_tar(path: Path) -> TarSamples:
                     if label is not None:
                         labels[key] = label
         except Damaged as error:
-            raise UserError(f"{path} is damaged at offset {error.offset} ({error.reason}); fetch it again") from error
+            raise UserError(
+                f"{path} is damaged at offset {error.offset} ({error.reason}); download or write it again"
+            ) from error
     for key, image in images.items():
         if key not in labels:
             raise UserError(
                 f"{path} at offset {image.offset}: the image {one_line(image.name)} has no label; "
-                'expected a member .cls, or .json with "label" or "cls", of the same name beside it'
+                'expected a member of the same name with .cls, or with .json and "label" or "cls" in it'
             )
     found = list(images.values())
     return TarSamples(
@@ -194,7 +193,7 @@ def scan_tar(path: Path) -> TarSamples:
 
 
 def read_in_chunks(descriptor: int) -> Read:
-    """A label and the header of the next image lie close to each other: one call of the system for both."""
+    """Return a buffered read: a label and the header of the next image are close, so one system call reads both."""
     begin, chunk = 0, b""
 
     def read(offset: int, length: int) -> bytes:

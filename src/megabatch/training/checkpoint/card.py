@@ -1,4 +1,4 @@
-"""The model card of a run: made when it begins, kept with its weights, read by whatever comes after."""
+"""The model card of a run: made at its start, stored with its weights, and read to resume or use them."""
 
 from pathlib import Path
 from typing import Any
@@ -16,19 +16,20 @@ from megabatch.runs.model_card import ModelCard, decode_card
 from megabatch.runs.reader import MAX_JSON_BYTES
 from megabatch.runs.totals import RunTotals
 
-# The names of folders and files decide nothing; what was in them does.
+# Paths do not affect the result; the content of the files does.
 PATHS = ("data.source", "data.also", "model.weights")
-PASSING = ("weights", "freeze", "compile")  # of a model, which say where it began and how it was run
+NOT_IN_CARD = ("weights", "freeze", "compile", "cuda_graphs")  # settings of how the model was initialised and run
 
 
 def make_card(config: RunConfig, data: DataSet, pixels: PixelStatistics) -> ModelCard:
     return ModelCard(
-        model={key: value for key, value in msgspec.to_builtins(config.model).items() if key not in PASSING}
+        model={key: value for key, value in msgspec.to_builtins(config.model).items() if key not in NOT_IN_CARD}
         | {"channels_last": config.model.wants_channels_last},
         classes=list(data.class_names),
         num_channels=data.num_channels,
         image_size=config.data.image_size,
-        center_crop=data.train.center_crop if isinstance(data.train, EncodedImages) else 1.0,  # arrays: as they are
+        test_image_size=config.data.test_side,
+        center_crop=data.train.center_crop if isinstance(data.train, EncodedImages) else 1.0,  # arrays are not cropped
         mean=list(pixels.mean),
         deviation=list(pixels.deviation),
         precision=config.precision.name,
@@ -54,6 +55,6 @@ def pixels_of(card: ModelCard) -> PixelStatistics:
 
 
 def read_card(folder: Path) -> ModelCard | None:
-    """That of a run, as it was begun; None for a run that was killed before it wrote one."""
+    """Return the card that a run wrote at its start, or None if it was killed before."""
     path = folder / MODEL
     return decode_card(read_regular(path, MAX_JSON_BYTES), str(path)) if path.is_file() else None

@@ -1,9 +1,8 @@
-"""What the tensors of a checkpoint must be, before a training takes any of them.
+"""Check the tensors of a checkpoint against the training, before any of them is loaded.
 
-The model's tensors and the loss scale are known to the byte.  An optimizer may have made its state in its first step:
-then the conventions of torch's optimizers say what it looks like.  What a user's own optimizer keeps is its own affair,
-as long as it keeps it of parameters that there are.  A checksum does not stand in for any of this: whoever writes the
-file writes that too.
+The layout of the model's tensors and of the loss scale is known exactly.  Optimizers create their state in the first
+step, so it is checked by the conventions of torch's optimizers.  The state of a user-defined optimizer may have any
+layout, but must belong to existing parameters.  A checksum does not replace these checks: it comes with the file.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,6 +11,7 @@ import torch
 
 from megabatch.io.tensor_header import Entry
 from megabatch.optim.lars import BUFFER, LARS
+from megabatch.optim.optimizers import DecoupledSGD
 from megabatch.runs.totals import RunTotals
 from megabatch.training.checkpoint.format import NAMES
 from megabatch.training.checkpoint.save import is_finite
@@ -19,20 +19,20 @@ from megabatch.training.checkpoint.state import LOSS_SCALE, NUMBER, OPTIMIZER, n
 from megabatch.training.checkpoint.state import training_state as state_of
 from megabatch.training.parts import Training
 
-# What torch's optimizers keep for every element of a parameter, in its dtype.
+# State of torch's optimizers that has the shape and the dtype of its parameter.
 ELEMENTWISE = {
     BUFFER,
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "grad_avg", "acc_delta", "ax", "sum", "prev"),
 }
-STEP = "step"  # what they count in
-NUMBERS = {("I64", ()), ("F64", ()), ("BOOL", ()), ("F32", (0,))}  # as `number_to_tensor` makes them
+STEP = "step"  # the counter of torch's optimizers
+NUMBERS = {("I64", ()), ("F64", ()), ("BOOL", ()), ("F32", (0,))}  # results of `number_to_tensor`
 
 Tensors = Mapping[str, Entry]
 Problems = Iterator[str]
 
 
 def layout_problems(found: Tensors, training: Training, totals: RunTotals) -> Problems:
-    """By the names, dtypes and shapes alone, which a file's header has."""
+    """Yield the problems with the names, dtypes and shapes in a file's header."""
     expected = state_of(training)
     fixed = {name: tensor for name, tensor in expected.items() if not name.startswith((OPTIMIZER, NUMBER))}
     yield from differences(found, fixed)
@@ -44,7 +44,7 @@ def layout_problems(found: Tensors, training: Training, totals: RunTotals) -> Pr
 
 
 def differences(found: Tensors, expected: Mapping[str, torch.Tensor]) -> Problems:
-    """Of tensors that must all be there as expected."""
+    """Yield the expected tensors that are missing or have another dtype or shape."""
     for name, tensor in expected.items():
         wanted = f"{NAMES.get(tensor.dtype, tensor.dtype)} {list(tensor.shape)}"
         if name not in found:
@@ -59,12 +59,12 @@ def optimizer_problems(
     parameter_name, key = split_name(name)
     parameter, entry = parameters.get(parameter_name), found[name]
     if not name.startswith((OPTIMIZER, NUMBER)) or parameter is None or not key:
-        yield f"{name} ({entry}) belongs to nothing that is trained here"
+        yield f"{name} ({entry}) does not belong to this model or optimizer"
     elif name.startswith(NUMBER):
         if (entry.dtype, tuple(entry.shape)) not in NUMBERS:
             yield f"{name} is {entry}, expected a number"
         if f"{OPTIMIZER}{parameter_name}.{key}" in found:
-            yield f"{name} is there as a tensor too"
+            yield f"{name} is stored both as a number and as a tensor"
     elif is_conventional(optimizer) and key in ELEMENTWISE:
         yield from differences(found, {name: torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")})
     elif is_conventional(optimizer) and key == STEP and entry.shape:
@@ -72,14 +72,14 @@ def optimizer_problems(
 
 
 def is_conventional(optimizer: torch.optim.Optimizer) -> bool:
-    """One of torch's or ours, and not derived from them: whose keys mean what they do there."""
-    return type(optimizer) is LARS or type(optimizer).__module__.startswith("torch.optim.")
+    """Return True for optimizers of torch and ours, whose keys are known.  Subclasses may change their meaning."""
+    return type(optimizer) in (LARS, DecoupledSGD) or type(optimizer).__module__.startswith("torch.optim.")
 
 
 def missing_state(
     of_optimizer: list[str], expected: Mapping[str, object], training: Training, totals: RunTotals
 ) -> Problems:
-    """What is kept of one parameter is kept of all; and with momentum there is some after the first update."""
+    """Yield missing state: a key of one parameter must exist for all, and momentum must exist after an update."""
     optimizer = training.optimizer
     if not is_conventional(optimizer):
         return
@@ -88,24 +88,24 @@ def missing_state(
     has_updated = totals.steps > totals.skipped_steps
     if has_updated and optimizer.defaults.get("momentum") and isinstance(optimizer, LARS):
         keys.add(BUFFER)
-    there = set(of_optimizer)
+    found = set(of_optimizer)
     for key in sorted(keys):
         for name in names:
-            if not there & {f"{OPTIMIZER}{name}.{key}", f"{NUMBER}{name}.{key}"}:
+            if not found & {f"{OPTIMIZER}{name}.{key}", f"{NUMBER}{name}.{key}"}:
                 yield f"{OPTIMIZER}{name}.{key} is missing"
 
 
 def value_problems(state: Mapping[str, torch.Tensor], training: Training, totals: RunTotals) -> Problems:
-    """Of tensors whose layout is as it must be.  A run saves nothing that is inf or NaN."""
+    """Yield the problems with the values of tensors whose layout is correct.  Saved tensors have no inf or NaN."""
     problem = training.loss_scale.problem_with(state[LOSS_SCALE], totals.steps)
     if problem:
         yield f"{LOSS_SCALE} {problem}"
-    is_counted = is_conventional(training.optimizer)
+    counts_steps = is_conventional(training.optimizer)
     for name, tensor in state.items():
-        if name.startswith(NUMBER):  # anything
+        if name.startswith(NUMBER):  # any value is allowed
             continue
         yield from bad_values(name, tensor)
-        if is_counted and name.startswith(OPTIMIZER) and split_name(name)[1] == STEP:
+        if counts_steps and name.startswith(OPTIMIZER) and split_name(name)[1] == STEP:
             count = tensor.item()
             if not 0 <= count <= totals.steps or count != int(count):
                 yield f"{name} is {count:g}, expected a count up to {totals.steps}"
@@ -115,7 +115,7 @@ def bad_values(name: str, tensor: torch.Tensor) -> Problems:
     if not is_finite(tensor):
         yield f"{name} has inf or NaN"
     if tensor.dtype is torch.bool and tensor.numel() and tensor.view(torch.uint8).max() > 1:
-        yield f"{name} has what is neither true nor false"
+        yield f"{name} has a boolean that is neither 0 nor 1"
 
 
 def totals_problems(totals: RunTotals, training: Training) -> Problems:
@@ -123,4 +123,4 @@ def totals_problems(totals: RunTotals, training: Training) -> Problems:
     if totals.global_batch != plan.global_batch:
         yield f"its global batch is {totals.global_batch}, expected {plan.global_batch}"
     if totals.steps > plan.num_steps:
-        yield f"it is of step {totals.steps:,}, and the run has {plan.num_steps:,}"
+        yield f"it is of step {totals.steps:,}, but the run has {plan.num_steps:,} steps"

@@ -1,8 +1,8 @@
-"""Where a run begins: in a new folder, or where an earlier one stopped.
+"""Choose how a run starts: in a new folder, or at a checkpoint of an earlier run.
 
-auto    resumes an unfinished run of the same recipe, in `run.dir` or in the newest runs/<recipe>-<nnn>, if any
-never   begins a new run
-PATH    resumes the run, or from the checkpoint, at PATH
+auto    resume an unfinished run of the same recipe, in `run.dir` or in the newest runs/<recipe>-<nnn>, if any
+never   start a new run
+PATH    resume the run, or from the checkpoint, at PATH
 """
 
 import contextlib
@@ -24,8 +24,8 @@ from megabatch.errors import UserError
 from megabatch.io.disk import WRITING
 from megabatch.io.reading import Undecodable, read_regular
 from megabatch.io.tensor_header import Entry
-from megabatch.planning.tuning import Tuning
-from megabatch.planning.validate import MAX_BYTES, decode_tuning
+from megabatch.planning.tuning import MAX_BYTES, Tuning, decode_tuning
+from megabatch.ranks.world import World
 from megabatch.runs.files import CHECKPOINTS, CONFIG, LOCK, PLAN
 from megabatch.runs.folder import next_folder, numbered_runs
 from megabatch.runs.reader import is_run, is_running, read_summary, started_in
@@ -37,38 +37,52 @@ from megabatch.training.checkpoint.format import (
     Checkpoint,
     DamagedCheckpoint,
     Description,
+    invalid_entries,
     newest_first,
     read_checkpoint,
     read_tuning,
-    strays,
 )
 from megabatch.training.parts import Training
 
-Newest = Callable[[Path], Path | None]
-
 
 class Start(Struct, frozen=True):
-    folder: Path
+    """The folder and the checkpoint from which a run starts."""
+
+    folder: Path  # if `is_new`, another process may take its number first
     checkpoint: Path | None  # None: from the first step
-    is_given: bool = False  # the checkpoint: no other one will do
+    is_explicit: bool = False  # the user named the checkpoint: no other one is used
+    is_new: bool = False
 
 
-def is_numbered(config: RunConfig, resume: str) -> bool:
-    """True if the run's folder is chosen by its number; one that is given has a lock of its own."""
-    return config.run.dir is None and resume in ("auto", "never")
+def decide_start(config: RunConfig, resume: str, world: World) -> Start:
+    """Choose on rank 0 how the run starts, and broadcast the choice.  All ranks call it."""
+
+    def choose() -> tuple[str, str | None, bool, bool]:
+        start = choose_start(config, resume)
+        checkpoint = str(start.checkpoint) if start.checkpoint else None
+        return str(start.folder), checkpoint, start.is_explicit, start.is_new
+
+    folder, checkpoint, is_explicit, is_new = world.from_rank_0(choose, tuple[str, str | None, bool, bool])
+    return Start(Path(folder), Path(checkpoint) if checkpoint else None, is_explicit, is_new)
 
 
-def stored_tuning(config: RunConfig, resume: str) -> Tuning | None:
-    """How the run that would be resumed all-reduces its gradients; None if there is none, or if it does not say."""
-    try:
-        start = choose_start(config, resume, newest=newest_of)
-    except UserError:  # `begin` will say what is wrong with the run
-        return None
-    # The folder's is that of the latest attempt; a checkpoint that is asked for has its own.
-    from_checkpoints = [path / DESCRIPTION for path in newest_first(start.folder / CHECKPOINTS)]
-    is_folder = resume == "auto" or is_run(Path(resume))
-    paths = [start.folder / PLAN, *from_checkpoints] if is_folder else []
-    if start.checkpoint and not is_folder:
+class Stored(Struct, frozen=True):
+    """Choices and measurements of the resumed run; None for a new run."""
+
+    tuning: Tuning | None = None
+    pixels: PixelStatistics | None = None
+
+
+def find_stored(start: Start, world: World) -> Stored:
+    """Read the stored choices on rank 0, and broadcast them."""
+    return world.from_rank_0(lambda: Stored(stored_tuning(start), stored_pixels(start)), Stored)
+
+
+def stored_tuning(start: Start) -> Tuning | None:
+    """Return how the resumed run all-reduces its gradients, or None if no readable file states it."""
+    # The plan in the folder belongs to the latest attempt; a checkpoint that the user named has another.
+    paths = [start.folder / PLAN, *(path / DESCRIPTION for path in newest_first(start.folder / CHECKPOINTS))]
+    if start.is_explicit and start.checkpoint:
         paths = [start.checkpoint / DESCRIPTION]
     for path in paths:
         try:
@@ -76,103 +90,102 @@ def stored_tuning(config: RunConfig, resume: str) -> Tuning | None:
         except FileNotFoundError:
             continue
         except (OSError, Undecodable) as error:
-            report(f"{path} does not say how gradients are all-reduced ({error})")
+            report(f"{path} has no readable plan of the all-reduce ({error})")
     return None
 
 
 def report(problem: str) -> None:
-    print_line(f"megabatch: {problem}; it is passed over", to_stderr=True)
+    print_line(f"megabatch: {problem}; it is skipped", to_stderr=True)
 
 
-def stored_pixels(config: RunConfig, resume: str) -> PixelStatistics | None:
-    """As the run that would be resumed has measured them when it began."""
-    with contextlib.suppress(UserError, OSError):  # `begin` will say what is wrong with the run
-        card = read_card(choose_start(config, resume, newest=newest_of).folder)
+def stored_pixels(start: Start) -> PixelStatistics | None:
+    """Return the pixel statistics that the resumed run measured when it started."""
+    with contextlib.suppress(UserError, OSError):  # they can be measured again from the same images
+        card = read_card(start.folder)
         return pixels_of(card) if card else None
     return None
 
 
-def has_checkpoint(config: RunConfig, resume: str) -> bool:
-    """Whether the run would begin from a checkpoint: its weights are there, and nowhere else."""
-    try:
-        return choose_start(config, resume, newest=newest_of).checkpoint is not None
-    except UserError:  # `begin` will say what is wrong with the run
-        return True
-
-
-def newest_of(folder: Path) -> Path | None:
-    """The newest checkpoint, whole or not: hashing takes time, and what is wanted here lies beside it."""
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Return the newest checkpoint of a run without validating it, since hashing takes time."""
     return next(iter(newest_first(folder / CHECKPOINTS)), None)
 
 
-def choose_start(config: RunConfig, resume: str, newest: Newest) -> Start:
-    """Decides, and writes nothing.  `newest` finds the checkpoint of a run to resume from."""
-    require_open(f"run.dir={config.run.dir}", Path(config.run.dir or "."))
-    require_open(f"--resume {resume}", Path(resume))
+def choose_start(config: RunConfig, resume: str) -> Start:
+    """Choose how a run starts.  Write nothing."""
+    require_access(f"run.dir={config.run.dir}", Path(config.run.dir or "."))
+    require_access(f"--resume {resume}", Path(resume))
     if resume == "never":
-        return Start(new_folder(config), None)
+        return Start(new_folder(config), None, is_new=True)
     if resume != "auto":
-        return start_at(Path(resume), config, newest)
+        return start_at(Path(resume), config)
     if config.run.dir is None:
         for earlier in reversed(numbered_runs(config.name)):
-            if is_run(earlier) and not is_running(earlier) and not why_not(earlier, config):
-                return Start(earlier, newest(earlier))
-        return Start(new_folder(config), None)
+            if is_run(earlier) and not is_running(earlier) and not resume_problem(earlier, config):
+                return Start(earlier, newest_checkpoint(earlier))
+        return Start(new_folder(config), None, is_new=True)
     folder = Path(config.run.dir)
     if is_run(folder):
-        return resume_run(folder, config, newest)
-    return Start(new_folder(config), None)
+        return resume_run(folder, config)
+    return Start(new_folder(config), None, is_new=True)
 
 
-def require_open(name: str, folder: Path) -> None:
-    """Runs are their user's alone."""
+def require_access(name: str, folder: Path) -> None:
+    """Raise UserError if the user has no access to the folder: runs are private."""
     try:
         if folder.is_dir():
             (folder / CONFIG).exists()
             next(folder.iterdir(), None)
     except PermissionError:
-        raise UserError(f"{name} is closed to this user; ask its owner to open it, or give another") from None
+        raise UserError(f"{name}: permission denied; ask its owner for access, or give another folder") from None
 
 
-def start_at(path: Path, config: RunConfig, newest: Newest) -> Start:
+def start_at(path: Path, config: RunConfig) -> Start:
     if is_run(path):
-        return resume_run(path, config, newest)
+        return resume_run(path, config)
     if (path / DESCRIPTION).is_file():
         checkpoint = path.resolve()
-        refuse_if(why_not(checkpoint.parents[1], config), checkpoint.parents[1])
-        return Start(checkpoint.parents[1], checkpoint, is_given=True)
+        raise_if(resume_problem(checkpoint.parents[1], config), checkpoint.parents[1])
+        return Start(checkpoint.parents[1], checkpoint, is_explicit=True)
     raise UserError(f"--resume {path} is neither a run's folder nor a checkpoint; `megabatch runs` lists runs")
 
 
-def resume_run(folder: Path, config: RunConfig, newest: Newest) -> Start:
-    refuse_if(why_not(folder, config), folder)
-    return Start(folder, newest(folder))
+def resume_run(folder: Path, config: RunConfig) -> Start:
+    raise_if(resume_problem(folder, config), folder)
+    return Start(folder, newest_checkpoint(folder))
 
 
-def refuse_if(reason: str | None, folder: Path) -> None:
+def raise_if(reason: str | None, folder: Path) -> None:
     if reason:
         raise UserError(f"{folder} {reason}; give another run.dir")
 
 
 def read_start(start: Start, report: Callable[[str], None], training: Training | None = None) -> Checkpoint | None:
-    """The newest that is whole and fits the training, or the one that is given; each file is read once.
+    """Read the newest checkpoint that is undamaged and fits the training, or the one that the user named.
 
-    None if the run was ended before its first; `report` hears of damaged ones that were passed over.  Nothing of the
-    training is changed.
+    Each file is read once.  The training is not changed.
+
+    Args:
+        start: the run, and the checkpoint if the user named one.
+        report: called with the problem of each checkpoint that is skipped.
+        training: checks that the checkpoint fits; None skips these checks.
+
+    Returns:
+        The checkpoint, or None if the run ended before its first one.
     """
-    for path in [] if start.is_given else strays(start.folder / CHECKPOINTS):
-        report(f"{path} is no checkpoint of this run")
+    for path in [] if start.is_explicit else invalid_entries(start.folder / CHECKPOINTS):
+        report(f"{path} is not a checkpoint of this run")
     if start.checkpoint is None:
         return None
     checks = (partial(layout_problem, training), partial(value_problem, training)) if training else (None, None)
-    for path in [start.checkpoint] if start.is_given else newest_first(start.folder / CHECKPOINTS):
+    for path in [start.checkpoint] if start.is_explicit else newest_first(start.folder / CHECKPOINTS):
         try:
             return read_checkpoint(path, *checks)
         except DamagedCheckpoint as damage:
-            if start.is_given:
-                raise UserError(f"{damage}; give another") from damage
+            if start.is_explicit:
+                raise UserError(f"{damage}; give another checkpoint") from damage
             report(str(damage))
-    raise UserError(f"{start.folder} has no checkpoint that is whole; train again in another run.dir, or remove it")
+    raise UserError(f"{start.folder}: all checkpoints are damaged; train again in another run.dir, or delete this one")
 
 
 def layout_problem(training: Training, description: Description, found: Mapping[str, Entry]) -> str | None:
@@ -184,15 +197,15 @@ def value_problem(training: Training, description: Description, state: Mapping[s
     return next(value_problems(state, training, description.totals), None)
 
 
-def why_not(folder: Path, config: RunConfig) -> str | None:
-    """Why the run in `folder` cannot be resumed under this recipe; None if it can."""
+def resume_problem(folder: Path, config: RunConfig) -> str | None:
+    """Return why the run in `folder` cannot be resumed with this recipe, or None if it can."""
     summary = read_summary(folder)
     is_finished = summary is not None and summary.status == "finished"
-    return why_other(folder, config) or ("holds this run, and it is finished" if is_finished else None)
+    return recipe_difference(folder, config) or ("holds this run, and it is finished" if is_finished else None)
 
 
-def why_other(folder: Path, config: RunConfig) -> str | None:
-    """In what the run in `folder` is another one than this recipe's; None if it is the same."""
+def recipe_difference(folder: Path, config: RunConfig) -> str | None:
+    """Return the first difference between the run in `folder` and this recipe, or None if they are the same."""
     try:
         earlier = load_config(str(folder / CONFIG), report=silent)
     except UserError as error:
@@ -205,23 +218,21 @@ def why_other(folder: Path, config: RunConfig) -> str | None:
 
 
 def is_same_folder(config: RunConfig, earlier: RunConfig, folder: Path) -> bool:
-    """Whether the images lie in the same place, under a path that is relative to another folder."""
+    """Return True if both sources are the same folder; the earlier one may be relative to another directory."""
     before = started_in(folder) / earlier.data.source
     return before.exists() and os.path.realpath(config.data.source) == os.path.realpath(before)
 
 
 def new_folder(config: RunConfig) -> Path:
-    """The folder that the recipe names, or the next free runs/<recipe>-<nnn>."""
+    """Return the folder that the recipe names, or the next free runs/<recipe>-<nnn>."""
     if config.run.dir is None:
         return next_folder(config.name)
     folder = Path(config.run.dir)
     if folder.exists() and not is_empty(folder):
-        raise UserError(
-            f"run.dir={config.run.dir!r} exists and is not an empty folder; give a new one, or leave it out"
-        )
+        raise UserError(f"run.dir={config.run.dir!r} exists and is not an empty folder; give a new one, or omit it")
     return folder
 
 
 def is_empty(folder: Path) -> bool:
-    """But for what a run that was killed in its first moment has left."""
+    """Return True for an empty folder.  Files of a run that was killed before it wrote its recipe do not count."""
     return folder.is_dir() and all(path.name == LOCK or path.name.startswith(WRITING) for path in folder.iterdir())

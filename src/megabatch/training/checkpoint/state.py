@@ -1,4 +1,4 @@
-"""Every tensor that the next step of a training depends on, by name; and back into a training."""
+"""The training state as named tensors: every tensor that the next step depends on."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,12 +9,14 @@ from megabatch.errors import UserError
 from megabatch.training.parts import Training
 
 MODEL, OPTIMIZER, LOSS_SCALE = "model.", "optimizer.", "loss_scale"
-NUMBER = "optimizer_number."  # what an optimizer keeps as a Python number, or as None
+AVERAGE = "average."  # moving averages of tensors of the model, in runs that have them
+NUMBER = "optimizer_number."  # state that the optimizer keeps as a Python number or None
 
 
 def training_state(training: Training) -> dict[str, torch.Tensor]:
-    """Every tensor that the next step depends on, by name."""
+    """Return every tensor that the next step depends on, by name."""
     state = {f"{MODEL}{name}": tensor for name, tensor in training.master_weights.state_dict().items()}
+    state |= {f"{AVERAGE}{name}": tensor for name, tensor in training.average.state_dict().items()}
     state[LOSS_SCALE] = training.loss_scale.state()
     for name, parameter in named_parameters(training.optimizer):
         for key, value in training.optimizer.state[parameter].items():
@@ -25,39 +27,44 @@ def training_state(training: Training) -> dict[str, torch.Tensor]:
     return state
 
 
-def model_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The part of a `training_state` that is the model's state dict."""
-    return {name.removeprefix(MODEL): tensor for name, tensor in state.items() if name.startswith(MODEL)}
+def model_state(state: dict[str, torch.Tensor], prefix: str = MODEL) -> dict[str, torch.Tensor]:
+    """Return the model's state dict from a `training_state`, or the averages in it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+
+
+def result_of(training: Training) -> dict[str, torch.Tensor]:
+    """Return the model's state dict as evaluations use it: with averages, if the run has them."""
+    return training.master_weights.state_dict() | training.average.state_dict()
 
 
 def restore_training_state(training: Training, state: dict[str, torch.Tensor]) -> None:
-    """The inverse of `training_state`."""
+    """Restore a `training_state`."""
     training.master_weights.load_state_dict(model_state(state))
+    for name, average in training.average.tensors.items():
+        average.copy_(state[f"{AVERAGE}{name}"])
     training.loss_scale.restore(state[LOSS_SCALE])
     parameters = dict(named_parameters(training.optimizer))
     for name, tensor in state.items():
         if name.startswith((OPTIMIZER, NUMBER)):
             parameter_name, key = split_name(name)
             parameter = parameters[parameter_name]
-            of_parameter = training.optimizer.state[parameter]
-            of_parameter[key] = tensor_to_number(tensor) if name.startswith(NUMBER) else placed(tensor, parameter)
+            entry = training.optimizer.state[parameter]
+            entry[key] = tensor_to_number(tensor) if name.startswith(NUMBER) else copy_like(tensor, parameter)
     defaults = training.optimizer.defaults
     if not defaults.get("fused") and not defaults.get("capturable"):
-        for of_parameter in training.optimizer.state.values():
-            if isinstance(of_parameter.get("step"), torch.Tensor):
-                of_parameter["step"] = of_parameter[
-                    "step"
-                ].cpu()  # where torch's optimizers count, beside weights on CUDA
+        for entry in training.optimizer.state.values():
+            if isinstance(entry.get("step"), torch.Tensor):
+                entry["step"] = entry["step"].cpu()  # torch's optimizers count on the host, also for weights on CUDA
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Of what an optimizer keeps: the parameter, and what it keeps of that."""
+    """Split the name of an optimizer tensor into the parameter's name and the key."""
     parameter_name, _, key = name.partition(".")[2].rpartition(".")
     return parameter_name, key
 
 
-def placed(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """In the parameter's memory order (channels_last), which fused kernels rely on; other shapes stay as they are."""
+def copy_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Copy in the parameter's memory format, such as channels_last, which fused kernels need, if the shapes match."""
     if tensor.shape != parameter.shape:
         return tensor.clone()
     return torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
@@ -69,13 +76,13 @@ def number_to_tensor(value: Any, key: str, optimizer: torch.optim.Optimizer) -> 
     if isinstance(value, bool | int | float):
         return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
     raise UserError(
-        f"{type(optimizer).__name__} keeps {key!r} of a parameter as a {type(value).__name__}; "
-        "a checkpoint holds tensors and numbers, so keep it as one of them"
+        f"{type(optimizer).__name__} stores the state {key!r} of a parameter as a {type(value).__name__}; "
+        "a checkpoint holds only tensors and numbers, so store it as one of them"
     )
 
 
 def tensor_to_number(tensor: torch.Tensor) -> bool | int | float | None:
-    """The inverse of `number_to_tensor`."""
+    """Convert the result of `number_to_tensor` back."""
     return tensor.item() if tensor.numel() else None
 
 
@@ -84,8 +91,9 @@ def named_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, to
         yield from zip(group["param_names"], group["params"], strict=True)
 
 
-def what_is(name: str) -> str:
-    """A tensor of a `training_state`, in a user's words."""
-    part = next((part for part in (MODEL, OPTIMIZER) if name.startswith(part)), "")
-    of = {MODEL: "the model's", OPTIMIZER: "the optimizer's"}.get(part, "the")
+def readable_name(name: str) -> str:
+    """Return the name of a tensor of a `training_state` for messages: the model's 0.weight."""
+    owners = {MODEL: "the model's", AVERAGE: "the average's", OPTIMIZER: "the optimizer's"}
+    part = next((part for part in owners if name.startswith(part)), "")
+    of = owners.get(part, "the")
     return f"{of} {name.removeprefix(part)}"

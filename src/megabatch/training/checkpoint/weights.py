@@ -1,4 +1,4 @@
-"""The weights that a run has left, and what belongs to them: of its final model, or of a checkpoint."""
+"""Load the weights and the model card of a run: of its final model or of a checkpoint."""
 
 from pathlib import Path
 
@@ -11,21 +11,23 @@ from megabatch.errors import UserError
 from megabatch.io.tensor_header import Entry, NotTensors, read_header
 from megabatch.runs.files import CHECKPOINTS, WEIGHTS
 from megabatch.runs.model_card import METADATA, ModelCard, decode_card, require_card
-from megabatch.training.checkpoint.format import STATE, DamagedCheckpoint, entries, newest_good, read_description
-from megabatch.training.checkpoint.state import MODEL, model_state
+from megabatch.training.checkpoint.format import STATE, DamagedCheckpoint, entries, newest_valid, read_description
+from megabatch.training.checkpoint.state import AVERAGE, MODEL, model_state
 
 
 class SavedWeights(Struct, frozen=True):
+    """A file of weights and its model card.  Nothing is read until `layout` or `read` is called."""
+
     path: Path
     card: ModelCard
 
     @property
     def prefix(self) -> str:
-        """Before the names of the model's tensors."""
+        """Prefix of the names of the model's tensors."""
         return MODEL if self.path.name == STATE else ""
 
     def layout(self) -> dict[str, Entry]:
-        """Dtypes and shapes of the model's tensors, by their names; none is read, and the file can be."""
+        """Return the dtypes and shapes of the model's tensors by name.  Checks the header, and reads no tensor."""
         try:
             tensors = read_header(self.path).tensors
         except (OSError, NotTensors) as error:
@@ -35,28 +37,33 @@ class SavedWeights(Struct, frozen=True):
         }
 
     def read(self) -> dict[str, torch.Tensor]:
-        """The model's state dict."""
+        """Return the model's state dict, with averages if the run has them."""
         try:
             tensors = load_file(self.path)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{self.path} cannot be read ({error}); copy it again") from None
-        return model_state(tensors) if self.path.name == STATE else tensors
+        return model_state(tensors) | model_state(tensors, AVERAGE) if self.path.name == STATE else tensors
 
 
 def find_weights(run: Path, checkpoint: str | None = None) -> SavedWeights:
-    """Of a run's folder: the final model, or `best`, `last` or `step-00000390`.  A file is taken as it is."""
+    """Find the weights of a run.
+
+    Args:
+        run: a run's folder or a file of weights.
+        checkpoint: `best`, `last` or `step-00000390`.  None: the final model, or else the newest checkpoint.
+    """
     if run.is_file():
-        return SavedWeights(run, card_of_file(run))
+        return SavedWeights(run, read_card_metadata(run))
     if checkpoint is None and (run / WEIGHTS).is_file():
-        return SavedWeights(run / WEIGHTS, card_of_file(run / WEIGHTS))
+        return SavedWeights(run / WEIGHTS, read_card_metadata(run / WEIGHTS))
     if checkpoint and checkpoint != Path(checkpoint).name:
-        raise UserError(f"checkpoint {checkpoint!r} is not a name; give best, last or step-...")
-    folder = run / CHECKPOINTS / checkpoint if checkpoint else newest_good(run, report=lambda damage: None)
+        raise UserError(f"checkpoint {checkpoint!r} is a path, not a name; give best, last or step-...")
+    folder = run / CHECKPOINTS / checkpoint if checkpoint else newest_valid(run, report=lambda damage: None)
     if folder is None or not folder.is_dir():
-        there = [path.name for path in entries(run / CHECKPOINTS) if not path.name.startswith(".")]
+        names = [path.name for path in entries(run / CHECKPOINTS) if not path.name.startswith(".")]
         raise UserError(
             f"{run} has no {f'checkpoint {checkpoint!r}' if checkpoint else 'model and no checkpoint yet'}; "
-            + (f"there are {', '.join(there)}" if there else "train it first")
+            + (f"choose from {', '.join(names)}" if names else "train it first")
         )
     try:
         card = read_description(folder).card
@@ -65,12 +72,12 @@ def find_weights(run: Path, checkpoint: str | None = None) -> SavedWeights:
     return SavedWeights(folder / STATE, require_card(card, str(folder)))
 
 
-def card_of_file(path: Path) -> ModelCard:
-    """From the metadata of a safetensors file: no tensor is read."""
+def read_card_metadata(path: Path) -> ModelCard:
+    """Read the model card from the metadata of a safetensors file.  Reads no tensor."""
     try:
         metadata = read_header(path).metadata
     except (OSError, NotTensors) as error:
         raise UserError(f"{path} is not a safetensors file ({error}); give a run's folder, or its {WEIGHTS}") from None
     if METADATA not in metadata:
-        raise UserError(f"{path} does not say what belongs to its model: no run of this version has written it")
+        raise UserError(f"{path} has no model card; give a {WEIGHTS} written by a run of this version")
     return decode_card(metadata[METADATA], str(path))

@@ -1,0 +1,101 @@
+"""The batch that `simulate --batch auto` chooses for the GPUs of MLPerf's runs, beside the batch of the submitters.
+
+Rows: MLPerf v1.0 and later, whose hyper-parameters are those of the reference convergence points; on one node only
+NVIDIA's, because the others repeat them.  The minutes are those of the logs: training and evaluation until the target.
+
+The gain of another batch is the ratio of two predictions on the same GPUs, in which errors of the step nearly cancel.
+It is called likely if it exceeds the doubt of the epochs, which it depends on.
+"""
+
+from collections.abc import Iterator
+from statistics import median
+
+from megabatch.cli.simulate_batch import MLPERF_EVALUATES_EVERY, known_spans
+from megabatch.config.reference_results import epoch_points
+from megabatch.data.sources.shapes import IMAGENET
+from megabatch.planning.epochs import EpochCurve, fit_epochs
+from megabatch.simulate.best_batch import Candidate, best_batch, candidate
+from megabatch.simulate.job import Job
+from megabatch.simulate.load import load_cluster
+from megabatch.simulate.step import AllReduceSettings
+from megabatch.simulate.workload import load_workload
+from megabatch_lab.bench.published import Published
+
+Line = dict[str, str]
+EARLIER = ("mlp-v0.5", "mlp-v0.6", "mlp-v0.7")  # rounds with other hyper-parameters
+
+
+def batch_tables(rows: list[Published]) -> dict[str, list[Line]]:
+    points = epoch_points("resnet50", IMAGENET.num_train)
+    curve = fit_epochs(points, "MLPerf's reference convergence points")
+    found = [(row, *predict(row, curve)) for row in compared(rows)]
+    ratios = [theirs.minutes / float(row.minutes) for row, theirs, _ in found]
+    inside = sum(theirs.low_minutes <= float(row.minutes) <= theirs.high_minutes for row, theirs, _ in found)
+    errors = [abs(ratio - 1) for ratio in ratios]
+    return {
+        "epochs of the reference points": [
+            {
+                "batch": f"{point.batch:,}",
+                "epochs": f"{point.epochs:g}",
+                "curve": f"{curve.epochs(point.batch):.1f}",
+                "error": f"{curve.epochs(point.batch) / point.epochs - 1:+.1%}",
+            }
+            for point in sorted(points)
+        ],
+        "minutes to 75.9 %": [
+            {
+                "rows": str(len(found)),
+                "median error": f"{median(errors):.1%}",
+                "worst": f"{max(errors):.1%}",
+                "in their intervals": str(inside),
+            }
+        ],
+        "batches of MLPerf": [line(curve, row, theirs, ours) for row, theirs, ours in found],
+    }
+
+
+def compared(rows: list[Published]) -> Iterator[Published]:
+    for row in rows:
+        is_later = row.is_mlperf and not row.source.startswith(EARLIER)
+        if is_later and row.role != "left out" and (int(row.nodes) > 1 or " NVIDIA/" in row.source):
+            yield row
+
+
+def predict(row: Published, curve: EpochCurve) -> tuple[Candidate, Candidate | None]:
+    """Return the prediction for the batch of the submitters, and for the best one."""
+    cluster = load_cluster(row.cluster, row.overrides.split())
+    job = Job(
+        name="resnet50",
+        workload=load_workload("resnet50"),
+        precision=row.precision,
+        all_reduce=AllReduceSettings(algorithm=row.algorithm, overlap=row.overlap),  # type: ignore[arg-type]
+        num_train=IMAGENET.num_train,
+        num_test=IMAGENET.num_test,
+        evaluate_every=MLPERF_EVALUATES_EVERY,
+    )
+    ranks, images = int(row.ranks), int(row.batch_per_rank)
+    theirs = candidate(job, cluster, curve, ranks, ranks * images, images)
+    return theirs, best_batch(job, cluster, curve, known_spans(), ranks)
+
+
+def line(curve: EpochCurve, row: Published, theirs: Candidate, ours: Candidate | None) -> Line:
+    minutes = float(row.minutes)
+    gain = 1 - ours.minutes / theirs.minutes if ours else 0.0
+    if ours is None:
+        verdict = "no known span of BatchNorm is as small"
+    elif gain <= 0:
+        verdict = "none"
+    else:
+        verdict = f"{gain:.1%}, {'likely' if gain > curve.doubt(ours.batch) else 'in doubt'}"
+    return {
+        "run": row.source.replace("/results/", " "),
+        "GPUs": f"{int(row.ranks):,}",
+        "minutes": f"{minutes:g}",
+        "predicted": f"{theirs.minutes:.3g}",
+        "interval": f"{theirs.low_minutes:.3g} to {theirs.high_minutes:.3g}",
+        "error": f"{theirs.minutes / minutes - 1:+.1%}",
+        "their batch": f"{theirs.batch:,}",
+        "best": f"{ours.batch:,}" if ours else "-",
+        "its minutes": f"{ours.minutes:.3g}" if ours else "-",
+        "gain": verdict,
+    }

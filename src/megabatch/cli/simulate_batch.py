@@ -1,0 +1,193 @@
+"""megabatch simulate --batch auto: the best global batch for each number of ranks."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from megabatch.cli.overrides import require_folder_of
+from megabatch.cli.simulate_output import SIZE_INCHES, mark_ranks, write
+from megabatch.cli.simulate_screen import begin, new_table, print_assumed
+from megabatch.config.reference_results import REFERENCE_RESULTS, epoch_points
+from megabatch.errors import UserError
+from megabatch.experiments.batch_limit import curve_of_study
+from megabatch.experiments.drawing import color_of, mark_log_ticks, to_svg
+from megabatch.experiments.page import load_study
+from megabatch.io.numbers import duration, in_ms, percent, three_digits
+from megabatch.io.terminal import BOLD
+from megabatch.planning.epochs import EpochCurve, fit_epochs
+from megabatch.runs.epochs import curve_of_run
+from megabatch.runs.reader import is_run
+from megabatch.simulate.best_batch import Candidate, Goal, Limits, Spans, best_batches, choose
+from megabatch.simulate.cluster import Cluster
+from megabatch.simulate.job import Job
+from megabatch.simulate.whatif import LARGEST_SEARCH
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MLPERF_EVALUATES_EVERY = 4  # epochs
+PUBLISHED = "#3f4b59"
+# Runs to 75.9 % (MLPerf's logs) and of the paper, for the chart: label, ranks, minutes.
+RUNS = {
+    "dgx-h100": [("MLPerf v3.0, v4.0", 8, 13.6), ("", 64, 2.51)],
+    "dgx-a100": [("MLPerf v1.1, v2.0", 8, 28.7), ("", 64, 4.534), ("", 1024, 0.575), ("", 4320, 0.347)],
+    "p40-roce100": [("Jia et al. 2018", 2048, 6.6)],
+}
+
+
+class Question(NamedTuple):
+    goal: Goal
+    limits: Limits
+    within: str  # as given
+    budget: str
+
+
+def load_curve(source: str | None, job: Job) -> EpochCurve:
+    """Return the curve of a run's noise scale or a batch-limit study, by default of MLPerf's reference points."""
+    if source is not None:
+        path = Path(source)
+        if is_run(path):
+            return curve_of_run(path)
+        if path.suffix == ".json":
+            return curve_of_study(load_study(path))
+        raise UserError(
+            f"--curve {source} is not a run's folder; give a run that reached its target, or the JSON of a batch-limit "
+            "study"
+        )
+    points = epoch_points(job.workload.model, job.num_train)
+    if not points:
+        raise UserError(
+            f"--batch auto: there are no reference convergence points of {job.workload.model} on {job.num_train:,} "
+            "images; give a run that reached its target: --curve RUN"
+        )
+    return fit_epochs(points, "MLPerf's reference convergence points, 75.9 %")
+
+
+def known_spans() -> Spans:
+    spans = [result.bn_span for result in REFERENCE_RESULTS if result.bn_span]
+    return Spans(min(spans), max(spans))
+
+
+def answer(
+    job: Job,
+    cluster: Cluster,
+    counts: Sequence[int],
+    question: Question,
+    curve_source: str | None,
+    remarks: list[str],
+    json: Path | None,
+    plot: Path | None,
+) -> None:
+    """Simulate, and write the rows and the chart."""
+    require_folder_of(json)
+    curve = load_curve(curve_source, job)
+    if curve_source is None:
+        job = replace(job, evaluate_every=MLPERF_EVALUATES_EVERY)
+    if not counts:
+        size = cluster.node.ranks
+        counts = [size << doublings for doublings in range((LARGEST_SEARCH // size).bit_length())]
+    found, beyond = best_batches(job, cluster, curve, known_spans(), counts)
+    if beyond:
+        remarks = [
+            *remarks,
+            f"left out: {', '.join(f'{count:,}' for count in beyond)} ranks, whose batches are all beyond "
+            f"{curve.largest:,}, the largest known one",
+        ]
+    if question.limits.usd is not None and not cluster.price.usd_per_rank_hour:
+        raise UserError(f"--budget: {cluster.name} has no price; add, for example, price.usd_per_rank_hour=2")
+    chosen = choose(found, question.limits, question.goal)
+    if json:
+        write(json, "--json", encode(job, cluster, curve, found, chosen))
+    if plot:
+        title = f"{job.name} on {cluster.name}: the best batch at each number of ranks"
+        write(plot, "--plot", to_svg(partial(draw, found=found, runs=RUNS.get(cluster.name, []), title=title)))
+    print_answer(job, cluster, curve, found, chosen, question, remarks)
+
+
+def print_answer(
+    job: Job,
+    cluster: Cluster,
+    curve: EpochCurve,
+    found: Sequence[Candidate],
+    chosen: Candidate | None,
+    question: Question,
+    remarks: Sequence[str],
+) -> None:
+    console = begin(job, cluster, remarks)
+    console.print(
+        f"epochs: {curve.fewest:.1f} x (1 + batch / {curve.critical:,.0f}), misfit {percent(curve.misfit, 1)}, "
+        f"from {curve.smallest:,} to {curve.largest:,} ({curve.source})"
+    )
+    asked = " and ".join(filter(None, [question.within, question.budget]))
+    within = f" within {asked}" if asked else ""
+    if chosen:
+        usd = f" and {three_digits(chosen.usd)} USD" if chosen.usd is not None else ""
+        console.print(
+            f"{'cheapest' if question.goal == 'cost' else 'fastest'}{within}: "
+            f"{chosen.simulated.scenario.num_ranks:,} ranks with a batch of {chosen.batch:,}, "
+            f"{duration(60 * chosen.minutes)}{usd}",
+            style=BOLD,
+        )
+    else:
+        console.print(f"no number of ranks finishes{within}")
+    console.print()
+    table = new_table(console)
+    has_price = any(each.usd is not None for each in found)
+    columns = ["ranks", "batch", "micro", "epochs", "step ms", "effi-\nciency", "minutes", "interval"]
+    for column in columns + ["USD"] * has_price:
+        table.add_column(column, justify="right", vertical="bottom", no_wrap=True)
+    for each in found:
+        simulated = each.simulated
+        row = [
+            f"{simulated.scenario.num_ranks:,}",
+            f"{each.batch:,}",
+            f"{simulated.scenario.microbatch:,.0f}",
+            f"{each.epochs:.1f}",
+            in_ms(simulated.step.total_s),
+            percent(simulated.efficiency, 1),
+            three_digits(each.minutes),
+            f"{three_digits(each.low_minutes)} to {three_digits(each.high_minutes)}",
+        ]
+        table.add_row(*row, *([three_digits(each.usd)] if has_price else []))
+    console.print(table)
+    print_assumed(console, cluster)
+
+
+def encode(job: Job, cluster: Cluster, curve: EpochCurve, found: Sequence[Candidate], chosen: Candidate | None) -> str:
+    content = {
+        "command": shlex.join(["megabatch", *sys.argv[1:]]),
+        "cluster": cluster.name,
+        "model": job.workload.model,
+        "precision": job.precision,
+        "curve": curve,
+        "chosen": chosen.row if chosen else None,
+        "rows": [each.row for each in found],
+    }
+    return msgspec.json.format(msgspec.json.encode(content), indent=2).decode() + "\n"
+
+
+def draw(figure: "Figure", found: Sequence[Candidate], runs: Sequence[tuple[str, int, float]], title: str) -> None:
+    """Draw minutes against ranks, with the best batch at each point, and published runs."""
+    figure.set_size_inches(*SIZE_INCHES)
+    axes = figure.subplots()
+    ranks = [each.simulated.scenario.num_ranks for each in found]
+    minutes = [each.minutes for each in found]
+    low, high = [each.low_minutes for each in found], [each.high_minutes for each in found]
+    axes.fill_between(ranks, low, high, color=color_of(1), alpha=0.2, lw=0, label="interval")
+    axes.plot(ranks, minutes, marker=".", ms=7, lw=1.5, color=color_of(1), label="predicted, best batch")
+    for each, x, y in zip(found, ranks, minutes, strict=True):
+        axes.annotate(f"{each.batch:,}", (x, y), (4, 5), textcoords="offset points", fontsize=7)
+    for label, x, y in runs:
+        axes.plot([x], [y], "x", color=PUBLISHED, label=label or None)
+    axes.set_yscale("log")
+    mark_ranks(axes, sorted(ranks))
+    mark_log_ticks(axes.yaxis, min(low), max(high))
+    axes.set_ylabel("minutes to the target")
+    axes.legend(frameon=False)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)

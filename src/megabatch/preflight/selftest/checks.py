@@ -1,0 +1,202 @@
+"""Checks that hold on every device: all-reduces, training, resuming, and where CUDA takes memory."""
+
+import contextlib
+import hashlib
+import io
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from megabatch.comm.api import distribute
+from megabatch.comm.settings import CommSettings
+from megabatch.config.loading import load_config
+from megabatch.config.schema import RunConfig
+from megabatch.data.catalog import load_data_set
+from megabatch.planning.algorithms import ALGORITHMS
+from megabatch.planning.plan import COMM_DTYPES, Plan, error_bound
+from megabatch.preflight.selftest.results import Check, Job
+from megabatch.ranks.world import World
+from megabatch.runs.files import WEIGHTS
+from megabatch.runs.records import StepRecord
+from megabatch.torch_api import has_context
+from megabatch.training.build import never_stop
+from megabatch.training.checkpoint.resume import decide_start
+from megabatch.training.loop import train
+from megabatch.training.numerics import arithmetic
+from megabatch.training.parts import Training
+from megabatch.training.prepare import ready_to_train
+from megabatch.training.run import train_and_record
+
+SIZES = (1, 1_000, 300_007)  # elements of the tensors that are all-reduced
+STEPS, STOPPED_AFTER = 6, 3
+# Relative to the CPU's losses: other devices sum products in another order.
+TOLERANCE = {"fp32": 2e-3, "fp16": 3e-2, "bf16": 6e-2, "amp": 3e-2}
+OPTIMIZERS = {"sgd": "0.1", "lars": "5"}  # with learning rates
+# small_resnet, because torch has no deterministic form of small_cnn's last pooling layer on CUDA.
+SMALL = ["model.name=small_resnet", "data.synthetic.train=512", "data.synthetic.test=32", "batch.micro=8"]
+SMALL += [f"train.steps={STEPS}"]
+SETTLED = ["comm.algorithm=hierarchical", "comm.bucket_mb=25", "run.deterministic=true"]  # no choice depends on timing
+
+
+def jobs_of_checks(world: World, reference: World) -> list[Job]:
+    """Return the checks.  `reference` has the same ranks on their CPUs."""
+    jobs = []
+    for algorithm in ALGORITHMS:
+        for dtype in COMM_DTYPES:
+            if world.topology is None or ALGORITHMS[algorithm](world.topology.shape, dtype) is not None:
+                settings = CommSettings(algorithm=algorithm, dtype=dtype, timeout_s=60.0)
+                jobs.append(Job(f"all-reduce {algorithm}, comm dtype {dtype}", partial(check_sum, world, settings)))
+    for precision in TOLERANCE:
+        for optimizer in OPTIMIZERS:
+            run = partial(check_training, world, reference, precision, optimizer)
+            jobs.append(Job(f"training {precision}, {optimizer}", run))
+    jobs += [Job(f"resume {precision}", partial(check_resume, world, precision)) for precision in ("fp32", "fp16")]
+    return [*jobs, *job_of_contexts(world, "after training and saving")]
+
+
+class Contributions(nn.Module):
+    """A model whose gradients are the contributions of the rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.tensors = nn.ParameterList(torch.zeros(size, device=device) for size in SIZES)
+
+    def forward(self, contribution: list[torch.Tensor]) -> torch.Tensor:
+        products = [(parameter * tensor).sum() for parameter, tensor in zip(self.tensors, contribution, strict=True)]
+        return torch.stack(products).sum()
+
+
+def contribution_of(rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(size, generator=generator) for size in SIZES]
+
+
+def check_sum(world: World, settings: CommSettings, name: str) -> Sequence[Check]:
+    model, gradients = distribute(Contributions(world.device), world, settings)
+    with gradients:
+        for _ in range(2):  # DDP rebuilds its buckets after the first
+            model.zero_grad(set_to_none=True)
+            model([tensor.to(world.device) for tensor in contribution_of(world.rank)]).backward()
+        plan = gradients.plan
+        sums = [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
+    of_bound = max(worst_of_bound(plan, world.num_ranks, index, tensor) for index, tensor in enumerate(sums))
+    num_results = len(set(world.all_gather(digest_of(sums))))
+    return [
+        Check(
+            name=name,
+            passed=of_bound <= 1.0 and num_results == 1,
+            found=f"{of_bound:.0%} of the bound, {describe_equality(num_results)}",
+            figures={"plan": str(plan), "of_bound": of_bound, "num_results": num_results},
+        )
+    ]
+
+
+def describe_equality(num_results: int) -> str:
+    return f"bitwise {'equal' if num_results == 1 else 'DIFFERENT'} on all ranks"
+
+
+def worst_of_bound(plan: Plan, num_ranks: int, index: int, found: torch.Tensor) -> float:
+    """Return the largest error of an element as a share of the bound on rounding errors."""
+    contributions = torch.stack([contribution_of(rank)[index] for rank in range(num_ranks)]).double()
+    least = error_bound(plan, num_ranks, 0.0)
+    bounds = least + contributions.abs().sum(0) * (error_bound(plan, num_ranks, 1.0) - least)
+    errors = (found.double() - contributions.sum(0)).abs()
+    return float((errors / bounds.clamp(min=1e-300)).nan_to_num(nan=torch.inf).max()) if num_ranks > 1 else 0.0
+
+
+def digest_of(tensors: list[torch.Tensor]) -> str:
+    content = hashlib.sha256()
+    for tensor in tensors:
+        content.update(tensor.contiguous().numpy().tobytes())
+    return content.hexdigest()
+
+
+def recipe(world: World, *overrides: str) -> RunConfig:
+    global_batch = f"batch.global={16 * world.num_ranks}"
+    return load_config("smoke", [*SMALL, *SETTLED, global_batch, *overrides])
+
+
+@contextlib.contextmanager
+def begin(world: World, *overrides: str, stop_requested: Callable[[], bool] = never_stop) -> Iterator[Training]:
+    config = recipe(world, *overrides)
+    with arithmetic(config.precision, config.run.deterministic):
+        training = ready_to_train(config, load_data_set(config.data), world, stop_requested=stop_requested)
+        with training.gradients:
+            yield training
+
+
+def losses_of(world: World, *overrides: str) -> list[float]:
+    with begin(world, *overrides) as training:
+        return [record.loss for record in train(training) if isinstance(record, StepRecord)]
+
+
+def check_training(world: World, reference: World, precision: str, optimizer: str, name: str) -> Sequence[Check]:
+    """Compare steps on the device with the CPU, and with a second run on the device."""
+    settings = [f"optim.name={optimizer}", f"optim.learning_rate={OPTIMIZERS[optimizer]}"]
+    settings.append(f"precision.name={precision}")
+    first, again = (losses_of(world, *settings) for _ in range(2))
+    expected = losses_of(reference, *settings)
+    apart = max(abs(one / other - 1) for one, other in zip(first, expected, strict=True))
+    repeats = first == again
+    return [
+        Check(
+            name=name,
+            passed=apart <= TOLERANCE[precision] and repeats,
+            found=f"{apart:.1e} from the CPU, {'reproducible' if repeats else 'NOT reproducible'}",
+            figures={"relative": apart, "repeats": repeats, "losses": first, "losses_on_cpu": expected},
+        )
+    ]
+
+
+def check_resume(world: World, precision: str, name: str) -> Sequence[Check]:
+    """Compare the final weights of a stopped and resumed run bitwise with those of an uninterrupted run."""
+    with tempfile.TemporaryDirectory() as folder:
+        shared = Path(world.broadcast_text(folder))
+        stopped, whole = ([f"precision.name={precision}", f"run.dir={shared / run}"] for run in ("a", "b"))
+        taken: list[int] = []
+
+        def stop() -> bool:
+            taken.append(1)
+            return len(taken) >= STOPPED_AFTER
+
+        statuses = [record(world, stopped, stop), record(world, stopped), record(world, whole)]
+        is_same = True
+        if world.rank == 0:
+            one, other = (load_file(shared / run / WEIGHTS) for run in ("a", "b"))
+            is_same = one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+        is_same = all(world.all_gather(is_same))  # waits until the files are read
+    passed = statuses == ["stopped", "finished", "finished"] and is_same
+    weights = f"weights bitwise {'equal to' if is_same else 'DIFFERENT from'} an uninterrupted run"
+    return [
+        Check(
+            name=name, passed=passed, found=weights if statuses[0] == "stopped" else f"ended as {', '.join(statuses)}"
+        )
+    ]
+
+
+def record(world: World, overrides: list[str], stop_requested: Callable[[], bool] = never_stop) -> str:
+    silence = contextlib.redirect_stdout(io.StringIO())
+    with begin(world, *overrides, stop_requested=stop_requested) as training, silence:
+        config = recipe(world, *overrides)
+        return train_and_record(config, decide_start(config, "auto", world), training).status
+
+
+def job_of_contexts(world: World, when: str) -> list[Job]:
+    if world.device.type == "cpu":
+        return []
+    return [Job(f"CUDA context only on the rank's device, {when}", partial(check_contexts, world))]
+
+
+def check_contexts(world: World, name: str) -> Sequence[Check]:
+    """Check that a rank takes memory only on its device.  A context takes 0.3 to 0.6 GB."""
+    others = [index for index in range(torch.accelerator.device_count()) if index != world.device.index]
+    found = world.all_gather([index for index in others if has_context(index)])
+    wrong = [rank for rank, devices in enumerate(found) if devices]
+    devices = ", ".join(map(str, found[wrong[0]])) if wrong else ""
+    where = f"rank {wrong[0]} also has one on device {devices}" if wrong else "no other device of this host is in use"
+    return [Check(name=name, passed=not wrong, found=where, figures={"other_devices": found})]

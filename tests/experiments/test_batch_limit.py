@@ -1,0 +1,133 @@
+"""The batch-limit study: its design, and its answer on invented results with a known curve."""
+
+import pytest
+from typer.testing import CliRunner
+
+from megabatch.cli.app import app
+from megabatch.cli.study import cost_of
+from megabatch.errors import UserError
+from megabatch.experiments.batch_limit import (
+    ACCURACY,
+    NOISE,
+    Limits,
+    answer_lines,
+    curve_of_study,
+    design_of,
+    epochs_to,
+    limit_of,
+)
+from megabatch.experiments.evidence import Arm, SeedRun, Study
+from megabatch.experiments.page import page
+from megabatch.experiments.plots import draw_plots
+
+BATCHES, TARGET, FEWEST, CRITICAL = [64, 256, 1024, 4096], 0.8, 5.0, 1000.0
+NEVER = 1e9
+
+
+def made_up_study(lost: int = NEVER, noise: float = CRITICAL) -> Study:
+    """Return a study in which accuracy grows in proportion to epochs, and batches from `lost` on lose 3 points."""
+    design = design_of("fashion", [f"train.target_top1={TARGET}"], Limits(batches=BATCHES, seeds=3))
+    arms = []
+    for batch, arm in zip(BATCHES, design.arms, strict=True):
+        epochs, final = FEWEST * (1 + batch / CRITICAL), 0.9 - 0.03 * (batch >= lost)
+        runs = [
+            SeedRun(
+                trial=f"{arm.name} {seed}",
+                fingerprint="",
+                seed=seed,
+                top1=final + 1e-4 * seed,
+                test_loss=1.0,
+                wall_s=1.0,
+                curves={
+                    ACCURACY: [(epoch, min(final, TARGET * epoch / epochs)) for epoch in (1.0, epochs, 30.0)],
+                    NOISE: [(1.0, 10.0), (30.0, noise)],
+                },
+            )
+            for seed in (1, 2, 3)
+        ]
+        arms.append(
+            Arm(
+                name=arm.name,
+                about="",
+                settings=list(arm.settings),
+                learning_rate=0.1,
+                num_trials=0,
+                num_seeds=3,
+                runs=runs,
+            )
+        )
+    return Study(
+        name=design.name, title=design.title, question=design.question, command="c", setup=design.setup,
+        baseline=design.baseline, arms=arms, criteria=list(design.criteria), took_s=1.0, versions={}, machine="",
+    )  # fmt: skip
+
+
+def test_design_has_an_arm_per_batch_with_two_microbatches_at_least() -> None:
+    design = design_of("fashion", [], Limits(batches=[4096, 96, 1024]))
+    assert [arm.name for arm in design.arms] == ["batch 96", "batch 1024", "batch 4096"]
+    assert "batch.micro=32" in design.settings and design.baseline == "batch 96"
+    middle = [arm.learning_rates[1] for arm in design.arms]
+    assert middle == sorted(middle) and middle[2] / middle[1] == pytest.approx(4**0.75, rel=0.01)
+    assert [criterion.max_upper_points for criterion in design.criteria] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "batches", "problem"),
+    [
+        ([], [64, 256], "2 different batches"),
+        (["batch.micro=48"], [96, 192, 256], "whole number of microbatches of 48"),
+    ],
+)
+def test_batches_that_cannot_be_studied_are_rejected(overrides: list[str], batches: list[int], problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        design_of("fashion", overrides, Limits(batches=batches))
+
+
+def test_recipe_without_a_target_is_rejected() -> None:
+    with pytest.raises(UserError, match=r"no train\.target_top1.* for example train\.target_top1=0\.85"):
+        design_of("photos", ["data.source=photos"], Limits(batches=BATCHES))
+
+
+def test_curve_and_limit_are_those_of_the_results() -> None:
+    study = made_up_study(lost=4096)
+    found, curve = limit_of(study), curve_of_study(study)
+    assert found.largest == 1024 and not found.never
+    assert curve.fewest == pytest.approx(FEWEST, rel=0.1) and curve.critical == pytest.approx(CRITICAL, rel=0.2)
+    assert found.forecast and found.forecast.critical == CRITICAL
+    assert any("largest batch within the margin is 1,024" in line for line in answer_lines(study))
+    assert answer_lines(study)[0][1:] in page(study, draw_plots(study))
+
+
+def test_target_that_was_never_reached_gives_no_curve() -> None:
+    study = made_up_study()
+    for arm in study.arms[1:]:
+        arm.runs[0].curves[ACCURACY] = [(30.0, TARGET - 0.01)]
+    assert limit_of(study).never == BATCHES[1:]
+    with pytest.raises(UserError, match="has 1 batch that reached the target"):
+        curve_of_study(study)
+
+
+def test_epochs_are_between_two_evaluations() -> None:
+    assert epochs_to([(1.0, 0.4), (2.0, 0.6), (3.0, 0.5)], 0.5) == pytest.approx(1.5)
+    assert epochs_to([(1.0, 0.4)], 0.5) is None and epochs_to([(2.0, 0.8)], 0.4) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["batch-limit", "--batches", "64,128,256"], "a recipe is missing"),
+        (["batch-limit", "fashion"], "--batches is missing"),
+        (["batch-limit", "fashion", "--batches", "64,many"], "expected integers"),
+        (["large-batch", "fashion"], "it belongs to batch-limit"),
+    ],
+)
+def test_commands_without_batches_are_rejected(words: list[str], problem: str) -> None:
+    with pytest.raises(UserError) as refused:
+        CliRunner().invoke(app, ["study", *words], catch_exceptions=False)
+    assert problem in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_cost_counts_the_images_of_all_runs() -> None:
+    design = design_of("fashion", ["train.epochs=10"], Limits(batches=BATCHES, seeds=2, trials=3))
+    text = cost_of(design)  # 4 batches x 5 runs x 10 epochs of 10,000 images, in whole steps
+    assert 1.9 <= float(text.split()[0]) <= 2.0

@@ -1,0 +1,96 @@
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megabatch.data.pipeline.images import ArrayImages
+from megabatch.data.pipeline.normalise import Normalise, measure_pixels
+from megabatch.ranks.world import World
+from megabatch.training.evaluate import (
+    CalibrationCounts,
+    Evaluation,
+    class_means,
+    evaluate,
+    expected_calibration_error,
+)
+from tests.support.rank_pool import RankPool
+
+NUM_CLASSES = 7
+
+
+def images_of(count: int) -> ArrayImages:
+    generator = torch.Generator().manual_seed(count)
+    pixels = torch.randint(0, 256, (count, 1, 8, 8), dtype=torch.uint8, generator=generator)
+    labels = torch.randint(0, NUM_CLASSES - 1, (count,), generator=generator)  # the last class has no image
+    return ArrayImages(pixels, labels)
+
+
+def model_on(device: torch.device) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, NUM_CLASSES)).to(device, torch.float64)
+
+
+def evaluate_on(world: World, count: int, batch_size: int) -> Evaluation:
+    images, model = images_of(count), model_on(world.device)
+    normalise = Normalise(measure_pixels(images), world.device, torch.float64)
+    result = evaluate(model, images, normalise, NUM_CLASSES, batch_size, world)
+    assert model.training
+    return result
+
+
+@pytest.mark.parametrize("count", [1, 5, 37, 64])
+def test_evaluation_counts_every_image_once_under_any_sharding(ranks: RankPool, count: int) -> None:
+    images, model = images_of(count), model_on(torch.device("cpu")).eval()
+    logits = model(Normalise(measure_pixels(images), torch.device("cpu"), torch.float64)(images.images))
+    guesses = logits.argsort(1, descending=True)
+    first = guesses[:, 0] == images.labels
+    within_five = (guesses[:, :5] == images.labels[:, None]).any(1)
+    alone = ranks.run(evaluate_on, count, 8, num_ranks=1)[0]
+    for num_ranks in range(1, ranks.size + 1):
+        for result in ranks.run(evaluate_on, count, 8, num_ranks=num_ranks):
+            assert result == alone  # bitwise identical, including the loss
+            assert result.samples_evaluated == count
+            assert result.top1 == first.sum().item() / count
+            assert result.top5 == within_five.sum().item() / count
+            assert result.test_loss == pytest.approx(F.cross_entropy(logits, images.labels).item(), rel=1e-12)
+            for label, accuracy in enumerate(result.class_top1):
+                here = images.labels == label
+                assert accuracy == (first[here].double().mean().item() if here.any() else None)
+            assert result.balanced_accuracy == pytest.approx(np.mean([a for a in result.class_top1 if a is not None]))
+            expected = reference(images.labels.numpy(), logits.softmax(1).detach().numpy())
+            assert (result.precision, result.f1, result.ece) == pytest.approx(expected, rel=1e-9)
+            assert sum(each.count for each in result.reliability) == count
+
+
+def reference(labels: np.ndarray, scores: np.ndarray) -> tuple[float, float, float]:
+    """Return macro precision and F1, and the calibration error, one image and one class at a time."""
+    guesses, confidence = scores.argmax(1), scores.max(1)
+    precision, f1 = [], []
+    for label in np.unique(labels):
+        hits = sum(1 for guess, true in zip(guesses, labels, strict=True) if guess == true == label)
+        precision.append(hits / max(1, (guesses == label).sum()))
+        recall = hits / (labels == label).sum()
+        f1.append(0.0 if not hits else 2 / (1 / precision[-1] + 1 / recall))
+    error = 0.0
+    for low in np.arange(15) / 15:
+        inside = (confidence > low) & (confidence <= low + 1 / 15)
+        if inside.any():
+            error += inside.mean() * abs(confidence[inside].mean() - (guesses == labels)[inside].mean())
+    return float(np.mean(precision)), float(np.mean(f1)), error
+
+
+def test_measures_agree_with_the_examples_of_scikit_learn_and_torchmetrics() -> None:
+    def means(labels: list[int], guesses: list[int]) -> list[float]:
+        pairs = list(zip(labels, guesses, strict=True))
+        columns = [[pairs.count((c, c)), labels.count(c), guesses.count(c)] for c in range(3)]
+        return [round(mean, 4) for mean in class_means(*zip(*columns, strict=True))[1:]]
+
+    # precision_score, recall_score and f1_score with average="macro", and balanced_accuracy_score.
+    assert means([0, 1, 2, 0, 1, 2], [0, 2, 1, 0, 0, 1]) == [0.2222, 0.3333, 0.2667]
+    assert means([0, 1, 0, 0, 1, 0], [0, 1, 0, 0, 0, 1])[1] == 0.625
+    # MulticlassCalibrationError(num_classes=3, n_bins=3, norm="l1").
+    shares = torch.tensor([[0.25, 0.20, 0.55], [0.55, 0.05, 0.40], [0.10, 0.30, 0.60], [0.90, 0.05, 0.05]])
+    counts = CalibrationCounts(torch.device("cpu"), num_bins=3)
+    counts.add(shares.log(), shares.argmax(1) == torch.tensor([0, 1, 2, 0]))
+    assert expected_calibration_error(counts.curve()) == pytest.approx(0.2, rel=1e-6)
