@@ -83,11 +83,17 @@ def test_measuring_changes_no_bit_of_the_weights(ranks: RankPool, overrides: tup
 
 
 def test_loss_scale_changes_the_noise_only_by_rounding(ranks: RankPool) -> None:
-    scales = ("precision.name=fp64",), ("precision.name=fp16", "precision.loss_scale=4096"), ("precision.name=amp",)
-    found = [ranks.run(measure, *overrides, num_ranks=2)[0][0][1] for overrides in scales]
-    tolerance = 0.01 * found[0].trace
-    for record in found[1:]:
-        assert (record.signal, record.trace) == pytest.approx((found[0].signal, found[0].trace), abs=tolerance)
+    def noise(*overrides: str) -> tuple[float | None, float | None]:
+        record = ranks.run(measure, *overrides, num_ranks=2)[0][0][1]
+        return record.signal, record.trace
+
+    # Powers of two change only gradients that underflow.  How far fp16 is from fp64 depends on the CPU's convolutions.
+    exact, half = noise("precision.name=fp64"), noise("precision.name=fp16", "precision.loss_scale=4096")
+    other_scale, amp = noise("precision.name=fp16", "precision.loss_scale=1024"), noise("precision.name=amp")
+    assert half == pytest.approx(other_scale, rel=1e-3)
+    assert exact[1] is not None
+    for found in (half, amp):
+        assert found == pytest.approx(exact, abs=0.1 * exact[1])
 
 
 def test_one_microbatch_has_no_noise_scale(ranks: RankPool) -> None:
