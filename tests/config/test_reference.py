@@ -39,7 +39,7 @@ def test_the_page_names_types_ranges_and_defaults() -> None:
     assert rows["optim.momentum"] == ("number in [0, 1)", "`0.9`")
     assert rows["batch.global"] == ("integer in [1, 2^30]", "must be set")
     assert rows["comm.bucket_mb"] == ("number in (0, 1e6] or `auto`", "`auto`")
-    assert rows["data.flip"] == ("`true`, `false`", "`false`")
+    assert rows["data.flip"] == ("`true`, `false` or `alternating`", "`false`")
     assert rows["data.on_error"][0] == ", ".join(f"`{choice}`" for choice in choices("data.on_error"))
     assert all(takes and default for takes, default in rows.values())
 

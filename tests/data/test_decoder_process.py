@@ -17,8 +17,9 @@ from megabatch.data.pack.write import pack
 from megabatch.data.pipeline.batches import TrainingImages, evaluation_batches
 from megabatch.data.pipeline.decoder_process import DecoderProcess
 from megabatch.data.pipeline.encoded import EncodedImages
+from megabatch.data.pipeline.images import PixelStatistics
 from megabatch.data.pipeline.reader import Reader, Request
-from megabatch.data.settings import DataSettings
+from megabatch.data.settings import AugmentSettings, DataSettings
 from megabatch.errors import UserError
 from megabatch.planning.batch import BatchSettings, plan_steps
 from tests.support.photos import HangingFiles, make_folder
@@ -26,6 +27,8 @@ from tests.support.processes import is_alive, wait_until
 
 pytestmark = pytest.mark.usefixtures("index_cache")
 STEPS, BATCH = 6, 5
+PIXELS = PixelStatistics((120.0, 110.0, 100.0), (60.0, 50.0, 40.0))
+RAND = AugmentSettings(policy="rand_augment_timm", magnitude_std=0.5, erase=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +59,7 @@ def read(settings: DataSettings, decoder: DecoderProcess | None, first_step: int
     assert isinstance(data.train, EncodedImages) and isinstance(data.test, EncodedImages)
     found: list[object] = []
     with decoded_in(decoder, data.train) as train, decoded_in(decoder, data.test) as test:
-        with TrainingImages(train, settings, 7, plan).stream(0, first_step) as stream:
+        with TrainingImages(train, settings, 7, plan, pixels=PIXELS).stream(0, first_step) as stream:
             for _ in range(first_step, STEPS):
                 images, labels = stream.next()
                 found.append((images.tolist(), labels.tolist(), stream.take_waits()[1]))
@@ -66,7 +69,8 @@ def read(settings: DataSettings, decoder: DecoderProcess | None, first_step: int
 
 
 @pytest.mark.parametrize(
-    "more", [{"sizes": [(0.0, 16), (0.6, 24)], "test_image_size": 32}, {"crop_area": None, "crop_padding": 3}]
+    "more",
+    [{"sizes": [(0.0, 16), (0.6, 24)], "test_image_size": 32}, {"crop_area": None, "crop_padding": 3, "augment": RAND}],
 )
 def test_process_gives_the_batches_of_threads_and_resumes(
     tmp_path: Path, decoder: DecoderProcess, more: dict[str, object]
@@ -159,8 +163,9 @@ import numpy as np
 from megabatch.data.catalog import load_data_set
 from megabatch.data.pipeline.decoder_process import DecoderProcess
 from megabatch.data.pipeline.encoded import EncodedImages
+from megabatch.data.pipeline.images import PixelStatistics
 from megabatch.data.pipeline.reader import Reader, Request
-from megabatch.data.settings import DataSettings
+from megabatch.data.settings import AugmentSettings, DataSettings
 from tests.support.photos import HangingFiles
 
 settings = DataSettings(source=sys.argv[1], image_size=24, validation=0.25)

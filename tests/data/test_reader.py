@@ -13,9 +13,9 @@ from megabatch.data.catalog import load_data_set
 from megabatch.data.pack.identity import PackSettings
 from megabatch.data.pack.write import pack
 from megabatch.data.pipeline.batches import TrainingImages, evaluation_batches
-from megabatch.data.pipeline.images import DataSet
+from megabatch.data.pipeline.images import DataSet, PixelStatistics
 from megabatch.data.pipeline.reader import PREFETCHED
-from megabatch.data.settings import DataSettings
+from megabatch.data.settings import AugmentSettings, DataSettings
 from megabatch.errors import UserError
 from megabatch.planning.batch import BatchSettings, plan_steps
 from megabatch.ranks.machine import resident_mb
@@ -23,6 +23,7 @@ from megabatch.runs.records import TimeBreakdown
 from tests.support.photos import make_folder, photo
 
 SEED = 7
+PIXELS = PixelStatistics((120.0, 110.0, 100.0), (60.0, 50.0, 40.0))
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def settings_of(folder: Path, **more: object) -> DataSettings:
 def training(settings: DataSettings, threads: int = 1) -> TrainingImages:
     data = load_data_set(settings, threads)
     plan = plan_steps(BatchSettings(global_batch=10, microbatch=5), 1, len(data.train), 3)
-    return TrainingImages(data.train, settings, SEED, plan)
+    return TrainingImages(data.train, settings, SEED, plan, pixels=PIXELS)
 
 
 def all_of(images: TrainingImages, first_step: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -59,7 +60,12 @@ SIZES = {"sizes": [(0.0, 16), (0.4, 12), (0.7, 24)]}
 
 
 @pytest.mark.parametrize(
-    "more", [SIZES, {"crop_area": None, "crop_padding": 3} | SIZES, {"crop_area": None, "flip": False}]
+    "more",
+    [
+        SIZES | {"augment": AugmentSettings(policy="trivial_augment_wide", hue=0.1, erase=0.5, erase_with="noise")},
+        {"crop_area": None, "crop_padding": 3, "flip": "alternating"} | SIZES,
+        {"crop_area": None, "flip": False},
+    ],
 )
 def test_threads_and_resuming_do_not_change_a_pixel(folder: Path, more: dict[str, object]) -> None:
     settings = settings_of(folder, **more)

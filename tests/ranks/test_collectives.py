@@ -184,7 +184,8 @@ def test_share_of_cores_matches_fair_threads(ranks: RankPool, hosts: str, cores:
 
 
 def read_nothing(world: World) -> str:
-    from megabatch.data.pipeline.normalise import PixelStatistics, measure_pixels
+    from megabatch.data.pipeline.images import PixelStatistics
+    from megabatch.data.pipeline.normalise import measure_pixels
 
     class Unreadable:
         labels = torch.zeros(4, dtype=torch.int64)

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from megabatch.data.pipeline.normalise import Normalise, PixelStatistics
+from megabatch.data.pipeline.images import PixelStatistics
+from megabatch.data.pipeline.normalise import Normalise
 from megabatch.errors import UserError
 from megabatch.inference import export
 from megabatch.inference.export import (

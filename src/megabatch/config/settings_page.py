@@ -64,7 +64,24 @@ MEANINGS = {
         "is 0.875, or 1 for images that are already [small](data.md#decoding)"
     ),
     "data.crop_padding": "zeros around an image before it is cropped back at random; less than `data.image_size`",
-    "data.flip": "mirror half of the images",
+    "data.flip": (
+        "mirror images: `true` a random half in each epoch, `alternating` a random half in every second epoch and the "
+        "other half in the others"
+    ),
+    "data.augment.policy": (
+        "operations on colours and geometry: see [augmentation](augmentation.md); `rand_augment` is torchvision's form"
+    ),
+    "data.augment.operations": "operations per image of `rand_augment` and `rand_augment_timm`",
+    "data.augment.magnitude": "strength of `rand_augment`, of 30, or of `rand_augment_timm`, of at most 10",
+    "data.augment.magnitude_std": "`rand_augment_timm`: deviation of the strength (`mstd`)",
+    "data.augment.increasing": "`rand_augment_timm`: a larger strength always changes the image more (`inc`)",
+    "data.augment.probability": "`rand_augment_timm`: probability that each operation is applied (`p`)",
+    "data.augment.brightness": "colour jitter: brightness is multiplied by 1 minus this to 1 plus this",
+    "data.augment.contrast": "the same for the contrast",
+    "data.augment.saturation": "the same for the saturation",
+    "data.augment.hue": "colour jitter: the hue is turned by up to this share of a circle, in both directions",
+    "data.augment.erase": "probability that a box of 2 to 33 % of an image is erased",
+    "data.augment.erase_with": "erase with the mean pixel of the training images, or with noise",
     "data.train_per_class": (
         "number of training images per class, taken before validation images are held out; by default all"
     ),

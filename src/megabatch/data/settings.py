@@ -15,6 +15,9 @@ CENTER_CROP = 0.875  # 224 of 256
 AUTO_HELD_OUT = 0.1
 Share = Annotated[float, Meta(gt=0, le=1)]
 Auto = Literal["auto"]
+Probability = Annotated[float, Meta(ge=0, le=1)]
+Strength = Annotated[float, Meta(ge=0, le=10)]
+MOST_TIMM = 10  # the largest magnitude of timm's RandAugment, which clips larger ones
 
 
 class SyntheticSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,6 +27,46 @@ class SyntheticSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     test: Count = 2_000
     classes: Annotated[int, Meta(ge=2, le=100_000)] = 10
     channels: Annotated[int, Meta(ge=1, le=1024)] = 3
+
+
+class AugmentSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Augmentation beyond crops and flips.  Everything is off by default."""
+
+    policy: Literal["none", "trivial_augment_wide", "rand_augment", "rand_augment_timm"] = "none"
+    operations: Annotated[int, Meta(ge=1, le=16)] = 2  # of rand_augment and rand_augment_timm, per image
+    magnitude: Annotated[int, Meta(ge=0, le=30)] = 9
+    magnitude_std: Annotated[float, Meta(ge=0, le=10)] = 0.0  # this and the next two: of rand_augment_timm
+    increasing: bool = False
+    probability: Probability = 0.5
+    brightness: Strength = 0.0  # of colour jitter, as the next three
+    contrast: Strength = 0.0
+    saturation: Strength = 0.0
+    hue: Annotated[float, Meta(ge=0, le=0.5)] = 0.0
+    erase: Probability = 0.0  # that a box of an image is erased
+    erase_with: Literal["mean", "noise"] = "mean"
+
+    def __post_init__(self) -> None:
+        if self.policy == "rand_augment_timm" and self.magnitude > MOST_TIMM:
+            raise UserError(
+                f"data.augment.magnitude={self.magnitude} is more than data.augment.policy={self.policy} takes; "
+                f"nearest: data.augment.magnitude={MOST_TIMM}"
+            )
+        if self.policy in ("trivial_augment_wide", "rand_augment"):
+            for name, value in {"magnitude_std": self.magnitude_std, "increasing": self.increasing}.items():
+                if value:
+                    raise UserError(
+                        f"data.augment.{name} has no effect with data.augment.policy={self.policy}; omit it, or use "
+                        "data.augment.policy=rand_augment_timm"
+                    )
+
+    @property
+    def jitters(self) -> bool:
+        return max(self.brightness, self.contrast, self.saturation, self.hue) > 0
+
+    @property
+    def recolours(self) -> bool:
+        """Whether images are changed by operations, which exist for 1 and 3 channels."""
+        return self.policy != "none" or self.jitters
 
 
 class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,7 +81,8 @@ class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     # The share of the shorter side that evaluation sees; auto: 0.875, or 1 if the images are small.
     center_crop: Share | Auto = "auto"
     crop_padding: Annotated[int, Meta(ge=0, le=8192)] = 0
-    flip: bool = False
+    flip: bool | Literal["alternating"] = False
+    augment: AugmentSettings = field(default_factory=AugmentSettings)
     train_per_class: Count | None = None  # training images per class; all by default
     # The share of the training images to test on.  0: the test images of the source; auto: 0.1 if it has none.
     validation: Annotated[float, Meta(ge=0, lt=1)] | Auto = 0.0

@@ -19,8 +19,7 @@ from megabatch.comm.layouts import DTYPE_NAMES
 from megabatch.comm.tune import measure
 from megabatch.config.schema import RunConfig
 from megabatch.data.catalog import NoSource, infer_shape, load_data_set
-from megabatch.data.pipeline.images import DataSet
-from megabatch.data.pipeline.normalise import PixelStatistics
+from megabatch.data.pipeline.images import DataSet, PixelStatistics
 from megabatch.data.settings import DataSettings, SyntheticSettings
 from megabatch.data.sources.shapes import DataShape
 from megabatch.errors import UserError

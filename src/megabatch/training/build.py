@@ -14,8 +14,9 @@ from torch import nn
 from megabatch.config.resolve import make_model, plan_average, plan_groups, plan_learning_rate, plan_run
 from megabatch.config.schema import RunConfig
 from megabatch.data.pipeline.batches import TrainingImages
-from megabatch.data.pipeline.images import DataSet
-from megabatch.data.pipeline.normalise import Normalise, PixelStatistics, measure_pixels
+from megabatch.data.pipeline.images import DataSet, PixelStatistics
+from megabatch.data.pipeline.normalise import Normalise, measure_pixels
+from megabatch.data.pipeline.policies import require_colours
 from megabatch.errors import UserError
 from megabatch.models.layers import freeze
 from megabatch.models.loss import SummedLoss, summed_loss
@@ -92,6 +93,7 @@ def assemble(
     stop_requested: Callable[[], bool] = never_stop,
     pixels: PixelStatistics | None = None,  # as measured when the run started; None: a new run
 ) -> Parts:
+    require_colours(config.data.augment, data.num_channels)
     plan = plan_run(config, data.shape, world.num_ranks)
     formats = config.precision.formats
     network = overrides.network
@@ -128,7 +130,7 @@ def assemble(
         data=data,
         data_fingerprint=data.fingerprint(),
         card=make_card(config, data, pixels),
-        images=TrainingImages(data.train, config.data, config.seed, plan, world.device),
+        images=TrainingImages(data.train, config.data, config.seed, plan, world.device, pixels),
         normalise=normalise,
         network=model,
         update_dtype=formats.update,

@@ -18,8 +18,7 @@ from megabatch.config.schema import RunConfig
 from megabatch.data.catalog import has_index, load_data_set
 from megabatch.data.pipeline.decoder_process import DecoderProcess
 from megabatch.data.pipeline.encoded import EncodedImages
-from megabatch.data.pipeline.images import DataSet, resize_all
-from megabatch.data.pipeline.normalise import PixelStatistics
+from megabatch.data.pipeline.images import DataSet, PixelStatistics, resize_all
 from megabatch.data.sources.index import SHARED, Shared
 from megabatch.errors import UserError
 from megabatch.models.catalog import ModelSettings, check_logits, model_errors

@@ -1,9 +1,14 @@
-"""Augmentation: random-resized-crop, crop with padding, flip.  All draws are functions of (seed, epoch, sample).
+"""The augmentation of training images.  All draws are functions of (seed, epoch, sample).
+
+The order is that of torchvision's and timm's references: random-resized-crop, flip, policy, colour jitter (see
+`policies`), random erasing (see `erase`).  All but the crop work at the final size.
 
 Random-resized-crop follows Szegedy et al. 2015, as implemented in torchvision.  The area of the box is uniform from
 `area` to 1 of the image, the ratio of width to height is log-uniform from 1/`ratio` to `ratio`, and the position is
 uniform.  Up to ten boxes are drawn until one fits.  If none does, the box is the largest centered one with an allowed
 ratio.
+
+An alternating flip (Jordan 2024) mirrors a random half of the images in even epochs, and the other half in odd ones.
 """
 
 import math
@@ -13,8 +18,10 @@ import torch
 import torch.nn.functional as F
 
 from megabatch.data.pipeline.decode import Box
-from megabatch.data.pipeline.images import resize_all
-from megabatch.data.pipeline.order import AUGMENT, CROP, Samples, draw, draw_below
+from megabatch.data.pipeline.erase import Erasing
+from megabatch.data.pipeline.images import PixelStatistics, resize_all
+from megabatch.data.pipeline.order import AUGMENT, CROP, FLIP, Samples, draw, draw_below
+from megabatch.data.pipeline.policies import Recolouring
 from megabatch.data.settings import DataSettings
 
 ATTEMPTS = 10
@@ -51,20 +58,31 @@ def central_box(height: int, width: int, share: float) -> Box:
 class Augmentation:
     """The augmentation of the samples of a microbatch, to images of `side` pixels, by default `image_size`.
 
-    `crops` has the boxes of random-resized-crop, if it is used.
+    `crops` has the boxes of random-resized-crop, if it is used.  `pixels` is needed for a mean pixel.
     """
 
     def __init__(
-        self, settings: DataSettings, seed: int, samples: Samples, epochs: Samples, side: int | None = None
+        self,
+        settings: DataSettings,
+        seed: int,
+        samples: Samples,
+        epochs: Samples,
+        side: int | None = None,
+        pixels: PixelStatistics | None = None,
     ) -> None:
         side = side or settings.image_size
         down, right, mirrored, _ = draw(seed, AUGMENT, samples, epochs)
         self.scale, self.padding = side / settings.image_size, settings.padding_at(side)
         self.rows, self.columns = (draw_below(2 * self.padding + 1, words) for words in (down, right))
-        self.mirrored = (draw_below(2, mirrored) == 1) & settings.flip
+        self.mirrored = (draw_below(2, mirrored) == 1) & bool(settings.flip)
+        if settings.flip == "alternating":
+            self.mirrored = (draw_below(2, draw(seed, FLIP, samples, 0)[0]) + epochs) % 2 == 1
         self.crops = (
             RandomCrops(seed, samples, epochs, settings.crop_area, settings.crop_ratio) if settings.crop_area else None
         )
+        augment = settings.augment
+        self.recolouring = Recolouring(augment, seed, samples, epochs, pixels) if augment.recolours else None
+        self.erasing = Erasing(augment, seed, samples, epochs, pixels) if augment.erase else None
 
     def change(self, images: torch.Tensor) -> torch.Tensor:
         """Augment and resize the whole microbatch, [B, C, H, W].  May work in place."""
@@ -82,7 +100,16 @@ class Augmentation:
         chosen = torch.from_numpy(self.mirrored)
         if chosen.any():
             images[chosen] = images[chosen].flip(3)
+        for which, image in enumerate(images if self.recolouring or self.erasing else ()):
+            self.finish(which, image)
         return images
+
+    def finish(self, which: int, image: torch.Tensor) -> None:
+        """Apply everything after the flip to one image, [C, H, W], in place."""
+        if self.recolouring:
+            self.recolouring.change(which, image)
+        if self.erasing:
+            self.erasing.erase(which, image)
 
     def pad(self, which: int, images: torch.Tensor) -> None:
         """Apply crop with padding and flip to one image, [1, C, H, W], in place."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from megabatch.data.pipeline.augment import Augmentation
-from megabatch.data.pipeline.images import ImageSet
+from megabatch.data.pipeline.images import ImageSet, PixelStatistics
 from megabatch.data.pipeline.order import Samples, samples_at
 from megabatch.data.pipeline.reader import CPU, Batch, Batches, MakeRequest, Reader, Request
 from megabatch.data.settings import DataSettings
@@ -24,9 +24,15 @@ class TrainingImages:
     """The augmented training images in the order of the run."""
 
     def __init__(
-        self, images: ImageSet, settings: DataSettings, seed: int, plan: StepPlan, device: torch.device = CPU
+        self,
+        images: ImageSet,
+        settings: DataSettings,
+        seed: int,
+        plan: StepPlan,
+        device: torch.device = CPU,
+        pixels: PixelStatistics | None = None,
     ) -> None:
-        self.reader = Reader(images, device, partial(Augmentation, settings, seed))
+        self.reader = Reader(images, device, partial(Augmentation, settings, seed, pixels=pixels))
         self.images, self.seed, self.plan = images, seed, plan
         self.stages = plan_stages(settings.sizes, settings.image_size, plan.num_steps)
 

@@ -26,6 +26,13 @@ class ImageSet(Protocol):
         ...
 
 
+class PixelStatistics(Struct, frozen=True):
+    """Mean and deviation per channel of a training set."""
+
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]  # 1 for a channel without variation, which is only shifted
+
+
 class DataSet(Struct, frozen=True):
     train: ImageSet
     test: ImageSet

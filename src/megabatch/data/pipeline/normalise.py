@@ -5,10 +5,9 @@ from functools import partial
 
 import numpy as np
 import torch
-from msgspec import Struct
 
 from megabatch.data.pipeline.encoded import EncodedImages
-from megabatch.data.pipeline.images import ImageSet
+from megabatch.data.pipeline.images import ImageSet, PixelStatistics
 from megabatch.data.pipeline.reader import Reader, Request
 from megabatch.data.sources.from_python import DatasetImages
 from megabatch.errors import UserError
@@ -16,13 +15,6 @@ from megabatch.errors import UserError
 MEASURED_SAMPLES = 50_000
 DECODED_SAMPLES = 1_000  # if images must be decoded
 CHUNK = 64
-
-
-class PixelStatistics(Struct, frozen=True):
-    """Mean and deviation per channel of a training set."""
-
-    mean: tuple[float, ...]
-    deviation: tuple[float, ...]  # 1 for a channel without variation, which is only shifted
 
 
 class Normalise:

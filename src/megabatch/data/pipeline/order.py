@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-ORDER, AUGMENT, DROPOUT, SYNTHETIC, VALIDATION, PER_CLASS = range(6)
+ORDER, AUGMENT, DROPOUT, SYNTHETIC, VALIDATION, PER_CLASS, FLIP, JITTER, JITTER_ORDER, ERASE = range(10)
 CROP = 16  # the first of ATTEMPTS streams, one per attempt at a crop
+BOX = 32  # the same for the boxes of random erasing
+POLICY = 48  # the first of two streams per operation of a policy
 
 Words = NDArray[np.uint64]  # each holds 32 random bits
 Quadruple = tuple[Any, Any, Any, Any]  # of Words or of ints

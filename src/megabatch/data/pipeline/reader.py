@@ -331,6 +331,7 @@ class Reader:
             watch.running[thread] = Task(thread, sample, batch)
 
         crops, pads = (augmentation.crops, augmentation.padding > 0) if augmentation else (None, False)
+        finishes = augmentation is not None and (augmentation.recolouring or augmentation.erasing) is not None
         labels = batch.labels.numpy()  # torch would release the GIL for each label
         for place in places:
             choose_box = partial(crops.box, place) if crops else images.central_box
@@ -339,9 +340,11 @@ class Reader:
             sample = int(samples[place])
             candidates = range(sample, sample + (min(len(images), MOST_IN_A_ROW) if augmentation else 1))
             labels[place] = load_first(images, candidates, begin, load, skipped)
-            if augmentation and pads:
+            if augmentation and (pads or finishes):
                 begin_s = time.perf_counter()
-                augmentation.pad(place, outs[place])
+                if pads:
+                    augmentation.pad(place, outs[place])
+                augmentation.finish(place, outs[place][0])
                 spent.augment += time.perf_counter() - begin_s
         watch.running.pop(thread, None)
         with self.lock:

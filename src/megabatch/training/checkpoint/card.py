@@ -8,8 +8,7 @@ import msgspec
 from megabatch.config.resolve import decisive_settings
 from megabatch.config.schema import RunConfig
 from megabatch.data.pipeline.encoded import EncodedImages
-from megabatch.data.pipeline.images import DataSet
-from megabatch.data.pipeline.normalise import PixelStatistics
+from megabatch.data.pipeline.images import DataSet, PixelStatistics
 from megabatch.io.reading import read_regular
 from megabatch.runs.files import MODEL
 from megabatch.runs.model_card import ModelCard, decode_card

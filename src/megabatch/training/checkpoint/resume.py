@@ -19,7 +19,7 @@ from megabatch.config.loading import load_config, silent
 from megabatch.config.messages import show_value
 from megabatch.config.resolve import decisive_settings
 from megabatch.config.schema import RunConfig
-from megabatch.data.pipeline.normalise import PixelStatistics
+from megabatch.data.pipeline.images import PixelStatistics
 from megabatch.errors import UserError
 from megabatch.io.disk import WRITING
 from megabatch.io.reading import Undecodable, read_regular
