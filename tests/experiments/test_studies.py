@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -9,11 +10,12 @@ from megabatch.cli.app import app
 from megabatch.config.loading import load_config, silent
 from megabatch.config.resolve import make_model, plan_run
 from megabatch.data.sources.shapes import FASHION_MNIST_10K, FULL_FASHION_MNIST, DataShape
-from megabatch.experiments.design import known_studies, read_design
+from megabatch.experiments.design import Design, TimeDesign, known_studies, read_any_design
 from megabatch.experiments.plan import Point, search_trial, seed_trial
 from megabatch.experiments.search import HELD_OUT
 
-STUDIES = {name: read_design(name) for name in known_studies()}
+ALL = {name: read_any_design(name) for name in known_studies()}
+STUDIES = {name: design for name, design in ALL.items() if isinstance(design, Design)}
 CONFIGS = {
     name: {
         arm.name: load_config(design.recipe, seed_trial(design, arm, Point(1.0), 1).overrides, report=silent)
@@ -52,7 +54,7 @@ def test_every_search_has_the_same_resolution(name: str) -> None:
 
 def test_without_a_name_the_studies_are_listed_with_their_runs() -> None:
     output = CliRunner().invoke(app, ["study"], env={"COLUMNS": "200"}).output
-    for name, design in STUDIES.items():
+    for name, design in ALL.items():
         assert f"{name}  {design.num_trials} runs: {design.title}" in output
 
 
@@ -66,6 +68,24 @@ def test_setups_name_the_values_of_their_recipes(name: str) -> None:
     assert f"{design.search.trials} full runs" in design.setup
     assert config.optim.momentum == 0.9 and config.optim.weight_decay == 5e-4 and config.schedule.power == 2
     assert f"{design.seeds} seeds" in design.setup or f"{design.seeds} for the others" in design.setup
+
+
+def test_image_sizes_differ_only_in_sides_and_epochs() -> None:
+    design = ALL["image-sizes"]
+    assert isinstance(design, TimeDesign)
+    configs = {
+        arm.name: load_config(design.recipe, (*design.settings, *arm.settings), report=silent) for arm in design.arms
+    }
+    alike = {
+        msgspec.structs.replace(
+            config,
+            train=msgspec.structs.replace(config.train, epochs=30),
+            data=msgspec.structs.replace(config.data, image_size=64, sizes=[], test_image_size=64),
+        ).to_toml()
+        for config in configs.values()
+    }
+    assert len(alike) == 1 and {config.data.test_side for config in configs.values()} == {64}
+    assert [config.train.epochs for config in configs.values()] == [30, 15, 30, 30]
 
 
 def test_large_batch_matches_its_issue() -> None:

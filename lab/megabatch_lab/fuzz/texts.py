@@ -13,7 +13,7 @@ from megabatch.config.loading import load_config, silent
 from megabatch.config.recipes import recipe_names
 from megabatch.config.resolve import decisive_settings
 from megabatch.config.schema import FIELDS
-from megabatch.experiments.design import known_studies, read_design
+from megabatch.experiments.design import TimeDesign, known_studies, read_any_design
 from megabatch.experiments.plan import search_so_far, seeds_of
 from megabatch.planning.algorithms import ALGORITHMS
 from megabatch.planning.choosing import choose
@@ -107,8 +107,11 @@ def studies() -> list[Files]:
 
 def read_study_file(folder: Path) -> None:
     """Read a study and compute its plan, without its recipes, which are a separate format."""
-    design = read_design(str(folder / RECIPE))
-    assert design.num_trials > 0 and design.stages()
+    design = read_any_design(str(folder / RECIPE))
+    assert design.num_trials > 0
+    if isinstance(design, TimeDesign):
+        return
+    assert design.stages()
     for arm in design.arms:
         seeds_of(design, arm, {})
         search_so_far(design, arm, {})

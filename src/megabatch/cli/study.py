@@ -15,7 +15,7 @@ from megabatch.ranks.lifecycle import exit_like_ranks
 BATCH_LIMIT = "batch-limit"
 
 if TYPE_CHECKING:
-    from megabatch.experiments.design import Design
+    from megabatch.experiments.design import Design, TimeDesign
     from megabatch.experiments.evidence import Study
 
 
@@ -65,7 +65,7 @@ def study(
 
     [bold]megabatch study time-to-accuracy[/bold] fashion my.toml data.train_per_class=500 --target 0.85
     """
-    from megabatch.experiments.design import read_design
+    from megabatch.experiments.design import TimeDesign, read_any_design
     from megabatch.experiments.time_to_accuracy import NAME
 
     if name == NAME:
@@ -73,16 +73,20 @@ def study(
     elif name is None:
         list_studies()
     elif name == BATCH_LIMIT:
-        design = batch_limit_design(given or [], batches, margin, seeds, trials)
+        limit_design = batch_limit_design(given or [], batches, margin, seeds, trials)
         options = [f"--batches={batches}", f"--margin={margin:g}", f"--seeds={seeds}", f"--trials={trials}"]
         command = shlex.join(["megabatch", "study", name, *(given or []), *options])
-        run_study(design, command, folder, out, jobs)
+        run_study(limit_design, command, folder, out, jobs)
     elif given or batches is not None:
         raise UserError(
             f"{' '.join(given or ['--batches'])} has no effect on study {name}; it belongs to {BATCH_LIMIT} or {NAME}"
         )
     else:
-        run_study(read_design(name), shlex.join(["megabatch", "study", name]), folder, out, jobs)
+        design, command = read_any_design(name), shlex.join(["megabatch", "study", name])
+        if isinstance(design, TimeDesign):
+            run_time_study(design, command, folder, out, jobs)
+        else:
+            run_study(design, command, folder, out, jobs)
 
 
 def batch_limit_design(given: Sequence[str], batches: str | None, margin: float, seeds: int, trials: int) -> "Design":
@@ -104,21 +108,8 @@ def study_times(
 ) -> None:
     """Train recipes with several seeds and write the time and epochs that each needs for the target."""
     from megabatch.config.loading import load_config, silent
-    from megabatch.experiments.drawing import require_matplotlib
-    from megabatch.experiments.time_to_accuracy import (
-        NAME,
-        TimeStudy,
-        in_turns,
-        summarize,
-        times_so_far,
-        trials_of,
-        write_time_study,
-    )
-    from megabatch.experiments.trials import SweepScreen, Trial, choose_jobs, run_trials
-    from megabatch.ranks.machine import cpu_name, usable_cores
-    from megabatch.runs.records import Summary
+    from megabatch.experiments.time_to_accuracy import NAME, design_of_recipes
 
-    require_matplotlib()  # find all mistakes before hours of training
     recipes = [argument for argument in given if "=" not in argument]
     overrides = [argument for argument in given if "=" in argument]
     if not recipes:
@@ -129,44 +120,61 @@ def study_times(
             "no --target, and the first recipe has no train.target_top1" if target is None else f"--target {target:g}"
         )
         raise UserError(f"{shown}: expected a top-1 above 0 and at most 1; for example --target 0.759")
-    trials, where = trials_of(recipes, overrides, target, seeds), folder or Path("runs") / f"study-{NAME}"
-    jobs, done = choose_jobs(jobs or 1, "auto"), set[str]()
+    design = design_of_recipes(recipes, overrides, target, seeds)
     command = shlex.join(["megabatch", "study", NAME, *given, "--target", f"{target:g}", "--seeds", f"{seeds}"])
+    run_time_study(design, command, folder, out, jobs)
+
+
+def run_time_study(design: "TimeDesign", command: str, folder: Path | None, out: Path, jobs: int | None) -> None:
+    from megabatch.experiments.drawing import require_matplotlib
+    from megabatch.experiments.time_to_accuracy import (
+        TimeStudy,
+        head,
+        judge_time,
+        study_so_far,
+        summarize,
+        trials_of,
+        write_time_study,
+    )
+    from megabatch.experiments.trials import SweepScreen, Trial, choose_jobs, run_trials
+    from megabatch.ranks.machine import cpu_name, usable_cores
+    from megabatch.runs.records import Summary
+
+    require_matplotlib()  # find all mistakes before hours of training
+    trials, where = trials_of(design), folder or Path("runs") / f"study-{design.name}"
+    jobs, done = choose_jobs(jobs or 1, "auto"), set[str]()
     machine = f"{len(usable_cores())} cores of {cpu_name()}, {plural(jobs, 'run')} at a time"
 
     def study() -> TimeStudy:
-        return TimeStudy(
-            command=command,
-            target=target,
-            num_seeds=seeds,
-            overrides=overrides,
-            machine=machine,
-            recipes=times_so_far(trials, where, done),
-        )
+        return study_so_far(design, trials, where, done, {"command": command, "machine": machine})
 
     def keep(trial: Trial, summary: Summary) -> None:
         done.add(trial.name)
         write_time_study(study(), out)
 
-    order = in_turns(trials)
+    order = trials.in_turns()
     screen = SweepScreen(len(order), jobs)
     screen.say("runs", f"{len(order)} in {where}, {jobs} at a time; the same command resumes them")
     with exit_like_ranks():
         run_trials(order, where, jobs, screen, keep)
-    for recipe, reached, minutes, epochs, ratio in summarize(study()):
-        screen.say(recipe, f"{reached} seeds at {target:g}; {minutes} minutes, {epochs} epochs; {ratio} times as fast")
-    for path in write_time_study(study(), out):
+    found = study()
+    for row in summarize(found):
+        screen.say(row[0], "; ".join(f"{name} {value}" for name, value in zip(head(found)[1:], row[1:], strict=True)))
+    for criterion in found.criteria:
+        holds, text = judge_time(found, criterion)
+        screen.say({True: "holds", False: "missed", None: "unclear"}[holds], text)
+    for path in write_time_study(found, out):
         screen.say("written", str(path))
 
 
 def list_studies() -> None:
     from rich.text import Text
 
-    from megabatch.experiments.design import known_studies, read_design
+    from megabatch.experiments.design import known_studies, read_any_design
     from megabatch.io.terminal import BOLD, Terminal
 
     console = Terminal()
-    for design in map(read_design, known_studies()):
+    for design in map(read_any_design, known_studies()):
         console.print(Text.assemble((design.name, BOLD), f"  {design.num_trials} runs: {design.title}"))
     console.print(Text.assemble(("time-to-accuracy", BOLD), "  RECIPE...: the time that recipes need to reach a top-1"))
     console.print("\nmegabatch study STUDY runs one of these, or a study in a TOML file (docs/studies.md).")

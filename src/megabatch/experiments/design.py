@@ -1,7 +1,11 @@
-"""The design of a study, as read from its TOML file: arms, learning-rate search, seeds, criteria and claims."""
+"""The designs of studies, as read from their TOML files.
+
+A `Design` compares accuracies: arms, learning-rate search, seeds, criteria and claims.  A `TimeDesign`, which has a
+`target`, compares the times until arms reach a top-1.
+"""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import resources
 from importlib.resources.abc import Traversable
 from itertools import pairwise
@@ -77,10 +81,7 @@ class Design(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def check_names(self) -> None:
         names = [arm.name for arm in self.arms]
-        slugs = [slug(name) for name in names]
-        for name, folder in zip(names, slugs, strict=True):
-            if not folder or slugs.count(folder) > 1:
-                raise UserError(f"arm {name!r}: its folder name {folder!r} is empty or used by another arm; rename it")
+        check_folder_names(names)
         if "training loss" in self.curves:
             raise UserError("curves: 'training loss' is reserved; use another name")
         compared = [claim.better for claim in self.claims] + [claim.worse for claim in self.claims]
@@ -147,6 +148,54 @@ class Design(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return [stage for stage in (judged, others) if stage]
 
 
+class TimeArm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: Name
+    about: Text = ""
+    recipe: str = ""  # default: the study's
+    settings: tuple[str, ...] = ()
+
+
+class TimeCriterion(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The arm is at least `least_ratio` times as fast as the baseline, or seeds of the baseline miss the target."""
+
+    arm: Name
+    baseline: Name
+    least_ratio: Annotated[float, Meta(ge=1, le=1000)]
+
+
+class TimeDesign(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: Annotated[str, Meta(min_length=1, max_length=80)]
+    title: Text
+    question: Text = ""
+    setup: Text = ""
+    recipe: str = ""
+    settings: tuple[str, ...] = ()  # of all arms
+    arms: Annotated[tuple[TimeArm, ...], Meta(min_length=1, max_length=100)] = field(name="arm")  # first: the baseline
+    target: Annotated[float, Meta(gt=0, le=1)]  # top-1
+    seeds: Annotated[int, Meta(ge=2, le=1_000)]
+    # Steps of the separate runs that measure the time of a step and of an evaluation; 0: compare wall times only.
+    quiet_steps: Annotated[int, Meta(ge=0, le=100_000)] = 0
+    criteria: tuple[TimeCriterion, ...] = field(name="criterion", default=())
+
+    def __post_init__(self) -> None:
+        check_folder_names([arm.name for arm in self.arms])
+        names = [arm.name for arm in self.arms]
+        for name in [name for criterion in self.criteria for name in (criterion.arm, criterion.baseline)]:
+            if name not in names:
+                raise UserError(f"{name!r} is not an arm; the arms are {', '.join(map(repr, names))}")
+
+    @property
+    def num_trials(self) -> int:
+        return self.seeds * len(self.arms)
+
+
+def check_folder_names(names: Sequence[str]) -> None:
+    slugs = [slug(name) for name in names]
+    for name, folder in zip(names, slugs, strict=True):
+        if not folder or slugs.count(folder) > 1:
+            raise UserError(f"arm {name!r}: its folder name {folder!r} is empty or used by another arm; rename it")
+
+
 def is_ascending(values: Iterable[float]) -> bool:
     return all(low < high for low, high in pairwise(values))
 
@@ -162,7 +211,15 @@ def known_studies() -> dict[str, Traversable]:
 
 
 def read_design(study: str) -> Design:
-    """Read the design of a known study or of a TOML file."""
+    """Read the design of a study of accuracies."""
+    design = read_any_design(study)
+    if isinstance(design, TimeDesign):
+        raise UserError(f"study {design.name} compares times; run it with: megabatch study {study}")
+    return design
+
+
+def read_any_design(study: str) -> Design | TimeDesign:
+    """Read the design of a known study or of a TOML file; one with a `target` is about time."""
     shown, known = one_line(study, LONGEST_PATH), known_studies()
     try:
         tables = parse_toml(known[study].read_text("utf-8")) if study in known else read_toml(study)
@@ -178,7 +235,8 @@ def read_design(study: str) -> Design:
             f"({error.strerror}); nearest: {nearest(study, list(known))}"
         ) from None
     try:
-        return msgspec.convert({"name": slug(Path(study).stem) or "study"} | tables, Design)
+        kind: type[Design | TimeDesign] = TimeDesign if "target" in tables else Design
+        return msgspec.convert({"name": slug(Path(study).stem) or "study"} | tables, kind)
     except msgspec.ValidationError as error:
         reason = error.__cause__ if isinstance(error.__cause__, UserError) else f"{error}; see docs/studies.md"
         raise UserError(one_line(f"{shown}: {reason}", 2 * LONGEST_PATH)) from None
