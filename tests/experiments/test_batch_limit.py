@@ -40,7 +40,7 @@ def made_up_study(lost: int = NEVER, noise: float = CRITICAL) -> Study:
                 wall_s=1.0,
                 curves={
                     ACCURACY: [(epoch, min(final, TARGET * epoch / epochs)) for epoch in (1.0, epochs, 30.0)],
-                    NOISE: [(1.0, 10.0), (30.0, noise)],
+                    NOISE: [(1.0, 10.0), (FEWEST, noise), (30.0, 1e6)],  # the last is after the target
                 },
             )
             for seed in (1, 2, 3)

@@ -7,7 +7,7 @@ epochs, and evaluated on the test images after each epoch.  From these follow
     the limit     the largest batch whose accuracy is lower than the smallest batch's by less than the margin, by the
                   upper end of the interval of the gap, as all smaller batches' are
     the curve     epochs to the target, between evaluations as a straight line, fitted by `planning.epochs`
-    its forecast  from the noise scale of the smallest batch only
+    its forecast  from the noise scale of the smallest batch only, until it reached the target
 """
 
 import math
@@ -159,7 +159,11 @@ def limit_of(study: Study) -> Limit:
     except UserError as error:
         problem = str(error)
     first = [point.epochs for point in points if point.batch == batches[0]]
-    critical = [value for run in arms[batches[0]].runs for _, value in run.curves.get(NOISE, [])[-1:] if value]
+    critical = [
+        value
+        for run, epochs in zip(arms[batches[0]].runs, first, strict=False)
+        if (value := value_before(run.curves.get(NOISE, []), epochs))
+    ]
     forecast = None
     if first and critical:
         source = f"noise scale of batch {batches[0]}"
@@ -196,6 +200,11 @@ def epochs_to(curve: Curve, target: float) -> float | None:
             return before[0] + (epoch - before[0]) * (target - before[1]) / (value - before[1])
         before = (epoch, value)
     return None
+
+
+def value_before(curve: Curve, epoch: float) -> float | None:
+    """Return the last value of the curve up to an epoch; the noise after the target does not affect epochs to it."""
+    return next((value for at, value in reversed(curve) if at <= epoch and value is not None), None)
 
 
 def is_batch_limit(study: Study) -> bool:
