@@ -15,6 +15,7 @@ from megabatch.experiments.batch_limit import (
     design_of,
     epochs_to,
     limit_of,
+    target_rows,
 )
 from megabatch.experiments.evidence import Arm, SeedRun, Study
 from megabatch.experiments.page import page
@@ -59,6 +60,7 @@ def made_up_study(lost: int = NEVER, noise: float = CRITICAL) -> Study:
     return Study(
         name=design.name, title=design.title, question=design.question, command="c", setup=design.setup,
         baseline=design.baseline, arms=arms, criteria=list(design.criteria), took_s=1.0, versions={}, machine="",
+        samples=design.samples,
     )  # fmt: skip
 
 
@@ -103,8 +105,18 @@ def test_target_that_was_never_reached_gives_no_curve() -> None:
     for arm in study.arms[1:]:
         arm.runs[0].curves[ACCURACY] = [(30.0, TARGET - 0.01)]
     assert limit_of(study).never == BATCHES[1:]
+    assert target_rows(study)[2][1:] == ["not reached", "-", "-", "-", f"{FEWEST * (1 + 256 / CRITICAL):.1f}"]
     with pytest.raises(UserError, match="has 1 batch that reached the target"):
         curve_of_study(study)
+
+
+def test_table_has_the_steps_to_the_target() -> None:
+    study = made_up_study()
+    head, *rows = target_rows(study)
+    assert head[0] == "to 80.0%" and len(rows) == 4
+    for row, batch in zip(rows, BATCHES, strict=True):
+        epochs = FEWEST * (1 + batch / CRITICAL)  # of 10,000 images
+        assert row[1:4] == [f"{epochs:.1f}", f"{epochs:.1f} to {epochs:.1f}", f"{epochs * 1e4 / batch:,.0f}"]
 
 
 def test_epochs_are_between_two_evaluations() -> None:

@@ -35,10 +35,11 @@ def with_target(run: Path, target: float) -> Path:
 
 
 def test_warning_has_the_expected_epochs(run: Path) -> None:
-    assert warn_of_noise("recipe", 20_000, run.parent) is None and warn_of_noise("other", 10**6, run.parent) is None
-    warning = warn_of_noise("recipe", 65_536, run.parent)
+    assert warn_of_noise("recipe", 20_000, 32, run.parent) is None
+    assert warn_of_noise("other", 10**6, 32, run.parent) is None
+    warning = warn_of_noise("recipe", 65_536, 48, run.parent)
     expected = (1 + 65_536 / 20_000) / (1 + BATCH / 20_000)
-    assert warning and f"about {expected:.2g} times" in warning and "batch.global=20000" in warning
+    assert warning and f"about {expected:.2g} times" in warning and "batch.global=20016" in warning  # 417 x 48
 
 
 def test_noise_scale_of_a_run_gives_a_curve_through_its_epochs(run: Path) -> None:

@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from megabatch.errors import UserError
 from megabatch.planning.epochs import EpochCurve
-from megabatch.simulate.best_batch import Limits, Spans, best_batch, best_batches, candidate, choose
+from megabatch.simulate.best_batch import Limits, Spans, best_batch, best_batches, candidate, choose, refine
 from megabatch.simulate.job import job_of_model
 from megabatch.simulate.load import load_cluster
 from megabatch.simulate.request import ModelSettings
@@ -51,6 +51,16 @@ def test_more_ranks_take_larger_batches_and_fewer_images_each() -> None:
     assert choose(found, Limits(seconds=limit), "cost") is found[1]
     assert choose(found, Limits(seconds=1.0), "cost") is None
     assert choose(found, Limits(usd=found[0].usd), "time") is found[0]
+
+
+def test_refinement_finds_the_last_whole_node_within_the_limits() -> None:
+    coarse, _ = best_batches(JOB, CLUSTER, CURVE, SPANS, [64, 128])
+    every, _ = best_batches(JOB, CLUSTER, CURVE, SPANS, range(64, 129, 8))
+    for goal, limits in (("cost", Limits(seconds=60 * every[4].minutes)), ("time", Limits(usd=every[4].usd))):
+        found = choose(refine(JOB, CLUSTER, CURVE, SPANS, coarse, limits, goal), limits, goal)
+        expected = choose(every, limits, goal)
+        assert found and expected and found.batch == expected.batch == every[4].batch
+    assert refine(JOB, CLUSTER, CURVE, SPANS, coarse, Limits(seconds=1.0), "cost") == coarse
 
 
 def test_batches_beyond_the_curve_or_the_memory_are_rejected() -> None:

@@ -2,16 +2,20 @@
 
 Rows: MLPerf v1.0 and later, whose hyper-parameters are those of the reference convergence points; on one node only
 NVIDIA's, because the others repeat them.  The minutes are those of the logs: training and evaluation until the target.
+Of v4.0 only the minutes are known.
 
 The gain of another batch is the ratio of two predictions on the same GPUs, in which errors of the step nearly cancel.
-It is called likely if it exceeds the doubt of the epochs, which it depends on.
+It is called likely if it exceeds the doubt of the epochs of both batches, on which it depends.
+
+Entries at batches that are not a reference point check the curve of epochs on its own, on any hardware.
 """
 
+import math
 from collections.abc import Iterator
 from statistics import median
 
 from megabatch.cli.simulate_batch import MLPERF_EVALUATES_EVERY, known_spans
-from megabatch.config.reference_results import epoch_points
+from megabatch.config.reference_results import epoch_points, middle_of
 from megabatch.data.sources.shapes import IMAGENET
 from megabatch.planning.epochs import EpochCurve, fit_epochs
 from megabatch.simulate.best_batch import Candidate, best_batch, candidate
@@ -23,6 +27,21 @@ from megabatch_lab.bench.published import Published
 
 Line = dict[str, str]
 EARLIER = ("mlp-v0.5", "mlp-v0.6", "mlp-v0.7")  # rounds with other hyper-parameters
+# Runs to 75.9 % at batches that are not a reference point: system, batch and the epochs at which runs reached it.
+OTHER_BATCHES = (
+    ("v2.0, 2 A30", 408, "35"),
+    ("v4.0, 6 RTX 4090", 1_536, "35"),
+    ("v3.0, 8 Gaudi2", 2_048, "35"),
+    ("v4.0, 8 H200", 3_200, "35"),
+    ("v2.0, 256 IPU", 10_240, "45"),
+    ("v3.0, 512 H100", 20_480, "50"),
+    ("v3.0, 768 H100", 32_256, "56"),
+    ("v2.0, 1,024 A100", 35_840, "56-60"),
+    ("v4.0, 2,528 H100", 40_448, "66-70"),
+    ("v2.0, TPU v4-6912", 55_296, "80"),
+    ("v3.0, 3,584 H100", 57_344, "77"),
+    ("v2.0, 4,216 A100", 67_456, "86"),
+)
 
 
 def batch_tables(rows: list[Published]) -> dict[str, list[Line]]:
@@ -42,6 +61,7 @@ def batch_tables(rows: list[Published]) -> dict[str, list[Line]]:
             }
             for point in sorted(points)
         ],
+        "epochs of other batches": [other_line(curve, *entry) for entry in OTHER_BATCHES],
         "minutes to 75.9 %": [
             {
                 "rows": str(len(found)),
@@ -57,8 +77,24 @@ def batch_tables(rows: list[Published]) -> dict[str, list[Line]]:
 def compared(rows: list[Published]) -> Iterator[Published]:
     for row in rows:
         is_later = row.is_mlperf and not row.source.startswith(EARLIER)
-        if is_later and row.role != "left out" and (int(row.nodes) > 1 or " NVIDIA/" in row.source):
+        if (
+            is_later
+            and row.role != "left out"
+            and (int(row.nodes) > 1 or " NVIDIA/" in row.source or row.role == "timed")
+        ):
             yield row
+
+
+def other_line(curve: EpochCurve, system: str, batch: int, epochs: str) -> Line:
+    error = curve.epochs(batch) / middle_of(epochs) - 1
+    return {
+        "run": system,
+        "batch": f"{batch:,}",
+        "epochs": epochs,
+        "curve": f"{curve.epochs(batch):.1f}",
+        "error": f"{error:+.1%}",
+        "in its interval": "yes" if abs(error) <= curve.doubt(batch) else "no",
+    }
 
 
 def predict(row: Published, curve: EpochCurve) -> tuple[Candidate, Candidate | None]:
@@ -86,7 +122,8 @@ def line(curve: EpochCurve, row: Published, theirs: Candidate, ours: Candidate |
     elif gain <= 0:
         verdict = "none"
     else:
-        verdict = f"{gain:.1%}, {'likely' if gain > curve.doubt(ours.batch) else 'in doubt'}"
+        doubt = math.hypot(curve.doubt(ours.batch), curve.doubt(theirs.batch))
+        verdict = f"{gain:.1%}, {'likely' if gain > doubt else 'in doubt'}"
     return {
         "run": row.source.replace("/results/", " "),
         "GPUs": f"{int(row.ranks):,}",

@@ -2,7 +2,8 @@
 
 A row of the file is a published run: its source, ranks, batch and images/s; how to simulate it (preset, overrides,
 overlap, precision); and its role.  `calibrates`: a device's curve or a constant was fitted to it.  `predicted`: nothing
-was fitted to it.  `left out`: not simulated, with the reason.  Only predicted rows are scored.
+was fitted to it.  `timed`: as predicted, but only its minutes are known (batches.py).  `left out`: not simulated, with
+the reason.  Only predicted rows are scored.
 
 Sources: mlp-vX is mlcommons/training_results_vX, whose raw logs give images/s (the median over evaluation blocks except
 the first, of five runs); ddl is HKBU-HPML/ddl-benchmarks @30de09bc.
@@ -64,6 +65,10 @@ class Published(Struct, frozen=True, kw_only=True):
     @property
     def is_mlperf(self) -> bool:
         return self.source.startswith("mlp-")
+
+    @property
+    def has_speed(self) -> bool:
+        return self.role in ("calibrates", "predicted")
 
     @property
     def setup(self) -> str:
@@ -173,7 +178,7 @@ def without_points(cluster: Cluster, is_held_out: Callable[[Point], bool]) -> Cl
 
 def predict_without_cluster(rows: Sequence[Published]) -> list[Prediction]:
     """Predict every row on several nodes from curves without such points of its cluster."""
-    several = [row for row in rows if row.role != "left out" and int(row.nodes) > 1]
+    several = [row for row in rows if row.has_speed and int(row.nodes) > 1]
 
     def held_out(cluster: str) -> Callable[[Point], bool]:
         sources = tuple(f"calibrates: {row.source}," for row in several if row.cluster == cluster)
@@ -184,7 +189,7 @@ def predict_without_cluster(rows: Sequence[Published]) -> list[Prediction]:
 
 def predict_without_small(rows: Iterable[Published]) -> list[Prediction]:
     """Predict every row of fewer than SMALL images per GPU from curves without such points."""
-    small = [row for row in rows if row.role != "left out" and row.is_mlperf and float(row.batch_per_rank) < SMALL]
+    small = [row for row in rows if row.has_speed and row.is_mlperf and float(row.batch_per_rank) < SMALL]
     return [predict(row, lambda point: point.batch < SMALL) for row in small]
 
 

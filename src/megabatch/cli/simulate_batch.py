@@ -23,7 +23,7 @@ from megabatch.io.terminal import BOLD
 from megabatch.planning.epochs import EpochCurve, fit_epochs
 from megabatch.runs.epochs import curve_of_run
 from megabatch.runs.reader import is_run
-from megabatch.simulate.best_batch import Candidate, Goal, Limits, Spans, best_batches, choose
+from megabatch.simulate.best_batch import Candidate, Goal, Limits, Spans, best_batches, choose, refine
 from megabatch.simulate.cluster import Cluster
 from megabatch.simulate.job import Job
 from megabatch.simulate.whatif import LARGEST_SEARCH
@@ -89,18 +89,21 @@ def answer(
     curve = load_curve(curve_source, job)
     if curve_source is None:
         job = replace(job, evaluate_every=MLPERF_EVALUATES_EVERY)
-    if not counts:
+    if question.limits.usd is not None and not cluster.price.usd_per_rank_hour:
+        raise UserError(f"--budget: {cluster.name} has no price; add, for example, price.usd_per_rank_hour=2")
+    spans, is_searched = known_spans(), not counts
+    if is_searched:
         size = cluster.node.ranks
         counts = [size << doublings for doublings in range((LARGEST_SEARCH // size).bit_length())]
-    found, beyond = best_batches(job, cluster, curve, known_spans(), counts)
-    if beyond:
+    found, beyond = best_batches(job, cluster, curve, spans, counts)
+    if is_searched:
+        found = refine(job, cluster, curve, spans, found, question.limits, question.goal)
+    elif beyond:
         remarks = [
             *remarks,
             f"left out: {', '.join(f'{count:,}' for count in beyond)} ranks, whose batches are all beyond "
             f"{curve.largest:,}, the largest known one",
         ]
-    if question.limits.usd is not None and not cluster.price.usd_per_rank_hour:
-        raise UserError(f"--budget: {cluster.name} has no price; add, for example, price.usd_per_rank_hour=2")
     chosen = choose(found, question.limits, question.goal)
     if json:
         write(json, "--json", encode(job, cluster, curve, found, chosen))

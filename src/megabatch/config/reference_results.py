@@ -28,6 +28,7 @@ Held-out images count as training images, so that a trial of a recipe is judged 
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from statistics import fmean
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -227,10 +228,15 @@ ROUNDING = 1e-9  # a value on the edge is inside
 def epoch_points(model: str, samples: int) -> list[EpochPoint]:
     """Return the epochs of MLPerf's reference convergence points: the middle of each range."""
     return [
-        EpochPoint(result.batch, sum(map(float, result.epochs.split("-"))) / 2)
+        EpochPoint(result.batch, middle_of(result.epochs))
         for result in REFERENCE_RESULTS
         if (result.source, result.model) == (MLPERF, model) and abs(result.samples / samples - 1) < SAME_SIZE
     ]
+
+
+def middle_of(epochs: str) -> float:
+    """Return the middle of a range such as "81-88"; the value of a single number."""
+    return fmean(map(float, epochs.split("-")))
 
 
 class Findings(Struct, frozen=True):

@@ -18,7 +18,9 @@ from statistics import fmean
 from msgspec import Struct
 
 from megabatch.config.loading import load_config, silent
+from megabatch.config.resolve import plan_run
 from megabatch.config.schema import RunConfig
+from megabatch.data.catalog import infer_shape
 from megabatch.errors import UserError
 from megabatch.experiments.design import ArmDesign, Design, SearchDesign
 from megabatch.experiments.evidence import Arm, Criterion, Curve, Study, slug
@@ -98,6 +100,7 @@ def design_of(recipe: str, overrides: Sequence[str], limits: Limits) -> Design:
             for batch in batches[1:]
         ),
         curves={ACCURACY: f"{__name__}:accuracy_of", NOISE: f"{__name__}:critical_of"},
+        samples=plan_run(config, infer_shape(config.data), num_ranks=1).num_samples,
     )
 
 
@@ -139,7 +142,7 @@ class Limit(Struct, frozen=True, kw_only=True):
 
 def limit_of(study: Study) -> Limit:
     arms = {batch_of(arm): arm for arm in study.arms}
-    batches, never, points = sorted(arms), list[int](), list[EpochPoint]()
+    batches, points = sorted(arms), list[EpochPoint]()
     held = {batch_of(study.arm(criterion.arm)): judge(study, criterion).holds for criterion in study.criteria}
     largest = batches[0]
     for batch in batches[1:]:
@@ -147,12 +150,8 @@ def limit_of(study: Study) -> Limit:
             break
         largest = batch
     for batch in batches:
-        reached = [epochs_to(run.curves.get(ACCURACY, []), target_of(arms[batch])) for run in arms[batch].runs]
-        found = [epochs for epochs in reached if epochs is not None]
-        if len(found) < len(reached) or not reached:
-            never.append(batch)
-        else:
-            points += [EpochPoint(batch, epochs) for epochs in found]
+        points += [EpochPoint(batch, epochs) for epochs in epochs_of(arms[batch]) or ()]
+    never = [batch for batch in batches if not epochs_of(arms[batch])]
     curve, problem = None, ""
     try:
         curve = fit_epochs(points, f"study {study.name}")
@@ -169,6 +168,29 @@ def limit_of(study: Study) -> Limit:
         source = f"noise scale of batch {batches[0]}"
         forecast = curve_of_noise(source, batches[0], fmean(first), fmean(critical), doubt=0.3)
     return Limit(largest=largest, points=points, never=never, curve=curve, problem=problem, forecast=forecast)
+
+
+def epochs_of(arm: Arm) -> list[float] | None:
+    """Return the epochs that each seed needed to the target; None if one did not reach it."""
+    reached = [epochs_to(run.curves.get(ACCURACY, []), target_of(arm)) for run in arm.runs]
+    return None if None in reached else [epochs for epochs in reached if epochs is not None]
+
+
+def target_rows(study: Study) -> list[list[str]]:
+    """Return a table of the epochs and steps to the target, its head first; [] for other studies."""
+    if not is_batch_limit(study):
+        return []
+    found, rows = limit_of(study), list[list[str]]()
+    for arm in sorted(study.arms, key=batch_of):
+        batch, epochs = batch_of(arm), epochs_of(arm)
+        curves = [f"{curve.epochs(batch):.1f}" if curve else "-" for curve in (found.curve, found.forecast)]
+        measured = ["not reached", "-", "-"]
+        if epochs:
+            spread = f"{min(epochs):.1f} to {max(epochs):.1f}"
+            measured = [f"{fmean(epochs):.1f}", spread, f"{fmean(epochs) * study.samples / batch:,.0f}"]
+        rows.append([arm.name, *measured, *curves])
+    top1 = f"{target_of(study.arms[0]):.1%}"
+    return [[f"to {top1}", "epochs", "of the seeds", "steps", "fitted epochs", "forecast by noise"], *rows]
 
 
 def curve_of_study(study: Study) -> EpochCurve:

@@ -171,6 +171,7 @@ class Conductor:
             took_s=self.took_s,
             versions=self.versions,
             machine=self.machine,
+            samples=design.samples,
             claims=list(design.claims),
             curve_claims=list(design.curve_claims),
         )

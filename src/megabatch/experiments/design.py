@@ -66,6 +66,7 @@ class Design(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     curve_claims: tuple[CurveClaim, ...] = field(name="curve_claim", default=())
     # Name to package.module:function, which computes a curve from a run's folder.
     curves: dict[Name, str] = field(default_factory=dict)
+    samples: Annotated[int, Meta(ge=0)] = 0  # per epoch, if the page needs it
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", self.name):

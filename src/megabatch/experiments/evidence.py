@@ -99,6 +99,7 @@ class Study(Struct, frozen=True, kw_only=True):
     took_s: float  # core seconds
     versions: dict[str, str]
     machine: str  # cores and the like, no names of hosts
+    samples: int = 0  # per epoch; 0: not stored
     claims: list[Claim] = field(default_factory=list)  # of the paper and others
     curve_claims: list[CurveClaim] = field(default_factory=list)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from megabatch.errors import UserError
-from megabatch.experiments.batch_limit import answer_lines
+from megabatch.experiments.batch_limit import answer_lines, target_rows
 from megabatch.experiments.evidence import Arm, Study, slug
 from megabatch.experiments.plots import Plot, curve_names, draw_plots, mean_curve
 from megabatch.experiments.verdict import (
@@ -74,6 +74,7 @@ def page(study: Study, plots: Sequence[Plot]) -> str:
         accuracy_table(study),
         PAIRED_NOTE if study.paired else NOTE,
         links.pop("accuracy", ""),
+        table(rows[0], rows[1:]) if (rows := target_rows(study)) else "",
         links.pop("epochs", ""),
     ]
     if any(arm.tuned for arm in study.arms):

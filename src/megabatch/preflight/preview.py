@@ -87,7 +87,7 @@ def preview(config: RunConfig, num_ranks: int, needs_images: bool = True) -> Pre
             raise
         shape, has_images = assumed_shape(config.batch.global_batch), False
     findings = preflight(config, shape.num_train) if has_images else Findings([], [])
-    of_noise = warn_of_noise(config.name, config.batch.global_batch)
+    of_noise = warn_of_noise(config.name, config.batch.global_batch, config.batch.microbatch)
     warnings = [*shape.warnings, *findings.warnings, *([of_noise] if of_noise else [])]
     plan = plan_run(config, shape, num_ranks)
     model = make_model(config, shape)

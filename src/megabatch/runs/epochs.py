@@ -14,7 +14,7 @@ from megabatch.runs.settings import TARGET, read_settings
 MOST_EARLIER = 10  # runs of the recipe to look at
 
 
-def warn_of_noise(recipe: str, batch: int, folder: Path = Path("runs")) -> str | None:
+def warn_of_noise(recipe: str, batch: int, microbatch: int, folder: Path = Path("runs")) -> str | None:
     """Return a warning if the batch is beyond the noise scale of the newest earlier run of the recipe."""
     earlier = sorted(folder.glob(f"{glob.escape(recipe)}-[0-9]*"), reverse=True)
     for path in earlier[:MOST_EARLIER]:
@@ -26,10 +26,11 @@ def warn_of_noise(recipe: str, batch: int, folder: Path = Path("runs")) -> str |
         if critical and before:
             if batch <= max(critical, before):
                 return None
+            nearest = max(1, round(critical / microbatch)) * microbatch
             factor = (1 + batch / critical) / (1 + before / critical)
             return (
                 f"batch.global={batch} is beyond the critical batch {round_off(critical)} of {path}, by its noise "
-                f"scale: about {factor:.2g} times its epochs are expected; nearest: batch.global={round(critical)}"
+                f"scale: about {factor:.2g} times its epochs are expected; nearest: batch.global={nearest}"
             )
     return None
 

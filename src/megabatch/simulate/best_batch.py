@@ -177,6 +177,33 @@ def choose(found: Sequence[Candidate], limits: Limits, goal: Goal) -> Candidate 
     return min(allowed, key=lambda each: each.simulated.rank_hours or 0.0, default=None)
 
 
+def refine(
+    job: Job, cluster: Cluster, curve: EpochCurve, spans: Spans, found: Sequence[Candidate], limits: Limits, goal: Goal
+) -> list[Candidate]:
+    """Add the last number of whole nodes within the limits, between the chosen candidate and the next one beyond them.
+
+    Bisects, assuming that more ranks are faster and cost more.
+    """
+    chosen = choose(found, limits, goal)
+    if chosen is None:
+        return [*found]
+    # The cheapest has the fewest ranks that are fast enough, the fastest the most that are cheap enough.
+    place = found.index(chosen) + (-1 if goal == "cost" else 1)
+    if not 0 <= place < len(found) or limits.allow(found[place]):
+        return [*found]
+    size, best = cluster.node.ranks, chosen
+    inside, outside = (each.simulated.scenario.num_ranks // size for each in (chosen, found[place]))
+    while abs(outside - inside) > 1:
+        middle = (inside + outside) // 2
+        tried = best_batch(job, cluster, curve, spans, middle * size)
+        if tried and limits.allow(tried):
+            inside, best = middle, tried
+        else:
+            outside = middle
+    added = [] if best is chosen else [best]
+    return sorted([*found, *added], key=lambda each: each.simulated.scenario.num_ranks)
+
+
 def best_batches(
     job: Job, cluster: Cluster, curve: EpochCurve, spans: Spans, ranks: Iterable[int]
 ) -> tuple[list[Candidate], list[int]]:

@@ -69,7 +69,7 @@ class Screen:
         for line in findings.references:
             self.print_row("reference", line)
         on_device = warn_of_device(config.precision, training.world.device.type)
-        of_noise = warn_of_noise(config.name, self.plan.global_batch)
+        of_noise = warn_of_noise(config.name, self.plan.global_batch, self.plan.microbatch)
         for line in [*training.data.warnings, *findings.warnings, *on_device, *([of_noise] if of_noise else [])]:
             self.print_row("warning", line)
         self.print_row("folder", str(folder))
