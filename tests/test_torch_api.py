@@ -411,9 +411,35 @@ def test_collectives_of_nccl_have_high_priority(monkeypatch: pytest.MonkeyPatch,
     assert api.nccl_options(timedelta(seconds=7)).is_high_priority_stream is True
 
 
-def test_nccl_options_still_have_a_priority() -> None:
-    header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
-    assert "explicit Options(bool is_high_priority_stream = false)" in header.read_text()
+def test_nccl_options_still_have_a_priority_and_a_group_to_split_from() -> None:
+    header = (Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp").read_text()
+    assert "explicit Options(bool is_high_priority_stream = false)" in header
+    assert "ProcessGroupNCCL> split_from;" in header and "int split_color" in header
+    assert "void eagerConnectSingleDevice(at::Device device)" in header
+    assert "void performNocolorSplit(at::Device device)" in header
+
+
+def test_communicators_are_split_only_from_a_bound_group_of_the_same_implementation(
+    monkeypatch: pytest.MonkeyPatch, api: Any
+) -> None:
+    class ProcessGroupNCCL(SimpleNamespace):
+        supports_splitting = True
+
+    def group(bound: torch.device | None, backend: Any) -> Any:
+        return SimpleNamespace(bound_device_id=bound, _get_backend={device: backend}.get)
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", ProcessGroupNCCL, raising=False)
+    device, ours, other = torch.device("cuda", 3), ProcessGroupNCCL(), SimpleNamespace(supports_splitting=True)
+    assert api.nccl_to_split(group(device, ours), device) is ours
+    assert api.nccl_to_split(group(device, other), device) is None  # the group of a script on torch 2.15
+    assert api.nccl_to_split(group(None, ours), device) is None  # a script without device_id
+
+
+@pytest.mark.usefixtures("alone")
+def test_process_groups_have_a_bound_device_and_backends() -> None:
+    whole: Any = dist.group.WORLD
+    assert whole.bound_device_id is None
+    assert isinstance(whole._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
 
 
 @pytest.mark.usefixtures("alone")

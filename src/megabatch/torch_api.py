@@ -117,6 +117,17 @@ def nccl_options(timeout: timedelta) -> Any:
     return options
 
 
+def nccl_to_split(group: Any, device: torch.device) -> Any:
+    """Return the NCCL backend of a process group if its communicator can be split, or None.
+
+    It exists from the start only if the group is bound to a device.  Otherwise the first collective creates it.
+    """
+    if group.bound_device_id != device:
+        return None
+    backend = group._get_backend(device)
+    return backend if isinstance(backend, dist.ProcessGroupNCCL) and backend.supports_splitting else None
+
+
 def pin_in_place(tensor: torch.Tensor) -> bool:
     """Pin memory that torch did not allocate, so that copies from it do not block; return False if that is impossible.
 

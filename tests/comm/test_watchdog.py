@@ -13,7 +13,7 @@ from megabatch.comm.cpu.barrier import MissingRank
 from megabatch.comm.faults import failure, watchdog
 from megabatch.comm.faults.failure import FailureReport, Stuck
 from megabatch.comm.faults.progress import BackwardProgress
-from megabatch.comm.faults.watchdog import Watchdog
+from megabatch.comm.faults.watchdog import Heartbeats, Watchdog
 from megabatch.comm.layouts import BucketLayouts
 from megabatch.comm.settings import CommSettings
 from megabatch.ranks import world as world_module
@@ -102,6 +102,41 @@ def test_waiting_rank_names_the_missing_ranks(activity: Activity) -> None:
     assert str(reporter.error).startswith(
         "other ranks did not arrive within 0.3 s at evaluation of step 12; rank 5 does not respond"
     )
+
+
+class CountedStore:
+    """A store in memory that counts the values that are written."""
+
+    def __init__(self) -> None:
+        self.values, self.num_written = dict[str, bytes](), 0
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value.encode()
+        self.num_written += 1
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+
+def test_ranks_answer_only_if_asked_and_a_silent_one_is_noticed() -> None:
+    store = CountedStore()
+    first, second = (Heartbeats(store, rank, 2) for rank in range(2))
+    first.start()
+    assert first.silent_s(0.0) == first.silent_s(50.0) == 0.0  # the second has not started
+    second.start()
+    for _ in range(10):
+        first.answer(), second.answer()
+    assert store.num_written == 2  # without a wait nothing is written
+    for now_s in (100.0, 102.0, 104.0):
+        assert first.silent_s(now_s) == 0.0
+        second.answer()
+    assert first.silent_s(1000.0) == 0.0  # the time between two waits does not count
+    assert first.silent_s(1015.0) == 15.0 and first.silent_s(1017.0) == 17.0
+    second.answer()
+    assert first.silent_s(1018.0) == 0.0
 
 
 def test_timeout_follows_the_longest_activity_and_is_longer_at_start_up() -> None:

@@ -1,5 +1,6 @@
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -71,9 +72,13 @@ def test_device_follows_the_local_rank_unless_the_script_set_one(
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: num_visible)
     monkeypatch.setattr(torch.accelerator, "set_device_index", was_set.append)
-    monkeypatch.setattr("megabatch.ranks.devices.cores_near", lambda index: Path("/nowhere"))
+    bound: list[tuple[list[str], int]] = []
+    near = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xAF, pci_device_id=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: near)
+    monkeypatch.setattr(devices, "bind_near_device", lambda lists, index: bound.append((list(map(str, lists)), index)))
     assert set_rank_device(RankInfo(13, 16, 5, 8), "cuda") == torch.device("cuda", expected)
-    assert was_set == [expected]
+    lists = ["/sys/bus/pci/devices/0000:af:01.0/local_cpulist"] * num_visible
+    assert was_set == [expected] and bound == ([] if is_joined else [(lists, expected)])
     assert set_rank_device(RankInfo(13, 16, 5, 8), "cpu") == torch.device("cpu") and was_set == [expected]
 
 

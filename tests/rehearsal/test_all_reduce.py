@@ -28,7 +28,7 @@ from megabatch.comm.settings import CommSettings
 from megabatch.comm.work import Work
 from megabatch.planning.algorithms import ALGORITHMS
 from megabatch.planning.topology import regular
-from megabatch.ranks.backends import BACKENDS
+from megabatch.ranks.backends import BACKENDS, cannot_split
 from megabatch.ranks.world import World
 from megabatch.telemetry.timeline import Timeline
 from tests.support.processes import wait_until
@@ -237,7 +237,7 @@ def hang(world: World, lacks: str, stderr: str) -> tuple[str, str]:
     """Rank 1 does not join in its third step.  With `stderr`, the process group cannot abort and the process ends."""
     torch.ops.rehearsal.set_lag(0)  # the device has no delay
     torch.manual_seed(0)
-    backend = REHEARSED._replace(join=Rehearsed if stderr else Abortable)
+    backend = REHEARSED._replace(join=Rehearsed if stderr else Abortable, split=cannot_split)
     if stderr:
         sys.stderr, failure.LEFT_WITHIN_S = Path(f"{stderr}-{world.rank}").open("w"), 0.1  # noqa: SIM115
     model = layers().to(world.device)
@@ -254,7 +254,7 @@ def hang(world: World, lacks: str, stderr: str) -> tuple[str, str]:
                     if lacks == "everything":
                         raise ValueError("this image is broken")
                     if lacks == "beats":  # as if its process were stopped or its host lost
-                        wait_until(lambda: gradients.failure.watchdog.num_beats > 1)
+                        wait_until(lambda: gradients.failure.watchdog.store.check(["beat/1"]))
                         gradients.failure.watchdog.ended.set()
                     world.all_reduce(torch.ones(1, device=world.device))  # waits until all others have aborted
                     if lacks == "beats":

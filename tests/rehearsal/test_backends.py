@@ -6,6 +6,9 @@ import torch.distributed as dist
 from megabatch_lab.rehearsal import backends
 from megabatch_lab.rehearsal.counting_store import CountingStore
 
+from megabatch.comm.accelerator.device_group import DeviceGroup
+from megabatch.comm.groups import AXES, Groups
+from megabatch.planning.topology import Topology, regular
 from megabatch.ranks.world import World
 from tests.support.rank_pool import RankPool
 from tests.support.rehearsals import mirrored, on
@@ -96,6 +99,33 @@ def test_collectives_are_logged_with_their_traffic(ranks: RankPool) -> None:
         backends.Collective("allreduce", torch.float32, 100, 4, 0, 4 * 400 * 3 // 4),
         backends.Collective("allgather", torch.float32, 50, 4, 0, 2 * 200 * 3),
     ]
+
+
+def members_of_groups(world: World) -> tuple[dict[str, int], dict[str, list[int]]]:
+    """Open all groups twice, and return how they were made and the ranks of each of this rank's groups."""
+    backends.made.clear()
+    groups = Groups(None, world.device, 60.0, world.backend, world.topology)
+    for _ in range(2):
+        groups.open(AXES)
+    members = {}
+    for axis, group in groups.process_groups.items():
+        assert isinstance(group, DeviceGroup)
+        gathered = torch.zeros(group.num_members, device=world.device)
+        group.group.all_gather_single(gathered, torch.tensor([float(world.rank)], device=world.device)).wait()
+        members[axis] = [int(rank) for rank in gathered]
+    groups.close()
+    return dict(backends.made), members
+
+
+IRREGULAR = Topology(((0,), (1, 2, 3)))
+
+
+@pytest.mark.parametrize("topology", [regular(2, 2), Topology(((0, 3), (1, 2))), IRREGULAR])
+def test_all_groups_are_split_from_the_first_one(ranks: RankPool, topology: Topology) -> None:
+    for rank, (made, members) in enumerate(ranks.run(members_of_groups, num_ranks=4, join=on("cuda", topology))):
+        expected = {axis: list(topology.members(axis, rank)) for axis in AXES}
+        assert members == {axis: ranks for axis, ranks in expected.items() if len(ranks) > 1}
+        assert made == {"connected": 0, "split": len(members)}
 
 
 def test_store_counts_requests_and_bytes() -> None:

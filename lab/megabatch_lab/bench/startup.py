@@ -9,6 +9,8 @@ trainer on the recipe `smoke` with LARS.  The bench measures the requests to the
     bytes_a_rank        the part of `bytes` that each additional rank adds; the rest does not depend on the ranks
     weights_bytes       DDP's broadcast of the weights, and the gradients of the warm-up pass
     links_mb            traffic that measures links
+    communicators       that are connected, which takes NCCL longer the more ranks there are
+    splits              communicators that are split off the first one instead
     store_requests      of a rank other than 0
     rank_0_requests     of rank 0 with this number of ranks at a real store (TCPStore), whose keys this process sets;
     rank_0_seconds      each request names all ranks, so its bytes grow with them
@@ -69,6 +71,7 @@ class Start(NamedTuple):
     bytes_for: dict[str, int]
     bytes_a_rank: float
     store_requests: int
+    made: dict[str, int]  # process groups
 
 
 class Span(NamedTuple):
@@ -125,6 +128,8 @@ def measure(num_ranks: int, rounds: int) -> dict[str, Any]:
         "bytes_a_rank": begun.bytes_a_rank,
         "weights_bytes": begun.bytes_for[WEIGHTS],
         "links_mb": begun.bytes_for[LINKS] / 1e6,
+        "communicators": begun.made["connected"],
+        "splits": begun.made["split"],
         "store_requests": rank_1.store.num_requests + begun.store_requests,
         "rank_0_requests": rank_0.store.num_requests + begun.store_requests,
         "rank_0_seconds": rank_0.seconds,
@@ -147,7 +152,8 @@ def growth(rows: list[dict[str, Any]]) -> Iterator[str]:
         yield f"  {name} grow by {more[name] / more['ranks']:,.0f} per rank"
     for name in ("seconds", "rank_0_seconds"):
         yield f"  {name} grow by {more[name] / doublings:.3f} per doubling of the ranks"
-    for name in ("store_requests", "rank_0_requests", "stats_per_node", "launches_per_step", "syncs_per_step"):
+    constant = ("communicators", "splits", "store_requests", "rank_0_requests", "stats_per_node")
+    for name in (*constant, "launches_per_step", "syncs_per_step"):
         yield f"  {name} " + (f"grow by {more[name]:,}" if more[name] else "are the same")
 
 
@@ -171,6 +177,7 @@ def started(config: RunConfig, num_ranks: int, store: Any = None) -> Iterator[Tr
 def start(num_ranks: int) -> Start:
     """Start once with the recipe's settings, which choose the algorithm."""
     backends.log.clear()
+    backends.made.clear()
     spans: dict[str, list[Span]] = {LINKS: [], WEIGHTS: []}
     counting = CountingStore()
     with ExitStack() as stack:
@@ -184,7 +191,7 @@ def start(num_ranks: int) -> Start:
         began_s = time.perf_counter()
         with started(config_for(num_ranks), num_ranks, counting):
             seconds = time.perf_counter() - began_s - sum(span.seconds for span in spans[LINKS])
-            log = list(backends.log)
+            log, made = list(backends.log), dict(backends.made)
     kind_at = {place: kind for kind, of_kind in spans.items() for span in of_kind for place in span.places}
     bytes_for = dict.fromkeys((AGREEING, WEIGHTS, LINKS), 0)
     bytes_for[AGREEING] = counting.num_bytes
@@ -192,7 +199,7 @@ def start(num_ranks: int) -> Start:
         bytes_for[kind_at.get(place, AGREEING)] += each.num_bytes
     gathered = [each for place, each in enumerate(log) if each.op == "allgather" and place not in kind_at]
     bytes_a_rank = sum(each.num_bytes / (each.num_members - 1) for each in gathered)
-    return Start(seconds, bytes_for, bytes_a_rank, counting.num_requests)
+    return Start(seconds, bytes_for, bytes_a_rank, counting.num_requests, made)
 
 
 def attributed(function: Callable[..., Any], spans: list[Span]) -> Callable[..., Any]:

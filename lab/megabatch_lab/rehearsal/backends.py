@@ -18,6 +18,7 @@ most PATIENCE_S, after which the device is held in the collective.
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -27,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from megabatch.ranks.backends import Backend
+from megabatch.ranks.backends import Backend, Join
 from megabatch.torch_api import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, foreach_copy_
 from megabatch_lab.rehearsal.fake_cuda import host_view
 
@@ -45,6 +46,10 @@ class Collective(NamedTuple):
 
 
 log: list[Collective] = []
+
+
+# Groups that were connected through the store, and those that were split off another one.
+made: Counter[str] = Counter()
 
 
 class Work(dist.Work):
@@ -84,6 +89,7 @@ class Group(dist.ProcessGroup):
     def __init__(self, store: Any, index: int, size: int, timeout: timedelta) -> None:
         super().__init__(index, size)  # type: ignore[call-arg]  # an overload that torch's stubs lack
         self.index, self.num_members, self.title = index, size, ""
+        made["connected"] += 1
 
     def reduce_flat(self, flat: torch.Tensor, op: Any, root: int | None) -> Work:
         """Reduce in place, at all members or only at the root."""
@@ -99,6 +105,13 @@ class Group(dist.ProcessGroup):
     def exchange_flat(self, out: torch.Tensor, flat: torch.Tensor, received: list[int], sent: list[int]) -> Work:
         """Exchange all-to-all, with the number of elements received from and sent to each member."""
         raise NotImplementedError
+
+    def colors(self, color: int) -> list[int]:
+        """Gather the colors of all members, which therefore all have to call it."""
+        found = torch.empty(self.num_members, dtype=torch.int64)
+        self.gather_flat(found, torch.tensor([color])).wait()
+        colors: list[int] = found.tolist()
+        return colors
 
     def begin(
         self, op: str, tensor: torch.Tensor, num_copies: float, outs: Sequence[torch.Tensor] | None = None
@@ -291,6 +304,21 @@ for name in (
     setattr(Blocking, name, held(getattr(Rehearsed, name)))
 
 
+def split(parent: Any, device: torch.device, color: int | None) -> Join | None:
+    """Split a group as ncclCommSplit does: all members of `parent` take part, and have their order in it."""
+    colors = parent.colors(-1 if color is None else color)
+
+    def join(store: Any, index: int, size: int, timeout: timedelta) -> Group:
+        is_mirrored = isinstance(parent, Mirrored)  # all members have the color of this one
+        assert is_mirrored or (index, size) == (colors[: parent.index].count(color), colors.count(color))
+        group: Group = type(parent)(store, index, size, timeout)
+        made["connected"] -= 1
+        made["split"] += 1
+        return group
+
+    return None if color is None else join
+
+
 class Mirrored(Group):
     """A group of one process.  Nothing here loops over ranks, so thousands of ranks are possible."""
 
@@ -346,6 +374,6 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 # From torch 2.15 the flight recorder needs the C++ backend of every group.  These have none, so it is turned off.
 os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
-REHEARSED, BLOCKING, MIRRORED = (Backend(group.backend_name, group) for group in (Rehearsed, Blocking, Mirrored))
+REHEARSED, BLOCKING, MIRRORED = (Backend(group.backend_name, group, split) for group in (Rehearsed, Blocking, Mirrored))
 for backend in (REHEARSED, BLOCKING, MIRRORED):
     dist.Backend.register_backend(backend.name, backend.join, devices=["cpu", "cuda"])

@@ -179,6 +179,7 @@ def patches() -> dict[str, Any]:
         "get_device_properties": lambda device=None: SimpleNamespace(
             name="fake", total_memory=1 << 40, uuid=f"fake-{index_of(device)}"
         ),
+        "mem_get_info": lambda device=None: ((1 << 40) - accelerator.memory_reserved(index_of(device)), 1 << 40),
         "get_device_capability": lambda device=None: (9, 0),
         "is_bf16_supported": lambda including_emulation=True: True,
         "memory_stats": on_device(accelerator.memory_stats),

@@ -15,7 +15,7 @@ from megabatch.comm.accelerator.device_group import DeviceGroup, abort_in_thread
 from megabatch.comm.cpu.process_group import ProcessGroup
 from megabatch.comm.cpu.shared_memory import SharedMemory
 from megabatch.planning.topology import Axis, Topology, from_hosts
-from megabatch.ranks.backends import BACKENDS, Backend
+from megabatch.ranks.backends import BACKENDS, Backend, Join
 from megabatch.ranks.collectives import digest, gather_numbers
 from megabatch.ranks.machine import enable_keepalive, host_identity, is_stopped
 from megabatch.torch_api import default_store
@@ -46,6 +46,7 @@ class Groups:
         self.shareable_bytes = self.min_free_bytes()
         self.store = self.make_store()
         self.memory: SharedMemory | None = None
+        self.opened = set[Axis]()  # whose groups exist, though this rank may be in none of them
         self.process_groups: dict[Axis, ProcessGroup | DeviceGroup] = {}
         self.num_opened: Counter[Axis] = Counter()
         self.has_aborted = False
@@ -74,15 +75,25 @@ class Groups:
 
     def open(self, axes: Iterable[Axis]) -> None:
         """Open the groups of these axes unless they are open.  All ranks call it, with the same axes."""
-        for axis in sorted(axes, key=AXES.index):  # all ranks in the same order
-            members = self.topology.members(axis, self.rank)
-            if len(members) < 2 or axis in self.process_groups:
+        for axis in sorted(set(axes) - self.opened, key=AXES.index):  # all ranks in the same order
+            if max((size for size, _ in self.topology.shape.group_sizes(axis)), default=0) < 2:
                 continue
+            members = self.topology.members(axis, self.rank)
             if axis == "node" and self.can_share_memory():
-                self.memory = self.memory or self.stack.enter_context(self.open_memory(members))
-            else:
-                self.process_groups[axis] = self.open_process_group(axis, members)
+                if len(members) > 1:
+                    self.memory = self.memory or self.stack.enter_context(self.open_memory(members))
+                continue
+            self.opened.add(axis)
+            # Every rank takes part in a split, also if it is not in any of the groups.
+            color = members[0] if len(members) > 1 else None
+            join = self.backend.split(self.whole, self.device, color) or self.backend.join
+            if len(members) > 1:
+                self.process_groups[axis] = self.open_process_group(axis, members, join)
         enable_keepalive()
+
+    @property
+    def whole(self) -> Any:
+        return self.parent or dist.group.WORLD
 
     def close_others(self, axes: Iterable[Axis]) -> None:
         """Close the process groups of all other axes, and free the buffers used for measurements.
@@ -90,6 +101,7 @@ class Groups:
         All ranks call it with the same axes while no collective is in flight.  Shared memory stays open because the
         default plan uses it.
         """
+        self.opened &= set(axes)
         for axis in sorted(set(self.process_groups) - set(axes), key=AXES.index):
             self.process_groups.pop(axis).close()
         for group in self.process_groups.values():
@@ -100,12 +112,12 @@ class Groups:
         names = [self.names[member] for member in members]
         return SharedMemory(store, members.index(self.rank), len(members), self.timeout_s, names)
 
-    def open_process_group(self, axis: Axis, members: tuple[int, ...]) -> ProcessGroup | DeviceGroup:
+    def open_process_group(self, axis: Axis, members: tuple[int, ...], join: Join) -> ProcessGroup | DeviceGroup:
         self.num_opened[axis] += 1  # a group that is opened again must not read the addresses of the first
         name = f"{axis}-{members[0]}-{self.num_opened[axis]}"
         store = dist.PrefixStore(name, self.store)  # type: ignore[attr-defined]
         names = [self.names[member] for member in members]
-        index, join = members.index(self.rank), self.backend.join
+        index = members.index(self.rank)
         group: ProcessGroup | DeviceGroup
         if self.device.type == "cpu":
             # The sum of two contributions does not depend on their order, and Gloo's all-reduce is 10% faster.
@@ -146,9 +158,9 @@ class Groups:
     def abort_all(self) -> None:
         """Abort these groups and `parent`: while its kernels run, NCCL cannot free other communicators."""
         self.abort()
-        abort_in_thread(self.parent or dist.group.WORLD)
+        abort_in_thread(self.whole)
 
     def close(self) -> None:
         self.stack.close()
-        self.process_groups = {}
+        self.process_groups, self.opened = {}, set()
         self.memory = None

@@ -6,8 +6,7 @@ hangs as a whole or has exited.  A rank that is stuck outside an all-reduce ends
 
 On accelerators only this thread notices missing ranks, because the host has issued its collectives and continues or
 waits for the device.  The thread queries their events without waiting.  It calls `on_hang` when the device has been in
-one collective for the whole timeout, or when meanwhile another rank has aborted or stopped its heartbeat.  With
-accelerators, each rank writes a heartbeat to the store and reads that of the next rank.
+one collective for the whole timeout, or when meanwhile another rank has aborted or does not answer (`Heartbeats`).
 """
 
 import faulthandler
@@ -173,10 +172,48 @@ def describe(parameter: list[Any]) -> str:
 
 
 LOOK_EVERY_S = 2.0  # at most
-SILENT_S = 15.0  # a rank on an accelerator is lost after this time without a heartbeat, while others wait for it
+SILENT_S = 15.0  # a rank on an accelerator is lost if it does not answer for this time, while others wait for it
 GRACE_S = 5.0  # a waiting rank gives the all-reduce, or the rank that it waits for, this time to report the cause
 MOST_STACKS = 16  # ranks whose stacks are logged
 ABORTED = "aborted"  # store key: a rank has aborted
+
+
+class Heartbeats:
+    """A rank whose device waits asks the next rank for a heartbeat, and that rank's watchdog answers.
+
+    While devices do not wait for long, nothing is written: a launcher's store appends every value to a file in memory.
+
+        asked/<rank>   the number of the last question to this rank
+        beat/<rank>    the number of the last question that this rank answered; 0 from its start
+    """
+
+    def __init__(self, store: Any, rank: int, num_ranks: int) -> None:
+        self.store = store
+        self.asked, self.beat = f"asked/{rank}", f"beat/{rank}"
+        self.next_asked, self.next_beat = (f"{kind}/{(rank + 1) % num_ranks}" for kind in ("asked", "beat"))
+        self.answered, self.has_next_started = "0", False
+        self.num_asked, self.asked_s = 0, 0.0
+
+    def start(self) -> None:
+        self.store.set(self.beat, self.answered)
+
+    def answer(self) -> None:
+        """Answer the question of the previous rank, if there is one."""
+        if self.answered != "0" or self.store.check([self.asked]):
+            question = self.store.get(self.asked).decode()
+            if question != self.answered:
+                self.answered = question
+                self.store.set(self.beat, question)
+
+    def silent_s(self, now_s: float) -> float:
+        """Ask the next rank, and return how long it has not answered.  A rank that has not started is not asked."""
+        self.has_next_started = self.has_next_started or self.store.check([self.next_beat])
+        if not self.has_next_started:
+            return 0.0
+        if self.store.get(self.next_beat).decode() == str(self.num_asked):
+            self.num_asked, self.asked_s = self.num_asked + 1, now_s
+            self.store.set(self.next_asked, str(self.num_asked))
+        return now_s - self.asked_s
 
 
 class Watchdog:
@@ -199,7 +236,7 @@ class Watchdog:
         self.waiting_since_s = 0.0
         self.looked_s = time.perf_counter()
         self.reported_s: float | None = None  # the time of the last progress, if it is reported in the store
-        self.num_beats, self.next_beat, self.next_beat_s = 0, "", time.perf_counter()
+        self.heartbeats = Heartbeats(store, rank, len(names))
         self.stacks: TextIO | None = None  # the file for all stacks, used if this thread cannot run
         activity.note_progress()
         self.ended = threading.Event()
@@ -212,7 +249,7 @@ class Watchdog:
             torch.accelerator.set_device_index(times.device.index)  # for this thread, which queries events
         with suppress(RuntimeError):  # the store is lost with the rank that held it
             if times:
-                self.beat(time.perf_counter())
+                self.heartbeats.start()
             while not self.ended.wait(min(self.activity.patience_s / 8, LOOK_EVERY_S)):
                 self.look()
         if self.stacks:
@@ -271,34 +308,21 @@ class Watchdog:
             return None
         waiting, now_s = self.progress.times.waiting(), time.perf_counter()
         try:
-            self.beat(now_s)
+            self.heartbeats.answer()
             if waiting is None or waiting is not self.waiting:
                 self.waiting, self.waiting_since_s = waiting, now_s
                 return None
             if now_s - self.waiting_since_s > patience_s:
                 return f"other ranks did not arrive within {patience_s:g} s"
-            silent_s = now_s - max(self.next_beat_s, self.waiting_since_s)
-            if self.next_beat and silent_s > SILENT_S:
+            silent_s = self.heartbeats.silent_s(now_s)
+            if silent_s > SILENT_S:
                 self.store.set(ABORTED, "")
-                name = self.names[self.next_rank]
+                name = self.names[(self.rank + 1) % len(self.names)]
                 return f"rank {name} has sent no heartbeat for {silent_s:.0f} s and did not arrive"
             return "another rank has aborted and did not arrive" if self.store.check([ABORTED]) else None
         except RuntimeError:  # the store is lost with the rank that held it
             self.waiting = waiting
             return "the rank that held the store is lost and did not arrive"
-
-    @property
-    def next_rank(self) -> int:
-        return (self.rank + 1) % len(self.names)
-
-    def beat(self, now_s: float) -> None:
-        self.num_beats += 1
-        self.store.set(f"beat/{self.rank}", str(self.num_beats))
-        key = f"beat/{self.next_rank}"
-        if self.next_beat or self.store.check([key]):
-            beat = self.store.get(key).decode()
-            if beat != self.next_beat:
-                self.next_beat, self.next_beat_s = beat, now_s
 
     def log_stack(self) -> None:
         """Log the stack of the training thread.  If all ranks are stuck, only some do."""

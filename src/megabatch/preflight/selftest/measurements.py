@@ -35,7 +35,7 @@ from megabatch.planning.plan import CommDtype
 from megabatch.preflight.doctor import again_and_again, take_batches
 from megabatch.preflight.selftest.checks import describe_equality, digest_of, job_of_contexts
 from megabatch.preflight.selftest.results import Check, Job
-from megabatch.ranks.machine import resident_mb
+from megabatch.ranks.machine import host_identity, resident_mb, usable_cores
 from megabatch.ranks.world import World
 from megabatch.runs.records import StepRecord
 from megabatch.training.device import synchronize
@@ -110,7 +110,7 @@ def jobs_of_measurements(world: World) -> list[Job]:
         settings = [f"precision.name={workload.compiled}", "model.compile=true"]
         run = partial(time_precision, world, workload, settings, microbatch, speeds)
         jobs.append(Job(f"{workload.compiled} compiled, microbatch {microbatch}", run, is_measurement=True))
-    jobs.append(Job("memory", partial(measure_memory, world), is_measurement=True))
+    jobs.append(Job("memory", partial(measure_memory, world)))
     return jobs
 
 
@@ -181,7 +181,7 @@ def time_all_reduce(world: World, num_elements: int, name: str) -> Sequence[Chec
     figures |= {f"{arm}_s": seconds for arm, seconds in taken_s.items()}
     figures |= {f"{arm}_bus_gb_per_s": sent / seconds / 1e9 for arm, seconds in taken_s.items()}
     times = f"{1e3 * taken_s['ours']:.2f} ms, stock DDP {1e3 * taken_s['stock_ddp']:.2f}, "
-    times += f"backend {1e3 * taken_s['backend']:.2f} ({figures['backend_bus_gb_per_s']:.2f} GB/s)"
+    times += f"backend {1e3 * taken_s['backend']:.2f} ({figures['backend_bus_gb_per_s']:.3g} GB/s)"
     found = f"{times}, {describe_equality(num_results)}"
     return [Check(name=name, passed=num_results == 1, found=found, figures=figures)]
 
@@ -360,10 +360,12 @@ def time_jpegs(world: World, workload: Workload, speeds: dict[str, float], name:
             synchronize(world.device)
             own_per_s = count / (time.perf_counter() - began_s)
         per_s, num_threads = (sum(values) for values in zip(*world.all_gather([own_per_s, threads]), strict=True))
-    per_core, fastest = per_s / num_threads, max(speeds.values(), default=0.0)
+    cores = {(host, core) for host, own in world.all_gather((host_identity(), sorted(usable_cores()))) for core in own}
+    per_core, fastest = per_s / min(num_threads, len(cores)), max(speeds.values(), default=0.0)
     figures = {"images_per_s": per_s, "threads": num_threads, "per_core": per_core, "mean_kb": mean_kb}
-    figures["cores_needed"] = fastest / per_core
-    found = f"{per_s:,.0f} images/s of {mean_kb:.0f} KB, {per_core:,.0f} per core with {num_threads:g} threads"
+    figures |= {"cores": len(cores), "cores_needed": fastest / per_core}
+    found = f"{per_s:,.0f} images/s of {mean_kb:.0f} KB, {per_core:,.0f} per core with {num_threads:g} threads on "
+    found += f"{len(cores)} cores"
     found += f"; the fastest step above needs {figures['cores_needed']:,.0f} cores"
     return [Check(name=name, passed=None, found=found, figures=figures)]
 
@@ -390,6 +392,9 @@ def measure_memory(world: World, name: str) -> Sequence[Check]:
     if world.device.type == "cpu":
         found_mb = resident_mb() or 0.0
         return [Check(name=name, passed=None, found=f"{found_mb:,.0f} MB of rank 0", figures={"resident_mb": found_mb})]
-    peaks_mb = world.all_gather(torch.accelerator.max_memory_allocated(world.device) / 1e6)
-    found = f"{max(peaks_mb):,.0f} MB peak of tensors"
-    return [Check(name=name, passed=None, found=found, figures={"device_mb": peaks_mb})]
+    free, total = torch.cuda.mem_get_info(world.device)
+    others = total - free - torch.accelerator.memory_reserved(world.device)
+    own_mb = [torch.accelerator.max_memory_allocated(world.device) / 1e6, others / 1e6]
+    peaks_mb, others_mb = (list(values) for values in zip(*world.all_gather(own_mb), strict=True))
+    found = f"{max(peaks_mb):,.0f} MB peak of tensors; contexts, libraries and NCCL {max(others_mb):,.0f} MB"
+    return [Check(name=name, passed=None, found=found, figures={"device_mb": peaks_mb, "others_mb": others_mb})]

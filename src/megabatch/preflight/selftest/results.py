@@ -43,7 +43,7 @@ class SelfTest(Struct, frozen=True, kw_only=True):
     torch: str
     device: str  # its name
     backend: str
-    software: dict[str, str] = {}  # versions of CUDA, cuDNN and NCCL
+    software: dict[str, str] = {}  # versions of CUDA, cuDNN, NCCL and the driver
     num_ranks: int
     hosts_of: list[int]  # ranks per node in the plans
     is_simulated: bool = False  # all ranks are on one node, and the plans take it for two

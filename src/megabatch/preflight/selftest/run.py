@@ -12,6 +12,7 @@ from megabatch.preflight.selftest.measurements import jobs_of_measurements
 from megabatch.preflight.selftest.results import SelfTest, run_jobs
 from megabatch.ranks.backends import BACKENDS, Backend
 from megabatch.ranks.collectives import digest
+from megabatch.ranks.devices import installed_driver
 from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.machine import cpu_name, host_identity
 from megabatch.ranks.store import RankStore
@@ -65,6 +66,7 @@ def software() -> dict[str, str]:
         "hip": torch.version.hip,
         "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None,
+        "driver": installed_driver(),
         "capability": ".".join(map(str, torch.cuda.get_device_capability())),
     }
     return {name: str(version) for name, version in versions.items() if version}
