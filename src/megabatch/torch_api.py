@@ -30,10 +30,13 @@ foreach_copy_ = torch._foreach_copy_
 foreach_lerp_ = torch._foreach_lerp_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
+foreach_sub_ = torch._foreach_sub_
 foreach_zero_ = torch._foreach_zero_
 # Momentum SGD in one pass over memory.  torch.optim.SGD(fused=True) has one learning rate per group, but LARS has one
 # per tensor.
 fused_sgd_ = torch._fused_sgd_
+# Adam's update in one pass over memory.  LAMB needs it as a tensor; torch.optim.AdamW adds it to the weights.
+fused_adamw_ = torch._fused_adamw_
 # The kernels of torch.amp.GradScaler.  GradScaler lets the scale fall below 1 and synchronizes with the host.
 unscale_and_find_inf_ = torch._amp_foreach_non_finite_check_and_unscale_
 update_scale_ = torch._amp_update_scale_
@@ -73,6 +76,11 @@ def has_context(index: int) -> bool:
     """Return whether this process has a CUDA context on the device.  The public functions would make one."""
     of_cuda: Any = torch._C  # a CPU build lacks the function
     return bool(of_cuda._cuda_hasPrimaryContext(index))
+
+
+def multiplies_bf16() -> bool:
+    """Return whether this CPU has instructions for products of bf16.  torch emulates them, many times slower."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 SUPPORTS_FOUND_INF = "_step_supports_amp_scaling"  # GradScaler reads this: the optimizer's step checks `found_inf`

@@ -102,7 +102,7 @@ def test_a_recipe_file_needs_only_settings_without_a_default(tmp_path: Path) -> 
             "batch.global=250",
             r"batch.global=250 is not a whole number of microbatches of 64; nearest: batch.global=256",
         ),
-        ("optim.name=sdg", r"optim.name='sdg' is not one of sgd, lars; nearest: optim.name=sgd"),
+        ("optim.name=sdg", r"optim.name='sdg' is not one of sgd, lars, adamw, lamb, muon; nearest: optim.name=sgd"),
         ("data.on_error=ignore", r"data.on_error='ignore': expected raise or skip; for example data.on_error='raise'"),
         ("comm.bucket_mb=big", r"comm.bucket_mb='big': expected a number or auto; for example comm.bucket_mb='auto'"),
         ("optim.variant=lark", r"optim.variant='lark' is not one of you2017, .*nearest: optim.variant=larc"),

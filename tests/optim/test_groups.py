@@ -1,8 +1,13 @@
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
+from megabatch.models.layers import head_parameters
+from megabatch.models.resnet import RESNETS
 from megabatch.models.small import small_resnet
-from megabatch.optim.groups import parameter_groups, split_head
+from megabatch.optim.groups import decay_by_layer, layers_of, parameter_groups, split_off
 from megabatch.optim.optimizers import set_learning_rate
 
 
@@ -19,6 +24,11 @@ class Block(nn.Module):
         self.frozen = nn.Linear(4, 4).requires_grad_(False)
         self.tied = nn.Linear(4, 4, bias=False)
         self.tied_again = self.tied
+        self.scale = nn.Parameter(torch.ones(4))
+        self.position = nn.Parameter(torch.ones(1, 4))
+
+    def no_weight_decay(self) -> set[str]:
+        return {"position"}
 
 
 def groups_by_name(model: nn.Module) -> dict[str, list[str]]:
@@ -27,6 +37,7 @@ def groups_by_name(model: nn.Module) -> dict[str, list[str]]:
 
 def test_normalisation_is_found_by_type_and_biases_by_name() -> None:
     groups = groups_by_name(Block())
+    assert groups["others"] == ["scale", "position"]
     assert groups["normalisation"] == [
         "downsample.1.weight",
         "downsample.1.bias",
@@ -55,7 +66,7 @@ def test_normalisation_is_found_by_type_and_biases_by_name() -> None:
 
 def test_only_weights_decay() -> None:
     decay = {group["name"]: group["weight_decay"] for group in parameter_groups(Block(), 0.1)}
-    assert decay == {"weights": 0.1, "biases": 0.0, "normalisation": 0.0}
+    assert decay == {"weights": 0.1, "biases": 0.0, "normalisation": 0.0, "others": 0.0}
 
 
 def test_decay_all_changes_only_the_weight_decay() -> None:
@@ -76,7 +87,7 @@ def test_every_trained_parameter_is_in_exactly_one_group() -> None:
 
 def test_head_has_separate_groups_and_a_factor_of_every_learning_rate() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    groups = split_head(parameter_groups(model, 0.1), ["2.weight", "2.bias"], factor=5.0)
+    groups = split_off(parameter_groups(model, 0.1), ["2.weight", "2.bias"], "head", {"lr_factor": 5.0})
     assert {group["name"]: (group["param_names"], group["weight_decay"]) for group in groups} == {
         "weights": (["0.weight"], 0.1),
         "biases": (["0.bias"], 0.0),
@@ -91,3 +102,44 @@ def test_head_has_separate_groups_and_a_factor_of_every_learning_rate() -> None:
         assert {name: rate / 5 if name.startswith("head") else rate for name, rate in rates.items()} == dict.fromkeys(
             rates, learning_rate
         )
+
+
+def rates(groups: list[dict[str, Any]], factor: str) -> dict[str, tuple[float, float]]:
+    """Return the factor of the learning rate and the decay of each parameter."""
+    return {
+        name: (pytest.approx(group.get(factor, 1.0)), group["weight_decay"])
+        for group in groups
+        for name in group["param_names"]
+    }
+
+
+@pytest.mark.usefixtures("torchvision")  # which timm imports
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet50", "convnext_atto"])
+def test_layer_decay_is_that_of_timm(name: str) -> None:
+    import timm
+    from timm.optim import param_groups_layer_decay
+
+    with torch.device("meta"):
+        model = timm.create_model(name)
+        ours = RESNETS["resnet50"](1000, 3)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    skipped = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
+    expected = param_groups_layer_decay(model, 0.1, no_weight_decay_list=skipped, layer_decay=0.7)
+    for group in expected:
+        group["param_names"] = [names[id(parameter)] for parameter in group["params"]]
+
+    def by_layer(model: nn.Module) -> dict[str, tuple[float, float]]:
+        layers = layers_of(model, head_parameters(model))
+        return rates(decay_by_layer(parameter_groups(model, 0.1), layers, 0.7), "lr_factor")
+
+    assert by_layer(model) == rates(expected, "lr_scale")
+    if name == "convnext_atto":  # timm's layers of a downsampling are those of the blocks beside it
+        return
+    type(model).group_matcher, kept = None, type(model).group_matcher
+    try:  # by the rule for models without timm's method
+        del type(model).group_matcher
+        assert by_layer(model) == rates(expected, "lr_scale")
+    finally:
+        type(model).group_matcher = kept
+    if name == "resnet50":
+        assert by_layer(ours) == rates(expected, "lr_scale")

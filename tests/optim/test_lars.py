@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import pytorch_optimizer
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megabatch.errors import UserError
 from megabatch.optim import LARS, parameter_groups
@@ -14,37 +14,15 @@ from megabatch.optim.lars import VARIANTS, trust_ratio, trust_ratios
 from megabatch.optim.momentum import ROW, norm
 from megabatch.optim.optimizers import OPTIMIZERS, OptimSettings, set_learning_rate
 from tests.support.lars_reference import ETA, LRS, MLPERF, MU, REFERENCES
+from tests.support.optimizers import SAME, SHAPES, give_gradients, make_weights, random, take_steps
 
 DECAY, EPS = 0.02, 1e-6
 RATES = [0.0, 0.5, 1.0, 2.0, 3.0, 3.0, 0.0, 1.5, 1.0, 0.4, 0.1, 0.01]  # warm-up from 0, a pause, decay
 ABOVE_ZERO = [rate for rate in RATES if rate]
-SHAPES = [(5, 3, 2, 2), (4, 7), (ROW + 37,)]
-SAME = {"rtol": 1e-12, "atol": 1e-14}
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
-    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
-
-
-def make_weights(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
-    return [nn.Parameter(random(*shape, dtype=dtype, seed=seed)) for seed, shape in enumerate(SHAPES)]
 
 
 def make_lars(weights: list[nn.Parameter], **settings: Any) -> LARS:
     return LARS(weights, **({"lr": 1.0, "momentum": MU, "weight_decay": DECAY, "trust_coefficient": ETA} | settings))
-
-
-def take_steps(optimizer: torch.optim.Optimizer, rates: list[float], first: int = 0, scale: float = 1.0) -> None:
-    for step, rate in enumerate(rates, first):
-        set_learning_rate(optimizer, rate)
-        give_gradients(optimizer, step, scale)
-        optimizer.step()
-
-
-def give_gradients(optimizer: torch.optim.Optimizer, step: int, scale: float = 1.0) -> None:
-    for group in optimizer.param_groups:
-        for index, weight in enumerate(group["params"]):
-            weight.grad = scale * random(*weight.shape, dtype=weight.dtype, seed=100 * step + index)
 
 
 @pytest.mark.parametrize("foreach", [None, True])
@@ -182,7 +160,7 @@ def test_trust_ratios_of_many_tensors_equal_those_of_each(
 
 
 @pytest.mark.parametrize("foreach", [None, True])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["you2017", "outside", "larc"])
 def test_zero_weights_and_zero_gradients_move_as_with_sgd(variant: str, foreach: bool | None) -> None:
     for weight, gradient, expected in ((0.0, 1.0, -0.5), (1.0, 0.0, 1 - 0.5 * DECAY)):
         parameter = nn.Parameter(torch.full((3, 3), weight))

@@ -89,6 +89,34 @@ def test_custom_optimizer_is_imported_by_name() -> None:
             make_optimizer(groups, OptimSettings(name=name, learning_rate=0.1))
 
 
+def test_a_class_of_torch_gets_the_groups_the_learning_rate_and_its_options() -> None:
+    weight = torch.zeros(3, requires_grad=True)
+    groups = [{"params": [weight], "weight_decay": 0.3, "param_names": ["w"]}]
+    settings = OptimSettings(name="torch.optim:AdamW", learning_rate=0.1, options={"betas": [0.5, 0.6], "fused": True})
+    optimizer = make_optimizer(groups, settings)
+    group = optimizer.param_groups[0]
+    assert type(optimizer) is torch.optim.AdamW and (group["lr"], group["weight_decay"]) == (0.1, 0.3)
+    assert (group["betas"], group["fused"], group["params"]) == ((0.5, 0.6), True, [weight])
+    for name, reason in (
+        ("torch.optim:Muon", r"optimizer Muon\(groups, lr=0.1, .* fails: .*; change optim.options or the optimizer"),
+        ("torch.nn:Linear", r"optimizer Linear is a class; expected a subclass of torch.optim.Optimizer, or a funct"),
+        ("math:sqrt", r"optimizer sqrt cannot be called with \(groups, settings\): .*; expected a subclass of"),
+    ):
+        with pytest.raises(UserError, match=reason):
+            make_optimizer(groups, OptimSettings(name=name, learning_rate=0.1))
+    with pytest.raises(UserError, match=r"optim.options is for an optimizer class .*; leave optim.options out"):
+        OptimSettings(name="adamw", learning_rate=0.1, options={"fused": True})
+
+
+@pytest.mark.parametrize(("name", "eps"), [("adamw", 1e-8), ("lamb", 1e-6), ("lars", 0.0)])
+def test_betas_and_eps_are_those_of_the_recipe_or_of_the_optimizer(name: str, eps: float) -> None:
+    for given, expected in ((None, eps), (0.0, 0.0), (0.5, 0.5)):
+        settings = OptimSettings(name=name, learning_rate=0.1, betas=(0.5, 0.6), eps=given)
+        groups = [{"params": [torch.zeros(3, requires_grad=True)], "weight_decay": 0.1}]
+        made = make_optimizer(groups, settings).param_groups[0]
+        assert made["eps"] == expected and made.get("betas", (0.5, 0.6)) == (0.5, 0.6)
+
+
 def test_nesterov_without_momentum_is_rejected() -> None:
     with pytest.raises(UserError, match=r"optim.nesterov=false"):
         OptimSettings(learning_rate=0.1, momentum=0.0, nesterov=True)

@@ -46,6 +46,9 @@ def test_expected_memory_matches_a_step(ranks: RankPool) -> None:
         ["batch.global=4", "precision.name=fp32", "model.name=small_resnet"],
         ["batch.global=4", "optim.momentum=0", "optim.nesterov=false"],
         ["batch.global=4", "precision.name=fp16", "optim.name=lars", "optim.nesterov=false"],
+        ["batch.global=4", "precision.name=fp32", "optim.name=lamb"],
+        ["batch.global=4", "precision.name=fp32", "optim.name=muon", "optim.momentum=0.8"],
+        ["batch.global=4", "precision.name=fp32", "optim.name=torch.optim:Adadelta"],
         ["batch.global=4", "precision.name=amp", "train.ema_half_life_epochs=1"],
     ):
         memory = preview(small_run(*overrides), 1).memory

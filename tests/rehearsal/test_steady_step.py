@@ -1,5 +1,6 @@
 """Launches, waits and allocations of a step in the middle of a run, on one rank of many."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,10 @@ def step_of(ranks: RankPool, num_ranks: int, *overrides: str, number: int = 13, 
     return step
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "lars"])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    ("precision", "optimizer"),
+    [*product(PRECISIONS, ("sgd", "lars")), ("fp16", "adamw"), ("amp", "lamb"), ("fp16", "muon")],
+)
 def test_host_never_waits_for_the_device(ranks: RankPool, precision: str, optimizer: str) -> None:
     algorithm = ALGORITHMS[PRECISIONS.index(precision) % 3]
     overrides = (f"precision.name={precision}", f"optim.name={optimizer}", f"comm.algorithm={algorithm}")

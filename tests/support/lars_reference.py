@@ -62,7 +62,13 @@ def larc() -> Step:
     return step
 
 
-REFERENCES = {"you2017": you2017, "outside": outside, "larc": larc}
+def decayed() -> Step:
+    """The gradient and its decay are one: LARS without decay of their sum."""
+    momentum = Momentum()
+    return lambda w, g, lr, decay: momentum.step(w, scaled_gradient(w, g + decay * w, 0.0), lr)
+
+
+REFERENCES = {"you2017": you2017, "outside": outside, "larc": larc, "decayed": decayed}
 
 Array = NDArray[np.float64]
 LRS = [3.0 * step / 5 for step in range(1, 6)] + [3.0 * (1 - step / 20) ** 2 + 1e-4 for step in range(1, 20)]

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from megabatch.training.checkpoint.format import (
     read_description,
     read_state,
 )
+from megabatch.training.checkpoint.resume import layout_problem
 from megabatch.training.checkpoint.save import Checkpoints
 from megabatch.training.checkpoint.state import (
     number_to_tensor,
@@ -67,13 +69,14 @@ def counting(groups: list[dict[str, Any]], settings: OptimSettings) -> torch.opt
 
 
 OWN: dict[str, MakeOptimizer] = {"adamw": adamw, "counting": counting}
+BUILT_IN = {"muon and lamb": ("optim.name=muon", "optim.muon.others=lamb")}
 
 
 def train_with_stops(
     world: World, stops: list[int], folder: str, optimizer: str = ""
 ) -> tuple[list[float], dict[str, Any]]:
     """Train a short run; at each of `stops`, discard everything except the checkpoint."""
-    config = small_run(*SHORT)
+    config = small_run(*SHORT, *BUILT_IN.get(optimizer, ()))
     data = load_data_set(config.data)
     checkpoints = Checkpoints(Path(folder), config.checkpoint, 0)
     losses: list[float] = []
@@ -92,6 +95,7 @@ def train_with_stops(
         if world.rank == 0:
             checkpoints.save(training, totals)
             checkpoints.drain()
+            read_checkpoint(checkpoints.folder / "last", partial(layout_problem, training))
             description = read_description(checkpoints.folder / "last")
             require_same_images(Path(folder), description.data, training)
             with pytest.raises(UserError, match="was trained on different images"):
@@ -115,7 +119,9 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_run(ranks: RankPool, num_ran
             assert np.array_equal(state[name], expected_state[name]), name
 
 
-@pytest.mark.parametrize(("optimizer", "kept"), [("adamw", ".step"), ("counting", "optimizer_number.")])
+@pytest.mark.parametrize(
+    ("optimizer", "kept"), [("adamw", ".step"), ("counting", "optimizer_number."), ("muon and lamb", ".exp_avg")]
+)
 def test_a_run_with_any_torch_optimizer_resumes_bitwise(
     ranks: RankPool, optimizer: str, kept: str, tmp_path: Path
 ) -> None:

@@ -54,5 +54,5 @@ def lars_in_fp16(groups: Iterable[dict[str, Any]], settings: OptimSettings) -> t
         lr=settings.learning_rate,
         momentum=settings.momentum,
         trust_coefficient=settings.trust_coefficient,
-        eps=settings.eps,
+        eps=settings.eps_of("lars"),
     )

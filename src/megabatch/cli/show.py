@@ -265,7 +265,7 @@ def print_parameters(console: "Terminal", seen: "Preview") -> None:
 
 
 def draw_curve(
-    value: Callable[[int], float],
+    value: Callable[[float], float],
     peak: float,
     num_steps: int,
     ends: tuple[str, str] | None = None,  # labels of the first and last step

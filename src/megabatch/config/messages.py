@@ -69,6 +69,7 @@ def example(key: str) -> str:
         value = value.get(name) if isinstance(value, dict) else None
     if value is None and key in FIELDS and FIELDS[key].default not in (msgspec.NODEFAULT, None):
         value = FIELDS[key].default
+    value = list(value) if isinstance(value, tuple) else value
     return f"for example {key}={show_value(value)}" if value is not None else f"remove {key} to use its default"
 
 

@@ -1,6 +1,6 @@
 """The steps, learning rates and model of a recipe for a given data set and number of ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import msgspec
@@ -13,7 +13,18 @@ from megabatch.data.sources.shapes import DataShape
 from megabatch.errors import UserError
 from megabatch.models.catalog import build_model
 from megabatch.models.layers import freeze, head_of, head_parameters
-from megabatch.optim.groups import parameter_groups, split_head
+from megabatch.optim.groups import (
+    LR_FACTOR,
+    OPTIMIZER,
+    UNTIL,
+    decay_by_layer,
+    layers_of,
+    matching,
+    parameter_groups,
+    split_off,
+)
+from megabatch.optim.muon import is_matrix
+from megabatch.optim.optimizers import GroupSettings, OptimSettings
 from megabatch.optim.schedules import schedule
 from megabatch.planning.batch import StepPlan, plan_steps
 from megabatch.runs.settings import is_decisive
@@ -74,7 +85,7 @@ def plan_run(config: RunConfig, shape: DataShape, num_ranks: int) -> StepPlan:
     )
 
 
-def plan_learning_rate(config: RunConfig, plan: StepPlan) -> Callable[[int], float]:
+def plan_learning_rate(config: RunConfig, plan: StepPlan) -> Callable[[float], float]:
     warmup_epochs = in_epochs(config, plan.num_samples).schedule.warmup_epochs
     warmup_steps = round(warmup_epochs * plan.num_samples / plan.global_batch)
     return schedule(config.schedule, config.optim.learning_rate, warmup_steps, plan.num_steps)
@@ -99,15 +110,40 @@ def make_model(config: RunConfig, shape: DataShape) -> nn.Module:
 
 
 def plan_groups(config: RunConfig, model: nn.Module) -> list[dict[str, Any]]:
-    """Return the parameter groups, with separate groups for the head if it has its own learning rate."""
+    """Return the parameter groups, with separate groups for parameters that have their own settings."""
     optim = config.optim
     groups = parameter_groups(model, optim.weight_decay, optim.decay_all)
-    if optim.head_learning_rate is None:
-        return groups
     head = head_parameters(model)
-    if not any(name in head for group in groups for name in group["param_names"]):
-        raise UserError(
-            f"optim.head_learning_rate={optim.head_learning_rate:g}: the last layer, {head_of(model)}, is frozen; "
-            "remove optim.head_learning_rate or model.freeze"
-        )
-    return split_head(groups, head, optim.head_learning_rate / optim.learning_rate)
+    if optim.layer_decay < 1.0:
+        groups = decay_by_layer(groups, layers_of(model, head), optim.layer_decay)
+    if optim.name == "muon":
+        groups = split_off(groups, not_for_muon(groups, head), "other", changes(optim, optim.muon.group))
+    if optim.head_learning_rate is not None:
+        if not any(name in head for group in groups for name in group["param_names"]):
+            raise UserError(
+                f"optim.head_learning_rate={optim.head_learning_rate:g}: the last layer, {head_of(model)}, is frozen; "
+                "remove optim.head_learning_rate or model.freeze"
+            )
+        groups = split_off(groups, head, "head", {LR_FACTOR: optim.head_learning_rate / optim.learning_rate})
+    for group in optim.groups:
+        label = ", ".join(group.parameters)
+        groups = split_off(groups, matching(group.parameters, groups), label, changes(optim, group))
+    return groups
+
+
+def not_for_muon(groups: list[dict[str, Any]], head: Collection[str]) -> list[str]:
+    """Return the parameters that are not matrices, and those of the head: its rows are classes."""
+    return [
+        name
+        for group in groups
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+        if name in head or not (group["trust_ratio"] and is_matrix(parameter.shape))
+    ]
+
+
+def changes(optim: OptimSettings, group: GroupSettings) -> dict[str, Any]:
+    """Return the settings of a group that differ from those of the other parameters."""
+    rate, until = group.learning_rate, group.until
+    changed = {LR_FACTOR: None if rate is None else rate / optim.learning_rate, OPTIMIZER: group.optimizer}
+    changed |= {"momentum": group.momentum, "weight_decay": group.weight_decay, UNTIL: until if until < 1.0 else None}
+    return {key: value for key, value in changed.items() if value is not None}

@@ -163,6 +163,8 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, o
 def without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: without_none(member) for key, member in value.items() if member is not None}
+    if isinstance(value, list):
+        return list(map(without_none, value))
     return value
 
 

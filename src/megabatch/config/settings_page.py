@@ -9,6 +9,7 @@ from msgspec import Struct
 from megabatch.config.schema import FIELDS, PREEMPT_SIGNALS
 from megabatch.models.catalog import MODELS
 from megabatch.optim.lars import VARIANTS
+from megabatch.optim.muon import SCALES
 from megabatch.optim.optimizers import OPTIMIZERS
 from megabatch.optim.schedules import DECAYS
 from megabatch.planning.algorithms import ALGORITHMS, ON_REQUEST
@@ -106,14 +107,26 @@ MEANINGS = {
         "samples per forward and backward pass, and per BatchNorm; `batch.global` must be a multiple of it"
     ),
     "optim.name": (
-        "the optimizer, or your own as `package.module:function`, called with parameter groups and these settings like "
-        "the optimizer of [`fit`](python.md)"
+        "the [optimizer](optimizers.md); a class such as `torch.optim:AdamW`; or your own `package.module:function`, "
+        "called with parameter groups and these settings like the optimizer of [`fit`](python.md)"
     ),
     "optim.learning_rate": "peak learning rate",
     "optim.head_learning_rate": "peak learning rate of the last layer; it follows the same schedule",
-    "optim.momentum": "momentum of `sgd` and `lars`",
-    "optim.nesterov": "Nesterov momentum, for `sgd` only",
-    "optim.weight_decay": "weight decay of weights; biases and normalisation layers have none",
+    "optim.layer_decay": (
+        "factor of the learning rate from each layer to the one below it, for [fine-tuning](optimizers.md#layer-decay)"
+    ),
+    "optim.groups": (
+        "parameters with their own settings: a list of [tables](optimizers.md#groups) with `parameters`, a list of "
+        "names in which `*` stands for any text, and any of `optimizer`, `learning_rate`, `momentum`, `weight_decay` "
+        "and `until`, the share of the run after which they are not trained; the last table that names one applies"
+    ),
+    "optim.momentum": "momentum of `sgd`, `lars` and `muon`",
+    "optim.nesterov": "Nesterov momentum, for `sgd` and `muon`",
+    "optim.betas": "decays of the averages of gradients and their squares, for `adamw` and `lamb`",
+    "optim.weight_decay": (
+        "weight decay of weights; biases, normalisation layers and other vectors have none; `adamw` and `muon` "
+        "multiply it by the learning rate"
+    ),
     "optim.decay_all": (
         "decay biases and normalisation layers too, which cost AlexNet 1.3 points at 64K (Jia et al. 2018)"
     ),
@@ -122,11 +135,19 @@ MEANINGS = {
         "its peak, instead of adding to the gradient; as Composer's DecoupledSGDW"
     ),
     "optim.clip_norm": "largest norm of the whole gradient; 0 does not clip",
-    "optim.variant": "variant of `lars`: one of [these](recipes.md#lars); `sgd` ignores this and the next two",
+    "optim.variant": "variant of `lars`: one of [these](optimizers.md#lars); others ignore this and the next",
     "optim.trust_coefficient": (
         "trust coefficient of `lars`: the change of a weight at a learning rate of 1, as a share of its norm"
     ),
-    "optim.eps": "`lars`: added to the gradient's norm",
+    "optim.eps": "added to a denominator: the gradient's norm of `lars`, the root of `adamw` and `lamb`",
+    "optim.muon.scale": "factor of an update of `muon` by the shape of its matrix, one of [these](optimizers.md#muon)",
+    "optim.muon.rounds": "rounds of the Newton-Schulz iteration of `muon`",
+    "optim.muon.fixed_norm": "`muon` scales every matrix to the norm sqrt(rows) before its update",
+    "optim.muon.others": (
+        "with `muon`, the optimizer of biases, normalisation layers, the last layer and all else that is not a matrix"
+    ),
+    "optim.muon.others_learning_rate": "their peak learning rate",
+    "optim.options": "arguments of the class that `optim.name` names, such as `{ betas = [0.9, 0.95], fused = true }`",
     "schedule.warmup_epochs": "epochs of linear warm-up, updated every step",
     "schedule.decay": "decay of the learning rate after the warm-up",
     "schedule.power": "exponent of `poly`",
@@ -216,7 +237,9 @@ DEFAULTS = {
     "model.weights": "none: random, from the seed",
     "optim.head_learning_rate": "`optim.learning_rate`",
     "data.test_image_size": "`data.image_size`",
-    "optim.nesterov": "true for `sgd` with momentum",
+    "optim.nesterov": "true for `sgd` and `muon` with momentum",
+    "optim.eps": "1e-8 for `adamw`, 1e-6 for `lamb`, else 0",
+    "optim.muon.others_learning_rate": "`optim.learning_rate`",
     "precision.loss_scale": "dynamic",
     "train.patience": "none",
     "train.epochs": "set this or `train.steps`",
@@ -229,7 +252,9 @@ DEFAULTS = {
 # Strings that the Structs accept (`require_one_of`).
 CHOICES = {
     "model.name": [*MODELS, "package.module:factory"],
-    "optim.name": [*OPTIMIZERS, "package.module:function"],
+    "optim.name": [*OPTIMIZERS, "torch.optim:Class", "package.module:function"],
+    "optim.muon.scale": SCALES,
+    "optim.muon.others": [name for name in OPTIMIZERS if name != "muon"],
     "optim.variant": VARIANTS,
     "schedule.decay": DECAYS,
     "comm.algorithm": ["auto", *ALGORITHMS, *ON_REQUEST],
@@ -295,6 +320,10 @@ def kinds(kind: msgspec.inspect.Type) -> Iterator[str]:
             yield "text"
         case msgspec.inspect.ListType(item_type=msgspec.inspect.TupleType()):
             yield "list of lists"
+        case msgspec.inspect.ListType(item_type=msgspec.inspect.StructType()):
+            yield "list of tables"
+        case msgspec.inspect.TupleType(item_types=items):
+            yield f"list of {len(items)} numbers"
         case msgspec.inspect.ListType():
             yield "list of text"
         case msgspec.inspect.DictType() | msgspec.inspect.StructType():
@@ -322,6 +351,8 @@ def default_of(key: str) -> str:
         return "none"
     if isinstance(field.default, bool):
         return f"`{str(field.default).lower()}`"
+    if isinstance(field.default, tuple):
+        return f"`{list(field.default)}`"
     return f"`{field.default:.4g}`" if isinstance(field.default, float) else f"`{field.default}`"
 
 

@@ -8,6 +8,7 @@ you2017   v = mu v + lr u,   w -= v       lr inside the momentum; so does MLPerf
 outside   v = mu v + u,      w -= lr v    most PyTorch ports, and NVIDIA's MLPerf code, which multiplies you2017's
                                           momentum by lr / last lr; differs from you2017 only while lr changes
 larc      `outside` with tau = min(tau / lr, 1), so that no step is larger than SGD's
+decayed   `outside` with tau = eta |w| / (|g + lambda w| + eps), as in self-supervised learning (MAE)
 
 A group with "trust_ratio": False has tau = 1: biases and normalisation layers, see `parameter_groups`.  tau does not
 depend on whether a group decays.
@@ -22,13 +23,14 @@ it), and the host does not read it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from megabatch.errors import UserError, require_one_of
-from megabatch.optim.momentum import SMALL, Rows, norm, step_fused, step_rows, step_small
+from megabatch.optim.momentum import SMALL, Rows, norm, rows_of, step_fused, step_rows, step_small
 from megabatch.torch_api import declare_found_inf_support, foreach_norm, group_by_device_and_dtype
 
 Norm = TypeVar("Norm", float, Tensor)
@@ -42,12 +44,14 @@ TRUST_COEFFICIENT = 0.001  # You et al. 2017
 class Variant(NamedTuple):
     lr_in_momentum: bool = False
     clips_ratio: bool = False
+    measures_decayed: bool = False  # |g + lambda w| instead of |g| + lambda |w|
 
 
 VARIANTS = {
     "you2017": Variant(lr_in_momentum=True),
     "outside": Variant(),
     "larc": Variant(clips_ratio=True),
+    "decayed": Variant(measures_decayed=True),
 }
 
 RULES: dict[str, tuple[str, Callable[[float], bool]]] = {
@@ -111,7 +115,7 @@ class LARS(torch.optim.Optimizer):
         trust_coefficient: The trust coefficient (eta), greater than 0.
         eps: Added to the denominator of the trust ratio, at least 0.
         variant: "you2017" multiplies by the learning rate before the momentum, "outside" after it, and "larc" also
-            limits the step to that of SGD.
+            limits the step to that of SGD. "decayed" is "outside" with the norm of the gradient plus its decay.
         foreach: Update lists of tensors together. By default, only on devices other than the CPU.
 
     Raises:
@@ -183,7 +187,7 @@ class LARS(torch.optim.Optimizer):
             if not group["trust_ratio"]:
                 update_without_trust_ratio(group, found_inf, *tensors)
             elif uses_foreach(group, tensors[0]):
-                update_foreach(group, found_inf, norms, self.rows_of(tensors[0]), *tensors)
+                update_foreach(group, found_inf, norms, rows_of(self, tensors[0]), *tensors)
             else:
                 update_each(group, found_inf, norms, *tensors)
         return loss
@@ -194,10 +198,10 @@ class LARS(torch.optim.Optimizer):
         norms: list[Tensor] = []  # in fp64: one tensor per group, not per weight, so that there are few launches
         measured: dict[int, Any] = self.__dict__.setdefault("measured", {})
         for group, (weights, gradients, *_) in self.tensors():
-            if not group["trust_ratio"]:
+            if not group["trust_ratio"] or measures_decayed(group):  # norms of which the step has no use
                 norms.append(torch.stack(foreach_norm(gradients)).double())
             elif uses_foreach(group, weights):
-                measured[id(weights[0])] = both = self.rows_of(weights).measure(weights, gradients)
+                measured[id(weights[0])] = both = rows_of(self, weights).measure(weights, gradients)
                 norms.append(both[1])
             else:
                 measured[id(weights[0])] = each = [norm(gradient) for gradient in gradients]
@@ -212,16 +216,6 @@ class LARS(torch.optim.Optimizer):
                 lists = [weights, [weight.grad for weight in weights], self.momentum_buffers(group, weights)]
                 filled = [tensors for tensors in lists if tensors]
                 yield from ((group, tensors) for tensors, _ in group_by_device_and_dtype(filled).values())
-
-    def rows_of(self, weights: list[Tensor]) -> Rows:
-        """Return the rows for these weights, which are kept between steps."""
-        key = tuple(map(id, weights))
-        kept: dict[tuple[int, ...], Rows] = self.__dict__.setdefault("kept_rows", {})  # not pickled
-        if key not in kept:
-            for other in [other for other in kept if not set(other).isdisjoint(key)]:
-                del kept[other]
-            kept[key] = Rows(weights)
-        return kept[key]
 
     def momentum_buffers(self, group: Group, weights: list[Tensor]) -> list[Tensor]:
         """Return one buffer per weight, or no buffers without momentum."""
@@ -251,6 +245,9 @@ def update_each(
     *buffers: list[Tensor],
 ) -> None:
     for_ratio, for_momentum = ratio_settings(group), momentum_settings(group) | {"found_inf": found_inf}
+    if norms is None and measures_decayed(group):
+        decayed = partial(torch.add, alpha=group["weight_decay"])
+        norms = list(map(norm, map(decayed, gradients, weights)))
     for gradient_norm, *tensors in zip(norms or map(norm, gradients), weights, gradients, *buffers, strict=True):
         tau = trust_ratio(norm(tensors[0]), gradient_norm, **for_ratio)
         factor, step_size = factor_and_step_size(group, tau)
@@ -271,8 +268,12 @@ def update_foreach(
 ) -> None:
     """Update all tensors together, without reading a value from the device, which would wait for it."""
     norms = norms or rows.measure(weights, gradients)
+    settings = momentum_settings(group)
+    if measures_decayed(group):
+        rows.add(weights, settings["weight_decay"])
+        norms, settings["weight_decay"] = [norms[0], rows.norms()], 0.0
     factors, step_size = factor_and_step_size(group, trust_ratios(*norms, **ratio_settings(group)))
-    settings = momentum_settings(group) | {"factors": factors, "step_size": step_size, "found_inf": found_inf}
+    settings |= {"factors": factors, "step_size": step_size, "found_inf": found_inf}
     step_rows(rows, weights, *buffers, **settings)
 
 
@@ -286,9 +287,17 @@ def factor_and_step_size(group: Group, tau: Any) -> tuple[Any, float]:
     return (tau * lr, 1.0) if VARIANTS[group["variant"]].lr_in_momentum else (tau, lr)
 
 
+def measures_decayed(group: Group) -> bool:
+    return VARIANTS[group["variant"]].measures_decayed
+
+
 def ratio_settings(group: Group) -> dict[str, Any]:
-    clip_at = group["lr"] if VARIANTS[group["variant"]].clips_ratio else None
-    return {key: group[key] for key in ("trust_coefficient", "weight_decay", "eps")} | {"clip_at": clip_at}
+    return {
+        "trust_coefficient": group["trust_coefficient"],
+        "weight_decay": 0.0 if measures_decayed(group) else group["weight_decay"],  # already in the norm
+        "eps": group["eps"],
+        "clip_at": group["lr"] if VARIANTS[group["variant"]].clips_ratio else None,
+    }
 
 
 def momentum_settings(group: Group) -> dict[str, Any]:

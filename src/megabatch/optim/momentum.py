@@ -52,6 +52,12 @@ def are_alike(*tensors: Tensor) -> bool:
     return all(tensor.permute(order).is_contiguous() for tensor in tensors)
 
 
+def gradient_like(state: Tensor, weight: Tensor) -> Tensor:
+    """Return the weight's gradient in the memory order of its state, which is dense."""
+    assert weight.grad is not None
+    return weight.grad if are_alike(state, weight.grad) else torch.empty_like(state).copy_(weight.grad)
+
+
 def in_memory_order(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_contiguous() else tensor.permute(memory_order(tensor))
 
@@ -149,9 +155,24 @@ class Rows:
             norms.append(self.norms())
         return norms
 
+    def add(self, tensors: Tensors, factor: float) -> None:
+        if factor:
+            foreach_add_(self.tensors, tensors, alpha=factor)
+
     def scale(self, factors: Tensor) -> None:
         """Multiply each tensor by its factor.  Padding stays 0 while factors are finite, that is, while weights are."""
         self.rows.mul_(factors.to(self.rows.dtype).index_select(0, self.owners).unsqueeze(1))
+
+
+def rows_of(optimizer: torch.optim.Optimizer, weights: list[Tensor]) -> Rows:
+    """Return the rows for these weights, which the optimizer keeps between steps."""
+    key = tuple(map(id, weights))
+    kept: dict[tuple[int, ...], Rows] = optimizer.__dict__.setdefault("kept_rows", {})  # not pickled
+    if key not in kept:
+        for other in [other for other in kept if not set(other).isdisjoint(key)]:
+            del kept[other]
+        kept[key] = Rows(weights)
+    return kept[key]
 
 
 def step_small(
@@ -188,8 +209,7 @@ def step_rows(
 ) -> None:
     if not buffers:
         factors, step_size = factors * step_size, 1.0
-    if weight_decay:
-        foreach_add_(rows.tensors, weights, alpha=weight_decay)
+    rows.add(weights, weight_decay)
     rows.scale(factors)
     step_by(weights, rows.tensors, buffers, step_size, momentum, found_inf)
 

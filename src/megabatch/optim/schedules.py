@@ -41,11 +41,11 @@ class ScheduleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         require_one_of("schedule.decay", self.decay, DECAYS)
 
 
-def schedule(settings: ScheduleSettings, peak: float, warmup_steps: int, num_steps: int) -> Callable[[int], float]:
+def schedule(settings: ScheduleSettings, peak: float, warmup_steps: int, num_steps: int) -> Callable[[float], float]:
     """Return the learning rate as a function of the step, counted from 0."""
     decay = DECAYS[settings.decay]
 
-    def learning_rate(step: int) -> float:
+    def learning_rate(step: float) -> float:
         if step < warmup_steps:
             return peak * (step + 1) / warmup_steps
         progress = (step - warmup_steps) / (num_steps - warmup_steps)

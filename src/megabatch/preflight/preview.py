@@ -17,6 +17,7 @@ from megabatch.data.catalog import NoSource, infer_shape
 from megabatch.data.sources.shapes import IMAGENET, DataShape
 from megabatch.models.catalog import model_errors
 from megabatch.models.loss import summed_loss
+from megabatch.optim.optimizers import TRUST_RATIO, state_bytes
 from megabatch.planning.batch import StepPlan
 from megabatch.planning.sizes import Stage, plan_stages
 from megabatch.precision.cast import place_model
@@ -70,7 +71,7 @@ class StageRow(Struct, frozen=True, kw_only=True):
 class Preview(Struct, frozen=True, kw_only=True):
     has_images: bool  # else steps and the size of the last layer are assumed
     plan: StepPlan
-    learning_rate: Callable[[int], float]
+    learning_rate: Callable[[float], float]
     findings: Findings
     groups: list[dict[str, Any]]
     parameters: list[ParameterRow]
@@ -103,7 +104,7 @@ def preview(config: RunConfig, num_ranks: int, needs_images: bool = True) -> Pre
         ),
         gradients=num_bytes(trained),
         unscaled=num_bytes(gradients_of(master_weights.copies)),
-        optimizer=num_bytes(master_weights.weights.values()) if config.optim.momentum else 0,
+        optimizer=state_bytes(master_weights.param_groups(groups), config.optim),
         average=0
         if plan_average(config, plan) is None
         else num_bytes([*master_weights.weights.values(), *RunningStatistics(model, 1).tensors]),
@@ -115,7 +116,7 @@ def preview(config: RunConfig, num_ranks: int, needs_images: bool = True) -> Pre
         learning_rate=plan_learning_rate(config, plan),
         findings=Findings(findings.references, warnings),
         groups=groups,
-        parameters=list_parameters(model, groups, has_trust_ratio=config.optim.name != "sgd"),
+        parameters=list_parameters(model, groups, has_trust_ratio=config.optim.name in TRUST_RATIO),
         memory=memory,
         stages=[
             StageRow(stage=stage, epochs=plan.epochs_after(stage.num_steps), activations=activations[stage.side])

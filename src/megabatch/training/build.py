@@ -115,6 +115,8 @@ def assemble(
     loss_scale = choose_loss_scale(config.precision, is_rounded_to_fp16, plan.global_batch, world.device)
     groups = master_weights.param_groups(plan_groups(config, model))
     make = partial(make_user_optimizer, overrides.optimizer) if overrides.optimizer else make_optimizer
+    optimizer = make(groups, config.optim)
+    is_custom = overrides.optimizer or config.optim.is_user_optimizer
     if initial_weights.pixels and len(initial_weights.pixels.mean) == data.num_channels:
         pixels = pixels or initial_weights.pixels
     pixels = pixels or world.from_rank_0(partial(measure_pixels, data.train), PixelStatistics)
@@ -138,7 +140,8 @@ def assemble(
         statistics=statistics,
         master_weights=master_weights,
         loss_scale=loss_scale,
-        optimizer=make(groups, config.optim),
+        optimizer=optimizer,
+        optimizer_name=type(optimizer).__name__ if is_custom else config.optim.name,
         average=average,
         learning_rate=plan_learning_rate(config, plan),
         clip_norm=config.optim.clip_norm,

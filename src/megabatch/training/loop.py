@@ -17,7 +17,7 @@ import torch
 from megabatch.data.pipeline.batches import Stream
 from megabatch.data.pipeline.order import dropout_seed
 from megabatch.optim.lars import LARS
-from megabatch.optim.optimizers import clip_gradients, has_bad_gradient, set_learning_rate, step_unless
+from megabatch.optim.optimizers import clip_gradients, follow_schedule, has_bad_gradient, step_unless
 from megabatch.ranks.machine import resident_mb
 from megabatch.ranks.world import World
 from megabatch.runs.records import EvaluationRecord, GpuUse, Record, StepRecord, TimeBreakdown
@@ -181,7 +181,7 @@ def update(run: Training, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     The update is skipped if gradients overflowed.  It is also skipped in every step after a loss or gradient that is
     inf or NaN for another reason than the loss scale.
     """
-    set_learning_rate(run.optimizer, run.learning_rate(step))
+    follow_schedule(run.optimizer, run.learning_rate, step, run.plan.num_steps)
     overflowed = run.master_weights.load_gradients(run.loss_scale)  # as fp32, unscaled
     squares = run.noise.squares(step, run.optimizer)
     run.metrics.note_gradients(clip_and_check(run, run.gradients.take_finite))

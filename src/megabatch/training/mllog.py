@@ -111,7 +111,7 @@ def constants(config: RunConfig, training: Training) -> Iterator[tuple[str, Valu
     yield f"{prefix}_momentum", optim.momentum
     yield f"{prefix}_weight_decay", optim.weight_decay
     if optim.name == "lars":
-        yield "lars_epsilon", optim.eps
+        yield "lars_epsilon", optim.eps_of("lars")
         yield "lars_opt_learning_rate_warmup_epochs", warmup
     else:
         yield "opt_learning_rate_warmup_epochs", warmup

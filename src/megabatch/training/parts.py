@@ -59,8 +59,9 @@ class Parts:
     master_weights: MasterWeights
     loss_scale: LossScale
     optimizer: torch.optim.Optimizer
+    optimizer_name: str  # of a built-in one, or the class of a custom one
     average: WeightAverage
-    learning_rate: Callable[[int], float]
+    learning_rate: Callable[[float], float]
     clip_norm: float
     evaluate: Callable[[], Evaluation]
     mistakes: MistakeCounter  # from the last evaluation

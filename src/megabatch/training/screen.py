@@ -20,7 +20,7 @@ from megabatch.data.catalog import FROM_PYTHON
 from megabatch.data.pipeline.images import DataSet
 from megabatch.io.numbers import plural
 from megabatch.io.terminal import Terminal
-from megabatch.optim.groups import LR_FACTOR
+from megabatch.optim.groups import LR_FACTOR, OPTIMIZER, UNTIL
 from megabatch.planning.sizes import describe_sides
 from megabatch.precision.loss_scale import show_scale
 from megabatch.runs.epochs import warn_of_noise
@@ -104,7 +104,7 @@ class Screen:
                 "skipped", f"step {record.step}: a gradient overflowed with loss scale {show_scale(record.loss_scale)}"
             )
         self.show_skipped(record.skipped_images, "skipped")
-        text = f"loss {record.loss:.3f} lr {record.lr:.3f} {record.images_per_s:,.0f}/s {self.waits([record])}"
+        text = f"loss {record.loss:.3f} lr {show_rate(record.lr)} {record.images_per_s:,.0f}/s {self.waits([record])}"
         self.bar.update(self.task, completed=record.step, epoch=record.epoch, text=text, visible=True)
         if not self.console.is_terminal and time.monotonic() - self.printed_s > QUIET_S:
             self.line("")
@@ -126,7 +126,7 @@ class Screen:
         assert step is not None
         steps = self.unprinted or [step]
         images_per_s = harmonic_mean(step.images_per_s for step in steps)
-        line = f"epoch {step.epoch:5.2f} step {step.step:>5} loss {step.loss:.4f} lr {step.lr:.4f} "
+        line = f"epoch {step.epoch:5.2f} step {step.step:>5} loss {step.loss:.4f} lr {show_rate(step.lr)} "
         line += f"{images_per_s:>6,.0f}/s "
         if not self.console.is_terminal:
             left_s = (self.plan.num_steps - step.step) * self.plan.global_batch / images_per_s
@@ -230,15 +230,15 @@ def describe_breakdown(shares: TimeBreakdown | None) -> str:
     return f" ({', '.join(f'{part} {share:.1%}' for part, share in parts.items() if share >= 0.0005)})"
 
 
+def show_rate(learning_rate: float) -> str:
+    return f"{learning_rate:.4f}" if learning_rate >= 0.001 else f"{learning_rate:.1e}"
+
+
 def header(config: RunConfig, training: Training) -> dict[str, str]:
     plan = training.plan
     num_parameters = sum(parameter.numel() for parameter in training.model.parameters())
     ranks = f"{plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}"
     threads = f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
-    groups = [
-        f"{len(group['params'])} {group['name']} (decay {group['weight_decay']:g}{describe_group_rate(config, group)})"
-        for group in training.optimizer.param_groups
-    ]
     device = training.world.device
     device_name = "cpu" if device.type == "cpu" else accelerator_name(device)
     return {
@@ -249,8 +249,8 @@ def header(config: RunConfig, training: Training) -> dict[str, str]:
         "data": describe_data(config, training),
         "batch": f"{plan.global_batch} = {plan.microbatch} micro x {plan.accumulation} accumulated x {ranks}",
         "steps": f"{plan.num_steps} in {describe_epochs(config, plan.num_samples)}, "
-        f"{config.optim.name} at {config.optim.learning_rate:g}",
-        "groups": ", ".join(groups),
+        f"{training.optimizer_name} at {config.optim.learning_rate:g}",
+        "groups": describe_groups(config, training.optimizer.param_groups),
         **describe_average(config, training),
         "allreduce": describe_plans(training.gradients.plans, len(training.gradients.layouts.seen)),
     }
@@ -267,8 +267,22 @@ def describe_average(config: RunConfig, training: Training) -> dict[str, str]:
     }
 
 
-def describe_group_rate(config: RunConfig, group: dict[str, Any]) -> str:
-    return f", learning rate {config.optim.head_learning_rate:g}" if LR_FACTOR in group else ""
+def describe_groups(config: RunConfig, groups: Sequence[dict[str, Any]]) -> str:
+    """Return each group with its own settings, or only the learning rates of many groups."""
+    peak = config.optim.learning_rate
+    if len(groups) > MOST_LISTED:
+        rates = [peak * group.get(LR_FACTOR, 1.0) for group in groups]
+        return (
+            f"{len(groups)}, with learning rates from {min(rates):.3g} to {max(rates):.3g}; megabatch show lists them"
+        )
+    described = []
+    for group in groups:
+        facts = [f"decay {group.get('weight_decay', 0.0):g}"]
+        facts += [f"learning rate {peak * group[LR_FACTOR]:g}"] if LR_FACTOR in group else []
+        facts += [f"by {group[OPTIMIZER]}"] if OPTIMIZER in group else []
+        facts += [f"until {group[UNTIL]:.3g} of the run"] if UNTIL in group else []
+        described.append(f"{len(group['params'])} {group['name']} ({', '.join(facts)})")
+    return ", ".join(described)
 
 
 def describe_plans(in_use: PlansInUse, num_seen: int) -> str:

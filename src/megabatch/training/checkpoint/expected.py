@@ -10,8 +10,10 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from megabatch.io.tensor_header import Entry
+from megabatch.optim.lamb import LAMB
 from megabatch.optim.lars import BUFFER, LARS
-from megabatch.optim.optimizers import DecoupledSGD
+from megabatch.optim.muon import Muon
+from megabatch.optim.optimizers import DecoupledSGD, parts_of
 from megabatch.runs.totals import RunTotals
 from megabatch.training.checkpoint.format import NAMES
 from megabatch.training.checkpoint.save import is_finite
@@ -73,7 +75,10 @@ def optimizer_problems(
 
 def is_conventional(optimizer: torch.optim.Optimizer) -> bool:
     """Return True for optimizers of torch and ours, whose keys are known.  Subclasses may change their meaning."""
-    return type(optimizer) in (LARS, DecoupledSGD) or type(optimizer).__module__.startswith("torch.optim.")
+    return all(
+        type(part) in (LARS, LAMB, Muon, DecoupledSGD) or type(part).__module__.startswith("torch.optim.")
+        for part in parts_of(optimizer)
+    )
 
 
 def missing_state(
@@ -83,16 +88,17 @@ def missing_state(
     optimizer = training.optimizer
     if not is_conventional(optimizer):
         return
-    names = [name for name, _ in named_parameters(optimizer)]
-    keys = {key for name in (*of_optimizer, *expected) for _, key in [split_name(name)] if key in ELEMENTWISE}
-    has_updated = totals.steps > totals.skipped_steps
-    if has_updated and optimizer.defaults.get("momentum") and isinstance(optimizer, LARS):
-        keys.add(BUFFER)
-    found = set(of_optimizer)
-    for key in sorted(keys):
-        for name in names:
-            if not found & {f"{OPTIMIZER}{name}.{key}", f"{NUMBER}{name}.{key}"}:
-                yield f"{OPTIMIZER}{name}.{key} is missing"
+    has_updated, found = totals.steps > totals.skipped_steps, set(of_optimizer)
+    pairs = [split_name(name) for name in (*of_optimizer, *expected)]
+    for part in parts_of(optimizer):
+        names = [name for name, _ in named_parameters(part)]
+        keys = {key for name, key in pairs if key in ELEMENTWISE and name in set(names)}
+        if has_updated and part.defaults.get("momentum") and isinstance(part, LARS):
+            keys.add(BUFFER)
+        for key in sorted(keys):
+            for name in names:
+                if not found & {f"{OPTIMIZER}{name}.{key}", f"{NUMBER}{name}.{key}"}:
+                    yield f"{OPTIMIZER}{name}.{key} is missing"
 
 
 def value_problems(state: Mapping[str, torch.Tensor], training: Training, totals: RunTotals) -> Problems:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from megabatch.errors import UserError
+from megabatch.optim.optimizers import parts_of
 from megabatch.training.parts import Training
 
 MODEL, OPTIMIZER, LOSS_SCALE = "model.", "optimizer.", "loss_scale"
@@ -50,9 +51,11 @@ def restore_training_state(training: Training, state: dict[str, torch.Tensor]) -
             parameter = parameters[parameter_name]
             entry = training.optimizer.state[parameter]
             entry[key] = tensor_to_number(tensor) if name.startswith(NUMBER) else copy_like(tensor, parameter)
-    defaults = training.optimizer.defaults
-    if not defaults.get("fused") and not defaults.get("capturable"):
-        for entry in training.optimizer.state.values():
+    for part in parts_of(training.optimizer):
+        if part.defaults.get("fused") or part.defaults.get("capturable"):
+            continue
+        for _, parameter in named_parameters(part):
+            entry = part.state[parameter]
             if isinstance(entry.get("step"), torch.Tensor):
                 entry["step"] = entry["step"].cpu()  # torch's optimizers count on the host, also for weights on CUDA
 
