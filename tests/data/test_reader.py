@@ -3,6 +3,7 @@
 import statistics
 import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,6 +14,7 @@ from megabatch.data.catalog import load_data_set
 from megabatch.data.pack.identity import PackSettings
 from megabatch.data.pack.write import pack
 from megabatch.data.pipeline.batches import TrainingImages, evaluation_batches
+from megabatch.data.pipeline.device_decoder import DECODERS, FileRead, plan_places, require_decoder
 from megabatch.data.pipeline.images import DataSet, PixelStatistics
 from megabatch.data.pipeline.reader import PREFETCHED
 from megabatch.data.settings import AugmentSettings, DataSettings
@@ -233,3 +235,29 @@ def test_a_pack_gives_bitwise_the_same_batches_as_its_folder(folder: Path, tmp_p
         assert same(all_of(training(packed, 2)), all_of(training(settings)))
         ours, theirs = (load_data_set(each).test for each in (packed, settings))
         assert torch.equal(ours.read(np.arange(9)), theirs.read(np.arange(9)))
+
+
+def test_jpegs_precede_pixels_in_the_buffer_of_a_device_decoder() -> None:
+    box = (0, 0, 8, 8)
+    reads = [FileRead(7, b"abc", box), FileRead(8, np.zeros((2, 2, 3), np.uint8), None), FileRead(9, b"de", box, True)]
+    assert plan_places(reads) == [(7, 0, 3, box, False), (8, 5, 17, None, False), (9, 3, 5, box, True)]
+
+
+def test_a_device_decoder_must_exist_and_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_decoder("cpu", "cpu")
+    with pytest.raises(UserError, match=r"^data\.decoder='nvjpeg' is not one of cpu; nearest"):
+        require_decoder("nvjpeg", "cuda")
+    monkeypatch.setitem(DECODERS, "nvjpeg", lambda jpegs, side, device: torch.empty(0))
+    require_decoder("nvjpeg", "cuda")
+    with pytest.raises(
+        UserError, match=r"'nvjpeg' decodes on a GPU, but this run uses the CPU; set data\.decoder=cpu$"
+    ):
+        require_decoder("nvjpeg", "cpu")
+
+
+@pytest.mark.parametrize("more", [{"crop_padding": 2}, {"augment": AugmentSettings(erase=0.5)}])
+def test_a_device_decoder_excludes_changes_of_pixels_on_the_cpu(more: dict[str, Any]) -> None:
+    with pytest.raises(
+        UserError, match=rf"but data\.{next(iter(more))} changes pixels on the CPU; set data\.decoder=cpu"
+    ):
+        DataSettings(source="x", image_size=8, decoder="nvjpeg", **more)

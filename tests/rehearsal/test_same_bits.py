@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from megabatch_lab.rehearsal.device_decoder import NAME
 from megabatch_lab.rehearsal.fake_cuda import LAG
 
 from megabatch.planning.topology import Topology, regular
+from tests.support.photos import encoded, photo
 from tests.support.pictures import write_files
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import RankPool, RanksFailed
 from tests.support.rehearsals import on, tiny, train_through
 
 TWO_BY_TWO, TWO_HOSTS = regular(2, 2), regular(2, 1)
@@ -88,3 +90,33 @@ def test_images_decoded_by_threads_arrive_unchanged(ranks: RankPool, tmp_path: P
     names = [f"{'train' if number < 32 else 'val'}/class{number % 2}/{number}.jpg" for number in range(40)]
     write_files(tmp_path, names)
     require_same(ranks, 2, TWO_HOSTS, f"data.source={tmp_path}", "batch.global=8", "precision.name=fp32", lag=lag)
+
+
+def write_photos(folder: Path) -> None:
+    """Write JPEGs, and every fourth image in a form that a decoder on a GPU does not get."""
+    for number in range(40):
+        path = folder / ("train" if number < 32 else "val") / f"class{number % 2}" / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        options: dict[str, Any] = {4: {"progressive": True}, 0: {"format": "PNG"}}.get(number % 8, {})
+        path.write_bytes(encoded(photo(number, 40 + number, 30), **options))
+
+
+CROPS = ("data.crop_padding=0", "data.crop_area=0.3", "data.flip=true", "batch.global=8", f"data.decoder={NAME}")
+
+
+@pytest.mark.parametrize("place", ["process", "threads"])
+def test_a_decoder_on_the_device_gets_the_crops_of_the_cpu(ranks: RankPool, tmp_path: Path, place: str) -> None:
+    """The stand-in decodes as the CPU does, whose run ignores it."""
+    write_photos(tmp_path)
+    require_same(ranks, 1, None, f"data.source={tmp_path}", *CROPS, f"run.decode_in={place}", lag=200)
+
+
+def test_a_jpeg_that_the_device_cannot_decode_is_named(ranks: RankPool, tmp_path: Path) -> None:
+    write_photos(tmp_path)
+    broken = tmp_path / "val/class1/33.jpg"
+    broken.write_bytes(broken.read_bytes()[:-100])
+    config = tiny(f"data.source={tmp_path}", *CROPS, "run.decode_in=threads")
+    with pytest.raises(
+        RanksFailed, match=r"UserError: .*class1/33\.jpg cannot be decoded by data\.decoder=stand-in: .*set"
+    ):
+        ranks.run(train_through, config, num_ranks=1, join=on("cuda"))

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megabatch_lab.rehearsal import fake_cuda
 from megabatch_lab.rehearsal.backends import REHEARSED
+from megabatch_lab.rehearsal.device_decoder import NAME
 
 from megabatch.planning.topology import regular
 from megabatch.preflight.selftest import checks, measurements
@@ -58,7 +59,12 @@ def test_every_check_passes_bitwise_and_the_report_is_anonymous(ranks: RankPool)
     } <= passed
     assert {"all-reduce of 4 KiB in backward", "all-reduce of 25 MiB, comm dtype bf16"} <= passed
     assert found["waits and launches per step"].passed is not False
-    for name in ("fp16, microbatch 2", "fp16 in CUDA graphs, microbatch 2", "JPEG input"):
+    for name in (
+        "fp16, microbatch 2",
+        "fp16 in CUDA graphs, microbatch 2",
+        "JPEG input",
+        f"JPEG input, decoded by {NAME}",
+    ):
         assert found[name].figures["images_per_s"] > 0
     assert not any("not run" in check.found for check in report.checks)
     text = msgspec.json.encode(report).decode()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from megabatch_lab.rehearsal import fake_cuda
 from megabatch_lab.rehearsal.backends import Collective
+from megabatch_lab.rehearsal.device_decoder import NAME
 from torch import nn
 
 from megabatch.optim import LARS, parameter_groups
@@ -44,10 +45,12 @@ def test_host_never_waits_for_the_device_in_the_first_steps(ranks: RankPool) -> 
     assert step_of(ranks, 8, "precision.name=fp16", "comm.algorithm=torus", number=4).waits == []
 
 
-def test_host_never_waits_for_the_device_with_decoding_threads(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("decoder", ["cpu", NAME])
+def test_host_never_waits_for_the_device_with_decoding_threads(ranks: RankPool, tmp_path: Path, decoder: str) -> None:
     names = [f"train/class{number % 2}/{number:03d}.jpg" for number in range(160)]
     write_files(tmp_path, [*names, "val/class0/0.jpg", "val/class1/1.jpg"])
-    step = step_of(ranks, 8, f"data.source={tmp_path}", "batch.global=8", "batch.micro=1", "precision.name=bf16")
+    images = (f"data.source={tmp_path}", f"data.decoder={decoder}", "data.crop_padding=0", "data.crop_area=0.5")
+    step = step_of(ranks, 8, *images, "batch.global=8", "batch.micro=1", "precision.name=bf16")
     assert step.waits == [] and step.hazards == []
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megabatch_lab.rehearsal import backends, fake_cuda
+from megabatch_lab.rehearsal import backends, device_decoder, fake_cuda
 from megabatch_lab.rehearsal.backends import MIRRORED, REHEARSED, Collective
 from megabatch_lab.rehearsal.fake_cuda import Seen
 
@@ -52,6 +52,7 @@ def start() -> None:
     only briefly, because they are not real.
     """
     fake_cuda.install()
+    device_decoder.register()
     probe.PART_BYTES, probe.ROUNDS = 1 << 14, 1  # type: ignore[attr-defined]
     SharedMemory.is_supported = staticmethod(lambda: False)  # type: ignore[method-assign]
 

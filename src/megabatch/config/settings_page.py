@@ -91,6 +91,9 @@ MEANINGS = {
         "images; `auto` uses those if they exist and otherwise holds out a tenth"
     ),
     "data.validation_seed": "seed that selects held-out images and the images of `data.train_per_class`",
+    "data.decoder": (
+        "decodes JPEGs: `cpu`, or a [decoder for GPUs](data.md#decoding-on-a-gpu), of which none is built in"
+    ),
     "data.on_error": "[what to do](data.md#images-that-cannot-be-read) with images that cannot be read",
     "data.skip_limit": "largest share of an epoch's images that may be skipped",
     "data.max_pixels": "larger images are refused before they are decoded",

@@ -87,6 +87,7 @@ class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     # The share of the training images to test on.  0: the test images of the source; auto: 0.1 if it has none.
     validation: Annotated[float, Meta(ge=0, lt=1)] | Auto = 0.0
     validation_seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 1  # chooses the images of the previous two
+    decoder: Annotated[str, Meta(min_length=1)] = "cpu"  # of JPEGs; or a name of DECODERS (pipeline/device_decoder.py)
     on_error: Literal["raise", "skip"] = "raise"  # for an image that cannot be read
     skip_limit: Share = 0.01  # the share of the images of an epoch that may be skipped
     max_pixels: Count = MAX_PIXELS  # per encoded image
@@ -100,6 +101,13 @@ class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise UserError(
                 f"data.crop_padding={self.crop_padding} must be less than data.image_size={self.image_size}, or crops "
                 f"would contain only zeros; for example data.crop_padding={self.image_size // 8}"
+            )
+        on_cpu = ["crop_padding"] * (self.crop_padding > 0)
+        on_cpu += ["augment"] * (self.augment.recolours or self.augment.erase > 0)
+        if self.decoder != "cpu" and on_cpu:
+            raise UserError(
+                f"data.decoder={self.decoder!r} decodes on a GPU, but data.{on_cpu[0]} changes pixels on the CPU; set "
+                "data.decoder=cpu"
             )
 
     @property

@@ -36,7 +36,7 @@ class SharedReader(Reader):
 
     def __init__(self, images: EncodedImages, start: StreamStart) -> None:
         super().__init__(images, augmentation=start.augmentation)
-        self.side = images.side
+        self.side, self.on_device = images.side, start.on_device
         self.buffers: list[Buffer] = []
         self.keys: dict[int, int] = {}  # the index of each buffer, by address
         self.unsent: dict[int, int] = {}  # the file descriptors that the rank does not have yet
@@ -69,7 +69,8 @@ class SharedReader(Reader):
                 count, channels, height, width = batch.memory.shape
                 shape = None if descriptor is None else (count, height, width, channels)
                 side = batch.images.shape[3]
-                send(connection, Decoded(key, shape, side, batch.labels.numpy(), batch.spent, batch.skipped))
+                labels = batch.labels.numpy()
+                send(connection, Decoded(key, shape, side, labels, batch.spent, batch.skipped, batch.places))
                 batch.memory = None  # until the rank frees it
                 if descriptor is not None:
                     send_descriptor(connection, descriptor)

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megabatch.data.pipeline.device_decoder import Place
 from megabatch.ranks.failures import describe_exit
 from megabatch.runs.records import TimeBreakdown
 from megabatch.torch_api import pin_in_place, unpin
@@ -47,6 +48,7 @@ class StreamStart(NamedTuple):
     images: Any  # None if this image set was sent before
     augmentation: Any
     num_ahead: int  # batches that are decoded at a time
+    on_device: bool  # the rank's device decodes, so files are sent
 
 
 class Decoded(NamedTuple):
@@ -58,6 +60,7 @@ class Decoded(NamedTuple):
     labels: NDArray[np.int64]
     spent: TimeBreakdown
     skipped: list[str]
+    places: list[Place] | None  # of files in the buffer, for a decoder on the device
 
 
 Result = tuple[Decoded, Buffer]
@@ -89,14 +92,16 @@ class DecoderProcess:
             theirs.close()
         self.control = Connection(ours.detach())
 
-    def stream(self, images: Any, augmentation: Any, num_ahead: int, pins: bool) -> "DecodedStream":
+    def stream(
+        self, images: Any, augmentation: Any, num_ahead: int, pins: bool, on_device: bool = False
+    ) -> "DecodedStream":
         """Open a stream of batches of an image set."""
         self.start()
         known = id(images) in self.keys
         key, _ = self.keys.setdefault(id(images), (len(self.keys), images))
         ours, theirs = socket.socketpair()
         with theirs, self.reporting():
-            send(self.control, StreamStart(key, None if known else images, augmentation, num_ahead))
+            send(self.control, StreamStart(key, None if known else images, augmentation, num_ahead, on_device))
             send_descriptor(self.control, theirs.fileno())
         return DecodedStream(self, Connection(ours.detach()), num_ahead + QUEUED, pins)
 

@@ -6,14 +6,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from megabatch.data.pipeline.augment import central_box
-from megabatch.data.pipeline.decode import Box, TimedOut, Unreadable, decode_crop, resize
+from megabatch.data.pipeline.decode import Box, TimedOut, Unreadable, decode_crop, has_one_scan, read_size, resize
 from megabatch.data.pipeline.decoder_process import DecoderProcess
+from megabatch.data.pipeline.device_decoder import CPU_DECODER, FileRead
 from megabatch.data.pipeline.order import Samples
 from megabatch.data.settings import CENTER_CROP, DataSettings
-from megabatch.data.sources.files import EncodedFiles
+from megabatch.data.sources.files import Content, EncodedFiles
 from megabatch.errors import UserError
 from megabatch.runs.records import TimeBreakdown
 
@@ -45,6 +47,10 @@ class EncodedImages:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle what the decoder process needs to decode these images."""
         return EncodedImages, (self.files, self.settings, self.threads, self.are_small, self.side)
+
+    @property
+    def has_device_decoder(self) -> bool:
+        return self.settings.decoder != CPU_DECODER
 
     @property
     def image_bytes(self) -> int:
@@ -80,19 +86,44 @@ class EncodedImages:
         mirrored: bool = False,
     ) -> None:
         """Load one image into `out`, [1, 3, S, S], at its side."""
+        self.decode(self.content(sample, spent), choose_box, out, spent, mirrored)
+
+    def content(self, sample: int, spent: TimeBreakdown) -> Content:
         begin_s = time.perf_counter()
         try:
             content = self.files.content(sample, self.most_bytes)
         except OSError as error:
             raise Unreadable(error.strerror or str(error)) from error
-        read_s = time.perf_counter()
+        spent.read += time.perf_counter() - begin_s
+        return content
+
+    def decode(
+        self,
+        content: Content,
+        choose_box: Callable[[int, int], Box],
+        out: torch.Tensor,
+        spent: TimeBreakdown,
+        mirrored: bool,
+    ) -> None:
+        begin_s = time.perf_counter()
         colours = "BGR" if mirrored else "RGB"
         pixels = decode_crop(content, choose_box, out.shape[-1], self.settings.max_pixels, colours)
         decoded_s = time.perf_counter()
         resize(pixels, out, mirrored)
-        spent.read += read_s - begin_s
-        spent.decode += decoded_s - read_s
+        spent.decode += decoded_s - begin_s
         spent.augment += time.perf_counter() - decoded_s
+
+    def read_for_device(
+        self, sample: int, choose_box: Callable[[int, int], Box], side: int, spent: TimeBreakdown, mirrored: bool
+    ) -> FileRead:
+        """Read one image for a decoder on the device.  Anything but a baseline JPEG is decoded here."""
+        content = self.content(sample, spent)
+        height, width, is_jpeg = read_size(content, self.settings.max_pixels)
+        if is_jpeg and has_one_scan(content):
+            return FileRead(sample, bytes(content), choose_box(height, width), mirrored)  # reads a mapped file
+        pixels = np.empty((1, side, side, 3), np.uint8)
+        self.decode(content, choose_box, torch.from_numpy(pixels).permute(0, 3, 1, 2), spent, mirrored)
+        return FileRead(sample, pixels[0], None)
 
     def unreadable_image(self, sample: int, error: Unreadable) -> UserError:
         where = self.files.where(sample, read=not isinstance(error, TimedOut))

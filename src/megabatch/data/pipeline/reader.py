@@ -12,6 +12,7 @@ raises an error with its name.  If such images are skipped, it abandons the thre
 and replaces both.
 """
 
+import math
 import threading
 import time
 from collections import deque
@@ -25,8 +26,18 @@ from typing import Any, NamedTuple
 import torch
 
 from megabatch.data.pipeline.augment import Augmentation
-from megabatch.data.pipeline.decode import TimedOut, Unreadable
+from megabatch.data.pipeline.decode import Box, TimedOut, Unreadable
 from megabatch.data.pipeline.decoder_process import DecoderProcess
+from megabatch.data.pipeline.device_decoder import (
+    DECODERS,
+    ROOM,
+    CannotDecode,
+    FileRead,
+    Place,
+    decode_batch,
+    fill,
+    plan_places,
+)
 from megabatch.data.pipeline.encoded import EncodedImages, at_side
 from megabatch.data.pipeline.images import ImageSet, InMemory
 from megabatch.data.pipeline.order import Samples
@@ -48,6 +59,9 @@ class Request(NamedTuple):
     side: int | None = None  # None: that of the image set
 
 
+FileReads = list[FileRead | None]  # None: a test image that cannot be read
+
+
 @dataclass
 class Batch:
     images: torch.Tensor  # uint8 [B, C, H, W]; encoded images are valid until the next batch is requested
@@ -56,6 +70,9 @@ class Batch:
     skipped: list[str] = field(default_factory=list)  # images that cannot be read, with the reason
     memory: torch.Tensor | None = None  # of the images, to be reused
     is_late: bool = False  # an image timed out, so the batch is made again without it
+    # For a decoder on the device: the files, then their places in `memory`; `images` only has the shape.
+    reads: FileReads | None = None
+    places: list[Place] | None = None
 
 
 MakeRequest = Callable[[], Request]  # called by a thread, because computing the order of an epoch takes a while
@@ -109,6 +126,7 @@ class Reader:
         self.late: set[int] = set()  # images that timed out
         self.free: deque[torch.Tensor] = deque()
         self.copying: deque[tuple[torch.Event, torch.Tensor]] = deque()  # memory that a device may still read
+        self.on_device = device.type != "cpu" and isinstance(images, EncodedImages) and images.has_device_decoder
 
     def make(self, request: Request) -> Batch:
         """Make a batch in the calling thread."""
@@ -148,13 +166,14 @@ class Reader:
                 yield without_skipped(batch)
 
     def prefetch_by_process(self, decoder: DecoderProcess, requests: Iterator[MakeRequest], num_ahead: int) -> Batches:
-        stream = decoder.stream(self.images, self.augmentation, num_ahead, pins=self.device.type != "cpu")
+        pins = self.device.type != "cpu"
+        stream = decoder.stream(self.images, self.augmentation, num_ahead, pins, self.on_device)
         with closing(stream):
             try:
                 for decoded, buffer in stream.batches(requests, self.take_all_free):
                     labels = torch.from_numpy(decoded.labels)
                     images = at_side(buffer, len(labels), decoded.side)
-                    batch = Batch(images, labels, decoded.spent, decoded.skipped, buffer)
+                    batch = Batch(images, labels, decoded.spent, decoded.skipped, buffer, places=decoded.places)
                     yield without_skipped(batch)
                     if batch.memory is not None:
                         self.free.append(batch.memory)
@@ -192,7 +211,24 @@ class Reader:
             if batch.is_late:
                 return self.finish(pool, request, pool.submit(partial(self.start, pool, request)))
             part.result()
+        if batch.reads is not None:
+            self.pack(batch, batch.reads)
         return batch
+
+    def pack(self, batch: Batch, reads: FileReads) -> None:
+        """Copy the files of a batch into one buffer, for a decoder on the device."""
+        assert isinstance(self.images, EncodedImages)
+        found = [read for read in reads if read]
+        batch.labels = batch.labels[batch.labels != SKIPPED]
+        batch.places = plan_places(found)
+        num_bytes = max((place.end for place in batch.places), default=0)
+        count = max(len(reads), -(-num_bytes // self.images.image_bytes))
+        batch.memory = self.take_free(count)
+        if batch.memory is None:
+            batch.memory = self.new_buffer(math.ceil(ROOM * count))
+        assert batch.memory is not None
+        fill(batch.memory, found, batch.places)
+        batch.images, batch.reads = at_side(batch.memory, len(found), batch.images.shape[3]), None
 
     def wait(self, pool: Threads, future: Future[Any], batch: Batch | None = None) -> None:
         """Wait until the future is done or an image of the batch times out."""
@@ -228,10 +264,8 @@ class Reader:
             for batch in batches:
                 begin_s = time.perf_counter()
                 with stream:
-                    images, labels = (
-                        (tensor if tensor.is_pinned() else tensor.pin_memory()).to(self.device, non_blocking=True)
-                        for tensor in (batch.images, batch.labels)
-                    )
+                    labels = self.copy(batch.labels)
+                    images = self.copy(batch.images) if batch.places is None else self.decode_on_device(batch)
                     copied = stream.record_event()
                 if batch.memory is not None:
                     with self.lock:
@@ -251,12 +285,29 @@ class Reader:
         finally:
             batches.close()
 
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(self.device, non_blocking=True)
+
+    def decode_on_device(self, batch: Batch) -> torch.Tensor:
+        images = self.images
+        assert isinstance(images, EncodedImages) and batch.places is not None and batch.memory is not None
+        name = images.settings.decoder
+        try:
+            return decode_batch(DECODERS[name], batch.memory, batch.places, batch.images.shape[3], self.device)
+        except CannotDecode as error:
+            of_jpegs = [place for place in batch.places if place.box]
+            where = images.files.where(of_jpegs[error.index].sample)
+            raise UserError(
+                f"{where} cannot be decoded by data.decoder={name}: {error}; check it with `megabatch check`, or set "
+                "data.decoder=cpu"
+            ) from None
+
     def start(self, pool: Threads, make_request: MakeRequest) -> Started:
         """Submit the parts of a batch to the threads."""
         request = make_request()
         count = len(request.samples)
-        buffer = self.take_free(count)
-        if buffer is None:
+        buffer = None if self.on_device else self.take_free(count)
+        if buffer is None and not self.on_device:
             buffer = self.new_buffer(count)
         batch, parts = self.split(request, buffer)
         batch.memory = buffer
@@ -276,10 +327,11 @@ class Reader:
         """Return a free buffer for at least `count` images, or None."""
         with self.lock:
             self.collect_copied()
-            while self.free:
+            for _ in range(len(self.free)):
                 buffer = self.free.popleft()
                 if len(buffer) >= count:
                     return buffer
+                self.free.append(buffer)
         return None
 
     def new_buffer(self, count: int) -> torch.Tensor | None:
@@ -293,10 +345,14 @@ class Reader:
         samples, epochs, side = request
         augmentation = self.augmentation(samples, epochs, side) if self.augmentation and epochs is not None else None
         labels = self.images.labels[torch.from_numpy(samples)]
-        if buffer is None:
+        if not isinstance(self.images, EncodedImages):
             batch = Batch(torch.empty(0), labels)
             return batch, [partial(self.read, batch, samples, augmentation)]
-        batch = Batch(at_side(buffer, len(samples), side or buffer.shape[3]), labels)
+        if buffer is None:  # for a decoder on the device
+            side = side or self.images.side
+            batch = Batch(torch.empty(0, 3, side, side, dtype=torch.uint8), labels, reads=[None] * len(samples))
+        else:
+            batch = Batch(at_side(buffer, len(samples), side or buffer.shape[3]), labels)
         decode = partial(self.decode, batch, batch.images.split(1), samples, augmentation)
         places = range(len(samples))
         return batch, [
@@ -336,7 +392,11 @@ class Reader:
         for place in places:
             choose_box = partial(crops.box, place) if crops else images.central_box
             mirrored = augmentation is not None and not pads and bool(augmentation.mirrored[place])
-            load = partial(images.load, choose_box=choose_box, out=outs[place], spent=spent, mirrored=mirrored)
+            load: Callable[[int], None]
+            if batch.reads is None:
+                load = partial(images.load, choose_box=choose_box, out=outs[place], spent=spent, mirrored=mirrored)
+            else:
+                load = partial(self.read_for_device, batch, place, choose_box, spent, mirrored)
             sample = int(samples[place])
             candidates = range(sample, sample + (min(len(images), MOST_IN_A_ROW) if augmentation else 1))
             labels[place] = load_first(images, candidates, begin, load, skipped)
@@ -350,6 +410,19 @@ class Reader:
         with self.lock:
             batch.spent.add(spent)
             batch.skipped.extend(skipped)
+
+    def read_for_device(
+        self,
+        batch: Batch,
+        place: int,
+        choose_box: Callable[[int, int], Box],
+        spent: TimeBreakdown,
+        mirrored: bool,
+        sample: int,
+    ) -> None:
+        assert isinstance(self.images, EncodedImages) and batch.reads is not None
+        side = batch.images.shape[3]
+        batch.reads[place] = self.images.read_for_device(sample, choose_box, side, spent, mirrored)
 
 
 def without_skipped(batch: Batch) -> Batch:

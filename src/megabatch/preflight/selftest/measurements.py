@@ -29,6 +29,7 @@ from megabatch.config.resolve import make_model, plan_run
 from megabatch.config.schema import RunConfig
 from megabatch.data.catalog import load_data_set
 from megabatch.data.pipeline.batches import Stream, TrainingImages
+from megabatch.data.pipeline.device_decoder import CPU_DECODER, DECODERS
 from megabatch.data.pipeline.images import DataSet
 from megabatch.data.pipeline.reader import Batch
 from megabatch.planning.plan import CommDtype
@@ -104,7 +105,10 @@ def jobs_of_measurements(world: World) -> list[Job]:
             jobs.append(Job(f"{precision}, microbatch {microbatch}", run, is_measurement=True))
         run = partial(time_graphs, world, workload, microbatch, speeds)
         jobs.append(Job(f"{workload.compiled} in CUDA graphs, microbatch {microbatch}", run, is_measurement=True))
-    jobs.append(Job("JPEG input", partial(time_jpegs, world, workload, speeds), is_measurement=True))
+    for decoder in [CPU_DECODER, *(() if on_cpu else DECODERS)]:
+        on_device = "" if decoder == CPU_DECODER else f", decoded by {decoder}"
+        run = partial(time_jpegs, world, workload, speeds, decoder)
+        jobs.append(Job(f"JPEG input{on_device}", run, is_measurement=True))
     jobs += job_of_contexts(world, "after decoding")
     for microbatch in workload.microbatches[: 1 if on_cpu else None]:
         settings = [f"precision.name={workload.compiled}", "model.compile=true"]
@@ -332,7 +336,7 @@ def images_per_second(world: World, config: RunConfig) -> float:
     return TIMED_STEPS * plan.global_batch / taken_s
 
 
-def time_jpegs(world: World, workload: Workload, speeds: dict[str, float], name: str) -> Sequence[Check]:
+def time_jpegs(world: World, workload: Workload, speeds: dict[str, float], decoder: str, name: str) -> Sequence[Check]:
     """Measure how fast the ranks of this job decode photos, and how many cores the fastest training needs."""
     threads = share_of_cores(world)[0]
     with tempfile.TemporaryDirectory() as folder:
@@ -342,6 +346,8 @@ def time_jpegs(world: World, workload: Workload, speeds: dict[str, float], name:
             [
                 f"data.source={folder}",
                 f"data.image_size={workload.image_size}",
+                f"data.decoder={decoder}",
+                "data.crop_padding=0",
                 "batch.micro=32",
                 f"batch.global={32 * world.num_ranks}",
                 "train.epochs=1000000",
