@@ -139,6 +139,22 @@ def test_ranks_answer_only_if_asked_and_a_silent_one_is_noticed() -> None:
     assert first.silent_s(1018.0) == 0.0
 
 
+@pytest.mark.parametrize(("stopped_s", "is_stuck"), [(6.5, False), (100.0, False), (0.0, True)])
+def test_a_process_that_was_stopped_is_not_stuck(stopped_s: float, is_stuck: bool) -> None:
+    """Stop it as `scontrol suspend` does.  Without a pause between looks, the rank has spent the time in forward."""
+    activity, stuck = Activity(timeout_s=6.0), list[float]()
+    activity.begin("forward")
+    activity.begin_steps()
+    layouts = BucketLayouts(nn.Linear(2, 2))
+    found = Watchdog(dist.HashStore(), 0, (0, 1), activity, BackwardProgress(layouts), Recorder())  # type: ignore[attr-defined]
+    found.close()
+    found.on_stuck = lambda waits, patience_s: stuck.append(patience_s)
+    activity.changed_s -= 6.5 if is_stuck else stopped_s
+    found.looked_s = time.perf_counter() - stopped_s
+    found.look()
+    assert stuck == [6.0] * is_stuck
+
+
 def test_timeout_follows_the_longest_activity_and_is_longer_at_start_up() -> None:
     activity = Activity(timeout_s=0.01)
     assert activity.patience_s == START_UP_TIMEOUT_S and not activity.steps_run

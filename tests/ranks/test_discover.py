@@ -14,6 +14,7 @@ from megabatch.ranks.discover import (
     launcher_name,
     parse_tasks_per_node,
     rendezvous_address,
+    warn_of_signal,
 )
 from megabatch.ranks.machine import fair_threads, host_identity, usable_cores
 
@@ -193,6 +194,12 @@ def test_launches_have_names_if_their_launcher_numbers_them() -> None:
     assert [launch_name(each) for each in (MPICH, KUBEFLOW, SRUN | KUBEFLOW | several_steps, {})] == [""] * 4
     named = (TORCHRUN, OPEN_MPI, MPICH, SRUN, KUBEFLOW)
     assert [launcher_name(each) for each in named] == ["torchrun", "Open MPI", "MPICH", "srun", "RANK and WORLD_SIZE"]
+
+
+def test_a_stop_signal_after_which_open_mpi_kills_its_ranks_is_warned_of() -> None:
+    warnings = [warn_of_signal("SIGTERM", each) for each in (OPEN_MPI, MPICH, SRUN, {})]
+    assert warnings[0].startswith("Open MPI kills ranks 1 s after SIGTERM") and warnings[1:] == [""] * 3
+    assert warn_of_signal("SIGUSR1", OPEN_MPI) == ""
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from megabatch.ranks.launch import (
     loopback_store,
     open_launcher_store,
 )
-from megabatch.ranks.signals import LAUNCHER, LauncherSignals, Stopped
+from megabatch.ranks.signals import LAUNCHER, LauncherSignals, SignalHandler, Stopped, StopRequest
 from megabatch.ranks.store import RankStore
 
 NOBODY = 65_534
@@ -89,6 +89,20 @@ def test_ranks_that_end_after_a_signal_raise_stopped() -> None:
         with pytest.raises(Stopped):
             Attempt([start(HANGS)], store, signals).wait()  # it has no handler, so the signal kills it
         assert Attempt([start("os._exit(0)")], store, signals).wait() is None  # it had finished before the signal
+
+
+@pytest.mark.parametrize("handler", [StopRequest, LauncherSignals])
+def test_only_a_second_ctrl_c_ends_a_run_that_is_stopping(
+    handler: type[SignalHandler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(LAUNCHER, raising=False)
+    monkeypatch.setattr(os, "_exit", lambda code: (_ for _ in ()).throw(KeyboardInterrupt(code)))
+    stop = handler(signal.SIGUSR1)
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):  # as Slurm does at the end of a job's time
+        stop.receive(number, None)
+    assert stop.number == signal.SIGUSR1
+    with pytest.raises(KeyboardInterrupt):
+        stop.receive(signal.SIGINT, None)
 
 
 def test_after_ctrl_c_ranks_do_not_wait_for_a_starting_rank(monkeypatch: pytest.MonkeyPatch) -> None:

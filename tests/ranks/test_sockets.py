@@ -62,14 +62,20 @@ def test_the_interface_of_an_address_is_found() -> None:
         assert interface_of("::1") == "lo"
 
 
+@pytest.mark.parametrize("there", ["127.0.1.1", ""], ids=["as on Debian", "unresolved"])
 def test_gloo_uses_the_interface_towards_rank_0_and_on_its_host_the_one_towards_another_rank(
-    monkeypatch: pytest.MonkeyPatch,
+    there: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The name of rank 0's host is 127.0.1.1 there, as on Debian, and 10.1.2.7 on the other host.
+    # The name of rank 0's host is `there` on that host, and 10.1.2.7 on the other.
+    def resolve(host: str) -> str:
+        if not here.address:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return str(here.address)
+
     here, store = threading.local(), dist.HashStore()  # type: ignore[attr-defined]
-    routes = {"10.1.2.7": "10.1.2.8", "10.1.2.8": "10.1.2.7", "127.0.1.1": "127.0.0.1"}
+    routes = {"10.1.2.7": "10.1.2.8", "10.1.2.8": "10.1.2.7", "127.0.1.1": "127.0.0.1", "127.0.0.1": "127.0.0.1"}
     monkeypatch.setenv("MASTER_ADDR", "node7")
-    monkeypatch.setattr(store_module, "resolve", lambda host: here.address)
+    monkeypatch.setattr(store_module, "resolve", resolve)
     monkeypatch.setattr(store_module, "address_towards", routes.get)
     monkeypatch.setattr(store_module, "interface_of", lambda address: f"interface of {address}")
     found = dict[int, str | None]()
@@ -78,7 +84,7 @@ def test_gloo_uses_the_interface_towards_rank_0_and_on_its_host_the_one_towards_
         here.address = address
         found[rank] = find_interface(store, RankInfo(rank, 2, 0, 1))
 
-    threads = [threading.Thread(target=find, args=each) for each in enumerate(["127.0.1.1", "10.1.2.7"])]
+    threads = [threading.Thread(target=find, args=each) for each in enumerate([there, "10.1.2.7"])]
     for thread in threads:
         thread.start()
     for thread in threads:

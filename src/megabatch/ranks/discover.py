@@ -96,6 +96,16 @@ def launcher_name(environment: Mapping[str, str] = os.environ) -> str:
     return next(known, "srun" if find_ranks(given)[1] else "RANK and WORLD_SIZE")
 
 
+def warn_of_signal(preempt_signal: str, environment: Mapping[str, str] = os.environ) -> str:
+    """Return a warning if the launcher does not give its ranks the time to save after this signal."""
+    if preempt_signal != "SIGTERM" or not environment.get("OMPI_COMM_WORLD_SIZE"):
+        return ""
+    return (
+        "Open MPI kills ranks 1 s after SIGTERM, perhaps before they have saved; to stop the run, set "
+        "run.preempt_signal=SIGUSR1 and send SIGUSR1 to mpirun"
+    )
+
+
 def read_ranks(given: Mapping[str, str], names: Sequence[str]) -> RankInfo:
     numbers = [read_number(given, name) for name in names]
     if numbers[0] >= numbers[1]:

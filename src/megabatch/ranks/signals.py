@@ -50,11 +50,15 @@ class SignalHandler(ABC):
 
 
 class StopRequest(SignalHandler):
-    """The handler of a rank. It records a signal, which the trainer checks once per step; a second ends the process."""
+    """The handler of a rank. It records a signal, which the trainer checks once per step.
+
+    A second Ctrl-C ends the process. Other signals do not: when a job is cancelled or reaches its time limit, Slurm
+    sends SIGTERM twice, perhaps after a warning, while the rank saves.
+    """
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        if self.number is not None and not was_launched():
-            raise KeyboardInterrupt  # the launcher kills its ranks at a second signal
+        if self.number is not None and number == signal.SIGINT and not was_launched():
+            raise KeyboardInterrupt  # the launcher kills its ranks at a second Ctrl-C
         self.number = self.number or number
 
     def received(self) -> bool:
@@ -66,13 +70,15 @@ class StopRequest(SignalHandler):
 
 
 class LauncherSignals(SignalHandler):
-    """The handler of the launcher. The first signal stops the ranks after their step, a second kills them."""
+    """The handler of the launcher. The first signal stops the ranks after their step, a second Ctrl-C kills them."""
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         if self.number is not None:
-            os._exit(128 + number)  # then the kernel kills the ranks: see `die_with`
+            if number == signal.SIGINT:
+                os._exit(128 + number)  # then the kernel kills the ranks: see `die_with`
+            return
         self.number = number
-        print_text("\nstopping  after this step; press again to end at once")
+        print_text("\nstopping  after this step; another Ctrl-C ends the run at once")
 
 
 def was_launched() -> bool:

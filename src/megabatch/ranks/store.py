@@ -284,13 +284,15 @@ def find_interface(store: "dist.Store", info: RankInfo) -> str | None:  # type: 
     """Return the network interface that leads to the other hosts; None if it cannot be found.
 
     It is the interface towards rank 0's host. On that host, the name may lead to a loopback address (Debian's
-    127.0.1.1): there it is the interface towards another host, which has set its address.
+    127.0.1.1) or not resolve: there it is the interface towards another host, which has set its address.
     """
     try:
         host, _ = rendezvous_address(info)
         address = resolve(host)
-    except (OSError, UserError):
+    except UserError:  # the ranks did not connect through the environment
         return None
+    except OSError:
+        address = LOOPBACK  # on rank 0's host: the others have resolved the name
     own = address_towards(address)
     if own and not is_loopback(own):
         if info.local_rank == 0:

@@ -1,7 +1,6 @@
 """A whole run on one rank: prepare, start or resume, train.  Rank 0 also writes all records."""
 
 import importlib.util
-import os
 import signal
 import threading
 import time
@@ -18,6 +17,7 @@ from megabatch.data.pipeline.encoded import round_up
 from megabatch.errors import Diverged, NotSaved, UserError
 from megabatch.io.disk import remedy
 from megabatch.planning.batch import StepPlan
+from megabatch.ranks.discover import warn_of_signal
 from megabatch.ranks.signals import StopRequest
 from megabatch.ranks.store import RUN_FOLDER, USER_ERROR, RankStore
 from megabatch.runs.files import CHECKPOINTS, MISTAKES, MODEL, PLAN, STEP_TRACE, SUMMARY, WEIGHTS
@@ -114,11 +114,9 @@ def run(
         raise UserError(user_error)  # a restart does not fix it
     if folder:
         resume, retune = str(folder), False  # restarted ranks resume the run of the first attempt
-    if store.info.rank == 0 and config.run.preempt_signal == "SIGTERM" and "OMPI_COMM_WORLD_SIZE" in os.environ:
-        print_line(
-            "warning   Open MPI kills ranks 1 s after SIGTERM, perhaps before they have saved; to stop the run, set "
-            "run.preempt_signal=SIGUSR1 and send SIGUSR1 to mpirun"
-        )
+    warning = warn_of_signal(config.run.preempt_signal)
+    if warning and store.info.rank == 0:
+        print_line(f"warning   {warning}")
     with (
         StopRequest(signal.Signals[config.run.preempt_signal]) as stop,
         suppress(StoppedEarly),

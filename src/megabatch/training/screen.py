@@ -23,6 +23,7 @@ from megabatch.io.terminal import Terminal
 from megabatch.optim.groups import LR_FACTOR, OPTIMIZER, UNTIL
 from megabatch.planning.sizes import describe_sides
 from megabatch.precision.loss_scale import show_scale
+from megabatch.ranks.signals import was_launched
 from megabatch.runs.epochs import warn_of_noise
 from megabatch.runs.files import TIMELINE, WEIGHTS
 from megabatch.runs.noise import describe_noise
@@ -190,7 +191,8 @@ class Screen:
                 self.print_row("again", f"megabatch eval {self.folder}{named}")
             else:
                 named = f" model.name={self.user_model}" if self.user_model else ""
-                self.print_row("resume", f"megabatch train{named} --resume {self.folder} --ranks {self.plan.num_ranks}")
+                ranks = f" --ranks {self.plan.num_ranks}" if was_launched() else ""  # else under the same launcher
+                self.print_row("resume", f"megabatch train{named} --resume {self.folder}{ranks}")
 
     def target_text(self, summary: Summary) -> str:
         if self.target_top1 is None:

@@ -173,6 +173,7 @@ def describe(parameter: list[Any]) -> str:
 
 LOOK_EVERY_S = 2.0  # at most
 SILENT_S = 15.0  # a rank on an accelerator is lost if it does not answer for this time, while others wait for it
+LEAST_PAUSE_S = 1.0  # between two looks; on a busy machine, shorter ones do not mean that the process was stopped
 GRACE_S = 5.0  # a waiting rank gives the all-reduce, or the rank that it waits for, this time to report the cause
 MOST_STACKS = 16  # ranks whose stacks are logged
 ABORTED = "aborted"  # store key: a rank has aborted
@@ -258,8 +259,8 @@ class Watchdog:
 
     def look(self) -> None:
         patience_s, now_s = self.activity.patience_s, time.perf_counter()
-        if now_s - self.looked_s > LOOK_EVERY_S + GRACE_S:  # this process was stopped, perhaps with all others
-            self.activity.note_progress()
+        if now_s - self.looked_s > min(LOOK_EVERY_S + GRACE_S, max(patience_s / 2, LEAST_PAUSE_S)):
+            self.activity.note_progress()  # this process was stopped, perhaps with all others
         self.looked_s = now_s
         self.set_timeout(patience_s)
         self.arm_stacks(patience_s)
