@@ -7,6 +7,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +46,14 @@ def hang(*_: Any, **__: Any) -> torch.Tensor:
     return torch.zeros((), dtype=torch.float64)
 
 
+def kill(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 calls = itertools.count()
 
 
@@ -75,12 +84,16 @@ def disturb(place: str, act: Callable[..., None]) -> None:
             StreamReducer.issue = issue_until  # type: ignore[method-assign]
 
 
-def return_from_collectives_at_once() -> None:
-    """Return early in evaluations only: in steps, results would be wrong, because the device computes at once."""
+def be_impatient() -> None:
+    """Return from collectives at once, as NCCL does.  Later results are wrong, because the device computes at once."""
+    backends.PATIENCE_S = 0.0
+
+
+def be_impatient_in_evaluations() -> None:
     from megabatch.training import evaluate
 
     def batches(*args: Any) -> Any:
-        backends.PATIENCE_S = 0.0
+        be_impatient()
         return evaluation_batches(*args)
 
     evaluation_batches, evaluate.evaluation_batches = evaluate.evaluation_batches, batches
@@ -104,7 +117,9 @@ def be_rank(rank: int, folder: str, place: str, act: Callable[..., None], is_lau
     elif rank == FAILING:
         disturb(place, act)
     elif act is hang:
-        return_from_collectives_at_once()
+        be_impatient_in_evaluations()
+    elif act is stop:
+        disturb(place, be_impatient)
     settings = ["run.device=cuda", "comm.timeout_s=2", "train.evaluate_every=1"]
     config = tiny_for(NUM_RANKS, f"run.dir={folder}/run", *settings)
     run_as_rank(RankInfo(rank, NUM_RANKS, rank, NUM_RANKS), lambda store: run(config, "never", store))
@@ -155,6 +170,8 @@ DRILLS: dict[str, tuple[Callable[..., Any], str, Callable[..., None]]] = {
     "evaluation": (launch, "evaluation", fail),
     "all-reduce": (launch, "all-reduce", fail),
     "hang in evaluation": (launch, "evaluation", hang),
+    "killed": (launch, "all-reduce", kill),
+    "stopped": (launch, "all-reduce", stop),
     "shared GPU": (launch, "shared GPU", share_gpu),
     "unwatched": (join, "load", fail),
 }
@@ -184,6 +201,12 @@ def test_the_launcher_names_a_rank_that_raises(results: dict[str, Any], place: s
 def test_the_launcher_names_a_rank_that_hangs_in_evaluation_and_not_one_that_waits(results: dict[str, Any]) -> None:
     failed = results["hang in evaluation"]
     assert failed.rank == FAILING and "Stuck: is in evaluation of step 20" in str(failed)
+
+
+def test_a_rank_that_is_killed_or_stopped_is_named(results: dict[str, Any]) -> None:
+    killed, stopped = results["killed"], results["stopped"]
+    assert killed.rank == FAILING and "was ended by SIGKILL" in str(killed)
+    assert stopped.rank != FAILING and "rank 1 does not respond" in str(stopped)
 
 
 def test_two_ranks_on_one_gpu_are_an_error_of_the_user(results: dict[str, Any]) -> None:
