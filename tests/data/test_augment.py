@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import torch
 from PIL import Image
@@ -11,10 +13,19 @@ SAMPLES, EPOCHS = np.arange(100, 140), np.full(40, 2)
 
 
 def augment(
-    images: torch.Tensor, seed: int, epochs: Samples, samples: Samples, padding: int, flip: bool, **more: float
+    images: torch.Tensor, seed: int, epochs: Samples, samples: Samples, padding: int, flip: bool, **more: Any
 ) -> torch.Tensor:
     settings = DataSettings(source="", image_size=8, crop_padding=padding, flip=flip, **more)
     return Augmentation(settings, seed, samples, epochs).change(images)
+
+
+def test_reflected_padding_is_that_of_numpy() -> None:
+    got = augment(IMAGES.clone(), 5, EPOCHS, SAMPLES, 3, flip=False, padding_mode="reflect").numpy()
+    for sample, image, result in zip(SAMPLES, IMAGES.numpy(), got, strict=True):
+        down, right, *_ = draw(5, AUGMENT, sample, 2)
+        row, column = (int(draw_below(7, words)) for words in (down, right))
+        padded = np.pad(image, ((0, 0), (3, 3), (3, 3)), mode="reflect")
+        assert np.array_equal(result, padded[:, row : row + 9, column : column + 9])
 
 
 def augment_one(image: np.ndarray, seed: int, epoch: int, sample: int, padding: int, flip: bool) -> np.ndarray:

@@ -8,6 +8,7 @@ from megabatch.data.pipeline.images import ArrayImages
 from megabatch.data.pipeline.normalise import Normalise, measure_pixels
 from megabatch.ranks.world import World
 from megabatch.training.evaluate import (
+    VIEWS,
     CalibrationCounts,
     Evaluation,
     class_means,
@@ -94,3 +95,19 @@ def test_measures_agree_with_the_examples_of_scikit_learn_and_torchmetrics() -> 
     counts = CalibrationCounts(torch.device("cpu"), num_bins=3)
     counts.add(shares.log(), shares.argmax(1) == torch.tensor([0, 1, 2, 0]))
     assert expected_calibration_error(counts.curve()) == pytest.approx(0.2, rel=1e-6)
+
+
+def test_views_are_averaged_with_the_stated_weights() -> None:
+    image = torch.randn(2, 3, 5, 4, dtype=torch.float64)
+    weights = torch.randn(3 * 5 * 4, 7, dtype=torch.float64)
+
+    def score(pixels: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(pixels.reshape(2, -1)) @ weights
+
+    pixels = image.numpy()
+    padded = np.pad(pixels, ((0, 0), (0, 0), (1, 1), (1, 1)), mode="reflect")
+    views = (pixels, padded[..., :-2, :-2], padded[..., 2:, 2:])
+    both = [(score(view) + score(view[..., ::-1].copy())) / 2 for view in views]
+    expected = {"one": score(pixels), "mirror": both[0], "mirror-shift": both[0] / 2 + both[1] / 4 + both[2] / 4}
+    for name, scores in expected.items():
+        torch.testing.assert_close(VIEWS[name](lambda view: view.flatten(1) @ weights, image), scores)

@@ -6,13 +6,14 @@ from pathlib import Path
 
 from megabatch_lab.fuzz.archives import ARCHIVES
 from megabatch_lab.fuzz.arrays import ARRAYS
+from megabatch_lab.fuzz.cifar import CIFAR
 from megabatch_lab.fuzz.formats import Format, make_input, write_input
 from megabatch_lab.fuzz.images import IMAGES
 from megabatch_lab.fuzz.outcome import Report
 from megabatch_lab.fuzz.texts import TEXTS
 from megabatch_lab.fuzz.trained import RUNS
 
-FORMATS: dict[str, Format] = IMAGES | ARCHIVES | ARRAYS | TEXTS | RUNS
+FORMATS: dict[str, Format] = IMAGES | ARCHIVES | ARRAYS | CIFAR | TEXTS | RUNS
 
 
 def keep_inputs(report: Report, folder: Path) -> None:

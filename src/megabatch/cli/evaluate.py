@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from megabatch.cli.overrides import ModelOption, require_folder_of
+from megabatch.data.settings import TestViews
 from megabatch.planning.sizes import LARGEST, SMALLEST
 
 
@@ -23,9 +24,12 @@ def evaluate(
         int | None,
         typer.Option(min=SMALLEST, max=LARGEST, help="Side of the images. Default: that of the run's evaluations."),
     ] = None,
-    flip: Annotated[
-        bool, typer.Option("--flip", help="Average the scores of each image and its mirror image.")
-    ] = False,
+    views: Annotated[
+        TestViews | None,
+        typer.Option(
+            help="Average the scores of these views of an image. Default: those of the run.", show_default=False
+        ),
+    ] = None,
     confusion: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the confusion matrix to this CSV file.")
     ] = None,
@@ -36,7 +40,7 @@ def evaluate(
     from megabatch.io.terminal import Terminal
     from megabatch.text import one_line
 
-    result, names = evaluate_run(run, data, checkpoint, model, image_size, flip, confusion)
+    result, names = evaluate_run(run, data, checkpoint, model, image_size, views, confusion)
     console = Terminal()
     console.print(
         f"top-1 {result.top1:.4f}, top-5 {result.top5:.4f}, loss {result.test_loss:.6f} "

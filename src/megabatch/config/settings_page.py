@@ -45,8 +45,8 @@ MEANINGS = {
     "model.cuda_graphs": "run microbatches that are not all-reduced as CUDA graphs: see [GPUs](gpus.md#cuda-graphs)",
     "data.source": (
         "a folder of class folders, a `.tar`, a folder of tars, a pack (see [images](data.md)); an `.npz` file, a "
-        "folder of four IDX files; `fashion-mnist-10k`, `fashion-mnist`, `synthetic`, or `imagenet`, which is the "
-        "folder of that name and may be missing for a plan"
+        "folder of four IDX files; CIFAR's binary version, as a folder or `.tar.gz`; `fashion-mnist-10k`, "
+        "`fashion-mnist`, `synthetic`, or `imagenet`, which is the folder of that name and may be missing for a plan"
     ),
     "data.also": "more folders and tars, merged by class name",
     "data.image_size": "side of a training image in pixels, to which all are resized; with `data.sizes`, the largest",
@@ -56,6 +56,11 @@ MEANINGS = {
         "multiple = 4 }`; by default always `data.image_size`"
     ),
     "data.test_image_size": "side of an image in evaluation, prediction and export",
+    "data.test_views": (
+        "views of a test image whose scores are averaged: `one`, the image itself; `mirror`, it and its mirror image; "
+        "`mirror-shift`, both of them, with half of the weight, and both shifted by a pixel up and left and down and "
+        "right. Evaluation then takes 2 or 6 times as long"
+    ),
     "data.crop_area": (
         "smallest share of the image's area that a random crop takes; by default images are not cropped at random"
     ),
@@ -64,7 +69,8 @@ MEANINGS = {
         "side of the central square, as a share of the shorter side, used if images are not cropped at random; `auto` "
         "is 0.875, or 1 for images that are already [small](data.md#decoding)"
     ),
-    "data.crop_padding": "zeros around an image before it is cropped back at random; less than `data.image_size`",
+    "data.crop_padding": "pixels around an image before it is cropped back at random; less than `data.image_size`",
+    "data.padding_mode": "the pixels of `data.crop_padding`: zeros, or the image mirrored at its edges",
     "data.flip": (
         "mirror images: `true` a random half in each epoch, `alternating` a random half in every second epoch and the "
         "other half in the others"

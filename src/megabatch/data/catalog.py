@@ -18,6 +18,7 @@ from megabatch.data.pipeline.images import DataSet, ImageSet, ImageSubset, Synth
 from megabatch.data.pipeline.order import PER_CLASS, VALIDATION, draw
 from megabatch.data.settings import CENTER_CROP, DataSettings
 from megabatch.data.sources.arrays import from_arrays, is_idx_folder, read_idx_folder, read_npz
+from megabatch.data.sources.cifar import holds_cifar, read_cifar
 from megabatch.data.sources.files import EncodedDataset, EncodedFiles, Subset, concatenate, with_classes
 from megabatch.data.sources.folders import FolderFiles, read_folder, warn_of_classes, warn_of_ignored
 from megabatch.data.sources.index import once_per_host
@@ -99,6 +100,8 @@ def find_source(settings: DataSettings, side: int) -> DataSet | EncodedDataset:
             return from_arrays(read_npz(path), side, path)
         if is_idx_folder(path):
             return from_arrays(read_idx_folder(path), side, path)
+        if holds_cifar(path):
+            return from_arrays(read_cifar(path), side, path)
         if path.is_dir() or path.suffix == ".tar":
             return read_encoded(path)
     except OSError as error:
@@ -111,8 +114,9 @@ def find_source(settings: DataSettings, side: int) -> DataSet | EncodedDataset:
             f"a .tar or .npz file, or one of {', '.join(NAMED_SOURCES)}"
         )
     raise UserError(
-        f"data.source={settings.source!r} is neither a folder (of class folders, tars or IDX files), nor a .tar or .npz"
-        f" file, nor one of {', '.join(NAMED_SOURCES)}; nearest: data.source={nearest(settings.source, NAMED_SOURCES)}"
+        f"data.source={settings.source!r} is neither a folder (of class folders, tars, IDX files or CIFAR's binary "
+        f"files), nor a .tar or .npz file, nor one of {', '.join(NAMED_SOURCES)}; nearest: "
+        f"data.source={nearest(settings.source, NAMED_SOURCES)}"
     )
 
 

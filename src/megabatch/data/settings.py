@@ -15,6 +15,7 @@ CENTER_CROP = 0.875  # 224 of 256
 AUTO_HELD_OUT = 0.1
 Share = Annotated[float, Meta(gt=0, le=1)]
 Auto = Literal["auto"]
+TestViews = Literal["one", "mirror", "mirror-shift"]  # see `training/evaluate.py`
 Probability = Annotated[float, Meta(ge=0, le=1)]
 Strength = Annotated[float, Meta(ge=0, le=10)]
 MOST_TIMM = 10  # the largest magnitude of timm's RandAugment, which clips larger ones
@@ -81,6 +82,8 @@ class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     # The share of the shorter side that evaluation sees; auto: 0.875, or 1 if the images are small.
     center_crop: Share | Auto = "auto"
     crop_padding: Annotated[int, Meta(ge=0, le=8192)] = 0
+    padding_mode: Literal["zeros", "reflect"] = "zeros"  # of crop_padding
+    test_views: TestViews = "one"  # of a test image, whose scores are averaged
     flip: bool | Literal["alternating"] = False
     augment: AugmentSettings = field(default_factory=AugmentSettings)
     train_per_class: Count | None = None  # training images per class; all by default

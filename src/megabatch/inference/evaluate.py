@@ -36,13 +36,13 @@ def evaluate_run(
     checkpoint: str | None = None,
     model: str | None = None,
     image_size: int | None = None,
-    flip: bool = False,
+    views: str | None = None,
     confusion: Path | None = None,
 ) -> tuple[Evaluation, tuple[str, ...]]:
     """Evaluate on the run's test images, or on those of another source, prepared as in the run's evaluations.
 
     It uses the threads and batches of the run, so that the logits and all results are bitwise identical, unless another
-    `image_size` or `flip` is given.
+    `image_size` or other `views` are given.
 
     Returns:
         The evaluation and the names of the classes.
@@ -80,7 +80,7 @@ def evaluate_run(
                 config.batch.microbatch,
                 world,
                 counter,
-                flip=flip,
+                views=views or config.data.test_views,
             )
     if confusion and counter:
         write_matrix(confusion, counter, classifier.classes)

@@ -10,6 +10,7 @@ from msgspec import Meta, Struct, field
 from torch import nn
 
 from megabatch.errors import UserError, nearest, require_one_of
+from megabatch.models.airbench import airbench94
 from megabatch.models.alexnet import alexnet, alexnet_bn, small_alexnet_bn
 from megabatch.models.resnet import RESNETS
 from megabatch.models.small import shallow_cnn, small_cnn, small_resnet, tiny_cnn
@@ -21,6 +22,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "small_cnn": small_cnn,
     "tiny_cnn": tiny_cnn,
     "shallow_cnn": shallow_cnn,
+    "airbench94": airbench94,
     "alexnet": alexnet,
     "alexnet_bn": alexnet_bn,
     "small_alexnet_bn": small_alexnet_bn,

@@ -14,10 +14,11 @@ from torch import nn
 from megabatch.config.resolve import make_model, plan_average, plan_groups, plan_learning_rate, plan_run
 from megabatch.config.schema import RunConfig
 from megabatch.data.pipeline.batches import TrainingImages
-from megabatch.data.pipeline.images import DataSet, PixelStatistics
-from megabatch.data.pipeline.normalise import Normalise, measure_pixels
+from megabatch.data.pipeline.images import DataSet, ImageSet, PixelStatistics
+from megabatch.data.pipeline.normalise import Normalise, evenly_spaced, measure_pixels, read_batches
 from megabatch.data.pipeline.policies import require_colours
 from megabatch.errors import UserError
+from megabatch.models.airbench import Whitening
 from megabatch.models.layers import freeze
 from megabatch.models.loss import SummedLoss, summed_loss
 from megabatch.models.weights import match, read_weights, require_finite
@@ -32,6 +33,8 @@ from megabatch.training.checkpoint.weights import find_weights
 from megabatch.training.ema import WeightAverage
 from megabatch.training.evaluate import MistakeCounter, evaluate
 from megabatch.training.parts import Comparison, Parts
+
+WHITENED_SAMPLES = 5_000  # images whose patches a whitening layer is measured on
 
 
 class InitialWeights(Struct, frozen=True):
@@ -102,6 +105,11 @@ def assemble(
     if config.model.weights:
         model.to(formats.update)  # fp64 would be rounded
         initial_weights = load_initial_weights(model, config.model.weights, world)
+    if initial_weights.pixels and len(initial_weights.pixels.mean) == data.num_channels:
+        pixels = pixels or initial_weights.pixels
+    pixels = pixels or world.from_rank_0(partial(measure_pixels, data.train), PixelStatistics)
+    if not config.model.weights:
+        fit_whitening(model, data.train, pixels, world)
     master_weights = place_model(model, config.precision, world.device, config.model.wants_channels_last)
     if not master_weights.weights:
         raise UserError(
@@ -117,9 +125,6 @@ def assemble(
     make = partial(make_user_optimizer, overrides.optimizer) if overrides.optimizer else make_optimizer
     optimizer = make(groups, config.optim)
     is_custom = overrides.optimizer or config.optim.is_user_optimizer
-    if initial_weights.pixels and len(initial_weights.pixels.mean) == data.num_channels:
-        pixels = pixels or initial_weights.pixels
-    pixels = pixels or world.from_rank_0(partial(measure_pixels, data.train), PixelStatistics)
     normalise = Normalise(pixels, world.device, formats.model, config.model.wants_channels_last)
     num_classes = len(data.class_names)
     statistics = RunningStatistics(model, plan.accumulation)
@@ -154,6 +159,7 @@ def assemble(
             config.batch.microbatch,
             world,
             mistakes=mistakes,
+            views=config.data.test_views,
             average=average if average.is_on else None,
         ),
         mistakes=mistakes,
@@ -162,6 +168,21 @@ def assemble(
         stop_requested=stop_requested,
         initial_weights=tuple(initial_weights.lines),
     )
+
+
+@torch.no_grad()
+def fit_whitening(model: nn.Module, images: ImageSet, pixels: PixelStatistics, world: World) -> None:
+    """Set the filters of whitening layers for the training images, as measured on rank 0."""
+    for layer in model.modules():
+        if isinstance(layer, Whitening):
+            fit = partial(whitening_filters, layer, images, pixels)
+            layer.weight.copy_(torch.tensor(world.from_rank_0(fit, list[float])).view(layer.weight.shape))
+
+
+def whitening_filters(layer: Whitening, images: ImageSet, pixels: PixelStatistics) -> list[float]:
+    batches = read_batches(images, evenly_spaced(images, WHITENED_SAMPLES))
+    filters = layer.filters_for(batches, pixels.mean, pixels.deviation)
+    return filters.flatten().tolist()
 
 
 def require_same_network(state: dict[str, torch.Tensor], world: World) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch import nn
 from torch.func import functional_call
@@ -118,8 +119,27 @@ def picture_of(image: torch.Tensor) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-def scores(network: Callable[[torch.Tensor], torch.Tensor], pixels: torch.Tensor, flip: bool) -> torch.Tensor:
-    return (network(pixels) + network(pixels.flip(3))) / 2 if flip else network(pixels)
+Network = Callable[[torch.Tensor], torch.Tensor]
+
+
+def one_view(network: Network, pixels: torch.Tensor) -> torch.Tensor:
+    return network(pixels)
+
+
+def mirror(network: Network, pixels: torch.Tensor) -> torch.Tensor:
+    return (network(pixels) + network(pixels.flip(3))) / 2
+
+
+def mirror_shift(network: Network, pixels: torch.Tensor) -> torch.Tensor:
+    """Average over shifts by a pixel along the diagonal too, as KellerJordan/cifar10-airbench does."""
+    height, width = pixels.shape[2:]
+    padded = F.pad(pixels, [1] * 4, mode="reflect")
+    shifted = mirror(network, padded[..., :height, :width]) + mirror(network, padded[..., 2:, 2:])
+    return mirror(network, pixels) / 2 + shifted / 4
+
+
+# The scores of a test image from several views of it: see data.test_views.
+VIEWS = {"one": one_view, "mirror": mirror, "mirror-shift": mirror_shift}
 
 
 # Precision, recall, F1 and calibration, from integers, whose sums over ranks are exact for any sharding.
@@ -186,13 +206,13 @@ def evaluate(
     batch_size: int,
     world: World,
     mistakes: MistakeCounter | None = None,
-    flip: bool = False,
+    views: str = "one",
     average: WeightAverage | None = None,
 ) -> Evaluation:
     """Return top-1, top-5, loss and top-1 per class over all `images`, which are split over the ranks.
 
-    With an `average`, they are those of the averaged weights, and `raw_top1` is that of the model's.  With `flip`,
-    scores are averaged over each image and its mirror image.
+    With an `average`, they are those of the averaged weights, and `raw_top1` is that of the model's.  `views`
+    names the views of an image whose scores are averaged.
     """
     raw_counts = torch.zeros(1, dtype=torch.int64, device=world.device)
     weights = average.for_forward() if average else {}
@@ -204,7 +224,7 @@ def evaluate(
     was_training = model.training
     frozen = [module for module in model.modules() if not module.training]
     model.eval()
-    unreadable = list[str]()
+    unreadable, scores = list[str](), VIEWS[views]
     for number, batch in evaluation_batches(images, batch_size, world.rank, world.num_ranks, world.device):
         world.activity.begin("evaluation")  # at every batch, since the watchdog limits the time of one activity
         unreadable += batch.skipped
@@ -212,10 +232,10 @@ def evaluate(
             continue
         labels = batch.labels.to(world.device)
         pixels = normalise(batch.images)
-        logits = scores(model, pixels, flip)
+        logits = scores(model, pixels)
         if average:
             raw_counts += (logits.argmax(1) == labels).sum()
-            logits = scores(partial(functional_call, model, weights), pixels, flip)
+            logits = scores(partial(functional_call, model, weights), pixels)
         losses[number] = summed_loss(LossSettings(), logits, labels)
         best = logits.topk(min(5, logits.shape[1])).indices
         right = best == labels[:, None]

@@ -25,6 +25,7 @@ from megabatch.data.pipeline.policies import Recolouring
 from megabatch.data.settings import DataSettings
 
 ATTEMPTS = 10
+PADDING_MODES = {"zeros": "constant", "reflect": "reflect"}  # torch's names
 
 
 class RandomCrops:
@@ -73,6 +74,7 @@ class Augmentation:
         side = side or settings.image_size
         down, right, mirrored, _ = draw(seed, AUGMENT, samples, epochs)
         self.scale, self.padding = side / settings.image_size, settings.padding_at(side)
+        self.padding_mode = settings.padding_mode
         self.rows, self.columns = (draw_below(2 * self.padding + 1, words) for words in (down, right))
         self.mirrored = (draw_below(2, mirrored) == 1) & bool(settings.flip)
         if settings.flip == "alternating":
@@ -94,7 +96,7 @@ class Augmentation:
             )
         images = resize_all(images, size)
         if self.padding:
-            windows = windows_of(images, self.padding)
+            windows = windows_of(images, self.padding, self.padding_mode)
             places = torch.arange(len(images)), slice(None), torch.from_numpy(self.rows), torch.from_numpy(self.columns)
             images = windows[places]
         chosen = torch.from_numpy(self.mirrored)
@@ -113,15 +115,15 @@ class Augmentation:
 
     def pad(self, which: int, images: torch.Tensor) -> None:
         """Apply crop with padding and flip to one image, [1, C, H, W], in place."""
-        images.copy_(windows_of(images, self.padding)[:, :, self.rows[which], self.columns[which]])
+        images.copy_(windows_of(images, self.padding, self.padding_mode)[:, :, self.rows[which], self.columns[which]])
         if self.mirrored[which]:
             images.copy_(images.flip(3))
 
 
-def windows_of(images: torch.Tensor, padding: int) -> torch.Tensor:
+def windows_of(images: torch.Tensor, padding: int, mode: str = "zeros") -> torch.Tensor:
     """Return all crops of the padded images as a view, [B, C, rows, columns, H, W]."""
     *_, height, width = images.shape
-    return F.pad(images, [padding] * 4).unfold(2, height, 1).unfold(3, width, 1)
+    return F.pad(images, [padding] * 4, PADDING_MODES[mode]).unfold(2, height, 1).unfold(3, width, 1)
 
 
 def crop(image: torch.Tensor, box: Box, size: tuple[int, int]) -> torch.Tensor:

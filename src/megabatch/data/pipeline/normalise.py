@@ -1,5 +1,6 @@
 """Normalisation of pixels to zero mean and unit deviation per channel, as measured on the training set."""
 
+from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 
@@ -8,6 +9,7 @@ import torch
 
 from megabatch.data.pipeline.encoded import EncodedImages
 from megabatch.data.pipeline.images import ImageSet, PixelStatistics
+from megabatch.data.pipeline.order import Samples
 from megabatch.data.pipeline.reader import Reader, Request
 from megabatch.data.sources.from_python import DatasetImages
 from megabatch.errors import UserError
@@ -38,18 +40,29 @@ class Normalise:
         return moved.mul_(self.scale).add_(self.shift).to(self.dtype)
 
 
-def measure_pixels(images: ImageSet) -> PixelStatistics:
-    """Measure up to 50,000 images, or up to 1,000 that must be decoded, evenly spaced because a set may be sorted."""
-    most = DECODED_SAMPLES if isinstance(images, EncodedImages | DatasetImages) else MEASURED_SAMPLES
-    measured = np.arange(0, len(images), -(-len(images) // most))
-    chunks = np.split(measured, range(CHUNK, len(measured), CHUNK))
-    totals = torch.zeros(2, 1, dtype=torch.float64)
-    count = 0
+def evenly_spaced(images: ImageSet, most: int) -> Samples:
+    """Return at most `most` samples, evenly spaced because a set may be sorted."""
+    return np.arange(0, len(images), -(-len(images) // most))
+
+
+def read_batches(images: ImageSet, samples: Samples) -> Iterator[torch.Tensor]:
+    """Yield the images as evaluation sees them, in batches of uint8 [B, C, H, W], without those that are skipped."""
+    chunks = np.split(samples, range(CHUNK, len(samples), CHUNK))
     with closing(Reader(images).prefetch((partial(Request, chunk, None) for chunk in chunks), CHUNK)) as batches:
         for batch in batches:
-            pixels = batch.images.double()
-            totals = totals + torch.stack([pixels.sum((0, 2, 3)), pixels.square().sum((0, 2, 3))])
-            count += pixels.numel() // pixels.shape[1]
+            yield batch.images
+
+
+def measure_pixels(images: ImageSet) -> PixelStatistics:
+    """Measure up to 50,000 images, or up to 1,000 that must be decoded."""
+    most = DECODED_SAMPLES if isinstance(images, EncodedImages | DatasetImages) else MEASURED_SAMPLES
+    measured = evenly_spaced(images, most)
+    totals = torch.zeros(2, 1, dtype=torch.float64)
+    count = 0
+    for batch in read_batches(images, measured):
+        pixels = batch.double()
+        totals = totals + torch.stack([pixels.sum((0, 2, 3)), pixels.square().sum((0, 2, 3))])
+        count += pixels.numel() // pixels.shape[1]
     if not count:
         raise UserError(f"none of {len(measured)} training images can be read; check the files")
     mean, mean_square = totals / count
