@@ -49,7 +49,7 @@ def test_arms_have_equal_epochs_and_differ_only_as_stated(name: str) -> None:
 def test_every_search_has_the_same_resolution(name: str) -> None:
     grids = [arm.learning_rates for arm in STUDIES[name].arms if arm.learning_rates]
     steps = [high / low for grid in grids for low, high in pairwise(grid)]
-    assert steps == pytest.approx([steps[0]] * len(steps)) and len({*map(len, grids)}) == 1
+    assert steps == pytest.approx(steps[:1] * len(steps)) and len({*map(len, grids)}) <= 1
 
 
 def test_without_a_name_the_studies_are_listed_with_their_runs() -> None:
@@ -58,7 +58,7 @@ def test_without_a_name_the_studies_are_listed_with_their_runs() -> None:
         assert f"{name}  {design.num_trials} runs: {design.title}" in output
 
 
-@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.parametrize("name", [name for name, design in STUDIES.items() if design.search])
 def test_setups_name_the_values_of_their_recipes(name: str) -> None:
     design, config = STUDIES[name], next(iter(CONFIGS[name].values()))
     assert design.search

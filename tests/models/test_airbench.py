@@ -4,7 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megabatch.config.loading import load_config
+from megabatch.config.resolve import make_model, plan_groups, plan_learning_rate, plan_run
+from megabatch.data.sources.shapes import DataShape
 from megabatch.models.airbench import SMALLEST_VARIANCE, Whitening, airbench94
+from megabatch.optim.optimizers import follow_schedule, make_optimizer
 
 PIXELS = torch.randint(0, 256, (30, 3, 12, 10), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
 PIXELS[:, :, 1:] = PIXELS[:, :, :-1] // 2 + PIXELS[:, :, 1:] // 2  # neighbours are correlated
@@ -48,3 +52,21 @@ def test_output_is_divided_by_the_inputs_of_the_last_layer(widths: tuple[int, ..
     assert math.isclose(head.weight.std().item(), 1.0, rel_tol=1e-5)
     x = torch.randn(4, widths[-1])
     torch.testing.assert_close(head(x), x @ head.weight.T / widths[-1])
+
+
+def test_recipe_takes_the_steps_of_the_published_optimizers() -> None:
+    """The source sums the loss over the batch, and states weight decays divided by learning rates."""
+    config = load_config("cifar10")
+    shape = DataShape(num_train=50_000, num_test=10_000, num_classes=10, num_channels=3)
+    plan, batch = plan_run(config, shape, num_ranks=2), 2_000
+    optimizer = make_optimizer(plan_groups(config, make_model(config, shape)), config.optim)
+    for step in (0, 10, 74, 75, 199):
+        follow_schedule(optimizer, plan_learning_rate(config, plan), step, plan.num_steps)
+        decayed, of_whitening = 1 - step / 200, max(0.0, 1 - step / 75)
+        expected = {"2.conv1": (0.24 * decayed, 0.6, 0.0), "2.norm1": (0.053 * batch * decayed, 0.85, 2e-6 / 0.053)}
+        expected |= {"0.bias": (0.053 * batch * of_whitening, 0.85, 2e-6 / 0.053)}
+        expected |= {"7.weight": (0.67 * batch * decayed, 0.85, 2e-6 / 0.67)}
+        for name, values in expected.items():
+            (group,) = [group for group in optimizer.param_groups if group["param_names"][0].startswith(name)]
+            found = (group["lr"], group["momentum"], group["weight_decay"])
+            assert found == pytest.approx(values, rel=1e-3, abs=1e-9)
