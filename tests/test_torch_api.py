@@ -4,6 +4,8 @@ import ast
 import copy
 import importlib.util
 import re
+import subprocess
+import sys
 import threading
 import traceback
 import warnings
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import megabatch
+from megabatch.config.schema import MOST_COMPILED
 from tests.support.rank_pool import RankPool
 
 ROOT = Path(__file__).parent.parent
@@ -30,6 +33,7 @@ MODULE = PACKAGE / "torch_api.py"
 # Attributes that start with "_" and are not torch's, in any file.
 NOT_OF_TORCH = {
     "_replace": "NamedTuple's",
+    "_make": "NamedTuple's",
     "_exit": "of os",
     "_current_frames": "of sys",
     "_getframe": "of sys",
@@ -544,3 +548,32 @@ def test_context_is_looked_up_in_torch(monkeypatch: pytest.MonkeyPatch, api: Any
     assert torch.version.cuda is None or hasattr(torch._C, "_cuda_hasPrimaryContext")
     monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index == 3, raising=False)
     assert [api.has_context(index) for index in (0, 3)] == [False, True]
+
+
+COMPILED_LATE = """
+import sys
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from megabatch.torch_api import postpone_compiler
+
+postpone_compiler()
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+model = DistributedDataParallel(nn.Linear(2, 2))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+model(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+optimizer.zero_grad()
+print(any(name.startswith("torch._dynamo.") for name in sys.modules))
+compiled = torch.compile(lambda x: x + 1, backend="eager")
+print(compiled(torch.zeros(1)).item(), hasattr(torch.optim.Optimizer.zero_grad.__wrapped__, "__dynamo_disable"))
+import torch._dynamo.config as config
+print(config.recompile_limit, sys.modules["torch._dynamo"] is torch._dynamo)
+"""
+
+
+@pytest.mark.ranks  # starts a process
+def test_the_compiler_is_imported_when_it_is_used() -> None:
+    # In a new process, which has not imported it.
+    done = subprocess.run([sys.executable, "-c", COMPILED_LATE], capture_output=True, text=True, timeout=100)
+    assert done.stdout.split() == ["False", "1.0", "False", str(MOST_COMPILED), "True"], done.stderr

@@ -4,6 +4,7 @@ A private name may change in any release of torch.  So no other file of the pack
 tests/test_torch_api.py tests each name here.  Aliases are torch's objects, so a call has no overhead.
 """
 
+import importlib
 import re
 import sys
 import traceback
@@ -12,6 +13,7 @@ from datetime import timedelta
 from functools import cache
 from importlib.abc import MetaPathFinder
 from operator import attrgetter
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -89,6 +91,50 @@ SUPPORTS_FOUND_INF = "_step_supports_amp_scaling"  # GradScaler reads this: the 
 COMPILER_MODULES = ("torch._inductor", "torch._dynamo", "torch._functorch")
 COMPILER_FILE = "torch/_dynamo/convert_frame.py"
 NO_CXX, NO_TRITON = "InvalidCxxCompiler", "TritonMissing"  # two of these errors
+
+
+class CompilerPart(ModuleType):
+    """A module of torch.compile that is imported when anything but the given attributes is used."""
+
+    def __init__(self, name: str, **attributes: Any) -> None:
+        super().__init__(name)
+        self.__dict__.update(attributes)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__path__":  # inspect reads such attributes of all modules
+            raise AttributeError(name)
+        return getattr(import_compiler(self.__name__), name)
+
+
+EXCLUDED: list[Any] = []  # functions to exclude from compilation
+
+
+def postpone_compiler() -> None:
+    """Postpone the import of torch._dynamo, which takes a second of a core and 70 MB per rank, until it is used.
+
+    torch.optim and DDP import it although they only exclude their own functions from compilation, and DDP reads a
+    setting and joins the default process group.
+    """
+
+    def disable(function: Any, *arguments: Any, **options: Any) -> Any:
+        EXCLUDED.append(function)
+        return function
+
+    if "torch._dynamo" in sys.modules:
+        return
+    utils = CompilerPart("torch._dynamo.utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")  # the default
+    rules = CompilerPart("torch._dynamo.trace_rules", clear_lru_cache=lambda: None)
+    parts = {"disable": disable, "graph_break": lambda *arguments: None, "utils": utils, "trace_rules": rules}
+    torch._dynamo = sys.modules["torch._dynamo"] = CompilerPart("torch._dynamo", **parts)
+
+
+def import_compiler(name: str) -> ModuleType:
+    """Import the module in place of the CompilerPart, and forget the functions that were to be excluded."""
+    if isinstance(sys.modules["torch._dynamo"], CompilerPart):
+        del sys.modules["torch._dynamo"], torch._dynamo
+        while EXCLUDED:
+            vars(EXCLUDED.pop()).pop("__dynamo_disable", None)  # torch stores the result of `disable` there
+    return importlib.import_module(name)
 
 
 def supports_found_inf(optimizer: torch.optim.Optimizer) -> bool:

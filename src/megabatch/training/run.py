@@ -26,6 +26,7 @@ from megabatch.runs.outage import ReportLine
 from megabatch.runs.records import EvaluationRecord, Record, Status, StepRecord, StepTrace, Summary
 from megabatch.runs.totals import RunTotals
 from megabatch.text import one_line, print_line
+from megabatch.torch_api import postpone_compiler
 from megabatch.training.checkpoint.card import with_results
 from megabatch.training.checkpoint.format import describe_arithmetic, save_weights
 from megabatch.training.checkpoint.resume import Start, new_folder, read_start, report
@@ -109,6 +110,8 @@ def run(
     ending: AbstractContextManager[object] | None = None,  # exited after the run, before any rank exits
 ) -> int:
     """Run one rank to its end.  Return the exit code: 0, or 128 + the signal that stopped it."""
+    if not config.model.compile:
+        postpone_compiler()
     user_error, folder = store.get(USER_ERROR), store.run_folder()
     if user_error:
         raise UserError(user_error)  # a restart does not fix it
