@@ -364,8 +364,8 @@ def test_averages_are_bitwise_identical_and_within_the_error_bound(ranks: RankPo
                 magnitudes = sum(part.double().abs() for part in parts) / len(hosts)
                 # A 16-bit tensor is rounded in every phase; the average is rounded once more.
                 sums_with = own_error if dtype == torch.bfloat16 else max(own_error, 2.0**-24 * (travels != "same"))
-                bounds = [error_bound(plan, len(hosts) + 3, float(m), sums_with) for m in magnitudes]
-                assert ((average.double() - exact).abs() <= torch.tensor(bounds)).all()
+                bounds: Any = error_bound(plan, len(hosts) + 3, magnitudes, sums_with)  # type: ignore[arg-type]
+                assert ((average.double() - exact).abs() <= bounds).all()
                 is_ordered = travels != "same" or dtype == torch.bfloat16
                 if is_ordered and algorithm not in ON_REQUEST:  # the all-reduce of Gloo is a ring
                     scaled = [part * (1 / len(hosts)) for part in parts]  # before they are summed, as DDP does
@@ -398,7 +398,7 @@ def many_steps(world: World, hosts: str, algorithm: str) -> int:
     with on_hosts(world, hosts):
         ddp = DistributedDataParallel(model, bucket_cap_mb=2 * KIB, gradient_as_bucket_view=True)
         with attach(ddp, algorithm=algorithm) as gradients:
-            for _ in range(50):
+            for _ in range(30):
                 ddp(torch.ones(2, 24)).sum().backward()
                 ddp.zero_grad()
             return len(gradients.layouts.seen)
