@@ -33,7 +33,7 @@ from megabatch.config.loading import load_config
 from megabatch.config.recipes import recipe_names
 from megabatch.config.schema import RunConfig
 from megabatch.errors import UserError
-from megabatch.experiments.design import read_design
+from megabatch.experiments.design import read_any_design
 from megabatch.inference.classifier import load
 from megabatch.optim.groups import parameter_groups
 from megabatch.optim.lars import LARS
@@ -262,7 +262,7 @@ def test_recipes_in_a_page_are_valid(page: Path, tmp_path: Path) -> None:
         if "[model]" in text:
             load_config(str(path))
         elif "[[arm]]" in text:
-            read_design(str(path))
+            read_any_design(str(path))
         else:  # part of a recipe
             path.write_text(f'extends = "fashion"\n{text}')
             load_config(str(path))

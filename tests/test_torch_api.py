@@ -260,6 +260,22 @@ def test_fake_tensors_use_no_memory_and_support_autocast(api: Any) -> None:
             assert nn.Linear(1 << 12, 10)(images).dtype == torch.bfloat16
 
 
+def test_an_error_on_fake_tensors_is_logged_unless_silent(api: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        with api.FakeTensorMode(), pytest.raises(RuntimeError, match="Output size is too small"):
+            nn.MaxPool2d(3)(torch.empty(1, 1, 2, 2))
+
+    api.fake_tensor.log.addHandler(caplog.handler)
+    try:
+        with api.silent_fake_tensors():
+            fail()
+        assert not caplog.records
+        fail()
+        assert caplog.records
+    finally:
+        api.fake_tensor.log.removeHandler(caplog.handler)
+
+
 def test_every_storage_has_a_unique_id(api: Any) -> None:
     tensor = torch.ones(4)
     assert api.storage_id(tensor[1:].untyped_storage()) == api.storage_id(tensor.untyped_storage())

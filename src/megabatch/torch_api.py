@@ -8,7 +8,8 @@ import importlib
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from importlib.abc import MetaPathFinder
@@ -52,6 +53,18 @@ NormBase = batchnorm._NormBase
 BatchNormBase = batchnorm._BatchNorm
 # Tensors without data that have a device: autocast has no effect on the public meta device.
 FakeTensorMode = fake_tensor.FakeTensorMode
+
+
+@contextmanager
+def silent_fake_tensors() -> Iterator[None]:
+    """Do not log the traceback of every error on fake tensors before it is raised."""
+    before = fake_tensor.log.disabled
+    fake_tensor.log.disabled = True  # torch sets its level again when it compiles
+    try:
+        yield
+    finally:
+        fake_tensor.log.disabled = before
+
 
 # A unique number of each storage.  The public data_ptr() is 0 for empty storages, and fake ones have none.
 storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")

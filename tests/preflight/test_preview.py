@@ -1,7 +1,19 @@
+import pytest
 from torch import nn
 
+from megabatch.config.loading import load_config
+from megabatch.errors import UserError
 from megabatch.optim.groups import parameter_groups
-from megabatch.preflight.preview import list_parameters
+from megabatch.preflight.preview import activations_by_side, list_parameters
+
+
+@pytest.mark.parametrize("sides", [[8, 32], [32]])
+def test_a_size_that_the_network_refuses_is_one_line(sides: list[int], capfd: pytest.CaptureFixture[str]) -> None:
+    config = load_config("smoke", ["data.image_size=32", "data.test_image_size=8", "batch.micro=4"])
+    model = nn.Sequential(nn.MaxPool2d(16), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 10))
+    with pytest.raises(UserError, match=r"fails on images \[4, 3, 8, 8\]: .*; change the size of the images"):
+        activations_by_side(config, model, 3, sides)
+    assert not any(capfd.readouterr())
 
 
 def test_every_parameter_is_listed_once_even_if_shared_or_frozen() -> None:

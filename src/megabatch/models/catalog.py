@@ -114,7 +114,10 @@ def model_errors(settings: ModelSettings, image_shape: Sequence[int] = ()) -> It
             raise
         on = f" on images {list(image_shape)}" if image_shape else ""
         options = f" with model.options={settings.options}" if settings.options else ""
-        raise UserError(f"model.name={settings.name!r}{options} fails{on}: {error}; change one of them") from error
+        remedy = "change the size of the images (data.image_size, data.sizes, data.test_image_size) or the model"
+        raise UserError(
+            f"model.name={settings.name!r}{options} fails{on}: {error}; {remedy if on else 'change model.options'}"
+        ) from error
 
 
 def check_logits(settings: ModelSettings, logits: object, expected: tuple[int, int]) -> None:

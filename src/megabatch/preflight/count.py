@@ -18,7 +18,7 @@ from megabatch.models.catalog import ModelSettings, build_model, model_errors
 from megabatch.models.layers import freeze
 from megabatch.models.loss import LossSettings, summed_loss
 from megabatch.simulate.workload import Layer, Workload
-from megabatch.torch_api import FakeTensorMode, NormBase, storage_id
+from megabatch.torch_api import FakeTensorMode, NormBase, silent_fake_tensors, storage_id
 
 IMAGES = 2  # per batch: BatchNorm cannot normalise a single image
 CLEARLY_MORE = 2.0  # ratio of FLOPs at four times the area
@@ -64,7 +64,7 @@ def count_workload(settings: ModelSettings, image_size: int, num_classes: int, n
 @contextmanager
 def fake_tensors(settings: ModelSettings) -> Iterator[None]:
     try:
-        with FakeTensorMode():
+        with silent_fake_tensors(), FakeTensorMode():
             yield
     except (RuntimeError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]

@@ -27,7 +27,7 @@ from megabatch.runs.epochs import warn_of_noise
 from megabatch.simulate.job import Job
 from megabatch.simulate.step import AllReduceSettings
 from megabatch.simulate.workload import STORED, Workload, load_workload
-from megabatch.torch_api import BatchNormBase, FakeTensorMode
+from megabatch.torch_api import BatchNormBase, FakeTensorMode, silent_fake_tensors
 from megabatch.training.batch_norm import RunningStatistics
 
 ASSUMED_CLASSES = 10  # if the images do not exist
@@ -157,11 +157,12 @@ def activations_by_side(
 ) -> dict[int, int | None]:
     """Return the activations of a microbatch for images of each side, and of `image_size`.
 
-    The smallest and the largest are counted, so a network that refuses one of them raises UserError.  The others are
-    between them in proportion to the area.
+    The smallest, the largest and that of test images are counted, so a network that refuses one of them raises
+    UserError.  The others are between them in proportion to the area.
     """
     least, most = min(sides), config.data.image_size
-    counted = {side: activation_bytes(config, model, (num_channels, side, side)) for side in {least, most}}
+    wanted = sorted({least, most, config.data.test_side})
+    counted = {side: activation_bytes(config, model, (num_channels, side, side)) for side in wanted}
     low, high = counted[least], counted[most]
     if low is None or high is None:
         return dict.fromkeys([*sides, most])
@@ -180,6 +181,7 @@ def activation_bytes(config: RunConfig, model: nn.Module, image_shape: tuple[int
     }
     try:
         with (
+            silent_fake_tensors(),
             fake_mode,
             model_errors(config.model, (config.batch.microbatch, *image_shape)),
             saved_for_backward(tensors.values()) as saved,
