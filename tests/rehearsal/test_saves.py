@@ -1,9 +1,11 @@
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from megabatch_lab.rehearsal import fake_cuda
 
+from megabatch.data.pipeline import reader
 from megabatch.ranks.world import World
 from megabatch.training.checkpoint.resume import decide_start
 from megabatch.training.checkpoint.save import Snapshot
@@ -59,12 +61,17 @@ def test_snapshot_is_bitwise_the_state_of_its_step_without_waits_of_the_host(ran
 
 
 def contexts_of_a_run(world: World, folder: Path) -> list[int]:
-    """Train on JPEGs, evaluate and save on device 5; return the devices on which the process then has a context."""
+    """Train on JPEGs, evaluate and save on device 5; return the devices on which the process then has a context.
+
+    Threads of this process decode: they query events of the device.
+    """
     fake_cuda.set_lag(fake_cuda.LAG)
     fake_cuda.reset()
-    config = tiny(f"data.source={folder / 'images'}", f"run.dir={folder / 'run'}", "checkpoint.every_steps=2")
+    settings = ("run.decode_in=threads", "checkpoint.every_steps=2")
+    config = tiny(f"data.source={folder / 'images'}", f"run.dir={folder / 'run'}", *settings)
     training = begin(config, world)
-    train_and_record(config, decide_start(config, "auto", world), training)
+    with mock.patch.object(reader, "PREFETCHED_IMAGES", 1):  # so that buffers are reused, after a look at their events
+        train_and_record(config, decide_start(config, "auto", world), training)
     found = fake_cuda.contexts()
     torch.accelerator.set_device_index(0)
     return found
