@@ -405,6 +405,8 @@ FACTS = [
         ("with the best of {} bucket sizes", word(len(merging.THRESHOLDS_MB))),
         ("over buckets of {} MB, DDP's default", merging.USUAL_MB),
         ("and {} % more per factor e", percent(device.EXTRAPOLATION)),
+        ("t0 is about the time of {} images", device.USUAL),
+        ("inside a factor of {}. So one", round(device.WEAK**device.DEVIATIONS, 1)),
         ("| rows within {}% |", percent(simulator.WIDE_ERROR)),
         ("is off by more than {} % for fused all-reduces", percent(simulator.RATIO_OF_RANKS)),
         ("also miss the {} % between cards", percent(simulator.RATIO_OF_CARDS)),
