@@ -69,7 +69,7 @@ FP32 = ("precision.name=fp32",)
         (torch.nan, FP32),
         (-torch.inf, (*FP32, "optim.name=lars", "model.options.dropout=0.3")),
         (torch.nan, (*FP32, "optim.clip_norm=0.5", "batch.micro=16")),
-        (torch.inf, ("precision.name=bf16",)),
+        (torch.inf, ("precision.name=bf16", "data.augment.cutmix=1.0")),
     ],
 )
 def test_a_bad_gradient_is_named_with_rank_step_and_parameter(

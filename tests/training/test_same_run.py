@@ -16,8 +16,11 @@ from megabatch.training.prepare import ready_to_train
 from tests.support.rank_pool import RankPool
 from tests.support.small_runs import small_run, train_small
 
-# Two sizes, and an average of the weights.
-CHANGING = ("data.sizes=[[0, 8], [0.5, 12]]", "train.ema_half_life_epochs=0.3", "train.ema_every_steps=3")
+# Two sizes, an average of the weights, and draws per sample and per microbatch.
+CHANGING = (
+    *("data.sizes=[[0, 8], [0.5, 12]]", "train.ema_half_life_epochs=0.3", "train.ema_every_steps=3"),
+    *("data.flip=alternating", "data.augment={erase=0.2, brightness=0.1, repeats=2, mixup=0.1, cutmix=0.5}"),
+)
 
 
 @pytest.fixture(scope="module")

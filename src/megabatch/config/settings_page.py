@@ -89,6 +89,11 @@ MEANINGS = {
     "data.augment.hue": "colour jitter: the hue is turned by up to this share of a circle, in both directions",
     "data.augment.erase": "probability that a box of 2 to 33 % of an image is erased",
     "data.augment.erase_with": "erase with the mean pixel of the training images, or with noise",
+    "data.augment.repeats": (
+        "times that a sample is used in an epoch, augmented differently each time; the epoch keeps its length"
+    ),
+    "data.augment.mixup": "alpha of MixUp: each microbatch is mixed with itself; 0 is off",
+    "data.augment.cutmix": "alpha of CutMix; 0 is off; if both are on, each microbatch takes one of them at random",
     "data.train_per_class": (
         "number of training images per class, taken before validation images are held out; by default all"
     ),

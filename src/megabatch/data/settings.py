@@ -18,6 +18,7 @@ Auto = Literal["auto"]
 TestViews = Literal["one", "mirror", "mirror-shift"]  # see `training/evaluate.py`
 Probability = Annotated[float, Meta(ge=0, le=1)]
 Strength = Annotated[float, Meta(ge=0, le=10)]
+Alpha = Annotated[float, Meta(ge=0, le=1000)]  # both parameters of a Beta distribution
 MOST_TIMM = 10  # the largest magnitude of timm's RandAugment, which clips larger ones
 
 
@@ -45,6 +46,9 @@ class AugmentSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     hue: Annotated[float, Meta(ge=0, le=0.5)] = 0.0
     erase: Probability = 0.0  # that a box of an image is erased
     erase_with: Literal["mean", "noise"] = "mean"
+    repeats: Annotated[int, Meta(ge=1, le=64)] = 1  # of a sample in an epoch
+    mixup: Alpha = 0.0
+    cutmix: Alpha = 0.0
 
     def __post_init__(self) -> None:
         if self.policy == "rand_augment_timm" and self.magnitude > MOST_TIMM:
@@ -68,6 +72,10 @@ class AugmentSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def recolours(self) -> bool:
         """Whether images are changed by operations, which exist for 1 and 3 channels."""
         return self.policy != "none" or self.jitters
+
+    @property
+    def mixes(self) -> bool:
+        return self.mixup > 0 or self.cutmix > 0
 
 
 class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -9,7 +9,8 @@ from msgspec import Meta, Struct
 
 from megabatch.errors import UserError
 
-SummedLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (logits, labels) -> the sum over the samples
+# (logits, labels) -> the sum over the samples.  Labels are class numbers, [B], or targets, [B, classes].
+SummedLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class LossSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -25,7 +26,12 @@ def summed_loss(settings: LossSettings, logits: torch.Tensor, labels: torch.Tens
 
 
 def smoothed(logits: torch.Tensor, labels: torch.Tensor, smoothing: float) -> torch.Tensor:
-    """Return the target of each class: its share of the smoothing, and for the label the rest as well."""
+    """Return the target of each class: its share of the smoothing, and for the label the rest as well.
+
+    Labels may already be targets, [B, classes].
+    """
+    if labels.ndim == 2:
+        return labels * (1.0 - smoothing) + smoothing / logits.shape[1]
     targets = torch.full_like(logits, smoothing / logits.shape[1])
     return targets.scatter_add_(1, labels[:, None], torch.full_like(logits[:, :1], 1.0 - smoothing))
 

@@ -15,6 +15,7 @@ from megabatch.config.resolve import make_model, plan_average, plan_groups, plan
 from megabatch.config.schema import RunConfig
 from megabatch.data.pipeline.batches import TrainingImages
 from megabatch.data.pipeline.images import DataSet, ImageSet, PixelStatistics
+from megabatch.data.pipeline.mix import Mixing
 from megabatch.data.pipeline.normalise import Normalise, evenly_spaced, measure_pixels, read_batches
 from megabatch.data.pipeline.policies import require_colours
 from megabatch.errors import UserError
@@ -139,6 +140,7 @@ def assemble(
         card=make_card(config, data, pixels),
         images=TrainingImages(data.train, config.data, config.seed, plan, world.device, pixels),
         normalise=normalise,
+        mixing=Mixing(config.data.augment, config.seed, world.device, formats.model),
         network=model,
         update_dtype=formats.update,
         summed_loss=overrides.loss or partial(summed_loss, config.loss),

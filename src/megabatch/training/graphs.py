@@ -23,6 +23,7 @@ import torch
 from torch.func import functional_call
 
 from megabatch.config.loading import print_to_stderr
+from megabatch.data.pipeline.mix import Mix, mix_labels
 from megabatch.errors import UserError
 from megabatch.torch_api import foreach_add_
 from megabatch.training.parts import Parts
@@ -36,6 +37,7 @@ class GraphedMicrobatch:
     def __init__(self, parts: Parts, images: torch.Tensor, labels: torch.Tensor) -> None:
         self.parts, self.device = parts, parts.world.device
         self.images, self.labels = (tensor.to(self.device, copy=True) for tensor in (images, labels))
+        self.mix = parts.mixing(0, 0, *images.shape[2:])
         trained = {name: p for name, p in parts.network.named_parameters() if p.requires_grad}
         self.parameters = list(trained.values())
         self.aliases = {name: p.detach().requires_grad_() for name, p in trained.items()}
@@ -69,16 +71,19 @@ class GraphedMicrobatch:
     def compute(self) -> None:
         parts = self.parts
         parts.statistics.shares = []  # they are updated outside
-        logits = functional_call(parts.network, self.aliases, (parts.normalise(self.images),))
-        loss = parts.summed_loss(logits, self.labels) / parts.plan.global_batch
+        logits = functional_call(parts.network, self.aliases, (parts.normalise(self.images, self.mix),))
+        loss = parts.summed_loss(logits, mix_labels(self.labels, logits, self.mix)) / parts.plan.global_batch
         self.gradients = list(torch.autograd.grad(parts.loss_scale.scaled(loss), list(self.aliases.values())))
         self.loss = loss.detach()
 
-    def run(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def run(self, images: torch.Tensor, labels: torch.Tensor, mix: Mix | None) -> torch.Tensor:
         """Add the gradients of a microbatch to those of the step, and return its loss."""
         assert images.shape == self.images.shape, "a graph has one shape"
         self.images.copy_(images)
         self.labels.copy_(labels)
+        if mix and self.mix:
+            self.mix.weights.copy_(mix.weights)
+            self.mix.share.copy_(mix.share)
         shares = self.parts.statistics.shares
         self.replay()
         self.parts.statistics.shares = shares
@@ -90,7 +95,7 @@ class GraphedMicrobatch:
 
 def make_graph(
     parts: Parts, images: torch.Tensor, labels: torch.Tensor
-) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+) -> Callable[[torch.Tensor, torch.Tensor, Mix | None], torch.Tensor] | None:
     """Return `GraphedMicrobatch.run` for a run with `model.cuda_graphs`, or None if no microbatch could use it."""
     if parts.plan.accumulation == 1:
         if parts.world.rank == 0:

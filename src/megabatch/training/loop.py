@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from megabatch.data.pipeline.batches import Stream
+from megabatch.data.pipeline.mix import mix_labels
 from megabatch.data.pipeline.order import dropout_seed
 from megabatch.optim.lars import LARS
 from megabatch.optim.optimizers import clip_gradients, follow_schedule, has_bad_gradient, step_unless
@@ -155,14 +156,15 @@ def forward_backward(
         activity.begin("data")
         images, labels = microbatches.next()
         activity.begin("forward")
+        mix = run.mixing(step, index, *images.shape[2:])
         seed_dropout(dropout_seed(run.seed, step, index), run.world.device)
         run.statistics.begin_microbatch(turn)
         if run.graph and not is_last and not run.noise.is_measured(step):  # a graph calls no hooks
-            run.metrics.add(run.graph(images, labels), len(labels))
+            run.metrics.add(run.graph(images, labels, mix), len(labels))
             continue
         with nullcontext() if is_last else run.model.no_sync():
-            logits = run.model(run.normalise(images))
-            loss = run.summed_loss(logits, labels.to(logits.device)) / plan.global_batch
+            logits = run.model(run.normalise(images, mix))
+            loss = run.summed_loss(logits, mix_labels(labels.to(logits.device), logits, mix)) / plan.global_batch
             run.metrics.add(loss, len(labels))
             if is_last:
                 data_wait, skipped = microbatches.take_waits()

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 from msgspec import Struct
 
+from megabatch.data.pipeline.mix import mix_labels
 from megabatch.data.pipeline.order import dropout_seed
 from megabatch.errors import Diverged, NotRepeated, UserError
 from megabatch.precision.loss_scale import show_scale
@@ -52,8 +53,10 @@ def repeat_step(run: Training, step: int) -> BadGradient | None:
             images, labels = run.images.microbatch(step, index)
             seed_dropout(dropout_seed(run.seed, step, index), run.world.device)
             with run.model.no_sync():
-                logits = run.model(run.normalise(images))
-                loss = run.summed_loss(logits, labels.to(logits.device)) / run.plan.global_batch
+                mix = run.mixing(step, index, *images.shape[2:])
+                logits = run.model(run.normalise(images, mix))
+                targets = mix_labels(labels.to(logits.device), logits, mix)
+                loss = run.summed_loss(logits, targets) / run.plan.global_batch
                 run.loss_scale.scaled(loss).backward()
             bad = first_bad_gradient(local_gradients(run))
             if bad:

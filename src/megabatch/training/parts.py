@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megabatch.comm.gradient_all_reduce import GradientAllReduce
 from megabatch.data.pipeline.batches import TrainingImages
 from megabatch.data.pipeline.images import DataSet
+from megabatch.data.pipeline.mix import Mix, Mixing
 from megabatch.data.pipeline.normalise import Normalise
 from megabatch.planning.batch import StepPlan
 from megabatch.precision.loss_scale import LossScale
@@ -52,6 +53,7 @@ class Parts:
     card: ModelCard
     images: TrainingImages
     normalise: Normalise
+    mixing: Mixing
     network: nn.Module
     update_dtype: torch.dtype  # master weights, the loss and BatchNorm's statistics
     summed_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -79,8 +81,8 @@ class Training(Parts):
     gradients: GradientAllReduce
     metrics: StepMetrics
     noise: NoiseMeter
-    # Images and labels to the loss, with gradients added: for all microbatches of a step but the last.
-    graph: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    # Images, labels and their mixture to the loss, with gradients added: for all microbatches of a step but the last.
+    graph: Callable[[torch.Tensor, torch.Tensor, Mix | None], torch.Tensor] | None = None
 
     @property
     def steps_ahead(self) -> int:

@@ -12,7 +12,7 @@ import torch
 
 from megabatch.data.pipeline.augment import Augmentation
 from megabatch.data.pipeline.images import ImageSet, PixelStatistics
-from megabatch.data.pipeline.order import Samples, samples_at
+from megabatch.data.pipeline.order import Samples, samples_at, spread_copies
 from megabatch.data.pipeline.reader import CPU, Batch, Batches, MakeRequest, Reader, Request
 from megabatch.data.settings import DataSettings
 from megabatch.planning.batch import StepPlan
@@ -33,12 +33,14 @@ class TrainingImages:
         pixels: PixelStatistics | None = None,
     ) -> None:
         self.reader = Reader(images, device, partial(Augmentation, settings, seed, pixels=pixels))
-        self.images, self.seed, self.plan = images, seed, plan
+        self.images, self.seed, self.plan, self.repeats = images, seed, plan, settings.augment.repeats
         self.stages = plan_stages(settings.sizes, settings.image_size, plan.num_steps)
 
     def samples(self, step: int, index: int) -> tuple[Samples, Samples]:
         """Return the samples of a microbatch and the epoch of each."""
-        return samples_at(self.seed, len(self.images), self.plan.positions(step, index))
+        samples, epochs, _ = self.request(step, index)()
+        assert epochs is not None
+        return samples, epochs
 
     def microbatch(self, step: int, index: int, side: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Make a microbatch now, by default with the side of its step, and return its images and labels."""
@@ -52,7 +54,8 @@ class TrainingImages:
 
     def request(self, step: int, index: int, side: int | None = None) -> MakeRequest:
         positions = self.plan.positions(step, index)
-        return partial(training_request, self.seed, len(self.images), positions, side or self.side(step))
+        copies = None if self.repeats == 1 else (self.plan.global_batch, self.repeats)
+        return partial(training_request, self.seed, len(self.images), positions, side or self.side(step), copies)
 
     def side(self, step: int) -> int:
         return stage_at(self.stages, step).side
@@ -71,9 +74,16 @@ class TrainingImages:
         )
 
 
-def training_request(seed: int, num_samples: int, positions: range, side: int) -> Request:
-    """Return the request of a microbatch.  Functions at the top of a file can be sent to the decoder process."""
-    return Request(*samples_at(seed, num_samples, positions), side)
+def training_request(
+    seed: int, num_samples: int, positions: range, side: int, copies: tuple[int, int] | None
+) -> Request:
+    """Return the request of a microbatch.  Functions at the top of a file can be sent to the decoder process.
+
+    `copies` has the global batch and the number of copies of each sample in it, if there are several.
+    """
+    if copies is None:
+        return Request(*samples_at(seed, num_samples, positions), side)
+    return Request(*samples_at(seed, num_samples, spread_copies(positions, *copies), copies[1]), side)
 
 
 def evaluation_request(begin: int, end: int) -> Request:

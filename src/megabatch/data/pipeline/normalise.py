@@ -9,6 +9,7 @@ import torch
 
 from megabatch.data.pipeline.encoded import EncodedImages
 from megabatch.data.pipeline.images import ImageSet, PixelStatistics
+from megabatch.data.pipeline.mix import Mix, mix_images
 from megabatch.data.pipeline.order import Samples
 from megabatch.data.pipeline.reader import Reader, Request
 from megabatch.data.sources.from_python import DatasetImages
@@ -35,9 +36,11 @@ class Normalise:
             values.view(1, -1, 1, 1).to(device, wide) for values in (1 / deviation, -mean / deviation)
         )
 
-    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+    def __call__(self, images: torch.Tensor, mix: Mix | None = None) -> torch.Tensor:
+        """Normalise images, and mix them before they are rounded."""
         moved = images.to(self.device, non_blocking=True).to(self.scale.dtype, memory_format=self.memory_format)
-        return moved.mul_(self.scale).add_(self.shift).to(self.dtype)
+        normal = moved.mul_(self.scale).add_(self.shift)
+        return (mix_images(normal, mix) if mix else normal).to(self.dtype)
 
 
 def evenly_spaced(images: ImageSet, most: int) -> Samples:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-ORDER, AUGMENT, DROPOUT, SYNTHETIC, VALIDATION, PER_CLASS, FLIP, JITTER, JITTER_ORDER, ERASE = range(10)
+ORDER, AUGMENT, DROPOUT, SYNTHETIC, VALIDATION, PER_CLASS, FLIP, JITTER, JITTER_ORDER, ERASE, MIX = range(11)
 CROP = 16  # the first of ATTEMPTS streams, one per attempt at a crop
 BOX = 32  # the same for the boxes of random erasing
 POLICY = 48  # the first of two streams per operation of a policy
@@ -60,7 +60,16 @@ def draw_below(limit: int, words: Words) -> NDArray[np.int64]:
 
 def dropout_seed(seed: int, step: int, microbatch: int) -> int:
     """Return the seed of torch's generator for the forward pass of a microbatch."""
-    high, low, *_ = philox((step, 0, microbatch, DROPOUT), (seed & LOW, seed >> 32))
+    return draw_seed(DROPOUT, seed, step, microbatch)
+
+
+def mix_seed(seed: int, step: int, microbatch: int) -> int:
+    """Return the key of numpy's generator for MixUp and CutMix."""
+    return draw_seed(MIX, seed, step, microbatch)
+
+
+def draw_seed(stream: int, seed: int, step: int, microbatch: int) -> int:
+    high, low, *_ = philox((step, 0, microbatch, stream), (seed & LOW, seed >> 32))
     return int(high << 32 | low)
 
 
@@ -77,11 +86,29 @@ def sorted_order(seed: int, epoch: int, num_samples: int) -> Samples:
     return np.argsort(high << np.uint64(32) | low, kind="stable")
 
 
-def samples_at(seed: int, num_samples: int, positions: range) -> tuple[Samples, Samples]:
-    """Return the samples at these positions and the epoch of each."""
-    epochs, places = np.divmod(np.arange(positions.start, positions.stop), num_samples)
+def samples_at(seed: int, num_samples: int, positions: range | Samples, repeats: int = 1) -> tuple[Samples, Samples]:
+    """Return the samples at these positions and the epoch of each.
+
+    With `repeats`, each sample of the order takes that many positions, so that an epoch, whose length stays, has only
+    the first samples of its order (repeated augmentation, Hoffer et al. 2020).  Each copy then counts as an epoch, so
+    that it is augmented differently.
+    """
+    if isinstance(positions, range):
+        positions = np.arange(positions.start, positions.stop)
+    epochs, places = np.divmod(positions, num_samples)
+    places, copies = np.divmod(places, repeats)
     samples = np.empty_like(places)
-    for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
+    for epoch in range(int(epochs.min()), int(epochs.max()) + 1):
         here = epochs == epoch
         samples[here] = epoch_order(seed, epoch, num_samples)[places[here]]
-    return samples, epochs
+    return samples, epochs * repeats + copies
+
+
+def spread_copies(positions: range, global_batch: int, repeats: int) -> Samples:
+    """Permute the positions of a step so that the copies of a sample are about global_batch / repeats apart.
+
+    So they are in different microbatches, if there are as many, and BatchNorm and MixUp do not see them together.
+    """
+    start = positions.start // global_batch * global_batch
+    order = np.concatenate([np.arange(first, global_batch, repeats) for first in range(repeats)])
+    return start + order[positions.start - start : positions.stop - start]
