@@ -7,13 +7,12 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from PIL.TiffImagePlugin import TiffImageFile
 
 from megabatch.data.pipeline.decode import (
     DCT_SCALES,
     LEAST_MARGIN,
-    Box,
     Unreadable,
     dct_scale,
     decode_crop,
@@ -21,6 +20,8 @@ from megabatch.data.pipeline.decode import (
     require_cheap,
     resize,
 )
+from megabatch.data.pipeline.orientation import Box, find_orientation
+from megabatch.data.pipeline.shrink import prepare
 from tests.support.photos import decode, encoded, photo
 
 PLENTY = 10**9
@@ -231,3 +232,55 @@ def test_damaged_bytes_raise_only_unreadable() -> None:
             content[place] = random.choice([0, 1, 127, 255, random.integers(256)])
         with contextlib.suppress(Unreadable):
             decode_crop(bytes(content), lambda height, width: (0, 0, height, width), 16, 10**6)
+
+
+def turned_by_pillow(content: bytes, box: Box, size: int) -> np.ndarray:
+    top, left, height, width = box
+    image = ImageOps.exif_transpose(Image.open(io.BytesIO(content))).convert("RGB")
+    cropped = image.crop((left, top, left + width, top + height))
+    return np.asarray(cropped.resize((size, size), Image.Resampling.BILINEAR)).astype(int)
+
+
+def turned_by_us(content: bytes, box: Box, size: int, is_mirrored: bool = False) -> np.ndarray:
+    out = torch.empty(size, size, 3, dtype=torch.uint8).permute(2, 0, 1)
+    colours = "BGR" if is_mirrored else "RGB"
+    resize(decode_crop(content, lambda height, width: box, size, PLENTY, colours, turns=True), out, is_mirrored)
+    return out.permute(1, 2, 0).numpy().astype(int)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF", "packed"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_images_are_turned_as_by_pillow(kind: str, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    options = {"quality": 95} if kind in ("JPEG", "WEBP") else {}
+    content = encoded(PHOTO, "JPEG" if kind == "packed" else kind, exif=exif, **options)
+    if kind == "packed":  # smaller, in strips, with the tag of the original
+        content = bytes(prepare(content, shorter_side=100, quality=90).content)
+        assert Image.open(io.BytesIO(content)).getexif().get(0x0112, 1) == orientation
+    sides: list[tuple[int, int]] = []
+    decode_crop(content, lambda *shape: sides.append(shape) or (0, 0, 9, 9), 9, PLENTY, turns=True)
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
+    assert sides == [(upright.height, upright.width)]
+    for box in boxes(upright.height, upright.width, 4):
+        expected = turned_by_pillow(content, box, 64)
+        assert abs(turned_by_us(content, box, 64) - expected).max() <= 1, box
+        assert abs(turned_by_us(content, box, 64, is_mirrored=True) - expected[:, ::-1]).max() <= 1, box
+    whole = (0, 0, upright.height, upright.width)  # decoded at a quarter of its size
+    assert abs(turned_by_us(content, whole, 12) - turned_by_pillow(content, whole, 12)).mean() < 8
+
+
+@pytest.mark.parametrize(
+    "exif", [b"", b"Exif", b"Exif\0\0", b"Exif\0\0II*\0", b"Exif\0\0MM\0*\xff\xff\xff\xff", TURNED.tobytes()[:-20]]
+)
+def test_damaged_exif_data_leave_an_image_as_it_is(exif: bytes) -> None:
+    assert find_orientation(exif) == 1
+    segment = b"\xff\xe1" + (len(exif) + 2).to_bytes(2) + exif
+    content, box = CONTENTS["jpeg"], (0, 0, 90, 90)
+    damaged = content[:2] + segment + content[2:]
+    assert np.array_equal(turned_by_us(damaged, box, 64), ours(content, box, 64))
+
+
+def test_orientation_is_ignored_by_default() -> None:
+    plain, turned = CONTENTS["jpeg"], CONTENTS["turned by exif"]
+    assert np.array_equal(ours(turned, (0, 0, 110, 150), 24), ours(plain, (0, 0, 110, 150), 24))

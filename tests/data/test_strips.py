@@ -7,7 +7,8 @@ import pytest
 from PIL import Image
 
 from megabatch.data.pipeline import decode as decoding
-from megabatch.data.pipeline.decode import Box, Unreadable, cut_rows, decode_crop, with_table
+from megabatch.data.pipeline.decode import Unreadable, cut_rows, decode_crop, with_table
+from megabatch.data.pipeline.orientation import Box
 from tests.support.photos import decode, encoded, photo
 
 PLENTY = 10**9

@@ -10,8 +10,9 @@ import numpy as np
 from PIL import Image
 
 from megabatch.data.catalog import load_data_set
-from megabatch.data.pipeline.decode import Pixels, decode_crop, read_size
+from megabatch.data.pipeline.decode import decode_crop, read_size
 from megabatch.data.pipeline.images import ImageSet
+from megabatch.data.pipeline.orientation import Pixels
 from megabatch.data.settings import DataSettings
 from megabatch.data.sources.files import Content, EncodedFiles, Subset
 from megabatch.io.reading import MOST_BYTES

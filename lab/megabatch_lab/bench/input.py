@@ -48,9 +48,9 @@ from megabatch.data.catalog import read_encoded
 from megabatch.data.pack.identity import PackSettings
 from megabatch.data.pack.write import pack as make_pack
 from megabatch.data.pipeline.augment import Augmentation
-from megabatch.data.pipeline.decode import Box
 from megabatch.data.pipeline.encoded import EncodedImages
 from megabatch.data.pipeline.order import epoch_order
+from megabatch.data.pipeline.orientation import Box
 from megabatch.data.pipeline.reader import Reader, Request
 from megabatch.data.settings import DataSettings
 from megabatch.errors import UserError

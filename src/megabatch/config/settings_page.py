@@ -94,6 +94,9 @@ MEANINGS = {
     ),
     "data.augment.mixup": "alpha of MixUp: each microbatch is mixed with itself; 0 is off",
     "data.augment.cutmix": "alpha of CutMix; 0 is off; if both are on, each microbatch takes one of them at random",
+    "data.exif_orientation": (
+        "turn photos by their [EXIF orientation](data.md#decoding); torchvision's ImageFolder and timm ignore it"
+    ),
     "data.train_per_class": (
         "number of training images per class, taken before validation images are held out; by default all"
     ),

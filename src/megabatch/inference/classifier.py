@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -187,7 +187,8 @@ class Classifier(nn.Module):
     def prepare_picture(self, image: Image.Image) -> torch.Tensor:
         content = undecoded(image)
         if content is None:
-            return self.crop(np.asarray(eight_bits(image).convert("RGB")))
+            upright = ImageOps.exif_transpose(image) if self.card.exif_orientation else image
+            return self.crop(np.asarray(eight_bits(upright).convert("RGB")))
         return self.decode(content, getattr(image, "filename", "") or "an image")
 
     def prepare_file(self, path: str | Path) -> torch.Tensor:
@@ -199,7 +200,8 @@ class Classifier(nn.Module):
 
     def decode(self, content: Content, name: str) -> torch.Tensor:
         try:
-            lines = decode_crop(content, self.box, self.image_size, MAX_PIXELS)
+            turns = self.card.exif_orientation
+            lines = decode_crop(content, self.box, self.image_size, MAX_PIXELS, turns=turns)
         except Unreadable as error:
             raise UserError(f"{name} cannot be read: {error}") from None
         return self.resized(lines)

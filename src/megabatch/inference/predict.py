@@ -97,7 +97,12 @@ def predict(classifier: Classifier, files: NamedFiles, top: int, threads: int) -
     """Yield predictions in the order of the files."""
     card = classifier.card
     settings = DataSettings(
-        source="", image_size=card.test_image_size, center_crop=card.center_crop, on_error="skip", skip_limit=1.0
+        source="",
+        image_size=card.test_image_size,
+        center_crop=card.center_crop,
+        exif_orientation=card.exif_orientation,
+        on_error="skip",
+        skip_limit=1.0,
     )
     reader = Reader(EncodedImages(files, settings, threads), classifier.normalise.device)
     chunks = np.split(np.arange(len(files)), range(BATCH, len(files), BATCH))

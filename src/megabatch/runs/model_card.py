@@ -28,6 +28,7 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     image_size: Annotated[int, Meta(ge=1, le=8192)]  # in training, the largest; the network was built for it
     test_image_size: Annotated[int, Meta(ge=1, le=8192)]  # in evaluation, and of the images to classify
     center_crop: Annotated[float, Meta(gt=0, le=1)]  # of the shorter side
+    exif_orientation: bool = False  # images are turned by it
     mean: list[Mean]  # per channel, subtracted from pixels of 0 to 255
     deviation: list[Deviation]  # per channel, the divisor
     precision: str

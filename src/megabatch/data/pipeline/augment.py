@@ -17,10 +17,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from megabatch.data.pipeline.decode import Box
 from megabatch.data.pipeline.erase import Erasing
 from megabatch.data.pipeline.images import PixelStatistics, resize_all
 from megabatch.data.pipeline.order import AUGMENT, CROP, FLIP, Samples, draw, draw_below
+from megabatch.data.pipeline.orientation import Box
 from megabatch.data.pipeline.policies import Recolouring
 from megabatch.data.settings import DataSettings
 

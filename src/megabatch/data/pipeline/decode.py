@@ -2,7 +2,8 @@
 
 JPEGs are decoded by libjpeg-turbo (simplejpeg), other formats by Pillow.  Pillow also gets the JPEGs that libjpeg-turbo
 refuses, so any file that Pillow reads is an image, as in torchvision's ImageFolder.  As there, EXIF orientation is
-ignored, transparency is dropped, and grey and CMYK become RGB.  Unlike there, 16-bit grey keeps its upper 8 bits.
+ignored by default, transparency is dropped, and grey and CMYK become RGB.  Unlike there, 16-bit grey keeps its upper
+8 bits.
 
 Scaled decoding: A crop at least 3 times as large as its target is decoded at a half, a quarter or an eighth of the
 size, which costs up to 3 times less (libjpeg scales in the DCT domain; other fractions are slower than full size).
@@ -38,6 +39,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import AvifImagePlugin, Image, UnidentifiedImageError
 
+from megabatch.data.pipeline.orientation import TURNS, UPRIGHT, Box, Pixels, Turn, find_orientation, jpeg_exif
 from megabatch.data.sources.files import Content
 from megabatch.torch_api import resize_antialiased
 
@@ -57,9 +59,7 @@ TABLE_AT = HEAD_AT + HEAD.size
 FRAME = 0xC0
 RESTARTS, END = [bytes([0xFF, 0xD0 + number]) for number in range(8)], b"\xff\xd9"
 
-Pixels = NDArray[np.uint8]  # [H, W, 3]
 Lines = NDArray[np.uint8]  # [H, 3 W]: the same
-Box = tuple[int, int, int, int]  # top, left, height, width
 
 # Readers of other formats may start other programs.  Pillow reads AVIF if it was built with libavif.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "PPM", "TIFF", *["AVIF"] * AvifImagePlugin.SUPPORTED)
@@ -237,12 +237,31 @@ def read_size(content: Content, max_pixels: int) -> tuple[int, int, bool]:
     return height, width, is_jpeg
 
 
+def read_turn(content: Content) -> Turn:
+    """Return how to turn an image by its EXIF data.  Only the header is read."""
+    if content[:2] == START_OF_IMAGE:
+        return TURNS[find_orientation(jpeg_exif(content))]
+    with open_with_pillow(content) as image:
+        exif = image.info.get("exif")
+        return TURNS[find_orientation(exif)] if isinstance(exif, bytes) else UPRIGHT
+
+
 def decode_crop(
-    content: Content, choose_box: Callable[[int, int], Box], size: int, max_pixels: int, colours: str = "RGB"
+    content: Content,
+    choose_box: Callable[[int, int], Box],
+    size: int,
+    max_pixels: int,
+    colours: str = "RGB",
+    turns: bool = False,
 ) -> Lines:
-    """Decode the box `choose_box(height, width)`, to be resized to `size`.  Pixels are valid until the next call."""
+    """Decode the box `choose_box(height, width)`, to be resized to `size`.  Pixels are valid until the next call.
+
+    If it `turns` images by their EXIF data, the box is one of the turned image.
+    """
     height, width, is_jpeg = read_size(content, max_pixels)
-    box = top, _, rows, _ = choose_box(height, width)
+    turn = read_turn(content) if turns else UPRIGHT
+    tall, wide = turn.size(height, width)
+    box = top, _, rows, _ = turn.stored(choose_box(tall, wide), tall, wide)
     if is_jpeg:
         scale = dct_scale(box, size)
         strips = cut_rows(content, height, top, rows, reach=2 * scale)
@@ -252,6 +271,9 @@ def decode_crop(
     else:
         pixels, scale = decode_with_pillow(content, colours), 1
     top, left, rows, columns = box if scale == 1 else (edge // scale for edge in box)
+    if turn != UPRIGHT:
+        turned = turn.upright(pixels[top : top + rows, left : left + columns])
+        return turned.reshape(len(turned), -1)
     return pixels.reshape(len(pixels), -1)[top : top + rows, 3 * left : 3 * (left + columns)]
 
 

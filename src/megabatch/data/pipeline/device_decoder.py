@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megabatch.data.pipeline.decode import Box
+from megabatch.data.pipeline.orientation import Box
 from megabatch.errors import UserError, require_one_of
 
 CPU_DECODER = "cpu"

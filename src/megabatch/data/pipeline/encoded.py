@@ -10,10 +10,19 @@ import numpy as np
 import torch
 
 from megabatch.data.pipeline.augment import central_box
-from megabatch.data.pipeline.decode import Box, TimedOut, Unreadable, decode_crop, has_one_scan, read_size, resize
+from megabatch.data.pipeline.decode import (
+    TimedOut,
+    Unreadable,
+    decode_crop,
+    has_one_scan,
+    read_size,
+    read_turn,
+    resize,
+)
 from megabatch.data.pipeline.decoder_process import DecoderProcess
 from megabatch.data.pipeline.device_decoder import CPU_DECODER, FileRead
 from megabatch.data.pipeline.order import Samples
+from megabatch.data.pipeline.orientation import UPRIGHT, Box
 from megabatch.data.settings import CENTER_CROP, DataSettings
 from megabatch.data.sources.files import Content, EncodedFiles
 from megabatch.errors import UserError
@@ -107,7 +116,8 @@ class EncodedImages:
     ) -> None:
         begin_s = time.perf_counter()
         colours = "BGR" if mirrored else "RGB"
-        pixels = decode_crop(content, choose_box, out.shape[-1], self.settings.max_pixels, colours)
+        max_pixels, turns = self.settings.max_pixels, self.settings.exif_orientation
+        pixels = decode_crop(content, choose_box, out.shape[-1], max_pixels, colours, turns)
         decoded_s = time.perf_counter()
         resize(pixels, out, mirrored)
         spent.decode += decoded_s - begin_s
@@ -116,10 +126,11 @@ class EncodedImages:
     def read_for_device(
         self, sample: int, choose_box: Callable[[int, int], Box], side: int, spent: TimeBreakdown, mirrored: bool
     ) -> FileRead:
-        """Read one image for a decoder on the device.  Anything but a baseline JPEG is decoded here."""
+        """Read one image for a decoder on the device.  Anything but an upright baseline JPEG is decoded here."""
         content = self.content(sample, spent)
         height, width, is_jpeg = read_size(content, self.settings.max_pixels)
-        if is_jpeg and has_one_scan(content):
+        is_upright = not self.settings.exif_orientation or read_turn(content) == UPRIGHT
+        if is_jpeg and has_one_scan(content) and is_upright:
             return FileRead(sample, bytes(content), choose_box(height, width), mirrored)  # reads a mapped file
         pixels = np.empty((1, side, side, 3), np.uint8)
         self.decode(content, choose_box, torch.from_numpy(pixels).permute(0, 3, 1, 2), spent, mirrored)

@@ -15,11 +15,11 @@ import torch
 
 from megabatch.data.pipeline.images import PixelStatistics
 from megabatch.data.pipeline.order import BOX, ERASE, Samples, draw
+from megabatch.data.pipeline.orientation import Box
 from megabatch.data.settings import AugmentSettings
 
 ATTEMPTS = 10
 AREAS, RATIOS = (0.02, 0.33), (0.3, 3.3)
-Box = tuple[int, int, int, int]  # top, left, height, width
 
 
 class Erasing:

@@ -7,15 +7,16 @@ from msgspec import Struct
 from PIL import Image
 
 from megabatch.data.pipeline.decode import (
-    Pixels,
     Unreadable,
     dct_scale,
     decode_scaled,
     decode_with_pillow,
     read_size,
+    read_turn,
     resize,
     with_table,
 )
+from megabatch.data.pipeline.orientation import ORIENTATION, TURNS, UPRIGHT, Pixels, Turn
 from megabatch.data.settings import MAX_PIXELS
 from megabatch.data.sources.files import Content
 
@@ -43,16 +44,21 @@ def prepare(content: Content, shorter_side: int | None, quality: int) -> Stored:
     smaller = torch.empty((height, width, 3), dtype=torch.uint8)
     resize(pixels.reshape(len(pixels), -1), smaller.permute(2, 0, 1))
     try:
-        encoded = encode(smaller.numpy(), quality)
+        encoded = encode(smaller.numpy(), quality, read_turn(content))
     except (ValueError, OSError) as error:
         raise Unreadable(f"its {width} x {height} pixels cannot be stored as a JPEG: {error}") from error
     return Stored(encoded, ".jpg", width, height)
 
 
-def encode(pixels: Pixels, quality: int) -> bytes:
-    """Encode with 4:2:0 in independent strips of 16 rows, which cost about 6 bytes each."""
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "JPEG", quality=quality, subsampling="4:2:0", restart_marker_rows=1)
+def encode(pixels: Pixels, quality: int, turn: Turn = UPRIGHT) -> bytes:
+    """Encode with 4:2:0 in independent strips of 16 rows, which cost about 6 bytes each.
+
+    The EXIF orientation is kept, and nothing else of the original's header.
+    """
+    file, exif = io.BytesIO(), Image.Exif()
+    if turn != UPRIGHT:
+        exif[ORIENTATION] = next(number for number, other in TURNS.items() if other == turn)
+    Image.fromarray(pixels).save(file, "JPEG", quality=quality, subsampling="4:2:0", restart_marker_rows=1, exif=exif)
     return with_table(file.getvalue())
 
 

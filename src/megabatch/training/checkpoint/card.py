@@ -29,6 +29,7 @@ def make_card(config: RunConfig, data: DataSet, pixels: PixelStatistics) -> Mode
         image_size=config.data.image_size,
         test_image_size=config.data.test_side,
         center_crop=data.train.center_crop if isinstance(data.train, EncodedImages) else 1.0,  # arrays are not cropped
+        exif_orientation=config.data.exif_orientation,
         mean=list(pixels.mean),
         deviation=list(pixels.deviation),
         precision=config.precision.name,
