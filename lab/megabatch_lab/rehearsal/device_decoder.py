@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from megabatch.data.pipeline.decode import Box, Unreadable, decode_crop, resize
+from megabatch.data.pipeline.decode import Unreadable, decode_crop, resize
 from megabatch.data.pipeline.device_decoder import DECODERS, CannotDecode, Jpeg
+from megabatch.data.pipeline.orientation import Box
 from megabatch.data.settings import MAX_PIXELS
 
 NAME = "stand-in"

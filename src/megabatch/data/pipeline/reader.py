@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megabatch.data.pipeline.augment import Augmentation
-from megabatch.data.pipeline.decode import Box, TimedOut, Unreadable
+from megabatch.data.pipeline.decode import TimedOut, Unreadable
 from megabatch.data.pipeline.decoder_process import DecoderProcess
 from megabatch.data.pipeline.device_decoder import (
     DECODERS,
@@ -41,6 +41,7 @@ from megabatch.data.pipeline.device_decoder import (
 from megabatch.data.pipeline.encoded import EncodedImages, at_side
 from megabatch.data.pipeline.images import ImageSet, InMemory
 from megabatch.data.pipeline.order import Samples
+from megabatch.data.pipeline.orientation import Box
 from megabatch.data.pipeline.threads import MAX_ABANDONED, Task, Threads, Watch
 from megabatch.errors import UserError
 from megabatch.runs.records import TimeBreakdown
