@@ -162,6 +162,7 @@ FOREACH: dict[str, tuple[tuple[Any, ...], Callable[[Tensor], Tensor]]] = {
     "foreach_copy_": (([torch.full_like(x, 5.0).double() for x in three()],), lambda x: torch.full_like(x, 5.0)),
     "foreach_mul_": ((3.0,), lambda x: x * 3),
     "foreach_norm": ((), lambda x: x.square().sum().sqrt()),
+    "foreach_sub_": (([torch.tensor(2.0)] * 3,), lambda x: x - 2),
     "foreach_zero_": ((), torch.zeros_like),
 }
 
@@ -206,6 +207,25 @@ def test_fused_sgd_is_momentum_sgd_with_dampening_and_skips_on_found_inf(api: An
             buffer = 0.75 * 2 * x + 0.5 * (x.flip(0) + 0.5 * x)
             expected = x - 0.25 * buffer, buffer
         torch.testing.assert_close((w, v), expected)
+
+
+@pytest.mark.parametrize("found_inf", [None, 0.0, 1.0])
+def test_fused_adamw_moves_by_the_learning_rate_at_first_and_skips_on_found_inf(
+    api: Any, found_inf: float | None
+) -> None:
+    """The first step is lr g / |g|, after the decay."""
+    weights, gradients, averages, squares = three(), [-x for x in three()], *([0 * x for x in three()] for _ in "12")
+    steps = [torch.ones(()) for _ in weights]
+    settings = {"lr": 0.25, "beta1": 0.5, "beta2": 0.75, "weight_decay": 0.5, "eps": 0.0}
+    settings |= {
+        "amsgrad": False,
+        "maximize": False,
+        "found_inf": found_inf if found_inf is None else torch.tensor(found_inf),
+    }
+    api.fused_adamw_(weights, gradients, averages, squares, [], steps, **settings)
+    for w, average, x in zip(weights, averages, three(), strict=True):
+        expected = (x, 0 * x) if found_inf else (x - 0.25 * 0.5 * x + 0.25, -0.5 * x)
+        torch.testing.assert_close((w, average), expected)
 
 
 @pytest.mark.parametrize("bad", [None, torch.inf, torch.nan])
@@ -566,12 +586,21 @@ def test_context_is_looked_up_in_torch(monkeypatch: pytest.MonkeyPatch, api: Any
     assert [api.has_context(index) for index in (0, 3)] == [False, True]
 
 
+@pytest.mark.parametrize(("avx512", "amx"), [(False, False), (True, False), (False, True)])
+def test_either_extension_of_a_cpu_multiplies_bf16(
+    monkeypatch: pytest.MonkeyPatch, api: Any, avx512: bool, amx: bool
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    assert api.multiplies_bf16() == (avx512 or amx)
+
+
 COMPILED_LATE = """
 import sys
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from megabatch.torch_api import postpone_compiler
+from megabatch.torch_api import EXCLUDED, import_compiler, postpone_compiler
 
 postpone_compiler()
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -580,11 +609,11 @@ optimizer = torch.optim.SGD(model.parameters(), 0.1)
 model(torch.ones(1, 2)).sum().backward()
 optimizer.step()
 optimizer.zero_grad()
-print(any(name.startswith("torch._dynamo.") for name in sys.modules))
+print(any(name.startswith("torch._dynamo.") for name in sys.modules), len(EXCLUDED) > 0)
 compiled = torch.compile(lambda x: x + 1, backend="eager")
 print(compiled(torch.zeros(1)).item(), hasattr(torch.optim.Optimizer.zero_grad.__wrapped__, "__dynamo_disable"))
-import torch._dynamo.config as config
-print(config.recompile_limit, sys.modules["torch._dynamo"] is torch._dynamo)
+config = import_compiler("torch._dynamo.config")
+print(len(EXCLUDED), config.recompile_limit, sys.modules["torch._dynamo"] is torch._dynamo)
 """
 
 
@@ -592,4 +621,4 @@ print(config.recompile_limit, sys.modules["torch._dynamo"] is torch._dynamo)
 def test_the_compiler_is_imported_when_it_is_used() -> None:
     # In a new process, which has not imported it.
     done = subprocess.run([sys.executable, "-c", COMPILED_LATE], capture_output=True, text=True, timeout=100)
-    assert done.stdout.split() == ["False", "1.0", "False", str(MOST_COMPILED), "True"], done.stderr
+    assert done.stdout.split() == ["False", "True", "1.0", "False", "0", str(MOST_COMPILED), "True"], done.stderr
