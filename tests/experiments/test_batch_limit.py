@@ -110,6 +110,12 @@ def test_target_that_was_never_reached_gives_no_curve() -> None:
         curve_of_study(study)
 
 
+def test_study_in_progress_has_no_answer_yet() -> None:
+    study = made_up_study()
+    study.arms[-1].runs.clear()
+    assert answer_lines(study) == [] and target_rows(study)[-1][1] == "not run"
+
+
 def test_table_has_the_steps_to_the_target() -> None:
     study = made_up_study()
     head, *rows = target_rows(study)

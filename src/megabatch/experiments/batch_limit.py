@@ -24,7 +24,7 @@ from megabatch.data.catalog import infer_shape
 from megabatch.errors import UserError
 from megabatch.experiments.design import ArmDesign, Design, SearchDesign
 from megabatch.experiments.evidence import Arm, Criterion, Curve, Study, slug
-from megabatch.experiments.verdict import judge
+from megabatch.experiments.verdict import divergence, judge
 from megabatch.planning.batch import BatchSettings
 from megabatch.planning.epochs import EpochCurve, EpochPoint, curve_of_noise, fit_epochs
 from megabatch.runs.reader import read_records
@@ -184,7 +184,7 @@ def target_rows(study: Study) -> list[list[str]]:
     for arm in sorted(study.arms, key=batch_of):
         batch, epochs = batch_of(arm), epochs_of(arm)
         curves = [f"{curve.epochs(batch):.1f}" if curve else "-" for curve in (found.curve, found.forecast)]
-        measured = ["not reached", "-", "-"]
+        measured = ["not reached" if arm.runs else divergence(arm), "-", "-"]
         if epochs:
             spread = f"{min(epochs):.1f} to {max(epochs):.1f}"
             measured = [f"{fmean(epochs):.1f}", spread, f"{fmean(epochs) * study.samples / batch:,.0f}"]
@@ -234,8 +234,8 @@ def is_batch_limit(study: Study) -> bool:
 
 
 def answer_lines(study: Study) -> list[str]:
-    """Return the answer in lines for the screen and the page; [] for other studies."""
-    if not is_batch_limit(study):
+    """Return the answer in lines for the screen and the page; [] for other studies and before all runs are complete."""
+    if not is_batch_limit(study) or study.num_runs < study.num_planned:
         return []
     found = limit_of(study)
     lines = [f"the largest batch within the margin is {found.largest:,}"]
