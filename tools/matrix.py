@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 PAIRS = ["3.11:2.13.0+cpu", "3.12:2.13.0", "3.13:2.15.0", "3.11:2.11.0"]
 # Tests without ranks and on the fake CUDA: they cover what a torch version can break and take only minutes.
 FAST_TESTS = ["-m", "fast or lab", "--ignore=tests/lab"]
+TORCH_API_ON_RANKS = ["-m", "ranks", "tests/test_torch_api.py"]
 TRAIN = ["train", "fashion", "train.epochs=2", "--ranks", "2"]
 
 
@@ -90,6 +91,7 @@ def check(pair: str, wheel: Path, folder: Path) -> Result:
     )
     assert str(folder / "env") in where, where
     pytest = [python, "-m", "pytest", "--numprocesses=3", "--dist=worksteal"]  # as `make test`
+    run([*pytest, *TORCH_API_ON_RANKS], folder / "checkout", shown=True)
     tests = run([*pytest, *FAST_TESTS], folder / "checkout", shown=True)
     run([str(folder / "env/bin/megabatch"), *TRAIN], folder)
     summary = json.loads((folder / "runs/fashion-001/summary.json").read_text())
