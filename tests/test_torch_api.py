@@ -475,6 +475,33 @@ def test_communicators_are_split_only_from_a_bound_group_of_the_same_implementat
     assert api.nccl_to_split(group(None, ours), device) is None  # a script without device_id
 
 
+def test_a_communicator_is_split_with_a_color_and_connected_at_once(monkeypatch: pytest.MonkeyPatch, api: Any) -> None:
+    """Only the calls can be compared without a GPU; a build with NCCL has the names."""
+    calls = []
+
+    class ProcessGroupNCCL:
+        Options = SimpleNamespace
+
+        def __init__(self, *arguments: Any) -> None:
+            *given, options = arguments
+            calls.append((given, options.split_from, options.split_color, options._timeout))
+
+        def eager_connect_single_device(self, device: torch.device) -> None:
+            calls.append(("connect", device))
+
+        def perform_nocolor_split(self, device: torch.device) -> None:
+            calls.append(("leave", device))
+
+    if dist.is_nccl_available():
+        assert {"eager_connect_single_device", "perform_nocolor_split"} <= {*dir(dist.ProcessGroupNCCL)}
+        assert {"split_from", "split_color"} <= {*dir(dist.ProcessGroupNCCL.Options)}
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", ProcessGroupNCCL, raising=False)
+    device, whole, store, timeout = torch.device("cuda", 3), object(), object(), timedelta(seconds=7)
+    group = api.split_nccl_group(whole, 5, device, store, 1, 4, timeout)
+    api.leave_nccl_split(group, device)
+    assert calls == [([store, 1, 4], whole, 5, timeout), ("connect", device), ("leave", device)]
+
+
 @pytest.mark.usefixtures("alone")
 def test_process_groups_have_a_bound_device_and_backends() -> None:
     whole: Any = dist.group.WORLD

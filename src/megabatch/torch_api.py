@@ -195,6 +195,25 @@ def nccl_to_split(group: Any, device: torch.device) -> Any:
     return backend if isinstance(backend, dist.ProcessGroupNCCL) and backend.supports_splitting else None
 
 
+def split_nccl_group(
+    whole: Any, color: int, device: torch.device, store: Any, index: int, size: int, timeout: timedelta
+) -> Any:
+    """Return a process group whose communicator is split off that of `whole`, as torch does for its own groups.
+
+    torch's functions split only for groups that they create and register.
+    """
+    options = nccl_options(timeout)
+    options.split_from, options.split_color = whole, color
+    group: Any = dist.ProcessGroupNCCL(store, index, size, options)
+    group.eager_connect_single_device(device)  # by default, at its first collective
+    return group
+
+
+def leave_nccl_split(whole: Any, device: torch.device) -> None:
+    """Take part in a split without a color: ncclCommSplit waits for every rank of `whole`."""
+    whole.perform_nocolor_split(device)
+
+
 def pin_in_place(tensor: torch.Tensor) -> bool:
     """Pin memory that torch did not allocate, so that copies from it do not block; return False if that is impossible.
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from megabatch.torch_api import nccl_backend, nccl_options, nccl_to_split
+from megabatch.torch_api import leave_nccl_split, nccl_backend, nccl_options, nccl_to_split, split_nccl_group
 
 Join = Callable[[Any, int, int, timedelta], Any]  # store, index, size, timeout
 Split = Callable[[Any, torch.device, int | None], Join | None]  # process group, device, color
@@ -34,7 +35,7 @@ def join_nccl(store: Any, index: int, size: int, timeout: timedelta) -> Any:
 
 
 def split_nccl(parent: Any, device: torch.device, color: int | None) -> Join | None:
-    """Split a communicator off that of `parent` (ncclCommSplit), as torch does for its own groups.
+    """Split a communicator off that of `parent` (ncclCommSplit).
 
     The ranks know their connections already, so this takes a fraction of the time of a new communicator of thousands.
     """
@@ -43,17 +44,9 @@ def split_nccl(parent: Any, device: torch.device, color: int | None) -> Join | N
         return None
     torch.accelerator.synchronize(device)  # a split must not meet an operation of `parent` in flight
     if color is None:
-        whole.perform_nocolor_split(device)
+        leave_nccl_split(whole, device)
         return None
-
-    def join(store: Any, index: int, size: int, timeout: timedelta) -> Any:
-        options = nccl_options(timeout)
-        options.split_from, options.split_color = whole, color
-        group: Any = dist.ProcessGroupNCCL(store, index, size, options)
-        group.eager_connect_single_device(device)  # by default, at its first collective
-        return group
-
-    return join
+    return partial(split_nccl_group, whole, color, device)
 
 
 BACKENDS = {  # ROCm devices are cuda too
