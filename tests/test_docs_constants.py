@@ -32,7 +32,7 @@ from megabatch.config.loading import load_config
 from megabatch.config.recipes import recipe_names
 from megabatch.config.reference_results import QUANTITIES, REFERENCE_RESULTS
 from megabatch.data import catalog as stored_size
-from megabatch.data.pipeline import decode, reader, threads
+from megabatch.data.pipeline import decode, erase, reader, threads
 from megabatch.data.pipeline import decode as scans
 from megabatch.data.settings import AUTO_HELD_OUT, CENTER_CROP
 from megabatch.data.sources import labels as class_names
@@ -40,6 +40,7 @@ from megabatch.data.sources import labels as splits
 from megabatch.data.sources.files import IMAGE_SUFFIXES
 from megabatch.data.sources.shapes import FASHION_MNIST_10K, MOST_CLASSES
 from megabatch.errors import UserError
+from megabatch.experiments import batch_limit
 from megabatch.experiments import search as sweep
 from megabatch.experiments.design import read_design
 from megabatch.experiments.search import HELD_OUT
@@ -53,7 +54,8 @@ from megabatch.planning.buckets import merge
 from megabatch.planning.plan import COMM_DTYPES
 from megabatch.precision import loss_scale
 from megabatch.preflight import preview as commands
-from megabatch.ranks import collectives, launch, store
+from megabatch.preflight.selftest import measurements
+from megabatch.ranks import collectives, devices, launch, store
 from megabatch.ranks import machine as sockets
 from megabatch.report import verdict as ending_rules
 from megabatch.report import verdict as findings
@@ -63,7 +65,7 @@ from megabatch.runs import comparison, folder, outage
 from megabatch.runs.intervals import CONFIDENCE
 from megabatch.simulate import device
 from megabatch.telemetry import activity, timeline
-from megabatch.training import fit, screen
+from megabatch.training import evaluate, fit, screen
 from megabatch.training import numerics as arithmetic
 from megabatch.training.checkpoint import save as background
 from tests.support.pages import ROOT
@@ -188,7 +190,7 @@ FACTS = [
     ),
     *facts(
         "CHANGELOG.md",
-        ("{} inputs in `make test`", fuzzed_in_tests()),
+        ("{} inputs in `make test-lab`", fuzzed_in_tests()),
         ("JPEGs of more than {} scans", scans.MOST_SCANS),
     ),
     *facts(
@@ -197,8 +199,15 @@ FACTS = [
         ("about 2·2{} (bf16) or 2·2{} (fp16)", *ROUNDOFF),
         ("does not arrive within `timeout_s` ({})", option(hook.attach, "timeout_s")),
     ),
+    *facts("docs/augmentation.md", ("a box of {} to {} % of the image", *map(percent, erase.AREAS))),
+    *facts(
+        "docs/batch-size.md",
+        ("on every {}th step (`train.noise_every`", FASHION.train.noise_every),
+        ("(`--margin {}` points", batch_limit.Limits(batches=[]).margin_points),
+    ),
     *facts(
         "docs/clusters.md",
+        ("Ranks wait up to {} s for the name of the first pod", store.TIMEOUT_S),
         ("--node-rank=I --master-addr=HOST --master-port={}", commands.RENDEZVOUS.rpartition("=")[2]),
         ("if it costs more than {} % of the time", percent(screen.REPORTED_STRAGGLER_SHARE)),
         ("a trace of its newest {} steps", timeline.KEPT_STEPS),
@@ -312,6 +321,9 @@ FACTS = [
         ("longer than `comm.timeout_s` ({} s)", FASHION.comm.timeout_s),
         ("`CUBLAS_WORKSPACE_CONFIG={}`", arithmetic.DETERMINISTIC_WORKSPACES[0]),
         ("weights of up to {} elements", momentum.SMALL),
+        ("| CUDA 13 | {} or newer |", devices.OLDEST_DRIVER[13]),
+        ("| CUDA 12.9 | {} or newer |", devices.OLDEST_DRIVER[12]),
+        ("{} photos of noise, {} x {} pixels", measurements.JPEGS, *measurements.JPEG_SIZE),
     ),
     *facts(
         "docs/precision.md",
@@ -417,7 +429,7 @@ FACTS = [
         ("a PNG whose 4 MB become {} GiB", fuzz_images.BOMB / 2**30),
         ("(images with `data.max_pixels` of {} million)", fuzz_images.MAX_PIXELS / 1e6),
         ("more than {} s or {} GiB", option(fuzz, "seconds"), option(fuzz, "memory") / 1024),
-        ("{} inputs are part of `make test`", fuzzed_in_tests()),
+        ("{} inputs are part of `make test-lab`", fuzzed_in_tests()),
         ("`megabatch fuzz` ({} inputs, seed {})", option(fuzz, "inputs"), option(fuzz, "seed")),
         ("{} scans of a JPEG and 2^{} pixels over all its scans", scans.MOST_SCANS, power_of_two(scans.MOST_SCANNED)),
         ("more than {} times their size ({} MiB are always allowed)", npz.MOST_EXPANSION, npz.EXPANDED_FREELY / MIB),
@@ -441,6 +453,7 @@ FACTS = [
             *[part(search.held_out) for search in SEARCHES.values() if search],
         ),
     ),
+    *facts("docs/use.md", ("compares confidence and accuracy in {} bins", evaluate.NUM_BINS)),
     *facts("docs/use-weights.md", ("compared with the network on {} images of noise", export.CHECKED_IMAGES)),
 ]
 
