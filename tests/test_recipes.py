@@ -1,5 +1,6 @@
 """Every value of an ImageNet recipe equals the value in its source, or its provenance gives the reason."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,27 @@ MOSAIC = {
     "train.ema_half_life_epochs": 0.16,
     "train.ema_every_steps": 20,
 }
+# Of facebookresearch/deit and ConvNeXt, whose main.py have the same defaults.
+META = {
+    "data.image_size": 224,
+    "data.center_crop": 0.875,
+    "data.flip": True,
+    "data.crop_area": 0.08,
+    "data.augment.policy": "rand_augment_timm",
+    "data.augment.magnitude": 9,
+    "data.augment.magnitude_std": 0.5,
+    "data.augment.increasing": True,
+    "data.augment.erase": 0.25,
+    "data.augment.erase_with": "noise",
+    "data.augment.mixup": 0.8,
+    "data.augment.cutmix": 1,
+    "optim.name": "adamw",
+    "optim.weight_decay": 0.05,
+    "optim.eps": 1e-8,
+    "schedule.decay": "cosine",
+    "loss.label_smoothing": 0.1,
+    "train.epochs": 300,
+}
 # The public code that Jia et al. 2018 build on, and for 64K their abstract.  Neither gives BatchNorm's span.
 ALEXNET = {
     "8k": (8192, 10, 4, 0.9, 5e-4, None, 100),
@@ -104,6 +126,11 @@ ALEXNET = {
 
 def columns(row: tuple[float | None, ...]) -> dict[str, Any]:
     return dict(zip(COLUMNS, row, strict=True))
+
+
+def half_life(decay: float, every: int, batch: int) -> Any:
+    """Return the epochs of ImageNet after which an average with this decay has half of its past."""
+    return pytest.approx(math.log(0.5) / math.log(decay) * every * batch / 1_281_167, rel=1e-4)
 
 
 INTEL = {"model.options": {"init": "torchvision", "zero_gamma": False}, "data.crop_area": 0.08}
@@ -130,6 +157,67 @@ SOURCES: dict[str, dict[str, Any]] = {
         "optim.momentum": 0.9,
         "optim.weight_decay": 1e-4,
         "train.epochs": 90,
+    },
+    "resnet50-rsb-a3": {
+        "data.image_size": 160,
+        "data.test_image_size": 224,
+        "data.center_crop": 0.95,
+        "data.augment.magnitude": 6,
+        "data.augment.magnitude_std": 0.5,
+        "data.augment.mixup": 0.1,
+        "data.augment.cutmix": 1,
+        "batch.global": 2048,
+        "optim.name": "lamb",
+        "optim.learning_rate": 8e-3,
+        "optim.weight_decay": 0.02,
+        "schedule.warmup_epochs": 5,
+        "schedule.decay": "cosine",
+        "schedule.end": 1e-6,
+        "loss.name": "bce",
+        "loss.target_threshold": 0.2,
+        "train.epochs": 100,
+    },
+    "resnet50-torchvision-v2": {
+        "data.image_size": 176,
+        "data.test_image_size": 224,
+        "data.center_crop": pytest.approx(224 / 232, abs=1e-4),
+        "data.augment.policy": "trivial_augment_wide",
+        "data.augment.erase": 0.1,
+        "data.augment.repeats": 4,
+        "data.augment.mixup": 0.2,
+        "data.augment.cutmix": 1,
+        "batch.global": 8 * 128,
+        "batch.micro": 128,
+        "optim.learning_rate": 0.5,
+        "optim.momentum": 0.9,
+        "optim.weight_decay": 2e-5,
+        "schedule.warmup_epochs": 5,
+        "schedule.decay": "cosine",
+        "loss.label_smoothing": 0.1,
+        "train.epochs": 600,
+        "train.ema_every_steps": 32,
+        # alpha = (1 - 0.99998) x 8 x 128 x 32 / 600, applied every 32 steps
+        "train.ema_half_life_epochs": half_life(1 - 2e-5 * 1024 * 32 / 600, 32, 1024),
+    },
+    "deit-small": META
+    | {
+        "model.options": {"model_name": "deit_small_patch16_224", "drop_path_rate": 0.1},
+        "data.augment.repeats": 3,
+        "batch.global": 4 * 256,
+        "batch.micro": 256,
+        "optim.learning_rate": 5e-4 * 1024 / 512,
+        "schedule.warmup_epochs": 5,
+        "schedule.end": 1e-5,
+    },
+    "convnext-tiny": META
+    | {
+        "model.options": {"model_name": "convnext_tiny", "drop_path_rate": 0.1},
+        "batch.global": 4 * 8 * 128,
+        "batch.micro": 128,
+        "optim.learning_rate": 4e-3,
+        "schedule.warmup_epochs": 20,
+        "schedule.end": 1e-6,
+        "train.ema_half_life_epochs": half_life(0.9999, 1, 4096),
     },
     "resnet50-imagenet-64k-paper": {"batch.global": 65536, "batch.micro": 32, "train.epochs": 90},
     **{

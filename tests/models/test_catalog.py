@@ -139,13 +139,17 @@ def test_loss_is_the_smoothed_cross_entropy_summed_over_samples() -> None:
 
 
 @pytest.mark.usefixtures("torchvision")  # which timm imports
-@pytest.mark.parametrize("smoothing", [0.0, 0.08])
-def test_bce_is_timms_summed_over_classes_and_samples(smoothing: float) -> None:
+@pytest.mark.parametrize(("smoothing", "threshold"), [(0.0, None), (0.08, None), (0.08, 0.2)])
+def test_bce_is_timms_summed_over_classes_and_samples(smoothing: float, threshold: float | None) -> None:
     from timm.loss import BinaryCrossEntropy
 
     logits, labels = torch.randn(6, 5, dtype=torch.float64, requires_grad=True), torch.randint(0, 5, (6,))
-    ours = summed_loss(LossSettings(name="bce", label_smoothing=smoothing), logits, labels)
-    theirs = 6 * BinaryCrossEntropy(smoothing, sum_classes=True)(logits, labels)
+    settings = LossSettings(name="bce", label_smoothing=smoothing, target_threshold=threshold)
+    theirs = BinaryCrossEntropy(smoothing, threshold, sum_classes=True)
+    mixed = torch.tensor([[0.7, 0.3, 0, 0, 0], [0.15, 0.85, 0, 0, 0]], dtype=torch.float64)  # timm smooths these itself
+    with_shares = summed_loss(LossSettings(name="bce", target_threshold=threshold), logits[:2], mixed)
+    torch.testing.assert_close(with_shares, 2 * theirs(logits[:2], mixed))
+    ours, theirs = summed_loss(settings, logits, labels), 6 * theirs(logits, labels)
     torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(*(torch.autograd.grad(loss, logits)[0] for loss in (ours, theirs)))
 

@@ -174,6 +174,9 @@ MEANINGS = {
         "`model.options.prior_bias=true` lets a ResNet start well; `test_loss` is always a cross-entropy"
     ),
     "loss.label_smoothing": "label smoothing: the share of the target that is spread evenly over all classes",
+    "loss.target_threshold": (
+        "`bce`: targets above this are 1 and the others 0, also those of mixed images (timm's `--bce-target-thresh`)"
+    ),
     "comm.algorithm": (
         "all-reduce of gradients; `auto` chooses the best for each bucket; `ring` is the backend's, which rounds to 16 "
         "bits at every hop; see [communication](communication.md)"

@@ -16,12 +16,23 @@ SummedLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class LossSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: Literal["cross_entropy", "bce"] = "cross_entropy"
     label_smoothing: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    target_threshold: Annotated[float, Meta(ge=0, lt=1)] | None = None  # bce: targets above it are 1, others 0
+
+    def __post_init__(self) -> None:
+        if self.target_threshold is not None and self.name != "bce":
+            raise UserError(
+                f"loss.target_threshold={self.target_threshold:g} with loss.name={self.name}: only bce has a target of "
+                "0 or 1 for each class; leave it out, or set loss.name=bce"
+            )
 
 
 def summed_loss(settings: LossSettings, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     logits, smoothing = to_at_least_fp32(logits), settings.label_smoothing
     if settings.name == "bce":
-        return F.binary_cross_entropy_with_logits(logits, smoothed(logits, labels, smoothing), reduction="sum")
+        targets = smoothed(logits, labels, smoothing)
+        if settings.target_threshold is not None:
+            targets = (targets > settings.target_threshold).to(targets.dtype)
+        return F.binary_cross_entropy_with_logits(logits, targets, reduction="sum")
     return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
 
 
