@@ -587,7 +587,7 @@ def test_errors_of_torch_compile_are_recognised(api: Any) -> None:
 
 def test_memory_is_pinned_in_place_as_a_whole(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rehearsal copies from such memory; without a GPU only the calls can be compared."""
-    calls: list[tuple[int, ...]] = []
+    calls, launched = list[tuple[int, ...]](), list[tuple[int, str]]()
 
     class Runtime:
         def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
@@ -601,10 +601,12 @@ def test_memory_is_pinned_in_place_as_a_whole(api: Any, monkeypatch: pytest.Monk
     runtime = getattr(torch.cuda, "_cudart", None)
     assert runtime is None or {"cudaHostRegister", "cudaHostUnregister"} <= {*dir(runtime)}
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch, "ones", lambda count, device: launched.append((count, device)))
     memory = torch.empty(10, 3, 4, 4, dtype=torch.uint8)
     assert api.pin_in_place(memory) and not api.pin_in_place(memory)
     api.unpin(memory)
     assert calls == [(memory.data_ptr(), 480, 0)] * 2 + [(memory.data_ptr(),)]
+    assert launched == [(1, "cuda")]  # after the error, which it clears
 
 
 def test_context_is_looked_up_in_torch(monkeypatch: pytest.MonkeyPatch, api: Any) -> None:

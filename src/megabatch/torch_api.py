@@ -9,7 +9,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from importlib.abc import MetaPathFinder
@@ -221,7 +221,11 @@ def pin_in_place(tensor: torch.Tensor) -> bool:
     only builds with CUDA have them.
     """
     size = tensor.untyped_storage().nbytes()
-    return bool(int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0)) == 0)
+    is_pinned = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0)) == 0
+    if not is_pinned:
+        with suppress(RuntimeError):  # the next launch of this thread reports the error again, and clears it
+            torch.ones(1, device="cuda")
+    return is_pinned
 
 
 def unpin(tensor: torch.Tensor) -> None:

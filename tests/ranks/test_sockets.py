@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from megabatch.errors import UserError
 from megabatch.ranks import store as store_module
+from megabatch.ranks import world
+from megabatch.ranks.backends import Backend, join_gloo
 from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.machine import (
     ALL_INTERFACES,
@@ -21,7 +23,7 @@ from megabatch.ranks.machine import (
     listen_on,
     on_interface,
 )
-from megabatch.ranks.store import await_address, find_interface, open_store, require_same_launch
+from megabatch.ranks.store import RankStore, await_address, find_interface, open_store, require_same_launch
 from megabatch.ranks.world import connect
 from tests.support.listeners import list_process_listeners
 
@@ -93,6 +95,30 @@ def test_gloo_uses_the_interface_towards_rank_0_and_on_its_host_the_one_towards_
     here.address = "127.0.0.1"
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")  # no other host can connect to it
     assert find_interface(dist.HashStore(), RankInfo(0, 2, 0, 1)) is None  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "uses_gloo"),
+    [("cpu", "gloo", True), ("cuda", "nccl", False), ("cuda", "cpu:gloo,cuda:nccl", True)],  # the last: selftest
+)
+def test_an_interface_is_chosen_for_every_backend_with_gloo(
+    monkeypatch: pytest.MonkeyPatch, device: str, backend: str, uses_gloo: bool
+) -> None:
+    class Connecting(Exception): ...
+
+    def connect_nothing(*_: Any) -> None:
+        raise Connecting(os.environ.get("GLOO_SOCKET_IFNAME"))
+
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(world, "find_interface", lambda store, info: "eth7")
+    monkeypatch.setattr(world, "set_rank_device", lambda info, device_type: torch.device(device_type, 0))
+    monkeypatch.setattr(world, "require_separate_devices", lambda *_: None)
+    monkeypatch.setattr(world, "run_interruptibly", connect_nothing)
+    info, used = RankInfo(0, 2, 0, 1), Backend(backend, join_gloo)
+    store = RankStore(info, dist.HashStore())  # type: ignore[attr-defined]
+    with pytest.raises(Connecting) as connecting, connect(info, device, store, backend=used):
+        pass
+    assert connecting.value.args == ("eth7" if uses_gloo else None,)
 
 
 def test_a_name_of_rank_0_that_does_not_resolve_is_one_line(

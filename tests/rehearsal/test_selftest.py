@@ -18,7 +18,8 @@ from megabatch_lab.rehearsal.device_decoder import NAME
 from megabatch.planning.topology import regular
 from megabatch.preflight.selftest import checks, measurements
 from megabatch.preflight.selftest.results import Check, Job, RanksDisagree, SelfTest, run_jobs
-from megabatch.preflight.selftest.run import run_selftest, two_nodes
+from megabatch.preflight.selftest.run import backend_of_both, run_selftest, two_nodes
+from megabatch.ranks.backends import BACKENDS
 from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.store import RankStore
 from megabatch.ranks.world import World
@@ -123,6 +124,11 @@ def require_each_check(rank: int, checked: list[Any], errors: list[str]) -> None
         ("late", None, "not run: 0 s were over"),
     ]
     assert errors == [f"selftest, one fails: failed on rank 1: {problem}"]
+
+
+def test_communicators_are_made_as_in_training() -> None:
+    backend = backend_of_both("cuda")
+    assert backend[1:] == BACKENDS["cuda"][1:] and backend.name == f"cpu:gloo,cuda:{BACKENDS['cuda'].name}"
 
 
 def test_only_a_single_node_is_taken_for_two() -> None:

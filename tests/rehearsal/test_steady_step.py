@@ -2,6 +2,8 @@
 
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from megabatch_lab.rehearsal.backends import Collective
 from megabatch_lab.rehearsal.device_decoder import NAME
 from torch import nn
 
+from megabatch.config.schema import RunConfig
 from megabatch.optim import LARS, parameter_groups
 from megabatch.planning.topology import regular
 from megabatch.ranks.world import World
@@ -45,12 +48,33 @@ def test_host_never_waits_for_the_device_in_the_first_steps(ranks: RankPool) -> 
     assert step_of(ranks, 8, "precision.name=fp16", "comm.algorithm=torus", number=4).waits == []
 
 
+def images_in(folder: Path) -> tuple[str, ...]:
+    """Write photos, and return the settings of a run that decodes them."""
+    names = [f"train/class{number % 2}/{number:03d}.jpg" for number in range(160)]
+    write_files(folder, [*names, "val/class0/0.jpg", "val/class1/1.jpg"])
+    return f"data.source={folder}", "data.crop_padding=0", "data.crop_area=0.5", "batch.global=8", "batch.micro=1"
+
+
 @pytest.mark.parametrize("decoder", ["cpu", NAME])
 def test_host_never_waits_for_the_device_with_decoding_threads(ranks: RankPool, tmp_path: Path, decoder: str) -> None:
-    names = [f"train/class{number % 2}/{number:03d}.jpg" for number in range(160)]
-    write_files(tmp_path, [*names, "val/class0/0.jpg", "val/class1/1.jpg"])
-    images = (f"data.source={tmp_path}", f"data.decoder={decoder}", "data.crop_padding=0", "data.crop_area=0.5")
-    step = step_of(ranks, 8, *images, "batch.global=8", "batch.micro=1", "precision.name=bf16")
+    step = step_of(ranks, 8, *images_in(tmp_path), f"data.decoder={decoder}", "precision.name=bf16")
+    assert step.waits == [] and step.hazards == []
+
+
+def step_without_pinning(world: World, config: RunConfig) -> Step:
+    """Train although memory of another process cannot be pinned, as in some virtual machines."""
+
+    def register(address: int, size: int, flags: int) -> int:
+        torch.ops.rehearsal.fail()
+        return 1
+
+    with patch.object(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register)):
+        return steady_step(world, config)
+
+
+def test_memory_that_cannot_be_pinned_is_copied_and_fails_no_later_launch(ranks: RankPool, tmp_path: Path) -> None:
+    config = tiny_for(8, *images_in(tmp_path))
+    (step,) = ranks.run(step_without_pinning, config, num_ranks=1, join=mirrored(8, ranks_per_node=2))
     assert step.waits == [] and step.hazards == []
 
 

@@ -10,6 +10,7 @@
 //          cudaSetDevice and queries of events, which a thread sends to device 0 unless it has set another one
 // graph    the operations of a stream between begin and end, repeated by a replay on the same memory.  While a graph is
 //          recorded its stream must not be waited for.  After the recording new memory holds NaN: on a GPU nothing ran
+// error    a call of CUDA that failed: also the next launch of the thread reports it, and clears it
 // hold     the device is in a collective that has not ended: no event recorded since then completes, and a sync waits
 #pragma once
 #include "ordering.h"
@@ -46,6 +47,7 @@ long lag = 20;
 bool tracing = false;  // also report launches and allocations
 thread_local DeviceIndex device = 0;
 thread_local StreamId current[MAX_DEVICES] = {};
+thread_local bool has_error = false;
 
 struct Block {  // of pinned memory; copies in flight hold it, so that it is not reused before they end
   DataPtr memory;
@@ -184,6 +186,7 @@ void require_no_capture(const std::string& what, StreamKey stream) {
 }
 
 void launch(const std::string& name, StreamKey stream, const std::vector<Use>& uses) {
+  TORCH_CHECK(!std::exchange(has_error, false), "CUDA error: invalid argument");
   if (is_recorded(stream)) recording->uses.insert(recording->uses.end(), uses.begin(), uses.end());
   auto act = [&](Reports& reports) {
     queues[stream].newest.launch = ++launches;

@@ -345,6 +345,7 @@ TORCH_LIBRARY(rehearsal, m) {
     if (!num_held++) held_at = launches - 1;
   });
   m.def("release", [] { --num_held; });
+  m.def("fail", [] { has_error = true; });
   m.def("set_lag", [](int64_t number) { lag = number; });
   m.def("set_tracing", [](bool is_on) { tracing = is_on; });
   m.def("counts", [] {  // by kind, name, device and stream, separated by tabs

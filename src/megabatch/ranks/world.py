@@ -350,7 +350,8 @@ def connect(
             require()
         store.require_peers()
 
-    has_choice = device.type == "cpu" and not info.is_single_host and not os.environ.get("GLOO_SOCKET_IFNAME")
+    uses_gloo = BACKENDS["cpu"].name in world.backend.name  # also if it is one of two, as in a self-test
+    has_choice = uses_gloo and not info.is_single_host and not os.environ.get("GLOO_SOCKET_IFNAME")
     interface = find_interface(store.store, info) if has_choice else None
     with on_interface(info.is_single_host, interface), activity.interruptible():
         run_interruptibly(init_process_group, require_all if info.num_ranks > 1 else require)

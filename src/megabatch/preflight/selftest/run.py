@@ -75,7 +75,7 @@ def software() -> dict[str, str]:
 def backend_of_both(device_type: str) -> Backend:
     """Return a backend for tensors on CPUs and on devices."""
     kinds = [f"{kind}:{BACKENDS[kind].name}" for kind in ("cpu", device_type)]
-    return BACKENDS["cpu"] if device_type == "cpu" else Backend(",".join(kinds), BACKENDS[device_type].join)
+    return BACKENDS["cpu"] if device_type == "cpu" else BACKENDS[device_type]._replace(name=",".join(kinds))
 
 
 @contextmanager
