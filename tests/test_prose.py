@@ -16,6 +16,14 @@ SOURCE = '''\
 def test_a_rank_that_hears_nothing():
     value = "key"
     raise ValueError(f"{value} letters are more than 4,096", "`alone`", r"\\bwhoever (is)")
+
+
+class Row:
+    def length(self):
+        """Return the length.
+
+        It is read alone.
+        """
 '''
 
 
@@ -26,7 +34,20 @@ def check_text(name: str, text: str, tmp_path: Path) -> list[tuple[int, str]]:
 
 
 def test_docstrings_comments_messages_and_test_names_are_checked(tmp_path: Path) -> None:
-    assert check_text("a.py", SOURCE, tmp_path) == [(1, "Of"), (6, "hears"), (8, "letters"), (2, "nobody")]
+    assert check_text("a.py", SOURCE, tmp_path) == [
+        (1, "Of"),
+        (6, "hears"),
+        (15, "alone"),
+        (8, "letters"),
+        (2, "nobody"),
+    ]
+
+
+def test_values_and_comments_of_toml_are_checked(tmp_path: Path) -> None:
+    assert check_text("a.toml", 'a = 1  # read alone\nb = ["in c", "as the\\nothers say"]\n', tmp_path) == [
+        (1, "alone"),
+        (2, "say"),
+    ]
 
 
 def test_code_in_a_page_is_not_prose(tmp_path: Path) -> None:

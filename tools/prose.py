@@ -11,6 +11,7 @@ several words), docstrings, comments, test names and Markdown outside of code.
 
 import argparse
 import ast
+import inspect
 import io
 import re
 import subprocess
@@ -93,12 +94,12 @@ def strip_code(text: str) -> str:
 
 
 def split_lines(text: str, first_line: int) -> list[tuple[int, str]]:
-    """Paragraph pieces of a text; an indented block, as of an example, is left out."""
-    lines = text.split("\n")
+    """Paragraph pieces of a docstring; blocks indented by 8 columns more than it, such as examples, are left out."""
+    lines = inspect.cleandoc(text).split("\n")
     return [
         (first_line + index, line.strip())
         for index, line in enumerate(lines)
-        if line.strip() and not (index and line.startswith("        ")) and not line.lstrip().startswith(">>>")
+        if line.strip() and not line.startswith((" " * 8, ">>>"))
     ]
 
 
@@ -172,6 +173,18 @@ def read_markdown(source: str) -> Iterator[Passage]:
         yield Passage("page", paragraph)
 
 
+def read_toml(source: str) -> Iterator[Passage]:
+    """Read the values of a TOML file that are sentences, such as the description of a recipe."""
+    values: list[object] = [tomllib.loads(source)]
+    while values:
+        value = values.pop()
+        if isinstance(value, dict | list):
+            values += value.values() if isinstance(value, dict) else value
+        elif isinstance(value, str) and is_sentence(value):
+            line = source.count("\n", 0, max(0, source.find(value[:30].split("\n")[0]))) + 1
+            yield Passage("message", [(line, strip_code(" ".join(value.split())))])
+
+
 def read_comments(source: str, mark: str) -> Iterator[Passage]:
     lines = enumerate(source.split("\n"), start=1)
     found = ((number, re.search(rf"(?:^|\s){mark}+ (.*)", line)) for number, line in lines)
@@ -184,9 +197,11 @@ def read_passages(path: Path) -> Iterator[Passage]:
     elif path.suffix == ".md":
         yield from read_markdown(path.read_text())
     elif path.suffix in C_COMMENTS:
-        yield from read_comments(path.read_text(), "//")
+        yield from read_comments(path.read_text(), r"(?://|/\*)")
     elif path.suffix in HASH_COMMENTS:
         yield from read_comments(path.read_text(), "#")
+        if path.suffix == ".toml":
+            yield from read_toml(path.read_text())
 
 
 def list_files(root: Path, paths: list[Path]) -> list[Path]:

@@ -32,7 +32,7 @@ def noise_record(sum_of_squares: float, square_of_sum: float, num_microbatches: 
     """Return the estimates of a step, without averages.
 
     Args:
-        sum_of_squares: The sum over microbatches of |h_i|^2, where h_i = g_i / n is what a microbatch adds to G.
+        sum_of_squares: The sum over microbatches of |h_i|^2, with h_i = g_i / n, the contribution of a microbatch to G.
         square_of_sum: |G|^2.
         num_microbatches: n, at least 2.
         samples: m.

@@ -62,7 +62,7 @@ class NoiseMeter:
     def squares(self, step: int, optimizer: torch.optim.Optimizer) -> torch.Tensor:
         """Return the sum of the squared norms of all microbatches' gradients, and the squared norm of their sum.
 
-        All ranks call it when the optimizer has the summed gradients, before they are clipped.
+        All ranks call it when the optimizer has the all-reduced gradients, before they are clipped.
         """
         if not self.is_measured(step):
             return self.not_measured

@@ -139,7 +139,7 @@ class Reader:
     def num_ahead(self, batch_size: int) -> int:
         """Return the number of batches in progress or waiting, for batches of up to this size.
 
-        A GPU takes small batches in milliseconds, so the time that they last is what counts, and not their number.
+        A GPU takes small batches in milliseconds: the smaller they are, the more are ahead, up to a limit of bytes.
         """
         if self.device.type == "cpu" or not isinstance(self.images, EncodedImages):
             return PREFETCHED
