@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from megabatch.cli.app import app
 from megabatch.config.loading import load_config
 from megabatch.errors import UserError
-from megabatch.experiments.design import ArmDesign, Design, SearchDesign, read_design
+from megabatch.experiments.design import ArmDesign, Design, SearchDesign, TimeDesign, read_any_design, read_design
 from megabatch.experiments.plan import Point, seed_trial
 from megabatch.runs.totals import RunTotals
 from tests.support.records import step_record
@@ -83,9 +83,10 @@ def test_arms_are_checked_before_anything_runs(tmp_path: Path) -> None:
     assert "curves.size='no.such.module:size' cannot be imported" in str(result.exception)
 
 
-def test_study_in_the_docs_is_valid(tmp_path: Path) -> None:
+def test_studies_in_the_docs_are_valid(tmp_path: Path) -> None:
     text = (Path(__file__).parents[2] / "docs" / "studies.md").read_text()
-    (example,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    timed, example = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    assert isinstance(read_any_design(write(tmp_path, timed)), TimeDesign)
     design = read_design(write(tmp_path, example))
     assert design.num_trials == 5 + 2 * 5
     fields = {name for struct in (Design, ArmDesign, SearchDesign) for name in struct.__struct_encode_fields__}
