@@ -99,7 +99,7 @@ def split_lines(text: str, first_line: int) -> list[tuple[int, str]]:
     return [
         (first_line + index, line.strip())
         for index, line in enumerate(lines)
-        if line.strip() and not line.startswith((" " * 8, ">>>"))
+        if line.strip() and not line.lstrip().startswith((">>>", "... "))
     ]
 
 

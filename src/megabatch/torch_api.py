@@ -107,7 +107,7 @@ NO_CXX, NO_TRITON = "InvalidCxxCompiler", "TritonMissing"  # two of these errors
 
 
 class CompilerPart(ModuleType):
-    """A module of torch.compile that is imported when anything but the given attributes is used."""
+    """A module of torch.compile that is imported when an attribute other than the given ones is used."""
 
     def __init__(self, name: str, **attributes: Any) -> None:
         super().__init__(name)

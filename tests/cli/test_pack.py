@@ -82,7 +82,7 @@ def test_skipped_images_are_named_and_counted() -> None:
         (["photos"], r"megabatch pack photos: no output folder.*megabatch pack photos OUT"),
         (["photos", "out", "--on-error", "ignore"], r"--on-error='ignore' is not one of raise, skip; nearest: "),
         (["gone", "out"], r"gone does not exist; give a folder of class folders"),
-        (["photos", "photos/out"], r"photos/out is inside of photos"),
+        (["photos", "photos/out"], r"photos/out is inside photos"),
         (["photos", "--verify"], r"photos has no index.npz .*no checksums; give a finished megabatch pack"),
     ],
 )

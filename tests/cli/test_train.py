@@ -281,7 +281,7 @@ def test_a_spinning_rank_is_named_and_restarted_and_an_unexpected_error_is_one_l
     line, last = result.stderr.splitlines()
     assert result.returncode == 1 and "restart 1 of 1" in line
     assert re.search(
-        r"(rank 1: Stuck: |rank 1 )is in forward of step \d+ on .* since .*\(stuck.py:\d+ forward", line
+        r"(rank 1: Stuck: |rank 1 )has been in forward of step \d+ on .* since .*\(stuck.py:\d+ forward", line
     ), line
     assert last == "megabatch: rank 1: KeyError: 'failing' (traceback in runs/fashion-001/train.log)"
     log = Path("runs/fashion-001/train.log").read_text()

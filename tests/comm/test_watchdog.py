@@ -81,13 +81,14 @@ def test_stuck_rank_is_interrupted_and_reports_its_activity(activity: Activity) 
         activity.begin_steps()
         activity.begin("data")
         with pytest.raises(
-            Stuck, match=r"is in data of step 12 on .* since \d\d:\d\d:\d\d \(.*test_watchdog.py:\d+ test_stuck_rank"
+            Stuck,
+            match=r"has been in data of step 12 on .* since \d\d:\d\d:\d\d \(.*test_watchdog.py:\d+ test_stuck_rank",
         ):
             threading.Event().wait(30)
         report.has_left.set()
     assert groups.has_aborted and not reporter.ended.is_set() and isinstance(reporter.announced, Stuck)
     assert "threading.Event().wait(30)" in reporter.logged[0]
-    assert "has aborted: is in data of step 12" in store.get("message/1").decode()
+    assert "has aborted: has been in data of step 12" in store.get("message/1").decode()
 
 
 def test_waiting_rank_names_the_missing_ranks(activity: Activity) -> None:

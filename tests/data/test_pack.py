@@ -355,7 +355,7 @@ def times_of(folder: Path) -> dict[str, int]:
 def test_unsuitable_output_folders_are_refused(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "PATIENCE_S", 0.1)
     for inside in (photos, photos / "out", photos / "train/../out"):
-        with pytest.raises(UserError, match=r"is inside of .*photos, which is to be packed"):
+        with pytest.raises(UserError, match=r"is inside .*photos, the source"):
             pack(photos, inside, PackSettings())
     (tmp_path / "full").mkdir()
     (tmp_path / "full/other.txt").write_text("dear")

@@ -46,7 +46,7 @@ def run_with(folder: Path, times: StepTimes, stage: str = "decode", evaluation_s
         ({"comm": 0.05}, "read", "Exposed communication", "comm.dtype=bf16"),
         ({"checkpoint": 0.05}, "read", "Checkpoints", "checkpoint.every_steps"),
         ({"other": 0.05}, "read", "Other work", "batch.global"),
-        ({}, "read", "Compute", "nothing to gain"),
+        ({}, "read", "Compute", "gain nothing"),
     ],
 )
 def test_largest_share_of_the_time_comes_first_with_a_remedy(

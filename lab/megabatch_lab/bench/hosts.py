@@ -88,6 +88,6 @@ def measure_stream(sender: Host, receiver: Host) -> float:
 
 @contextmanager
 def hosts(num_hosts: int, gbps: float) -> Iterator[Cluster]:
-    """Create hosts.  On exit, also after errors, Ctrl-C and SIGTERM, end their processes and remove them."""
+    """Create hosts.  On exit, including after errors, Ctrl-C and SIGTERM, end their processes and remove them."""
     with namespaces(num_hosts, gbps) as made:
         yield Cluster(made, gbps)

@@ -77,7 +77,7 @@ def require_tools() -> None:
 
 @contextmanager
 def namespaces(num_hosts: int, gbps: float | None = None) -> Iterator[list[Host]]:
-    """Create hosts.  On exit, also after errors, Ctrl-C and SIGTERM, end their processes and remove them."""
+    """Create hosts.  On exit, including after errors, Ctrl-C and SIGTERM, end their processes and remove them."""
     require_tools()
     sweep()
     prefix = f"mb{os.getpid()}-{started_at(os.getpid())}"

@@ -136,7 +136,7 @@ class Machine:
         return []
 
     def end(self) -> None:
-        """Kill everything on the machine, at once and without a word to others, as a power cut does."""
+        """Kill everything on the machine, at once and without notifying others, like a power cut."""
         if self.holder:
             with suppress(OSError, ValueError):
                 os.kill(self.init, signal.SIGKILL)
@@ -180,7 +180,7 @@ class Slurm:
         return self.call("sinfo", "-h", "-N", "-p", "low", "-t", "idle", "-o", "%n").count("node")
 
     def call(self, *words: str) -> str:
-        """Run a command of Slurm on the head; return its output, also if it fails."""
+        """Run a command of Slurm on the head; return its output, even if it fails."""
         done = subprocess.run(
             self.head.command(words), env=self.head.environment(), capture_output=True, text=True, timeout=120
         )

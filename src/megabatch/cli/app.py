@@ -132,7 +132,7 @@ def describe_usage(error: Exception) -> str:
 
 
 def main() -> None:
-    """Run a command; print a user's mistake as one line, also if typer finds it, which would print a frame."""
+    """Run a command; print a user's mistake as one line, even one that typer finds, which would print it in a frame."""
     try:
         sys.exit(app(standalone_mode=False))
     except UserError as error:

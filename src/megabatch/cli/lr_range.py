@@ -49,21 +49,21 @@ def lr_range(
     screen = SweepScreen(trials, jobs)
     length, num_held_out = search.config.train.length, search.shape.num_test
     share = f" (1/{1 / HELD_OUT:.0f} of each class)" if search.held_out else ""
-    screen.say("recipe", f"{search.config.name}: {trials} runs of {length}, {jobs} at a time")
-    screen.say(
+    screen.row("recipe", f"{search.config.name}: {trials} runs of {length}, {jobs} at a time")
+    screen.row(
         "held out",
         f"{num_held_out:,} of {search.shape.num_train + num_held_out:,} training images{share}; "
         "learning rates are scored on them; test images are not used",
     )
-    screen.say("rates", f"{', '.join(f'{rate:g}' for rate in search.grid)}; then around the best")
+    screen.row("rates", f"{', '.join(f'{rate:g}' for rate in search.grid)}; then around the best")
     for line in search.shape.warnings:
-        screen.say("warning", line)
-    screen.say("folder", str(search.folder))
+        screen.row("warning", line)
+    screen.row("folder", str(search.folder))
     with exit_like_ranks():
         results = search_learning_rates(search, jobs, screen)
     screen.console.print(tabulate(results))
     best, text = conclude(results)
-    screen.say("best", text)
+    screen.row("best", text)
     screen.console.print(command_for(search, best))
 
 

@@ -31,9 +31,9 @@ def selftest(
     """Check correctness on your devices and measure their speed, in under ten minutes.
 
     It checks the results of every all-reduce, training in every precision against the CPU, and bitwise identical
-    resuming. It measures all-reduces and steps beside stock DDP, precisions, JPEG input and memory. Then one rank of
-    a small run fails, and it measures the time until that rank is named. A failed check does not stop the others. The
-    file holds only numbers, no names, paths or data: please send it to us.
+    resuming. It compares all-reduces and steps with stock DDP, and measures precisions, JPEG input and memory. Then one
+    rank of a small run fails, and it measures the time until that rank is named. A failed check does not stop the
+    others. The file holds only numbers, no names, paths or data: please send it to us.
 
     Under torchrun or srun, it joins the ranks that they started, and no rank fails on purpose.
     """

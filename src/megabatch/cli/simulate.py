@@ -51,11 +51,13 @@ def simulate(
     ] = None,
     batch_per_rank: Annotated[int | None, typer.Option(help="Images per rank and step.", show_default=False)] = None,
     comm_dtype: Annotated[
-        str | None, typer.Option(metavar="same|bf16|fp16", help="Dtype between nodes. same: not rounded.")
+        str | None, typer.Option(metavar="same|bf16|fp16", help="Comm dtype between nodes; same does not round.")
     ] = None,
     algorithm: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="auto, flat, hierarchical, torus; of the backend: ring, tree, in_network."),
+        typer.Option(
+            metavar="NAME", help="auto, flat, hierarchical or torus; or the backend's ring, tree or in_network."
+        ),
     ] = None,
     overlap: Annotated[
         str, typer.Option(metavar="auto|none|layer|fused", help="Overlap of all-reduces with backward.")

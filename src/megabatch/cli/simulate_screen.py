@@ -255,7 +255,7 @@ def print_changes(console: Terminal, result: Simulated) -> None:
             f"{'+' + three_digits(change.gained):>11} images/s {100 * change.share:>+6.1f} %  {one_line(change.label)}"
         )
     if not found:
-        console.print("no tried change gains half a percent")
+        console.print("none of these changes gains half a percent")
 
 
 def print_faults(console: Terminal, training: Training) -> None:

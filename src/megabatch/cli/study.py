@@ -24,30 +24,32 @@ def study(
         str | None,
         typer.Argument(
             metavar="[STUDY]",
-            help="A name, a TOML file, batch-limit or time-to-accuracy. Without it: list them.",
+            help="A name, a TOML file, batch-limit or time-to-accuracy. Default: list the studies.",
         ),
     ] = None,
     given: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[RECIPE] [section.key=value]...", help="Of batch-limit and time-to-accuracy.", show_default=False
+            metavar="[RECIPE] [section.key=value]...",
+            help="A recipe for batch-limit, one or more for time-to-accuracy.",
+            show_default=False,
         ),
     ] = None,
     batches: Annotated[
-        str | None, typer.Option(metavar="N,N", help="Of batch-limit: the global batches, such as 64,256,1024,4096.")
+        str | None, typer.Option(metavar="N,N", help="batch-limit: the global batches, such as 64,256,1024,4096.")
     ] = None,
     margin: Annotated[
-        float, typer.Option(min=0.01, max=100, help="Of batch-limit: points by which accuracy may be lower.")
+        float, typer.Option(min=0.01, max=100, help="batch-limit: points by which accuracy may be lower.")
     ] = 0.5,
     seeds: Annotated[
         int,
-        typer.Option(min=2, max=100, help="Of batch-limit: final runs per batch; of time-to-accuracy: per recipe."),
+        typer.Option(min=2, max=100, help="Final runs per batch (batch-limit) or per recipe (time-to-accuracy)."),
     ] = 5,
     target: Annotated[
         float | None,
-        typer.Option(help="Of time-to-accuracy: the top-1. Default: train.target_top1 of the first."),
+        typer.Option(help="time-to-accuracy: the top-1 to reach. Default: train.target_top1 of the first recipe."),
     ] = None,
-    trials: Annotated[int, typer.Option(min=3, max=100, help="Of batch-limit: runs of each search.")] = 5,
+    trials: Annotated[int, typer.Option(min=3, max=100, help="batch-limit: runs of each learning-rate search.")] = 5,
     folder: Annotated[
         Path | None,
         typer.Option(help="Folder of the runs; they resume from it. Default: runs/study-<name>.", show_default=False),
@@ -154,17 +156,17 @@ def run_time_study(design: "TimeDesign", command: str, folder: Path | None, out:
 
     order = trials.in_turns()
     screen = SweepScreen(len(order), jobs)
-    screen.say("runs", f"{len(order)} in {where}, {jobs} at a time; the same command resumes them")
+    screen.row("runs", f"{len(order)} in {where}, {jobs} at a time; the same command resumes them")
     with exit_like_ranks():
         run_trials(order, where, jobs, screen, keep)
     found = study()
     for row in summarize(found):
-        screen.say(row[0], "; ".join(f"{name} {value}" for name, value in zip(head(found)[1:], row[1:], strict=True)))
+        screen.row(row[0], "; ".join(f"{name} {value}" for name, value in zip(head(found)[1:], row[1:], strict=True)))
     for criterion in found.criteria:
         holds, text = judge_time(found, criterion)
-        screen.say({True: "holds", False: "missed", None: "unclear"}[holds], text)
+        screen.row({True: "holds", False: "missed", None: "unclear"}[holds], text)
     for path in write_time_study(found, out):
-        screen.say("written", str(path))
+        screen.row("written", str(path))
 
 
 def list_studies() -> None:
@@ -205,20 +207,20 @@ def run_study(design: "Design", command: str, folder: Path | None, out: Path, jo
     conductor = Conductor(
         design, folder, command, run, probes, partial(write_study, folder=out), before, str(json_file(design, out))
     )
-    screen.say("study", f"{design.name}: {design.title}")
-    screen.say("runs", f"{design.num_trials} in {folder}, {jobs} at a time; the same command resumes them")
-    screen.say("cost", cost_of(design))
+    screen.row("study", f"{design.name}: {design.title}")
+    screen.row("runs", f"{design.num_trials} in {folder}, {jobs} at a time; the same command resumes them")
+    screen.row("cost", cost_of(design))
     if before:
-        screen.say("kept", f"{plural(before.num_runs, 'run')} from {json_file(design, out)}, not repeated")
+        screen.row("kept", f"{plural(before.num_runs, 'run')} from {json_file(design, out)}, not repeated")
     with exit_like_ranks():
         found = conductor.conduct()
     for criterion in found.criteria:
         verdict = judge(found, criterion)
-        screen.say({True: "holds", False: "missed", None: "unclear"}[verdict.holds], verdict.text)
+        screen.row({True: "holds", False: "missed", None: "unclear"}[verdict.holds], verdict.text)
     for line in answer_lines(found):
-        screen.say("answer", line)
+        screen.row("answer", line)
     for path in write_study(found, out):
-        screen.say("written", str(path))
+        screen.row("written", str(path))
 
 
 def cost_of(design: "Design") -> str:

@@ -56,7 +56,7 @@ def train(
     report: Annotated[
         bool,
         typer.Option(
-            "--report", help="Write report.html into the run's folder when the run ends, also after a failure."
+            "--report", help="Write report.html into the run's folder when the run ends, even after a failure."
         ),
     ] = False,
     cluster: ClusterOption = None,

@@ -255,7 +255,7 @@ class GradientAllReduce:
     def raise_error(self) -> None:
         """Raise the first error of this rank's all-reduces, if any.
 
-        Call it also after the host has waited for the device: an aborted all-reduce leaves invalid values.
+        Also call it after the host has waited for the device: an aborted all-reduce leaves invalid values.
         """
         self.failure.raise_error()
 

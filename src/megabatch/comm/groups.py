@@ -84,7 +84,7 @@ class Groups:
                     self.memory = self.memory or self.stack.enter_context(self.open_memory(members))
                 continue
             self.opened.add(axis)
-            # Every rank takes part in a split, also if it is not in any of the groups.
+            # Every rank takes part in a split, even if it is not in any of the groups.
             color = members[0] if len(members) > 1 else None
             join = self.backend.split(self.whole, self.device, color) or self.backend.join
             if len(members) > 1:

@@ -345,9 +345,10 @@ def page(study: TimeStudy) -> str:
     ]
     if study.is_quiet:
         parts += [
-            "Quiet minutes are the steps at each side, times the seconds of such a step, plus the evaluations, times "
-            "the seconds of one. The seconds are medians of separate short runs on an otherwise idle machine, before "
-            "all others; of the runs in the table, the least counts. Ratios are of quiet minutes.",
+            "Quiet minutes are the number of steps at each image size times the seconds of such a step, plus the "
+            "number of evaluations times the seconds of one. These seconds are medians of short runs on an otherwise "
+            "idle machine, before all other runs; of the runs in the table, the shortest time is used. Ratios are "
+            "those of quiet minutes.",
             quiet_table(study),
         ]
     if study.setup:

@@ -56,14 +56,14 @@ class SweepScreen:
         self.done: dict[str, Summary] = {}
         self.live = self.console.status(Text(""))
 
-    def say(self, name: str, text: str) -> None:
+    def row(self, name: str, text: str) -> None:
         self.console.row(name, text)
 
     def expect(self, trials: Sequence["Trial"], done: Mapping[str, Summary]) -> None:
         """Add trials to run and the results of trials that are complete already."""
         new = done.keys() - self.done.keys()
         if new:
-            self.say("before", f"{plural(len(new), 'trial')} already complete")
+            self.row("before", f"{plural(len(new), 'trial')} already complete")
         self.trials |= {trial.name: trial for trial in trials}
         self.done |= done
 
@@ -86,7 +86,7 @@ class SweepScreen:
         self.live.stop()
         trials = plural(num_running, "trial")
         remedy = "; press Ctrl-C again to stop immediately" * by_signal
-        self.say("stopping", f"{trials}, after the current step and a checkpoint{remedy}")
+        self.row("stopping", f"{trials}, after the current step and a checkpoint{remedy}")
 
     def close(self) -> None:
         self.live.stop()

@@ -1,6 +1,6 @@
 """Read and write .npz files without numpy's header parser, which evaluates headers as Python.
 
-A hostile header makes that parser raise a dozen kinds of errors, also of the tokenizer and the interpreter.
+A hostile header makes that parser raise a dozen kinds of errors, even those of the tokenizer and the interpreter.
 
 An .npy array is a magic of 6 bytes, a version of 2 bytes, the header's length (uint16, uint32 from version 2.0 on), the
 header {'descr': '<i8', 'fortran_order': False, 'shape': (3, 4), } padded with spaces, and the values.
@@ -216,10 +216,10 @@ class Texts:
         """Raise ValueError if the arrays do not hold valid paths."""
         is_text = self.content.dtype == np.uint8 and self.content.ndim == 1
         if not is_text or self.ends.dtype != np.int64 or self.ends.ndim != 1:
-            raise ValueError("texts are not stored as bytes and end offsets")
+            raise ValueError("strings are not stored as bytes and end offsets")
         steps = np.diff(self.ends, prepend=0)
         if (steps < 0).any() or steps.sum() != len(self.content) or not self.content.all():
-            raise ValueError("texts have invalid end offsets or NUL bytes")
+            raise ValueError("strings have invalid end offsets or NUL bytes")
 
     def __getitem__(self, number: int) -> str:
         start = int(self.ends[number - 1]) if number else 0

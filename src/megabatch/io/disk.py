@@ -1,7 +1,7 @@
 """Atomic writes, locks and private files.
 
 A file or folder is written under a temporary name, synced and renamed.  A reader sees the complete new version or the
-previous one, also after a kill.  A lock is `flock` on a file, which the kernel releases when the process ends.
+previous one, even after a kill.  A lock is `flock` on a file, which the kernel releases when the process ends.
 
 Private files (runs, caches, locks) have mode 0700 or 0600, or less if the umask requires it.  Shared files (packs,
 exports, reports) follow the umask.  Private files are not written through symbolic links, which another user may have

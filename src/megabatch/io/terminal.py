@@ -1,7 +1,7 @@
 """The only Console: prints styled text, tables and progress bars.
 
 Most lines contain text from outside: names of files and classes, messages of libraries.  So markup is off: [red] is
-printed literally, and bold text has a style.  All output, also of live progress bars, passes through `render`, which
+printed literally, and bold text has a style.  All output, including live progress bars, passes through `render`, which
 removes every character that a terminal would interpret as a command.
 """
 

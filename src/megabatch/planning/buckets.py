@@ -13,8 +13,8 @@ Idea: merging saves a start-up and delays the earlier gradients.  MG-WFBP (Shi e
 and one plan.  `merge` weighs them for two threads and a plan per bucket, by dynamic programming over prefixes.  The
 rest of a step depends on a prefix only through three numbers: when each thread becomes free, and how long the `after`
 part of the bucket that crosses takes (it can start when the network is free).  The end is monotone in all three.  So a
-state that is nowhere better than another one with as few buckets can be dropped without loss, and so can a state whose
-lower bound on the end is later than an end that was found.
+state can be dropped without loss if another one with as few buckets is at least as good in all three, or if its lower
+bound on the end is later than an end that was found.
 
 Cost: m^2/2 prices, and P m^2/2 additions per state kept at a prefix.  Two parameters bound it: neighbouring gradients
 with a small share of the bytes and of the time stay together (`grain`), and a prefix keeps the `width` states with the

@@ -63,7 +63,7 @@ def check_device(settings: PrecisionSettings, device: torch.device) -> None:
     """Compute in the format on the device, since torch has no list of supported formats."""
     dtype = settings.formats.autocast or settings.formats.model
     try:
-        with torch.inference_mode(False), torch.enable_grad():  # also if the caller disabled gradients
+        with torch.inference_mode(False), torch.enable_grad():  # even if the caller disabled gradients
             image = torch.ones(1, 1, 3, 3, dtype=dtype, device=device, requires_grad=True)
             kernel = torch.ones(1, 1, 3, 3, dtype=dtype, device=device, requires_grad=True)
             torch.nn.functional.conv2d(image, kernel).flatten(1).matmul(kernel[0, 0, :1]).float().sum().backward()

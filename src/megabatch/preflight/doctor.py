@@ -1,4 +1,4 @@
-"""Find the bottleneck of a run: time input only, compute only, and both together, in turns, on the run's ranks.
+"""Find the bottleneck of a run: time input only, compute only, and both together, alternately, on the run's ranks.
 
 Nothing is written.  The learning rate is 0, and the compute arm repeats one microbatch.
 """
@@ -149,7 +149,8 @@ def advise(found: Diagnosis) -> str:
     if found.waited.total > MOST_WAIT or found.input_per_s < found.compute_per_s:
         return (
             f"input limits this run: it delivers {found.input_per_s:,.0f} images/s by itself and compute processes "
-            f"{found.compute_per_s:,.0f}; {found.waited.total:.0%} of the time is a wait for images; {remedy(found)}"
+            f"{found.compute_per_s:,.0f}; {found.waited.total:.0%} of the time is spent waiting for images; "
+            f"{remedy(found)}"
         )
     if found.decode_threads and found.both_per_s < CONTENTION * slower_per_s:
         return (

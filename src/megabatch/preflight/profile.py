@@ -1,6 +1,6 @@
 """Profile one rank on noise images: forward and backward by layer, and the update.
 
-The recipe's microbatch, its half and its quarter are timed in turns, so that other load affects all of them.  Layers
+The recipe's microbatch, its half and its quarter are timed in turn, so that other load affects all of them.  Layers
 are timed in separate forward passes, since the hooks around each layer slow the others.
 """
 

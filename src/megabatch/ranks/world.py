@@ -399,7 +399,7 @@ def watch_others(world: World, store: RankStore, ended: threading.Event) -> None
                 return
     if ended.wait(GRACE_S) or store.is_first is not None:
         return
-    error = PeerFailed("another rank failed and reports the cause; this one has waited for it")
+    error = PeerFailed("another rank failed and reports the cause; this one was waiting for it")
     world.activity.interrupt(error)  # before it reads results of collectives that were aborted
     world.abort(error)
     world.end_unless_left(error)

@@ -213,7 +213,7 @@ def computes(facts: Facts) -> Finding | None:
     share, waits = facts.share(*COMPUTE), facts.share(*DATA, "comm")
     if share < MOSTLY or waits >= LIMITS:
         return None
-    rest = "Input and network have nothing to gain" if waits < WORTH else f"Waits are {fmt.percent(waits)}"
+    rest = "A faster input or network would gain nothing" if waits < WORTH else f"Waits are {fmt.percent(waits)}"
     advice = f"{rest}. For more speed, use more ranks, a lower precision.name, or model.compile=true."
     return takes_time("good", share, "Compute", advice)
 

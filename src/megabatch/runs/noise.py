@@ -25,7 +25,7 @@ LARGEST = 1e15
 NORMAL_975 = 1.959963984540054
 ONE_MICROBATCH = "a step has one microbatch, and its noise is the difference of several; make batch.micro smaller"
 OVERFLOWED = "gradients overflowed"
-NO_SIGNAL = "the gradient is lost in its noise"
+NO_SIGNAL = "the noise hides the gradient"
 
 
 def noise_record(sum_of_squares: float, square_of_sum: float, num_microbatches: int, samples: int) -> NoiseRecord:

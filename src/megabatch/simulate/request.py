@@ -100,7 +100,7 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def is_of_cluster(key: str) -> bool:
-    """Return True for keys of a cluster, also with a misspelt or missing section: load_cluster reports the nearest."""
+    """Return True for keys of a cluster, even with a misspelt or missing section: load_cluster reports the nearest."""
     section, dot, _ = key.partition(".")
     if not dot:
         top = {member.encode_name for member in msgspec.structs.fields(Cluster)}

@@ -175,9 +175,9 @@ class Activity:
         return f"{self.what} of step {self.step}" if self.step else self.what
 
     def describe(self) -> str:
-        """Return: is in data of step 12 on node3 since 15:08:05 (reader.py:112 read < loop.py:150 forward_backward)"""
+        """Return: has been in data of step 12 on node3 since 15:08:05 (reader.py:112 read < loop.py:150 forward)"""
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - time.perf_counter() + self.since_s))
-        return f"is in {self.where} on {platform.node()} since {since} ({self.innermost_frames()})"
+        return f"has been in {self.where} on {platform.node()} since {since} ({self.innermost_frames()})"
 
     def innermost_frames(self) -> str:
         *outer, last = traceback.extract_stack(sys._current_frames().get(self.thread))

@@ -1,8 +1,8 @@
 """Utilisation, power, clocks and errors of a rank's GPU, sampled by a thread through NVML.
 
 NVML is called through ctypes: its library comes with every NVIDIA driver, and a Python package for it would be a
-dependency for nine functions.  A sample takes some microseconds to milliseconds in the driver, in a thread that does
-not hold the GIL in a call, once per second.  Without NVML, as on AMD's GPUs, there are no records.
+dependency for nine functions.  Once per second, a sample takes microseconds to milliseconds in the driver; meanwhile
+the thread does not hold the GIL.  Without NVML, as on AMD's GPUs, there are no records.
 
 A GPU that is throttled is usually the straggler, because it computes the same steps at a lower clock.
 """

@@ -121,8 +121,8 @@ DTYPES = (
 FIELDS = ("operation", "root", "buffer", "elements", "dtype", "scale", "step", "bucket", "layout")
 
 # A rank's words in the control segment.  Adjacent cache lines are fetched in pairs, so words that one rank writes while
-# others read are 128 bytes apart.  There are two headers, used in turns: a rank that is one operation ahead (it cannot
-# be two ahead) must not overwrite a header that a slower rank still compares.
+# others read are 128 bytes apart.  Two headers are used alternately: a rank that is one operation ahead (it cannot be
+# two ahead) must not overwrite a header that a slower rank still compares.
 ARRIVED, TAG, LEFT = 0, 1, 3  # number of the barrier; hashes of the two headers; this rank has closed
 HEADER, MAILBOX = 16, 48  # two headers of 16 words; words for the peers, see `SharedMemory.share`
 WORDS_PER_RANK = 64

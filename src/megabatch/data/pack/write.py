@@ -121,7 +121,7 @@ def writing_shard(path: Path) -> Iterator["ShardWriter"]:
     with disk.writing(path) as new, new.open("wb", buffering=BUFFER_BYTES) as file:
         writer = ShardWriter(path, file)
         yield writer
-        assert writer.is_finished, f"{path}: a shard without its record"
+        assert writer.is_finished, f"{path}: the shard has no record"
 
 
 class ShardWriter:
@@ -339,7 +339,7 @@ def pack(
     """Pack the images that `read` finds in `source`.  `show` is called after every image."""
     begin_s = time.monotonic()
     if Path(os.path.realpath(out)).is_relative_to(os.path.realpath(source)):
-        raise UserError(f"{out} is inside of {source}, which is to be packed; give a folder outside of it")
+        raise UserError(f"{out} is inside {source}, the source; give a folder outside of it")
     dataset = read(source)
     identity = identify(dataset, settings)
     try:

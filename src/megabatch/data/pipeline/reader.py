@@ -107,7 +107,7 @@ def load_first(
                 where = images.files.where(sample, read=not isinstance(error, TimedOut))
                 skipped.append(f"{where} cannot be read: {error}")
     if len(candidates) > 1:
-        raise UserError(f"{skipped[-1]}, nor can {len(candidates)} images in a row; check the files")
+        raise UserError(f"{skipped[-1]}; {len(candidates)} images in a row cannot be read; check the files")
     return SKIPPED
 
 
@@ -248,7 +248,7 @@ class Reader:
         if self.watch.num_late > MAX_ABANDONED:
             where = images.files.where(task.image, read=False)
             raise UserError(
-                f"{where} cannot be read: {error}, as for {MAX_ABANDONED} other images; check the disk or file server"
+                f"{where} cannot be read: {error}, so do {MAX_ABANDONED} other images; check the disk or file server"
             )
         self.late.add(task.image)
         task.batch.is_late = True

@@ -78,7 +78,7 @@ def read_idx_array(file: BinaryIO | gzip.GzipFile, stored: int, num_dims: int) -
     content = file.read(size + 1)
     if len(content) != size:
         held = f"more than {size:,}" if len(content) > size else f"{len(content):,}"
-        raise NotArrays(f"it has {held} bytes of values, but its header promises {size:,}")
+        raise NotArrays(f"it has {held} bytes of values, but its header states {size:,}")
     return np.frombuffer(content, np.uint8).reshape(shape)
 
 

@@ -1,6 +1,6 @@
-"""Measurements, without pass or fail: steps, precisions, JPEG input, all-reduces beside stock DDP and the backend.
+"""Measurements, without pass or fail: steps, precisions, JPEG input; all-reduces beside stock DDP and the backend.
 
-Both sides of a comparison run in the same ranks and take turns; the median of the rounds counts.
+Both sides of a comparison run in the same ranks and take turns; the median of the rounds is reported.
 """
 
 import dataclasses
@@ -97,7 +97,7 @@ def jobs_of_measurements(world: World) -> list[Job]:
         Job(f"all-reduce of 25 MiB, comm dtype {name}", partial(check_large_sum, world, dtype), is_measurement=True)
         for name, dtype in sums
     ]
-    jobs.append(Job("steps beside stock DDP", partial(time_steps, world, workload), is_measurement=True))
+    jobs.append(Job("steps compared with stock DDP", partial(time_steps, world, workload), is_measurement=True))
     speeds: dict[str, float] = {}
     for microbatch in workload.microbatches:
         for precision in workload.precisions:

@@ -57,7 +57,7 @@ def restore_training_state(training: Training, state: dict[str, torch.Tensor]) -
         for _, parameter in named_parameters(part):
             entry = part.state[parameter]
             if isinstance(entry.get("step"), torch.Tensor):
-                entry["step"] = entry["step"].cpu()  # torch's optimizers count on the host, also for weights on CUDA
+                entry["step"] = entry["step"].cpu()  # torch's optimizers count on the host, even for weights on CUDA
 
 
 def split_name(name: str) -> tuple[str, str]:
