@@ -351,7 +351,7 @@ FACTS = [
         ("`-64k` | {} to {} | MLPerf", BATCH["resnet50-imagenet-4k"], BATCH["resnet50-imagenet-64k"]),
         ("| `resnet50-imagenet-16k` | {} |", BATCH["resnet50-imagenet-16k"]),
         ("| `resnet50-imagenet-256` | {} |", BATCH["resnet50-imagenet-256"]),
-        ("`-32k` | {} to {} | public code", BATCH["alexnet-bn-imagenet-8k"], BATCH["alexnet-bn-imagenet-32k"]),
+        ("`-32k` | {} to {} | NVCaffe", BATCH["alexnet-bn-imagenet-8k"], BATCH["alexnet-bn-imagenet-32k"]),
         ("| `alexnet-bn-imagenet-64k` | {} |", BATCH["alexnet-bn-imagenet-64k"]),
         ("| `photos` | {} |", BATCH["photos"]),
         ("| `smoke` | {} |", BATCH["smoke"]),

@@ -6,8 +6,8 @@ ResNet-50, SGD     Goyal et al. 2017: 0.1 per 256 samples; ffcv-imagenet; torchv
                    decay, MosaicML
 ResNet-50, LAMB    procedure A3 of Wightman et al. 2021
 timm's models      the repositories of DeiT and ConvNeXt, by AdamW
-AlexNet-BN, LARS   public code of the authors on whom Jia et al. 2018 build: trust coefficient 0.001, poly 2; it does
-                   not give the span of BatchNorm. For 64K, the abstract of Jia et al. gives only epochs and accuracy
+AlexNet-BN, LARS   NVCaffe, on which Jia et al. 2018 build: trust coefficient 0.001, poly 2; it does not give the span
+                   of BatchNorm. For 64K, the abstract of Jia et al. gives only epochs and accuracy
 others             recipes of megabatch. Without a `top1` they were not run to the end yet
 
 A recipe is compared with the results of the same model, optimizer and data: the same source, or a set of the same size
@@ -116,7 +116,7 @@ def alexnet_bn(batch: int, learning_rate: float, warmup: float) -> ReferenceResu
         momentum=0.9,
         weight_decay=5e-4,
         epochs="100",
-        source="public code on which Jia et al. 2018 build",
+        source="NVCaffe, on which Jia et al. 2018 build",
     )
 
 
@@ -234,7 +234,7 @@ REFERENCE_RESULTS = (
         top1=0.821,
         source="ConvNeXt",
     ),
-    alexnet_bn(8_192, 10, 4),
+    alexnet_bn(8_192, 10, 3.84),
     alexnet_bn(16_384, 24, 5),
     alexnet_bn(32_768, 32, 10),
     on_imagenet(
