@@ -40,6 +40,20 @@ def test_job_has_the_steps_evaluations_and_parameters_of_the_run(recipe: str, ov
     assert job.workload.num_parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
+def test_an_evaluation_computes_each_image_for_every_view_and_average() -> None:
+    passes = {
+        "train.evaluate_every=1": 1,
+        "data.test_views=mirror": 2,
+        "train.ema_half_life_epochs=1": 2,
+        'data={source="fashion-mnist-10k", image_size=28, test_views="mirror-shift"}': 6,
+    }
+    for override, count in passes.items():
+        job, _ = job_of_recipe(load_config("fashion", [override]))
+        assert job.num_test == count * 2_000
+    ffcv, mild = (job_of_recipe(load_config(f"resnet50-{name}"))[0] for name in ("ffcv-16", "mosaic-mild"))
+    assert ffcv.num_test == mild.num_test == 100_000
+
+
 def test_communication_settings_come_from_the_recipe() -> None:
     job, _ = job_of_recipe(load_config("fashion", ["comm.dtype=bf16", "comm.algorithm=torus", "comm.bucket_mb=3"]))
     assert job.all_reduce == ("bf16", "torus", "auto", 3.0)

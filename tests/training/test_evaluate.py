@@ -6,6 +6,7 @@ from torch import nn
 
 from megabatch.data.pipeline.images import ArrayImages
 from megabatch.data.pipeline.normalise import Normalise, measure_pixels
+from megabatch.data.settings import NUM_VIEWS
 from megabatch.ranks.world import World
 from megabatch.training.evaluate import (
     VIEWS,
@@ -110,4 +111,11 @@ def test_views_are_averaged_with_the_stated_weights() -> None:
     both = [(score(view) + score(view[..., ::-1].copy())) / 2 for view in views]
     expected = {"one": score(pixels), "mirror": both[0], "mirror-shift": both[0] / 2 + both[1] / 4 + both[2] / 4}
     for name, scores in expected.items():
-        torch.testing.assert_close(VIEWS[name](lambda view: view.flatten(1) @ weights, image), scores)
+        seen: list[torch.Tensor] = []
+
+        def network(view: torch.Tensor, seen: list[torch.Tensor] = seen) -> torch.Tensor:
+            seen.append(view)
+            return view.flatten(1) @ weights
+
+        torch.testing.assert_close(VIEWS[name](network, image), scores)
+        assert len(seen) == NUM_VIEWS[name]

@@ -3,6 +3,7 @@
 import shlex
 import time
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
@@ -159,5 +160,7 @@ class Bar:
         self.bar.start()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.bar.stop()

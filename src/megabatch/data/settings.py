@@ -16,6 +16,7 @@ AUTO_HELD_OUT = 0.1
 Share = Annotated[float, Meta(gt=0, le=1)]
 Auto = Literal["auto"]
 TestViews = Literal["one", "mirror", "mirror-shift"]  # see `training/evaluate.py`
+NUM_VIEWS: dict[TestViews, int] = {"one": 1, "mirror": 2, "mirror-shift": 6}
 Probability = Annotated[float, Meta(ge=0, le=1)]
 Strength = Annotated[float, Meta(ge=0, le=10)]
 Alpha = Annotated[float, Meta(ge=0, le=1000)]  # both parameters of a Beta distribution

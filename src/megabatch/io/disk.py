@@ -94,8 +94,13 @@ def write_all(file: BinaryIO, content: memoryview) -> None:
         content = content[file.write(content) :]
 
 
-def fill_hashed(file: BinaryIO, into: memoryview) -> str:
+def read_hashed(path: Path, into: memoryview) -> str:
     """Fill `into` from a file, and return the sha256 of these bytes."""
+    with reading(path) as file:
+        return fill_hashed(file, into)
+
+
+def fill_hashed(file: BinaryIO, into: memoryview) -> str:
     digest, begin = hashlib.sha256(), 0
     while begin < len(into):
         count = file.readinto(into[begin : begin + CHUNK_BYTES])  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ from megabatch.config.reference_results import Findings, preflight
 from megabatch.config.resolve import make_model, plan_average, plan_groups, plan_learning_rate, plan_run
 from megabatch.config.schema import RunConfig
 from megabatch.data.catalog import NoSource, infer_shape
+from megabatch.data.settings import NUM_VIEWS
 from megabatch.data.sources.shapes import IMAGENET, DataShape
 from megabatch.models.catalog import model_errors
 from megabatch.models.loss import summed_loss
@@ -206,6 +207,7 @@ def job_of_recipe(config: RunConfig) -> RecipeJob:
     except NoSource:
         shape, has_images = IMAGENET, False
     comm = config.comm
+    has_average = config.train.ema_half_life_epochs > 0  # the weights themselves are evaluated as well
     job = Job(
         name=config.name,
         workload=workload_of(config, shape),
@@ -218,7 +220,7 @@ def job_of_recipe(config: RunConfig) -> RecipeJob:
         global_batch=config.batch.global_batch,
         microbatch=config.batch.microbatch,
         num_train=shape.num_train,
-        num_test=shape.num_test,
+        num_test=shape.num_test * NUM_VIEWS[config.data.test_views] * (1 + has_average),
         epochs=config.train.epochs if config.train.steps is None else None,
         num_steps=config.train.steps,
         evaluate_every=config.train.evaluate_every,

@@ -42,7 +42,7 @@ class Job(Struct, frozen=True, kw_only=True):
     batch_per_rank: int = 0
     microbatch: int | None = None  # upper limit; None: all images of the rank
     num_train: int  # images per epoch
-    num_test: int
+    num_test: int  # images per evaluation, counted once per forward pass
     epochs: float | None = None
     num_steps: int | None = None  # overrides epochs
     evaluate_every: int = 1  # epochs; 0: only after the last step

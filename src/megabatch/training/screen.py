@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import harmonic_mean
+from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -204,7 +205,9 @@ class Screen:
         self.bar.start()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.bar.stop()
 
 

@@ -19,7 +19,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -104,18 +105,8 @@ class DecoderProcess:
             send_descriptor(self.control, theirs.fileno())
         return DecodedStream(self, Connection(ours.detach()), num_ahead + QUEUED, pins)
 
-    @contextmanager
-    def reporting(self) -> Iterator[None]:
-        """Report the end of the process instead of the broken connection."""
-        try:
-            yield
-        except (EOFError, ConnectionError) as error:
-            assert self.process
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(LEAVE_S)
-            code = self.process.returncode
-            how = "closed its connection" if code is None else describe_exit(code)
-            raise RuntimeError(f"the process that decodes this rank's images {how}") from error
+    def reporting(self) -> "Reporting":
+        return Reporting(self)
 
     def close(self) -> None:
         """End the process.  It leaves by itself, so it is killed only if it does not."""
@@ -132,8 +123,30 @@ class DecoderProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
+
+
+class Reporting:
+    """A context in which the end of the process is reported, instead of the broken connection."""
+
+    def __init__(self, decoder: DecoderProcess) -> None:
+        self.decoder = decoder
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, EOFError | ConnectionError):
+            process = self.decoder.process
+            assert process
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(LEAVE_S)
+            how = "closed its connection" if process.returncode is None else describe_exit(process.returncode)
+            raise RuntimeError(f"the process that decodes this rank's images {how}") from error
 
 
 class DecodedStream:
