@@ -186,6 +186,22 @@ def test_invalid_arguments_are_reported_in_one_line(monkeypatch: pytest.MonkeyPa
         assert ended.value.code == 2 and len(written.getvalue().splitlines()) == 1
 
 
+class Tty(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_colours_that_are_forced_into_a_file_are_not_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    with redirect_stdout(io.StringIO()):  # a file of a batch system
+        assert Terminal().is_terminal and not Terminal().is_live
+    with redirect_stdout(Tty()):
+        assert Terminal().is_live
+        monkeypatch.setenv("TERM", "dumb")
+        assert not Terminal().is_live
+
+
 def test_a_terminal_that_mpiexec_gives_its_ranks_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = [{"OMPI_COMM_WORLD_RANK": "0"}, {"PMI_SIZE": "4"}]
     others: list[dict[str, str]] = [

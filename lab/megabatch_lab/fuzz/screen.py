@@ -14,7 +14,7 @@ MAX_SHOWN = 20
 class FuzzScreen:
     def __init__(self, request: Request) -> None:
         self.console = Terminal()
-        self.progress = Progress(console=self.console, transient=True, disable=not self.console.is_terminal)
+        self.progress = Progress(console=self.console, transient=True, disable=not self.console.is_live)
         self.task = self.progress.add_task("inputs", total=len(inputs_of(request)))
         self.lock = threading.Lock()
         self.num_escaped = 0

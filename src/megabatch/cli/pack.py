@@ -133,7 +133,7 @@ class Bar:
             BarColumn(bar_width=24),
             TextColumn("{task.fields[text]}", markup=False),
             console=console,
-            disable=not console.is_terminal,
+            disable=not console.is_live,
             transient=True,
         )
         self.task = self.bar.add_task("", total=1, text="", visible=False)
@@ -152,7 +152,7 @@ class Bar:
             speed += f" {(written_bytes - self.begin_bytes) / past_s / 1e6:,.1f} MB/s"
         text = f"{speed} ETA {(total - done) / images_per_s:,.0f} s"
         self.bar.update(self.task, completed=done, total=total, text=text, visible=True)
-        if not self.console.is_terminal and now_s - self.printed_s > QUIET_S:
+        if not self.console.is_live and now_s - self.printed_s > QUIET_S:
             self.console.print(f"{done:,}/{total:,} images {text}")
             self.printed_s = now_s
 

@@ -77,7 +77,7 @@ class SweepScreen:
         )
 
     def show_running(self, folders: Sequence[Path]) -> None:
-        if self.console.is_terminal:
+        if self.console.is_live:
             text = ", ".join(f"{folder.name} epoch {epoch_of(folder):.1f}" for folder in folders)
             self.live.update(Text(one_line(text)[: self.console.width - 3]))  # one line
             self.live.start()

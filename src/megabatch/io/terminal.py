@@ -26,6 +26,11 @@ class Terminal(Console):
         is_terminal = None if is_watched(os.environ) else False
         super().__init__(markup=False, highlight=False, emoji=False, soft_wrap=soft_wrap, force_terminal=is_terminal)
 
+    @property
+    def is_live(self) -> bool:
+        """Whether to show live progress.  With FORCE_COLOR, rich takes any output for a terminal, even a file."""
+        return self.is_terminal and not self.is_dumb_terminal and self.file.isatty()
+
     def render_str(self, text: str, **options: Any) -> Text:
         """Clean the text before it is measured, so that columns have the printed width."""
         return super().render_str(lines_of(text), **options)

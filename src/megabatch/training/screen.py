@@ -58,7 +58,7 @@ class Screen:
             TextColumn("{task.fields[text]}", markup=False),
             TimeRemainingColumn(compact=True),
             console=self.console,
-            disable=not self.console.is_terminal,
+            disable=not self.console.is_live,
             transient=True,
         )
         self.task = self.bar.add_task("", total=self.plan.num_steps, epoch=0.0, text="", visible=False)
@@ -107,7 +107,7 @@ class Screen:
         self.show_skipped(record.skipped_images, "skipped")
         text = f"loss {record.loss:.3f} lr {show_rate(record.lr)} {record.images_per_s:,.0f}/s {self.waits([record])}"
         self.bar.update(self.task, completed=record.step, epoch=record.epoch, text=text, visible=True)
-        if not self.console.is_terminal and time.monotonic() - self.printed_s > QUIET_S:
+        if not self.console.is_live and time.monotonic() - self.printed_s > QUIET_S:
             self.line("")
 
     def show_skipped(self, lines: Iterable[str], name: str) -> None:
@@ -129,7 +129,7 @@ class Screen:
         images_per_s = harmonic_mean(step.images_per_s for step in steps)
         line = f"epoch {step.epoch:5.2f} step {step.step:>5} loss {step.loss:.4f} lr {show_rate(step.lr)} "
         line += f"{images_per_s:>6,.0f}/s "
-        if not self.console.is_terminal:
+        if not self.console.is_live:
             left_s = (self.plan.num_steps - step.step) * self.plan.global_batch / images_per_s
             result += f"  {self.waits(steps)} ETA {left_s:.0f} s"
         with suppress(OSError):
