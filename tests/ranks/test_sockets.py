@@ -15,6 +15,7 @@ from megabatch.ranks import store as store_module
 from megabatch.ranks import world
 from megabatch.ranks.backends import Backend, join_gloo
 from megabatch.ranks.discover import RankInfo
+from megabatch.ranks.lifecycle import run_as_rank
 from megabatch.ranks.machine import (
     ALL_INTERFACES,
     address_towards,
@@ -132,6 +133,14 @@ def test_a_name_of_rank_0_that_does_not_resolve_is_one_line(
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(UserError, match=r"'node7', does not resolve on .*Name or service.*; set MASTER_ADDR to its IP"):
         await_address("node7")
+    capsys.readouterr()
+    monkeypatch.setenv("MASTER_ADDR", "node7")
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    for local_rank in (0, 1):
+        with pytest.raises(SystemExit, match="2"):
+            run_as_rank(RankInfo(8 + local_rank, 16, local_rank, 8), lambda store: 0)
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "MASTER_ADDR" in line)
+    assert line.startswith(f"megabatch: rank 8 on {os.uname().nodename}: the host of rank 0, 'node7', does not resolve")
     names = iter([socket.gaierror(socket.EAI_AGAIN, "Try again"), "10.1.2.7"])
 
     def resolve_later(host: str) -> str:

@@ -83,7 +83,7 @@ def exit_like_ranks() -> Iterator[None]:
 
 def run_as_rank(info: "RankInfo", work: Callable[["RankStore"], int]) -> NoReturn:
     """Run `work` and exit with its result. Only the first rank to fail reports: to our launcher, or to the user."""
-    from megabatch.ranks.store import RankStore
+    from megabatch.ranks.store import RankStore, UnknownHost
 
     store = None
     try:
@@ -97,8 +97,10 @@ def run_as_rank(info: "RankInfo", work: Callable[["RankStore"], int]) -> NoRetur
         code = exit_code_of(error)
         if store:
             store.exit_reporter.announce(error)
-        elif info.rank == 0 or code != 2:  # all ranks have the same user error, or only this one could not connect
-            report_failure(error, info)
+        else:  # a user error occurs on all ranks, or on all ranks of some hosts; others may occur only here
+            reports = info.local_rank < 1 if isinstance(error, UnknownHost) else info.rank == 0
+            if reports or code != 2:
+                report_failure(error, info)
     # Everything is closed.  A regular exit of the interpreter sometimes aborts because of Gloo's threads.
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # such as a full disk

@@ -53,6 +53,10 @@ RUN_FOLDER, USER_ERROR, LAUNCH, ADDRESS, FAILURES = "run-folder", "user-error", 
 STORE_FILE = "MEGABATCH_STORE"  # the variable with the path of the launcher's store, which its ranks inherit
 
 
+class UnknownHost(UserError):
+    """The host of rank 0 does not resolve on this host.  Rank 0 cannot report it."""
+
+
 class RankStore:
     """The store of this attempt, or `store`, which the ranks already share."""
 
@@ -365,7 +369,7 @@ def await_address(host: str) -> str:
         except OSError as error:
             line = f"the host of rank 0, {host!r}, does not resolve on {platform.node()} ({error.strerror})"
         if time.monotonic() > deadline_s:
-            raise UserError(f"{line}; set MASTER_ADDR to its IP address")
+            raise UnknownHost(f"{line}; set MASTER_ADDR to its IP address")
         if not has_reported:
             print_line(f"megabatch: {line}; trying again for {patience_s:g} s", to_stderr=True)
             has_reported = True
