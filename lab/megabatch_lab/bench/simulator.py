@@ -94,6 +94,7 @@ def default_parts() -> list[str]:
 
 
 def published_tables(rows: list[Published], calibrated: list[Prediction], scores: Scores) -> dict[str, list[Line]]:
+    small = predict_without_small(rows)
     single = [prediction for prediction in calibrated if int(prediction.row.nodes) == 1]
     several = [prediction for prediction in calibrated if int(prediction.row.nodes) > 1]
     left_out = Counter(
@@ -107,7 +108,8 @@ def published_tables(rows: list[Published], calibrated: list[Prediction], scores
         "calibrated, several nodes": [prediction_line(prediction) for prediction in several],
         "calibrated, one node": node_lines(single),
         "held out, by cluster": held_out_lines(predict_without_cluster(rows)),
-        f"held out, below {SMALL} images": [prediction_line(prediction) for prediction in predict_without_small(rows)],
+        f"held out, below {SMALL} images": [prediction_line(prediction) for prediction in small],
+        f"held out, below {SMALL} images, together": [held_out_line(f"points below {SMALL} images", small)],
         "left out": [{"rows": str(count), "reason": reason} for reason, count in left_out.most_common()],
     }
 
@@ -192,18 +194,19 @@ def held_out_lines(predictions: Sequence[Prediction]) -> list[Line]:
         groups.setdefault(prediction.row.cluster, []).append(prediction)
     groups["all of MLPerf"] = [prediction for prediction in predictions if prediction.row.is_mlperf]
     groups["all"] = list(predictions)
-    return [
-        {
-            "left out": name,
-            "rows": str(len(group)),
-            "GPUs": spread([int(prediction.row.ranks) for prediction in group]),
-            "batch": spread([int(prediction.row.batch_per_rank) for prediction in group]),
-            "median error": f"{statistics.median(p.error for p in group):.1%}",
-            "worst": f"{max(p.error for p in group):.1%}",
-            "in their intervals": f"{sum(p.is_in_interval for p in group)}",
-        }
-        for name, group in groups.items()
-    ]
+    return [held_out_line(name, group) for name, group in groups.items()]
+
+
+def held_out_line(name: str, group: Sequence[Prediction]) -> Line:
+    return {
+        "left out": name,
+        "rows": str(len(group)),
+        "GPUs": spread([int(prediction.row.ranks) for prediction in group]),
+        "batch": spread([int(prediction.row.batch_per_rank) for prediction in group]),
+        "median error": f"{statistics.median(p.error for p in group):.1%}",
+        "worst": f"{max(p.error for p in group):.1%}",
+        "in their intervals": f"{sum(p.is_in_interval for p in group)}",
+    }
 
 
 def spread(values: Sequence[int]) -> str:

@@ -91,7 +91,8 @@ def simulate(
     curve: Annotated[
         str | None,
         typer.Option(
-            metavar="RUN", help="With --batch auto: a run that reached its target, whose noise scale gives the epochs."
+            metavar="RUN|FILE.json",
+            help="With --batch auto: a run that reached its target, or a batch-limit study. Default: MLPerf's points.",
         ),
     ] = None,
     profile: ProfileOption = None,
