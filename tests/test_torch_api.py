@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 import megabatch
@@ -357,10 +358,15 @@ def test_nccl_watchdog_sets_the_key_that_we_delete(api: Any) -> None:
 
 
 def test_the_default_group_has_the_same_implementation_as_the_others(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch with two implementations registers the names of both as entry points."""
-    registered = {point.name for point in entry_points(group="torch.distributed.backends")}
-    assert api.nccl_backend() == ("nccl-legacy" if "nccl-legacy" in registered else "nccl")
-    monkeypatch.setattr(dist, "ProcessGroupNCCL2", object, raising=False)
+    """The function that registers a backend is its entry point."""
+    function, registered = "_register_builtin_nccl_legacy_backend", entry_points(group="torch.distributed.backends")
+    targets = {point.name: point.attr for point in registered}
+    assert targets.get("nccl-legacy", function) == function
+    assert api.nccl_backend() == ("nccl-legacy" if "nccl-legacy" in targets else "nccl")
+    monkeypatch.setattr(dist, "ProcessGroupNCCL2", object, raising=False)  # before there was a name for the other
+    monkeypatch.delattr(distributed_c10d, function, raising=False)
+    assert api.nccl_backend() == "nccl"
+    monkeypatch.setattr(distributed_c10d, function, object, raising=False)
     assert api.nccl_backend() == "nccl-legacy"
 
 

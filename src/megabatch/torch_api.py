@@ -168,9 +168,9 @@ def forward_hooks(module: nn.Module) -> Iterable[dict[int, Any]]:
 def nccl_backend() -> str:
     """Return the name of the backend ProcessGroupNCCL, the class of all our groups.
 
-    torch 2.14 adds ProcessGroupNCCL2, which "nccl" means from 2.15 on, and the name "nccl-legacy".
+    From torch 2.15 on, "nccl" means ProcessGroupNCCL2, which is older than the name "nccl-legacy" for the other class.
     """
-    return "nccl-legacy" if hasattr(dist, "ProcessGroupNCCL2") else "nccl"
+    return "nccl-legacy" if hasattr(distributed_c10d, "_register_builtin_nccl_legacy_backend") else "nccl"
 
 
 def nccl_options(timeout: timedelta) -> Any:

@@ -30,7 +30,7 @@ from megabatch.config.schema import RunConfig
 from megabatch.data.catalog import load_data_set
 from megabatch.data.pipeline.batches import Stream, TrainingImages
 from megabatch.data.pipeline.device_decoder import CPU_DECODER, DECODERS
-from megabatch.data.pipeline.images import DataSet
+from megabatch.data.pipeline.images import DataSet, PixelStatistics
 from megabatch.data.pipeline.reader import Batch
 from megabatch.planning.plan import CommDtype
 from megabatch.preflight.doctor import again_and_again, take_batches
@@ -52,6 +52,7 @@ ROUNDS, ROUNDS_OF_LARGE = 7, 3
 LARGE = 1 << 22  # elements
 STEADY_AFTER, COUNTED_STEPS = 4, 3
 TIMED_AFTER, TIMED_STEPS = 4, 8  # steps of a precision
+STOCK_IMAGES = 2048  # in memory; the set grows with the number of ranks
 IN_GRAPHS = 4  # microbatches per step that compare graphs
 JPEGS, JPEG_SIZE, JPEG_QUALITY = 64, (500, 375), 92  # the mean size of ImageNet's photos
 INPUT_S = 3.0
@@ -246,7 +247,8 @@ def stock_steps(config: RunConfig, data: DataSet, world: World) -> Iterator[None
     model = make_model(config, data.shape).to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True, fused=True)
-    pixels, all_labels = data.train.read(np.arange(len(data.train))), data.train.labels
+    samples = np.arange(min(len(data.train), STOCK_IMAGES))
+    pixels, all_labels = data.train.read(samples), data.train.labels
     is_pinned = world.device.type != "cpu"
     while True:
         chosen = torch.randint(len(pixels), (config.batch.microbatch,))
@@ -315,7 +317,9 @@ def time_graphs(
 
 def images_per_second(world: World, config: RunConfig) -> float:
     """Return the speed of steps on one microbatch that is on the device already, over all ranks."""
-    training = ready_to_train(config, load_data_set(config.data), world)
+    data = load_data_set(config.data)
+    pixels = PixelStatistics((127.0,) * data.num_channels, (64.0,) * data.num_channels)  # to measure them takes longer
+    training = ready_to_train(config, data, world, pixels=pixels)
     plan = training.plan
     images, labels = training.images.microbatch(0, plan.microbatches_of(world.rank)[0])
     on_device = Batch(images.to(world.device), labels.to(world.device))
