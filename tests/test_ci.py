@@ -72,7 +72,13 @@ def test_every_allowed_skip_is_a_reason_in_the_tests() -> None:
 
 
 def test_unprepared_has_an_empty_home_and_a_minimal_environment() -> None:
-    command = [ROOT / ".ci/unprepared", "GIVEN=yes", "sh", "-c", 'ls -A "$HOME"; ls -A "$TMPDIR"; env']
+    command: list[str | Path] = [
+        ROOT / ".ci/unprepared",
+        "GIVEN=yes",
+        "sh",
+        "-c",
+        'ls -A "$HOME"; ls -A "$TMPDIR"; env',
+    ]
     polluted = os.environ | {"PYTHONPATH": "somewhere", "OMP_NUM_THREADS": "7"}
     seen = subprocess.run(command, env=polluted, capture_output=True, text=True, check=True).stdout.splitlines()
     assert {line.partition("=")[0] for line in seen} <= {"CI", "HOME", "TMPDIR", "PATH", "GIVEN", "PWD", "SHLVL", "_"}
@@ -82,7 +88,7 @@ def test_unprepared_has_an_empty_home_and_a_minimal_environment() -> None:
 def test_unprepared_hides_data_sets_and_caches(tmp_path: Path) -> None:
     cached = tmp_path / ".cache/megabatch"
     cached.mkdir(parents=True)
-    command = [ROOT / ".ci/unprepared", "sh", "-c", f"ls -A {tmp_path}/.cache /usr/share/datasets"]
+    command: list[str | Path] = [ROOT / ".ci/unprepared", "sh", "-c", f"ls -A {tmp_path}/.cache /usr/share/datasets"]
     seen = subprocess.run(command, env=os.environ | {"HOME": str(tmp_path)}, capture_output=True, text=True)
     assert "megabatch" not in seen.stdout and "mnist" not in seen.stdout
     assert cached.is_dir()

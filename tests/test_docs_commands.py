@@ -240,7 +240,14 @@ PUBLIC = [fit, load, attach, distribute, LARS, parameter_groups, StepRecord, Run
 @pytest.mark.parametrize("public", PUBLIC, ids=lambda public: public.__name__)
 def test_the_example_in_a_public_docstring_runs(public: Any, inside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0})
-    names = {"megabatch": megabatch, "torch": torch, "nn": nn, "dist": dist, "Image": Image, "msgspec": msgspec}
+    names: dict[str, Any] = {
+        "megabatch": megabatch,
+        "torch": torch,
+        "nn": nn,
+        "dist": dist,
+        "Image": Image,
+        "msgspec": msgspec,
+    }
     names |= {
         part.__name__: part for part in (DistributedDataParallel, EvaluationRecord, LARS, StepRecord, parameter_groups)
     }

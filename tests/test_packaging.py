@@ -103,7 +103,7 @@ def installed(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
     """Return bin/ of an environment with megabatch from the wheel and its dependencies from this environment."""
     folder = tmp_path_factory.mktemp("venv")
     venv.create(folder)
-    install = [sys.executable, "-m", "pip", "--python", folder, "install", "--quiet", "--no-compile"]
+    install: list[str | Path] = [sys.executable, "-m", "pip", "--python", folder, "install", "--quiet", "--no-compile"]
     run([*install, "--no-deps", "--no-index", built[0]], folder)
     (packages,) = folder.glob("lib/python*/site-packages")
     # Python appends the folder after the environment's packages and ignores .pth files in it, such as the checkout's.

@@ -78,8 +78,8 @@ def private_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, node.value
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
             name = node.args[1]
-            if isinstance(name, ast.Constant) and is_private(name.value):
-                yield name.lineno, name.value
+            if isinstance(name, ast.Constant) and is_private(str(name.value)):
+                yield name.lineno, str(name.value)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
             for alias in node.names:
@@ -110,7 +110,7 @@ def test_no_other_file_uses_a_private_name_of_torch() -> None:
 def names_of_torch() -> dict[str, str]:
     """Return private names in megabatch.torch_api that can be looked up in a module of torch, with their lines."""
     tree = ast.parse(MODULE.read_text())
-    modules = {}
+    modules: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             modules |= {alias.asname or alias.name: alias.name for alias in node.names}
@@ -217,7 +217,7 @@ def test_fused_adamw_moves_by_the_learning_rate_at_first_and_skips_on_found_inf(
     """The first step is lr g / |g|, after the decay."""
     weights, gradients, averages, squares = three(), [-x for x in three()], *([0 * x for x in three()] for _ in "12")
     steps = [torch.ones(()) for _ in weights]
-    settings = {"lr": 0.25, "beta1": 0.5, "beta2": 0.75, "weight_decay": 0.5, "eps": 0.0}
+    settings: dict[str, Any] = {"lr": 0.25, "beta1": 0.5, "beta2": 0.75, "weight_decay": 0.5, "eps": 0.0}
     settings |= {
         "amsgrad": False,
         "maximize": False,
@@ -312,7 +312,7 @@ def test_shared_memory_is_mapped_by_its_descriptor(api: Any) -> None:
     descriptor, num_bytes = api.share_by_descriptor(tensor.untyped_storage())
     assert num_bytes >= 400
     mapped = torch.UntypedStorage.from_file(f"/proc/self/fd/{descriptor}", True, num_bytes)
-    other = torch.empty(0).set_(mapped, 0, (100,), (1,))
+    other = torch.empty(0).set_(mapped, 0, (100,), (1,))  # type: ignore[arg-type]
     assert torch.equal(other, torch.arange(100.0))
     other[7] = -1
     assert tensor[7] == -1
@@ -414,7 +414,7 @@ class Steps(torch.optim.Optimizer):
         super().__init__([parameter], {})
         self.seen: list[float] = []
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.seen.append(float(getattr(self, "found_inf", -1.0)))
 
 
@@ -483,7 +483,7 @@ def test_communicators_are_split_only_from_a_bound_group_of_the_same_implementat
 
 def test_a_communicator_is_split_with_a_color_and_connected_at_once(monkeypatch: pytest.MonkeyPatch, api: Any) -> None:
     """Only the calls can be compared without a GPU; a build with NCCL has the names."""
-    calls = []
+    calls: list[Any] = []
 
     class ProcessGroupNCCL:
         Options = SimpleNamespace
@@ -579,7 +579,7 @@ def test_errors_of_torch_compile_are_recognised(api: Any) -> None:
     exceptions = importlib.import_module("torch._inductor.exc")
     assert all(issubclass(getattr(exceptions, name), Exception) for name in (api.NO_CXX, api.NO_TRITON))
 
-    files = []
+    files: list[str] = []
 
     def note_stack(graph: Any, _: Any) -> Any:
         files.extend(frame.filename for frame in traceback.extract_stack())

@@ -86,7 +86,7 @@ def frozen() -> nn.Module:
 
 def images() -> nn.Module:
     model = nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 8, 2, padding=1), nn.Conv2d(8, 5, 2), nn.Flatten())
-    return model.to(memory_format=torch.channels_last)
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 # The factory of each model and the arguments of DDP; float64 unless the case has other dtypes.
@@ -518,7 +518,7 @@ def strides_differ(world: World, hosts: str, algorithm: str) -> tuple[str, str]:
 
     def run() -> None:
         if world.rank == 1:
-            model[0].to(memory_format=torch.channels_last)
+            model[0].to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         for _ in range(3):
             ddp(torch.ones(1, 3, 8, 8)).sum().backward()
             ddp.zero_grad()
@@ -582,6 +582,6 @@ def noise_of_ranks(world: World, every: int) -> tuple[Any, Any, list[float]]:
 
 def test_attach_measures_the_noise_between_ranks_and_changes_no_bit(ranks: RankPool) -> None:
     found, squares, gradient = ranks.run(noise_of_ranks, 1, num_ranks=2)[0]
-    expected = noise_record(*squares, 2, 5)
+    expected = noise_record(squares[0], squares[1], 2, 5)
     assert (found.signal, found.trace) == pytest.approx((expected.signal, expected.trace), rel=1e-9)
     assert gradient == ranks.run(noise_of_ranks, 0, num_ranks=2)[0][2]

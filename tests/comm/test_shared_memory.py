@@ -324,7 +324,7 @@ def cannot_map(world: World) -> str:
         memory.share(torch.ones(10))
         if world.rank == 1:
 
-            def refuse(*place: int) -> torch.UntypedStorage:
+            def refuse(pid: int, descriptor: int, num_bytes: int) -> torch.UntypedStorage:
                 raise RuntimeError("no room\nat all")
 
             shared_memory.map_storage, kept = refuse, shared_memory.map_storage

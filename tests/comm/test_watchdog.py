@@ -129,7 +129,8 @@ def test_ranks_answer_only_if_asked_and_a_silent_one_is_noticed() -> None:
     assert first.silent_s(0.0) == first.silent_s(50.0) == 0.0  # the second has not started
     second.start()
     for _ in range(10):
-        first.answer(), second.answer()
+        first.answer()
+        second.answer()
     assert store.num_written == 2  # without a wait nothing is written
     for now_s in (100.0, 102.0, 104.0):
         assert first.silent_s(now_s) == 0.0
@@ -176,7 +177,7 @@ def test_a_generator_that_is_closed_early_is_not_a_failure() -> None:
 
     def steps(world: World) -> Iterator[None]:
         with distribute(nn.Linear(2, 2), world, CommSettings())[1] as gradients:
-            gradients.failure.watchdog.report_final = reported.append  # type: ignore[method-assign]
+            gradients.failure.watchdog.report_final = reported.append  # type: ignore[assignment,method-assign]
             yield
 
     with connect(RankInfo(0, 1, 0, 1), "cpu") as world:
@@ -186,7 +187,7 @@ def test_a_generator_that_is_closed_early_is_not_a_failure() -> None:
     assert not reported
 
 
-def cuda_world(monkeypatch: pytest.MonkeyPatch, abort: Callable[[], None]) -> tuple[World, Recorder]:
+def cuda_world(monkeypatch: pytest.MonkeyPatch, abort: Callable[[], object]) -> tuple[World, Recorder]:
     """A rank on an accelerator with a short patience.  It uses no device."""
     monkeypatch.setattr(world_module, "abort_process_groups", abort)
     monkeypatch.setattr(world_module, "GRACE_S", 0.05)

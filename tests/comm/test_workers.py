@@ -14,7 +14,7 @@ from megabatch.comm import order
 from megabatch.comm.cpu.workers import NetworkWorker, NodeWorker
 from megabatch.comm.work import RankPhases, Work
 from megabatch.planning.pipeline import Costs, Passage, pass_through
-from megabatch.telemetry.timeline import Timeline
+from megabatch.telemetry.timeline import BucketPart, Timeline
 from tests.support.pipelines import buckets
 
 PLAIN_QUEUE = queue.SimpleQueue
@@ -31,7 +31,7 @@ class TimedQueue:
 
     def __init__(self, clocks: Clocks) -> None:
         self.clocks = clocks
-        self.waiting = PLAIN_QUEUE()
+        self.waiting: Any = PLAIN_QUEUE()
 
     def put(self, work: Work | None) -> None:
         self.waiting.put((self.clocks.now_s, work))
@@ -88,7 +88,7 @@ class Ends(Timeline):
         self.clocks = clocks
         self.ends_s: dict[int, float] = {}
 
-    def note_reduced(self, work: Work) -> None:
+    def note_reduced(self, work: BucketPart) -> None:
         self.ends_s[work.key] = self.clocks.now_s
 
 

@@ -1,6 +1,7 @@
 """MixUp and CutMix: those of torchvision, given the same draws."""
 
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ LABELS = torch.tensor([0, 1, 2, 3, 4, 1])
 LOGITS = torch.randn(BATCH, CLASSES, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def mixtures(count: int, **alphas: float) -> list[Mix]:
+def mixtures(count: int, **alphas: Any) -> list[Mix]:
     mixing = Mixing(AugmentSettings(**alphas), 5, CPU, torch.float64)
     found = [mixing(step, index, HEIGHT, WIDTH) for step in range(count // 4) for index in range(4)]
     return [mix for mix in found if mix is not None]
@@ -33,6 +34,7 @@ def test_mixup_and_cutmix_are_those_of_torchvision(torchvision: ModuleType) -> N
 
     for mix in mixtures(40, mixup=0.8, cutmix=1.0):
         share = mix.share.item()
+        params: dict[str, Any]
         if has_box(mix):
             rows, columns = np.nonzero(mix.weights.numpy() == 0)
             box = (columns.min(), rows.min(), columns.max() + 1, rows.max() + 1) if len(rows) else (0, 0, 0, 0)

@@ -6,6 +6,7 @@ import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -461,7 +462,11 @@ def test_an_unreadable_image_in_a_tar_is_named_with_its_offset(tmp_path: Path) -
 
 
 def test_member_names_of_a_pack_stay_inside_the_folder_when_unpacked(tmp_path: Path) -> None:
-    members = [("../../evil.jpg", picture(0)), ("../../evil.cls", ".."), ("/b.c.jpg/x.jpg", picture(1))]
+    members: list[tuple[str, Any]] = [
+        ("../../evil.jpg", picture(0)),
+        ("../../evil.cls", ".."),
+        ("/b.c.jpg/x.jpg", picture(1)),
+    ]
     write_tar(tmp_path / "in/x.tar", [*members, ("/b.c.jpg/x.cls", "/etc/a")])
     pack(tmp_path / "in", tmp_path / "out", PackSettings())
     with tarfile.open(tmp_path / "out/train-000000.tar") as tar:

@@ -55,7 +55,7 @@ def changed(ours: Recolouring, which: int, before: Image.Image) -> np.ndarray:
 
 def draws_of(ours: Recolouring, which: int) -> list[Draws]:
     words = ours.draws[which]
-    return [Draws(*words[2 * number], words[2 * number + 1][0]) for number in range(len(words) // 2)]
+    return [Draws._make([*words[2 * number], words[2 * number + 1][0]]) for number in range(len(words) // 2)]
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
@@ -243,11 +243,12 @@ def test_alternating_flips_change_with_every_epoch() -> None:
 def test_every_policy_is_a_setting_and_refuses_settings_of_another() -> None:
     assert {"none", *POLICIES} == set(get_args(AugmentSettings.__annotations__["policy"]))
     assert {*TORCHVISION, *TIMM} <= set(OPERATIONS)
-    for wrong in (
+    invalid: list[dict[str, Any]] = [
         {"policy": "rand_augment_timm", "magnitude": 11},
         {"policy": "rand_augment", "magnitude_std": 0.5},
         {"policy": "trivial_augment_wide", "increasing": True},
-    ):
+    ]
+    for wrong in invalid:
         with pytest.raises(UserError, match=r"data\.augment\..*; "):
             AugmentSettings(**wrong)
     require_colours(AugmentSettings(erase=0.5), 2)

@@ -1,6 +1,7 @@
 """JPEGs with many scans, which cost far more to decode than their size suggests."""
 
 import io
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ def with_scans(content: bytes, count: int) -> bytes:
 
 
 @pytest.mark.parametrize("options", [{}, {"quality": 100}, {"subsampling": "4:4:4"}, {"optimize": True}])
-def test_a_baseline_jpeg_has_one_scan(options: dict[str, object]) -> None:
+def test_a_baseline_jpeg_has_one_scan(options: dict[str, Any]) -> None:
     for image in (PHOTO, PHOTO.convert("L"), PHOTO.convert("CMYK")):
         assert has_one_scan(encoded(image, **options)) and count_scans(encoded(image, **options)) == 1
 

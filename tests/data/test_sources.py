@@ -32,7 +32,7 @@ def pixels(images: object) -> torch.Tensor:
     return images.images
 
 
-def arrays(channels: tuple[int, ...] = ()) -> dict[str, np.ndarray]:
+def arrays(channels: tuple[int, ...] = ()) -> dict[str, Any]:
     generator = np.random.default_rng(0)
     return {
         "train_images": generator.integers(0, 256, (12, 28, 28, *channels), np.uint8),
@@ -363,10 +363,11 @@ def test_images_packed_for_the_center_crop_are_still_cropped(image_size: int, tm
 def test_the_default_crop_of_large_images_does_not_change_their_fingerprint(tmp_path: Path) -> None:
     """Runs from before `auto` existed can be resumed.  Small images are cropped differently now."""
     folder = make_folder(tmp_path / "photos", 4)
+    settings: list[dict[str, Any]] = [{}, {"center_crop": 0.875}]
     for image_size, is_same in ((28, True), (60, False)):
         ours, before = (
             load_data_set(DataSettings(source=str(folder), image_size=image_size, validation=0.25, **more))
-            for more in ({}, {"center_crop": 0.875})
+            for more in settings
         )
         assert (ours.fingerprint() == before.fingerprint()) is is_same
         seen, seen_before = (part.read(np.arange(3)) for part in (ours.test, before.test))

@@ -1,6 +1,7 @@
 """Cutting a JPEG before decoding changes no pixel."""
 
 import io
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,12 @@ from megabatch.data.pipeline.orientation import Box
 from tests.support.photos import decode, encoded, photo
 
 PLENTY = 10**9
-KINDS = {"4:2:0": {"subsampling": 2}, "4:2:2": {"subsampling": 1}, "4:4:4": {"subsampling": 0}, "grey": {}}
+KINDS: dict[str, dict[str, Any]] = {
+    "4:2:0": {"subsampling": 2},
+    "4:2:2": {"subsampling": 1},
+    "4:4:4": {"subsampling": 0},
+    "grey": {},
+}
 
 
 def striped(kind: str, height: int, width: int = 75) -> bytes:
@@ -57,8 +63,8 @@ def test_images_without_a_table_are_not_cut(content: bytes) -> None:
 def test_other_readers_ignore_the_table() -> None:
     plain = encoded(photo(8, 75, 200), restart_marker_rows=1)
     assert np.array_equal(decode(with_table(plain), PLENTY).copy(), decode(plain, PLENTY))
-    opened = [np.asarray(Image.open(io.BytesIO(content)).convert("RGB")) for content in (plain, with_table(plain))]
-    assert np.array_equal(*opened)
+    one, other = (np.asarray(Image.open(io.BytesIO(content)).convert("RGB")) for content in (plain, with_table(plain)))
+    assert np.array_equal(one, other)
 
 
 def test_a_memoryview_can_be_cut() -> None:

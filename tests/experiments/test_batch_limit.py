@@ -25,7 +25,7 @@ BATCHES, TARGET, FEWEST, CRITICAL = [64, 256, 1024, 4096], 0.8, 5.0, 1000.0
 NEVER = 1e9
 
 
-def made_up_study(lost: int = NEVER, noise: float = CRITICAL) -> Study:
+def made_up_study(lost: float = NEVER, noise: float = CRITICAL) -> Study:
     """Return a study in which accuracy grows in proportion to epochs, and batches from `lost` on lose 3 points."""
     design = design_of("fashion", [f"train.target_top1={TARGET}"], Limits(batches=BATCHES, seeds=3))
     arms = []

@@ -6,13 +6,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from scipy import stats
+from scipy import stats  # type: ignore[import-untyped]
 from typer.testing import CliRunner
 
 from megabatch.cli.app import app
 from megabatch.config.loading import load_config, silent
 from megabatch.errors import UserError
-from megabatch.experiments.design import TimeCriterion, read_any_design, read_design
+from megabatch.experiments.design import TimeCriterion, TimeDesign, read_any_design, read_design
 from megabatch.experiments.time_to_accuracy import (
     ArmTimes,
     Evaluated,
@@ -140,7 +140,7 @@ def test_arms_take_turns_and_their_curves_are_read_from_the_rows_of_runs(tmp_pat
     steps = [row("step", times={"forward": time_s, "evaluation": 7.0}) for time_s in [9.0] * 5 + [0.1, 0.4, 0.2]]
     rows = [*steps, row("evaluation", times={"evaluation": 0.5})]
     (tmp_path / "seed-1-smoke/metrics.jsonl").write_bytes(b"".join(rows))
-    assert read_quiet([tmp_path / "seed-1-smoke"], 64) == QuietTimes(64, [pytest.approx(0.2)], [0.5])
+    assert read_quiet([tmp_path / "seed-1-smoke"], 64) == QuietTimes(64, [pytest.approx(0.2)], [0.5])  # type: ignore[list-item]
     with pytest.raises(UserError, match="'smoke' is given twice"):
         design_of_recipes(["smoke", "smoke"], [], 0.5, 2)
 
@@ -168,6 +168,7 @@ def test_quiet_runs_train_each_side_separately_and_equal_ones_are_shared(tmp_pat
     with pytest.raises(UserError, match="study sides compares times"):
         read_design(str(tmp_path / "sides.toml"))
     design = read_any_design(str(tmp_path / "sides.toml"))
+    assert isinstance(design, TimeDesign)
     trials = trials_of(design)
     names = [trial.name for trial in trials.in_turns()]
     assert names[:4] == ["quiet-1-fixed-64", "quiet-1-small-32", "quiet-2-fixed-64", "quiet-2-small-32"]

@@ -92,7 +92,7 @@ def test_custom_factory_gets_the_arguments_it_names() -> None:
         (f"{__name__}:not_a_model", {"x": 3}, r"model.options.x: .* has no such option; it takes none"),
     ],
 )
-def test_invalid_model_is_a_one_line_error(name: str, options: dict[str, object], message: str) -> None:
+def test_invalid_model_is_a_one_line_error(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         build(name, **options)
 

@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -79,8 +80,8 @@ def test_exchanged_weights_compute_the_same_as_in_torchvision(torchvision: Modul
     for (key, mine), (their_key, other) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
         assert key == their_key
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-6, atol=1e-8)
-    for mine, other in zip(ours.buffers(), theirs.buffers(), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-9)
+    for buffer, their_buffer in zip(ours.buffers(), theirs.buffers(), strict=True):
+        torch.testing.assert_close(buffer, their_buffer, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
@@ -212,7 +213,7 @@ def test_the_prior_bias_gives_each_class_its_share() -> None:
         ({"stochastic_depth": 1.0}, r"model.options.stochastic_depth=1.0: .*for example"),
     ],
 )
-def test_a_wrong_option_is_one_line(options: dict[str, object], message: str) -> None:
+def test_a_wrong_option_is_one_line(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         resnet18(num_classes=2, **options)
 

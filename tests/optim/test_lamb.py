@@ -1,4 +1,5 @@
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from megabatch.optim.optimizers import set_learning_rate
 from tests.support.optimizers import SAME, give_gradients, make_weights, random, take_steps
 
 RATES = [0.01, 0.02, 0.0, 0.02, 0.005]
-SETTINGS = {"lr": 1.0, "betas": (0.8, 0.95), "eps": 1e-4}
+SETTINGS: dict[str, Any] = {"lr": 1.0, "betas": (0.8, 0.95), "eps": 1e-4}
 
 
 @pytest.mark.usefixtures("torchvision")  # which timm imports

@@ -1,4 +1,5 @@
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def test_muon_equals_torchs_step_by_step_in_float64(
     monkeypatch.setattr(torch.Tensor, "bfloat16", Tensor.clone)  # torch's iteration would be in 16 bits
     weights = matrices(*MATRICES)
     theirs = copy.deepcopy(weights)
-    settings = {"lr": 1.0, "momentum": momentum, "nesterov": nesterov, "weight_decay": 0.1}
+    settings: dict[str, Any] = {"lr": 1.0, "momentum": momentum, "nesterov": nesterov, "weight_decay": 0.1}
     mine, others = Muon(weights, scale=scale, **settings), torch.optim.Muon(theirs, adjust_lr_fn=scale, **settings)
     for step, rate in enumerate(RATES):
         take_steps(mine, [rate], first=step)
@@ -59,7 +60,7 @@ def test_filters_are_flattened_as_in_timm_in_any_memory_order(monkeypatch: pytes
     weights = matrices((8, 4, 3, 3), (8, 4, 3, 3), (8, 36))
     theirs = copy.deepcopy(weights)
     weights[1] = nn.Parameter(weights[1].detach().to(memory_format=torch.channels_last))
-    settings = {"lr": 1.0, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
+    settings: dict[str, Any] = {"lr": 1.0, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
     mine = Muon(weights, scale="match_rms_adamw", **settings)
     others = timm.Muon(theirs, ns_coefficients="original", adjust_lr_fn="match_rms_adamw", **settings)
     for step, rate in enumerate(RATES):

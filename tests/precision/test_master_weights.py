@@ -60,7 +60,7 @@ def test_constant_tensors_are_saved_unrounded_and_changed_buffers_with_their_val
     master_weights = to_precision(model, PRECISIONS["fp16"], CPU)
     assert model[1].weight.dtype == model.constant.dtype == torch.float16
     assert all(torch.equal(tensor, before[name]) for name, tensor in master_weights.state_dict().items())
-    model.counter += 1
+    model.get_buffer("counter").add_(1)
     assert master_weights.state_dict()["counter"].item() == model.counter.item()
 
     other = to_precision(
@@ -133,7 +133,7 @@ def test_copying_to_the_model_rounds_each_weight_to_nearest() -> None:
         assert torch.equal(parameter, before[name].to(parameter.dtype))
 
 
-def loaded(gradient: list[float], scale: float) -> tuple[bool, torch.Tensor]:
+def loaded(gradient: list[float], scale: float) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the optimizer's gradient after a backward pass that left `gradient` times `scale` in fp16."""
     model = nn.Linear(len(gradient), 1, bias=False)
     master_weights = to_precision(model, PRECISIONS["fp16"], CPU)

@@ -174,9 +174,9 @@ def test_rendezvous_is_on_the_first_host_of_the_step_or_at_master_addr() -> None
         rendezvous_address(info, MPICH)
     launched = [rendezvous_address(RankInfo(0, 2, 0, 2), PALS | {"PALS_APID": name}) for name in ("a", "a", "b")]
     assert launched[0] == launched[1] != launched[2]
-    for port in ("0", "65536"):
-        with pytest.raises(UserError, match=rf"^MASTER_PORT={port} is not a port \(1 to 65535\); set"):
-            rendezvous_address(info, KUBEFLOW | {"MASTER_PORT": port})
+    for invalid in ("0", "65536"):
+        with pytest.raises(UserError, match=rf"^MASTER_PORT={invalid} is not a port \(1 to 65535\); set"):
+            rendezvous_address(info, KUBEFLOW | {"MASTER_PORT": invalid})
 
 
 def test_launches_have_names_if_their_launcher_numbers_them() -> None:

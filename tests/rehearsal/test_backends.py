@@ -8,7 +8,7 @@ from megabatch_lab.rehearsal.counting_store import CountingStore
 
 from megabatch.comm.accelerator.device_group import DeviceGroup
 from megabatch.comm.groups import AXES, Groups
-from megabatch.planning.topology import Topology, regular
+from megabatch.planning.topology import Axis, Topology, regular
 from megabatch.ranks.world import World
 from tests.support.rank_pool import RankPool
 from tests.support.rehearsals import mirrored, on
@@ -101,7 +101,7 @@ def test_collectives_are_logged_with_their_traffic(ranks: RankPool) -> None:
     ]
 
 
-def members_of_groups(world: World) -> tuple[dict[str, int], dict[str, list[int]]]:
+def members_of_groups(world: World) -> tuple[dict[str, int], dict[Axis, list[int]]]:
     """Open all groups twice, and return how they were made and the ranks of each of this rank's groups."""
     backends.made.clear()
     groups = Groups(None, world.device, 60.0, world.backend, world.topology)

@@ -61,7 +61,7 @@ def share_gpu() -> None:
     torch.ops.rehearsal.set_devices(1)
 
 
-def disturb(place: str, act: Callable[..., None]) -> None:
+def disturb(place: str, act: Callable[..., object]) -> None:
     """Make this rank fail or hang in one place."""
     from megabatch.comm.accelerator.streams import StreamReducer
     from megabatch.training import evaluate, prepare
@@ -81,7 +81,7 @@ def disturb(place: str, act: Callable[..., None]) -> None:
         case "evaluation":
             evaluate.summed_loss = act  # type: ignore[assignment]
         case "all-reduce":
-            StreamReducer.issue = issue_until  # type: ignore[method-assign]
+            StreamReducer.issue = issue_until  # type: ignore[assignment,method-assign]
 
 
 def be_impatient() -> None:
@@ -96,10 +96,10 @@ def be_impatient_in_evaluations() -> None:
         be_impatient()
         return evaluation_batches(*args)
 
-    evaluation_batches, evaluate.evaluation_batches = evaluate.evaluation_batches, batches
+    evaluation_batches, evaluate.evaluation_batches = evaluate.evaluation_batches, batches  # type: ignore[assignment]
 
 
-def be_rank(rank: int, folder: str, place: str, act: Callable[..., None], is_launched: bool) -> None:
+def be_rank(rank: int, folder: str, place: str, act: Callable[..., object], is_launched: bool) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     rehearsals.start()
     from megabatch.ranks import store, world
@@ -143,17 +143,17 @@ class Started:
         return self.process.exitcode
 
 
-def start(folder: Path, place: str, act: Callable[..., None], is_launched: bool) -> list[Started]:
+def start(folder: Path, place: str, act: Callable[..., object], is_launched: bool) -> list[Started]:
     return [Started(rank, str(folder), place, act, is_launched) for rank in range(NUM_RANKS)]
 
 
-def launch(folder: Path, place: str, act: Callable[..., None]) -> RankFailed | None:
+def launch(folder: Path, place: str, act: Callable[..., object]) -> RankFailed | None:
     """Run two ranks below our launcher; return what it would print."""
     store = dist.FileStore(f"{folder}/store", -1)  # type: ignore[attr-defined]
     return Attempt(start(folder, place, act, True), store, LauncherSignals()).wait()  # type: ignore[arg-type]
 
 
-def join(folder: Path, place: str, act: Callable[..., None]) -> list[tuple[int | None, str | None]]:
+def join(folder: Path, place: str, act: Callable[..., object]) -> list[tuple[int | None, str | None]]:
     """Run two ranks without a launcher; return the exit code and report of each, None if it hangs or reported none."""
     found = []
     for rank, started in enumerate(start(folder, place, act, False)):
@@ -164,7 +164,7 @@ def join(folder: Path, place: str, act: Callable[..., None]) -> list[tuple[int |
     return found
 
 
-DRILLS: dict[str, tuple[Callable[..., Any], str, Callable[..., None]]] = {
+DRILLS: dict[str, tuple[Callable[..., Any], str, Callable[..., object]]] = {
     "load": (launch, "load", fail),
     "first backward": (launch, "first backward", fail),
     "evaluation": (launch, "evaluation", fail),

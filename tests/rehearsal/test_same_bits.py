@@ -97,8 +97,8 @@ def write_photos(folder: Path) -> None:
     for number in range(40):
         path = folder / ("train" if number < 32 else "val") / f"class{number % 2}" / f"{number}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
-        options: dict[str, Any] = {4: {"progressive": True}, 0: {"format": "PNG"}}.get(number % 8, {})
-        path.write_bytes(encoded(photo(number, 40 + number, 30), **options))
+        others: dict[int, dict[str, Any]] = {4: {"progressive": True}, 0: {"format": "PNG"}}
+        path.write_bytes(encoded(photo(number, 40 + number, 30), **others.get(number % 8, {})))
 
 
 CROPS = ("data.crop_padding=0", "data.crop_area=0.3", "data.flip=true", "batch.global=8", f"data.decoder={NAME}")

@@ -1,5 +1,7 @@
 """The best batch of a number of ranks, compared with an exhaustive search."""
 
+from typing import Literal
+
 import pytest
 from msgspec.structs import replace
 
@@ -56,7 +58,9 @@ def test_more_ranks_take_larger_batches_and_fewer_images_each() -> None:
 def test_refinement_finds_the_last_whole_node_within_the_limits() -> None:
     coarse, _ = best_batches(JOB, CLUSTER, CURVE, SPANS, [64, 128])
     every, _ = best_batches(JOB, CLUSTER, CURVE, SPANS, range(64, 129, 8))
-    for goal, limits in (("cost", Limits(seconds=60 * every[4].minutes)), ("time", Limits(usd=every[4].usd))):
+    goals: list[tuple[Literal["cost", "time"], Limits]]
+    goals = [("cost", Limits(seconds=60 * every[4].minutes)), ("time", Limits(usd=every[4].usd))]
+    for goal, limits in goals:
         found = choose(refine(JOB, CLUSTER, CURVE, SPANS, coarse, limits, goal), limits, goal)
         expected = choose(every, limits, goal)
         assert found and expected and found.batch == expected.batch == every[4].batch

@@ -6,6 +6,7 @@ The momentum is that of torch.optim.SGD, with u or lr u as the gradient.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -88,7 +89,7 @@ class MlperfReference:
         scaled_lr = learning_rate
         if not is_skipped:
             w_norm, g_norm = np.linalg.norm(var.ravel()), np.linalg.norm(grad.ravel())
-            trust_ratio = 1.0
+            trust_ratio: Any = 1.0
             if w_norm > 0 and g_norm > 0:
                 trust_ratio = self.eeta * w_norm / (g_norm + self.weight_decay * w_norm + self.epsilon)
             scaled_lr = learning_rate * trust_ratio

@@ -1,5 +1,7 @@
 """Weights, gradients and steps for tests of optimizers."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -7,7 +9,7 @@ from megabatch.optim.momentum import ROW
 from megabatch.optim.optimizers import set_learning_rate
 
 SHAPES = [(5, 3, 2, 2), (4, 7), (ROW + 37,)]
-SAME = {"rtol": 1e-12, "atol": 1e-14}
+SAME: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-14}
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:

@@ -92,9 +92,9 @@ class RankPool:
         waiting = {pipe: rank for rank, pipe in enumerate(self.pipes[:num_ranks])}
         while waiting and (left := deadline - time.monotonic()) > 0:
             for pipe in wait(list(waiting), timeout=left):
-                rank = waiting.pop(pipe)  # type: ignore[index]
+                rank = waiting.pop(pipe)  # type: ignore[call-overload]
                 try:
-                    answers[rank] = pipe.recv()  # type: ignore[union-attr]
+                    answers[rank] = pipe.recv()  # type: ignore[assignment,call-arg,union-attr]
                 except (EOFError, ConnectionResetError):
                     answers[rank] = (False, "its process exited without a message")
                 if not answers[rank][0]:

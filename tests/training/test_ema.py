@@ -58,7 +58,7 @@ def test_it_is_torchs_averaged_model_after_every_step(ranks: RankPool) -> None:
     assert not torch.equal(found[-1][0]["0.0.weight"], found[-2][0]["0.0.weight"])
 
 
-def evaluate_both(world: World) -> list[tuple[EvaluationRecord, Any, Any]]:
+def evaluate_both(world: World) -> list[tuple[Any, ...]]:
     """Return each evaluation, and evaluations of a network with the averages and of the network itself."""
     training = begin_small(world, *EMA, "precision.name=fp32")
     data = load_data_set(small_run().data)

@@ -86,7 +86,7 @@ def test_measures_agree_with_the_examples_of_scikit_learn_and_torchmetrics() -> 
     def means(labels: list[int], guesses: list[int]) -> list[float]:
         pairs = list(zip(labels, guesses, strict=True))
         columns = [[pairs.count((c, c)), labels.count(c), guesses.count(c)] for c in range(3)]
-        return [round(mean, 4) for mean in class_means(*zip(*columns, strict=True))[1:]]
+        return [round(mean, 4) for mean in class_means(*map(list, zip(*columns, strict=True)))[1:]]
 
     # precision_score, recall_score and f1_score with average="macro", and balanced_accuracy_score.
     assert means([0, 1, 2, 0, 1, 2], [0, 2, 1, 0, 0, 1]) == [0.2222, 0.3333, 0.2667]

@@ -49,7 +49,7 @@ def by_samples(world: World, *overrides: str) -> tuple[NoiseRecord, NoiseRecord]
         found = vmap(grad(loss), in_dims=(None, 0, 0))(weights, training.normalise(images), labels)
         parts.append(torch.cat([value.flatten(1) for value in found.values()], dim=1).sum(0) / plan.global_batch)
     squares = [float(sum(part.square().sum() for part in parts)), float(torch.stack(parts).sum(0).square().sum())]
-    expected = noise_record(*squares, config.batch.num_microbatches, plan.microbatch)
+    expected = noise_record(squares[0], squares[1], config.batch.num_microbatches, plan.microbatch)
     measured = next(record for record in records if isinstance(record, StepRecord)).noise
     assert measured
     return expected, measured

@@ -112,7 +112,7 @@ def test_a_steady_step_on_one_host_does_not_read_gradients_again(
 
 def overflow_in_the_sum(world: World, *overrides: str) -> dict[str, Any]:
     training = begin_small(world, *FP32, "batch.micro=16", *overrides)
-    armed = []
+    armed: list[int] = []
 
     def enlarge(gradient: torch.Tensor) -> torch.Tensor:
         return torch.full_like(gradient, 2e38) if armed else gradient

@@ -273,7 +273,9 @@ def one_huge_step(world: World, *overrides: str) -> dict[str, np.ndarray]:
 
 def distance(update: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
     """Return the largest relative error of a tensor's update."""
-    return max(np.linalg.norm(update[name] - expected[name]) / np.linalg.norm(expected[name]) for name in expected)
+    return max(
+        float(np.linalg.norm(update[name] - expected[name]) / np.linalg.norm(expected[name])) for name in expected
+    )
 
 
 def test_a_16_bit_step_at_batch_65536_is_the_step_in_fp64(ranks: RankPool) -> None:
@@ -288,10 +290,11 @@ def test_a_16_bit_step_at_batch_65536_is_the_step_in_fp64(ranks: RankPool) -> No
         assert (distance(update, exact) < 0.05) == is_close
 
 
-def scales_with_a_stop(world: World, stop: int) -> tuple[list[float], dict[str, np.ndarray]]:
+def scales_with_a_stop(world: World, stop: int) -> tuple[list[tuple[float, bool, float]], dict[str, np.ndarray]]:
     """Train with a scale that doubles every third step until it overflows; stop and resume after `stop` steps."""
     loss_scale.GROWTH_INTERVAL = 3
-    scales, state, first_step = [], None, 0
+    scales, first_step = [], 0
+    state: dict[str, np.ndarray] = {}
     for last in (stop, 15):
         training = begin(world, "precision.name=fp16", "train.epochs=2.4")  # 15 steps
         if state:

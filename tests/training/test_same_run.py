@@ -1,5 +1,7 @@
 """The run does not depend on the number of ranks."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -23,8 +25,11 @@ CHANGING = (
 )
 
 
+Results = dict[int, list[dict[str, Any]]]  # by number of ranks, of each rank
+
+
 @pytest.fixture(scope="module")
-def by_ranks(ranks: RankPool) -> dict[int, list[dict]]:
+def by_ranks(ranks: RankPool) -> Results:
     return {
         num_ranks: ranks.run(train_small, *CHANGING, num_ranks=num_ranks)
         for num_ranks in (1, 2, 4)
@@ -32,7 +37,9 @@ def by_ranks(ranks: RankPool) -> dict[int, list[dict]]:
     }
 
 
-def test_losses_agree_to_1e_9_and_evaluations_are_equal_on_1_2_and_4_ranks(by_ranks: dict[int, list[dict]]) -> None:
+def test_losses_agree_to_1e_9_and_evaluations_are_equal_on_1_2_and_4_ranks(
+    by_ranks: Results,
+) -> None:
     alone = by_ranks[1][0]
     assert len(alone["losses"]) == 50 and len(alone["evaluations"]) == 8
     for results in by_ranks.values():
@@ -45,7 +52,9 @@ def test_losses_agree_to_1e_9_and_evaluations_are_equal_on_1_2_and_4_ranks(by_ra
                 assert ours.samples_evaluated == 37
 
 
-def test_the_state_of_all_ranks_is_bitwise_identical_after_every_step(by_ranks: dict[int, list[dict]]) -> None:
+def test_the_state_of_all_ranks_is_bitwise_identical_after_every_step(
+    by_ranks: Results,
+) -> None:
     for results in by_ranks.values():
         for result in results[1:]:
             assert result["losses"] == results[0]["losses"]
@@ -55,7 +64,7 @@ def test_the_state_of_all_ranks_is_bitwise_identical_after_every_step(by_ranks: 
         assert any(key.startswith("average.") for key in results[0]["state"])
 
 
-def test_the_run_learns(by_ranks: dict[int, list[dict]]) -> None:
+def test_the_run_learns(by_ranks: Results) -> None:
     assert by_ranks[1][0]["evaluations"][-1].top1 > 0.9
 
 

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from megabatch_lab.studies.fc6 import fc6_alone
@@ -6,7 +8,7 @@ from torch import nn
 
 from megabatch.optim import LARS
 
-SETTINGS = {"lr": 2.0, "momentum": 0.9, "trust_coefficient": 0.01, "eps": 0.0}
+SETTINGS: dict[str, Any] = {"lr": 2.0, "momentum": 0.9, "trust_coefficient": 0.01, "eps": 0.0}
 
 
 def pair(gradient: float) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -61,7 +63,7 @@ def test_optimizer_resumes_from_its_state() -> None:
 
 
 FC6, LARGEST_OF_TINY_CNN = 37_748_736, 50_176  # weights
-ONE_PERCENT = {"lr": 1.0, "momentum": 0.9, "trust_coefficient": 0.01, "eps": 0.0}
+ONE_PERCENT: dict[str, Any] = {"lr": 1.0, "momentum": 0.9, "trust_coefficient": 0.01, "eps": 0.0}
 
 
 def layer(num_weights: int, gradient_norm: float) -> nn.Parameter:
