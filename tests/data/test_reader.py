@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from megabatch.config.loading import load_config
 from megabatch.data.catalog import load_data_set
 from megabatch.data.pack.identity import PackSettings
 from megabatch.data.pack.write import pack
 from megabatch.data.pipeline.batches import TrainingImages, evaluation_batches
-from megabatch.data.pipeline.device_decoder import DECODERS, FileRead, plan_places, require_decoder
+from megabatch.data.pipeline.device_decoder import DECODERS, FileRead, plan_places, require_gpu
 from megabatch.data.pipeline.images import DataSet, PixelStatistics
 from megabatch.data.pipeline.reader import PREFETCHED
 from megabatch.data.settings import AugmentSettings, DataSettings
@@ -244,15 +245,16 @@ def test_jpegs_precede_pixels_in_the_buffer_of_a_device_decoder() -> None:
 
 
 def test_a_device_decoder_must_exist_and_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    require_decoder("cpu", "cpu")
+    require_gpu("cpu", "cpu")
     with pytest.raises(UserError, match=r"^data\.decoder='nvjpeg' is not one of cpu; nearest"):
-        require_decoder("nvjpeg", "cuda")
+        load_config("smoke", ["data.decoder=nvjpeg"])
     monkeypatch.setitem(DECODERS, "nvjpeg", lambda jpegs, side, device: torch.empty(0))
-    require_decoder("nvjpeg", "cuda")
+    assert load_config("smoke", ["data.decoder=nvjpeg", "data.crop_padding=0"]).data.decoder == "nvjpeg"
+    require_gpu("nvjpeg", "cuda")
     with pytest.raises(
         UserError, match=r"'nvjpeg' decodes on a GPU, but this run uses the CPU; set data\.decoder=cpu$"
     ):
-        require_decoder("nvjpeg", "cpu")
+        require_gpu("nvjpeg", "cpu")
 
 
 @pytest.mark.parametrize("more", [{"crop_padding": 2}, {"augment": AugmentSettings(erase=0.5)}])

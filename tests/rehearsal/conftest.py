@@ -1,8 +1,9 @@
 from collections.abc import Iterator
 
 import pytest
-from megabatch_lab.rehearsal import fake_cuda
+from megabatch_lab.rehearsal import device_decoder, fake_cuda
 
+from megabatch.data.pipeline.device_decoder import DECODERS
 from tests.support import rehearsals
 from tests.support.rank_pool import RankPool
 
@@ -17,3 +18,9 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool(size=4, device="cuda", starts=rehearsals.start)
     yield pool
     pool.close()
+
+
+@pytest.fixture(autouse=True)
+def stand_in_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Add the decoder that ranks have to this process, which loads their configs."""
+    monkeypatch.setitem(DECODERS, device_decoder.NAME, device_decoder.decode_like_cpu)

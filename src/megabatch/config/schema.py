@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from megabatch.comm.settings import CommSettings
+from megabatch.data.pipeline.device_decoder import CPU_DECODER, DECODERS
 from megabatch.data.settings import DataSettings
 from megabatch.errors import LONGEST_QUOTED, UserError, require_one_of
 from megabatch.models.catalog import ModelSettings
@@ -130,6 +131,7 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, o
                 f"name={one_line(repr(self.name), LONGEST_QUOTED)}: expected 1 to {LONGEST_NAME} alphanumeric "
                 "characters, _, - or ., not starting with - or .; for example name='my-recipe'"
             )
+        require_one_of("data.decoder", self.data.decoder, [CPU_DECODER, *DECODERS])
         num_sides = len(sides_of(self.data.sizes))
         if self.model.compile and num_sides > MOST_COMPILED:
             raise UserError(

@@ -17,7 +17,7 @@ from megabatch.comm.settings import CommSettings
 from megabatch.config.schema import RunConfig
 from megabatch.data.catalog import has_index, load_data_set
 from megabatch.data.pipeline.decoder_process import DecoderProcess
-from megabatch.data.pipeline.device_decoder import require_decoder
+from megabatch.data.pipeline.device_decoder import require_gpu
 from megabatch.data.pipeline.encoded import EncodedImages
 from megabatch.data.pipeline.images import DataSet, PixelStatistics, resize_all
 from megabatch.data.pipeline.mix import mix_labels
@@ -227,7 +227,7 @@ def prepare(
     topology: Topology | None = None,  # None: as the ranks report it
 ) -> Iterator[Prepared]:
     device = choose_device(config.run.device)
-    require_decoder(config.data.decoder, device)
+    require_gpu(config.data.decoder, device)
     set_cublas_workspace(config.run.deterministic, device)
 
     def require() -> None:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from megabatch.data.pipeline.orientation import Box
-from megabatch.errors import UserError, require_one_of
+from megabatch.errors import UserError
 
 CPU_DECODER = "cpu"
 ROOM = 1.25  # of a buffer, relative to its first batch: files differ in size
@@ -65,8 +65,7 @@ class Place(NamedTuple):
     mirrored: bool
 
 
-def require_decoder(name: str, device_type: str) -> None:
-    require_one_of("data.decoder", name, [CPU_DECODER, *DECODERS])
+def require_gpu(name: str, device_type: str) -> None:
     if name != CPU_DECODER and device_type == "cpu":
         raise UserError(f"data.decoder={name!r} decodes on a GPU, but this run uses the CPU; set data.decoder=cpu")
 
