@@ -170,7 +170,7 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda raw: raw[:-5], "has 7 bytes .*header promises 12"),
+        (lambda raw: raw[:-5], "has 7 bytes .*header states 12"),
         (lambda raw: b"\0\0\x0d\x01" + raw[4:], "is not an IDX file"),
         (lambda raw: b"", "is not an IDX file"),
     ],
@@ -193,7 +193,7 @@ def test_a_decompression_bomb_in_an_idx_file_is_refused(tmp_path: Path) -> None:
         ):
             load(tmp_path)
     path.write_bytes(gzip.compress(bytes([0, 0, 8, 3]) + np.array((12, 28, 28), ">u4").tobytes() + bytes(10**7)))
-    with pytest.raises(UserError, match=r"more than 9,408 bytes .*header promises 9,408"):
+    with pytest.raises(UserError, match=r"more than 9,408 bytes .*header states 9,408"):
         load(tmp_path)
 
 
