@@ -90,19 +90,18 @@ def test_recipes_lists_all_recipes_with_their_provenance_on_80_columns(monkeypat
 
 @pytest.mark.parametrize("command", [["show"], ["train", "--dry-run"]])
 def test_show_and_dry_run_print_the_resolved_run(command: list[str], tmp_path: Path) -> None:
-    text = output(*command, "fashion", "optim.weight_decay=0.0025", "--ranks", "4")
-    assert "weight_decay = 0.0025" in text
+    text = output(*command, "fashion", "optim.weight_decay=0.01", "--ranks", "4")
+    assert "weight_decay = 0.01" in text
     assert "global 256 = micro 64 x accumulation 1 x ranks 4" in text
     assert "468 steps = floor(12 epochs x 10,000 samples / 256)" in text
     assert "█" in text and "peak 0.2" in text
     rows = [line.split() for line in text.splitlines()]
-    assert ["weights", "0.0025", "10", "120,592"] in rows
+    assert ["weights", "0.01", "10", "120,592"] in rows
     assert ["biases", "0", "1", "10"] in rows
     assert ["normalisation", "0", "18", "672"] in rows
     assert "485,096 bytes to all-reduce per step" in text  # 4 x 121,274
     assert (
-        "reference  batch 256, learning rate 0.2" in text
-        and "warning    optim.weight_decay=0.0025 at batch 256" in text
+        "reference  batch 256, learning rate 0.2" in text and "warning    optim.weight_decay=0.01 at batch 256" in text
     )
     assert not list(tmp_path.iterdir())
 
@@ -136,7 +135,7 @@ def test_show_starts_with_the_command_for_eight_gpus(monkeypatch: pytest.MonkeyP
     assert lines[2].startswith("or        torchrun ")
     assert lines[3] == "batch     512 images per step on a GPU: 8 microbatches of 64"
     expected = next(line.split()[1] for line in lines if line.startswith("expected "))
-    assert lines[4].startswith(f"memory    {float(expected.replace(',', '')):,.0f} MB on a GPU")
+    assert lines[4].startswith(f"memory    {float(expected.replace(',', '')) / 1e3:.4g} GB on a GPU")
     assert lines[5] == "an epoch  1,281,167 images, 312.8 steps"
     assert lines[6].startswith("time      13,136 steps, 53,805,056 images; ") and "unknown" in lines[6]
     assert "warning" not in text  # this machine will not run it
