@@ -21,7 +21,7 @@ from megabatch.io.terminal import Terminal, is_watched, plain_table
 from megabatch.ranks.lifecycle import print_failure
 from megabatch.ranks.world import current_rank
 from megabatch.runs.folder import append_to_log
-from megabatch.text import lines_of, one_line, print_line
+from megabatch.text import lines_of, listed, name_ranks, one_line, print_line
 from megabatch.training.prepare import prepare
 from megabatch.training.run import train_and_record
 from tests.support.pictures import write_files
@@ -33,6 +33,13 @@ OWN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")  # rich's escape sequences: colou
 
 def require_harmless(output: str) -> None:
     assert all(character.isprintable() or character == "\n" for character in output), output
+
+
+def test_long_lists_end_with_the_number_of_further_names() -> None:
+    assert [listed("abc", most) for most in (1, 2, 3)] == ["a and 2 more", "a, b and 1 more", "a, b, c"]
+    assert [name_ranks([3]), name_ranks([3, 5])] == ["rank 3", "ranks 3, 5"]
+    assert name_ranks(range(2_000)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 1,992 more"
+    assert [name_ranks([3], 4), name_ranks([], 4), name_ranks([], 1)] == ["ranks 3 and 3 more", "4 ranks", "1 rank"]
 
 
 def test_one_line_is_printable_for_all_characters() -> None:

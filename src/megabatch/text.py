@@ -2,10 +2,12 @@
 
 import sys
 import unicodedata
+from collections.abc import Sequence
 
 UNLISTED = ("Cc", "Cs", "Zl", "Zp")  # controls, surrogates, line and paragraph separators
 LONGEST_SHOWN = 2_000  # characters of a message
 CUT = " [...] "
+MOST_RANKS = 8  # named in a message
 
 
 def is_plain(name: str) -> bool:
@@ -19,6 +21,20 @@ def one_line(text: str, longest: int = LONGEST_SHOWN) -> str:
         half = (longest - len(CUT)) // 2
         text = text[:half] + CUT + text[-half:]
     return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def listed(names: Sequence[object], most: int, count: int | None = None) -> str:
+    """Return "a, b and 3 more": at most `most` names. `count`: of all, if it is more than `names` has."""
+    shown = names[:most]
+    left = (len(names) if count is None else count) - len(shown)
+    return ", ".join(map(str, shown)) + (f" and {left:,} more" if left > 0 else "")
+
+
+def name_ranks(ranks: Sequence[int], count: int | None = None) -> str:
+    """Return "rank 3" or "ranks 3, 5 and 7 more", or only the number of ranks if none of the `count` is known."""
+    count = len(ranks) if count is None else count
+    noun = "rank" if count == 1 else "ranks"
+    return f"{noun} {listed(ranks, MOST_RANKS, count)}" if ranks else f"{count:,} {noun}"
 
 
 def lines_of(text: str) -> str:

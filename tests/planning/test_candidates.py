@@ -74,10 +74,10 @@ def test_accelerators_of_several_nodes_never_exchange_16_bits_among_all() -> Non
 
 def test_ring_is_used_only_on_request() -> None:
     plan = default_plan("ring", "bf16", EQUAL, in_memory=True)
-    assert plan and plan.name == "ring/bf16" and [phase.engine for phase in plan.phases] == ["ring"]
+    assert plan and plan.name == "ring/bf16" and [phase.backend for phase in plan.phases] == ["ring"]
     assert names(EQUAL, in_memory=True, on_accelerators=True, algorithm="ring") == ["ring"]
     chosen_from = candidate_plans("auto", "bf16", EQUAL, in_memory=False, on_accelerators=True)
-    assert not any(phase.engine for plan in chosen_from for phase in plan.phases)
+    assert not any(phase.backend for plan in chosen_from for phase in plan.phases)
 
 
 def test_one_node_has_one_candidate() -> None:

@@ -12,5 +12,5 @@ def test_a_cpu_is_not_an_accelerator() -> None:
 
 
 def test_accelerator_memory_is_described_if_there_is_one() -> None:
-    assert describe_memory(1234.5, None) == "1,234 MB on rank 0"
-    assert describe_memory(1234.5, 20480.0) == "1,234 MB on rank 0, at most 20,480 MB on its GPU"
+    assert describe_memory(1234.5, None) == "1.234 GB on rank 0"
+    assert describe_memory(1234.5, 20480.0) == "1.234 GB on rank 0, at most 20.48 GB on its GPU"

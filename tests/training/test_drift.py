@@ -24,7 +24,7 @@ NAMES = ("conv.weight", "linear.weight", "momentum_buffer of conv.weight")
             "rank 1 differs from rank 0 after step 20, and not after step 10: momentum_buffer of conv.weight (ther",
         ),
         ([[1, 2, 3], [1, 2, 4], [1, 2, 5], [1, 2, 3]], "ranks 1, 2 differ from the others after step 20"),
-        ([[1, 2, 3]] * 20 + [[1, 0, 3]] * 9, "ranks 20, 21, 22, 23, 24, 25, 26, 27 ... differ from the others"),
+        ([[1, 2, 3]] * 20 + [[1, 0, 3]] * 9, "ranks 20, 21, 22, 23, 24, 25, 26, 27 and 1 more differ from the others"),
     ],
 )
 def test_the_majority_of_ranks_decides_which_rank_is_wrong(sums: list[list[int]], said: str) -> None:

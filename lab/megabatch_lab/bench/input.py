@@ -143,7 +143,7 @@ def measure(photos: Photos, settings: Settings, rounds: int) -> dict[str, Any]:
         # Arms with processes first: forking a process with several threads is unsafe.
         epochs = {name: opened.enter_context(arms[name]()) for name in reversed(arms)}
         times = take_turns(epochs, len(photos.paths), rounds)
-    return describe(photos, chosen, times, rounds)
+    return describe_reader(photos, chosen, times, rounds)
 
 
 def take_turns(epochs: Mapping[str, Epoch], num_images: int, rounds: int) -> dict[str, list[float]]:
@@ -176,7 +176,9 @@ def time_epoch(epoch: Epoch, seed: int) -> tuple[float, int]:
     return time.perf_counter() - started_s, seen
 
 
-def describe(photos: Photos, chosen: dict[str, Any], times: dict[str, list[float]], rounds: int) -> dict[str, Any]:
+def describe_reader(
+    photos: Photos, chosen: dict[str, Any], times: dict[str, list[float]], rounds: int
+) -> dict[str, Any]:
     num_images = len(photos.paths)
 
     def ratio(above: str, below: str) -> float | None:

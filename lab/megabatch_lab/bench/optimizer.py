@@ -91,10 +91,12 @@ def measure(name: str, threads: int, rounds: int) -> dict[str, Any]:
             took_s = time_call(steps[arm])
         if is_counted:
             times[arm].append(took_s)
-    return describe(name, threads, rounds, groups, times)
+    return describe_variant(name, threads, rounds, groups, times)
 
 
-def describe(name: str, threads: int, rounds: int, groups: Groups, times: dict[str, list[float]]) -> dict[str, Any]:
+def describe_variant(
+    name: str, threads: int, rounds: int, groups: Groups, times: dict[str, list[float]]
+) -> dict[str, Any]:
     seconds = {arm: statistics.median(taken) for arm, taken in times.items()}
     peer_arms = [arm for arm in times if arm not in (*OUR_ARMS, "bandwidth")]
     peer = min(peer_arms, key=seconds.__getitem__, default=None)

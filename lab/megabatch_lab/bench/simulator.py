@@ -157,7 +157,7 @@ def score_lines(scores: Scores) -> list[Line]:
 def prediction_line(prediction: Prediction) -> Line:
     row, simulated = prediction.row, prediction.simulated
     return {
-        "run": describe(row),
+        "run": describe_row(row),
         "simulated as": " ".join(filter(None, [row.cluster, row.overrides, f"overlap {row.overlap}"])),
         "GPUs": f"{int(row.ranks):,}",
         "batch": f"{float(row.batch_per_rank):g}",
@@ -214,7 +214,7 @@ def spread(values: Sequence[int]) -> str:
     return f"{low}" if low == high else f"{low} to {high}"
 
 
-def describe(row: Published) -> str:
+def describe_row(row: Published) -> str:
     return (
         row.source.replace("/results/", " ")
         if row.source.startswith("mlp-")

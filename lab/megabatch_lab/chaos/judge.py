@@ -122,7 +122,7 @@ class Traces:
 
     def left(self) -> list[str]:
         """Return a line for each remaining process and file.  A file is reported once."""
-        found = [describe(process) for process in wait_for_end(self.mark)]
+        found = [describe_process(process) for process in wait_for_end(self.mark)]
         new = self.files() - self.known
         used = in_use({path for path in new if path.parent == self.shared_memory})  # by other processes on this machine
         left = (new - used) & self.files()  # without files that another process has removed meanwhile
@@ -144,7 +144,7 @@ def wait_for_end(mark: str) -> list[int]:
     return found
 
 
-def describe(process: int) -> str:
+def describe_process(process: int) -> str:
     rank = environment_of(process).get("RANK")
     ports = listening_ports(process)
     return (

@@ -10,7 +10,7 @@ import typer
 
 from megabatch.cli.overrides import MOST
 from megabatch.errors import UserError, require_one_of
-from megabatch.io.numbers import plural
+from megabatch.io.numbers import in_mb, plural
 
 if TYPE_CHECKING:
     from megabatch.data.pack.identity import PackSettings
@@ -93,10 +93,10 @@ def pack_to(out: Path, source: Path, settings: "PackSettings", console: "Termina
     images = f"{packed.num_images:,} images of {packed.num_classes:,} classes in {shards}"
     progress = packed.progress
     if progress is None:
-        console.row("complete", f"{out} already contains this pack: {images}, {packed.written_bytes / 1e6:,.1f} MB")
+        console.row("complete", f"{out} already contains this pack: {images}, {in_mb(packed.written_bytes)} MB")
         return
     console.row("packed", f"{images}: {out}")
-    console.row("size", f"{progress.read_bytes / 1e6:,.1f} MB in, {packed.written_bytes / 1e6:,.1f} MB out")
+    console.row("size", f"{in_mb(progress.read_bytes)} MB in, {in_mb(packed.written_bytes)} MB out")
     num_new = progress.images - progress.num_resumed
     before = f", after {progress.num_resumed:,} images of an earlier command" if progress.num_resumed else ""
     console.row("time", f"{packed.wall_s:.1f} s, {num_new / packed.wall_s:,.0f} images/s{before}")
@@ -149,7 +149,7 @@ class Bar:
         images_per_s = max(done - num_resumed, 1) / past_s
         speed = f"{images_per_s:,.0f}/s"
         if written_bytes:
-            speed += f" {(written_bytes - self.begin_bytes) / past_s / 1e6:,.1f} MB/s"
+            speed += f" {in_mb((written_bytes - self.begin_bytes) / past_s)} MB/s"
         text = f"{speed} ETA {(total - done) / images_per_s:,.0f} s"
         self.bar.update(self.task, completed=done, total=total, text=text, visible=True)
         if not self.console.is_live and now_s - self.printed_s > QUIET_S:

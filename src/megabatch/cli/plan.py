@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megabatch.cli.overrides import Arguments, Ranks, choose_ranks, load_recipe, require_folder_of, split_arguments
-from megabatch.io.numbers import in_mb, plural
+from megabatch.io.numbers import MISSING, in_mb, in_ms, milliseconds, plural
 from megabatch.ranks.lifecycle import run_as_rank, start_ranks
 from megabatch.text import one_line
 
@@ -108,9 +108,9 @@ def print_plan(tuning: "Tuning") -> None:
             str(index),
             one_line(describe_tensors(bucket), LONGEST_NAMES),
             in_mb(bucket.num_bytes),
-            f"{1e3 * bucket.ready_s:,.1f}",
-            *map(describe, bucket.candidates),
-            f"{1e3 * passage.end_s:,.1f}",
+            in_ms(bucket.ready_s),
+            *map(describe_plan, bucket.candidates),
+            in_ms(passage.end_s),
             bucket.plan.name,
         )
     console.print(table)
@@ -124,9 +124,9 @@ def print_plan(tuning: "Tuning") -> None:
     console.print(f"gradients   {num_tensors} tensors, {in_mb(num_bytes)} MB, in {buckets}")
     if len(sizes) > 1:
         console.print(f"inter-node  {in_mb(max(tuning.bytes_crossing))} MB from the host that sends the most")
-    console.print(f"backward    {1e3 * tuning.backward_s:,.1f} ms")
-    console.print(f"reduced     after {1e3 * tuning.predicted_s:,.1f} ms, predicted from the measured links")
-    console.print(f"exposed     {1e3 * tuning.exposed_s:,.1f} ms: the time a step waits for all-reduces after backward")
+    console.print(f"backward    {milliseconds(tuning.backward_s)}")
+    console.print(f"reduced     after {milliseconds(tuning.predicted_s)}, predicted from the measured links")
+    console.print(f"exposed     {milliseconds(tuning.exposed_s)}: the time a step waits for all-reduces after backward")
 
 
 def reasons(tuning: "Tuning") -> "dict[str, list[int]]":
@@ -142,9 +142,9 @@ def describe_tensors(bucket: "Bucket") -> str:
     return first if len(bucket.gradients) == 1 else f"{len(bucket.gradients)}: {first} .. {last}"
 
 
-def describe(candidate: "PricedPlan") -> str:
-    measured = "-" if candidate.measured_s is None else f"{1e3 * candidate.measured_s:,.2f}"
-    return f"{1e3 * candidate.predicted_s:,.2f} {measured}"
+def describe_plan(candidate: "PricedPlan") -> str:
+    measured = MISSING if candidate.measured_s is None else in_ms(candidate.measured_s)
+    return f"{in_ms(candidate.predicted_s)} {measured}"
 
 
 def rate(seconds_per_byte: float) -> str:

@@ -25,7 +25,7 @@ def recipes() -> None:
         config, published = known[name], read_published(name)
         what = f"{config.model.name}, batch {config.batch.global_batch:,}, {config.optim.name}, {length(config)}"
         console.print(Text.assemble((name, BOLD), f"  {what}"))
-        lines = [config.about, *([describe(published)] if published else [])]
+        lines = [config.about, *([describe_result(published)] if published else [])]
         lines += [f"{kind}: {', '.join(keys)}" for kind, keys in settings_by_provenance(config).items()]
         console.print(Padding("\n".join(lines), (0, 0, 0, 4)))
     console.print(
@@ -51,7 +51,7 @@ def length(config: "RunConfig") -> str:
     return f"{config.train.length} = {base_epochs(stages, plan.epochs_after(1)):.1f} of 224 pixels"
 
 
-def describe(published: "Published") -> str:
+def describe_result(published: "Published") -> str:
     """Return the published result, such as "top-1 0.766 on 8 devices in 28.7 minutes; source: ..."."""
     words = [f"top-1 {published.top1:g}"] if published.top1 else []
     words += [f"on {plural(published.ranks, 'device')}"] if published.ranks else []

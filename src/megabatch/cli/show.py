@@ -17,7 +17,7 @@ from megabatch.cli.overrides import (
     split_arguments_or_run,
 )
 from megabatch.errors import UserError
-from megabatch.io.numbers import duration, in_mb, three_digits
+from megabatch.io.numbers import duration, in_mb, megabytes, three_digits
 from megabatch.text import one_line, print_text
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def answer(
         if plan.accumulation > 1
         else f"{plan.microbatch:,} images per step on {a_rank}, without accumulation"
     )
-    lines["memory"] = f"{memory.total / 1e6:,.0f} MB on {a_rank}, {beside}"
+    lines["memory"] = f"{megabytes(memory.total / 1e6)} on {a_rank}, {beside}"
     if seen.has_images:
         images = plan.num_steps * plan.global_batch
         lines["an epoch"] = f"{plan.num_samples:,} images, {1 / plan.epochs_after(1):,.1f} steps"

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megabatch.comm.cpu.barrier import RankMismatch
+from megabatch.text import name_ranks
 from megabatch.torch_api import ALL_GATHER
 
 Run = Callable[..., None]  # an operation of a process group, by name
@@ -37,11 +38,11 @@ def max_options() -> Any:
 
 def describe_mismatch(names: Sequence[int], values: Sequence[Sequence[int]]) -> str:
     """Return a message with the ranks of each layout and size."""
-    ranks_with: dict[tuple[int, ...], list[str]] = {}
+    ranks_with: dict[tuple[int, ...], list[int]] = {}
     for name, value in zip(names, values, strict=True):
-        ranks_with.setdefault(tuple(value), []).append(str(name))
+        ranks_with.setdefault(tuple(value), []).append(name)
     parts = [
-        f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} with {size:,} elements, layout {layout:016x}"
+        f"{name_ranks(ranks)} with {size:,} elements, layout {layout:016x}"
         for (layout, size), ranks in ranks_with.items()
     ]
     return f"{', '.join(parts)}; all ranks must exchange the same tensors in the same order"

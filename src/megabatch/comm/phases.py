@@ -43,7 +43,7 @@ class PhaseRunner:
                     self.run_in_memory(work, phase, is_final=phase is work.phases.final)
                 else:
                     group = self.process_group_for(work, phase.axis)
-                    operation = "backend_all_reduce" if phase.engine else phase.op
+                    operation = "backend_all_reduce" if phase.backend else phase.op
                     getattr(group, operation)(work.tensor[transfer.begin : transfer.end], phase.dtype)
                 self.timeline.leave_phase(phase, self.waited_s - waited_s)
             except BaseException as error:

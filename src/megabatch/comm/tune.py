@@ -48,7 +48,7 @@ AnyReducer = Reducer | StreamReducer
 def probe(reducer: AnyReducer, plans: Iterable[Plan], dtype: CommDtype) -> dict[Axis, Link]:
     """Return the link along each axis of these plans.  All ranks call it and get the same result."""
     phases = {phase.axis: phase for plan in plans for phase in plan.phases}
-    return {axis: probe_axis(reducer, axis, dtype, phases[axis].engine) for axis in sorted(phases)}
+    return {axis: probe_axis(reducer, axis, dtype, phases[axis].backend) for axis in sorted(phases)}
 
 
 def probe_axis(reducer: AnyReducer, axis: Axis, dtype: CommDtype, algorithm: BackendAlgorithm | None) -> Link:

@@ -332,7 +332,9 @@ def preflight(config: RunConfig, num_samples: int) -> Findings:
     warnings += [warn_of_span(config), warn_of_steps(config, num_samples, results), warn_of_epochs(config, num_samples)]
     nearest = around(results, config.batch.global_batch)
     rates = expected_range(LEARNING_RATE, results, config.batch.global_batch)
-    references = [describe(result) for result in results if result in nearest or (rates and result in rates.results)]
+    references = [
+        describe_result(result) for result in results if result in nearest or (rates and result in rates.results)
+    ]
     return Findings(references, [warning for warning in warnings if warning])
 
 
@@ -485,7 +487,7 @@ def warn_of_epochs(config: RunConfig, num_samples: int) -> str | None:
     )
 
 
-def describe(result: ReferenceResult) -> str:
+def describe_result(result: ReferenceResult) -> str:
     given = {
         "learning rate": result.learning_rate,
         "trust coefficient": result.trust_coefficient if result.trust_coefficient != TRUST_COEFFICIENT else None,

@@ -25,7 +25,7 @@ from megabatch.data.sources.index import once_per_host
 from megabatch.data.sources.labels import named_like_splits
 from megabatch.data.sources.shapes import KNOWN_SETS, DataShape
 from megabatch.errors import UserError, nearest
-from megabatch.text import is_plain, one_line
+from megabatch.text import is_plain, listed, one_line
 
 FROM_PYTHON = "python:"  # prefix of data.source in a run whose images were passed to `megabatch.fit`
 EMBEDDED = "fashion_mnist_10k.npz"
@@ -225,9 +225,9 @@ def require_all_classes(
     for (part, here), (other, there) in permutations(zip(("training", "test"), counts, strict=True)):
         missing = np.flatnonzero((here == 0) & (there > 0))
         if len(missing):
-            more = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
+            lacking = listed([repr(names[label]) for label in missing], 1)
             raise UserError(
-                f"{place} has {other} images but no {part} image of class {names[missing[0]]!r}{more}; "
+                f"{place} has {other} images but no {part} image of class {lacking}; "
                 "add some, or hold out test images from the training images with data.validation=0.1"
             )
 

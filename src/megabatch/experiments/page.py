@@ -202,10 +202,10 @@ def origin(study: Study) -> str:
     if not study.num_runs:
         return ""
     versions = ", ".join(f"{name} {version}" for name, version in study.versions.items())
-    return f"Run with {versions} on {study.machine}; total {duration(study.took_s)}."
+    return f"Run with {versions} on {study.machine}; total {core_time(study.took_s)}."
 
 
-def duration(core_s: float) -> str:
+def core_time(core_s: float) -> str:
     return f"{core_s / 3600:.1f} core hours" if core_s >= 3600 else f"{core_s / 60:.1f} core minutes"
 
 

@@ -47,7 +47,7 @@ class Exported:
 
     def module(self) -> nn.Module:
         """Return a copy in fp32, on the CPU, in evaluation mode."""
-        with one_line(self, "fp32"):
+        with export_errors(self, "fp32"):
             network = copy_in_fp32(self.network).cpu().eval()
         return Normalised(network, self.mean, self.deviation) if self.preprocessing_inside else network
 
@@ -114,7 +114,7 @@ def export_onnx(exported: Exported, out: Path) -> float:
         raise UserError(f"--onnx needs {', '.join(missing)}; run pip install 'megabatch[export]'")
     module = exported.module()
     program = trace(with_maxima(exported.module()), exported)
-    with writing(out) as new, quiet(), one_line(exported, "ONNX"):
+    with writing(out) as new, quiet(), export_errors(exported, "ONNX"):
         onnx_program = torch.onnx.export(
             program, input_names=[INPUT], output_names=[OUTPUT], dynamo=True, verbose=False
         )
@@ -201,7 +201,7 @@ def torchvision_call(network: nn.Module, num_classes: int) -> str:
 
 def trace(module: nn.Module, exported: Exported) -> torch.export.ExportedProgram:
     """Trace the module into a graph for any number of images."""
-    with quiet(), one_line(exported, "torch.export"), torch.no_grad():
+    with quiet(), export_errors(exported, "torch.export"), torch.no_grad():
         images = exported.images()
         batch = torch.export.Dim("batch", min=1)
         return torch.export.export(module, (images,), dynamic_shapes=({0: batch},))
@@ -230,7 +230,7 @@ def compare(exported: Exported, module: nn.Module, run: Callable[[torch.Tensor],
 
 
 @contextmanager
-def one_line(exported: Exported, form: str) -> Iterator[None]:
+def export_errors(exported: Exported, form: str) -> Iterator[None]:
     """Turn an exporter's exception into one line: the network causes it, and its traceback does not help."""
     try:
         yield

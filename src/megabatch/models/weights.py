@@ -25,7 +25,7 @@ from megabatch.io.reading import reading
 from megabatch.io.tensor_header import NotTensors, read_header
 from megabatch.models.layers import head_parameters
 from megabatch.runs.files import WEIGHTS
-from megabatch.text import one_line
+from megabatch.text import listed, one_line
 
 Weights = dict[str, torch.Tensor]
 # See `training/checkpoint/format.py`.  A later prefix wins: averages replace weights.
@@ -57,7 +57,7 @@ class MatchReport:
     def lines(self, name: str) -> list[str]:
         """Return the lines to print.  `name`: of the file."""
         return [f"from {name}: {self.num_fitting} of {self.num_parameters} tensors"] + [
-            f"{what}: {shorten(names)}"
+            f"{what}: {list_tensors(names)}"
             for what, names in {
                 "new head": self.new_head,
                 "missing in it, left as initialised": self.missing,
@@ -68,9 +68,8 @@ class MatchReport:
         ]
 
 
-def shorten(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(one_line(name, LONGEST_NAME) for name in names[:MOST_NAMED]) + more
+def list_tensors(names: Sequence[str]) -> str:
+    return listed([one_line(name, LONGEST_NAME) for name in names[:MOST_NAMED]], MOST_NAMED, len(names))
 
 
 def match(model: nn.Module, weights: Weights) -> MatchReport:
@@ -89,17 +88,17 @@ def match(model: nn.Module, weights: Weights) -> MatchReport:
             require_compatible_dtype(name, weights[name], own[name])
     if not fitting:
         raise UserError(
-            f"none of its {len(weights)} tensors ({shorten(list(weights))}) fits the model ({shorten(parameters)}); "
-            "use weights of this model, or another model.name"
+            f"none of its {len(weights)} tensors ({list_tensors(list(weights))}) fits the model "
+            f"({list_tensors(parameters)}); use weights of this model, or another model.name"
         )
     return MatchReport(
         tensors={name: weights[name].to(own[name].dtype) for name in own if name not in unusable},
         num_parameters=len(parameters),
         num_fitting=len(fitting),
-        new_head=[describe(name, own, weights) for name in renewed],
+        new_head=[describe_shapes(name, own, weights) for name in renewed],
         missing=[name for name in missing if name not in renewed and not name.endswith(COUNTER)],
         unexpected=[name for name in weights if name not in own],
-        other_shapes=[describe(name, own, weights) for name in differing if name not in renewed],
+        other_shapes=[describe_shapes(name, own, weights) for name in differing if name not in renewed],
     )
 
 
@@ -116,7 +115,7 @@ def require_finite(tensors: Weights) -> None:
             raise UserError(f"{name} has inf or NaN; use other weights")
 
 
-def describe(name: str, own: Weights, weights: Weights) -> str:
+def describe_shapes(name: str, own: Weights, weights: Weights) -> str:
     given = f"is {list(weights[name].shape)}" if name in weights else "is missing"
     return f"{name} {given} in the file and {list(own[name].shape)} in the model"
 

@@ -54,8 +54,8 @@ def price_backend(
 ) -> Costs:
     """Return the costs of one bucket.  Node and network work at once, so no other bucket overlaps with it."""
     (phase,) = plan.phases
-    assert phase.engine, plan
-    seconds = backend_seconds(phase.engine, shape, backend, num_elements * comm_bytes_of(phase, element_bytes))
+    assert phase.backend, plan
+    seconds = backend_seconds(phase.backend, shape, backend, num_elements * comm_bytes_of(phase, element_bytes))
     return Costs(seconds, 0.0, 0.0, crosses=False) if shape.num_nodes == 1 else Costs(0.0, seconds, 0.0, crosses=True)
 
 

@@ -212,7 +212,7 @@ def crossing_among_all(phase: Phase, topology: Topology, num_elements: int, widt
         senders = [end - 1 for _, end in runs if end < num_ranks or not has_first]
         total = 0
         for half in OPS[phase.op]:
-            if width > 2 or half == "all_gather" or phase.engine:
+            if width > 2 or half == "all_gather" or phase.backend:
                 not_sent = senders if half == "reduce_scatter" else [(rank + 1) % num_ranks for rank in senders]
                 total += sum(num_elements - size_of_slice(num_elements, num_ranks, rank) for rank in not_sent)
             else:

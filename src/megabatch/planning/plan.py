@@ -14,7 +14,7 @@ order, and the sum is rounded once.  Every member keeps the rounded values.  The
 contribution, so the sum does not depend on which rank owns the slice.  16-bit tensors sent unchanged are also added in
 fp32, and rounded once per phase.
 
-A phase with an `engine` uses the backend's all-reduce instead, which rounds to the comm dtype at every hop.  It is used
+A phase with a `backend` uses the backend's all-reduce instead, which rounds to the comm dtype at every hop.  It is used
 only on request (`comm.algorithm=ring`).
 """
 
@@ -24,7 +24,7 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from megabatch.planning.topology import Axis, Topology
 
@@ -66,12 +66,13 @@ class Phase(Struct, frozen=True):
     op: Op
     axis: Axis
     dtype: CommDtype
-    engine: BackendAlgorithm | None = None  # the backend's all-reduce, which rounds to the dtype at every hop
+    # The backend's all-reduce, which rounds to the dtype at every hop.  In JSON it is called engine.
+    backend: BackendAlgorithm | None = field(default=None, name="engine")
 
     def __str__(self) -> str:
         dtype = "" if self.dtype == "same" else f" in {self.dtype}"
-        backend = BACKEND_ALGORITHMS[self.engine] if self.engine else ""
-        rounding = ", rounded at every hop" if self.engine and self.dtype != "same" else ""
+        backend = BACKEND_ALGORITHMS[self.backend] if self.backend else ""
+        rounding = ", rounded at every hop" if self.backend and self.dtype != "same" else ""
         return f"{self.op} {AXIS_NAMES[self.axis]}{dtype}{backend}{rounding}"
 
 
@@ -92,7 +93,7 @@ class Plan(Struct, frozen=True, dict=True):  # dict: cached properties
     @cached_property
     def is_backends(self) -> bool:
         """True if the backend's all-reduce runs in any phase."""
-        return any(phase.engine for phase in self.phases)
+        return any(phase.backend for phase in self.phases)
 
     @property
     def scattered(self) -> list[tuple[Axis, ...]]:
@@ -216,7 +217,7 @@ def error_bound(plan: Plan, num_ranks: int, magnitude: float, roundoff: float = 
     needs a loss scale.  The bound holds while m is finite in the comm dtype (65,504 for fp16); beyond it every rank
     gets inf or nan.
     """
-    rounded = [(COMM_DTYPES[phase.dtype], num_ranks if phase.engine else 2) for phase in plan.phases]
+    rounded = [(COMM_DTYPES[phase.dtype], num_ranks if phase.backend else 2) for phase in plan.phases]
     # Logarithms, since 1 + 2**-53 is 1 in float64.
     growth = num_ranks * math.log1p(roundoff) + sum(count * math.log1p(format.roundoff) for format, count in rounded)
     underflow = (num_ranks + 1) * sum(format.underflow for format, _ in rounded)

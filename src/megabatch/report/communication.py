@@ -215,10 +215,10 @@ def plan_facts(tuning: Tuning) -> str:
     each = f"{sizes[0]:,}" if len(set(sizes)) == 1 else " + ".join(map(str, sizes[:8]))
     num_bytes = sum(bucket.num_bytes for bucket in tuning.buckets)
     num_tensors = sum(len(bucket.gradients) for bucket in tuning.buckets)
-    crossing = f"; {max(tuning.bytes_crossing) / 1e6:,.1f} MB leave a node per step" if len(sizes) > 1 else ""
+    crossing = f"; {fmt.in_mb(max(tuning.bytes_crossing))} MB leave a node per step" if len(sizes) > 1 else ""
     return (
         f"{fmt.plural(len(sizes), 'node')} of {each} {'rank' if each == '1' else 'ranks'}; "
-        f"{fmt.plural(num_tensors, 'gradient')}, {num_bytes / 1e6:,.1f} MB, in "
+        f"{fmt.plural(num_tensors, 'gradient')}, {fmt.in_mb(num_bytes)} MB, in "
         f"{fmt.plural(len(tuning.buckets), 'bucket')}, by {tuning.algorithms}{crossing}."
     )
 

@@ -17,6 +17,7 @@ from megabatch.report.html import Markup, tag
 from megabatch.report.svg import Key, along_time, chart, table
 from megabatch.report.view import RunView
 from megabatch.runs.reader import LogEntry
+from megabatch.text import one_line
 
 Kind = Literal["start", "resumed", "fault", "warning", "note", "end"]
 LONGEST_TEXT = 300
@@ -58,7 +59,7 @@ def events_of(view: RunView) -> list[RunEvent]:
         else:
             wall_s = None
         step = entry.step if entry.step is not None else (None if wall_s is None else step_at_wall(view, wall_s))
-        events.append(RunEvent(kind, entry.at, step, wall_s, shortened(entry.text)))
+        events.append(RunEvent(kind, entry.at, step, wall_s, first_and_last_line(entry.text)))
     return events
 
 
@@ -73,11 +74,11 @@ def kind_of(entry: LogEntry) -> Kind:
     return "warning" if WARNING.search(entry.text) else "note"
 
 
-def shortened(text: str) -> str:
+def first_and_last_line(text: str) -> str:
     """Return the first line and the last one.  The last line of a traceback is the error."""
     first, *rest = text.split("\n")
     both = f"{first} ... {rest[-1].strip()}" if rest and rest[-1].strip() not in first else first
-    return both if len(both) <= LONGEST_TEXT else f"{both[:LONGEST_TEXT]} [...]"
+    return one_line(both, LONGEST_TEXT)
 
 
 def clock(at: str) -> datetime | None:

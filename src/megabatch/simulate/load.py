@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from megabatch.errors import UserError, nearest, plain_rule
+from megabatch.errors import LONGEST_QUOTED, UserError, nearest, plain_rule
 from megabatch.io.disk import cache_folder
 from megabatch.io.reading import NotText, Undecodable, read_regular, read_text
 from megabatch.io.toml import LONGEST_BYTES, NotToml, Override, parse_override, parse_toml, set_dotted
@@ -34,7 +34,6 @@ SUFFIXES = (".toml", ".json")
 MAX_BASES = 8
 MAX_NUMBER = 1e12
 LONGEST_RULE = 200  # characters of a rule, which may contain a key of the file
-LONGEST_SHOWN = 60  # characters of an invalid value
 
 LEAST_BETA = 1e-12  # s/B, if a link was too fast to measure
 ASSUMED_GBPS, ASSUMED_ALPHA_US = 1.0, 100.0
@@ -113,7 +112,7 @@ def explain(error: msgspec.ValidationError, name: str, tables: Tables, before: T
     """Return a message with the key and its value, the rule, and the value in the file."""
     rule, _, path = str(error).partition(" - at `$.")
     key = path.rstrip("`")
-    rule = abbreviated(plain_rule(rule), LONGEST_RULE)
+    rule = one_line(plain_rule(rule), LONGEST_RULE)
     value, own = (value_at(each, key) for each in (tables, before))
     if value is None or isinstance(value, dict | list):
         return f"{name}: {rule}{f' in {key}' if key else ''}; compare with a preset in simulate/clusters/"
@@ -122,7 +121,7 @@ def explain(error: msgspec.ValidationError, name: str, tables: Tables, before: T
         if isinstance(own, int | float | str) and own != value
         else f"change it in {name}"
     )
-    return f"{key}={abbreviated(str(value))}: {rule}; {remedy}"
+    return f"{key}={one_line(str(value), LONGEST_QUOTED)}: {rule}; {remedy}"
 
 
 def value_at(tables: Tables, key: str) -> Any:
@@ -154,7 +153,8 @@ def read_cluster(name: str, depth: int = 0) -> Tables:
         return tables
     if depth == MAX_BASES:
         raise UserError(
-            f"{name}: base={abbreviated(repr(base))} extends more than {MAX_BASES} files; check for a circular base"
+            f"{name}: base={one_line(repr(base), LONGEST_QUOTED)} extends more than {MAX_BASES} files; "
+            "check for a circular base"
         )
     return merged(read_cluster(resolve_base(name, str(base)), depth + 1), tables, name)
 
@@ -246,7 +246,7 @@ def with_device(tables: Tables, name: str = "the cluster's file") -> Tables:
         return tables
     known = [entry.name.removesuffix(".toml") for entry in (FOLDER / "devices").iterdir()]
     if like not in known:
-        raise UserError(f"device.like={abbreviated(repr(like))} is not one of {', '.join(sorted(known))}")
+        raise UserError(f"device.like={one_line(repr(like), LONGEST_QUOTED)} is not one of {', '.join(sorted(known))}")
     shared = parse((FOLDER / "devices" / f"{like}.toml").read_text("utf-8"), like)
     return merged(shared, tables, name)
 
@@ -264,18 +264,15 @@ def apply(tables: Tables, override: str, name: str) -> None:
     known = keys_of_cluster()
     _, key, value = parse_cluster_override(override)
     if key not in known:
-        rule = f"a cluster has no {abbreviated(key)}" if "." in key else "overrides of a cluster are section.key=value"
+        shown = one_line(key, LONGEST_QUOTED)
+        rule = f"a cluster has no {shown}" if "." in key else "overrides of a cluster are section.key=value"
         meant = [name for name in known if name.endswith(f".{key}")] if "." not in key else [nearest(key, known)]
         remedy = f"nearest: {meant[0]}" if meant else "for example network.gbps=400"
-        raise UserError(f"{abbreviated(override)}: {rule}; {remedy}")
+        raise UserError(f"{one_line(override, LONGEST_QUOTED)}: {rule}; {remedy}")
     # If the file has another value in place of a table, the conversion to Cluster rejects it.
     set_dotted(tables, key, value)
     if isinstance(tables.setdefault("sources", {}), dict):
         tables["sources"][key] = "given with the command"
-
-
-def abbreviated(text: str, longest: int = LONGEST_SHOWN) -> str:
-    return text if len(text) <= longest else f"{text[:longest]}..."
 
 
 @cache

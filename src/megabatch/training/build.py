@@ -33,7 +33,7 @@ from megabatch.training.checkpoint.card import make_card, pixels_of
 from megabatch.training.checkpoint.weights import find_weights
 from megabatch.training.ema import WeightAverage
 from megabatch.training.evaluate import MistakeCounter, evaluate
-from megabatch.training.parts import Comparison, Parts
+from megabatch.training.parts import Comparison, Parts, never
 
 WHITENED_SAMPLES = 5_000  # images whose patches a whitening layer is measured on
 
@@ -85,16 +85,12 @@ class Overrides(NamedTuple):
 NO_OVERRIDES = Overrides()
 
 
-def never_stop() -> bool:
-    return False
-
-
 def assemble(
     config: RunConfig,
     data: DataSet,
     world: World,
     overrides: Overrides = NO_OVERRIDES,
-    stop_requested: Callable[[], bool] = never_stop,
+    stop_requested: Callable[[], bool] = never,
     pixels: PixelStatistics | None = None,  # as measured when the run started; None: a new run
 ) -> Parts:
     require_colours(config.data.augment, data.num_channels)

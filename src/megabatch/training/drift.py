@@ -14,11 +14,11 @@ import torch
 
 from megabatch.errors import RanksDiffer
 from megabatch.optim.momentum import in_memory_order
+from megabatch.text import listed, name_ranks
 from megabatch.training.batch_norm import counter
 from megabatch.training.parts import Parts
 
 SMALL = 1 << 14  # words; most tensors of a network are smaller
-MOST_NAMED = 8  # ranks in a message
 WORDS = {1: torch.uint8, 2: torch.int16}  # by bytes per element; longer elements are several int32
 
 
@@ -92,16 +92,9 @@ def describe_difference(names: Sequence[str], sums_of_ranks: Sequence[Sequence[i
     ]
     whom, doubt = ("the others", "") if is_majority else ("rank 0", " (there is no majority)")
     verb = "differs" if len(wrong) == 1 else "differ"
-    more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
     caution = f"; checkpoints after step {before} may contain the difference" if 0 in wrong or not is_majority else ""
     return (
         f"{name_ranks(wrong)} {verb} from {whom} after step {done}, and not after step {before}: "
-        f"{differing[0]}{more}{doubt}; a memory or device fault, or a custom hook or optimizer that depends on the "
+        f"{listed(differing, 1)}{doubt}; a memory or device fault, or a custom hook or optimizer that depends on the "
         f"rank; start again to resume from the last checkpoint{caution}"
     )
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:MOST_NAMED]))}{' ...' * (len(ranks) > MOST_NAMED)}"

@@ -28,7 +28,7 @@ from megabatch.training.device import device_mb, gpu_uuid, seed_dropout
 from megabatch.training.drift import compare_ranks
 from megabatch.training.gpu_use import GpuSampler
 from megabatch.training.not_finite import check_gradients, check_loss, check_scale, check_test_loss
-from megabatch.training.parts import Parts, Training
+from megabatch.training.parts import Parts, Training, never
 from megabatch.training.step_metrics import Numbers, StepTotals, step_times
 
 
@@ -43,19 +43,11 @@ class PendingStep(NamedTuple):
     skipped_images: list[str]  # on this rank
 
 
-def never_due(step: int) -> bool:
-    return False
-
-
-def not_checked() -> bool:
-    return False
-
-
 def train(
     run: Training,
     first_step: int = 0,
-    is_due: Callable[[int], bool] = never_due,
-    is_over: Callable[[], bool] = not_checked,
+    is_due: Callable[[int], bool] = never,
+    is_over: Callable[[], bool] = never,
 ) -> Generator[Record, None, None]:
     """Train from `first_step` on, and yield a record after each step and each evaluation.
 
@@ -77,9 +69,9 @@ def train_on(
     microbatches: Stream,
     run: Training,
     first_step: int,
-    is_due: Callable[[int], bool] = never_due,
+    is_due: Callable[[int], bool] = never,
     gpu: GpuSampler | None = None,
-    is_over: Callable[[], bool] = not_checked,
+    is_over: Callable[[], bool] = never,
 ) -> Generator[Record, None, None]:
     run.gradients.count_from(first_step)
     run.comparison.same_after = first_step
@@ -129,9 +121,7 @@ def gather_gpus(world: World, gpu: GpuSampler | None) -> list[GpuUse | None]:
     return world.all_gather(gpu.take(), GpuUse | None)
 
 
-def begin_step(
-    microbatches: Stream, run: Training, step: int, is_due: Callable[[int], bool] = never_due
-) -> PendingStep:
+def begin_step(microbatches: Stream, run: Training, step: int, is_due: Callable[[int], bool] = never) -> PendingStep:
     """Launch input, forward and backward, all-reduce and update."""
     began_s, activity = time.perf_counter(), run.world.activity
     activity.begin_step(step + 1)
@@ -195,7 +185,7 @@ def update(run: Training, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return overflowed, squares
 
 
-def clip_and_check(run: Parts, are_finite: Callable[[], bool] = not_checked) -> torch.Tensor | None:
+def clip_and_check(run: Parts, are_finite: Callable[[], bool] = never) -> torch.Tensor | None:
     """Clip gradients.  Return 1 if one is inf or NaN, else 0; None if an earlier check found all of them finite."""
     norm = clip_gradients(run.optimizer, run.clip_norm)
     if norm is None and isinstance(run.optimizer, LARS):

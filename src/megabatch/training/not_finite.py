@@ -15,8 +15,8 @@ from megabatch.data.pipeline.mix import mix_labels
 from megabatch.data.pipeline.order import dropout_seed
 from megabatch.errors import Diverged, NotRepeated, UserError
 from megabatch.precision.loss_scale import show_scale
+from megabatch.text import name_ranks
 from megabatch.training.device import seed_dropout
-from megabatch.training.drift import name_ranks
 from megabatch.training.parts import Training
 
 # Repetition of a failed step on each rank, to find the rank whose gradient is inf or NaN.

@@ -25,6 +25,10 @@ from megabatch.training.noise import NoiseMeter
 from megabatch.training.step_metrics import StepMetrics
 
 
+def never(*_: object) -> bool:
+    return False
+
+
 class Comparison:
     """The schedule of rank comparisons: every `every` steps, and before weights are saved; 0 disables them."""
 

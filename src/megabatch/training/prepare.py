@@ -35,13 +35,14 @@ from megabatch.ranks.machine import fair_threads, host_identity, usable_cores
 from megabatch.ranks.store import RankStore
 from megabatch.ranks.world import World, connect
 from megabatch.telemetry.activity import Activity
-from megabatch.training.build import NO_OVERRIDES, Overrides, assemble, never_stop
+from megabatch.text import listed
+from megabatch.training.build import NO_OVERRIDES, Overrides, assemble
 from megabatch.training.checkpoint.resume import Start, Stored, decide_start, find_stored
 from megabatch.training.device import synchronize
 from megabatch.training.graphs import make_graph
 from megabatch.training.noise import NoiseMeter
 from megabatch.training.numerics import arithmetic, compile_errors, compile_network, set_cublas_workspace
-from megabatch.training.parts import Parts, Training
+from megabatch.training.parts import Parts, Training, never
 from megabatch.training.step_metrics import StepMetrics
 
 CORES_TO_LAUNCH = 2  # of a rank with an accelerator: for the thread that launches kernels and for the backend's threads
@@ -147,8 +148,8 @@ def record_backward(warm_up_pass: WarmUpPass, world: World) -> RecordedBackward:
     unused = [name for name in parameters if name not in moments]
     if unused:
         raise UserError(
-            f"model.name={settings.name!r}: no gradient reaches {', '.join(unused[:3])}"
-            f"{' ...' * (len(unused) > 3)}; remove unused parameters, or set their requires_grad to False"
+            f"model.name={settings.name!r}: no gradient reaches {listed(unused, 3)}; "
+            "remove unused parameters, or set their requires_grad to False"
         )
     synchronize(world.device)
     ready_s = {name: seconds_between(began, moment) for name, moment in moments.items()}
@@ -220,7 +221,7 @@ def prepare(
     *,
     data: DataSet | None = None,  # instead of the recipe's
     overrides: Overrides = NO_OVERRIDES,
-    stop_requested: Callable[[], bool] = never_stop,
+    stop_requested: Callable[[], bool] = never,
     resume: str | None = None,  # a resumed run keeps its tuning and pixel statistics
     retune: bool = False,  # choose the tuning again
     backend: Backend | None = None,  # None: the device's default
@@ -298,7 +299,7 @@ def ready_to_train(
     data: DataSet,
     world: World,
     overrides: Overrides = NO_OVERRIDES,
-    stop_requested: Callable[[], bool] = never_stop,
+    stop_requested: Callable[[], bool] = never,
     stored: Tuning | None = None,
     pixels: PixelStatistics | None = None,
 ) -> Training:

@@ -33,9 +33,9 @@ from megabatch.training.checkpoint.resume import Start, new_folder, read_start, 
 from megabatch.training.checkpoint.save import Checkpoints, require_checkpoint_folder
 from megabatch.training.checkpoint.state import restore_training_state
 from megabatch.training.environment import describe_environment
-from megabatch.training.loop import never_due, train
+from megabatch.training.loop import train
 from megabatch.training.mllog import MlperfLog
-from megabatch.training.parts import Training
+from megabatch.training.parts import Training, never
 from megabatch.training.prepare import StoppedEarly, prepare
 from megabatch.training.screen import Screen
 from megabatch.training.traces import record_timeline, trace_step
@@ -155,7 +155,7 @@ def train_and_record(
         recorder, totals = begin(config, start, training, stack)
         if recorder and announce:
             announce(str(recorder.folder.path))
-        is_due = recorder.checkpoints.is_due if recorder else never_due
+        is_due = recorder.checkpoints.is_due if recorder else never
         records: Iterator[Record] = train(training, totals.steps, is_due, lambda: totals.end_reason is not None)
         if config.comm.timeline:
             folder = recorder.folder.path if recorder else None

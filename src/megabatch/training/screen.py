@@ -18,7 +18,7 @@ from megabatch.config.resolve import describe_epochs
 from megabatch.config.schema import RunConfig
 from megabatch.data.catalog import FROM_PYTHON
 from megabatch.data.pipeline.images import DataSet
-from megabatch.io.numbers import plural
+from megabatch.io.numbers import duration, megabytes, milliseconds, plural
 from megabatch.io.terminal import Terminal
 from megabatch.optim.groups import LR_FACTOR, OPTIMIZER, UNTIL
 from megabatch.planning.sizes import describe_sides
@@ -179,7 +179,7 @@ class Screen:
             self.print_row("saves", describe_saves(summary.saves, self.plan.global_batch / summary.images_per_s))
         late = summary.straggler
         if late and late.share > REPORTED_STRAGGLER_SHARE:
-            delay = f"{late.delay_s * 1e3:.1f} ms per step ({late.share:.0%})"
+            delay = f"{milliseconds(late.delay_s)} per step ({late.share:.0%})"
             self.print_row("straggler", f"rank {late.rank}: the others waited for it {delay}")
         if summary.status == "finished":
             self.print_row("weights", str(self.folder / WEIGHTS))
@@ -212,12 +212,12 @@ class Screen:
 
 
 def describe_memory(resident_mb: float, device_mb: float | None) -> str:
-    on_device = f", at most {device_mb:,.0f} MB on its GPU" if device_mb is not None else ""
-    return f"{resident_mb:,.0f} MB on rank 0{on_device}"
+    on_device = f", at most {megabytes(device_mb)} on its GPU" if device_mb is not None else ""
+    return f"{megabytes(resident_mb)} on rank 0{on_device}"
 
 
 def describe_saves(saves: SaveTimes, step_s: float) -> str:
-    longest, step, total = (f"{1e3 * seconds:,.1f} ms" for seconds in (saves.longest_stall_s, step_s, saves.stall_s))
+    longest, step, total = map(duration, (saves.longest_stall_s, step_s, saves.stall_s))
     times = f"{saves.count:,} checkpoint{'s' * (saves.count > 1)}"
     failed = f" ({saves.failed:,} more failed)" if saves.failed else ""
     failed += f" ({saves.overtaken:,} more skipped because the disk was busy)" if saves.overtaken else ""
@@ -293,7 +293,7 @@ def describe_plans(in_use: PlansInUse, num_seen: int) -> str:
     num_buckets = len(tuning.buckets) if tuning else num_seen
     text = f"{'; '.join(map(str, plans))}; {num_buckets} bucket{'s' if num_buckets > 1 else ''}"
     if tuning and tuning.topology.num_nodes > 1:
-        text += f"; a step is expected to wait {1e3 * tuning.exposed_s:,.0f} ms for them"
+        text += f"; a step is expected to wait {milliseconds(tuning.exposed_s)} for them"
     return text
 
 

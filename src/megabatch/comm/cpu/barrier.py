@@ -33,6 +33,7 @@ from msgspec import Struct
 
 from megabatch.ranks.store import wait_for_keys
 from megabatch.telemetry.timeline import name_bucket
+from megabatch.text import name_ranks
 from megabatch.torch_api import share_by_descriptor
 
 # Shared memory of the ranks on a node.  Its file has mode 0600 and no name, so nothing remains in /dev/shm when a rank
@@ -273,7 +274,7 @@ class Barrier:
         if missing:
             self.close()  # the other ranks must not use incomplete results
             current = dict(zip(FIELDS, self.current, strict=True))
-            operation = describe({field: current[field] for field in ("operation", "bucket")})
+            operation = describe_header({field: current[field] for field in ("operation", "bucket")})
             raise MissingRank(f"{self.name(missing)} {failure} while the others wait in {operation}")
 
     def ranks_that_left(self) -> set[int]:
@@ -286,17 +287,17 @@ class Barrier:
             headers.setdefault(tuple(self.words[begin : begin + len(FIELDS)]), []).append(rank)
         columns = zip(FIELDS, zip(*headers, strict=True), strict=True)
         differing = {field for field, values in columns if len(set(values)) > 1} | {"operation", "bucket"}
-        described = [
-            f"{self.name(ranks)} in {describe({f: v for f, v in zip(FIELDS, header, strict=True) if f in differing})}"
-            for header, ranks in headers.items()
-        ]
+        described = []
+        for header, ranks in headers.items():
+            fields = {field: value for field, value in zip(FIELDS, header, strict=True) if field in differing}
+            described.append(f"{self.name(ranks)} in {describe_header(fields)}")
         raise RankMismatch(
             f"{', '.join(described)}; all ranks must exchange the same tensors in the same order: "
             "look for a condition or a size that depends on the rank"
         )
 
     def name(self, ranks: Sequence[int]) -> str:
-        return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(str(self.names[rank]) for rank in ranks)
+        return name_ranks([self.names[rank] for rank in ranks])
 
     def close(self) -> None:
         """Notify the ranks that still wait for this one.  No operation may follow."""
@@ -307,7 +308,7 @@ class Barrier:
             os.close(descriptor)
 
 
-def describe(header: dict[str, int]) -> str:
+def describe_header(header: dict[str, int]) -> str:
     """Return a text such as: all_reduce of bucket 3, elements 1,024, dtype float32"""
     fields = []
     for field, value in header.items():

@@ -101,7 +101,7 @@ class NetworkWorker:
             group = self.runner.process_group_for(work, phase.axis)
             assert isinstance(group, ProcessGroup)
             tensor = work.tensor[transfer.begin : transfer.end]
-            if phase.engine:
+            if phase.backend:
                 yield from group.backend_stages(tensor, phase.dtype)
             elif phase.op == "all_reduce":
                 yield from group.stages(tensor, phase.dtype)

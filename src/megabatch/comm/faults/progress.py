@@ -5,6 +5,7 @@ import torch
 from megabatch.comm.accelerator.stream_times import StreamTimes
 from megabatch.comm.layouts import BucketLayouts
 from megabatch.telemetry.timeline import name_bucket
+from megabatch.text import listed
 
 WAITS = "waits"  # the report of a rank that only waits for others
 
@@ -44,6 +45,5 @@ class BackwardProgress:
             return WAITS if unfinished.has_started else f"has issued {bucket}, but its device has not reached it"
         reduced = list(self.reduced)
         missing = self.layouts.missing_from(reduced)
-        some = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         step = self.step + self.first_step
-        return f"has reduced {len(reduced)} buckets of step {step} and has no gradient yet for {some}"
+        return f"has reduced {len(reduced)} buckets of step {step} and has no gradient yet for {listed(missing, 3)}"

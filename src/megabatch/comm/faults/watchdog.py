@@ -26,6 +26,7 @@ from megabatch.comm.faults.progress import WAITS, BackwardProgress
 from megabatch.io.disk import open_private
 from megabatch.ranks.store import first_absent
 from megabatch.telemetry.activity import BACKWARD, Activity, ExitReporter
+from megabatch.text import MOST_RANKS, name_ranks
 
 # Reports that ranks write to the store when a run fails: their activity, their reason to abort, their bucket layouts.
 #
@@ -39,7 +40,6 @@ from megabatch.telemetry.activity import BACKWARD, Activity, ExitReporter
 LISTEN_S = 3.0  # time that a failed rank waits for the reports of others
 MOST = 3  # ranks quoted in a message
 MOST_READ = 12  # reports read, from which those are chosen
-MOST_NAMED = 8  # ranks without a report that a message names
 SEARCHES = 8  # number of ranks that search for those: the messages of the first to fail are read first
 
 
@@ -112,11 +112,13 @@ class RankStates:
             return ""
         absent = []
         if self.store.add("searches", 1) <= SEARCHES:
-            absent = first_absent(self.store, [self.key(rank) for rank in range(len(self.names))], MOST_NAMED)
+            absent = first_absent(self.store, [self.key(rank) for rank in range(len(self.names))], MOST_RANKS)
         ranks = [int(key.partition("/")[2]) for key in absent]
         hosts = sorted({host for rank in ranks if (host := self.read(f"host/{rank}"))})
         on_hosts = f" (on {', '.join(hosts)})" if hosts else ""
-        return f"{name_ranks([str(self.names[rank]) for rank in ranks], count)} not respond{on_hosts}: exited or hung"
+        verb = "do" if count > 1 else "does"
+        named = name_ranks([self.names[rank] for rank in ranks], count)
+        return f"{named} {verb} not respond{on_hosts}: exited or hung"
 
     def differences(self, layout: str, members: Sequence[int]) -> list[str]:
         """Return the first difference between the bucket layouts of these ranks.  Every member must call this.
@@ -144,7 +146,9 @@ class RankStates:
         for ours, theirs in zip(json.loads(of_first), json.loads(of_other), strict=False):
             if ours != theirs:
                 names = self.names[members[0]], self.names[int(rank)]
-                return [f"rank {names[0]} has {describe(ours)}, rank {names[1]} has {describe(theirs)}"]
+                return [
+                    f"rank {names[0]} has {describe_parameter(ours)}, rank {names[1]} has {describe_parameter(theirs)}"
+                ]
         return []
 
     def listen(self, is_enough: Callable[[], bool]) -> None:
@@ -158,15 +162,7 @@ class RankStates:
         return self.store.get(key).decode() if self.store.check([key]) else None
 
 
-def name_ranks(names: Sequence[str], count: int) -> str:
-    """Return "rank 3 does" or "ranks 3, 5 and 7 more do", or only the number of ranks if there are no names."""
-    if not names:
-        return f"{count:,} {'ranks do' if count > 1 else 'rank does'}"
-    more = f" and {count - len(names):,} more" if count > len(names) else ""
-    return f"ranks {', '.join(names)}{more} do" if count > 1 else f"rank {names[0]} does"
-
-
-def describe(parameter: list[Any]) -> str:
+def describe_parameter(parameter: list[Any]) -> str:
     name, dtype, shape, strides = parameter
     return f"{name} {shape} of {dtype.removeprefix('torch.')} with strides {tuple(strides)}"
 

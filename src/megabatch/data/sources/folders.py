@@ -17,7 +17,7 @@ from megabatch.errors import UserError
 from megabatch.io.arrays import Arrays, Texts, fingerprint
 from megabatch.io.numbers import plural
 from megabatch.io.reading import MOST_BYTES, read_file
-from megabatch.text import is_plain, one_line
+from megabatch.text import is_plain, listed, one_line
 
 WITHOUT_SPLITS = [""]
 LONGEST_SUFFIX = 20
@@ -99,11 +99,11 @@ def warn_of_ignored(data: EncodedDataset) -> tuple[str, ...]:
     total = sum(count for _, count in data.ignored)
     if not total:
         return ()
-    named = [f"{count:,} {suffix or 'without a suffix'}" for suffix, count in data.ignored[:MOST_SUFFIXES]]
-    more = ", ..." * (len(data.ignored) > MOST_SUFFIXES)
+    named = [f"{count:,} {suffix or 'without a suffix'}" for suffix, count in data.ignored]
     is_heic = any(suffix in (".heic", ".heif") for suffix, _ in data.ignored)
     remedy = "; convert .heic to JPEG to use them" if is_heic else ""
-    return (f"{data.place} has {plural(total, 'file')} that are not read as images: {', '.join(named)}{more}{remedy}",)
+    shown = listed(named, MOST_SUFFIXES)
+    return (f"{data.place} has {plural(total, 'file')} that are not read as images: {shown}{remedy}",)
 
 
 def is_current(index: Arrays) -> bool:
@@ -234,7 +234,5 @@ def require_same_classes(train: Path, train_classes: list[str], test: Path, test
     ):
         missing = sorted(set(classes) - set(others))
         if missing:
-            count = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
-            raise UserError(
-                f"{lacking} has no class {missing[0]!r}{count}, but {having} has; both must have the same classes"
-            )
+            named = listed([*map(repr, missing)], 1)
+            raise UserError(f"{lacking} has no class {named}, but {having} has; both must have the same classes")

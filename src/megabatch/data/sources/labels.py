@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from megabatch.data.sources.shapes import MOST_CLASSES
 from megabatch.errors import UserError
-from megabatch.text import is_plain
+from megabatch.text import is_plain, listed
 
 MAX_NAME_LENGTH = 1_000  # characters; the name of a folder has at most 255
 TRAIN_WORDS = ("train", "training")
@@ -106,9 +106,8 @@ def warn_of_names(names: Sequence[str], place: str, remedy: str = "check its lab
     suspects = named_like_splits(names)
     if not suspects:
         return ()
-    more = f" and {len(suspects) - MAX_LISTED:,} more" if len(suspects) > MAX_LISTED else ""
     return (
-        f"{place} has classes named like splits: {', '.join(suspects[:MAX_LISTED])}{more}; "
+        f"{place} has classes named like splits: {listed(suspects, MAX_LISTED)}; "
         "if they are not classes, rename the folders to train and val",
     )
 

@@ -24,11 +24,10 @@ from megabatch.ranks.world import World
 from megabatch.runs.files import WEIGHTS
 from megabatch.runs.records import StepRecord
 from megabatch.torch_api import has_context
-from megabatch.training.build import never_stop
 from megabatch.training.checkpoint.resume import decide_start
 from megabatch.training.loop import train
 from megabatch.training.numerics import arithmetic
-from megabatch.training.parts import Training
+from megabatch.training.parts import Training, never
 from megabatch.training.prepare import ready_to_train
 from megabatch.training.run import train_and_record
 
@@ -122,7 +121,7 @@ def recipe(world: World, *overrides: str) -> RunConfig:
 
 
 @contextlib.contextmanager
-def begin(world: World, *overrides: str, stop_requested: Callable[[], bool] = never_stop) -> Iterator[Training]:
+def begin(world: World, *overrides: str, stop_requested: Callable[[], bool] = never) -> Iterator[Training]:
     config = recipe(world, *overrides)
     with arithmetic(config.precision, config.run.deterministic):
         training = ready_to_train(config, load_data_set(config.data), world, stop_requested=stop_requested)
@@ -179,7 +178,7 @@ def check_resume(world: World, precision: str, name: str) -> Sequence[Check]:
     ]
 
 
-def record(world: World, overrides: list[str], stop_requested: Callable[[], bool] = never_stop) -> str:
+def record(world: World, overrides: list[str], stop_requested: Callable[[], bool] = never) -> str:
     silence = contextlib.redirect_stdout(io.StringIO())
     with begin(world, *overrides, stop_requested=stop_requested) as training, silence:
         config = recipe(world, *overrides)

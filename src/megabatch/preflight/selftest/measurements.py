@@ -32,6 +32,7 @@ from megabatch.data.pipeline.batches import Stream, TrainingImages
 from megabatch.data.pipeline.device_decoder import CPU_DECODER, DECODERS
 from megabatch.data.pipeline.images import DataSet, PixelStatistics
 from megabatch.data.pipeline.reader import Batch
+from megabatch.io.numbers import megabytes, milliseconds
 from megabatch.planning.plan import CommDtype
 from megabatch.preflight.doctor import again_and_again, take_batches
 from megabatch.preflight.selftest.checks import describe_equality, digest_of, job_of_contexts
@@ -185,8 +186,8 @@ def time_all_reduce(world: World, num_elements: int, name: str) -> Sequence[Chec
     figures = {"num_bytes": 4 * num_elements, "plan": plan, "num_results": num_results}
     figures |= {f"{arm}_s": seconds for arm, seconds in taken_s.items()}
     figures |= {f"{arm}_bus_gb_per_s": sent / seconds / 1e9 for arm, seconds in taken_s.items()}
-    times = f"{1e3 * taken_s['ours']:.2f} ms, stock DDP {1e3 * taken_s['stock_ddp']:.2f}, "
-    times += f"backend {1e3 * taken_s['backend']:.2f} ({figures['backend_bus_gb_per_s']:.3g} GB/s)"
+    times = f"{milliseconds(taken_s['ours'])}, stock DDP {milliseconds(taken_s['stock_ddp'])}, "
+    times += f"backend {milliseconds(taken_s['backend'])} ({figures['backend_bus_gb_per_s']:.3g} GB/s)"
     found = f"{times}, {describe_equality(num_results)}"
     return [Check(name=name, passed=num_results == 1, found=found, figures=figures)]
 
@@ -401,10 +402,12 @@ def write_jpegs(folder: Path) -> float:
 def measure_memory(world: World, name: str) -> Sequence[Check]:
     if world.device.type == "cpu":
         found_mb = resident_mb() or 0.0
-        return [Check(name=name, passed=None, found=f"{found_mb:,.0f} MB of rank 0", figures={"resident_mb": found_mb})]
+        return [
+            Check(name=name, passed=None, found=f"{megabytes(found_mb)} of rank 0", figures={"resident_mb": found_mb})
+        ]
     free, total = torch.cuda.mem_get_info(world.device)
     others = total - free - torch.accelerator.memory_reserved(world.device)
     own_mb = [torch.accelerator.max_memory_allocated(world.device) / 1e6, others / 1e6]
     peaks_mb, others_mb = (list(values) for values in zip(*world.all_gather(own_mb), strict=True))
-    found = f"{max(peaks_mb):,.0f} MB peak of tensors; contexts, libraries and NCCL {max(others_mb):,.0f} MB"
+    found = f"{megabytes(max(peaks_mb))} peak of tensors; contexts, libraries and NCCL {megabytes(max(others_mb))}"
     return [Check(name=name, passed=None, found=found, figures={"device_mb": peaks_mb, "others_mb": others_mb})]

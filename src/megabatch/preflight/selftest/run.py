@@ -37,7 +37,7 @@ def run_selftest(
         jobs = jobs_of_checks(world, reference)
         if not checks_only:
             jobs += jobs_of_measurements(world)
-        newest = describe(world, is_simulated=two_nodes(info) is not None)
+        newest = describe_world(world, is_simulated=two_nodes(info) is not None)
         for results in run_jobs(jobs, newest, world, store, BUDGET_S):
             newest = results
             if world.rank == 0:
@@ -45,7 +45,7 @@ def run_selftest(
     return newest
 
 
-def describe(world: World, is_simulated: bool) -> SelfTest:
+def describe_world(world: World, is_simulated: bool) -> SelfTest:
     on_cpu = world.device.type == "cpu"
     topology = world.topology
     return SelfTest(
