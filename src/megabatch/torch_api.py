@@ -150,6 +150,27 @@ def import_compiler(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
+def is_refused_view(error: BaseException) -> bool:
+    """Return whether the error is that of `x.view(len(x), -1)` for a tensor that is not contiguous."""
+    return "view size is not compatible with input tensor's size and stride" in str(error)
+
+
+def nondeterministic_operation(error: BaseException | None) -> str | None:
+    """Return the operation that torch refused as not deterministic; None for any other error."""
+    while error is not None:
+        operation, separator, _ = str(error).partition(" does not have a deterministic implementation")
+        if separator:
+            return operation.split()[-1]
+        error = error.__cause__
+    return None
+
+
+def refused_global(error: BaseException) -> str | None:
+    """Return the name in a pickle that torch.load(weights_only=True) refused to import, if the error has one."""
+    named = re.search(r"GLOBAL (\S+)", str(error))
+    return named[1] if named else None
+
+
 def supports_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer's step changes nothing if its `found_inf` is 1."""
     return bool(getattr(optimizer, SUPPORTS_FOUND_INF, False))

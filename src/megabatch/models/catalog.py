@@ -14,7 +14,7 @@ from megabatch.models.airbench import airbench94
 from megabatch.models.alexnet import alexnet, alexnet_bn, small_alexnet_bn
 from megabatch.models.resnet import RESNETS
 from megabatch.models.small import shallow_cnn, small_cnn, small_resnet, tiny_cnn
-from megabatch.torch_api import missing_operator
+from megabatch.torch_api import is_refused_view, missing_operator
 from megabatch.user_code import import_user_code, is_user_code
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -28,7 +28,6 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "small_alexnet_bn": small_alexnet_bn,
     **RESNETS,
 }
-VIEW_REFUSED = "view size is not compatible with input tensor's size and stride"  # torch's error for x.view(len(x), -1)
 
 
 class ModelSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,7 +98,7 @@ def model_errors(settings: ModelSettings, image_shape: Sequence[int] = ()) -> It
     except UserError:
         raise
     except Exception as error:
-        if settings.channels_last is True and VIEW_REFUSED in str(error):
+        if settings.channels_last is True and is_refused_view(error):
             raise UserError(
                 f"model.channels_last=true: {settings.name} takes a view that this memory format does not allow; "
                 "write x.flatten(1) or x.reshape(...) instead of x.view(...), or leave model.channels_last out"

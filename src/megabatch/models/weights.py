@@ -6,7 +6,6 @@ missing or have another shape also keep their initial values and are listed.  No
 
 import os
 import pickle
-import re
 import struct
 import warnings
 import zipfile
@@ -26,6 +25,7 @@ from megabatch.io.tensor_header import NotTensors, read_header
 from megabatch.models.layers import head_parameters
 from megabatch.runs.files import WEIGHTS
 from megabatch.text import listed, one_line
+from megabatch.torch_api import refused_global
 
 Weights = dict[str, torch.Tensor]
 # See `training/checkpoint/format.py`.  A later prefix wins: averages replace weights.
@@ -174,8 +174,8 @@ def read_pickle(path: Path) -> Weights:
         with warnings.catch_warnings(action="ignore"):  # torch warns about pickles that it did not write
             content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        named = re.search(r"GLOBAL (\S+)", str(error))
-        content = f"more than tensors ({named[1]})" if named else f"no state dict ({first_line(error)})"
+        name = refused_global(error)
+        content = f"more than tensors ({name})" if name else f"no state dict ({first_line(error)})"
         raise UserError(
             f"{path} holds {content}, and loading that could run code; "
             "in the program that wrote it, save only the state dict: torch.save(model.state_dict(), path)"

@@ -23,13 +23,13 @@ from megabatch.torch_api import (
     NO_CXX,
     NO_TRITON,
     bucket_caps_bytes,
+    nondeterministic_operation,
     split_compiled_graphs,
 )
 from megabatch.training.parts import Parts
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")  # with other values cuBLAS may sum in a different order each time
-NOT_DETERMINISTIC = " does not have a deterministic implementation"  # torch's error, after the operation's name
 
 
 def set_cublas_workspace(deterministic: bool, device_type: str) -> None:
@@ -124,16 +124,6 @@ def deterministic_algorithms() -> Iterator[None]:
         ) from error
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warned_only)
-
-
-def nondeterministic_operation(error: BaseException | None) -> str | None:
-    """Return the operation that torch refused as not deterministic; None for any other error."""
-    while error is not None:
-        operation, separator, _ = str(error).partition(NOT_DETERMINISTIC)
-        if separator:
-            return operation.split()[-1]
-        error = error.__cause__
-    return None
 
 
 # torch.compile of a run's network (`model.compile`).
