@@ -8,7 +8,7 @@ LOCKED := $(PIP) --require-hashes --only-binary :all:
 # Tests start hundreds of processes, each of which would otherwise compile our files again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-fast test-lab lint wheel bench matrix audit licences docs clean
+.PHONY: train test test-fast test-lab lint wheel ci bench matrix audit licences docs clean
 
 train: .venv/installed
 	$(BIN)/megabatch train $(ARGS)
@@ -37,6 +37,10 @@ lint: .venv/installed-dev
 # Builds dist/megabatch-*.whl with the pinned build tool.
 wheel: .venv/installed
 	$(BIN)/python -m hatchling build -t wheel -d dist
+
+# Installs and tests the checkout as on a clean machine.
+ci:
+	.ci/run
 
 # PHOTOS=folder (of class/photo.jpg) adds bench input: the repository has no photos.
 bench: .venv/installed-dev

@@ -3,12 +3,15 @@
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from megabatch_lab.rehearsal import fake_cuda
 
 from tests.support.pages import ROOT, make_targets
 from tests.support.skips import read_allowed
@@ -44,31 +47,58 @@ def test_skips_are_counted_by_reason_and_fail_a_run_that_does_not_allow_them(tmp
     assert lines[-1].startswith("3 skipped")  # CI reads pytest's last line
 
 
-def skip_reasons() -> set[str]:
-    """Return the reasons of skip and skipif in all tests.  For a formatted reason, only the text before the value."""
-    calls = (
+def reasons_to_skip() -> list[ast.expr]:
+    """Return the reasons in calls of skip, skipif and importorskip, in all tests."""
+    calls = [
         node
         for path in (ROOT / "tests").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("skip", "skipif")
-    )
-    arguments = [
-        value
-        for call in calls
-        for value in [*call.args[:1], *(word.value for word in call.keywords if word.arg == "reason")]
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     ]
-    texts = [value.values[0] if isinstance(value, ast.JoinedStr) else value for value in arguments]
-    return {text.value for text in texts if isinstance(text, ast.Constant) and isinstance(text.value, str)}
+    found = [call.args[0] for call in calls if ast.unparse(call.func) == "pytest.skip" and call.args]
+    for call in calls:
+        if ast.unparse(call.func) in ("pytest.skip", "pytest.mark.skipif", "pytest.importorskip"):
+            found += [word.value for word in call.keywords if word.arg == "reason"]
+    return found
+
+
+def text_of(reason: ast.expr) -> str | None:
+    """Return a reason's text, for a formatted one only up to the first value; None if it is computed."""
+    first = reason.values[0] if isinstance(reason, ast.JoinedStr) else reason
+    return first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else None
+
+
+TEXTS = {text for reason in reasons_to_skip() if (text := text_of(reason)) is not None}
 
 
 def test_every_reason_to_skip_names_the_missing_thing() -> None:
-    reasons = skip_reasons()
-    assert len(reasons) > 5
-    assert {reason for reason in reasons if not reason.startswith("needs ")} == set()
+    assert len(TEXTS) > 5
+    assert {text for text in TEXTS if not text.startswith("needs ")} == set()
+    computed = {ast.unparse(reason) for reason in reasons_to_skip() if text_of(reason) is None}
+    assert computed == {"reason", "str(fake_cuda.why_not())"}  # both are from `why_not`
+
+
+@pytest.mark.parametrize(
+    ("hip", "has_gpu", "compiler", "reason"),
+    [
+        ("7.0", False, "g++", "needs a CPU or CUDA build of torch"),
+        (None, True, "g++", "needs a machine without a GPU"),
+        (None, False, None, "needs g++"),
+        (None, False, "g++", None),
+    ],
+)
+def test_the_fake_cuda_names_the_missing_thing(
+    monkeypatch: pytest.MonkeyPatch, hip: str | None, has_gpu: bool, compiler: str | None, reason: str | None
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(fake_cuda, "HAS_GPU", has_gpu)
+    monkeypatch.setattr(shutil, "which", lambda name: compiler)
+    found = fake_cuda.why_not()
+    assert (found and found.partition(":")[0]) == reason
 
 
 def test_every_allowed_skip_is_a_reason_in_the_tests() -> None:
-    assert read_allowed(ALLOWED) <= {reason.partition(":")[0] for reason in skip_reasons()}
+    assert read_allowed(ALLOWED) <= {text.partition(":")[0] for text in TEXTS}
 
 
 def test_unprepared_has_an_empty_home_and_a_minimal_environment() -> None:
@@ -85,23 +115,38 @@ def test_unprepared_has_an_empty_home_and_a_minimal_environment() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-def test_unprepared_hides_data_sets_and_caches(tmp_path: Path) -> None:
+def test_unprepared_hides_caches(tmp_path: Path) -> None:
     cached = tmp_path / ".cache/megabatch"
     cached.mkdir(parents=True)
-    command: list[str | Path] = [ROOT / ".ci/unprepared", "sh", "-c", f"ls -A {tmp_path}/.cache /usr/share/datasets"]
-    seen = subprocess.run(command, env=os.environ | {"HOME": str(tmp_path)}, capture_output=True, text=True)
-    assert "megabatch" not in seen.stdout and "mnist" not in seen.stdout
-    assert cached.is_dir()
+    command: list[str | Path] = [ROOT / ".ci/unprepared", "ls", "-A", tmp_path / ".cache"]
+    seen = subprocess.run(command, env=os.environ | {"HOME": str(tmp_path)}, capture_output=True, text=True, check=True)
+    assert seen.stdout == "" and cached.is_dir()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+@pytest.mark.parametrize("folder", ["/usr/share", "/usr/local/share"])
+def test_unprepared_hides_data_sets(folder: str) -> None:
+    """Replace the folder in a mount namespace by one that has a data set."""
+    listed = f"ls -A {folder}/datasets"
+    steps = [
+        f"mount -t tmpfs new {folder}",
+        f"mkdir -p {folder}/datasets/fashion-mnist",
+        listed,
+        f"{ROOT}/.ci/unprepared {listed}",
+    ]
+    command = ["unshare", "--mount", "sh", "-ec", "; ".join(steps)]
+    seen = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert seen.stdout.splitlines() == ["fashion-mnist"]  # listed only by the first
 
 
 JOBS = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
 
 
-def test_the_workflow_runs_only_make_targets_and_ci_run() -> None:
+def test_every_step_of_the_workflow_is_a_make_target() -> None:
     commands = [step["run"] for job in JOBS.values() for step in job["steps"] if "run" in step]
-    made = {command.split()[1] for command in commands if command.startswith("make ")}
-    assert {command for command in commands if not command.startswith("make ")} == {".ci/run"}
-    assert made <= make_targets() and {"lint", "wheel", "matrix"} <= made
+    assert all(command.startswith("make ") for command in commands)
+    made = {command.split()[1] for command in commands}
+    assert {"lint", "wheel", "docs", "ci", "matrix"} <= made <= make_targets()
 
 
 def test_workflow_actions_have_full_versions() -> None:
