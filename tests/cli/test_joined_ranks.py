@@ -39,10 +39,10 @@ megabatch.fit(network, **sets, overrides=settings)
 ]
 SLOW_DISK = """
 import os, pathlib, time
-fsync, slow = os.fsync, pathlib.Path("slow")
+fsync, slow, saving = os.fsync, pathlib.Path("slow"), pathlib.Path("saving")
 def slow_fsync(descriptor):
-    if slow.exists():
-        pathlib.Path("saving").touch()
+    if slow.exists() and not saving.exists() and "checkpoints" in os.readlink(f"/proc/self/fd/{descriptor}"):
+        saving.touch()
         time.sleep(float(slow.read_text()))
     fsync(descriptor)
 if os.environ.get("RANK") == "0":
@@ -150,7 +150,7 @@ def test_a_process_of_an_unknown_launcher_is_refused(monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the path of a file with the duration of rank 0's fsync in seconds, which the test writes."""
+    """Return the path of a file with the duration in seconds of rank 0's first fsync of a checkpoint."""
     (tmp_path / "code").mkdir()
     (tmp_path / "code/sitecustomize.py").write_text(SLOW_DISK)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "code"))
@@ -172,7 +172,7 @@ def test_processes_with_only_rank_size_and_address_train_one_model_and_stop_afte
         with (slow_disk.parent / "code/sitecustomize.py").open("a") as code:
             code.write(REPORT_IMPORTS)
     with started([*command, *ENDLESS]) as ranks:
-        request_stop(ranks, slow_disk, fsync_s=0.5)
+        request_stop(ranks, slow_disk, fsync_s=2.0)
         play_batch_system(ranks)
         results = [(rank.communicate(timeout=100), rank.returncode) for rank in ranks]
     codes = [code for _, code in results]
