@@ -1,6 +1,7 @@
 """Folders and files import each other downwards, without cycles, and the product never imports its lab."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -77,6 +78,32 @@ def test_files_import_each_other_without_cycles(folder: Path) -> None:
         TopologicalSorter({name: (imports(path) & set(files)) - {name} for name, path in files.items()}).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
+
+
+CONTRIBUTING = (LAB.parents[1] / "CONTRIBUTING.md").read_text().partition("## Four paths")[2].partition("## Where")[0]
+PATHS = re.findall(r"^\*\*(.+?)\*\* \((\d+) files\).*?:\n?(.*?)\n\n", CONTRIBUTING, flags=re.MULTILINE | re.DOTALL)
+
+
+def files_of(text: str) -> list[str]:
+    """Return the files in a text such as: `data/catalog` > `data/pipeline/{order, decoder*}`"""
+    found = []
+    for folder, names in re.findall(r"`((?:\w+/)*)\{?([^`}]+)\}?`", text):
+        found += [folder + name for name in names.replace("\n", " ").split(", ")]
+    return found
+
+
+@pytest.mark.parametrize(("name", "count", "text"), PATHS)
+def test_each_file_of_a_path_is_imported_by_an_earlier_one(name: str, count: str, text: str) -> None:
+    files = files_of(text)
+    assert len(files) == len({*files}) == int(count)
+    imported = imports(PACKAGE / f"{files[0]}.py")
+    for file in files[1:]:
+        assert file.endswith("*") or f"megabatch.{file}".replace("/", ".") in imported, file
+        imported |= imports(PACKAGE / f"{file.rstrip('*')}.py")
+
+
+def test_all_paths_are_tested() -> None:
+    assert [name for name, *_ in PATHS] == ["An image", "A gradient", "A recipe", "A record"]
 
 
 def test_the_product_does_not_import_its_lab() -> None:

@@ -488,7 +488,7 @@ def test_forward_hooks_can_be_removed_from_a_copy(api: Any) -> None:
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="needs NCCL")
-def test_nccl_groups_have_a_timeout_and_can_tell_whether_they_split(api: Any) -> None:
+def test_nccl_groups_accept_a_timeout_and_report_whether_they_split(api: Any) -> None:
     assert hasattr(dist.ProcessGroupNCCL, "supports_splitting")
     assert api.nccl_options(timedelta(seconds=7))._timeout == timedelta(seconds=7)
 
