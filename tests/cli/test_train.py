@@ -119,6 +119,10 @@ def test_a_run_writes_rows_summary_and_recipe(finished: tuple[Path, str]) -> Non
     fields |= {"kind", "data_wait", "skipped_images", "straggler", "straggler_delay_s", "evaluated", "wall_s", "times"}
     fields |= {"image_size", "noise"}
     assert all(set(row) == fields for row in steps)
+    for row in steps:
+        assert 0 < row["data_wait_s"] <= row["times"]["data"] + 1e-6  # one span is inside the other
+        assert row["data_wait_s"] == pytest.approx(sum(row["data_wait"].values()))
+        assert row["comm_wait_s"] == row["times"]["comm"]
     assert steps[-1]["epoch"] == 8.0
     assert [row["step"] for row in evaluations] == [7, 13, 19, 25, 32, 38, 44, 50]
     assert all(row["samples_evaluated"] == 37 and 0 <= row["top1"] <= row["top5"] <= 1 for row in evaluations)

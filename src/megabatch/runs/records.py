@@ -113,10 +113,11 @@ class StepRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="step"
         skipped: Gradients overflowed, so weights, optimizer and statistics did not change.
         image_size: Side of the training images.
         images_per_s: Training images per second.
-        data_wait_s: Seconds for which rank 0 waited for images.
+        data_wait_s: Seconds for which rank 0's host waited for images: on a CPU, `times.data`. On a GPU, `times.data`
+            is the time of the device, which may still compute the previous step while the host waits.
         data_wait: The same, by the stage that made the images.
         skipped_images: Unreadable images, with the reason; each was replaced by another.
-        comm_wait_s: Seconds for which rank 0 waited for other ranks after all its gradients were ready.
+        comm_wait_s: Seconds for which rank 0 waited for other ranks after all its gradients were ready: `times.comm`.
         straggler: The rank that waited least for others so far, because they waited for it.
         straggler_delay_s: Seconds per step that it waited less than the median of the others.
         evaluated: The next row is an evaluation.
