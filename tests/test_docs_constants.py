@@ -305,7 +305,7 @@ FACTS = [
         ("batch {} = {} micro x 2 accumulated x 2 ranks", BATCH["fashion"], FASHION.batch.microbatch),
         (
             "steps {} in {} epochs, {} at {}",
-            int(FASHION.train.epochs * EMBEDDED.num_train / BATCH["fashion"]),
+            int((FASHION.train.epochs or 0) * EMBEDDED.num_train / BATCH["fashion"]),
             FASHION.train.epochs,
             FASHION.optim.name,
             FASHION.optim.learning_rate,

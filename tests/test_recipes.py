@@ -285,7 +285,7 @@ def test_a_recipe_extends_another_and_drops_the_provenance_of_its_settings(tmp_p
     assert (ours.about, ours.name) == ("", "mine")
     for wrong in ('"no-such"', '"mine.toml"', "3"):
         recipe.write_text(f"extends = {wrong}\n")
-        with pytest.raises(UserError, match=r"^extends=.*: expected the name of a built-in recipe; nearest: extends="):
+        with pytest.raises(UserError, match=r"^extends=.*built-in recipe; nearest: extends="):
             load_config(str(recipe))
 
 

@@ -90,7 +90,7 @@ def test_a_full_disk_at_the_end_names_the_model_if_that_is_complete(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(save, "write_checkpoint", fail)
-    with pytest.raises(NotSaved, match=r"No space left .*; the trained model is complete: run/model.saf"):
+    with pytest.raises(NotSaved, match=r"No space left.*run/model.saf"):
         train_photos(Path("run"), f"data.source={run.parent / 'pets'}", "train.epochs=1")
     assert megabatch.load("run").classes == ("ankle", "bag", "coat")
 
@@ -117,7 +117,7 @@ def test_fit_takes_a_folder_and_holds_out_a_share(run: Path, tmp_path: Path) -> 
         assert summary.samples_evaluated == num_test
         decoded.append(read_card(tmp_path / f"fit{num_test}"))
     assert decoded[0] is not None and tuple(decoded[0].classes) == folder.class_names
-    with pytest.raises(UserError, match=r"test=1.5: a held-out share is above 0 and below 1"):
+    with pytest.raises(UserError, match=r"test=1.5: .*above 0 and below 1"):
         megabatch.fit(network, photos, 1.5)
 
 

@@ -168,6 +168,7 @@ def request_stop(ranks: Sequence["subprocess.Popen[str]"], slow_disk: Path, fsyn
 def test_processes_with_only_rank_size_and_address_train_one_model_and_stop_after_rank_0_has_saved(
     command: Sequence[str], slow_disk: Path
 ) -> None:
+    """A batch system that kills the other ranks at the first exit must not end rank 0 before it has saved."""
     if command == TRAIN:
         with (slow_disk.parent / "code/sitecustomize.py").open("a") as code:
             code.write(REPORT_IMPORTS)

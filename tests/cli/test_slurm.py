@@ -78,6 +78,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.lab  # starts a job three times
 def test_a_preempted_job_saves_is_requeued_and_resumes(slurm: Path) -> None:
+    """The script of docs/clusters.md passes the signal on, reads the exit code and starts the same run again."""
     run = slurm / "runs" / str(os.getpid())
     job = subprocess.Popen(["bash", "job.sh"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:

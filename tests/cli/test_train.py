@@ -336,7 +336,7 @@ def check_same_as_undisturbed_run() -> None:
 # test_checkpoint covers one, two and three ranks without the launcher.
 @pytest.mark.lab  # starts a run four times
 def test_a_run_with_killed_ranks_is_bitwise_identical_to_an_undisturbed_one(ranks: RankPool, tmp_path: Path) -> None:
-    """Kill a rank twice.
+    """Kill a rank twice.  Messages name the rank, rows are complete, and a half-written checkpoint is ignored.
 
     First rank 1: all ranks restart and resume, also in a new run.  Then rank 0, which writes: this ends the run, as a
     killed launcher or host would.
@@ -388,6 +388,7 @@ def evaluated_steps() -> list[int]:
 
 
 def test_a_stopped_run_resumes_with_the_printed_or_the_same_command() -> None:
+    """Both signals stop all ranks after one step, also on another number of ranks; no other folder is made."""
     folder, words = "runs/fashion-001", [*SMALL_RUN, "train.epochs=16", "--ranks", "2"]
     with launched(*words) as launcher:
         wait_until(lambda: len(rows(folder)) >= 3)
@@ -464,7 +465,7 @@ def two_nodes(*words: str) -> Iterator[list[subprocess.Popen[str]]]:
 
 @pytest.mark.lab  # starts six processes
 def test_two_nodes_train_one_run_and_rejoin_after_a_killed_rank() -> None:
-    """The other node learns of the failure late, and each agent restarts its ranks separately."""
+    """torchrun restarts the ranks: one agent per node, and the other node learns of the failure late."""
     words = [*SMALL_RUN, "train.epochs=16", "comm.algorithm=flat", "checkpoint.every_steps=5", "run.dir=run"]
     with two_nodes(*words) as nodes:
         wait_until(lambda: newest_checkpoint() >= 5)

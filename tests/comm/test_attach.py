@@ -79,8 +79,8 @@ def layers() -> nn.Module:
 
 def frozen() -> nn.Module:
     model = layers()
-    for parameter in (model[0].bias, model[2].weight):
-        parameter.requires_grad = False
+    for name in ("0.bias", "2.weight"):
+        model.get_parameter(name).requires_grad = False
     return model
 
 
@@ -129,7 +129,7 @@ def gradients(case: str, attached: bool, group: Any = None, **settings: Any) -> 
             with torch.no_grad():
                 for parameter in model.parameters():
                     if parameter.grad is not None:
-                        parameter -= 0.1 * parameter.grad
+                        parameter.sub_(0.1 * parameter.grad)
             ddp.zero_grad(set_to_none=case != "zeros")
     return found
 

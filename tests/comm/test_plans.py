@@ -34,7 +34,7 @@ def test_named_algorithm_is_used_or_rejected() -> None:
     plans = PlansInUse(settings, EQUAL, in_memory=True, on_accelerators=False, tunes=True)
     assert [plans.default.name, plans.exact.name, plans.names] == ["flat/bf16", "flat", "flat/bf16"]
     assert plans.candidates == [plans.default] and plans.axes == {"all"}
-    with pytest.raises(UserError, match=r"comm.algorithm='torus' needs nodes with equally many ranks, not 1 and 2"):
+    with pytest.raises(UserError, match=r"comm.algorithm='torus' .*equally many.* 1 and 2"):
         require_plan("torus", "same", UNEQUAL, in_memory=True)
     with pytest.raises(UserError, match=r"comm.algorithm='taurus'.*torus"):
         CommSettings(algorithm="taurus")

@@ -384,7 +384,7 @@ def test_waiting_rank_releases_its_core_and_the_interpreter(ranks: RankPool) -> 
 def test_tensor_that_cannot_be_shared_is_rejected(tensor: torch.Tensor) -> None:
     with (
         SharedMemory(dist.HashStore(), 0, 1) as memory,  # type: ignore[attr-defined]
-        pytest.raises(UserError, match="must be contiguous, on the CPU, of real numbers"),
+        pytest.raises(UserError, match=r"contiguous.*CPU.*real"),
     ):
         memory.share(tensor)
 
@@ -416,7 +416,7 @@ def test_killed_rank_is_named_and_leaves_nothing_in_dev_shm(ranks: RankPool) -> 
     """The last test of this file, because the pool must start again."""
     pids = ranks.run(whoami, num_ranks=4)
     assert left_behind(pids) == []
-    with pytest.raises(RanksFailed, match=r"MissingRank: ranks? (2 has died|[01] has left) while the others") as caught:
+    with pytest.raises(RanksFailed, match=r"MissingRank: ranks? (2 has died|[01] has left)") as caught:
         ranks.run(share_without_end, 2, num_ranks=3)  # each has shared and freed memory by then
     assert "rank 2 has died while" in str(caught.value)
     assert left_behind(pids) == []

@@ -116,8 +116,7 @@ def test_steps_must_be_longer_than_a_warmup_that_the_user_sets() -> None:
     config = load("train.steps=20", "schedule.warmup_epochs=1")[0]
     with pytest.raises(
         UserError,
-        match=r"^train.steps=20 is 0.512 epochs of 10000 samples, not longer than schedule.warmup_epochs=1; "
-        r"for example schedule.warmup_epochs=0.128$",
+        match=r"^train.steps=20 is 0.512 epochs .*for example schedule.warmup_epochs=0.128$",
     ):
         plan_run(config, SET, num_ranks=1)
     plan_run(load("train.steps=20", "schedule.warmup_epochs=0.128")[0], SET, num_ranks=1)

@@ -130,14 +130,12 @@ def test_a_missing_setting_error_has_an_example(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^batch.global must be set; for example batch.global=256$"):
         load_config(str(path))
     path.write_text("")
-    with pytest.raises(
-        UserError, match=r"^model.name, data.source, .*, train.epochs must be set; for example model.name="
-    ):
+    with pytest.raises(UserError, match=r"^model.name, data.source, .*must be set.*model.name="):
         load_config(str(path))
 
 
 def test_an_unreadable_recipe_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"recipe 'fashon' is neither a built-in recipe .*nearest: fashion"):
+    with pytest.raises(UserError, match=r"recipe 'fashon' .*nearest: fashion"):
         load_config("fashon")
     (tmp_path / "broken.toml").write_text("[model\n")
     with pytest.raises(UserError, match=r"broken.toml is not TOML: .*line 1"):

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import zlib
+from functools import partial
 
 import numpy as np
 import pytest
@@ -37,6 +38,10 @@ def pillows(content: bytes, box: Box, size: int) -> np.ndarray:
     top, left, height, width = box
     image = Image.open(io.BytesIO(content)).convert("RGB").crop((left, top, left + width, top + height))
     return np.asarray(image.resize((size, size), Image.Resampling.BILINEAR)).astype(int)
+
+
+def choose(box: Box, height: int, width: int) -> Box:
+    return box
 
 
 def boxes(height: int, width: int, count: int) -> list[Box]:
@@ -159,7 +164,7 @@ def test_decoding_a_mirrored_crop_mirrors_the_crop(kind: str) -> None:
     for size in (40, 64, 128):
         for box in boxes(110, 150, 12):
             out = torch.empty(1, size, size, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
-            pixels = decode_crop(CONTENTS[kind], lambda height, width, box=box: box, size, PLENTY, "BGR")
+            pixels = decode_crop(CONTENTS[kind], partial(choose, box), size, PLENTY, "BGR")
             resize(pixels, out, mirrored=True)
             assert np.array_equal(out[0].permute(1, 2, 0).numpy()[:, ::-1], ours(CONTENTS[kind], box, size))
 
@@ -190,7 +195,7 @@ def test_a_tiff_with_tiles_larger_than_the_image_is_refused() -> None:
     assert isinstance(image, TiffImageFile)
     require_cheap(image, 1000)
     image.tag_v2[322], image.tag_v2[323] = 60_000, 30_000
-    with pytest.raises(Unreadable, match="its tiles of 60000 x 30000 pixels are larger than the image"):
+    with pytest.raises(Unreadable, match="tiles of 60000 x 30000 pixels"):
         require_cheap(image, 1000)
 
 

@@ -151,7 +151,7 @@ def test_end_of_the_process_is_reported(tmp_path: Path) -> None:
         stream.next()
         assert decoder.process
         decoder.process.kill()
-        with pytest.raises(RuntimeError, match=r"decodes this rank's images was ended by SIGKILL; .*dmesg"):
+        with pytest.raises(RuntimeError, match=r"decodes.*SIGKILL.*dmesg"):
             for _ in range(100):
                 stream.next()
 

@@ -120,7 +120,7 @@ def test_a_path_that_is_not_a_folder_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_that_contains_itself_is_refused(photos: Path) -> None:
     (photos / "a" / "again").symlink_to(photos)
-    with pytest.raises(UserError, match=r"cannot be read \(Too many levels of symbolic links\)"):
+    with pytest.raises(UserError, match=r"cannot be read \(Too many levels"):
         read_folder(photos)
 
 

@@ -302,7 +302,7 @@ def test_files_are_synced_before_renames_and_records_before_shards(
 def test_an_unfinished_pack_is_not_read(photos: Path, tmp_path: Path, small_shards: None) -> None:
     with pytest.raises(UserError, match="Interrupted"):
         pack(photos, tmp_path / "out", PackSettings(shard_mb=1), stop_at(30))
-    with pytest.raises(UserError, match=r"out is an unfinished pack; finish it with the same megabatch pack"):
+    with pytest.raises(UserError, match=r"out is an unfinished pack; .*same"):
         read_shards(tmp_path / "out")
 
 
@@ -335,7 +335,7 @@ def test_other_options_for_the_same_folder_are_refused(
     with pytest.raises(UserError, match=message):
         pack(photos, tmp_path / "out", other)
     write_files(photos, ["train/a/new.jpg"])
-    with pytest.raises(UserError, match=r"out was packed from 'photos' with other files .* give another"):
+    with pytest.raises(UserError, match=r"'photos' with other files .*another"):
         pack(photos, tmp_path / "out", PackSettings())
     assert bytes_of(tmp_path / "out") == before
 
@@ -360,7 +360,7 @@ def test_unsuitable_output_folders_are_refused(photos: Path, tmp_path: Path, mon
             pack(photos, inside, PackSettings())
     (tmp_path / "full").mkdir()
     (tmp_path / "full/other.txt").write_text("dear")
-    with pytest.raises(UserError, match=r"full is neither empty nor a pack: .*other.txt; give a new"):
+    with pytest.raises(UserError, match=r"full is neither empty .*other.txt; .*new"):
         pack(photos, tmp_path / "full", PackSettings())
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["other.txt"]
     np.savez(tmp_path / "full/index.npz", a=np.zeros(1))
@@ -389,9 +389,7 @@ def test_a_full_disk_raises_one_line_and_loses_nothing(
     settings = PackSettings(shard_mb=1)
     with monkeypatch.context() as patched:
         patched.setattr(packing.ShardWriter, "write", limited)
-        with pytest.raises(
-            UserError, match=r"out cannot be written \(No space left on device\); free some space .*same command"
-        ):
+        with pytest.raises(UserError, match=r"out cannot be written \(No space.*same command"):
             pack(photos, tmp_path / "out", settings)
     assert not list((tmp_path / "out").glob(".writing-*")) and list((tmp_path / "out").glob("*.tar"))
     pack(photos, tmp_path / "out", settings)
@@ -449,15 +447,13 @@ def test_a_pack_stopped_by_an_unreadable_image_resumes_with_skip(
 def test_a_set_of_only_unreadable_images_is_refused(tmp_path: Path) -> None:
     (tmp_path / "photos/a").mkdir(parents=True)
     (tmp_path / "photos/a/1.jpg").write_bytes(b"x")
-    with pytest.raises(
-        UserError, match=r"none of the 1 images can be read; the first is .*a/1.jpg: it is not in a format"
-    ):
+    with pytest.raises(UserError, match=r"none of the 1 images .*a/1.jpg: .*format"):
         pack(tmp_path / "photos", tmp_path / "out", PackSettings(on_error="skip"))
 
 
 def test_an_unreadable_image_in_a_tar_is_named_with_its_offset(tmp_path: Path) -> None:
     write_tar(tmp_path / "in/x.tar", [("a.jpg", b"broken"), ("a.cls", "0")])
-    with pytest.raises(UserError, match=r"in/x.tar at offset 512 \(a.jpg\): it is not in a format"):
+    with pytest.raises(UserError, match=r"in/x.tar at offset 512 \(a.jpg\): .*format"):
         pack(tmp_path / "in", tmp_path / "out", PackSettings())
 
 

@@ -47,7 +47,7 @@ def test_a_jpeg_with_many_scans_is_refused_by_its_markers(progressive: bool, mon
     content = with_scans(encoded(PHOTO, progressive=progressive), 5000)
     if progressive:
         monkeypatch.setattr("simplejpeg.decode_jpeg", None)
-        with pytest.raises(Unreadable, match=r"its 5,010 scans of 90 x 70 pixels are more than any encoder writes"):
+        with pytest.raises(Unreadable, match="5,010 scans of 90 x 70 pixels"):
             decode(content, 10**6)
     else:
         with pytest.raises(Unreadable):

@@ -299,7 +299,7 @@ def test_a_long_name_without_a_member_is_damage() -> None:
 def test_a_fifo_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "x.tar").symlink_to(tmp_path / "fifo")
-    with pytest.raises(UserError, match=r"x\.tar cannot be read \(it is not a regular file\)"):
+    with pytest.raises(UserError, match=r"x\.tar cannot be read .*not a regular file"):
         read_shards(tmp_path)
 
 
@@ -339,7 +339,7 @@ def test_files_other_than_plain_tars_are_refused(tmp_path: Path, name: str, mess
 def test_a_folder_without_tars_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"gone does not exist"):
         read_shards(tmp_path / "gone")
-    with pytest.raises(UserError, match=r"has no .tar; give a .tar file or a folder"):
+    with pytest.raises(UserError, match=r"no .tar; give a .tar file"):
         read_shards(tmp_path)
     assert not holds_shards(tmp_path) and not holds_shards(tmp_path / "gone")
     write_shards(tmp_path / "set")

@@ -188,9 +188,7 @@ def test_a_decompression_bomb_in_an_idx_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "train-images-idx3-ubyte.gz"
     for shape in ((2**32 - 1, 2**32 - 1, 2**32 - 1), (2**16, 2**16, 2**32 - 1), (1000, 1000, 1000)):
         path.write_bytes(gzip.compress(bytes([0, 0, 8, 3]) + np.array(shape, ">u4").tobytes() + bytes(1000)))
-        with pytest.raises(
-            UserError, match=r"gz cannot be read \(its \d+ bytes would expand to [\d,]+; the limit is 100"
-        ):
+        with pytest.raises(UserError, match=r"gz cannot be read .*would expand to .*limit is 100"):
             load(tmp_path)
     path.write_bytes(gzip.compress(bytes([0, 0, 8, 3]) + np.array((12, 28, 28), ">u4").tobytes() + bytes(10**7)))
     with pytest.raises(UserError, match=r"more than 9,408 bytes .*header states 9,408"):
@@ -271,19 +269,19 @@ def test_sources_are_joined_by_the_names_of_their_classes(tmp_path: Path) -> Non
 
 def test_impossible_splits_and_joins_are_refused(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "photos", per_class=1)
-    with pytest.raises(UserError, match=r"data.validation=0.1: class 'ankle' of .*photos has 1 training image"):
+    with pytest.raises(UserError, match=r"data.validation=0.1: class 'ankle' .*1 training image"):
         load_with(folder, validation=0.1)
     with pytest.raises(UserError, match=r"photos has no test images .*data.validation=0.1"):
         load_with(folder)
     with pytest.raises(UserError, match=r"data.also=.*: only folders and tars can be joined"):
         load_with("fashion-mnist-10k", also=[str(folder)])
-    with pytest.raises(UserError, match=r"gone is neither a folder nor a .tar file"):
+    with pytest.raises(UserError, match=r"gone is neither .*folder.*\.tar"):
         load_with(folder, also=[str(tmp_path / "gone")])
     both = tmp_path / "both"
     make_folder(both / "one/train", 2, ("bag", "coat"))
     make_folder(both / "one/val", 2, ("bag", "coat"))
     make_folder(both / "two/train", 2, ("ankle", "bag"))
-    with pytest.raises(UserError, match=r"training images but no test image of class 'ankle'"):
+    with pytest.raises(UserError, match="no test image of class 'ankle'"):
         load_with(both / "one", also=[str(both / "two")])
     with pytest.raises(UserError, match=r"data.source='imagenet' is the folder ./imagenet, .*data.source=FOLDER"):
         load_with("imagenet")
@@ -295,7 +293,7 @@ def test_other_images_are_labelled_by_the_class_names_of_the_run(tmp_path: Path)
     images = load_other_images(DataSettings(source=str(other), image_size=28), trained_on.class_names, 3, threads=1)
     assert images.labels.tolist() == [1, 1, 2, 2]
     make_folder(other, 2, ("dress",))
-    with pytest.raises(UserError, match=r"images of class 'dress', .*the run was not trained"):
+    with pytest.raises(UserError, match=r"class 'dress', .*not trained"):
         load_other_images(DataSettings(source=str(other), image_size=28), trained_on.class_names, 3, threads=1)
 
 

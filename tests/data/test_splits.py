@@ -94,7 +94,7 @@ def test_the_index_of_a_folder_with_splits_is_cached(tmp_path: Path, monkeypatch
 
 def test_splits_with_one_nested_folder_raise_an_error_with_the_remedy(tmp_path: Path) -> None:
     write_files(tmp_path / "set", ["training/training/n0/1.jpg", "validation/validation/n0/1.jpg"])
-    with pytest.raises(UserError, match=r"has only the folder 'training' and .* only 'validation'.*up one level$"):
+    with pytest.raises(UserError, match=r"only the folder 'training' .*'validation'.*up one level$"):
         read_folder(tmp_path / "set")
 
 

@@ -68,7 +68,7 @@ def test_an_image_that_hangs_ends_the_run_with_its_name(
 ) -> None:
     images = images_of(make_folder(tmp_path / "set"), "raise", threads)
     hang(monkeypatch, released)
-    with pytest.raises(UserError, match=r"bag/001\.jpg cannot be read: it takes longer than data\.image_timeout_s=1;"):
+    with pytest.raises(UserError, match=r"bag/001\.jpg cannot be read: .*longer than data\.image_timeout_s=1;"):
         read_all(images)
 
 
@@ -92,7 +92,7 @@ def test_a_pack_skips_or_names_an_image_that_hangs(
     folder = make_folder(tmp_path / "set")
     monkeypatch.setattr("megabatch.data.pack.write.IMAGE_TIMEOUT_S", 0.3)
     hang(monkeypatch, released)
-    with pytest.raises(UserError, match=r"bag/001\.jpg: it takes longer than 0\.3 s to read; .*--on-error skip"):
+    with pytest.raises(UserError, match=r"bag/001\.jpg: .*longer than 0\.3 s.*--on-error skip"):
         pack(folder, tmp_path / "out", PackSettings())
     packed = pack(folder, tmp_path / "out", PackSettings(on_error="skip"))
     assert packed.num_images == 17 and packed.progress and len(packed.progress.skipped) == 1

@@ -105,9 +105,7 @@ def test_failed_trial_stops_the_others_with_a_user_error() -> None:
 
     trials = [Trial("a", "fashion", (*SMALL_RUN, "train.epochs=9000")), Trial("b", "smoke", ("data.source=nowhere",))]
     screen = Watching(len(trials), jobs=2)
-    with pytest.raises(
-        UserError, match=r"trial b failed: data.source='nowhere' does not exist; .*its log is study/b.log"
-    ):
+    with pytest.raises(UserError, match=r"trial b failed: data.source='nowhere' .*study/b.log"):
         run_trials(trials, STUDY, 2, screen)
     assert len(screen.processes) >= 2
     # The kernel kills a rank a moment after the process that started it.

@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -41,14 +42,14 @@ def test_filters_of_the_first_layer_and_gamma_are_not_trained() -> None:
 
 
 def test_convolutions_start_as_the_identity_on_their_first_outputs() -> None:
-    group = airbench94(10, 3, widths=(32, 40, 40))[3]
+    group: Any = airbench94(10, 3, widths=(32, 40, 40)).get_submodule("3")
     x = torch.randn(2, 32, 6, 6)
     torch.testing.assert_close(group.conv1(x)[:, :32], x)
 
 
 @pytest.mark.parametrize("widths", [(64, 256, 256), (8, 16, 24)])
 def test_output_is_divided_by_the_inputs_of_the_last_layer(widths: tuple[int, ...]) -> None:
-    head = airbench94(10, 3, widths)[-1]
+    head: Any = airbench94(10, 3, widths).get_submodule("7")
     assert math.isclose(head.weight.std().item(), 1.0, rel_tol=1e-5)
     x = torch.randn(4, widths[-1])
     torch.testing.assert_close(head(x), x @ head.weight.T / widths[-1])

@@ -98,7 +98,7 @@ def test_seed_gives_the_same_weights_as_in_torchvision(torchvision: ModuleType, 
 def test_with_zero_gamma_every_block_starts_as_its_shortcut(resnet: Callable[..., nn.Module], zero_gamma: bool) -> None:
     model = resnet(num_classes=2, zero_gamma=zero_gamma)
     blocks = [module for module in model.modules() if isinstance(module, Basic | Bottleneck)]
-    assert len(blocks) == {resnet18: 8, resnet50: 16}[resnet]
+    assert len(blocks) == (8 if resnet is resnet18 else 16)
     for block in blocks:
         x = torch.randn(2, block.conv1.in_channels, 4, 4)
         assert torch.equal(block(x), torch.relu(block.downsample(x))) == zero_gamma

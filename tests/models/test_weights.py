@@ -108,9 +108,7 @@ class Harmful:
 
 def test_pickle_does_not_execute_code(tmp_path: Path) -> None:
     torch.save(small().state_dict() | {"args": Harmful(tmp_path / "made")}, tmp_path / "a.pth")
-    with pytest.raises(
-        UserError, match=r"a.pth holds more than tensors \((posix|os)\.mkdir\), and .* run code"
-    ) as error:
+    with pytest.raises(UserError, match=r"a.pth .*\((posix|os)\.mkdir\).* run code") as error:
         read_weights(tmp_path / "a.pth")
     assert not (tmp_path / "made").exists() and "\n" not in str(error.value)
 

@@ -104,7 +104,7 @@ def test_head_has_separate_groups_and_a_factor_of_every_learning_rate() -> None:
         )
 
 
-def rates(groups: list[dict[str, Any]], factor: str) -> dict[str, tuple[float, float]]:
+def rates(groups: list[dict[str, Any]], factor: str) -> dict[str, tuple[Any, float]]:
     """Return the factor of the learning rate and the decay of each parameter."""
     return {
         name: (pytest.approx(group.get(factor, 1.0)), group["weight_decay"])
@@ -123,7 +123,7 @@ def test_layer_decay_is_that_of_timm(name: str) -> None:
         model = timm.create_model(name)
         ours = RESNETS["resnet50"](1000, 3)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    skipped = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
+    skipped: set[str] = getattr(model, "no_weight_decay", set)()
     expected = param_groups_layer_decay(model, 0.1, no_weight_decay_list=skipped, layer_decay=0.7)
     for group in expected:
         group["param_names"] = [names[id(parameter)] for parameter in group["params"]]

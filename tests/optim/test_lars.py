@@ -370,7 +370,7 @@ def test_invalid_value_is_rejected_also_in_a_later_group(settings: dict[str, Any
 
 
 def test_half_precision_is_rejected() -> None:
-    with pytest.raises(UserError, match=r"\[2, 2\] is torch.float16, whose range is too small for LARS; .*float32"):
+    with pytest.raises(UserError, match=r"torch.float16, .*too small for LARS; .*float32"):
         make_lars([nn.Parameter(torch.zeros(2, 2, dtype=torch.float16))])
     optimizer = make_lars(make_weights())
     with pytest.raises(UserError, match="float16"):

@@ -177,9 +177,7 @@ def test_strict_rejects_unknown_settings(recipe: str, words: list[str], message:
 
 def test_strict_rejects_a_user_defined_network_in_python() -> None:
     images = (torch.zeros(8, 1, 8, 8, dtype=torch.uint8), torch.arange(8))
-    with pytest.raises(
-        UserError, match=r"^--strict: there is no reference result of torch.*:Flatten on images from Python with sgd;"
-    ):
+    with pytest.raises(UserError, match=r"^--strict: .*no reference result .*:Flatten .*with sgd;"):
         fit(nn.Flatten(), images, images, strict=True)
 
 

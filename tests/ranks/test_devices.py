@@ -25,7 +25,7 @@ def test_a_rank_that_sees_one_device_uses_it() -> None:
 
 
 def test_more_ranks_than_devices_fail() -> None:
-    with pytest.raises(UserError, match=r"^8 ranks on this host see 4 devices, .* nearest: 4 ranks per host$"):
+    with pytest.raises(UserError, match=r"^8 ranks on this host .*4 devices.*nearest: 4"):
         choose_device_index(5, 8, 4)
 
 
@@ -49,9 +49,9 @@ def test_auto_is_the_accelerator_if_it_has_a_backend(
 
 def test_a_missing_device_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
-    with pytest.raises(UserError, match=r"^run.device='cuda', but torch finds no CUDA device here; nearest: run.dev"):
+    with pytest.raises(UserError, match=r"^run.device='cuda'.*no CUDA device.*nearest: run.dev"):
         choose_device("cuda")
-    with pytest.raises(UserError, match=r"^run.device='gpu' is not one of auto, cpu, cuda; nearest"):
+    with pytest.raises(UserError, match=r"^run.device='gpu' .*auto, cpu, cuda; nearest"):
         choose_device("gpu")
 
 
@@ -143,17 +143,13 @@ def driver_file(version: str) -> str:
 @pytest.mark.parametrize("name", ["auto", "cuda"])
 def test_an_old_driver_is_an_error_and_does_not_train_on_the_cpu(machine: Path, name: str) -> None:
     (machine / "version").write_text(driver_file("535.104.05"))
-    with pytest.raises(
-        UserError, match=r"^the NVIDIA driver is 535.104.05, .* CUDA 13.0, which needs 580 or newer; upd"
-    ):
+    with pytest.raises(UserError, match=r"driver is 535.104.05, .*CUDA 13.0, .*580 .*; upd"):
         choose_device(name)
     assert choose_device("cpu") == "cpu"
 
 
 def test_a_gpu_that_torch_cannot_use_is_an_error_with_cudas_reason(machine: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"nvidia0 exists, but torch cannot use it \(Error 802: [^\n]*\); repair that, or"
-    ):
+    with pytest.raises(UserError, match=r"nvidia0 .*torch cannot use it \(Error 802: [^\n]*\); repair"):
         choose_device("auto")
 
 

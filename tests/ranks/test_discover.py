@@ -158,7 +158,7 @@ def test_variables_for_torchrun_without_torchrun_fail(environment: dict[str, str
 
 
 def test_a_rank_that_is_not_less_than_the_number_of_ranks_fails() -> None:
-    with pytest.raises(UserError, match=r"^RANK=8 and WORLD_SIZE=8: ranks count from 0, so it must be less; set"):
+    with pytest.raises(UserError, match=r"^RANK=8 and WORLD_SIZE=8: .*less; set"):
         discover(KUBEFLOW | {"RANK": "8"})
 
 

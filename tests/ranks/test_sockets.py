@@ -131,7 +131,7 @@ def test_a_name_of_rank_0_that_does_not_resolve_is_one_line(
     monkeypatch.setattr(store_module, "resolve", resolve)
     monkeypatch.setattr(store_module, "RESOLVE_S", 0.0)
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    with pytest.raises(UserError, match=r"'node7', does not resolve on .*Name or service.*; set MASTER_ADDR to its IP"):
+    with pytest.raises(UserError, match=r"'node7', does not resolve .*; set MASTER_ADDR"):
         await_address("node7")
     capsys.readouterr()
     monkeypatch.setenv("MASTER_ADDR", "node7")
@@ -160,7 +160,7 @@ def test_a_port_of_another_launch_is_reported_on_every_rank(monkeypatch: pytest.
     store, first = dist.HashStore(), "Slurm's step 5.0"  # type: ignore[attr-defined]
     require_same_launch(store, RankInfo(0, 2), first)
     require_same_launch(store, RankInfo(1, 2), first)
-    with pytest.raises(UserError, match=r"of Slurm's step 5.1, but .* belongs to Slurm's step 5.0; set MASTER_PORT"):
+    with pytest.raises(UserError, match=r"step 5.1, .*belongs to .*step 5.0; set MASTER_PORT"):
         require_same_launch(store, RankInfo(1, 2), "Slurm's step 5.1")
     with closing(listen_on("127.0.0.1", 0)) as used:
         port = used.getsockname()[1]

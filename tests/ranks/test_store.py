@@ -85,13 +85,13 @@ def test_rank_0_waits_for_the_successor_of_a_killed_rank() -> None:
 
 def test_ranks_that_do_not_connect_are_reported() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
-    with pytest.raises(TimeoutError, match=r"of 3 ranks, 1, 2 did not connect within 0.05 s"):
+    with pytest.raises(TimeoutError, match="of 3 ranks, 1, 2 did not connect"):
         agree_on_name(store, RankInfo(0, 3, 0, 3), timeout_s=0.05)
     for rank in range(1, 2000):
         store.set(f"hello/{rank}", f"token {rank}")
-    with pytest.raises(TimeoutError, match=r"of 2002 ranks, 2000, 2001 did not connect within 0.05 s"):
+    with pytest.raises(TimeoutError, match="of 2002 ranks, 2000, 2001 did not connect"):
         agree_on_name(store, RankInfo(0, 2002, 0, 8), timeout_s=0.05)
-    with pytest.raises(TimeoutError, match=r"of 2000 ranks, 1, 2, 3, 4, 5, 6, 7, 8 did not connect within 0.05 s"):
+    with pytest.raises(TimeoutError, match=r"of 2000 ranks, 1, .*7, 8 did not connect"):
         agree_on_name(store, RankInfo(0, 2000, 0, 8), timeout_s=0.05)  # they were answered and did not acknowledge
 
 

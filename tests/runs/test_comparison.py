@@ -223,7 +223,7 @@ def test_unreadable_rows_are_a_user_error(tmp_path: Path) -> None:
     (path / "metrics.jsonl").unlink()
     assert compare([path]).runs[0].steps == 0
     os.mkfifo(path / "metrics.jsonl")
-    with pytest.raises(UserError, match=r"metrics.jsonl cannot be read \(it is not a regular file\)"):
+    with pytest.raises(UserError, match=r"metrics.jsonl cannot be read .*not a regular file"):
         compare([path])
 
 

@@ -68,8 +68,8 @@ def test_refinement_finds_the_last_whole_node_within_the_limits() -> None:
 
 
 def test_batches_beyond_the_curve_or_the_memory_are_rejected() -> None:
-    with pytest.raises(UserError, match=r"1,024 ranks .* 32,768, beyond .* 16,384 .* nearest: --ranks 512"):
+    with pytest.raises(UserError, match=r"1,024 ranks .*32,768.*16,384.*nearest: --ranks 512"):
         best_batches(JOB, CLUSTER, CURVE, SPANS, [1024])
     small = replace(CLUSTER, device=replace(CLUSTER.device, memory_gb=1.0))
-    with pytest.raises(UserError, match=r"32 images, the smallest span .* has 1; use another cluster"):
+    with pytest.raises(UserError, match=r"32 images, .*has 1; .*another cluster"):
         best_batches(JOB, small, CURVE, SPANS, [8])

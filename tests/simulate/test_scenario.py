@@ -123,7 +123,7 @@ def test_a_model_without_points_scales_with_its_flops() -> None:
 
 
 def test_a_precision_without_a_curve_is_rejected() -> None:
-    with pytest.raises(UserError, match=r"hkbu-10gbe has the throughput .* only in fp32; nearest: precision.name=fp32"):
+    with pytest.raises(UserError, match=r"hkbu-10gbe .*only in fp32; nearest: precision.name=fp32"):
         compute_by_curve(RESNET, load_cluster("hkbu-10gbe"), "fp16", 64)
 
 

@@ -66,5 +66,5 @@ def test_a_time_that_is_too_short_returns_the_fastest_cluster() -> None:
 
 def test_a_batch_that_no_number_of_nodes_divides_is_rejected() -> None:
     odd = replace(job(), global_batch=127, microbatch=127)
-    with pytest.raises(UserError, match=r"no number of whole nodes of 8 ranks .*batch\.global=127"):
+    with pytest.raises(UserError, match=r"whole nodes of 8 ranks .*batch\.global=127"):
         smallest_within(odd, PAPER, 600)

@@ -140,7 +140,7 @@ def test_numbers_in_an_optimizer_state_keep_their_types() -> None:
     for value in (7, -3, 0.1, math.inf, True, False, None):
         found = tensor_to_number(number_to_tensor(value, "key", optimizer))
         assert found == value and type(found) is type(value)
-    with pytest.raises(UserError, match=r"^SGD stores the state 'key' .* as a list; .* only tensors and numbers"):
+    with pytest.raises(UserError, match=r"^SGD stores .*'key' .*list; .*only tensors"):
         number_to_tensor([1], "key", optimizer)
 
 

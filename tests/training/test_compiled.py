@@ -134,7 +134,7 @@ def test_fit_changes_only_the_weights_of_the_callers_network(tmp_path: Path, mon
         settings = ["train.epochs=1", "batch.global=12", "batch.micro=2", "run.threads=1", *more]
         settings += ["schedule.warmup_epochs=0.1", f"run.dir={tmp_path / str(len(more))}"]
         megabatch.fit(own, (images, labels), (images, labels), overrides=settings)
-        assert own[1].momentum == 0.1 and "forward" not in vars(own) and not own._forward_hooks
+        assert own.get_submodule("1").momentum == 0.1 and "forward" not in vars(own) and not own._forward_hooks
         weights.append(own.state_dict())
     assert len(graphs) == 1
     saved = load_file(tmp_path / "1/model.safetensors")

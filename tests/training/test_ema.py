@@ -164,7 +164,7 @@ def test_a_finished_run_and_its_best_checkpoint_store_the_average(tmp_path: Path
     stored = load_file(tmp_path / "run/model.safetensors")
     checkpoint = load_file(tmp_path / "run/checkpoints/last/state.safetensors")
     assert torch.equal(stored["1.weight"], checkpoint["average.1.weight"])
-    assert torch.equal(stored["1.weight"], network[1].weight.detach())
+    assert torch.equal(stored["1.weight"], network.get_parameter("1.weight").detach())
     assert not torch.equal(stored["1.weight"], checkpoint["model.1.weight"])
     for loaded in (
         megabatch.load(tmp_path / "run", checkpoint="last", network=nn.Sequential(nn.Flatten(), nn.Linear(64, 4))),

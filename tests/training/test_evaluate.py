@@ -6,7 +6,7 @@ from torch import nn
 
 from megabatch.data.pipeline.images import ArrayImages
 from megabatch.data.pipeline.normalise import Normalise, measure_pixels
-from megabatch.data.settings import NUM_VIEWS
+from megabatch.data.settings import NUM_VIEWS, TestViews
 from megabatch.ranks.world import World
 from megabatch.training.evaluate import (
     VIEWS,
@@ -109,6 +109,7 @@ def test_views_are_averaged_with_the_stated_weights() -> None:
     padded = np.pad(pixels, ((0, 0), (0, 0), (1, 1), (1, 1)), mode="reflect")
     views = (pixels, padded[..., :-2, :-2], padded[..., 2:, 2:])
     both = [(score(view) + score(view[..., ::-1].copy())) / 2 for view in views]
+    expected: dict[TestViews, torch.Tensor]
     expected = {"one": score(pixels), "mirror": both[0], "mirror-shift": both[0] / 2 + both[1] / 4 + both[2] / 4}
     for name, scores in expected.items():
         seen: list[torch.Tensor] = []

@@ -41,7 +41,7 @@ def fit_in(world: World, folder: str, precision: str) -> dict[str, Any]:
         ],
     )
     assert network[1].weight.dtype == torch.float32 and network(images[:2].float()).dtype == torch.float32
-    weights = world.all_gather(network[1].weight.tolist())
+    weights = world.all_gather(network.get_parameter("1.weight").tolist())
     assert all(other == weights[0] for other in weights)
     return {"status": summary.status, "top1": summary.top1, "steps": summary.steps}
 

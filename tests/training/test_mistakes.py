@@ -1,5 +1,6 @@
 import base64
 import io
+import math
 import time
 from typing import Any
 
@@ -75,7 +76,7 @@ def totals_of(world: World) -> tuple[float, float, list[dict[str, float]]]:
     taken_s = time.perf_counter() - began_s
     assert all(record.times for record in records)
     steps = [msgspec.to_builtins(record.times) for record in records if isinstance(record, StepRecord)]
-    return taken_s, sum(record.times.total for record in records if record.times), steps
+    return taken_s, math.fsum(record.times.total for record in records), steps
 
 
 def test_the_times_of_all_rows_add_up_to_the_time_of_the_run(ranks: RankPool) -> None:

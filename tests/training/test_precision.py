@@ -75,6 +75,7 @@ def watch_a_step(world: World, precision: str) -> dict[str, Any]:
         "gradients": [
             sum(address == weight.grad.data_ptr() for *_, address in watch.casts)
             for weight in training.master_weights.rounded_parameters
+            if weight.grad is not None
         ],
     }
 

@@ -77,7 +77,7 @@ def test_auto_resumes_a_run_with_the_value_that_it_means() -> None:
 def test_a_finished_run_is_not_resumed() -> None:
     make_run("runs/fashion-001", config_of(), "finished")
     assert start().folder == Path("runs/fashion-002")
-    with pytest.raises(UserError, match=r"runs/fashion-001 holds this run, and it is finished; give another run.dir"):
+    with pytest.raises(UserError, match=r"runs/fashion-001 .*finished; give another run.dir"):
         start("run.dir=runs/fashion-001")
 
 
@@ -123,7 +123,7 @@ def test_a_folder_with_other_files_is_refused_and_unchanged() -> None:
     for wrong in ("run.dir=mine", "run.dir=mine/thesis.txt"):
         with pytest.raises(UserError, match="exists and is not an empty folder"):
             start(wrong)
-    with pytest.raises(UserError, match="--resume mine is neither a run's folder nor a checkpoint"):
+    with pytest.raises(UserError, match=r"--resume mine .*neither"):
         start(resume="mine")
     assert Path("mine/thesis.txt").read_text() == "precious"
 
@@ -258,7 +258,7 @@ def test_checkpoints_outside_the_run_are_refused_and_not_removed(tmp_path: Path)
     for make in makers:
         folder = tmp_path / "run/checkpoints"
         make(folder)
-        with pytest.raises(UserError, match=r"checkpoints is a link or a file, not a folder"):
+        with pytest.raises(UserError, match=r"checkpoints is a link .*not a folder"):
             Checkpoints(tmp_path / "run", CheckpointSettings(), first_step=0)
         folder.unlink()
     for name in ("last", "best"):

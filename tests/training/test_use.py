@@ -167,9 +167,9 @@ def test_predictions_are_in_order_and_unreadable_images_are_named(run: Path, pho
 
 
 def test_a_missing_checkpoint_or_model_is_reported_in_one_line(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"has no checkpoint 'first'; choose from best, last, step-"):
+    with pytest.raises(UserError, match=r"no checkpoint 'first'; choose .*best, last, step-"):
         megabatch.load(run, "first")
-    with pytest.raises(UserError, match="has no model and no checkpoint yet; train it first"):
+    with pytest.raises(UserError, match=r"no model .*; train it first"):
         megabatch.load(tmp_path)
     (tmp_path / "other.safetensors").write_bytes(b"12345678")
     with pytest.raises(UserError, match="is not a safetensors file"):

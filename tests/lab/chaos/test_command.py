@@ -16,6 +16,7 @@ SEED = "6559"  # kills the launcher early in start-up, and a rank during a write
 
 
 def test_runs_survive_faults_bitwise_and_faults_are_counted(tmp_path: Path) -> None:
+    """Faults are injected at random phases, such as start-up and writes, and the command leaves only its report."""
     words = ["smoke", *SHORT, "--ranks", "2", "--kills", "2", "--seed", SEED, "--json", "chaos.json"]
     command = [sys.executable, "-m", "megabatch", "chaos", *words]
     environment = os.environ | {"TMPDIR": str(tmp_path), "COLUMNS": "80"}
