@@ -123,3 +123,16 @@ def test_table_of_results_matches_the_json(study: str, lower: str, higher: str, 
     readme = (FOLDER.parent / "README.md").read_text().splitlines()
     (row,) = (line for line in readme if f"`megabatch study {study}`" in line)
     assert sentence.format(points(gap.size), range_words(gap.interval)) in row
+
+
+def test_speedup_of_growing_images_matches_the_json() -> None:
+    study = msgspec.json.decode(ALL["image-sizes"], type=times.TimeStudy)
+    for arm, file, sentence in (
+        ("growing", "README.md", "{} times as fast to 55 % top-1 (95 % interval {})"),
+        ("growing", "studies.md", "{} times as fast as a fixed size of 64** (95 % interval {};"),
+        ("small", "studies.md", "A fixed size of 48 pixels is {} times as fast ({})."),
+    ):
+        found = times.time_ratio(study, study.arm(arm), study.arms[0])
+        assert found and found.interval
+        words = sentence.format(f"{found.size:.2f}", f"{found.interval.low:.2f} to {found.interval.high:.2f}")
+        assert words in " ".join((FOLDER.parent / file).read_text().split())
