@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from megabatch.cli.app import app
 from megabatch.cli.simulate_screen import BAR, bar
 from megabatch.errors import UserError
-from megabatch.io.numbers import duration
+from megabatch.io.numbers import duration, three_digits
 from megabatch.simulate.cores import CoreCosts
 from megabatch.simulate.load import load_cluster
 from megabatch.simulate.scenario import Scenario, simulate
@@ -297,10 +297,14 @@ def test_a_bar_has_a_constant_length() -> None:
 
 
 @pytest.mark.parametrize("command", [["show"], ["train", "--dry-run"]])
-def test_show_and_dry_run_predict_the_time_on_a_cluster(command: list[str]) -> None:
-    (row,) = rows("alexnet-bn-imagenet-16k", *ON_PAPER, "--ranks", "32")
-    words = [*command, "alexnet-bn-imagenet-16k", *ON_PAPER, "--ranks", "32"]
-    result = CliRunner().invoke(app, words, catch_exceptions=False)
+def test_show_and_dry_run_predict_the_time_and_speed_on_a_cluster(command: list[str]) -> None:
+    words = ["alexnet-bn-imagenet-16k", "data.sizes=[[0, 195], [0.5, 227]]", *ON_PAPER, "--ranks", "32"]
+    (row,) = rows(*words)
+    result = CliRunner().invoke(app, [*command, *words], catch_exceptions=False)
+    table = [line.split() for line in result.output.partition("\nimage sizes\n")[2].splitlines()]
+    assert [(line[0], line[-1]) for line in table[1:3]] == [
+        (str(stage["side"]), three_digits(stage["images_per_s"])) for stage in row["stages"]
+    ]
     (line,) = (line for line in result.output.splitlines() if line.startswith("time "))
     assert f"about {duration(60 * row['minutes'])} (" in line and "on 32 P40 of p40-roce100" in line
 

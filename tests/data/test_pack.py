@@ -184,8 +184,8 @@ def test_smaller_images_are_not_changed(form: str, shorter_side: int | None) -> 
 def test_a_test_size_with_more_pixels_than_the_pack_is_refused(photos: Path, tmp_path: Path) -> None:
     pack(photos, tmp_path / "out", PackSettings(shorter_side=40))
 
-    def load(**more: object) -> None:
-        load_data_set(DataSettings(source=str(tmp_path / "out"), image_size=24, **more))  # type: ignore[arg-type]
+    def load(image_size: int = 24, **more: object) -> None:
+        load_data_set(DataSettings(source=str(tmp_path / "out"), image_size=image_size, **more))  # type: ignore[arg-type]
 
     load(test_image_size=40)
     load(test_image_size=30, center_crop=0.75)
@@ -193,6 +193,9 @@ def test_a_test_size_with_more_pixels_than_the_pack_is_refused(photos: Path, tmp
         load(test_image_size=41)
     with pytest.raises(UserError, match=r"data\.center_crop=0\.75 is 30; nearest: .*=30, or .*--shorter-side 43$"):
         load(test_image_size=32, center_crop=0.75)
+    load(image_size=41, test_image_size=40)
+    with pytest.raises(UserError, match=r"^data\.image_size=41: .*; nearest: data\.image_size=40, or "):
+        load(image_size=41, sizes=[(0, 16), (0.5, 41)])
     pack(photos, tmp_path / "whole", PackSettings())
     load_data_set(DataSettings(source=str(tmp_path / "whole"), image_size=24, test_image_size=400))
 

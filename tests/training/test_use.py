@@ -118,6 +118,21 @@ def test_eval_reproduces_the_results_from_the_weights_and_for_a_folder(run: Path
     assert other.class_top1[:2] == result.class_top1[:2] and other.class_top1[2] is None
 
 
+@pytest.mark.parametrize("run", ["fp16, sizes, average"], indirect=True)
+def test_eval_with_another_size_and_other_views_equals_a_run_evaluated_with_them(run: Path, tmp_path: Path) -> None:
+    other = [f"run.dir={tmp_path / 'run'}", "data.test_image_size=32", "data.test_views=mirror"]
+    with prepare(load_config(str(run / "config.toml"), other), current_rank(), resume="never") as ready:
+        there = train_and_record(ready.config, ready.start, ready.training)
+    here = read_summary(run)
+    assert here is not None and here.test_loss != there.test_loss
+    shown = CliRunner().invoke(app, ["eval", str(run), "--image-size", "32", "--flip"]).stdout
+    assert shown.startswith(f"top-1 {there.top1:.4f}, top-5 {there.top5:.4f}, loss {there.test_loss:.6f} on ")
+    result, _ = evaluate_run(tmp_path / "run", None, image_size=24, views="one")
+    assert (result.top1, result.top5, result.test_loss) == (here.top1, here.top5, here.test_loss)
+    refused = CliRunner().invoke(app, ["eval", str(run), "--flip", "--views", "one"])
+    assert "--flip and --views one cannot be combined; use one of them" in str(refused.exception)
+
+
 def test_pixel_statistics_are_measured_only_at_the_first_start(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

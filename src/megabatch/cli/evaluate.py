@@ -7,6 +7,7 @@ import typer
 
 from megabatch.cli.overrides import ModelOption, require_folder_of
 from megabatch.data.settings import TestViews
+from megabatch.errors import UserError
 from megabatch.planning.sizes import LARGEST, SMALLEST
 
 
@@ -30,16 +31,20 @@ def evaluate(
             help="Average the scores of these views of an image. Default: those of the run.", show_default=False
         ),
     ] = None,
+    flip: Annotated[bool, typer.Option("--flip", help="The same as --views mirror.")] = False,
     confusion: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the confusion matrix to this CSV file.")
     ] = None,
 ) -> None:
     """Evaluate the saved weights of a run."""
     require_folder_of(confusion, "--confusion")
+    if flip and views:
+        raise UserError(f"--flip and --views {views} cannot be combined; use one of them")
     from megabatch.inference.evaluate import evaluate_run
     from megabatch.io.terminal import Terminal
     from megabatch.text import one_line
 
+    views = "mirror" if flip else views
     result, names = evaluate_run(run, data, checkpoint, model, image_size, views, confusion)
     console = Terminal()
     console.print(

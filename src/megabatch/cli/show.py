@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -28,6 +28,13 @@ if TYPE_CHECKING:
 BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
+class Prediction(NamedTuple):
+    """The speed of a run on a cluster, as `megabatch simulate` predicts it."""
+
+    time: str
+    images_per_s: dict[int, float]  # by the side of the training images
+
+
 def show(
     given: Arguments = None,
     ranks: Ranks = None,
@@ -51,8 +58,9 @@ def show(
         return
     require_named_model(config, recipe, overrides)
     num_ranks = choose_ranks(config, ranks)
-    time = expected_time(config, num_ranks, cluster, profile)
-    print_preview(config, num_ranks, [recipe, *overrides], needs_images=False, lists_parameters=parameters, time=time)
+    predicted = predict(config, num_ranks, cluster, profile)
+    arguments = [recipe, *overrides]
+    print_preview(config, num_ranks, arguments, needs_images=False, lists_parameters=parameters, predicted=predicted)
 
 
 def print_preview(
@@ -61,7 +69,7 @@ def print_preview(
     arguments: Sequence[str],  # of `megabatch train`
     needs_images: bool = True,
     lists_parameters: bool = False,
-    time: str = "",  # predicted for a cluster
+    predicted: Prediction | None = None,  # for a cluster
 ) -> None:
     from rich.syntax import Syntax
 
@@ -78,7 +86,7 @@ def print_preview(
     console = Terminal()
 
     console.title("start")
-    for name, text in answer(config, seen, arguments, here, time).items():
+    for name, text in answer(config, seen, arguments, here, predicted).items():
         console.print(one_line(f"{name:<9} {text}"))
     console.title("recipe")
     console.print(Syntax(config.to_toml().strip(), "toml", background_color="default"))
@@ -98,7 +106,7 @@ def print_preview(
         console.print(f"peak {config.optim.learning_rate:g}; the length of its warm-up depends on the number of images")
     if config.data.sizes or config.data.test_image_size:
         console.title("image sizes")
-        print_sizes(console, config, seen)
+        print_sizes(console, config, seen, predicted)
     if lists_parameters:
         console.title("parameters")
         print_parameters(console, seen)
@@ -116,7 +124,7 @@ def print_preview(
 
 
 def answer(
-    config: "RunConfig", seen: "Preview", arguments: Sequence[str], here: "Devices", time: str = ""
+    config: "RunConfig", seen: "Preview", arguments: Sequence[str], here: "Devices", predicted: Prediction | None = None
 ) -> dict[str, str]:
     """Return the most important facts by name: the command, and the batch, memory and time of the run."""
     from megabatch.preflight.preview import ASSUMED_CLASSES, start_commands
@@ -142,7 +150,7 @@ def answer(
         unknown = (
             "the duration is unknown: megabatch doctor measures images/s here, --cluster NAME predicts it elsewhere"
         )
-        lines["time"] = f"{plan.num_steps:,} steps, {images:,} images; {time or unknown}"
+        lines["time"] = f"{plan.num_steps:,} steps, {images:,} images; {predicted.time if predicted else unknown}"
     else:
         source = (
             f"data.source={config.data.source!r} does not exist" if config.data.source else "data.source is not set"
@@ -151,12 +159,12 @@ def answer(
             f"{source}; set data.source=FOLDER, with one folder of images per class. "
             f"This preview assumes {ASSUMED_CLASSES} classes and does not know the number of steps"
         )
-        lines["time"] = time or "unknown"
+        lines["time"] = predicted.time if predicted else "unknown"
     return lines
 
 
-def expected_time(config: "RunConfig", num_ranks: int, cluster: str | None, profile: Path | None) -> str:
-    """Return the time that `megabatch simulate` predicts, or "" without a cluster."""
+def predict(config: "RunConfig", num_ranks: int, cluster: str | None, profile: Path | None) -> Prediction | None:
+    """Return the prediction of `megabatch simulate`, or None without a cluster."""
     from megabatch.preflight.preview import job_of_recipe
     from megabatch.simulate.job import with_profile
     from megabatch.simulate.load import load_cluster
@@ -166,7 +174,7 @@ def expected_time(config: "RunConfig", num_ranks: int, cluster: str | None, prof
     if cluster is None:
         if profile:
             raise UserError(f"--profile {profile} describes a rank but not the links between ranks; add --cluster")
-        return ""
+        return None
     job, has_images = job_of_recipe(config)
     if profile:
         job = with_profile(job, read_profile(profile))
@@ -179,9 +187,11 @@ def expected_time(config: "RunConfig", num_ranks: int, cluster: str | None, prof
     cost += f", {three_digits(result.training.usd)} USD" if result.training.usd is not None else ""
     assumed = "" if has_images else ", assuming the images of ImageNet"
     devices = f"ranks as in {profile}" if profile else there.device.name
-    return (
-        f"about {duration(expected_s)} ({low} to {high}) on {num_ranks:,} {devices} of {there.name}, {cost}{assumed}; "
-        "for details: megabatch simulate"
+    time = f"about {duration(expected_s)} ({low} to {high}) on {num_ranks:,} {devices} of {there.name}, {cost}{assumed}"
+    seconds = {config.data.image_size: step_s} | {each.stage.side: each.step.total_s for each in result.stages}
+    return Prediction(
+        time=f"{time}; for details: megabatch simulate",
+        images_per_s={side: config.batch.global_batch / each_s for side, each_s in seconds.items()},
     )
 
 
@@ -201,19 +211,23 @@ def describe_steps(config: "RunConfig", seen: "Preview") -> str:
     )
 
 
-def print_sizes(console: "Terminal", config: "RunConfig", seen: "Preview") -> None:
+def print_sizes(console: "Terminal", config: "RunConfig", seen: "Preview", predicted: Prediction | None) -> None:
     from megabatch.io.terminal import plain_table
     from megabatch.planning.sizes import base_epochs
 
     table = plain_table()
-    for column in ("side", "from step", "steps", "epochs", "activations MB"):
+    for column in ("side", "from step", "steps", "epochs", "activations MB", *["images/s"] * bool(predicted)):
         table.add_column(column, justify="right")
     for row in seen.stages:
         stage, memory = row.stage, "unknown" if row.activations is None else in_mb(row.activations)
         steps = (
             (f"{stage.first_step + 1:,}", f"{stage.num_steps:,}", f"{row.epochs:.2f}") if seen.has_images else 3 * "?"
         )
-        table.add_row(str(stage.side), *steps, memory)
+        cells = [str(stage.side), *steps, memory]
+        if predicted:  # for the images of ImageNet, whose number of steps may leave out a short stage
+            speed = predicted.images_per_s.get(stage.side)
+            cells.append("?" if speed is None else three_digits(speed))
+        table.add_row(*cells)
     console.print(table)
     console.print(f"tested at {config.data.test_side} pixels")
     if seen.has_images:

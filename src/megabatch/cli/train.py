@@ -75,7 +75,7 @@ def train(
     if not dry_run:
         report_start(info)
 
-    from megabatch.cli.show import expected_time, print_preview
+    from megabatch.cli.show import predict, print_preview
     from megabatch.config.loading import load_config, print_to_stderr, silent
     from megabatch.config.recipes import recipe_names
     from megabatch.config.reference_results import require_known
@@ -112,7 +112,7 @@ def train(
     if dry_run:
         arguments = [*(given or [DEFAULT_RECIPE]), *(["--resume", resume] if resume != "auto" else [])]
         num_ranks = info.num_ranks if info else choose_ranks(config, ranks)
-        print_preview(config, num_ranks, arguments, time=expected_time(config, num_ranks, cluster, profile))
+        print_preview(config, num_ranks, arguments, predicted=predict(config, num_ranks, cluster, profile))
     else:
         num_ranks = choose_ranks(config, ranks)
         load_data_set(config.data)  # reports a wrong source before ranks start; indexes a folder once for all ranks

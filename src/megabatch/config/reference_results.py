@@ -185,7 +185,7 @@ REFERENCE_RESULTS = (
         learning_rate=2.048,
         momentum=0.875,
         weight_decay=5e-4,
-        epochs="27 of 28.8",
+        epochs="27 of 28",
         top1=0.7605,
         source="MosaicML, MLPerf v2.0 open",
     ),

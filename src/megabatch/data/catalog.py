@@ -171,16 +171,17 @@ def from_encoded(settings: DataSettings, dataset: EncodedDataset, threads: int) 
 
 
 def require_pixels(settings: DataSettings, dataset: EncodedDataset) -> None:
-    """Raise UserError for a test size that needs more pixels than a pack with `--shorter-side` holds."""
-    stored, wanted = dataset.shorter_side, settings.test_image_size
-    if stored is None or wanted is None:
+    """Raise UserError for test images that need more pixels than a pack with `--shorter-side` holds."""
+    stored, wanted = dataset.shorter_side, settings.test_side
+    if stored is None:
         return
     share = 1.0 if settings.center_crop == "auto" else settings.center_crop
     if wanted > round(share * stored):
         cropped = f", of which data.center_crop={share:g} is {round(share * stored)}" if share < 1 else ""
+        name = "data.test_image_size" if settings.test_image_size else "data.image_size"
         raise UserError(
-            f"data.test_image_size={wanted}: {dataset.place} was packed with --shorter-side {stored}{cropped}; "
-            f"nearest: data.test_image_size={round(share * stored)}, or pack it again with --shorter-side "
+            f"{name}={wanted}: {dataset.place} was packed with --shorter-side {stored}{cropped}; "
+            f"nearest: {name}={round(share * stored)}, or pack it again with --shorter-side "
             f"{math.ceil(wanted / share)}"
         )
 
