@@ -97,6 +97,9 @@ MEANINGS = {
     "data.exif_orientation": (
         "turn photos by their [EXIF orientation](data.md#decoding); torchvision's ImageFolder and timm ignore it"
     ),
+    "data.sampling": (
+        "images of an epoch: `all`, or `balanced`, [the same number of every class](data.md#classes-of-different-sizes)"
+    ),
     "data.train_per_class": (
         "number of training images per class, taken before validation images are held out; by default all"
     ),
@@ -176,6 +179,10 @@ MEANINGS = {
     "loss.label_smoothing": "label smoothing: the share of the target that is spread evenly over all classes",
     "loss.target_threshold": (
         "`bce`: targets above this are 1 and the others 0, also those of mixed images (timm's `--bce-target-thresh`)"
+    ),
+    "loss.class_weights": (
+        "[weights of the classes](data.md#classes-of-different-sizes): `auto`, or a table such as "
+        "`loss.class_weights={ cat = 3, dog = 0.5 }`, in which all other classes have 1"
     ),
     "comm.algorithm": (
         "all-reduce of gradients; `auto` chooses the best for each bucket; `ring` is the backend's, which rounds to 16 "
@@ -261,6 +268,7 @@ DEFAULTS = {
     "optim.eps": "1e-8 for `adamw`, 1e-6 for `lamb`, else 0",
     "optim.muon.others_learning_rate": "`optim.learning_rate`",
     "precision.loss_scale": "dynamic",
+    "loss.class_weights": "none",
     "train.patience": "none",
     "train.epochs": "set this or `train.steps`",
     "train.steps": "set this or `train.epochs`",

@@ -96,6 +96,7 @@ class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     flip: bool | Literal["alternating"] = False
     augment: AugmentSettings = field(default_factory=AugmentSettings)
     exif_orientation: bool = False
+    sampling: Literal["all", "balanced"] = "all"  # balanced: an epoch has as many images of every class
     train_per_class: Count | None = None  # training images per class; all by default
     # The share of the training images to test on.  0: the test images of the source; auto: 0.1 if it has none.
     validation: Annotated[float, Meta(ge=0, lt=1)] | Auto = 0.0

@@ -21,7 +21,7 @@ from megabatch.data.pipeline.policies import require_colours
 from megabatch.errors import UserError
 from megabatch.models.airbench import Whitening
 from megabatch.models.layers import freeze
-from megabatch.models.loss import SummedLoss, summed_loss
+from megabatch.models.loss import SummedLoss, class_weights, summed_loss
 from megabatch.models.weights import match, read_weights, require_finite
 from megabatch.optim.optimizers import MakeOptimizer, make_optimizer, make_user_optimizer
 from megabatch.precision.cast import place_model
@@ -128,6 +128,9 @@ def assemble(
     is_custom = overrides.optimizer or config.optim.is_user_optimizer
     normalise = Normalise(pixels, world.device, formats.model, config.model.wants_channels_last)
     num_classes = len(data.class_names)
+    weights = class_weights(config.loss, data.class_names, data.count_classes(), len(data.train))
+    loss_dtype = torch.promote_types(formats.model, torch.float32)
+    weight_tensor = torch.tensor(weights, dtype=loss_dtype, device=world.device) if weights else None
     statistics = RunningStatistics(model, plan.accumulation)
     average = WeightAverage(model, master_weights, statistics, plan_average(config, plan), config.train.ema_every_steps)
     mistakes = MistakeCounter(data.test, num_classes, config.train.examples, world)
@@ -143,7 +146,8 @@ def assemble(
         mixing=Mixing(config.data.augment, config.seed, world.device, formats.model),
         network=model,
         update_dtype=formats.update,
-        summed_loss=overrides.loss or partial(summed_loss, config.loss),
+        summed_loss=overrides.loss or partial(summed_loss, config.loss, weights=weight_tensor),
+        class_weights=weights,
         statistics=statistics,
         master_weights=master_weights,
         loss_scale=loss_scale,

@@ -57,6 +57,7 @@ class Parts:
     network: nn.Module
     update_dtype: torch.dtype  # master weights, the loss and BatchNorm's statistics
     summed_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    class_weights: list[float] | None  # of `summed_loss`
     statistics: RunningStatistics
     master_weights: MasterWeights
     loss_scale: LossScale

@@ -50,6 +50,10 @@ class DataSet(Struct, frozen=True):
                 digest.update(part.fingerprint().encode())
         return digest.hexdigest()
 
+    def count_classes(self) -> list[int]:
+        """Return the number of training images of each class."""
+        return self.train.labels.bincount(minlength=len(self.class_names)).tolist()  # type: ignore[no-any-return]
+
     @property
     def shape(self) -> DataShape:
         return DataShape(
