@@ -275,9 +275,9 @@ def test_impossible_splits_and_joins_are_refused(tmp_path: Path) -> None:
         load_with(folder, validation=0.1)
     with pytest.raises(UserError, match=r"photos has no test images .*data.validation=0.1"):
         load_with(folder)
-    with pytest.raises(UserError, match=r"data.also=.*: only folders and tars can be joined"):
+    with pytest.raises(UserError, match=r"data.also=.*: only folders, CSV files and tars can be joined"):
         load_with("fashion-mnist-10k", also=[str(folder)])
-    with pytest.raises(UserError, match=r"gone is neither a folder nor a .tar file"):
+    with pytest.raises(UserError, match=r"gone is neither a folder nor a .csv or .tar file"):
         load_with(folder, also=[str(tmp_path / "gone")])
     both = tmp_path / "both"
     make_folder(both / "one/train", 2, ("bag", "coat"))

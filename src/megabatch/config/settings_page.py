@@ -44,11 +44,15 @@ MEANINGS = {
     "model.compile": "train with `torch.compile`: see [GPUs](gpus.md#compile)",
     "model.cuda_graphs": "run microbatches that are not all-reduced as CUDA graphs: see [GPUs](gpus.md#cuda-graphs)",
     "data.source": (
-        "a folder of class folders, a `.tar`, a folder of tars, a pack (see [images](data.md)); an `.npz` file, a "
-        "folder of four IDX files; CIFAR's binary version, as a folder or `.tar.gz`; `fashion-mnist-10k`, "
-        "`fashion-mnist`, `synthetic`, or `imagenet`, which is the folder of that name and may be missing for a plan"
+        "a folder of class folders, a [`.csv` file](data.md#labels-in-a-csv-file), a `.tar`, a folder of tars, a pack "
+        "(see [images](data.md)); an `.npz` file, a folder of four IDX files; CIFAR's binary version, as a folder or "
+        "`.tar.gz`; `fashion-mnist-10k`, `fashion-mnist`, `synthetic`, or `imagenet`, which is the folder of that name "
+        "and may be missing for a plan"
     ),
-    "data.also": "more folders and tars, merged by class name",
+    "data.multi_label": (
+        "an image of a `.csv` file may have [several labels](data.md#several-labels-per-image); needs `loss.name=bce`"
+    ),
+    "data.also": "more folders, `.csv` files and tars, merged by class name",
     "data.image_size": "side of a training image in pixels, to which all are resized; with `data.sizes`, the largest",
     "data.sizes": (
         "[side of training images over the run](data.md#sizes-over-the-run): a list of [share of the run, side], such "

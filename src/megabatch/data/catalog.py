@@ -24,6 +24,7 @@ from megabatch.data.sources.folders import FolderFiles, read_folder, warn_of_cla
 from megabatch.data.sources.index import once_per_host
 from megabatch.data.sources.labels import named_like_splits
 from megabatch.data.sources.shapes import KNOWN_SETS, DataShape
+from megabatch.data.sources.table import SUFFIX, read_table
 from megabatch.errors import UserError, nearest
 from megabatch.text import is_plain, one_line
 
@@ -45,8 +46,8 @@ def load_data_set(settings: DataSettings, threads: int = 1) -> DataSet:
         return from_encoded(settings, source, threads)
     if settings.also:
         raise UserError(
-            f"data.also={settings.also}: only folders and tars can be joined, and data.source={settings.source!r} is "
-            "neither; remove data.also"
+            f"data.also={settings.also}: only folders, CSV files and tars can be joined, but not "
+            f"data.source={settings.source!r}; remove data.also"
         )
     if settings.train_per_class is not None:
         labels = source.train.labels.numpy()
@@ -102,8 +103,8 @@ def find_source(settings: DataSettings, side: int) -> DataSet | EncodedDataset:
             return from_arrays(read_idx_folder(path), side, path)
         if holds_cifar(path):
             return from_arrays(read_cifar(path), side, path)
-        if path.is_dir() or path.suffix == ".tar":
-            return read_encoded(path)
+        if path.is_dir() or path.suffix in (".tar", SUFFIX):
+            return read_encoded(path, settings.multi_label)
     except OSError as error:
         raise UserError(
             f"data.source={settings.source!r} cannot be read ({error.strerror}); check its permissions, or give another"
@@ -111,11 +112,11 @@ def find_source(settings: DataSettings, side: int) -> DataSet | EncodedDataset:
     if not path.exists() and not get_close_matches(settings.source, NAMED_SOURCES):
         raise NoSource(
             f"data.source={settings.source!r} does not exist; give a folder with a folder of images for each class, or "
-            f"a .tar or .npz file, or one of {', '.join(NAMED_SOURCES)}"
+            f"a .csv, .tar or .npz file, or one of {', '.join(NAMED_SOURCES)}"
         )
     raise UserError(
         f"data.source={settings.source!r} is neither a folder (of class folders, tars, IDX files or CIFAR's binary "
-        f"files), nor a .tar or .npz file, nor one of {', '.join(NAMED_SOURCES)}; nearest: "
+        f"files), nor a .csv, .tar or .npz file, nor one of {', '.join(NAMED_SOURCES)}; nearest: "
         f"data.source={nearest(settings.source, NAMED_SOURCES)}"
     )
 
@@ -125,9 +126,11 @@ def has_index(settings: DataSettings) -> bool:
     return settings.source not in NAMED_SOURCES or settings.source == "imagenet"
 
 
-def read_encoded(path: Path) -> EncodedDataset:
-    """Read a source of encoded images: a tar, a folder of tars, or class folders."""
+def read_encoded(path: Path, multi_label: bool = False) -> EncodedDataset:
+    """Read a source of encoded images: a tar, a folder of tars, class folders, or a CSV file."""
     try:
+        if path.suffix == SUFFIX and not path.is_dir():
+            return read_table(path, multi_label)
         return read_shards(path) if holds_shards(path) else read_folder(path)
     except OSError as error:
         raise UserError(
@@ -138,8 +141,8 @@ def read_encoded(path: Path) -> EncodedDataset:
 def from_encoded(settings: DataSettings, dataset: EncodedDataset, threads: int) -> DataSet:
     for also in settings.also:
         path = Path(also)
-        if not path.is_dir() and path.suffix != ".tar":
-            raise UserError(f"data.also={settings.also}: {also} is neither a folder nor a .tar file; remove it")
+        if not path.is_dir() and path.suffix not in (".tar", SUFFIX):
+            raise UserError(f"data.also={settings.also}: {also} is neither a folder nor a .csv or .tar file; remove it")
         dataset = concatenate(dataset, read_encoded(path))
     train, test = dataset.train, dataset.test
     if settings.train_per_class is not None:
