@@ -8,6 +8,7 @@ from itertools import permutations
 from pathlib import Path
 
 import numpy as np
+import torch
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
@@ -62,8 +63,10 @@ def load_data_set(settings: DataSettings, threads: int = 1) -> DataSet:
     return replace(source, train=ImageSubset(source.train, train), test=ImageSubset(tested.train, test))
 
 
-def load_other_images(settings: DataSettings, names: Sequence[str], num_channels: int, threads: int) -> ImageSet:
-    """Return images to test a model of these classes on.
+def load_other_images(
+    settings: DataSettings, names: Sequence[str], num_channels: int, threads: int
+) -> tuple[ImageSet, torch.Tensor | None]:
+    """Return images to test a model of these classes on, and the label sets of multi-label images.
 
     They are the test part of the source, or all images of a folder or tar that has no test part.
     """
@@ -77,14 +80,19 @@ def load_other_images(settings: DataSettings, names: Sequence[str], num_channels
             raise UserError(f"{settings.source} has {reason}, but the run was not trained on them; give {other}")
         files = source.train if source.test is None else source.test
         require_pixels(settings, source)
-        files = with_classes(files, source.class_names, tuple(names))
-        return EncodedImages(files, settings, threads, side=settings.test_side)
+        sets = None
+        if source.label_sets is None:
+            files = with_classes(files, source.class_names, tuple(names))
+        else:
+            sets = torch.zeros(len(source.label_sets), len(names), dtype=torch.bool)
+            sets[:, [names.index(name) for name in source.class_names]] = torch.from_numpy(source.label_sets)
+        return EncodedImages(files, settings, threads, side=settings.test_side), sets
     if source.num_channels != num_channels or len(source.class_names) > len(names):
         raise UserError(
             f"{settings.source} has {source.num_channels} channels and {len(source.class_names)} classes, but the run "
             f"was trained on {num_channels} and {len(names)}; give another source"
         )
-    return source.test
+    return source.test, None
 
 
 def find_source(settings: DataSettings, side: int) -> DataSet | EncodedDataset:
@@ -148,16 +156,19 @@ def from_encoded(settings: DataSettings, dataset: EncodedDataset, threads: int) 
     if settings.train_per_class is not None:
         names, place = dataset.class_names, dataset.place
         train = Subset(train, choose_per_class(settings, settings.train_per_class, train.labels, names, place))
-    share = settings.held_out(has_tests=test is not None)
+    share, sets = settings.held_out(has_tests=test is not None), dataset.label_sets
     if share:
-        to_train, to_test = split(settings, share, train.labels, dataset.class_names, dataset.place)
+        # A set of labels may have a single image, so multi-label images are held out without regard to their labels.
+        strata, names = (train.labels, dataset.class_names) if sets is None else (0 * train.labels, ("all",))
+        to_train, to_test = split(settings, share, strata, names, dataset.place)
         train, test = Subset(train, to_train), Subset(train, to_test)
     if test is None:
         raise UserError(
             f"{dataset.place} has no test images (a val folder, or val-*.tar); "
             "hold out some training images with data.validation=0.1"
         )
-    require_all_classes(dataset.class_names, train.labels, test.labels, dataset.place)
+    if sets is None:
+        require_all_classes(dataset.class_names, train.labels, test.labels, dataset.place)
     require_pixels(settings, dataset)
     are_small = settings.center_crop == "auto" and seem_small(dataset.train, settings)
     train_images = EncodedImages(train, settings, threads, are_small)
@@ -168,6 +179,7 @@ def from_encoded(settings: DataSettings, dataset: EncodedDataset, threads: int) 
         test_images,
         dataset.class_names,
         num_channels=3,
+        label_sets=None if sets is None else torch.from_numpy(sets),
         tested_on="" if is_set_by_user else describe_tests(test, share),
         warnings=warn_of_classes(dataset) + warn_of_ignored(dataset),
     )

@@ -33,6 +33,7 @@ from megabatch.training.checkpoint.card import make_card, pixels_of
 from megabatch.training.checkpoint.weights import find_weights
 from megabatch.training.ema import WeightAverage
 from megabatch.training.evaluate import MistakeCounter, evaluate
+from megabatch.training.evaluate_labels import evaluate_labels, require_evaluable
 from megabatch.training.parts import Comparison, Parts
 
 WHITENED_SAMPLES = 5_000  # images whose patches a whitening layer is measured on
@@ -133,7 +134,13 @@ def assemble(
     weight_tensor = torch.tensor(weights, dtype=loss_dtype, device=world.device) if weights else None
     statistics = RunningStatistics(model, plan.accumulation)
     average = WeightAverage(model, master_weights, statistics, plan_average(config, plan), config.train.ema_every_steps)
+    sets = data.label_sets
     mistakes = MistakeCounter(data.test, num_classes, config.train.examples, world)
+    if sets is None:
+        evaluation = partial(evaluate, model, data.test, normalise, num_classes, mistakes=mistakes)
+    else:
+        require_evaluable(data.test, sets)
+        evaluation = partial(evaluate_labels, model, data.test, sets, normalise)
     return Parts(
         world=world,
         seed=config.seed,
@@ -148,6 +155,7 @@ def assemble(
         update_dtype=formats.update,
         summed_loss=overrides.loss or partial(summed_loss, config.loss, weights=weight_tensor),
         class_weights=weights,
+        label_sets=None if sets is None else sets.to(world.device, loss_dtype),
         statistics=statistics,
         master_weights=master_weights,
         loss_scale=loss_scale,
@@ -157,14 +165,9 @@ def assemble(
         learning_rate=plan_learning_rate(config, plan),
         clip_norm=config.optim.clip_norm,
         evaluate=partial(
-            evaluate,
-            model,
-            data.test,
-            normalise,
-            num_classes,
-            config.batch.microbatch,
-            world,
-            mistakes=mistakes,
+            evaluation,
+            batch_size=config.batch.microbatch,
+            world=world,
             views=config.data.test_views,
             average=average if average.is_on else None,
         ),

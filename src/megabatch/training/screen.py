@@ -96,7 +96,8 @@ class Screen:
         if isinstance(record, EvaluationRecord):
             self.show_skipped(record.unreadable, "left out")
             raw = "" if record.raw_top1 is None else f" raw {record.raw_top1:.4f}"
-            self.line(f"top-1 {record.top1:.4f}{raw} top-5 {record.top5:.4f}")
+            mean = "" if record.mean_average_precision is None else f"mAP {record.mean_average_precision:.4f} "
+            self.line(f"{mean}top-1 {record.top1:.4f}{raw} top-5 {record.top5:.4f}")
             return
         self.last_step = record
         self.unprinted.append(record)
@@ -148,9 +149,11 @@ class Screen:
         if summary.top1 is None:
             self.print_row(summary.status, "not evaluated yet")
         else:
+            mean, best = summary.mean_average_precision, summary.best_mean_average_precision
+            ranked = "" if mean is None else f"mAP {mean:.4f} (best {best:.4f}), "
             self.print_row(
                 summary.status,
-                f"top-1 {summary.top1:.4f} (best {summary.best_top1:.4f}), top-5 {summary.top5:.4f} "
+                f"{ranked}top-1 {summary.top1:.4f} (best {summary.best_top1:.4f}), top-5 {summary.top5:.4f} "
                 f"on {summary.samples_evaluated:,} images",
             )
         if summary.ended_early:
@@ -327,6 +330,7 @@ def describe_data(config: RunConfig, training: Training) -> str:
         f"{plural(data.num_channels, 'channel')}, {describe_classes(data)}"
         + (f"; tested on {data.tested_on}" if data.tested_on else "")
         + "; balanced" * (settings.sampling == "balanced")
+        + "; several labels per image" * settings.multi_label
     )
 
 
