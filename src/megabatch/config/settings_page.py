@@ -219,7 +219,8 @@ MEANINGS = {
     ),
     "train.ema_every_steps": "steps between updates of the average",
     "train.patience": (
-        "end the run after this many evaluations in a row without a better top-1; by default it is trained to its end"
+        "end the run after this many evaluations in a row without a better top-1 (with several labels per image, mAP); "
+        "by default it is trained to its end"
     ),
     "train.stop_at_target": "end the run at the first evaluation that reaches `train.target_top1`",
     "train.examples": (
@@ -236,7 +237,7 @@ MEANINGS = {
     ),
     "checkpoint.keep": "number of newest checkpoints to keep",
     "checkpoint.keep_best": (
-        "number of checkpoints with the best top-1, or mAP, to keep as well; a slow disk may miss one that is not the best"
+        "number of checkpoints with the best top-1 or mAP to keep as well; a slow disk may miss one that is not the best"
     ),
     "run.dir": "folder of the run",
     "run.device": "`auto` is `cuda` if available, else `cpu`",
