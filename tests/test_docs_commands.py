@@ -118,6 +118,9 @@ FOUND = list({(command.prefix, *fill_placeholders(command.words)): command for c
 def readers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reader")
     make_folder(folder / "my_photos", per_class=6)
+    rows = [f"{path.relative_to(folder / 'my_photos')},{path.parent.name}" for path in folder.glob("my_photos/*/*.jpg")]
+    (folder / "my_photos/labels.csv").write_text("\n".join(rows))
+    (folder / "my_photos/several.csv").write_text("\n".join(f"{row};new" for row in rows))
     for name in ("mine", "photos_500px"):
         (folder / name).symlink_to("my_photos")
     for name in ("picture.jpg", "a.jpg"):

@@ -273,7 +273,7 @@ def test_impossible_splits_and_joins_are_refused(tmp_path: Path) -> None:
         load_with(folder, validation=0.1)
     with pytest.raises(UserError, match=r"photos has no test images .*data.validation=0.1"):
         load_with(folder)
-    with pytest.raises(UserError, match=r"data.also=.*: only folders and tars can be joined"):
+    with pytest.raises(UserError, match=r"data.also=.*: only folders, CSV files and tars can be joined"):
         load_with("fashion-mnist-10k", also=[str(folder)])
     with pytest.raises(UserError, match=r"gone is neither .*folder.*\.tar"):
         load_with(folder, also=[str(tmp_path / "gone")])
@@ -290,7 +290,7 @@ def test_impossible_splits_and_joins_are_refused(tmp_path: Path) -> None:
 def test_other_images_are_labelled_by_the_class_names_of_the_run(tmp_path: Path) -> None:
     trained_on = load_with(make_folder(tmp_path / "trained", 4, ("ankle", "bag", "coat")), validation=0.25)
     other = make_folder(tmp_path / "other", 2, ("bag", "coat"))
-    images = load_other_images(DataSettings(source=str(other), image_size=28), trained_on.class_names, 3, threads=1)
+    images, _ = load_other_images(DataSettings(source=str(other), image_size=28), trained_on.class_names, 3, threads=1)
     assert images.labels.tolist() == [1, 1, 2, 2]
     make_folder(other, 2, ("dress",))
     with pytest.raises(UserError, match=r"class 'dress', .*not trained"):

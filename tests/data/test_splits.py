@@ -165,7 +165,7 @@ def test_arrays_with_one_class_give_a_warning(tmp_path: Path) -> None:
 def test_other_images_are_read_from_the_validation_folder(tmp_path: Path) -> None:
     folder = make_splits(tmp_path / "other", "train", "valid")
     settings = DataSettings(source=str(folder), image_size=28)
-    assert len(load_other_images(settings, CLASSES, 3, threads=1)) == 6
+    assert len(load_other_images(settings, CLASSES, 3, threads=1)[0]) == 6
     (folder / "train").rename(tmp_path / "train")
     with pytest.raises(UserError, match=rf"has images of class 'valid'.*; give {folder}/valid$"):
         load_other_images(settings, CLASSES, 3, threads=1)

@@ -255,6 +255,11 @@ def test_an_exception_in_a_callback_ends_the_run_with_its_traceback(tmp_path: Pa
             r"^loss returned a float; expected the sum over the samples, a tensor of",
         ),
         (
+            {"loss": nn.CrossEntropyLoss(reduction="sum"), "overrides": ["loss.class_weights=auto"]},
+            r"^loss.class_weights has no effect on fit\(loss=...\); omit it",
+        ),
+        ({"overrides": ["loss.class_weights={cat=2}"]}, r"^loss.class_weights: .* no class 'cat'; nearest: "),
+        (
             {"optimizer": lambda groups, settings: None},
             r"^optimizer returned a NoneType; expected a torch.optim.Optimiz",
         ),

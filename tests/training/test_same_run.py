@@ -18,9 +18,10 @@ from megabatch.training.prepare import ready_to_train
 from tests.support.rank_pool import RankPool
 from tests.support.small_runs import small_run, train_small
 
-# Two sizes, an average of the weights, and draws per sample and per microbatch.
+# Two sizes, an average of the weights, class weights, balanced sampling, and draws per sample and per microbatch.
 CHANGING = (
     *("data.sizes=[[0, 8], [0.5, 12]]", "train.ema_half_life_epochs=0.3", "train.ema_every_steps=3"),
+    *("loss.class_weights={'class 1'=1.25}", "data.sampling=balanced"),
     *("data.flip=alternating", "data.augment={erase=0.2, brightness=0.1, repeats=2, mixup=0.1, cutmix=0.5}"),
 )
 

@@ -1,4 +1,4 @@
-"""Recipes, overrides, studies and all-reduce plans."""
+"""Recipes, overrides, studies, all-reduce plans and tables of labels."""
 
 import json
 import tomllib
@@ -13,6 +13,8 @@ from megabatch.config.loading import load_config, silent
 from megabatch.config.recipes import recipe_names
 from megabatch.config.resolve import decisive_settings
 from megabatch.config.schema import FIELDS
+from megabatch.data.sources.files import EncodedDataset
+from megabatch.data.sources.table import read_table
 from megabatch.experiments.design import TimeDesign, known_studies, read_any_design
 from megabatch.experiments.plan import search_so_far, seeds_of
 from megabatch.planning.algorithms import ALGORITHMS
@@ -23,10 +25,11 @@ from megabatch.planning.topology import Axis, regular
 from megabatch.planning.tuning import Tuning
 from megabatch.runs.files import PLAN
 from megabatch.runs.reader import read_plan
+from megabatch.text import is_plain
 from megabatch_lab.fuzz.formats import Files, Format, by_functions
 from megabatch_lab.fuzz.mutations import DEPTH, corrupt_json
 
-RECIPE, OVERRIDE = "recipe.toml", "override"
+RECIPE, OVERRIDE, TABLE = "recipe.toml", "override", "labels.csv"
 # In TOML syntax.
 VALUES = (
     *("-1", "0", "1", "1e308", "-1e308", "nan", "inf", "1" + "0" * 30, "9" * 5000, "0x7fffffffffffffff", "1e-320"),
@@ -171,7 +174,64 @@ def is_json(content: bytes) -> bool:
     return True
 
 
+def tables() -> list[Files]:
+    rows = [f"{name}/{number}.jpg,{name}" for name in ("cat", "dög") for number in range(6)]
+    splits = [f"{row},{'val' if number % 3 else 'train'}" for number, row in enumerate(rows)]
+    lists = [f'"/photos/{number}, a.png",cat;dog' for number in range(5)]
+    contents = (rows, ["path,label", *rows], ["path,label,split", *splits], ["path,label", *lists, "b.png,"])
+    return [{TABLE: "\n".join(lines).encode()} for lines in contents]
+
+
+CELLS = (
+    "",
+    '"',
+    '""',
+    "\0",
+    "\x1b[31m",
+    "a\nb",
+    "\u2028",
+    ";",
+    ";;;",
+    "-1",
+    "9" * 999,
+    "x" * 200_000,
+    "val",
+    "path,label",
+    "\r",
+)
+
+
+def corrupt_table(files: Files, rng: Random) -> Files:
+    lines = files[TABLE].decode().split("\n")
+    for _ in range(rng.choice((1, 1, 5))):
+        at = rng.randrange(len(lines))
+        cells = lines[at].split(",")
+        cells[rng.randrange(len(cells))] = rng.choice(CELLS)
+        what = rng.randrange(4)
+        lines[at] = lines[rng.randrange(len(lines))] if what == 0 else ",".join(cells * (1 + (what == 1)))
+    text = rng.choice(("\n", "\n", "\r\n", "\r")).join(lines)
+    return {TABLE: text.encode(rng.choice(("utf-8", "utf-8", "utf-8", "utf-8-sig", "utf-16")))}
+
+
+def read_both_ways(folder: Path) -> None:
+    """Read a table with lists of labels and, if it has no empty label, with one label per image."""
+    data = read_table(folder / TABLE, multi_label=True)
+    if data.label_sets is not None and data.label_sets.any(1).all():
+        require_meaning(read_table(folder / TABLE))
+    require_meaning(data)
+
+
+def require_meaning(data: EncodedDataset) -> None:
+    sets = data.label_sets
+    classes = len(data.class_names)
+    assert classes and all(map(is_plain, data.class_names)) and (sets is None or sets.shape[1] == classes)
+    for files in filter(None, (data.train, data.test)):
+        assert files.labels.min() >= 0 and files.labels.max() < (classes if sets is None else len(sets))
+        assert all(is_plain(files.where(number)) for number in range(len(files)))
+
+
 TEXTS = {
+    "csv": Format(by_functions(tables, read_both_ways), corrupt_table, lambda files: b"," in files[TABLE][:64]),
     "toml": Format(by_functions(recipes, read_recipe_file), corrupt_recipe, is_toml),
     "study": Format(by_functions(studies, read_study_file), corrupt_recipe, is_toml),
     "override": Format(by_functions(overrides, read_override), corrupt_override, lambda files: b"=" in files[OVERRIDE]),

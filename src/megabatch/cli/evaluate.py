@@ -47,15 +47,16 @@ def evaluate(
     views = "mirror" if flip else views
     result, names = evaluate_run(run, data, checkpoint, model, image_size, views, confusion)
     console = Terminal()
+    ranked = "" if result.mean_average_precision is None else f"mAP {result.mean_average_precision:.4f}, "
     console.print(
-        f"top-1 {result.top1:.4f}, top-5 {result.top5:.4f}, loss {result.test_loss:.6f} "
+        f"{ranked}top-1 {result.top1:.4f}, top-5 {result.top5:.4f}, loss {result.test_loss:.6f} "
         f"on {result.samples_evaluated:,} samples"
     )
     for line in result.unreadable:
         console.print(one_line(f"left out: {line}"))
     console.print(
         f"precision {result.precision:.4f}, balanced accuracy {result.balanced_accuracy:.4f}, F1 {result.f1:.4f} "
-        f"(means over classes), calibration error {result.ece:.4f}"
+        "(means over classes)" + ("" if result.ece is None else f", calibration error {result.ece:.4f}")
     )
     console.print(f"  {'class':<16} recall precision")
     for name, *shares in zip(names, result.class_top1, result.class_precision, strict=True):

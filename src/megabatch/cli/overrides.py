@@ -73,13 +73,13 @@ def split_arguments(arguments: Sequence[str] | None, default: str = DEFAULT_RECI
 
 
 def is_images(argument: str) -> bool:
-    """Return whether the argument is a folder of images, a tar or an .npz file, and not a recipe or a run."""
+    """Return whether the argument is a folder of images or a .csv, .tar or .npz file, and not a recipe or a run."""
     from megabatch.config.recipes import recipe_names
     from megabatch.runs.reader import is_run
 
     path = Path(argument).expanduser()
     with suppress(OSError, ValueError):  # such as a name that is too long
-        is_source = path.is_dir() or (path.suffix in (".tar", ".npz") and path.is_file())
+        is_source = path.is_dir() or (path.suffix in (".csv", ".tar", ".npz") and path.is_file())
         return is_source and argument not in recipe_names() and not is_run(path)
     return False
 

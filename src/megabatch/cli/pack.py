@@ -24,7 +24,9 @@ MOST_NAMED = 20  # skipped or damaged images that are listed
 def pack(
     source: Annotated[
         Path,
-        typer.Argument(help="A folder of class folders, a folder of tars or a tar. With only --verify: a pack."),
+        typer.Argument(
+            help="A folder of class folders, a CSV file, a folder of tars or a tar. With only --verify: a pack."
+        ),
     ],
     out: Annotated[Path | None, typer.Argument(help="A new folder for the shards.", show_default=False)] = None,
     shorter_side: Annotated[

@@ -44,6 +44,8 @@ def choices(key: str) -> Iterator[str]:
             yield from map(str, member.values)
         elif isinstance(member, msgspec.inspect.BoolType):
             yield from ("true", "false")
+        elif isinstance(member, msgspec.inspect.DictType):
+            yield "a table"
         else:
             yield "a number"
 

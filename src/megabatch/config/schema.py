@@ -38,7 +38,7 @@ class TrainSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     evaluate_every: Annotated[int, Meta(ge=0, le=10**6)] = 1  # epochs; the last step is always evaluated, 0: only that
     ema_half_life_epochs: Annotated[float, Meta(ge=0, le=10**6)] = 0.0  # of the weights' moving average; 0: none
     ema_every_steps: Annotated[int, Meta(ge=1, le=MOST_STEPS)] = 1  # between updates of the average
-    patience: Annotated[int, Meta(ge=1, le=10**6)] | None = None  # evaluations without a better top-1 that end the run
+    patience: Annotated[int, Meta(ge=1, le=10**6)] | None = None  # evaluations without a better score that end the run
     stop_at_target: bool = False  # end the run at the first evaluation that reaches target_top1
     examples: Annotated[int, Meta(ge=0, le=1000)] = 24  # most confident mistakes that a run keeps
     noise_every: Annotated[int, Meta(ge=0, le=10**6)] = 20  # steps between measurements of the gradient noise scale
@@ -61,7 +61,7 @@ class CheckpointSettings(Struct, frozen=True, kw_only=True, forbid_unknown_field
     every_steps: StepCount = 0
     every_minutes: Annotated[float, Meta(ge=0, le=10**6)] = 0.0
     keep: Annotated[int, Meta(ge=1, le=10**6)] = 2  # the newest
-    keep_best: Annotated[int, Meta(ge=1, le=10**6)] = 1  # kept as well: those with the best top-1
+    keep_best: Annotated[int, Meta(ge=1, le=10**6)] = 1  # kept as well: those with the best score
 
 
 class RunSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -132,6 +132,11 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, o
                 "characters, _, - or ., not starting with - or .; for example name='my-recipe'"
             )
         require_one_of("data.decoder", self.data.decoder, [CPU_DECODER, *DECODERS])
+        if self.data.multi_label and self.loss.name != "bce":
+            raise UserError(
+                f"data.multi_label=true with loss.name={self.loss.name}: only bce has a target for each class; set "
+                "loss.name=bce"
+            )
         num_sides = len(sides_of(self.data.sizes))
         if self.model.compile and num_sides > MOST_COMPILED:
             raise UserError(

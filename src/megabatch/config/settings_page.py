@@ -44,11 +44,15 @@ MEANINGS = {
     "model.compile": "train with `torch.compile`: see [GPUs](gpus.md#compile)",
     "model.cuda_graphs": "run microbatches that are not all-reduced as CUDA graphs: see [GPUs](gpus.md#cuda-graphs)",
     "data.source": (
-        "a folder of class folders, a `.tar`, a folder of tars, a pack (see [images](data.md)); an `.npz` file, a "
-        "folder of four IDX files; CIFAR's binary version, as a folder or `.tar.gz`; `fashion-mnist-10k`, "
-        "`fashion-mnist`, `synthetic`, or `imagenet`, which is the folder of that name and may be missing for a plan"
+        "a folder of class folders, a [`.csv` file](data.md#labels-in-a-csv-file), a `.tar`, a folder of tars, a pack "
+        "(see [images](data.md)); an `.npz` file, a folder of four IDX files; CIFAR's binary version, as a folder or "
+        "`.tar.gz`; `fashion-mnist-10k`, `fashion-mnist`, `synthetic`, or `imagenet`, which is the folder of that name "
+        "and may be missing for a plan"
     ),
-    "data.also": "more folders and tars, merged by class name",
+    "data.multi_label": (
+        "an image of a `.csv` file may have [several labels](data.md#several-labels-per-image); needs `loss.name=bce`"
+    ),
+    "data.also": "more folders, `.csv` files and tars, merged by class name",
     "data.image_size": "side of a training image in pixels, to which all are resized; with `data.sizes`, the largest",
     "data.sizes": (
         "[side of training images over the run](data.md#sizes-over-the-run): a list of [share of the run, side], such "
@@ -96,6 +100,9 @@ MEANINGS = {
     "data.augment.cutmix": "alpha of CutMix; 0 is off; if both are on, each microbatch takes one of them at random",
     "data.exif_orientation": (
         "turn photos by their [EXIF orientation](data.md#decoding); torchvision's ImageFolder and timm ignore it"
+    ),
+    "data.sampling": (
+        "images of an epoch: `all`, or `balanced`, [the same number of every class](data.md#classes-of-different-sizes)"
     ),
     "data.train_per_class": (
         "number of training images per class, taken before validation images are held out; by default all"
@@ -177,6 +184,10 @@ MEANINGS = {
     "loss.target_threshold": (
         "`bce`: targets above this are 1 and the others 0, also those of mixed images (timm's `--bce-target-thresh`)"
     ),
+    "loss.class_weights": (
+        "[weights of the classes](data.md#classes-of-different-sizes): `auto`, or a table such as "
+        "`loss.class_weights={ cat = 3, dog = 0.5 }`, in which all other classes have 1"
+    ),
     "comm.algorithm": (
         "all-reduce of gradients; `auto` chooses the best for each bucket; `ring` is the backend's, which rounds to 16 "
         "bits at every hop; see [communication](communication.md)"
@@ -208,7 +219,8 @@ MEANINGS = {
     ),
     "train.ema_every_steps": "steps between updates of the average",
     "train.patience": (
-        "end the run after this many evaluations in a row without a better top-1; by default it is trained to its end"
+        "end the run after this many evaluations in a row without a better top-1 (with several labels per image, mAP); "
+        "by default it is trained to its end"
     ),
     "train.stop_at_target": "end the run at the first evaluation that reaches `train.target_top1`",
     "train.examples": (
@@ -225,7 +237,7 @@ MEANINGS = {
     ),
     "checkpoint.keep": "number of newest checkpoints to keep",
     "checkpoint.keep_best": (
-        "number of checkpoints with the best top-1 to keep as well; a slow disk may miss one that is not the best"
+        "number of checkpoints with the best top-1 or mAP to keep as well; a slow disk may miss one that is not the best"
     ),
     "run.dir": "folder of the run",
     "run.device": "`auto` is `cuda` if available, else `cpu`",
@@ -261,6 +273,7 @@ DEFAULTS = {
     "optim.eps": "1e-8 for `adamw`, 1e-6 for `lamb`, else 0",
     "optim.muon.others_learning_rate": "`optim.learning_rate`",
     "precision.loss_scale": "dynamic",
+    "loss.class_weights": "none",
     "train.patience": "none",
     "train.epochs": "set this or `train.steps`",
     "train.steps": "set this or `train.epochs`",

@@ -8,6 +8,7 @@ from itertools import permutations
 from pathlib import Path
 
 import numpy as np
+import torch
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
@@ -24,6 +25,7 @@ from megabatch.data.sources.folders import FolderFiles, read_folder, warn_of_cla
 from megabatch.data.sources.index import once_per_host
 from megabatch.data.sources.labels import named_like_splits
 from megabatch.data.sources.shapes import KNOWN_SETS, DataShape
+from megabatch.data.sources.table import SUFFIX, read_table
 from megabatch.errors import UserError, nearest
 from megabatch.text import is_plain, listed, one_line
 
@@ -45,8 +47,8 @@ def load_data_set(settings: DataSettings, threads: int = 1) -> DataSet:
         return from_encoded(settings, source, threads)
     if settings.also:
         raise UserError(
-            f"data.also={settings.also}: only folders and tars can be joined, and data.source={settings.source!r} is "
-            "neither; remove data.also"
+            f"data.also={settings.also}: only folders, CSV files and tars can be joined, but not "
+            f"data.source={settings.source!r}; remove data.also"
         )
     if settings.train_per_class is not None:
         labels = source.train.labels.numpy()
@@ -61,8 +63,10 @@ def load_data_set(settings: DataSettings, threads: int = 1) -> DataSet:
     return replace(source, train=ImageSubset(source.train, train), test=ImageSubset(tested.train, test))
 
 
-def load_other_images(settings: DataSettings, names: Sequence[str], num_channels: int, threads: int) -> ImageSet:
-    """Return images to test a model of these classes on.
+def load_other_images(
+    settings: DataSettings, names: Sequence[str], num_channels: int, threads: int
+) -> tuple[ImageSet, torch.Tensor | None]:
+    """Return images to test a model of these classes on, and the label sets of multi-label images.
 
     They are the test part of the source, or all images of a folder or tar that has no test part.
     """
@@ -76,14 +80,19 @@ def load_other_images(settings: DataSettings, names: Sequence[str], num_channels
             raise UserError(f"{settings.source} has {reason}, but the run was not trained on them; give {other}")
         files = source.train if source.test is None else source.test
         require_pixels(settings, source)
-        files = with_classes(files, source.class_names, tuple(names))
-        return EncodedImages(files, settings, threads, side=settings.test_side)
+        sets = None
+        if source.label_sets is None:
+            files = with_classes(files, source.class_names, tuple(names))
+        else:
+            sets = torch.zeros(len(source.label_sets), len(names), dtype=torch.bool)
+            sets[:, [names.index(name) for name in source.class_names]] = torch.from_numpy(source.label_sets)
+        return EncodedImages(files, settings, threads, side=settings.test_side), sets
     if source.num_channels != num_channels or len(source.class_names) > len(names):
         raise UserError(
             f"{settings.source} has {source.num_channels} channels and {len(source.class_names)} classes, but the run "
             f"was trained on {num_channels} and {len(names)}; give another source"
         )
-    return source.test
+    return source.test, None
 
 
 def find_source(settings: DataSettings, side: int) -> DataSet | EncodedDataset:
@@ -102,8 +111,8 @@ def find_source(settings: DataSettings, side: int) -> DataSet | EncodedDataset:
             return from_arrays(read_idx_folder(path), side, path)
         if holds_cifar(path):
             return from_arrays(read_cifar(path), side, path)
-        if path.is_dir() or path.suffix == ".tar":
-            return read_encoded(path)
+        if path.is_dir() or path.suffix in (".tar", SUFFIX):
+            return read_encoded(path, settings.multi_label)
     except OSError as error:
         raise UserError(
             f"data.source={settings.source!r} cannot be read ({error.strerror}); check its permissions, or give another"
@@ -111,11 +120,11 @@ def find_source(settings: DataSettings, side: int) -> DataSet | EncodedDataset:
     if not path.exists() and not get_close_matches(settings.source, NAMED_SOURCES):
         raise NoSource(
             f"data.source={settings.source!r} does not exist; give a folder with a folder of images for each class, or "
-            f"a .tar or .npz file, or one of {', '.join(NAMED_SOURCES)}"
+            f"a .csv, .tar or .npz file, or one of {', '.join(NAMED_SOURCES)}"
         )
     raise UserError(
         f"data.source={settings.source!r} is neither a folder (of class folders, tars, IDX files or CIFAR's binary "
-        f"files), nor a .tar or .npz file, nor one of {', '.join(NAMED_SOURCES)}; nearest: "
+        f"files), nor a .csv, .tar or .npz file, nor one of {', '.join(NAMED_SOURCES)}; nearest: "
         f"data.source={nearest(settings.source, NAMED_SOURCES)}"
     )
 
@@ -125,9 +134,11 @@ def has_index(settings: DataSettings) -> bool:
     return settings.source not in NAMED_SOURCES or settings.source == "imagenet"
 
 
-def read_encoded(path: Path) -> EncodedDataset:
-    """Read a source of encoded images: a tar, a folder of tars, or class folders."""
+def read_encoded(path: Path, multi_label: bool = False) -> EncodedDataset:
+    """Read a source of encoded images: a tar, a folder of tars, class folders, or a CSV file."""
     try:
+        if path.suffix == SUFFIX and not path.is_dir():
+            return read_table(path, multi_label)
         return read_shards(path) if holds_shards(path) else read_folder(path)
     except OSError as error:
         raise UserError(
@@ -138,23 +149,26 @@ def read_encoded(path: Path) -> EncodedDataset:
 def from_encoded(settings: DataSettings, dataset: EncodedDataset, threads: int) -> DataSet:
     for also in settings.also:
         path = Path(also)
-        if not path.is_dir() and path.suffix != ".tar":
-            raise UserError(f"data.also={settings.also}: {also} is neither a folder nor a .tar file; remove it")
+        if not path.is_dir() and path.suffix not in (".tar", SUFFIX):
+            raise UserError(f"data.also={settings.also}: {also} is neither a folder nor a .csv or .tar file; remove it")
         dataset = concatenate(dataset, read_encoded(path))
     train, test = dataset.train, dataset.test
     if settings.train_per_class is not None:
         names, place = dataset.class_names, dataset.place
         train = Subset(train, choose_per_class(settings, settings.train_per_class, train.labels, names, place))
-    share = settings.held_out(has_tests=test is not None)
+    share, sets = settings.held_out(has_tests=test is not None), dataset.label_sets
     if share:
-        to_train, to_test = split(settings, share, train.labels, dataset.class_names, dataset.place)
+        # A set of labels may have a single image, so multi-label images are held out without regard to their labels.
+        strata, names = (train.labels, dataset.class_names) if sets is None else (0 * train.labels, ("all",))
+        to_train, to_test = split(settings, share, strata, names, dataset.place)
         train, test = Subset(train, to_train), Subset(train, to_test)
     if test is None:
         raise UserError(
             f"{dataset.place} has no test images (a val folder, or val-*.tar); "
             "hold out some training images with data.validation=0.1"
         )
-    require_all_classes(dataset.class_names, train.labels, test.labels, dataset.place)
+    if sets is None:
+        require_all_classes(dataset.class_names, train.labels, test.labels, dataset.place)
     require_pixels(settings, dataset)
     are_small = settings.center_crop == "auto" and seem_small(dataset.train, settings)
     train_images = EncodedImages(train, settings, threads, are_small)
@@ -165,6 +179,7 @@ def from_encoded(settings: DataSettings, dataset: EncodedDataset, threads: int) 
         test_images,
         dataset.class_names,
         num_channels=3,
+        label_sets=None if sets is None else torch.from_numpy(sets),
         tested_on="" if is_set_by_user else describe_tests(test, share),
         warnings=warn_of_classes(dataset) + warn_of_ignored(dataset),
     )

@@ -80,8 +80,10 @@ class AugmentSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    source: str  # a name of NAMED_SOURCES, a folder of class folders, of tars or of IDX files, a .tar or an .npz file
-    # More folders and tars, joined by class name.
+    # A name of NAMED_SOURCES, a folder of class folders, of tars or of IDX files, or a .csv, .tar or .npz file.
+    source: str
+    multi_label: bool = False  # an image of the .csv may have several labels
+    # More folders, .csv files and tars, joined by class name.
     also: list[Annotated[str, Meta(min_length=1)]] = field(default_factory=list)
     image_size: Side  # of training images; the largest if `sizes` is set
     sizes: Sizes = field(default_factory=list)  # over the run; []: always `image_size`
@@ -96,6 +98,7 @@ class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     flip: bool | Literal["alternating"] = False
     augment: AugmentSettings = field(default_factory=AugmentSettings)
     exif_orientation: bool = False
+    sampling: Literal["all", "balanced"] = "all"  # balanced: an epoch has as many images of every class
     train_per_class: Count | None = None  # training images per class; all by default
     # The share of the training images to test on.  0: the test images of the source; auto: 0.1 if it has none.
     validation: Annotated[float, Meta(ge=0, lt=1)] | Auto = 0.0
@@ -110,6 +113,7 @@ class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def __post_init__(self) -> None:
         check_sizes(self.sizes, self.image_size)
+        self.check_labels()
         if self.crop_padding >= self.image_size:
             raise UserError(
                 f"data.crop_padding={self.crop_padding} must be less than data.image_size={self.image_size}, or crops "
@@ -122,6 +126,26 @@ class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 f"data.decoder={self.decoder!r} decodes on a GPU, but data.{on_cpu[0]} changes pixels on the CPU; set "
                 "data.decoder=cpu"
             )
+
+    def check_labels(self) -> None:
+        """Raise UserError for settings that a multi-label source does not have."""
+        if not self.multi_label:
+            return
+        if self.source and not self.source.endswith(".csv"):
+            raise UserError(
+                f"data.multi_label=true: data.source={self.source!r} is not a .csv file, and other sources have one "
+                "label for each image; omit data.multi_label"
+            )
+        for name, value in {
+            "also": self.also or None,
+            "train_per_class": self.train_per_class,
+            "sampling": None if self.sampling == "all" else self.sampling,
+        }.items():
+            if value is not None:
+                raise UserError(
+                    f"data.{name}={value} with data.multi_label=true: an image may be of several classes; omit one of "
+                    "them"
+                )
 
     @property
     def test_side(self) -> int:

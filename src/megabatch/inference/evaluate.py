@@ -2,6 +2,7 @@
 
 import csv
 import io
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -25,6 +26,7 @@ from megabatch.runs.reader import is_run, started_in
 from megabatch.runs.records import MOST_CLASSES, Evaluation
 from megabatch.training.checkpoint.weights import find_weights
 from megabatch.training.evaluate import MistakeCounter, evaluate
+from megabatch.training.evaluate_labels import evaluate_labels, require_evaluable
 from megabatch.training.numerics import arithmetic, set_cublas_workspace
 
 IMAGE_SIZE = "data.test_image_size="
@@ -58,7 +60,12 @@ def evaluate_run(
     data = msgspec.structs.replace(config.data, test_image_size=test_image_size, on_error="skip")
     config = msgspec.structs.replace(config, data=data)
     threads = config.run.decode_threads or 1
-    test = other_images(config, source, weights.card, threads) if source else own_images(config, folder, weights.card)
+    if source:
+        test, sets = other_images(config, source, weights.card, threads)
+    else:
+        test, sets = own_images(config, folder, weights.card)
+    if confusion and sets is not None:
+        raise UserError(f"--confusion {confusion}: an image may have several labels (data.multi_label=true); omit it")
     torch.set_num_threads(config.run.threads or 1)
     device = choose_device(config.run.device)
     set_cublas_workspace(config.run.deterministic, device)
@@ -72,16 +79,13 @@ def evaluate_run(
             classifier.settings, (config.batch.microbatch, classifier.num_channels, *2 * [test_image_size])
         ):
             counter = MistakeCounter(test, num_classes, 0, world) if confusion else None
-            result = evaluate(
-                classifier.network,
-                test,
-                classifier.normalise,
-                num_classes,
-                config.batch.microbatch,
-                world,
-                counter,
-                views=views or config.data.test_views,
-            )
+            network, normalise, views = classifier.network, classifier.normalise, views or config.data.test_views
+            if sets is None:
+                evaluation = partial(evaluate, network, test, normalise, num_classes, mistakes=counter)
+            else:
+                require_evaluable(test, sets)
+                evaluation = partial(evaluate_labels, network, test, sets, normalise)
+            result = evaluation(batch_size=config.batch.microbatch, world=world, views=views)
     if confusion and counter:
         write_matrix(confusion, counter, classifier.classes)
     return result, classifier.classes
@@ -101,8 +105,11 @@ def write_matrix(path: Path, counter: MistakeCounter, classes: tuple[str, ...]) 
         raise UserError(f"--confusion {path} cannot be written: {error.strerror}; {remedy(error)}") from None
 
 
-def own_images(config: RunConfig, folder: Path, card: ModelCard) -> ImageSet:
-    """Return the run's test images. A relative source is searched here and in the folder where the run was started."""
+def own_images(config: RunConfig, folder: Path, card: ModelCard) -> tuple[ImageSet, torch.Tensor | None]:
+    """Return the run's test images and their label sets.
+
+    A relative source is searched here and in the folder where the run was started.
+    """
     settings = config.data
     start_folder = started_in(folder)
     is_path = settings.source not in NAMED_SOURCES and not Path(settings.source).is_absolute()
@@ -114,10 +121,10 @@ def own_images(config: RunConfig, folder: Path, card: ModelCard) -> ImageSet:
         raise UserError(
             f"{settings.source} has other classes than {folder} was trained on; give the images with --data FOLDER"
         )
-    return data.test
+    return data.test, data.label_sets
 
 
-def other_images(config: RunConfig, source: str, card: ModelCard, threads: int) -> ImageSet:
+def other_images(config: RunConfig, source: str, card: ModelCard, threads: int) -> tuple[ImageSet, torch.Tensor | None]:
     settings = msgspec.structs.replace(
         config.data, source=expanded(source), also=[], validation=0.0, center_crop=card.center_crop
     )

@@ -111,7 +111,8 @@ def predict(classifier: Classifier, files: NamedFiles, top: int, threads: int) -
             images = grey(batch.images) if card.num_channels == 1 else batch.images
             found = {}
             if len(images):
-                scores = classifier.network(classifier.normalise(images)).float().softmax(1)
+                logits = classifier.network(classifier.normalise(images)).float()
+                scores = logits.sigmoid() if card.multi_label else logits.softmax(1)
                 best = scores.topk(min(top, len(classifier.classes)))
                 rows = zip(batch.labels.tolist(), best.values.tolist(), best.indices.tolist(), strict=True)
                 found = {number: (values, indices) for number, values, indices in rows}

@@ -173,6 +173,9 @@ def accuracy_chart(view: RunView, events: Sequence[RunEvent]) -> Markup | None:
     if finite(view.evaluations.of["raw_top1"]):
         about += " They are those of the averaged weights; raw is top-1 of the weights themselves."
         shown.append(series("raw top-1", "raw_top1", "series-2"))
+    if finite(view.evaluations.of["mean_average_precision"]):
+        about += " mAP is the mean over classes of the average precision."
+        shown.append(series("mAP", "mean_average_precision", "series-3"))
     return line_chart(
         "accuracy",
         "Accuracy",

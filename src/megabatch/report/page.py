@@ -163,6 +163,8 @@ def tiles(view: RunView) -> Markup:
     rate = summary.images_per_s if summary else None
     epochs = f"{fmt.number(view.last_step.epoch, 3)} epochs" if view.last_step else ""
     rows: list[tuple[str, str, str]] = []
+    if last and last.mean_average_precision is not None:
+        rows.append(("mAP", fmt.accuracy(last.mean_average_precision), "mean average precision"))
     if last:
         rows.append(("top-1", fmt.accuracy(last.top1), f"best {fmt.accuracy(best)}" if best > last.top1 else ""))
     if view.wall_s:

@@ -324,7 +324,9 @@ def finite(values: Sequence[float]) -> list[float]:
 
 
 STEP_COLUMNS = ("step", "epoch", "loss", "lr", "loss_scale", "image_size", "images_per_s")
-EVALUATION_COLUMNS = ("step", "epoch", "top1", "raw_top1", "top5", "test_loss", "resident_mb", "device_mb")
+EVALUATION_COLUMNS = (
+    *("step", "epoch", "top1", "raw_top1", "top5", "mean_average_precision", "test_loss", "resident_mb", "device_mb"),
+)
 
 
 class Columns:

@@ -24,6 +24,7 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     format: int = FORMAT
     model: dict[str, Any]  # the [model] section: name and options
     classes: Annotated[list[str], Meta(min_length=1)]  # in the order of the scores
+    multi_label: bool = False  # scores are independent: their sigmoids are probabilities, not their softmax
     num_channels: Annotated[int, Meta(ge=1, le=65536)]
     image_size: Annotated[int, Meta(ge=1, le=8192)]  # in training, the largest; the network was built for it
     test_image_size: Annotated[int, Meta(ge=1, le=8192)]  # in evaluation, and of the images to classify
@@ -37,6 +38,7 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     top1: Share | None = None  # of the newest evaluation; None before the first
     top5: Share | None = None
     test_loss: float | None = None
+    mean_average_precision: Share | None = None  # of multi-label models
     samples_evaluated: Count = 0
 
     def to_json(self) -> str:

@@ -170,10 +170,11 @@ class Evaluation(Struct, frozen=True, kw_only=True):
     """The result of an evaluation. Means over classes are over those that have test images.
 
     Attributes:
-        top1: Share of test images whose most likely class is right.
+        top1: Share of test images whose most likely class is right, or one of several labels.
         top5: Share of test images whose class is among the five most likely.
-        test_loss: Mean cross-entropy, without label smoothing.
-        class_top1: Top-1 of each class; None for a class without test images.
+        test_loss: Mean cross-entropy, without label smoothing or class weights. Of multi-label images the binary
+            cross-entropy, summed over classes.
+        class_top1: Top-1 of each class; None for a class without test images. Of multi-label images the recall.
         samples_evaluated: Number of test images.
         raw_top1: Top-1 of the weights themselves, if the other results are those of their moving average.
         precision: Mean over classes of the precision, the share of a class's predictions that are right. It is 0 for a
@@ -183,6 +184,7 @@ class Evaluation(Struct, frozen=True, kw_only=True):
         ece: Expected calibration error: mean difference of confidence and accuracy over the bins of `reliability`.
         class_precision: Precision of each class; None for a class that is never predicted.
         reliability: The reliability curve: bins of equal width, from confidence 0 to 1.
+        mean_average_precision: Mean over classes of the average precision of multi-label images; None for others.
         unreadable: Test images that were left out, with the reason.
     """
 
@@ -198,7 +200,13 @@ class Evaluation(Struct, frozen=True, kw_only=True):
     ece: Share | None = None
     class_precision: list[Share | None] = field(default_factory=list)
     reliability: list[ReliabilityBin] = field(default_factory=list)
+    mean_average_precision: Share | None = None
     unreadable: list[str] = field(default_factory=list)
+
+    @property
+    def score(self) -> float:
+        """The result by which evaluations of a run are compared."""
+        return self.top1 if self.mean_average_precision is None else self.mean_average_precision
 
 
 Slowdown = Literal["power cap", "heat", "power brake", "hardware slowdown"]
@@ -304,6 +312,8 @@ class Summary(Struct, frozen=True, kw_only=True):
         balanced_accuracy: Mean recall over classes.
         f1: Mean F1 over classes.
         ece: Expected calibration error.
+        mean_average_precision: Mean average precision of multi-label images; None for others, like the next.
+        best_mean_average_precision: The best of all evaluations.
         samples_evaluated: Number of test images.
         steps: Optimizer steps taken.
         ended_early: Why the run ended before its last step, as `train.patience` and `train.stop_at_target` ask.
@@ -334,6 +344,8 @@ class Summary(Struct, frozen=True, kw_only=True):
     balanced_accuracy: Share | None = None
     f1: Share | None = None
     ece: Share | None = None
+    mean_average_precision: Share | None = None
+    best_mean_average_precision: Share | None = None
     samples_evaluated: Count
     steps: Count
     ended_early: Annotated[str, Meta(max_length=200)] | None = None

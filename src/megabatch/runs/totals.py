@@ -28,7 +28,7 @@ class RunTotals(Struct, kw_only=True):
 
     global_batch: Count
     target_top1: float | None
-    patience: Count | None = None  # evaluations without a better top-1 that end the run
+    patience: Count | None = None  # evaluations without a better score that end the run
     stop_at_target: bool = False
     since_best: Count = 0  # evaluations
     steps: Count = 0
@@ -44,6 +44,7 @@ class RunTotals(Struct, kw_only=True):
     straggler: Straggler | None = None
     evaluation: EvaluationRecord | None = None
     best_top1: Share | None = None
+    best_score: Share | None = None  # top-1, or the mean average precision of multi-label images
     best_step: Count | None = None
     time_to_target_s: Amount | None = None
     resumed_from_step: Count | None = None
@@ -82,8 +83,9 @@ class RunTotals(Struct, kw_only=True):
 
     def add_evaluation(self, record: EvaluationRecord) -> None:
         self.evaluation = record
-        if self.best_top1 is None or record.top1 > self.best_top1:
-            self.best_top1, self.best_step, self.since_best = record.top1, record.step, 0
+        self.best_top1 = max(record.top1, self.best_top1 or 0.0)
+        if self.best_score is None or record.score > self.best_score:
+            self.best_score, self.best_step, self.since_best = record.score, record.step, 0
         else:
             self.since_best += 1
         reached = self.target_top1 is not None and record.top1 >= self.target_top1
@@ -94,10 +96,17 @@ class RunTotals(Struct, kw_only=True):
     def end_reason(self) -> str | None:
         """Return why the run ends before its last step, or None.  All ranks have the same evaluations."""
         if self.patience is not None and self.since_best >= self.patience:
-            return f"train.patience={self.patience}: top-1 was best after step {self.best_step} (--checkpoint best)"
+            best = f"{self.measure} was best after step {self.best_step}"
+            return f"train.patience={self.patience}: {best} (--checkpoint best)"
         if self.stop_at_target and self.time_to_target_s is not None:
             return f"train.stop_at_target=true: top-1 reached {self.target_top1:g}"
         return None
+
+    @property
+    def measure(self) -> str:
+        """Return the name of the score."""
+        is_multi_label = self.evaluation and self.evaluation.mean_average_precision is not None
+        return "mAP" if is_multi_label else "top-1"
 
     def summary(self, status: Status) -> Summary:
         last = self.evaluation
@@ -113,6 +122,8 @@ class RunTotals(Struct, kw_only=True):
             balanced_accuracy=last.balanced_accuracy if last else None,
             f1=last.f1 if last else None,
             ece=last.ece if last else None,
+            mean_average_precision=last.mean_average_precision if last else None,
+            best_mean_average_precision=self.best_score if self.measure == "mAP" else None,
             samples_evaluated=last.samples_evaluated if last else 0,
             steps=self.steps,
             ended_early=self.end_reason,

@@ -21,7 +21,7 @@ from megabatch.data.pipeline.policies import require_colours
 from megabatch.errors import UserError
 from megabatch.models.airbench import Whitening
 from megabatch.models.layers import freeze
-from megabatch.models.loss import SummedLoss, summed_loss
+from megabatch.models.loss import SummedLoss, class_weights, summed_loss
 from megabatch.models.weights import match, read_weights, require_finite
 from megabatch.optim.optimizers import MakeOptimizer, make_optimizer, make_user_optimizer
 from megabatch.precision.cast import place_model
@@ -33,6 +33,7 @@ from megabatch.training.checkpoint.card import make_card, pixels_of
 from megabatch.training.checkpoint.weights import find_weights
 from megabatch.training.ema import WeightAverage
 from megabatch.training.evaluate import MistakeCounter, evaluate
+from megabatch.training.evaluate_labels import evaluate_labels, require_evaluable
 from megabatch.training.parts import Comparison, Parts, never
 
 WHITENED_SAMPLES = 5_000  # images whose patches a whitening layer is measured on
@@ -124,9 +125,18 @@ def assemble(
     is_custom = overrides.optimizer or config.optim.is_user_optimizer
     normalise = Normalise(pixels, world.device, formats.model, config.model.wants_channels_last)
     num_classes = len(data.class_names)
+    weights = class_weights(config.loss, data.class_names, data.count_classes(), len(data.train))
+    loss_dtype = torch.promote_types(formats.model, torch.float32)
+    weight_tensor = torch.tensor(weights, dtype=loss_dtype, device=world.device) if weights else None
     statistics = RunningStatistics(model, plan.accumulation)
     average = WeightAverage(model, master_weights, statistics, plan_average(config, plan), config.train.ema_every_steps)
+    sets = data.label_sets
     mistakes = MistakeCounter(data.test, num_classes, config.train.examples, world)
+    if sets is None:
+        evaluation = partial(evaluate, model, data.test, normalise, num_classes, mistakes=mistakes)
+    else:
+        require_evaluable(data.test, sets)
+        evaluation = partial(evaluate_labels, model, data.test, sets, normalise)
     return Parts(
         world=world,
         seed=config.seed,
@@ -139,7 +149,9 @@ def assemble(
         mixing=Mixing(config.data.augment, config.seed, world.device, formats.model),
         network=model,
         update_dtype=formats.update,
-        summed_loss=overrides.loss or partial(summed_loss, config.loss),
+        summed_loss=overrides.loss or partial(summed_loss, config.loss, weights=weight_tensor),
+        class_weights=weights,
+        label_sets=None if sets is None else sets.to(world.device, loss_dtype),
         statistics=statistics,
         master_weights=master_weights,
         loss_scale=loss_scale,
@@ -149,14 +161,9 @@ def assemble(
         learning_rate=plan_learning_rate(config, plan),
         clip_norm=config.optim.clip_norm,
         evaluate=partial(
-            evaluate,
-            model,
-            data.test,
-            normalise,
-            num_classes,
-            config.batch.microbatch,
-            world,
-            mistakes=mistakes,
+            evaluation,
+            batch_size=config.batch.microbatch,
+            world=world,
             views=config.data.test_views,
             average=average if average.is_on else None,
         ),

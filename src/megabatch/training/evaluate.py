@@ -2,8 +2,9 @@
 
 import base64
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -193,6 +194,57 @@ def class_means(
     return of_class, means[0], means[1], means[2]
 
 
+class ScoredBatch(NamedTuple):
+    first_sample: int
+    number: int  # of the batch
+    labels: torch.Tensor
+    logits: torch.Tensor
+    raw_logits: torch.Tensor | None  # of the weights themselves, if `logits` are those of their average
+    is_whole: bool  # False: images that could not be read are missing
+
+
+def scored_batches(
+    model: nn.Module,
+    images: ImageSet,
+    normalise: Normalise,
+    batch_size: int,
+    world: World,
+    views: str,
+    average: WeightAverage | None,
+    unreadable: list[str],
+) -> Iterator[ScoredBatch]:
+    """Yield this rank's batches with the scores of the model in evaluation mode.  Lines are added to `unreadable`."""
+    weights, scores = average.for_forward() if average else {}, VIEWS[views]
+    was_training = model.training
+    frozen = [module for module in model.modules() if not module.training]
+    model.eval()
+    for number, batch in evaluation_batches(images, batch_size, world.rank, world.num_ranks, world.device):
+        world.activity.begin("evaluation")  # at every batch, since the watchdog limits the time of one activity
+        unreadable += batch.skipped
+        if not len(batch.labels):
+            continue
+        pixels = normalise(batch.images)
+        logits, raw = scores(model, pixels), None
+        if average:
+            logits, raw = scores(partial(functional_call, model, weights), pixels), logits
+        labels = batch.labels.to(world.device)
+        yield ScoredBatch(number * batch_size, number, labels, logits, raw, is_whole=not batch.skipped)
+    model.train(was_training)
+    for module in frozen:
+        module.training = False
+    world.activity.begin("evaluation")
+
+
+def gather_unreadable(unreadable: list[str], num_read: int, images: ImageSet, world: World) -> list[str]:
+    """Return the lines of all ranks, and check that every image was read or has a line."""
+    if num_read < len(images):
+        unreadable = [line for lines in world.all_gather(unreadable) for line in lines]
+    assert num_read + len(unreadable) == len(images), f"evaluated {num_read} of {len(images)} samples"
+    if not num_read:
+        raise UserError(f"no test image can be read, such as {unreadable[0]}; fix the data set")
+    return unreadable
+
+
 # For benchmarks and the doctor, which never evaluate.
 NOT_EVALUATED = Evaluation(top1=0.0, top5=0.0, test_loss=0.0, class_top1=[], samples_evaluated=0)
 
@@ -215,28 +267,17 @@ def evaluate(
     names the views of an image whose scores are averaged.
     """
     raw_counts = torch.zeros(1, dtype=torch.int64, device=world.device)
-    weights = average.for_forward() if average else {}
     # Per class: top-1 correct, top-5 correct, evaluated, predicted.
     counts = torch.zeros(4, num_classes, dtype=torch.int64, device=world.device)
     calibration = CalibrationCounts(world.device)
     # One entry per batch, so that the order of the sum does not depend on the number of ranks.
     losses = torch.zeros(-(-len(images) // batch_size), dtype=torch.float64, device=world.device)
-    was_training = model.training
-    frozen = [module for module in model.modules() if not module.training]
-    model.eval()
-    unreadable, scores = list[str](), VIEWS[views]
-    for number, batch in evaluation_batches(images, batch_size, world.rank, world.num_ranks, world.device):
-        world.activity.begin("evaluation")  # at every batch, since the watchdog limits the time of one activity
-        unreadable += batch.skipped
-        if not len(batch.labels):
-            continue
-        labels = batch.labels.to(world.device)
-        pixels = normalise(batch.images)
-        logits = scores(model, pixels)
-        if average:
-            raw_counts += (logits.argmax(1) == labels).sum()
-            logits = scores(partial(functional_call, model, weights), pixels)
-        losses[number] = summed_loss(LossSettings(), logits, labels)
+    unreadable = list[str]()
+    for batch in scored_batches(model, images, normalise, batch_size, world, views, average, unreadable):
+        labels, logits = batch.labels, batch.logits
+        if batch.raw_logits is not None:
+            raw_counts += (batch.raw_logits.argmax(1) == labels).sum()
+        losses[batch.number] = summed_loss(LossSettings(), logits, labels)
         best = logits.topk(min(5, logits.shape[1])).indices
         right = best == labels[:, None]
         marks = torch.stack([right[:, 0], right.any(1), torch.ones_like(labels, dtype=torch.bool)])
@@ -244,23 +285,15 @@ def evaluate(
         counts[3].index_add_(0, best[:, 0], torch.ones_like(labels))
         calibration.add(logits, right[:, 0])
         if mistakes:
-            mistakes.add(number * batch_size, labels, logits, is_whole=not batch.skipped)
-    model.train(was_training)
-    for module in frozen:
-        module.training = False
+            mistakes.add(batch.first_sample, labels, logits, batch.is_whole)
 
-    world.activity.begin("evaluation")
     world.all_reduce(counts)
     world.all_reduce(calibration.sums)
     world.all_reduce(losses)
     if average:
         world.all_reduce(raw_counts)
     top1, top5, total, _ = counts.sum(1).tolist()
-    if total < len(images):
-        unreadable = [line for lines in world.all_gather(unreadable) for line in lines]
-    assert total + len(unreadable) == len(images), f"evaluated {total} of {len(images)} samples"
-    if not total:
-        raise UserError(f"no test image can be read, such as {unreadable[0]}; fix the data set")
+    unreadable = gather_unreadable(unreadable, total, images, world)
     first, _, seen, predicted = counts.tolist()
     class_precision, precision, recall, f1 = class_means(first, seen, predicted)
     reliability = calibration.curve()

@@ -149,6 +149,8 @@ def fit(
             f"data.image_size={config.data.image_size} and data.test_image_size={config.data.test_side}: the given "
             f"images have {size} and {test_size} pixels; resize them, and leave these settings out"
         )
+    if loss and config.loss.class_weights is not None:
+        raise UserError("loss.class_weights has no effect on fit(loss=...); omit it, and weight classes in the loss")
     if strict:
         require_known(config, len(train_images))
     data = DataSet(train_images, test_images, names, channels, warnings=warn_of_names(names, "train"))

@@ -23,7 +23,7 @@ import torch
 from torch.func import functional_call
 
 from megabatch.config.loading import print_to_stderr
-from megabatch.data.pipeline.mix import Mix, mix_labels
+from megabatch.data.pipeline.mix import Mix
 from megabatch.errors import UserError
 from megabatch.torch_api import foreach_add_
 from megabatch.training.parts import Parts
@@ -72,7 +72,7 @@ class GraphedMicrobatch:
         parts = self.parts
         parts.statistics.shares = []  # they are updated outside
         logits = functional_call(parts.network, self.aliases, (parts.normalise(self.images, self.mix),))
-        loss = parts.summed_loss(logits, mix_labels(self.labels, logits, self.mix)) / parts.plan.global_batch
+        loss = parts.summed_loss(logits, parts.targets(self.labels, logits, self.mix)) / parts.plan.global_batch
         self.gradients = list(torch.autograd.grad(parts.loss_scale.scaled(loss), list(self.aliases.values())))
         self.loss = loss.detach()
 

@@ -15,7 +15,6 @@ import msgspec
 import torch
 
 from megabatch.data.pipeline.batches import Stream
-from megabatch.data.pipeline.mix import mix_labels
 from megabatch.data.pipeline.order import dropout_seed
 from megabatch.optim.lars import LARS
 from megabatch.optim.optimizers import clip_gradients, follow_schedule, has_bad_gradient, step_unless
@@ -154,7 +153,7 @@ def forward_backward(
             continue
         with nullcontext() if is_last else run.model.no_sync():
             logits = run.model(run.normalise(images, mix))
-            loss = run.summed_loss(logits, mix_labels(labels.to(logits.device), logits, mix)) / plan.global_batch
+            loss = run.summed_loss(logits, run.targets(labels, logits, mix)) / plan.global_batch
             run.metrics.add(loss, len(labels))
             if is_last:
                 data_wait, skipped = microbatches.take_waits()

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 import torch
 from msgspec import Struct
 
-from megabatch.data.pipeline.mix import mix_labels
 from megabatch.data.pipeline.order import dropout_seed
 from megabatch.errors import Diverged, NotRepeated, UserError
 from megabatch.precision.loss_scale import show_scale
@@ -55,8 +54,7 @@ def repeat_step(run: Training, step: int) -> BadGradient | None:
             with run.model.no_sync():
                 mix = run.mixing(step, index, *images.shape[2:])
                 logits = run.model(run.normalise(images, mix))
-                targets = mix_labels(labels.to(logits.device), logits, mix)
-                loss = run.summed_loss(logits, targets) / run.plan.global_batch
+                loss = run.summed_loss(logits, run.targets(labels, logits, mix)) / run.plan.global_batch
                 run.loss_scale.scaled(loss).backward()
             bad = first_bad_gradient(local_gradients(run))
             if bad:

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megabatch.comm.gradient_all_reduce import GradientAllReduce
 from megabatch.data.pipeline.batches import TrainingImages
 from megabatch.data.pipeline.images import DataSet
-from megabatch.data.pipeline.mix import Mix, Mixing
+from megabatch.data.pipeline.mix import Mix, Mixing, mix_labels
 from megabatch.data.pipeline.normalise import Normalise
 from megabatch.planning.batch import StepPlan
 from megabatch.precision.loss_scale import LossScale
@@ -61,6 +61,8 @@ class Parts:
     network: nn.Module
     update_dtype: torch.dtype  # master weights, the loss and BatchNorm's statistics
     summed_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    class_weights: list[float] | None  # of `summed_loss`
+    label_sets: torch.Tensor | None  # the targets of multi-label images, [sets, classes]
     statistics: RunningStatistics
     master_weights: MasterWeights
     loss_scale: LossScale
@@ -75,6 +77,11 @@ class Parts:
     noise_every: int  # steps between measurements of the gradient noise scale
     stop_requested: Callable[[], bool]
     initial_weights: tuple[str, ...] = ()  # lines about `model.weights`, printed at the start
+
+    def targets(self, labels: torch.Tensor, logits: torch.Tensor, mix: Mix | None) -> torch.Tensor:
+        """Return the targets of a microbatch for `summed_loss`: labels [B] or targets [B, classes]."""
+        labels = labels.to(logits.device)
+        return mix_labels(labels if self.label_sets is None else self.label_sets[labels], logits, mix)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,6 @@ from megabatch.data.pipeline.decoder_process import DecoderProcess
 from megabatch.data.pipeline.device_decoder import require_gpu
 from megabatch.data.pipeline.encoded import EncodedImages
 from megabatch.data.pipeline.images import DataSet, PixelStatistics, resize_all
-from megabatch.data.pipeline.mix import mix_labels
 from megabatch.data.sources.index import SHARED, Shared
 from megabatch.errors import UserError
 from megabatch.models.catalog import ModelSettings, check_logits, model_errors
@@ -119,7 +118,7 @@ class WarmUpPass:
         with model_errors(self.settings, self.images.shape):
             logits = model(self.parts.normalise(self.images, mix))
         check_logits(self.settings, logits, (len(self.labels), len(self.parts.data.class_names)))
-        return self.parts.summed_loss(logits, mix_labels(self.labels.to(logits.device), logits, mix))
+        return self.parts.summed_loss(logits, self.parts.targets(self.labels, logits, mix))
 
 
 @contextmanager

@@ -50,6 +50,7 @@ EVALUATION_SCALARS = {
     "top1": "test/top1",
     "raw_top1": "test/raw_top1",
     "top5": "test/top5",
+    "mean_average_precision": "test/mean_average_precision",
     "test_loss": "test/loss",
 }
 

@@ -96,7 +96,8 @@ class Screen:
         if isinstance(record, EvaluationRecord):
             self.show_skipped(record.unreadable, "left out")
             raw = "" if record.raw_top1 is None else f" raw {record.raw_top1:.4f}"
-            self.line(f"top-1 {record.top1:.4f}{raw} top-5 {record.top5:.4f}")
+            mean = "" if record.mean_average_precision is None else f"mAP {record.mean_average_precision:.4f} "
+            self.line(f"{mean}top-1 {record.top1:.4f}{raw} top-5 {record.top5:.4f}")
             return
         self.last_step = record
         self.unprinted.append(record)
@@ -148,9 +149,11 @@ class Screen:
         if summary.top1 is None:
             self.print_row(summary.status, "not evaluated yet")
         else:
+            mean, best = summary.mean_average_precision, summary.best_mean_average_precision
+            ranked = "" if mean is None else f"mAP {mean:.4f} (best {best:.4f}), "
             self.print_row(
                 summary.status,
-                f"top-1 {summary.top1:.4f} (best {summary.best_top1:.4f}), top-5 {summary.top5:.4f} "
+                f"{ranked}top-1 {summary.top1:.4f} (best {summary.best_top1:.4f}), top-5 {summary.top5:.4f} "
                 f"on {summary.samples_evaluated:,} images",
             )
         if summary.ended_early:
@@ -249,6 +252,7 @@ def header(config: RunConfig, training: Training) -> dict[str, str]:
         + (", compiled" if config.model.compile else ", in CUDA graphs" if training.graph else ""),
         "precision": describe_precision(config, training),
         "data": describe_data(config, training),
+        **describe_weights(training),
         "batch": f"{plan.global_batch} = {plan.microbatch} micro x {plan.accumulation} accumulated x {ranks}",
         "steps": f"{plan.num_steps} in {describe_epochs(config, plan.num_samples)}, "
         f"{training.optimizer_name} at {config.optim.learning_rate:g}",
@@ -256,6 +260,17 @@ def header(config: RunConfig, training: Training) -> dict[str, str]:
         **describe_average(config, training),
         "allreduce": describe_plans(training.gradients.plans, len(training.gradients.layouts.seen)),
     }
+
+
+def describe_weights(training: Training) -> dict[str, str]:
+    weights = training.class_weights
+    if weights is None:
+        return {}
+    low, high = (
+        f"{value:.3g} ({one_line(training.data.class_names[weights.index(value)], LONGEST_CLASS)})"
+        for value in (min(weights), max(weights))
+    )
+    return {"loss": f"weights {low} to {high}"}
 
 
 def describe_average(config: RunConfig, training: Training) -> dict[str, str]:
@@ -314,12 +329,14 @@ def describe_data(config: RunConfig, training: Training) -> str:
         f"{settings.source}: {len(data.train):,} + {len(data.test):,} images of {sides}, "
         f"{plural(data.num_channels, 'channel')}, {describe_classes(data)}"
         + (f"; tested on {data.tested_on}" if data.tested_on else "")
+        + "; balanced" * (settings.sampling == "balanced")
+        + "; several labels per image" * settings.multi_label
     )
 
 
 def describe_classes(data: DataSet) -> str:
     """Return the number of classes, and the names and training images of a few, or the smallest and largest."""
-    counts = data.train.labels.bincount(minlength=len(data.class_names)).tolist()
+    counts = data.count_classes()
     each = [f"{one_line(name, LONGEST_CLASS)} {count:,}" for name, count in zip(data.class_names, counts, strict=True)]
     if len(each) > MOST_LISTED:
         low, high = (each[counts.index(choose(counts))] for choose in (min, max))

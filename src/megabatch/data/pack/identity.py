@@ -15,12 +15,13 @@ from megabatch.data.pack.shards import UNFINISHED, ShardFiles
 from megabatch.data.sources.files import EncodedDataset
 from megabatch.data.sources.folders import FolderFiles
 from megabatch.data.sources.index import INDEX, read_index
+from megabatch.data.sources.table import TableFiles
 from megabatch.errors import UserError
 from megabatch.io import disk
 from megabatch.io.reading import read_file
 from megabatch.text import one_line
 
-Source = FolderFiles | ShardFiles
+Source = FolderFiles | TableFiles | ShardFiles
 
 LOCK = ".pack.lock"
 MOST_IDENTITY_BYTES = 1_000_000

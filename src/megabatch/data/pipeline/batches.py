@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from megabatch.data.pipeline.augment import Augmentation
+from megabatch.data.pipeline.balance import BalancedOrder
 from megabatch.data.pipeline.images import ImageSet, PixelStatistics
-from megabatch.data.pipeline.order import Samples, samples_at, spread_copies
+from megabatch.data.pipeline.order import EpochSamples, Samples, samples_at, spread_copies
 from megabatch.data.pipeline.reader import CPU, Batch, Batches, MakeRequest, Reader, Request
 from megabatch.data.settings import DataSettings
 from megabatch.planning.batch import StepPlan
@@ -34,6 +35,7 @@ class TrainingImages:
     ) -> None:
         self.reader = Reader(images, device, partial(Augmentation, settings, seed, pixels=pixels))
         self.images, self.seed, self.plan, self.repeats = images, seed, plan, settings.augment.repeats
+        self.balanced = BalancedOrder(seed, images.labels.numpy()) if settings.sampling == "balanced" else None
         self.stages = plan_stages(settings.sizes, settings.image_size, plan.num_steps)
 
     def samples(self, step: int, index: int) -> tuple[Samples, Samples]:
@@ -55,7 +57,9 @@ class TrainingImages:
     def request(self, step: int, index: int, side: int | None = None) -> MakeRequest:
         positions = self.plan.positions(step, index)
         copies = None if self.repeats == 1 else (self.plan.global_batch, self.repeats)
-        return partial(training_request, self.seed, len(self.images), positions, side or self.side(step), copies)
+        make = partial(training_request, self.seed, len(self.images), positions, side or self.side(step), copies)
+        # The decoder process has no labels, so this process makes a balanced request.
+        return partial(Request, *make(self.balanced)) if self.balanced else make
 
     def side(self, step: int) -> int:
         return stage_at(self.stages, step).side
@@ -75,15 +79,19 @@ class TrainingImages:
 
 
 def training_request(
-    seed: int, num_samples: int, positions: range, side: int, copies: tuple[int, int] | None
+    seed: int,
+    num_samples: int,
+    positions: range,
+    side: int,
+    copies: tuple[int, int] | None = None,
+    epoch_samples: EpochSamples | None = None,
 ) -> Request:
     """Return the request of a microbatch.  Functions at the top of a file can be sent to the decoder process.
 
     `copies` has the global batch and the number of copies of each sample in it, if there are several.
     """
-    if copies is None:
-        return Request(*samples_at(seed, num_samples, positions), side)
-    return Request(*samples_at(seed, num_samples, spread_copies(positions, *copies), copies[1]), side)
+    spread, repeats = (positions, 1) if copies is None else (spread_copies(positions, *copies), copies[1])
+    return Request(*samples_at(seed, num_samples, spread, repeats, epoch_samples), side)
 
 
 def evaluation_request(begin: int, end: int) -> Request:

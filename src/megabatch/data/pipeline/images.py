@@ -38,17 +38,29 @@ class DataSet(Struct, frozen=True):
     test: ImageSet
     class_names: tuple[str, ...]
     num_channels: int
+    # bool [sets, classes] of multi-label images: their labels are numbers of sets of classes.
+    label_sets: torch.Tensor | None = None
     tested_on: str = ""  # the origin of the test images, if the source determines it
     warnings: tuple[str, ...] = ()  # about the classes
 
     def fingerprint(self) -> str:
         """Return a hash of the class names, the labels in order and, for files, their names."""
         digest = hashlib.sha256("\n".join(self.class_names).encode(errors="surrogateescape"))
+        if self.label_sets is not None:
+            digest.update(self.label_sets.numpy().tobytes())
         for part in (self.train, self.test):
             digest.update(part.labels.numpy().tobytes())
             if hasattr(part, "fingerprint"):
                 digest.update(part.fingerprint().encode())
         return digest.hexdigest()
+
+    def count_classes(self) -> list[int]:
+        """Return the number of training images of each class."""
+        if self.label_sets is None:
+            counts = self.train.labels.bincount(minlength=len(self.class_names))
+        else:
+            counts = self.train.labels.bincount(minlength=len(self.label_sets)) @ self.label_sets.long()
+        return counts.tolist()
 
     @property
     def shape(self) -> DataShape:

@@ -9,13 +9,14 @@ crop of a sample is independent of its position in the order.
 """
 
 import threading
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-ORDER, AUGMENT, DROPOUT, SYNTHETIC, VALIDATION, PER_CLASS, FLIP, JITTER, JITTER_ORDER, ERASE, MIX = range(11)
+ORDER, AUGMENT, DROPOUT, SYNTHETIC, VALIDATION, PER_CLASS, FLIP, JITTER, JITTER_ORDER, ERASE, MIX, BALANCE = range(12)
 CROP = 16  # the first of ATTEMPTS streams, one per attempt at a crop
 BOX = 32  # the same for the boxes of random erasing
 POLICY = 48  # the first of two streams per operation of a policy
@@ -86,8 +87,20 @@ def sorted_order(seed: int, epoch: int, num_samples: int) -> Samples:
     return np.argsort(high << np.uint64(32) | low, kind="stable")
 
 
-def samples_at(seed: int, num_samples: int, positions: range | Samples, repeats: int = 1) -> tuple[Samples, Samples]:
+# The samples of an epoch in their order, and for each the number of its earlier uses in the run.
+EpochSamples = Callable[[int], tuple[Samples, Samples]]
+
+
+def samples_at(
+    seed: int,
+    num_samples: int,
+    positions: range | Samples,
+    repeats: int = 1,
+    epoch_samples: EpochSamples | None = None,
+) -> tuple[Samples, Samples]:
     """Return the samples at these positions and the epoch of each.
+
+    With `epoch_samples`, an epoch may have a sample several times.  Each use then counts as an epoch of the sample.
 
     With `repeats`, each sample of the order takes that many positions, so that an epoch, whose length stays, has only
     the first samples of its order (repeated augmentation, Hoffer et al. 2020).  Each copy then counts as an epoch, so
@@ -97,11 +110,14 @@ def samples_at(seed: int, num_samples: int, positions: range | Samples, repeats:
         positions = np.arange(positions.start, positions.stop)
     epochs, places = np.divmod(positions, num_samples)
     places, copies = np.divmod(places, repeats)
-    samples = np.empty_like(places)
+    samples, uses = np.empty_like(places), epochs.copy()
     for epoch in range(int(epochs.min()), int(epochs.max()) + 1):
         here = epochs == epoch
-        samples[here] = epoch_order(seed, epoch, num_samples)[places[here]]
-    return samples, epochs * repeats + copies
+        if epoch_samples is None:
+            samples[here] = epoch_order(seed, epoch, num_samples)[places[here]]
+        else:
+            samples[here], uses[here] = (found[places[here]] for found in epoch_samples(epoch))
+    return samples, uses * repeats + copies
 
 
 def spread_copies(positions: range, global_batch: int, repeats: int) -> Samples:

@@ -1,4 +1,4 @@
-"""The common interface of sources of encoded images (JPEG, PNG, ...): folders, tars and packed shards.
+"""The common interface of sources of encoded images (JPEG, PNG, ...): folders, tables, tars and packed shards.
 
 An `EncodedDataset` has class names, the files of the training part and, if there is one, of the test part.
 `concatenate` joins two of them.
@@ -46,6 +46,7 @@ class EncodedDataset(Struct, frozen=True, kw_only=True):
     test: EncodedFiles | None
     place: str  # for messages
     shorter_side: int | None = None  # to which a pack shrank larger images
+    label_sets: NDArray[np.bool_] | None = None  # [sets, classes] of a multi-label source, whose labels number sets
     ignored: tuple[tuple[str, int], ...] = ()  # suffixes of other files in the class folders, with their counts
 
 

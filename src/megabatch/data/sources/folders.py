@@ -12,7 +12,14 @@ from numpy.typing import NDArray
 
 from megabatch.data.sources.files import IMAGE_SUFFIXES, Content, EncodedDataset
 from megabatch.data.sources.index import cached_index, stable_ctime_ns
-from megabatch.data.sources.labels import LAYOUT, are_splits, choose_splits, parse_class_names, warn_of_names
+from megabatch.data.sources.labels import (
+    LAYOUT,
+    are_splits,
+    choose_splits,
+    parse_class_names,
+    warn_of_lists,
+    warn_of_names,
+)
 from megabatch.errors import UserError
 from megabatch.io.arrays import Arrays, Texts, fingerprint
 from megabatch.io.numbers import plural
@@ -80,7 +87,8 @@ def warn_of_classes(data: EncodedDataset) -> tuple[str, ...]:
     """Return warnings about the class names.  For a folder with one class, name the folder that was probably meant."""
     files = data.train
     if len(data.class_names) > 1 or not isinstance(files, FolderFiles):
-        return warn_of_names(data.class_names, data.place)
+        lists = warn_of_lists(data.class_names, data.place) if data.label_sets is None else ()
+        return warn_of_names(data.class_names, data.place) + lists
     folder = files.folder
     # Names are sorted, so a folder that contains the first and the last image contains all of them.
     first, last = (Path(files.name(number)).parent for number in (0, len(files) - 1))

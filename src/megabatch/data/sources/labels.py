@@ -23,6 +23,7 @@ TEST_WORDS = (("val", "valid", "validation", "dev"), ("test", "testing", "eval",
 ALL_TEST_WORDS = tuple(word for words in TEST_WORDS for word in words)
 LAYOUT = "CLASS/IMAGE, or train/CLASS/IMAGE and val/CLASS/IMAGE"
 MAX_LISTED = 3
+SEPARATOR = ";"  # between the labels of an image in a table
 
 
 def parse_class_names(names: NDArray[Any], where: str) -> tuple[str, ...]:
@@ -64,6 +65,20 @@ def parse_labels(labels: NDArray[Any], count: int, where: str) -> NDArray[np.int
             f"{where} has a label {lowest if lowest < 0 else highest}; labels must be from 0 to {MOST_CLASSES - 1}"
         )
     return labels.astype(np.int64)
+
+
+def number_classes(labels: Sequence[str], place: Path) -> tuple[list[str], NDArray[np.int64]]:
+    """Return the class names and the class of each sample.  If all labels are numbers, they are the class numbers."""
+    distinct = sorted(set(labels))
+    if not all(re.fullmatch(r"-?[0-9]+", label) for label in distinct):
+        number_of = {name: number for number, name in enumerate(distinct)}
+        return distinct, np.array([number_of[label] for label in labels], np.int64)
+    number_of = {label: int(label) for label in distinct}
+    lowest, highest = min(number_of.values()), max(number_of.values())
+    if lowest < 0 or highest >= MOST_CLASSES:
+        wrong = lowest if lowest < 0 else highest
+        raise UserError(f"{place} has a label {wrong}; labels must be from 0 to {MOST_CLASSES - 1}")
+    return [str(number) for number in range(highest + 1)], np.array([number_of[label] for label in labels], np.int64)
 
 
 def is_split(name: str, words: Sequence[str]) -> bool:
@@ -109,6 +124,17 @@ def warn_of_names(names: Sequence[str], place: str, remedy: str = "check its lab
     return (
         f"{place} has classes named like splits: {listed(suspects, MAX_LISTED)}; "
         "if they are not classes, rename the folders to train and val",
+    )
+
+
+def warn_of_lists(names: Sequence[str], place: str) -> tuple[str, ...]:
+    """Return a warning if the name of a class looks like a list of labels."""
+    lists = [name for name in names if SEPARATOR in name]
+    if not lists:
+        return ()
+    return (
+        f"{place} has classes named like lists of labels, such as {lists[0]!r}; if an image may have several labels, "
+        "set data.multi_label=true and loss.name=bce",
     )
 
 

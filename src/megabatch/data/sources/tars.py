@@ -6,7 +6,6 @@ class, as text in .cls or as "label" or "cls" in .json.  A class is a number or 
 """
 
 import os
-import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
@@ -15,12 +14,17 @@ from pathlib import Path
 import msgspec
 import numpy as np
 from msgspec import Struct
-from numpy.typing import NDArray
 
 from megabatch.data.sources.files import IMAGE_SUFFIXES
 from megabatch.data.sources.index import COLUMNS, TEST, TRAIN, require_consistent, stable_ctime_ns
-from megabatch.data.sources.labels import ALL_TEST_WORDS, MAX_NAME_LENGTH, TEST_WORDS, require_names, words_in
-from megabatch.data.sources.shapes import MOST_CLASSES
+from megabatch.data.sources.labels import (
+    ALL_TEST_WORDS,
+    MAX_NAME_LENGTH,
+    TEST_WORDS,
+    number_classes,
+    require_names,
+    words_in,
+)
 from megabatch.errors import UserError
 from megabatch.io.arrays import Arrays
 from megabatch.io.reading import open_regular, read_file
@@ -65,20 +69,6 @@ def read_label(member: Member, extension: str, read: Read, path: Path) -> str | 
             f"{where} is not a label: {one_line(str(error))}; expected the number or the name of a class"
         ) from error
     return str(label)
-
-
-def number_classes(labels: Sequence[str], place: Path) -> tuple[list[str], NDArray[np.int64]]:
-    """Return the class names and the class of each sample.  If all labels are numbers, they are the class numbers."""
-    distinct = sorted(set(labels))
-    if not all(re.fullmatch(r"-?[0-9]+", label) for label in distinct):
-        number_of = {name: number for number, name in enumerate(distinct)}
-        return distinct, np.array([number_of[label] for label in labels], np.int64)
-    number_of = {label: int(label) for label in distinct}
-    lowest, highest = min(number_of.values()), max(number_of.values())
-    if lowest < 0 or highest >= MOST_CLASSES:
-        wrong = lowest if lowest < 0 else highest
-        raise UserError(f"{place} has a label {wrong}; labels must be from 0 to {MOST_CLASSES - 1}")
-    return [str(number) for number in range(highest + 1)], np.array([number_of[label] for label in labels], np.int64)
 
 
 def name_classes(path: Path, names: tuple[str, ...]) -> tuple[str, ...]:

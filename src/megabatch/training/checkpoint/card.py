@@ -25,6 +25,7 @@ def make_card(config: RunConfig, data: DataSet, pixels: PixelStatistics) -> Mode
         model={key: value for key, value in msgspec.to_builtins(config.model).items() if key not in NOT_IN_CARD}
         | {"channels_last": config.model.wants_channels_last},
         classes=list(data.class_names),
+        multi_label=data.label_sets is not None,
         num_channels=data.num_channels,
         image_size=config.data.image_size,
         test_image_size=config.data.test_side,
@@ -45,6 +46,7 @@ def with_results(card: ModelCard, totals: RunTotals) -> ModelCard:
             "top1": last.top1,
             "top5": last.top5,
             "test_loss": last.test_loss,
+            "mean_average_precision": last.mean_average_precision,
             "samples_evaluated": last.samples_evaluated,
         }
     return msgspec.structs.replace(card, **results)

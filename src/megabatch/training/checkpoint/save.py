@@ -268,7 +268,7 @@ class Checkpoints:
         self.background = BackgroundWriter(self.write, writes_all=settings.keep > COPIES)
         remove_unfinished(self.folder)
         self.remove_after(first_step)
-        self.scores = scores_in(self.folder) if settings.keep_best > 1 else {}  # top-1 by the checkpoint's name
+        self.scores = scores_in(self.folder) if settings.keep_best > 1 else {}  # by the checkpoint's name
 
     def remove_after(self, step: int) -> None:
         """Remove the checkpoints after `step`, at which the run resumes."""
@@ -282,13 +282,13 @@ class Checkpoints:
     def should_save(self, record: Record, totals: RunTotals) -> bool:
         """Return True if a save is due after this record, or if it is the best evaluation so far."""
         if isinstance(record, EvaluationRecord):
-            return totals.best_step == record.step or self.is_among_best(record.top1) or self.is_due(record.step)
+            return totals.best_step == record.step or self.is_among_best(record.score) or self.is_due(record.step)
         # The evaluation of this step follows, and its record saves.
         return self.is_due(record.step) and not record.evaluated
 
-    def is_among_best(self, top1: float) -> bool:
-        """Return True if fewer than `keep_best` checkpoints have at least this top-1, and several are kept."""
-        others = [score for score in list(self.scores.values()) if score >= top1]
+    def is_among_best(self, score: float) -> bool:
+        """Return True if fewer than `keep_best` checkpoints have at least this score, and several are kept."""
+        others = [other for other in list(self.scores.values()) if other >= score]
         return self.settings.keep_best > 1 and len(others) < self.settings.keep_best
 
     def is_due(self, step: int) -> bool:
@@ -355,7 +355,7 @@ class Checkpoints:
         self.outage.worked(OUTAGE_KEY)
         evaluation = save.description.totals.evaluation
         if self.settings.keep_best > 1 and evaluation and evaluation.step == step:
-            self.scores[name] = evaluation.top1
+            self.scores[name] = evaluation.score
         with self.outage.survived("the removal of old checkpoints", self.folder):
             self.remove_old()
         return True
@@ -403,14 +403,14 @@ class Checkpoints:
 
 
 def scores_in(folder: Path) -> dict[str, float]:
-    """Return the top-1 of the checkpoints that were saved after an evaluation, by their names."""
+    """Return the scores of the checkpoints that were saved after an evaluation, by their names."""
     scores = {}
     for path in newest_first(folder):
         with contextlib.suppress(DamagedCheckpoint):
             description = read_description(path)
             evaluation = description.totals.evaluation
             if evaluation and evaluation.step == description.step:
-                scores[path.name] = evaluation.top1
+                scores[path.name] = evaluation.score
     return scores
 
 

@@ -1,0 +1,193 @@
+"""Images that a CSV file lists: path,label or path,label,split.  Samples are numbered in the order of its rows.
+
+Paths are relative to the folder of the file, or absolute.  Without a column for the split, the header may be missing.
+In a multi-label file a label is a list such as cat;dog, and may be empty.  The label of a sample then is the number of
+its set of labels: batches, decoders and skipped images are those of any other source, and a table has the classes of
+each set.
+"""
+
+import csv
+import io
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megabatch.data.sources.files import Content, EncodedDataset
+from megabatch.data.sources.index import once_per_host
+from megabatch.data.sources.labels import (
+    ALL_TEST_WORDS,
+    MAX_NAME_LENGTH,
+    SEPARATOR,
+    TRAIN_WORDS,
+    choose_splits,
+    is_split,
+    number_classes,
+)
+from megabatch.errors import LONGEST_QUOTED, UserError
+from megabatch.io.arrays import Arrays, Texts, fingerprint
+from megabatch.io.reading import MOST_BYTES, NotText, read_file, read_text
+from megabatch.text import is_plain, one_line
+
+SUFFIX = ".csv"
+HEADERS = (["path", "label"], ["path", "label", "split"])
+LONGEST_TABLE = 512 << 20  # bytes, for more than ten million images
+LONGEST_PATH = 4096  # characters
+MOST_MARKS = 1 << 28  # bytes of the table of label sets
+
+
+class TableFiles:
+    """Files by their paths, which are absolute or below `folder`."""
+
+    def __init__(self, folder: str, names: Texts, labels: NDArray[np.int64]) -> None:
+        self.folder, self.names, self.labels = folder, names, labels
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def path(self, number: int) -> str:
+        return os.path.join(self.folder, self.names[number])  # noqa: PTH118  # pathlib is slow
+
+    def content(self, number: int, most_bytes: int = MOST_BYTES) -> Content:
+        return read_file(self.path(number), most_bytes)
+
+    def where(self, number: int, read: bool = True) -> str:
+        return one_line(self.path(number))
+
+    def name(self, number: int) -> str:
+        return self.names[number]
+
+    def fingerprint(self) -> str:
+        return fingerprint(self.names.content, self.names.ends, self.labels)
+
+
+def read_table(path: Path, multi_label: bool = False) -> EncodedDataset:
+    path = path.resolve()
+    arrays = once_per_host(f"table {path} {multi_label}", lambda: parse_table(path, multi_label))
+    parts = [
+        TableFiles(str(path.parent), Texts(arrays[f"names_{part}"], arrays[f"ends_{part}"]), arrays[f"labels_{part}"])
+        for part in range(int(arrays["num_parts"]))
+    ]
+    return EncodedDataset(
+        class_names=tuple(arrays["class_names"].tolist()),
+        train=parts[0],
+        test=parts[1] if len(parts) > 1 else None,
+        place=str(path),
+        label_sets=arrays.get("label_sets"),
+    )
+
+
+def parse_table(path: Path, multi_label: bool) -> Arrays:
+    names, labels, splits = read_rows(path, multi_label)
+    kept = choose_splits(sorted({*splits}), path)
+    if not kept:
+        found = "no image" if not names else f"no row of the split {TRAIN_WORDS[0]}"
+        raise UserError(f"{path} has {found}; give each image a row with its path and label")
+    rows = [at for at, split in enumerate(splits) if split in kept]
+    chosen = [labels[at] for at in rows]
+    arrays: Arrays = {"num_parts": np.array(len(kept))}
+    if multi_label:
+        class_names, numbers, arrays["label_sets"] = number_sets(chosen, path)
+    else:
+        class_names, numbers = number_classes(chosen, path)
+    arrays["class_names"] = np.array(class_names)
+    of_row = dict(zip(rows, numbers.tolist(), strict=True))
+    for part, split in enumerate(kept):
+        here = [at for at in rows if splits[at] == split]
+        texts = Texts.of(names[at] for at in here)
+        arrays[f"names_{part}"], arrays[f"ends_{part}"] = texts.content, texts.ends
+        arrays[f"labels_{part}"] = np.array([of_row[at] for at in here], np.int64)
+    return arrays
+
+
+def number_sets(labels: list[str], path: Path) -> tuple[list[str], NDArray[np.int64], NDArray[np.bool_]]:
+    """Return the class names, the number of each image's set of labels, and the classes of each set."""
+    lists = [[name.strip() for name in label.split(SEPARATOR) if name.strip()] for label in labels]
+    flat = [name for names in lists for name in names]
+    if not flat:
+        raise UserError(f"{path} has no label; write the labels of an image as cat{SEPARATOR}dog")
+    class_names, numbers = number_classes(flat, path)
+    number_of = dict(zip(flat, numbers.tolist(), strict=True))
+    number_of_set: dict[frozenset[int], int] = {}
+    of_images = [
+        number_of_set.setdefault(frozenset(number_of[name] for name in names), len(number_of_set)) for names in lists
+    ]
+    if len(number_of_set) * len(class_names) > MOST_MARKS:
+        raise UserError(
+            f"{path} has {len(number_of_set):,} different sets of {len(class_names):,} labels; the limit is "
+            f"{MOST_MARKS:,} for their product; remove rare labels"
+        )
+    sets = np.zeros((len(number_of_set), len(class_names)), np.bool_)
+    for members, number in number_of_set.items():
+        sets[number, sorted(members)] = True
+    return class_names, np.array(of_images, np.int64), sets
+
+
+def read_rows(path: Path, multi_label: bool) -> tuple[list[str], list[str], list[str]]:
+    """Return the path, label and split of every image."""
+    lines: dict[str, int] = {}  # of the paths
+    labels, splits = list[str](), list[str]()
+    valid_labels, valid_splits = set[str](), {TRAIN_WORDS[0]}
+    columns, is_first = 2, True
+    for line, cells in read_cells(path):
+        place = f"{path}: line {line}"
+        if is_first and [cell.lower() for cell in cells] in HEADERS:
+            columns, is_first = len(cells), False
+            continue
+        if is_first and not (len(cells) == 2 and Path(cells[0]).suffix):
+            shown = one_line(",".join(cells), LONGEST_QUOTED)
+            raise UserError(f"{place} is {shown!r}; expected the header path,label or path,label,split; add it")
+        is_first = False
+        if len(cells) != columns:
+            raise UserError(
+                f"{place} has {len(cells)} columns; expected {columns}, separated by commas; quote values with commas"
+            )
+        name, label, split = cells[0], cells[1], cells[2].lower() if columns == 3 else TRAIN_WORDS[0]
+        if not name or len(name) > LONGEST_PATH or not (name.isprintable() or is_plain(name)):
+            raise UserError(f"{place} has no valid path; expected 1 to {LONGEST_PATH:,} plain characters; correct it")
+        if lines.setdefault(name, line) != line:
+            remedy = f"separate its labels by {SEPARATOR}" if multi_label else "remove one of them"
+            raise UserError(f"{place}: {one_line(name, LONGEST_QUOTED)} is also on line {lines[name]}; {remedy}")
+        if label not in valid_labels:
+            require_label(label, place, multi_label)
+            valid_labels.add(label)
+        if split not in valid_splits:
+            require_split(split, place)
+            valid_splits.add(split)
+        labels.append(label)
+        splits.append(split)
+    return list(lines), labels, splits
+
+
+def require_split(split: str, place: str) -> None:
+    if not is_split(split, (*TRAIN_WORDS, *ALL_TEST_WORDS)):
+        shown = one_line(split, LONGEST_QUOTED)
+        raise UserError(f"{place} has the split {shown!r}; expected train, val or test; correct it")
+
+
+def require_label(label: str, place: str, multi_label: bool) -> None:
+    names = [name.strip() for name in label.split(SEPARATOR)] if multi_label else [label]
+    for name in names:
+        if (not name and not multi_label) or len(name) > MAX_NAME_LENGTH or not is_plain(name):
+            shown = one_line(name, LONGEST_QUOTED)
+            raise UserError(
+                f"{place} has the label {shown!r}; expected 1 to {MAX_NAME_LENGTH:,} characters without control "
+                "characters; correct it"
+            )
+
+
+def read_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield the number and the cells of every line that is not empty."""
+    try:
+        text = read_text(path, LONGEST_TABLE)
+    except NotText as error:
+        raise UserError(f"{path}: {error}; save it as CSV in UTF-8") from None
+    reader = csv.reader(io.StringIO(text, newline=""), skipinitialspace=True, strict=True)
+    try:
+        for row in reader:
+            if row:
+                yield reader.line_num, [cell.strip() for cell in row]
+    except csv.Error as error:
+        raise UserError(f"{path}: line {reader.line_num}: {error}; check its quotes") from None

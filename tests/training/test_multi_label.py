@@ -1,0 +1,179 @@
+"""Images with several labels: average precision, the evaluation on any number of ranks, and a whole run."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from torch import nn
+
+from megabatch.config.loading import load_config
+from megabatch.data.catalog import load_data_set
+from megabatch.data.pipeline.images import ArrayImages
+from megabatch.data.pipeline.normalise import Normalise, measure_pixels
+from megabatch.errors import UserError
+from megabatch.inference.classifier import load
+from megabatch.inference.evaluate import evaluate_run
+from megabatch.inference.predict import NamedFiles, predict
+from megabatch.ranks.world import World
+from megabatch.report.page import write_report
+from megabatch.runs.reader import read_summary
+from megabatch.runs.records import Evaluation, Summary
+from megabatch.training.checkpoint.resume import decide_start
+from megabatch.training.evaluate_labels import average_precision, evaluate_labels, require_evaluable
+from megabatch.training.prepare import ready_to_train
+from megabatch.training.run import train_and_record
+from tests.support.rank_pool import RankPool
+from tests.support.use import SMALL, train_photos
+
+COUNT, NUM_CLASSES, BATCH = 37, 6, 4
+SETS = torch.tensor([[0, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 1, 0], [0, 0, 1, 0, 1, 0]], dtype=torch.bool)
+
+
+def test_the_average_precision_is_that_of_scikit_learns_example() -> None:
+    found = average_precision(np.array([0.1, 0.4, 0.35, 0.8]), np.array([False, False, True, True]))
+    assert found == pytest.approx(0.8333333333, abs=1e-10)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=30).filter(
+        lambda rows: any(r[1] for r in rows)
+    )
+)
+def test_the_average_precision_is_that_of_a_loop_over_thresholds(rows: list[tuple[int, bool]]) -> None:
+    """Ties are one threshold, so the order of the images does not matter."""
+    positives, area, recall = sum(hit for _, hit in rows), 0.0, 0.0
+    for threshold in sorted({score for score, _ in rows}, reverse=True):
+        hits = [hit for score, hit in rows if score >= threshold]
+        area += sum(hits) / len(hits) * (sum(hits) / positives - recall)
+        recall = sum(hits) / positives
+    for ordered in (rows, rows[::-1]):
+        scores, targets = (np.array(column) for column in zip(*ordered, strict=True))
+        assert average_precision(scores.astype(float), targets) == pytest.approx(area, abs=1e-12)
+
+
+def images_and_model() -> tuple[ArrayImages, nn.Module]:
+    generator = torch.Generator().manual_seed(1)
+    pixels = torch.randint(0, 256, (COUNT, 1, 8, 8), dtype=torch.uint8, generator=generator)
+    labels = torch.randint(0, len(SETS), (COUNT,), generator=generator)
+    torch.manual_seed(0)
+    return ArrayImages(pixels, labels), nn.Sequential(nn.Flatten(), nn.Linear(64, NUM_CLASSES)).double()
+
+
+def evaluate_on(world: World) -> Evaluation:
+    images, model = images_and_model()
+    normalise = Normalise(measure_pixels(images), world.device, torch.float64)
+    return evaluate_labels(model.to(world.device), images, SETS, normalise, BATCH, world)
+
+
+def test_an_evaluation_is_exact_and_bitwise_equal_on_1_2_and_4_ranks(ranks: RankPool) -> None:
+    images, model = images_and_model()
+    logits = model(Normalise(measure_pixels(images), torch.device("cpu"), torch.float64)(images.images)).detach()
+    targets = SETS[images.labels]
+    alone = ranks.run(evaluate_on, num_ranks=1)[0]
+    for num_ranks in (2, 4):
+        assert all(result == alone for result in ranks.run(evaluate_on, num_ranks=min(num_ranks, ranks.size)))
+    present = [number for number in range(NUM_CLASSES) if targets[:, number].any()]
+    assert len(present) == 4
+    values = [average_precision(logits[:, number].numpy(), targets[:, number].numpy()) for number in present]
+    assert alone.mean_average_precision == alone.score == pytest.approx(np.mean(values), abs=1e-12)
+    assert alone.top1 == targets[torch.arange(COUNT), logits.argmax(1)].sum().item() / COUNT
+    loss = F.binary_cross_entropy_with_logits(logits, targets.double(), reduction="sum").item() / COUNT
+    assert alone.test_loss == pytest.approx(loss, rel=1e-12) and alone.samples_evaluated == COUNT
+    predicted, f1 = logits.sigmoid() > 0.5, []
+    for number in range(NUM_CLASSES):
+        true = (predicted & targets)[:, number].sum().item()
+        seen, guessed = targets[:, number].sum().item(), predicted[:, number].sum().item()
+        assert alone.class_top1[number] == (true / seen if seen else None)
+        assert alone.class_precision[number] == (true / guessed if guessed else None)
+        f1 += [2 * true / (seen + guessed)] if seen else []
+    assert alone.f1 == pytest.approx(np.mean(f1), abs=1e-12)
+    assert alone.ece is None and not alone.reliability
+
+
+def test_too_many_scores_and_images_without_labels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    images, _ = images_and_model()
+    require_evaluable(images, SETS)
+    with pytest.raises(UserError, match="no test image has a label"):
+        require_evaluable(images, torch.zeros_like(SETS))
+    monkeypatch.setattr("megabatch.training.evaluate_labels.MOST_SCORES", COUNT * NUM_CLASSES - 1)
+    with pytest.raises(UserError, match=r"37 test images of 6 classes have 222 scores; .* for example 36$"):
+        require_evaluable(images, SETS)
+
+
+def test_cross_entropy_is_refused() -> None:
+    with pytest.raises(UserError, match=r"data.multi_label=true with loss.name=cross_entropy: .* set loss.name=bce"):
+        load_config("photos", ["data.source=x.csv", "data.multi_label=true"])
+
+
+COLOURS = ("blue", "green", "red")
+
+
+def write_table(folder: Path) -> Path:
+    """Write images whose labels are the bright channels; red is rarer.  One test image is damaged."""
+    folder.mkdir()
+    noise, rows = np.random.default_rng(0), ["path,label,split"]
+    for number in range(56):
+        labels = [name for place, name in enumerate(COLOURS) if number >> place & 1 and (place < 2 or number < 40)]
+        bright = [150 * (name in labels) for name in COLOURS[::-1]]
+        pixels = noise.integers(0, 100, (24, 24, 3)) + np.array(bright)
+        Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{number}.png")
+        rows.append(f"{number}.png,{';'.join(labels)},{'val' if number < 16 else 'train'}")
+    (folder / "9.png").write_bytes(b"damaged")
+    (folder / "labels.csv").write_text("\n".join(rows))
+    return folder / "labels.csv"
+
+
+SETTINGS = [
+    *("data.multi_label=true", "loss.name=bce", "loss.class_weights=auto", "data.validation=0", "precision.name=fp64"),
+    *("data.augment.mixup=0.1", "data.on_error=skip", "data.skip_limit=1", "train.epochs=12", "checkpoint.keep_best=2"),
+]
+
+
+def train_whole(world: World, folder: Path, *settings: str) -> Summary:
+    config = load_config("photos", [*SMALL, f"run.dir={folder}", *settings])
+    start = decide_start(config, "never", world)
+    return train_and_record(config, start, ready_to_train(config, load_data_set(config.data), world))
+
+
+def test_a_run_on_images_with_several_labels(
+    ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [f"data.source={write_table(tmp_path / 'photos')}", *SETTINGS]
+    run = train_photos(tmp_path / "alone", *settings)
+    printed = capsys.readouterr().out
+    assert "3 classes (blue 20, green 20, red 12)" in printed and "several labels per image" in printed
+    assert "loss      weights 1 (blue) to 2.33 (red)" in printed
+    (other, *_) = ranks.run(train_whole, tmp_path / "pair", *settings, num_ranks=min(2, ranks.size))
+    summary = read_summary(run)
+    assert summary.mean_average_precision is not None and summary.best_mean_average_precision is not None
+    assert other.mean_average_precision == pytest.approx(summary.mean_average_precision, abs=1e-9)
+    assert other.test_loss == pytest.approx(summary.test_loss, abs=1e-9) and summary.samples_evaluated == 15
+    assert summary.best_mean_average_precision > 0.8
+    assert f"mAP {summary.mean_average_precision:.4f} (best {summary.best_mean_average_precision:.4f})" in printed
+    records = [json.loads(row) for row in (run / "metrics.jsonl").read_text().splitlines()]
+    found = {row["step"]: row["mean_average_precision"] for row in records if row["kind"] == "evaluation"}
+    assert max(found.values()) == summary.best_mean_average_precision
+    best = (run / "checkpoints/best").readlink().name
+    assert int(best.removeprefix("step-")) == max(found, key=lambda step: (found[step], -step))
+
+    result, names = evaluate_run(run, None)
+    assert names == COLOURS
+    assert (result.score, result.test_loss) == (summary.mean_average_precision, summary.test_loss)
+    again, _ = evaluate_run(run, str(tmp_path / "photos/labels.csv"))
+    assert again == result
+    with pytest.raises(UserError, match=r"--confusion x.csv: an image may have several labels"):
+        evaluate_run(run, None, confusion=Path("x.csv"))
+    classifier, photo = load(run), str(tmp_path / "photos/23.png")
+    assert classifier.card.multi_label and classifier.card.mean_average_precision == summary.mean_average_precision
+    (predicted,) = predict(classifier, NamedFiles([photo]), 3, threads=1)
+    expected = classifier(photo)[0].sigmoid()
+    for name, probability in predicted.classes:
+        assert probability == pytest.approx(expected[classifier.classes.index(name)].item(), abs=1e-6)
+    page = write_report([run]).read_text()
+    assert "mean average precision" in page and "mAP" in page
