@@ -176,4 +176,4 @@ def test_a_run_on_images_with_several_labels(
     for name, probability in predicted.classes:
         assert probability == pytest.approx(expected[classifier.classes.index(name)].item(), abs=1e-6)
     page = write_report([run]).read_text()
-    assert "mean average precision" in page and "mAP" in page
+    assert "mean average precision" in page and "mAP" in page and "Recall of each class" in page

@@ -237,7 +237,7 @@ MEANINGS = {
     ),
     "checkpoint.keep": "number of newest checkpoints to keep",
     "checkpoint.keep_best": (
-        "number of checkpoints with the best top-1 or mAP to keep as well; a slow disk may miss one that is not the best"
+        "number of checkpoints with the best top-1 or mAP to keep too; a slow disk may miss one that is not the best"
     ),
     "run.dir": "folder of the run",
     "run.device": "`auto` is `cuda` if available, else `cpu`",

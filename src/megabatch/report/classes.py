@@ -31,6 +31,11 @@ def class_top1(view: RunView) -> list[tuple[int, float]]:
     return [(number, share) for number, share in enumerate(shares) if share is not None]
 
 
+def share_name(view: RunView) -> str:
+    last = view.last_evaluation
+    return "Recall" if last and last.mean_average_precision is not None else "Top-1"
+
+
 def measures(view: RunView) -> Markup | None:
     """Return a table of the measures of the last evaluation that are means over classes."""
     last = view.last_evaluation
@@ -74,21 +79,27 @@ def short_name(view: RunView, number: int) -> str:
 
 def class_charts(view: RunView) -> list[Markup | None]:
     """Return charts of accuracy by class and of confusions.  With many classes, the distribution and both ends."""
-    found = sorted(class_top1(view), key=lambda row: -row[1])
+    found, measure = sorted(class_top1(view), key=lambda row: -row[1]), share_name(view)
     if len(found) < 2:
         return [confusion_chart(view), measures(view), reliability_chart(view)]
     if len(found) <= FEW_CLASSES:
         return [
-            bars("classes", "Accuracy by class", "Top-1 of each class, best first.", view, found),
+            bars("classes", "Accuracy by class", f"{measure} of each class, best first.", view, found),
             confusion_chart(view),
             measures(view),
             reliability_chart(view),
         ]
     return [
-        histogram(found),
+        histogram(found, measure.lower()),
         confusion_chart(view),
-        bars("classes-worst", f"The {ENDS} worst classes", "Top-1, worst first.", view, found[::-1][:ENDS]),
-        bars("classes-best", f"The {ENDS} best classes", "Top-1, best first.", view, found[:ENDS]),
+        bars(
+            "classes-worst",
+            f"The {ENDS} worst classes",
+            f"{measure}, worst first.",
+            view,
+            found[::-1][:ENDS],
+        ),
+        bars("classes-best", f"The {ENDS} best classes", f"{measure}, best first.", view, found[:ENDS]),
         measures(view),
         reliability_chart(view),
     ]
@@ -105,7 +116,7 @@ def bars(key: str, title: str, about: str, view: RunView, rows: Sequence[tuple[i
         parts.append(svg.box(0, top + 17, 1, 8, "lane"))
         parts.append(svg.box(0, top + 17, share, 8, "rank", tip))
     numbers = table(
-        ("class", "top-1", "images"),
+        ("class", share_name(view).lower(), "images"),
         [(short_name(view, number), fmt.accuracy(share), count_of(view, number)) for number, share in rows],
     )
     height_px = len(rows) * (ROW_PX + 12)
@@ -123,15 +134,15 @@ def tested(view: RunView, number: int) -> str:
     return "" if text == fmt.MISSING else f" of {text} images"
 
 
-def histogram(found: Sequence[tuple[int, float]]) -> Markup:
+def histogram(found: Sequence[tuple[int, float]], measure: str) -> Markup:
     counts = [0] * HISTOGRAM_BINS
     for _, share in found:
         counts[min(HISTOGRAM_BINS - 1, int(share * HISTOGRAM_BINS))] += 1
     highest = max(counts)
     frame = Frame(SHARES, Scale(0, highest, [(0, "0"), (highest, f"{highest:,}")]))
     bins = [f"{100 * n // HISTOGRAM_BINS} to {100 * (n + 1) // HISTOGRAM_BINS} %" for n in range(HISTOGRAM_BINS)]
-    about = f"Number of classes by their top-1, of {len(found):,} classes."
-    return svg.histogram_chart("classes", "Distribution over classes", about, frame, counts, bins, ("top-1", "classes"))
+    about = f"Number of classes by their {measure}, of {len(found):,} classes."
+    return svg.histogram_chart("classes", "Distribution over classes", about, frame, counts, bins, (measure, "classes"))
 
 
 def confusion_chart(view: RunView) -> Markup | None:
