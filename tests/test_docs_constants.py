@@ -54,7 +54,7 @@ from megabatch.planning.buckets import merge
 from megabatch.planning.plan import COMM_DTYPES
 from megabatch.precision import loss_scale
 from megabatch.preflight import preview as commands
-from megabatch.preflight.selftest import measurements
+from megabatch.preflight.selftest import photos
 from megabatch.ranks import collectives, devices, launch, store
 from megabatch.ranks import machine as sockets
 from megabatch.report import verdict as ending_rules
@@ -323,7 +323,7 @@ FACTS = [
         ("weights of up to {} elements", momentum.SMALL),
         ("| CUDA 13 | {} or newer |", devices.OLDEST_DRIVER[13]),
         ("| CUDA 12.9 | {} or newer |", devices.OLDEST_DRIVER[12]),
-        ("{} photos of noise, {} x {} pixels", measurements.JPEGS, *measurements.JPEG_SIZE),
+        ("{} photos of noise, {} x {} pixels", photos.JPEGS, *photos.JPEG_SIZE),
     ),
     *facts(
         "docs/precision.md",

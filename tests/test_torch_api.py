@@ -3,6 +3,7 @@
 import ast
 import copy
 import importlib.util
+import inspect
 import pickle
 import re
 import subprocess
@@ -399,16 +400,22 @@ def test_nccl_watchdog_sets_the_key_that_we_delete(api: Any) -> None:
 
 
 def test_the_default_group_has_the_same_implementation_as_the_others(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The function that registers a backend is its entry point."""
+    """The function that registers a backend is its entry point.  The name exists since torch 2.14."""
     function, registered = "_register_builtin_nccl_legacy_backend", entry_points(group="torch.distributed.backends")
-    targets = {point.name: point.attr for point in registered}
-    assert targets.get("nccl-legacy", function) == function
-    assert api.nccl_backend() == ("nccl-legacy" if "nccl-legacy" in targets else "nccl")
-    monkeypatch.setattr(dist, "ProcessGroupNCCL2", object, raising=False)  # before there was a name for the other
-    monkeypatch.delattr(distributed_c10d, function, raising=False)
-    assert api.nccl_backend() == "nccl"
+    is_named = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+    assert {point.attr for point in registered if point.name == "nccl-legacy"} == ({function} if is_named else set())
+    assert api.nccl_backend() == ("nccl-legacy" if is_named else "nccl")
+    if is_named:  # a creator that ignores TORCH_DIST_USE_NCCL2
+        assert "_create_nccl_process_group," in inspect.getsource(getattr(distributed_c10d, function))
     monkeypatch.setattr(distributed_c10d, function, object, raising=False)
     assert api.nccl_backend() == "nccl-legacy"
+    monkeypatch.delattr(distributed_c10d, function)
+    assert api.nccl_backend() == "nccl"
+
+
+@pytest.mark.usefixtures("alone")
+def test_class_of_the_default_backend_is_that_of_the_device(api: Any) -> None:
+    assert api.default_backend_class(torch.device("cpu")) == "ProcessGroupGloo"
 
 
 def gather_own(world: Any) -> list[float]:

@@ -189,9 +189,16 @@ def forward_hooks(module: nn.Module) -> Iterable[dict[int, Any]]:
 def nccl_backend() -> str:
     """Return the name of the backend ProcessGroupNCCL, the class of all our groups.
 
-    From torch 2.15 on, "nccl" means ProcessGroupNCCL2, which is older than the name "nccl-legacy" for the other class.
+    It is "nccl-legacy" since torch 2.14.  There "nccl" means ProcessGroupNCCL2 if TORCH_DIST_USE_NCCL2=1, and from 2.15
+    on by default.
     """
     return "nccl-legacy" if hasattr(distributed_c10d, "_register_builtin_nccl_legacy_backend") else "nccl"
+
+
+def default_backend_class(device: torch.device) -> str:
+    """Return the class of the default process group's backend, which several names have in common."""
+    whole: Any = dist.group.WORLD
+    return type(whole._get_backend(device)).__name__
 
 
 def nccl_options(timeout: timedelta) -> Any:

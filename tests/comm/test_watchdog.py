@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import nn
 
 from megabatch.comm.api import distribute
-from megabatch.comm.cpu.barrier import MissingRank
+from megabatch.comm.cpu.barrier import Header, LateRank, MissingRank
 from megabatch.comm.faults import failure, watchdog
 from megabatch.comm.faults.failure import FailureReport, Stuck
 from megabatch.comm.faults.progress import BackwardProgress
-from megabatch.comm.faults.watchdog import Heartbeats, Watchdog
+from megabatch.comm.faults.watchdog import Heartbeats, RankStates, Watchdog
 from megabatch.comm.layouts import BucketLayouts
 from megabatch.comm.settings import CommSettings
 from megabatch.ranks import world as world_module
@@ -103,6 +103,23 @@ def test_waiting_rank_names_the_missing_ranks(activity: Activity) -> None:
     assert str(reporter.error).startswith(
         "other ranks did not arrive within 0.3 s at evaluation of step 12; rank 5 does not respond"
     )
+
+
+@pytest.mark.parametrize(
+    ("error", "quoted"),
+    [(LateRank("rank 5 did not arrive within 3 s"), True), (MissingRank("rank 5 has died"), False)],
+)
+def test_report_of_a_late_rank_is_awaited(
+    monkeypatch: pytest.MonkeyPatch, activity: Activity, error: MissingRank, quoted: bool
+) -> None:
+    """The watchdog of a late rank may report after the others have lost patience, if the machine is busy."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    report, _ = watch(activity, store, Recorder())
+    late = RankStates(store, 1, (4, 5), timeout_s=0.3)
+    monkeypatch.setattr(RankStates, "listen", lambda states, is_enough: late.write("has been in data"))
+    report.record(error, Header(step=12), "node")
+    assert type(report.error) is MissingRank and str(error) in str(report.error)
+    assert str(report.error).endswith("; rank 5 has been in data") is quoted
 
 
 class CountedStore:

@@ -17,7 +17,7 @@ from megabatch.data.pack.write import pack
 from megabatch.data.pipeline.batches import TrainingImages, evaluation_batches
 from megabatch.data.pipeline.device_decoder import DECODERS, FileRead, plan_places, require_gpu
 from megabatch.data.pipeline.images import DataSet, PixelStatistics
-from megabatch.data.pipeline.reader import PREFETCHED
+from megabatch.data.pipeline.reader import PREFETCHED, Reader
 from megabatch.data.settings import AugmentSettings, DataSettings
 from megabatch.errors import UserError
 from megabatch.planning.batch import BatchSettings, plan_steps
@@ -261,3 +261,23 @@ def test_a_device_decoder_excludes_changes_of_pixels_on_the_cpu(more: dict[str, 
         UserError, match=rf"but data\.{next(iter(more))} changes pixels on the CPU; set data\.decoder=cpu"
     ):
         DataSettings(source="x", image_size=8, decoder="nvjpeg", **more)
+
+
+@pytest.mark.parametrize(
+    ("device", "batch_size", "side", "expected"),
+    [
+        ("cuda", 1024, 24, 4),
+        ("cuda", 256, 24, 4),
+        ("cuda", 64, 24, 16),  # 1,024 images
+        ("cuda", 100, 24, 11),
+        ("cuda", 64, 224, 16),  # 154 MB
+        ("cuda", 64, 512, 5),  # 256 MiB
+        ("cuda", 256, 512, 4),  # at least four batches, although they have 805 MB
+        ("cpu", 64, 24, 4),
+    ],
+)
+def test_at_least_1024_images_are_read_ahead_of_a_gpu_within_256_mib(
+    folder: Path, device: str, batch_size: int, side: int, expected: int
+) -> None:
+    images = load_data_set(settings_of(folder, image_size=side)).train
+    assert Reader(images, torch.device(device)).num_ahead(batch_size) == expected

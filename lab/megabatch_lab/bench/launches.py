@@ -14,6 +14,7 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from itertools import count
@@ -97,7 +98,7 @@ def decoding(images: EncodedImages | None) -> Iterator[list[int]]:
         return
     ends = threading.Event()
     requests = (
-        partial(training_request, 1, len(images), range(BATCH * number, BATCH * (number + 1)), IMAGE_SIZE)
+        partial(training_request, 1, len(images), range(BATCH * number, BATCH * (number + 1)), IMAGE_SIZE, None)
         for number in count()
     )
 
@@ -110,14 +111,14 @@ def decoding(images: EncodedImages | None) -> Iterator[list[int]]:
                 if ends.is_set():
                     return
 
-    thread = threading.Thread(target=take)
-    thread.start()
-    try:
-        time.sleep(SECONDS_TO_START)
-        yield decoded
-    finally:
-        ends.set()
-        thread.join()
+    with ThreadPoolExecutor(1) as beside:
+        taking = beside.submit(take)
+        try:
+            time.sleep(SECONDS_TO_START)
+            yield decoded
+        finally:
+            ends.set()
+        taking.result()
 
 
 def photos(folder: Path) -> DataSettings:

@@ -35,6 +35,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from PIL import Image
 
@@ -43,16 +44,16 @@ from megabatch.comm import tune
 from megabatch.config.loading import load_config, silent
 from megabatch.config.schema import RunConfig
 from megabatch.data.catalog import load_data_set
-from megabatch.data.settings import DataSettings
-from megabatch.data.sources.index import SHARED, Shared
 from megabatch.errors import UserError
 from megabatch.planning.algorithms import ALGORITHMS
 from megabatch.planning.topology import regular
+from megabatch.ranks import world
 from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.store import KEYS_AT_ONCE, RankStore, agree_on_name
+from megabatch.ranks.world import World
 from megabatch.training.loop import train
 from megabatch.training.parts import Training
-from megabatch.training.prepare import WarmUpPass, prepare
+from megabatch.training.prepare import WarmUpPass, load_once_per_host, prepare
 from megabatch_lab.bench.report import report
 from megabatch_lab.rehearsal import backends, fake_cuda
 from megabatch_lab.rehearsal.counting_store import CountingStore
@@ -134,7 +135,7 @@ def measure(num_ranks: int, rounds: int) -> dict[str, Any]:
         "rank_0_requests": rank_0.store.num_requests + begun.store_requests,
         "rank_0_seconds": rank_0.seconds,
         "rank_0_store_bytes": rank_0.store.num_bytes,
-        "stats_per_node": stats_per_node(min(num_ranks, RANKS_PER_NODE)),
+        "stats_per_node": stats_per_node(num_ranks),
         "launches_per_step": max(step.num_launches for step in steps),
         "syncs_per_step": max(step.num_syncs for step in steps),
     }
@@ -227,8 +228,11 @@ def steady_step(num_ranks: int, algorithm: str, precision: str) -> Step:
 
 
 def stats_per_node(num_ranks: int) -> int:
-    """Count the calls of stat by the ranks of a node that load a folder of images, as in `load_once_per_host`."""
-    asked, stat = 0, os.stat
+    """Count the calls of stat by the ranks of a node that load a folder of images: the most of the first and last node.
+
+    The worlds have no process group: loading uses only the store.
+    """
+    asked, stat, store = 0, os.stat, dist.HashStore()  # type: ignore[attr-defined]
 
     def counted(path: Any, **options: Any) -> os.stat_result:
         nonlocal asked
@@ -241,14 +245,22 @@ def stats_per_node(num_ranks: int) -> int:
             path.parent.mkdir(parents=True)
             Image.new("RGB", (8, 8)).save(path)
             shutil.copyfile(path, path.with_name("1.png"))
-        settings = DataSettings(source=f"{folder}/set", image_size=8, validation=0.5)
-        load_data_set(settings)  # writes the cache
-        with mock.patch.object(os, "stat", counted), closing(Shared(None)) as first:
-            for rank in range(num_ranks):
-                token = SHARED.set(first if rank == 0 else Shared(first.offer()))
-                load_data_set(settings)
-                SHARED.reset(token)
-    return asked
+        config = load_config(
+            "smoke", [f"data.source={folder}/set", "data.image_size=8", "data.validation=0.5"], report=silent
+        )
+        load_data_set(config.data)  # writes the cache
+        nodes, most = regular(num_ranks // RANKS_PER_NODE, RANKS_PER_NODE).nodes, 0
+        for node in (nodes[0], nodes[-1]):
+            asked = 0
+            with (
+                mock.patch.object(world, "default_store", lambda: store),
+                mock.patch.object(os, "stat", counted),
+                ExitStack() as shared,
+            ):
+                for rank in node:
+                    load_once_per_host(config, World(rank, num_ranks, torch.device("cpu")), node, shared)
+            most = max(most, asked)
+    return most
 
 
 def agree(num_ranks: int) -> tuple[Agreement, Agreement]:

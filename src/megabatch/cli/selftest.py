@@ -1,5 +1,6 @@
 """megabatch selftest: correctness checks and measurements on the user's devices."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -7,7 +8,7 @@ import typer
 
 from megabatch.cli.overrides import MOST, count_devices, require_folder_of
 from megabatch.errors import UserError, require_one_of
-from megabatch.ranks.lifecycle import run_as_rank, start_ranks
+from megabatch.ranks.lifecycle import exit_like_ranks, print_message, run_as_rank
 from megabatch.ranks.signals import was_launched
 from megabatch.text import print_line
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from megabatch.ranks.store import RankStore
 
 FILE = Path("selftest.json")
-RESTARTS = 8  # after a check that ended the ranks; they continue with the next one
+RESTARTS = 100  # at least one per check: after one that ended the ranks, they continue with the next
 MOST_RANKS = 4  # on a CPU: plans between hosts need four, and cores may be few
 
 
@@ -53,7 +54,8 @@ def selftest(
         if num_ranks < 1:
             raise UserError(f"--ranks {ranks}: a self-test needs at least 1 rank; use --ranks 1")
         options = ["--device", device_type, "--json", str(json), *["--laws"] * laws]
-        start_ranks(["selftest", *options], num_ranks, max_restarts=RESTARTS)
+        write_start(json, device_type, num_ranks)
+        run_checks(["selftest", *options], json, num_ranks)
         print_end(run_drills(json, device_type, num_ranks), json)
         return
 
@@ -72,16 +74,51 @@ def selftest(
     run_as_rank(info, work)
 
 
+def write_start(file: Path, device_type: str, num_ranks: int) -> None:
+    """Write a report without checks, which the ranks replace."""
+    import torch
+
+    from megabatch import __version__
+    from megabatch.preflight.selftest.results import SelfTest
+
+    write_report(
+        SelfTest(
+            megabatch=__version__,
+            torch=str(torch.__version__),
+            device=device_type,
+            backend="",
+            num_ranks=num_ranks,
+            hosts_of=[num_ranks],
+        ),
+        file,
+    )
+
+
+def run_checks(command: Sequence[str], file: Path, num_ranks: int) -> None:
+    """Run the checks on ranks of this machine.  If the ranks cannot be restarted, the report has that as a check."""
+    from megabatch.preflight.selftest.results import Check, anonymous
+    from megabatch.ranks.failures import RankFailed
+    from megabatch.ranks.launch import launch
+
+    with exit_like_ranks():
+        try:
+            launch(command, num_ranks, RESTARTS, log=print_message)
+        except RankFailed as failed:
+            report = read_report(file)
+            if failed.exit_code > 128 or not report.checks:  # a requested stop, or nothing runs here
+                raise
+            found = f"not run: rank {failed.rank}: {anonymous(str(failed))}"
+            missing = Check(name="the remaining checks", passed=False, found=found)
+            show_newest(report.with_checks([missing], report.seconds), len(report.checks), file)
+
+
 def run_drills(file: Path, device_type: str, num_ranks: int) -> "SelfTest":
     """Run the failure drills, which need ranks that may fail, after those of the self-test."""
     import time
 
-    import msgspec
-
     from megabatch.preflight.selftest.drills import DRILLS, MOST_RANKS, run_drill
-    from megabatch.preflight.selftest.results import SelfTest
 
-    report = msgspec.json.decode(file.read_bytes(), type=SelfTest)
+    report = read_report(file)
     for drill in DRILLS if num_ranks > 1 else ():
         began_s = time.perf_counter()
         check = run_drill(drill, device_type, min(num_ranks, MOST_RANKS))
@@ -92,23 +129,36 @@ def run_drills(file: Path, device_type: str, num_ranks: int) -> "SelfTest":
 
 def show_newest(report: "SelfTest", shown: int, file: Path) -> int:
     """Print the checks after the first `shown`, write the report so far, and return the number of checks."""
-    import msgspec
-
-    from megabatch.io.disk import write_file
-
     is_restarted = shown == 0 and len(report.checks) > 1
     if is_restarted:  # the last check ended the ranks
         shown = len(report.checks) - 1
     elif shown == 0:
         nodes = " + ".join(map(str, report.hosts_of))
-        print_line(f"megabatch {report.megabatch}, torch {report.torch}, {report.device}, {report.backend}")
+        backend = f"{report.backend} ({report.backend_class})"
+        print_line(f"megabatch {report.megabatch}, torch {report.torch}, {report.device}, {backend}")
         print_line(f"{report.num_ranks} ranks on {'simulated ' * report.is_simulated}nodes of {nodes}")
         print_line("")
     for check in report.checks[shown:]:
         outcome = {True: "ok", False: "FAILED", None: ""}[check.passed]
         print_line(f"{outcome:6} {check.name:44} {check.found}")
-    write_file(file, msgspec.json.format(msgspec.json.encode(report), indent=1).decode())
+    write_report(report, file)
     return len(report.checks)
+
+
+def read_report(file: Path) -> "SelfTest":
+    import msgspec
+
+    from megabatch.preflight.selftest.results import SelfTest
+
+    return msgspec.json.decode(file.read_bytes(), type=SelfTest)
+
+
+def write_report(report: "SelfTest", file: Path) -> None:
+    import msgspec
+
+    from megabatch.io.disk import write_file
+
+    write_file(file, msgspec.json.format(msgspec.json.encode(report), indent=1).decode())
 
 
 def print_end(report: "SelfTest", file: Path) -> None:

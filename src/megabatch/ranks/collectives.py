@@ -88,6 +88,12 @@ def all_reduce_max(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
     return tensor
 
 
+def all_reduce_often(tensor: torch.Tensor, count: int, group: Any = None) -> None:
+    """Sum the tensor in place `count` times.  On an accelerator, nothing here waits for the results."""
+    for _ in range(count):
+        dist.all_reduce(tensor, group=group)
+
+
 class TensorSpan(NamedTuple):
     """The bytes of one tensor in the buffer of all."""
 

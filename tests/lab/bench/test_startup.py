@@ -16,15 +16,16 @@ from megabatch.errors import UserError
 def test_bench_startup_grows_only_by_a_few_bytes_per_rank(tmp_path: Path) -> None:
     """Run in a separate process, because the bench installs the fake CUDA."""
     path = tmp_path / "bench.json"
-    command = [sys.executable, "-m", "megabatch", "bench", "startup", "--ranks", "16,512", "--rounds", "1"]
+    command = [sys.executable, "-m", "megabatch", "bench", "startup", "--ranks", "8,16,512", "--rounds", "1"]
     result = subprocess.run([*command, "--json", str(path)], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    few, many = json.loads(path.read_text())["rows"]
-    assert (few["ranks"], many["ranks"]) == (16, 512)
+    one_node, few, many = json.loads(path.read_text())["rows"]
+    assert (one_node["ranks"], few["ranks"], many["ranks"]) == (8, 16, 512)
     assert few["store_requests"] == many["store_requests"] < 10
     assert many["bytes"] - few["bytes"] < 40 * (512 - 16) + 2_000  # the chosen plans differ in length
     assert few["bytes_a_rank"] == many["bytes_a_rank"] == 32
-    assert few["stats_per_node"] == many["stats_per_node"] < 2 * startup.CLASSES
+    assert one_node["stats_per_node"] == few["stats_per_node"] == many["stats_per_node"] < 2 * startup.CLASSES
+    assert one_node["launches_per_step"] <= 160 and few["launches_per_step"] == many["launches_per_step"] <= 177
     assert few["syncs_per_step"] == many["syncs_per_step"] == 0
     assert "bytes grow by" in result.stdout
 

@@ -44,6 +44,10 @@ class MissingRank(RuntimeError):
     """A rank died, left, or did not arrive in time."""
 
 
+class LateRank(MissingRank):
+    """A rank did not arrive in time, and may still run and report its activity."""
+
+
 class Unmapped(RuntimeError):
     """Memory could not be shared between the ranks of this node."""
 
@@ -266,16 +270,18 @@ class Barrier:
                 self.require_present("has left", self.ranks_that_left(), number)
             if elapsed_s > self.timeout_s:
                 late = {peer // WORDS_PER_RANK for peer in waiting}
-                self.require_present(f"did not arrive within {self.timeout_s:g} s", late, number)
+                self.require_present(f"did not arrive within {self.timeout_s:g} s", late, number, LateRank)
 
-    def require_present(self, failure: str, ranks: set[int], number: int) -> None:
+    def require_present(
+        self, failure: str, ranks: set[int], number: int, kind: type[MissingRank] = MissingRank
+    ) -> None:
         # A rank that has exited may have arrived here first.
         missing = sorted(rank for rank in ranks if self.words[WORDS_PER_RANK * rank] < number)
         if missing:
             self.close()  # the other ranks must not use incomplete results
             current = dict(zip(FIELDS, self.current, strict=True))
             operation = describe_header({field: current[field] for field in ("operation", "bucket")})
-            raise MissingRank(f"{self.name(missing)} {failure} while the others wait in {operation}")
+            raise kind(f"{self.name(missing)} {failure} while the others wait in {operation}")
 
     def ranks_that_left(self) -> set[int]:
         return {peer // WORDS_PER_RANK for peer in self.peers if self.words[peer + LEFT]}

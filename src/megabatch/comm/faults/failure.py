@@ -12,7 +12,7 @@ import threading
 import torch.distributed as dist
 
 from megabatch.comm.accelerator.stream_times import Collective
-from megabatch.comm.cpu.barrier import Header, MissingRank, RankMismatch
+from megabatch.comm.cpu.barrier import Header, LateRank, MissingRank, RankMismatch
 from megabatch.comm.faults.progress import WAITS
 from megabatch.comm.faults.watchdog import Watchdog
 from megabatch.comm.groups import Groups
@@ -89,7 +89,9 @@ class FailureReport(FirstError):
 
     def explain(self, error: BaseException, header: Header, axis: Axis) -> BaseException:
         """Abort, report the error to the other ranks, and return it with their reports."""
-        knows_rank = True
+        knows_rank, is_late = True, isinstance(error, LateRank)
+        if is_late:
+            error = MissingRank(str(error))
         if isinstance(error, UnknownMissingRank):
             error, knows_rank = MissingRank(str(error)), False
         if is_backend_error(error):
@@ -104,7 +106,8 @@ class FailureReport(FirstError):
             members = self.groups.topology.members(axis, self.groups.rank)
             parts += self.watchdog.differences(self.layouts.text(header.bucket), members)
         elif isinstance(error, MissingRank):
-            parts += self.groups.stopped_ranks() or self.watchdog.peer_reports(waits_for_all=not knows_rank)
+            # The watchdog of a late rank reports its activity earlier, unless the machine is busy.
+            parts += self.groups.stopped_ranks() or self.watchdog.peer_reports(not knows_rank, is_late)
         return type(error)("; ".join(parts)) if isinstance(error, RuntimeError) else error
 
     def explain_collective(self, error: BaseException) -> BaseException:

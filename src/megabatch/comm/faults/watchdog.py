@@ -82,14 +82,17 @@ class RankStates:
         if self.place:
             self.store.set(f"message/{self.place}", json.dumps([self.rank, text]))
 
-    def peer_reports(self, waits_for_all: bool) -> list[str]:
+    def peer_reports(self, waits_for_all: bool, waits_for_one: bool = False) -> list[str]:
         """Return reports of other ranks.
 
-        With `waits_for_all` every rank has a reason to report: wait for them, and name the ranks that do not.
+        With `waits_for_all` every rank has a reason to report: wait for them, and name the ranks that do not.  With
+        `waits_for_one` wait for any report.
         """
         try:
             if waits_for_all:
                 self.listen(lambda: self.num_silent() == 0)
+            elif waits_for_one:
+                self.listen(lambda: bool(self.messages()))
             reports = [f"rank {self.names[rank]} {text}" for rank, text in self.messages()]
             silent = self.describe_silent() if waits_for_all else ""
         except RuntimeError:
@@ -336,8 +339,8 @@ class Watchdog:
             if message != WAITS:
                 self.store.set(ABORTED, "")
 
-    def peer_reports(self, waits_for_all: bool = False) -> list[str]:
-        return self.states.peer_reports(waits_for_all)
+    def peer_reports(self, waits_for_all: bool = False, waits_for_one: bool = False) -> list[str]:
+        return self.states.peer_reports(waits_for_all, waits_for_one)
 
     def differences(self, layout: str, members: Sequence[int]) -> list[str]:
         return self.states.differences(layout, members)

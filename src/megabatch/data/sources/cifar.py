@@ -41,8 +41,10 @@ PICKLED = ("batches.meta", "meta")  # only the version for Python has these
 
 def holds_cifar(path: Path) -> bool:
     """Return whether the source is a folder of CIFAR's files, or may be its archive."""
-    names = [version.names for version in VERSIONS]
-    return path.name.endswith(ARCHIVES) or any((path / name).is_file() for name in (*names, *PICKLED))
+    if path.name.endswith(ARCHIVES):
+        return True
+    names = {*(version.names for version in VERSIONS), *PICKLED}
+    return path.is_dir() and any(entry.name in names and entry.is_file() for entry in path.iterdir())
 
 
 def read_cifar(path: Path) -> Arrays:

@@ -57,10 +57,9 @@ class FolderFiles:
 
 
 def read_folder(path: Path) -> EncodedDataset:
-    if not path.exists():
-        raise UserError(f"{path} does not exist; give a folder of class folders ({LAYOUT})")
     if not path.is_dir():
-        raise UserError(f"{path} is not a folder; give a folder of class folders ({LAYOUT})")
+        state = "is not a folder" if path.exists() else "does not exist"
+        raise UserError(f"{path} {state}; give a folder of class folders ({LAYOUT})")
     path = path.resolve()
     try:
         index = cached_index("folder", path, lambda: index_folder(path), is_current)

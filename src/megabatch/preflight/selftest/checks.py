@@ -1,9 +1,10 @@
-"""Checks that hold on every device: all-reduces, training, resuming, and where CUDA takes memory."""
+"""Checks that hold on every device: all-reduces, training, resuming, waits of the host, and where CUDA takes memory."""
 
 import contextlib
 import hashlib
 import io
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,14 +12,18 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.comm.api import distribute
 from megabatch.comm.settings import CommSettings
 from megabatch.config.loading import load_config
 from megabatch.config.schema import RunConfig
 from megabatch.data.catalog import load_data_set
+from megabatch.data.pipeline.device_decoder import CPU_DECODER, DECODERS
 from megabatch.planning.algorithms import ALGORITHMS
 from megabatch.planning.plan import COMM_DTYPES, Plan, error_bound
+from megabatch.preflight.doctor import take_batches
+from megabatch.preflight.selftest.photos import decoded_photos
 from megabatch.preflight.selftest.results import Check, Job
 from megabatch.ranks.world import World
 from megabatch.runs.files import WEIGHTS
@@ -32,13 +37,16 @@ from megabatch.training.prepare import ready_to_train
 from megabatch.training.run import train_and_record
 
 SIZES = (1, 1_000, 300_007)  # elements of the tensors that are all-reduced
-STEPS, STOPPED_AFTER = 6, 3
+IN_16_BITS = 25 << 19  # 25 MiB; only on accelerators: NCCL chooses its algorithm by size
+ALL_REDUCED = (1, 1 << 10, 1 << 14, 1 << 18, 1 << 22, 25 << 18, 25 << 20)  # elements of fp32: 4 bytes to 100 MiB
+STOPPED_AFTER = 3
+STEADY_AFTER, WATCHED_STEPS = 4, 3
 # Relative to the CPU's losses: other devices sum products in another order.
 TOLERANCE = {"fp32": 2e-3, "fp16": 3e-2, "bf16": 6e-2, "amp": 3e-2}
 OPTIMIZERS = {"sgd": "0.1", "lars": "5"}  # with learning rates
 # small_resnet, because torch has no deterministic form of small_cnn's last pooling layer on CUDA.
 SMALL = ["model.name=small_resnet", "data.synthetic.train=512", "data.synthetic.test=32", "batch.micro=8"]
-SMALL += [f"train.steps={STEPS}"]
+SMALL += ["train.steps=6"]
 SETTLED = ["comm.algorithm=hierarchical", "comm.bucket_mb=25", "run.deterministic=true"]  # no choice depends on timing
 
 
@@ -50,41 +58,54 @@ def jobs_of_checks(world: World, reference: World) -> list[Job]:
             if world.topology is None or ALGORITHMS[algorithm](world.topology.shape, dtype) is not None:
                 settings = CommSettings(algorithm=algorithm, dtype=dtype, timeout_s=60.0)
                 jobs.append(Job(f"all-reduce {algorithm}, comm dtype {dtype}", partial(check_sum, world, settings)))
+    for count in ALL_REDUCED:
+        jobs.append(Job(f"all-reduce of {describe_bytes(4 * count)}", partial(check_equality, world, count)))
     for precision in TOLERANCE:
         for optimizer in OPTIMIZERS:
             run = partial(check_training, world, reference, precision, optimizer)
             jobs.append(Job(f"training {precision}, {optimizer}", run))
     jobs += [Job(f"resume {precision}", partial(check_resume, world, precision)) for precision in ("fp32", "fp16")]
-    return [*jobs, *job_of_contexts(world, "after training and saving")]
+    if world.device.type == "cpu":
+        return jobs
+    return [
+        *jobs,
+        Job("no host waits in a step", partial(check_waits, world)),
+        Job("CUDA context only on the rank's device, after training", partial(check_contexts, world)),
+        Job("CUDA context only on the rank's device, after decoding", partial(check_contexts_of_decoding, world)),
+    ]
 
 
 class Contributions(nn.Module):
     """A model whose gradients are the contributions of the rank."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         super().__init__()
-        self.tensors = nn.ParameterList(torch.zeros(size, device=device) for size in SIZES)
+        self.tensors = nn.ParameterList(torch.zeros(size, device=device) for size in sizes)
 
     def forward(self, contribution: list[torch.Tensor]) -> torch.Tensor:
         products = [(parameter * tensor).sum() for parameter, tensor in zip(self.tensors, contribution, strict=True)]
         return torch.stack(products).sum()
 
 
-def contribution_of(rank: int) -> list[torch.Tensor]:
+def contribution_of(rank: int, sizes: Sequence[int]) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(rank)
-    return [torch.randn(size, generator=generator) for size in SIZES]
+    return [torch.randn(size, generator=generator) for size in sizes]
 
 
 def check_sum(world: World, settings: CommSettings, name: str) -> Sequence[Check]:
-    model, gradients = distribute(Contributions(world.device), world, settings)
+    """Compare an all-reduce with the fp64 sum and between ranks."""
+    has_large = world.device.type != "cpu" and COMM_DTYPES[settings.dtype].num_bytes == 2
+    sizes = (*SIZES, IN_16_BITS) if has_large else SIZES
+    model, gradients = distribute(Contributions(sizes, world.device), world, settings)
     with gradients:
+        own = [tensor.to(world.device) for tensor in contribution_of(world.rank, sizes)]
         for _ in range(2):  # DDP rebuilds its buckets after the first
             model.zero_grad(set_to_none=True)
-            model([tensor.to(world.device) for tensor in contribution_of(world.rank)]).backward()
+            model(own).backward()
         plan = gradients.plan
-        sums = [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
-    of_bound = max(worst_of_bound(plan, world.num_ranks, index, tensor) for index, tensor in enumerate(sums))
-    num_results = len(set(world.all_gather(digest_of(sums))))
+        sums = gradients_of(model)
+    of_bound = worst_of_bound(plan, world.num_ranks, sums)
+    num_results = count_different(world, sums)
     return [
         Check(
             name=name,
@@ -95,17 +116,74 @@ def check_sum(world: World, settings: CommSettings, name: str) -> Sequence[Check
     ]
 
 
+def gradients_of(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def count_different(world: World, tensors: list[torch.Tensor]) -> int:
+    """Return the number of different results over all ranks."""
+    return len(set(world.all_gather(digest_of(tensors))))
+
+
 def describe_equality(num_results: int) -> str:
     return f"bitwise {'equal' if num_results == 1 else 'DIFFERENT'} on all ranks"
 
 
-def worst_of_bound(plan: Plan, num_ranks: int, index: int, found: torch.Tensor) -> float:
+def worst_of_bound(plan: Plan, num_ranks: int, found: Sequence[torch.Tensor]) -> float:
     """Return the largest error of an element as a share of the bound on rounding errors."""
-    contributions = torch.stack([contribution_of(rank)[index] for rank in range(num_ranks)]).double()
+    if num_ranks == 1:
+        return 0.0
+    exact, magnitudes = ([torch.zeros(each.shape, dtype=torch.float64) for each in found] for _ in range(2))
+    for rank in range(num_ranks):
+        for place, contribution in enumerate(contribution_of(rank, [len(each) for each in found])):
+            exact[place] += contribution
+            magnitudes[place] += contribution.abs()
     least = error_bound(plan, num_ranks, 0.0)
-    bounds = least + contributions.abs().sum(0) * (error_bound(plan, num_ranks, 1.0) - least)
-    errors = (found.double() - contributions.sum(0)).abs()
-    return float((errors / bounds.clamp(min=1e-300)).nan_to_num(nan=torch.inf).max()) if num_ranks > 1 else 0.0
+    growth = error_bound(plan, num_ranks, 1.0) - least
+    worst = [
+        (((each.double() - sums).abs()) / (least + magnitude * growth).clamp(min=1e-300))
+        .nan_to_num(nan=torch.inf)
+        .max()
+        for each, sums, magnitude in zip(found, exact, magnitudes, strict=True)
+    ]
+    return float(max(worst))
+
+
+class Flat(nn.Module):
+    """A model with one parameter, whose gradient is the contribution of the rank."""
+
+    def __init__(self, num_elements: int, world: World) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(num_elements, device=world.device))
+        self.contribution = contribution_of(world.rank, [num_elements])[0].to(world.device)
+
+    def forward(self, contribution: torch.Tensor) -> torch.Tensor:
+        return (self.weight * contribution).sum()
+
+
+def pass_backward(model: DistributedDataParallel) -> None:
+    model.zero_grad(set_to_none=False)
+    model(model.module.contribution).backward()  # on an accelerator, DDP's forward needs an argument
+
+
+def check_equality(world: World, num_elements: int, name: str) -> Sequence[Check]:
+    """Check that our all-reduce and the backend's are bitwise equal on all ranks.  NCCL chooses algorithms by size."""
+    model, gradients = distribute(Flat(num_elements, world), world, CommSettings(timeout_s=60.0))
+    with gradients:
+        for _ in range(2):
+            pass_backward(model)
+        ours = count_different(world, gradients_of(model))
+        plan = gradients.plans.names
+    backend = count_different(world, [world.all_reduce(model.module.contribution).cpu()])
+    found = f"{describe_equality(ours)}; of the backend: {describe_equality(backend)}"
+    figures = {"plan": plan, "num_results": ours, "num_results_of_backend": backend}
+    return [Check(name=name, passed=ours == backend == 1, found=found, figures=figures)]
+
+
+def describe_bytes(num_bytes: int) -> str:
+    units = ((1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
+    size, unit = next((size, unit) for size, unit in units if num_bytes >= size)
+    return f"{num_bytes // size} {unit}"
 
 
 def digest_of(tensors: list[torch.Tensor]) -> str:
@@ -185,10 +263,31 @@ def record(world: World, overrides: list[str], stop_requested: Callable[[], bool
         return train_and_record(config, decide_start(config, "auto", world), training).status
 
 
-def job_of_contexts(world: World, when: str) -> list[Job]:
-    if world.device.type == "cpu":
-        return []
-    return [Job(f"CUDA context only on the rank's device, {when}", partial(check_contexts, world))]
+def check_waits(world: World, name: str) -> Sequence[Check]:
+    """Check that the host does not wait for the device in a steady step, as reported by torch."""
+    module = torch.get_device_module(world.device)
+    settings = ["precision.name=fp16", "run.deterministic=false", "train.steps=100", "train.evaluate_every=0"]
+    with begin(world, *settings) as training, contextlib.closing(train(training)) as records:
+        for _ in range(STEADY_AFTER):
+            next(records)
+        module.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for _ in range(WATCHED_STEPS):
+                    next(records)
+        finally:
+            module.set_sync_debug_mode("default")
+    waits = sum("synchroniz" in str(warning.message) for warning in caught)
+    found = f"{waits} waits in {WATCHED_STEPS} steps"
+    return [Check(name=name, passed=waits == 0, found=found, figures={"syncs_per_step": waits / WATCHED_STEPS})]
+
+
+def check_contexts_of_decoding(world: World, name: str) -> Sequence[Check]:
+    for decoder in (CPU_DECODER, *DECODERS):
+        with decoded_photos(world, decoder) as photos:
+            take_batches(photos.stream, 1)
+    return check_contexts(world, name)
 
 
 def check_contexts(world: World, name: str) -> Sequence[Check]:

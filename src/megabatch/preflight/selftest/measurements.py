@@ -4,39 +4,40 @@ Both sides of a comparison run in the same ranks and take turns; the median of t
 """
 
 import dataclasses
-import io
 import statistics
-import tempfile
 import time
-import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.comm.api import distribute
 from megabatch.comm.settings import CommSettings
 from megabatch.config.loading import load_config
-from megabatch.config.resolve import make_model, plan_run
+from megabatch.config.resolve import make_model
 from megabatch.config.schema import RunConfig
 from megabatch.data.catalog import load_data_set
-from megabatch.data.pipeline.batches import Stream, TrainingImages
+from megabatch.data.pipeline.batches import Stream
 from megabatch.data.pipeline.device_decoder import CPU_DECODER, DECODERS
 from megabatch.data.pipeline.images import DataSet, PixelStatistics
 from megabatch.data.pipeline.reader import Batch
 from megabatch.io.numbers import megabytes, milliseconds
-from megabatch.planning.plan import CommDtype
 from megabatch.preflight.doctor import again_and_again, take_batches
-from megabatch.preflight.selftest.checks import describe_equality, digest_of, job_of_contexts
+from megabatch.preflight.selftest.checks import (
+    ALL_REDUCED,
+    STEADY_AFTER,
+    Flat,
+    describe_bytes,
+    pass_backward,
+)
+from megabatch.preflight.selftest.photos import BATCH, decoded_photos
 from megabatch.preflight.selftest.results import Check, Job
+from megabatch.ranks.collectives import all_reduce_often
 from megabatch.ranks.machine import host_identity, resident_mb, usable_cores
 from megabatch.ranks.world import World
 from megabatch.runs.records import StepRecord
@@ -45,17 +46,15 @@ from megabatch.training.evaluate import NOT_EVALUATED
 from megabatch.training.loop import train, train_on
 from megabatch.training.numerics import arithmetic
 from megabatch.training.parts import Training
-from megabatch.training.prepare import decoding_in, ready_to_train, share_of_cores
+from megabatch.training.prepare import ready_to_train
 
-ALL_REDUCED = (1, 1 << 10, 1 << 14, 1 << 18, 1 << 22, 25 << 18, 25 << 20)  # elements of fp32: 4 bytes to 100 MiB
-ROUNDED = 25 << 18  # elements that are also all-reduced in 16 bits
 ROUNDS, ROUNDS_OF_LARGE = 7, 3
+REPEATS, REPEATS_OF_LARGE = 100, 5  # of the backend's all-reduce in a round
 LARGE = 1 << 22  # elements
-STEADY_AFTER, COUNTED_STEPS = 4, 3
+COUNTED_STEPS = 3
 TIMED_AFTER, TIMED_STEPS = 4, 8  # steps of a precision
 STOCK_IMAGES = 2048  # in memory; the set grows with the number of ranks
 IN_GRAPHS = 4  # microbatches per step that compare graphs
-JPEGS, JPEG_SIZE, JPEG_QUALITY = 64, (500, 375), 92  # the mean size of ImageNet's photos
 INPUT_S = 3.0
 
 
@@ -66,7 +65,6 @@ class Workload(NamedTuple):
     microbatch: int  # of the comparison with stock DDP
     microbatches: tuple[int, ...]
     precisions: tuple[str, ...]
-    image_size: int  # of decoded JPEGs
     compiled: str = "fp16"
 
 
@@ -75,14 +73,12 @@ ON_GPU = Workload(
     64,
     (64, 128, 256),
     ("fp32", "tf32", "fp16", "amp", "amp-bf16", "bf16"),
-    224,
 )
 ON_CPU = Workload(
     ["model.name=small_resnet", "data.image_size=28", "data.synthetic.channels=1"],
     32,
     (4, 8, 16),
     ("fp32", "bf16", "amp-bf16"),
-    224,
     compiled="fp32",
 )
 
@@ -91,13 +87,12 @@ def jobs_of_measurements(world: World) -> list[Job]:
     on_cpu = world.device.type == "cpu"
     workload = ON_CPU if on_cpu else ON_GPU
     jobs = [
-        Job(describe_bytes(4 * count), partial(time_all_reduce, world, count), is_measurement=True)
+        Job(
+            f"all-reduce of {describe_bytes(4 * count)} in backward",
+            partial(time_all_reduce, world, count),
+            is_measurement=True,
+        )
         for count in ALL_REDUCED
-    ]
-    sums: list[tuple[str, CommDtype]] = [("bf16", "bf16"), ("fp16", "fp16")]
-    jobs += [
-        Job(f"all-reduce of 25 MiB, comm dtype {name}", partial(check_large_sum, world, dtype), is_measurement=True)
-        for name, dtype in sums
     ]
     jobs.append(Job("steps compared with stock DDP", partial(time_steps, world, workload), is_measurement=True))
     speeds: dict[str, float] = {}
@@ -109,34 +104,14 @@ def jobs_of_measurements(world: World) -> list[Job]:
         jobs.append(Job(f"{workload.compiled} in CUDA graphs, microbatch {microbatch}", run, is_measurement=True))
     for decoder in [CPU_DECODER, *(() if on_cpu else DECODERS)]:
         on_device = "" if decoder == CPU_DECODER else f", decoded by {decoder}"
-        run = partial(time_jpegs, world, workload, speeds, decoder)
+        run = partial(time_jpegs, world, speeds, decoder)
         jobs.append(Job(f"JPEG input{on_device}", run, is_measurement=True))
-    jobs += job_of_contexts(world, "after decoding")
     for microbatch in workload.microbatches[: 1 if on_cpu else None]:
         settings = [f"precision.name={workload.compiled}", "model.compile=true"]
         run = partial(time_precision, world, workload, settings, microbatch, speeds)
         jobs.append(Job(f"{workload.compiled} compiled, microbatch {microbatch}", run, is_measurement=True))
     jobs.append(Job("memory", partial(measure_memory, world)))
     return jobs
-
-
-def describe_bytes(num_bytes: int) -> str:
-    units = ((1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
-    size, unit = next((size, unit) for size, unit in units if num_bytes >= size)
-    return f"all-reduce of {num_bytes // size} {unit} in backward"
-
-
-class Flat(nn.Module):
-    """A model with one parameter, whose gradient is the contribution of the rank."""
-
-    def __init__(self, num_elements: int, world: World) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(num_elements, device=world.device))
-        generator = torch.Generator().manual_seed(world.rank)
-        self.contribution = torch.randn(num_elements, generator=generator).to(world.device)
-
-    def forward(self, contribution: torch.Tensor) -> torch.Tensor:
-        return (self.weight * contribution).sum()
 
 
 def seconds_of(world: World, action: Callable[[], object]) -> float:
@@ -149,11 +124,6 @@ def seconds_of(world: World, action: Callable[[], object]) -> float:
     return float(max(world.all_gather(time.perf_counter() - start_s)))
 
 
-def pass_backward(model: DistributedDataParallel) -> None:
-    model.zero_grad(set_to_none=False)
-    model(model.module.contribution).backward()  # on an accelerator, DDP's forward needs an argument
-
-
 def in_turns(world: World, arms: Mapping[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, float]:
     """Return the median seconds of each arm."""
     times: dict[str, list[float]] = {name: [] for name in arms}
@@ -164,49 +134,29 @@ def in_turns(world: World, arms: Mapping[str, Callable[[], object]], rounds: int
 
 
 def time_all_reduce(world: World, num_elements: int, name: str) -> Sequence[Check]:
-    """Time an all-reduce in backward, ours and stock DDP's, and one of the backend by itself.
+    """Time forward and backward of one layer with its all-reduce, ours and stock DDP's, and the backend's all-reduce.
 
-    Both our results and those of the backend must be bitwise equal on all ranks.
+    As in nccl-tests, the backend runs many times before the host waits once.
     """
     ours, gradients = distribute(Flat(num_elements, world), world, CommSettings(timeout_s=60.0))
     stock = DistributedDataParallel(Flat(num_elements, world), gradient_as_bucket_view=True)
-    alone = ours.module.contribution.clone()
+    rounds, repeats = (ROUNDS_OF_LARGE, REPEATS_OF_LARGE) if num_elements >= LARGE else (ROUNDS, REPEATS)
     with gradients:
         arms: dict[str, Callable[[], object]] = {
             "ours": partial(pass_backward, ours),
             "stock_ddp": partial(pass_backward, stock),
-            "backend": partial(world.all_reduce, torch.zeros_like(alone)),
+            "backend": partial(all_reduce_often, torch.zeros_like(ours.module.contribution), repeats),
         }
-        taken_s = in_turns(world, arms, ROUNDS_OF_LARGE if num_elements >= LARGE else ROUNDS)
+        taken_s = in_turns(world, arms, rounds)
         plan = gradients.plans.names
-        world.all_reduce(alone)
-        digests = world.all_gather([digest_of([each.cpu()]) for each in (gradient_of(ours), alone)])
-    num_results = max(len(set(each)) for each in zip(*digests, strict=True))
+    taken_s["backend"] /= repeats
     sent = 2 * (world.num_ranks - 1) / world.num_ranks * 4 * num_elements  # as nccl-tests counts
-    figures = {"num_bytes": 4 * num_elements, "plan": plan, "num_results": num_results}
+    bus_gb_per_s = sent / taken_s["backend"] / 1e9
+    figures = {"num_bytes": 4 * num_elements, "plan": plan, "backend_bus_gb_per_s": bus_gb_per_s}
     figures |= {f"{arm}_s": seconds for arm, seconds in taken_s.items()}
-    figures |= {f"{arm}_bus_gb_per_s": sent / seconds / 1e9 for arm, seconds in taken_s.items()}
-    times = f"{milliseconds(taken_s['ours'])}, stock DDP {milliseconds(taken_s['stock_ddp'])}, "
-    times += f"backend {milliseconds(taken_s['backend'])} ({figures['backend_bus_gb_per_s']:.3g} GB/s)"
-    found = f"{times}, {describe_equality(num_results)}"
-    return [Check(name=name, passed=num_results == 1, found=found, figures=figures)]
-
-
-def gradient_of(model: nn.Module) -> torch.Tensor:
-    (parameter,) = model.parameters()
-    assert parameter.grad is not None
-    return parameter.grad
-
-
-def check_large_sum(world: World, dtype: CommDtype, name: str) -> Sequence[Check]:
-    model, gradients = distribute(Flat(ROUNDED, world), world, CommSettings(dtype=dtype, timeout_s=60.0))
-    with gradients:
-        for _ in range(2):
-            pass_backward(model)
-        digests = world.all_gather(digest_of([gradient_of(model).cpu()]))
-    num_results = len(set(digests))
-    equality = describe_equality(num_results)
-    return [Check(name=name, passed=num_results == 1, found=equality, figures={"num_results": num_results})]
+    found = f"{milliseconds(taken_s['ours'])}, stock DDP {milliseconds(taken_s['stock_ddp'])}, "
+    found += f"backend by itself {milliseconds(taken_s['backend'])} ({bus_gb_per_s:.3g} GB/s)"
+    return [Check(name=name, passed=None, found=found, figures=figures)]
 
 
 def configure(workload: Workload, world: World, microbatch: int, accumulation: int = 1, *overrides: str) -> RunConfig:
@@ -224,15 +174,15 @@ def time_steps(world: World, workload: Workload, name: str) -> Sequence[Check]:
         for _ in range(STEADY_AFTER):
             next(ours), next(stock)
         taken_s = in_turns(world, {"ours": lambda: next(ours), "stock_ddp": lambda: next(stock)})
-        waits = count_waits(world, ours)
+        launches = None if world.device.type == "cpu" else count_launches(ours)
     images_per_s = {arm: config.batch.global_batch / seconds for arm, seconds in taken_s.items()}
-    speeds = Check(
-        name=f"steps of {config.model.name}, {config.batch.microbatch} images per rank",
-        passed=None,
-        found=f"{images_per_s['ours']:,.0f} images/s, stock DDP {images_per_s['stock_ddp']:,.0f}",
-        figures={f"{arm}_images_per_s": value for arm, value in images_per_s.items()},
-    )
-    return [speeds, waits]
+    figures: dict[str, Any] = {f"{arm}_images_per_s": value for arm, value in images_per_s.items()}
+    found = f"{images_per_s['ours']:,.0f} images/s, stock DDP {images_per_s['stock_ddp']:,.0f}"
+    if launches is not None:
+        figures["launches_per_step"] = launches
+        found += f"; {launches:,.0f} launches per step"
+    name = f"steps of {config.model.name}, {config.batch.microbatch} images per rank"
+    return [Check(name=name, passed=None, found=found, figures=figures)]
 
 
 def our_steps(config: RunConfig, data: DataSet, world: World) -> Generator[StepRecord, None, None]:
@@ -263,32 +213,13 @@ def stock_steps(config: RunConfig, data: DataSet, world: World) -> Iterator[None
         yield
 
 
-def count_waits(world: World, steps: Iterator[Any]) -> Check:
-    """Count the host waits and kernel launches of a steady step, as reported by torch."""
-    name, module = "waits and launches per step", torch.get_device_module(world.device)
-    if not hasattr(module, "set_sync_debug_mode"):
-        for _ in range(COUNTED_STEPS):
-            next(steps)
-        return Check(name=name, passed=None, found="not counted on this device")
-    module.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(COUNTED_STEPS):
-                next(steps)
-    finally:
-        module.set_sync_debug_mode("default")
-    waits = [str(warning.message) for warning in caught if "synchroniz" in str(warning.message)]
+def count_launches(steps: Iterator[Any]) -> float:
+    """Count the kernel launches of a steady step."""
     with torch.profiler.profile() as profile:
         for _ in range(COUNTED_STEPS):
             next(steps)
-    launches = sum(event.count for event in profile.key_averages() if "LaunchKernel" in event.key) / COUNTED_STEPS
-    return Check(
-        name=name,
-        passed=not waits,
-        found=f"{len(waits) / COUNTED_STEPS:g} waits, {launches:,.0f} launches",
-        figures={"syncs_per_step": len(waits) / COUNTED_STEPS, "launches_per_step": launches},
-    )
+    launches: int = sum(event.count for event in profile.key_averages() if "LaunchKernel" in event.key)
+    return launches / COUNTED_STEPS
 
 
 def time_precision(
@@ -341,62 +272,25 @@ def images_per_second(world: World, config: RunConfig) -> float:
     return TIMED_STEPS * plan.global_batch / taken_s
 
 
-def time_jpegs(world: World, workload: Workload, speeds: dict[str, float], decoder: str, name: str) -> Sequence[Check]:
+def time_jpegs(world: World, speeds: dict[str, float], decoder: str, name: str) -> Sequence[Check]:
     """Measure how fast the ranks of this job decode photos, and how many cores the fastest training needs."""
-    threads = share_of_cores(world)[0]
-    with tempfile.TemporaryDirectory() as folder:
-        mean_kb = write_jpegs(Path(folder))
-        config = load_config(
-            "smoke",
-            [
-                f"data.source={folder}",
-                f"data.image_size={workload.image_size}",
-                f"data.decoder={decoder}",
-                "data.crop_padding=0",
-                "batch.micro=32",
-                f"batch.global={32 * world.num_ranks}",
-                "train.epochs=1000000",
-            ],
-        )
-        data = load_data_set(config.data, threads)
-        plan = plan_run(config, data.shape, world.num_ranks)
-        images = TrainingImages(data.train, config.data, config.seed, plan, world.device)
-        with decoding_in(config.run.decode_in, data, world.device.type), images.stream(world.rank) as stream:
-            take_batches(stream, images.num_ahead)  # prefetched ones
-            world.barrier()
-            began_s, count = time.perf_counter(), 0
-            while time.perf_counter() - began_s < INPUT_S:
-                take_batches(stream, 1)
-                count += plan.microbatch
-            synchronize(world.device)
-            own_per_s = count / (time.perf_counter() - began_s)
-        per_s, num_threads = (sum(values) for values in zip(*world.all_gather([own_per_s, threads]), strict=True))
+    with decoded_photos(world, decoder) as photos:
+        take_batches(photos.stream, photos.num_ahead)  # prefetched ones
+        world.barrier()
+        began_s, count = time.perf_counter(), 0
+        while time.perf_counter() - began_s < INPUT_S:
+            take_batches(photos.stream, 1)
+            count += BATCH
+        synchronize(world.device)
+        own = [count / (time.perf_counter() - began_s), photos.num_threads]
+        per_s, num_threads = (sum(values) for values in zip(*world.all_gather(own), strict=True))
     cores = {(host, core) for host, own in world.all_gather((host_identity(), sorted(usable_cores()))) for core in own}
     per_core, fastest = per_s / min(num_threads, len(cores)), max(speeds.values(), default=0.0)
-    figures = {"images_per_s": per_s, "threads": num_threads, "per_core": per_core, "mean_kb": mean_kb}
+    figures = {"images_per_s": per_s, "threads": num_threads, "per_core": per_core, "mean_kb": photos.mean_kb}
     figures |= {"cores": len(cores), "cores_needed": fastest / per_core}
-    found = f"{per_s:,.0f} images/s of {mean_kb:.0f} KB, {per_core:,.0f} per core with {num_threads:g} threads on "
-    found += f"{len(cores)} cores"
-    found += f"; the fastest step above needs {figures['cores_needed']:,.0f} cores"
+    found = f"{per_s:,.0f} images/s of {photos.mean_kb:.0f} KB, {per_core:,.0f} per core with {num_threads:g} threads "
+    found += f"on {len(cores)} cores; the fastest step above needs {figures['cores_needed']:,.0f} cores"
     return [Check(name=name, passed=None, found=found, figures=figures)]
-
-
-def write_jpegs(folder: Path) -> float:
-    """Write photos of noise with the size of ImageNet's, and return their mean size in KB."""
-    generator, num_bytes = np.random.default_rng(0), 0
-    for number in range(JPEGS):
-        width, height = JPEG_SIZE
-        coarse = Image.fromarray(generator.integers(0, 256, (height // 8, width // 8, 3), np.uint8))
-        pixels = np.asarray(coarse.resize(JPEG_SIZE, Image.Resampling.BICUBIC), np.int16)
-        grain = generator.integers(-24, 25, pixels.shape, np.int16)
-        content = io.BytesIO()
-        Image.fromarray((pixels + grain).clip(0, 255).astype(np.uint8)).save(content, "JPEG", quality=JPEG_QUALITY)
-        for part in ("train", "val") if number < 4 else ("train",):
-            path = folder / part / f"class{number % 2}" / f"{number:03d}.jpg"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content.getvalue())
-        num_bytes += content.tell()
-    return num_bytes / JPEGS / 1e3
 
 
 def measure_memory(world: World, name: str) -> Sequence[Check]:

@@ -19,6 +19,7 @@ import torch
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from megabatch.errors import UserError
 from megabatch.ranks.store import RankStore, get_all, wait_for_keys
 from megabatch.ranks.world import World
 from megabatch.text import one_line
@@ -26,7 +27,10 @@ from megabatch.text import one_line
 PATIENCE_S = 240.0  # for the other ranks to end a job: more than the timeouts of its collectives
 PATIENCE_OF_FAILED_S = 20.0  # for the other ranks to fail too; if they do not, they wait for this one
 LONGEST_PROBLEM = 300  # characters
-DONE, RUNNING, PROBLEM = "selftest/done", "selftest/running", "selftest/problem"  # keys that outlive an attempt
+OUT_OF_MEMORY = torch.OutOfMemoryError.__name__
+# Keys that outlive an attempt.
+DONE, RUNNING, PROBLEM, STARTED = (f"selftest/{name}" for name in ("done", "running", "problem", "started"))
+MOST_STARTS = 3  # of ranks that never reach a check
 
 
 class Check(Struct, frozen=True, kw_only=True):
@@ -42,7 +46,8 @@ class SelfTest(Struct, frozen=True, kw_only=True):
     megabatch: str
     torch: str
     device: str  # its name
-    backend: str
+    backend: str  # the name that was requested
+    backend_class: str = ""  # of the default process group on the device
     software: dict[str, str] = {}  # versions of CUDA, cuDNN, NCCL and the driver
     num_ranks: int
     hosts_of: list[int]  # ranks per node in the plans
@@ -86,6 +91,14 @@ def anonymous(error: BaseException | str) -> str:
     return one_line(re.sub(r"(?<![\w.])/[\w.+-]+(/[\w.+-]+)+", "(path)", text), LONGEST_PROBLEM)
 
 
+def count_start(store: RankStore) -> None:
+    """Raise if the ranks were restarted without reaching a check.  Only rank 0 calls it."""
+    starts = int(store.get(STARTED) or 0) + 1
+    if starts > MOST_STARTS:
+        raise UserError(f"the ranks failed {MOST_STARTS} times before a check began; please send us the errors above")
+    store.set(STARTED, str(starts))
+
+
 def run_jobs(
     jobs: Sequence[Job], results: SelfTest, world: World, store: RankStore, budget_s: float
 ) -> Iterator[SelfTest]:
@@ -98,7 +111,7 @@ def run_jobs(
         stopped_in, problem = (world.broadcast_text(store.get(key) or "") for key in (RUNNING, PROBLEM))
         first = names.index(stopped_in) + 1
         problem = problem or "ranks ended in this check; see the output"
-        results = results.with_checks([Check(name=stopped_in, passed=False, found=problem)], began_earlier_s)
+        results = results.with_checks([failed_check(jobs[first - 1], problem)], began_earlier_s)
         begin_s -= began_earlier_s
         yield results
     is_late = False
@@ -108,6 +121,7 @@ def run_jobs(
             checks = [Check(name=job.name, passed=None, found=f"not run: {budget_s:g} s were over")]
         else:
             if world.rank == 0:
+                store.set(STARTED, "0")
                 store.set(PROBLEM, "")
                 store.set(RUNNING, job.name)
                 store.set(DONE, msgspec.json.encode(results).decode())
@@ -129,7 +143,7 @@ def free_memory(world: World) -> None:
 def kind_of(problem: str) -> str:
     """Return the problem without what differs between ranks that fail alike: numbers, and the memory of a GPU."""
     name = problem.partition(":")[0]
-    return name if "OutOfMemory" in name else re.sub(r"\d+", "0", problem)
+    return name if OUT_OF_MEMORY in name else re.sub(r"\d+", "0", problem)
 
 
 def attempt(job: Job) -> tuple[Sequence[Check], str]:
@@ -138,7 +152,14 @@ def attempt(job: Job) -> tuple[Sequence[Check], str]:
         return job.run(job.name), ""
     except Exception as error:
         problem = anonymous(error)
-        return [Check(name=job.name, passed=False, found=problem)], problem
+        return [failed_check(job, problem)], problem
+
+
+def failed_check(job: Job, problem: str) -> Check:
+    """Return the result of a job with a problem.  A large batch need not fit into memory to be measured."""
+    if job.is_measurement and OUT_OF_MEMORY in problem:
+        return Check(name=job.name, passed=None, found="does not fit into memory")
+    return Check(name=job.name, passed=False, found=problem)
 
 
 def agree(store: RankStore, turn: int, job: Job, world: World, outcome: Outcome) -> bool:

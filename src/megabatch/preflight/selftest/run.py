@@ -9,7 +9,7 @@ from megabatch import __version__
 from megabatch.planning.topology import Topology, from_hosts, regular
 from megabatch.preflight.selftest.checks import jobs_of_checks
 from megabatch.preflight.selftest.measurements import jobs_of_measurements
-from megabatch.preflight.selftest.results import SelfTest, run_jobs
+from megabatch.preflight.selftest.results import SelfTest, count_start, run_jobs
 from megabatch.ranks.backends import BACKENDS, Backend
 from megabatch.ranks.collectives import digest
 from megabatch.ranks.devices import installed_driver
@@ -17,6 +17,7 @@ from megabatch.ranks.discover import RankInfo
 from megabatch.ranks.machine import cpu_name, host_identity
 from megabatch.ranks.store import RankStore
 from megabatch.ranks.world import World, connect
+from megabatch.torch_api import default_backend_class
 from megabatch.training.numerics import set_cublas_workspace
 
 TIMEOUT_S = 120.0
@@ -32,6 +33,8 @@ def run_selftest(
     backend: Backend | None = None,  # for both devices and CPUs
 ) -> SelfTest:
     """Run the self-test on all ranks.  Rank 0 calls `on_check` with the results after each check."""
+    if info.rank == 0:
+        count_start(store)
     set_cublas_workspace(True, device_type)
     with worlds(info, store, device_type, backend or backend_of_both(device_type)) as (world, reference):
         jobs = jobs_of_checks(world, reference)
@@ -53,6 +56,7 @@ def describe_world(world: World, is_simulated: bool) -> SelfTest:
         torch=str(torch.__version__),
         device=cpu_name() if on_cpu else torch.get_device_module(world.device).get_device_name(),
         backend=world.backend.name,
+        backend_class=default_backend_class(world.device),
         software={} if on_cpu else software(),
         num_ranks=world.num_ranks,
         hosts_of=[len(node) for node in topology.nodes] if topology else [world.num_ranks],
