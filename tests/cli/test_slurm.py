@@ -1,4 +1,7 @@
-"""The script of docs/clusters.md with fake Slurm commands. tests/lab/chaos/test_launchers.py has real ones."""
+"""The script of docs/clusters.md with fake Slurm commands.
+
+tests/lab/chaos/test_launchers.py runs it with real ones, but is skipped on machines without Slurm or root.
+"""
 
 import os
 import re
@@ -12,15 +15,21 @@ import pytest
 from tests.support.processes import wait_until
 
 DOCS = Path(__file__).parents[2] / "docs"
+# Signals and exit codes as those of Slurm 22.05: --kill-on-bad-exit ends the other ranks with SIGTERM.
 SRUN = f"""#!{sys.executable}
-import os, signal, subprocess, sys
+import os, signal, subprocess, sys, time
 step = dict(SLURM_NTASKS="2", SLURM_STEP_NODELIST="localhost", SLURM_STEP_TASKS_PER_NODE="2", SLURM_NODEID="0")
+command = sys.argv[sys.argv.index("megabatch") :]
 ranks = [
-    subprocess.Popen(sys.argv[3:], env=os.environ | step | {{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}})
+    subprocess.Popen(command, env=os.environ | step | {{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}})
     for rank in range(2)
 ]
 signal.signal(signal.SIGUSR1, lambda number, frame: [rank.send_signal(number) for rank in ranks])
-sys.exit(max(rank.wait() for rank in ranks))
+while None in [rank.poll() for rank in ranks]:
+    if "--kill-on-bad-exit" in sys.argv and any(rank.poll() for rank in ranks):
+        [rank.terminate() for rank in ranks]
+    time.sleep(0.05)
+sys.exit(max(code if code >= 0 else 128 - code for code in [rank.wait() for rank in ranks]))
 """
 # Ends with the exit codes in a file, one per call.
 SRUN_CODES = """#!/bin/sh
@@ -119,6 +128,13 @@ def test_the_script_retries_failures_and_requeues_stopped_runs_within_bounds(
     assert (job.returncode, job.stderr) == (codes[tries - 1], "")
     assert len((slurm / "srun.log").read_text().splitlines()) == tries
     assert (slurm / "scontrol.log").exists() == is_requeued
+
+
+def test_a_mistake_that_one_rank_reports_first_ends_the_job(slurm: Path) -> None:
+    (slurm / "bin/megabatch").write_text('#!/bin/sh\n[ "$SLURM_PROCID" = 0 ] || sleep 0.5\nexit 2\n')
+    job = subprocess.run(["bash", "job.sh"], capture_output=True, text=True, timeout=100)
+    assert (job.returncode, job.stderr) == (2, "")
+    assert not (slurm / "scontrol.log").exists()
 
 
 def test_the_script_for_gpus_is_the_one_for_clusters() -> None:
