@@ -3,6 +3,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megabatch.errors import UserError
 from megabatch.ranks.discover import (
@@ -239,19 +240,27 @@ def test_host_identity_has_name_boot_id_and_namespaces() -> None:
 
 def test_the_documented_job_of_kubernetes_gives_each_pod_its_rank() -> None:
     page = (Path(__file__).parents[2] / "docs/clusters.md").read_text()
-    manifest = page[page.index("kind: Service") : page.index("## Ray")]
-    values = dict(re.findall(r'- \{name: (\w+), value: "?([\w.-]+)"?\}', manifest))
-    job, count, service = (
-        re.findall(pattern, manifest)[0]
-        for pattern in (
-            r"kind: Job\nmetadata: \{name: ([\w-]+)\}",
-            r"completions: (\d+)",
-            r"subdomain: ([\w-]+)",
-        )
+    found = re.search(r"## Kubernetes\n.*?```yaml\n(.*?)```", page, re.DOTALL)
+    assert found
+    service, job = yaml.safe_load_all(found[1])
+    name, spec = job["metadata"]["name"], job["spec"]
+    pod, (container,) = spec["template"]["spec"], spec["template"]["spec"]["containers"]
+    variables = {each.pop("name"): each for each in container["env"]}
+    rank, values = variables.pop("RANK"), {key: each["value"] for key, each in variables.items()}
+    # Kubernetes labels the pods of a job with its name, and an indexed pod with its host name and subdomain.
+    assert (service["kind"], job["kind"], spec["completionMode"]) == ("Service", "Job", "Indexed")
+    assert service["metadata"]["name"] == pod["subdomain"] and service["spec"]["selector"] == {"job-name": name}
+    assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"] is True
+    assert rank["valueFrom"]["fieldRef"]["fieldPath"] == (
+        "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     )
-    assert values["MASTER_ADDR"] == f"{job}-0.{service}" and values["WORLD_SIZE"] == count
-    assert re.findall(r"kind: Service\nmetadata: \{name: ([\w-]+)\}", manifest) == [service]
-    for index in range(int(count)):  # the annotation that RANK refers to
+    assert values["MASTER_ADDR"] == f"{name}-0.{pod['subdomain']}"
+    assert str(spec["completions"]) == str(spec["parallelism"]) == values["WORLD_SIZE"]
+    assert pod["restartPolicy"] == "Never"  # the only policy with a podFailurePolicy
+    assert spec["podFailurePolicy"]["rules"] == [
+        {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [2]}}
+    ]
+    for index in range(spec["completions"]):
         info = discover(values | {"RANK": str(index), "KUBERNETES_SERVICE_HOST": "10.0.0.1"})
-        assert info == RankInfo(index, int(count))
-        assert rendezvous_address(info, values) == (f"{job}-0.{service}", int(values["MASTER_PORT"]))
+        assert info == RankInfo(index, spec["completions"])
+        assert rendezvous_address(info, values) == (values["MASTER_ADDR"], int(values["MASTER_PORT"]))

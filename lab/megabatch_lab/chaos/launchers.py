@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import NamedTuple
 
 import torch
 from msgspec import Struct, field
@@ -46,8 +47,15 @@ class Scenario(Struct, kw_only=True):
     name: str
     action: str  # on the run
     result: str = ""
+    has_run: bool = True  # else the command is rejected
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
+
+    @property
+    def bits(self) -> str:
+        if self.problems:
+            return "FAILED"
+        return "the reference" if self.name == UNDISTURBED else "the same" if self.has_run else "no run"
 
 
 class Report(Struct, kw_only=True):
@@ -80,8 +88,12 @@ class SlurmSite:
         text = script or documented_script(self.recipe)
         self.number = self.slurm.submit(self.folder, text, *given, *options)
 
-    def job(self) -> dict[str, str]:
-        return self.slurm.job(self.number)
+    def jobs(self) -> list[dict[str, str]]:
+        return self.slurm.jobs(self.number)
+
+    def restarts(self) -> int:
+        """Return how often Slurm has requeued the job or the tasks of the array."""
+        return sum(int(job.get("Restarts", 0)) for job in self.jobs())
 
     def log(self) -> str:
         return "".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("job-*.log")))
@@ -92,14 +104,19 @@ class SlurmSite:
 
         def has_come() -> bool:
             progress = watch.look()
-            if self.job().get("JobState") in ("FAILED", "TIMEOUT", "CANCELLED"):
+            if self.is_in("FAILED", "TIMEOUT", "CANCELLED"):
                 raise UserError(f"the job failed before step {step}: {last_line(self.log())}")
             return len(progress.begun_at) > since and progress.step >= step
 
         wait(has_come, f"no step {step}")
 
+    def is_in(self, *states: str) -> bool:
+        """Return whether the job, or every task of the array, is in one of these states."""
+        jobs = self.jobs()
+        return bool(jobs) and all(job.get("JobState") in states for job in jobs)
+
     def wait_for_state(self, *states: str) -> None:
-        wait(lambda: self.job().get("JobState") in states, f"the job is not {' or '.join(states)}")
+        wait(lambda: self.is_in(*states), f"the job is not {' or '.join(states)}")
 
     def cancel(self) -> None:
         if self.number:
@@ -120,7 +137,7 @@ def wait(holds: Callable[[], bool], problem: str) -> None:
     while not holds():
         if time.monotonic() > deadline_s:
             raise UserError(f"{problem} within {PATIENCE_S:g} s")
-        time.sleep(0.1)
+        time.sleep(0.2)  # a command of Slurm takes 0.05 s
 
 
 def last_line(text: str) -> str:
@@ -132,48 +149,43 @@ def begun(run: Path) -> int:
     return len(Watch(run).look().begun_at)
 
 
-# The scenarios of Slurm.  Each starts a run, disturbs it and returns the result.
+# The scenarios of Slurm.  Each starts a run and disturbs it.
 
 
-def nothing(site: SlurmSite) -> str:
+def nothing(site: SlurmSite) -> None:
     site.start()
-    return ""
 
 
-def signal_usr1(site: SlurmSite) -> str:
+def signal_usr1(site: SlurmSite) -> None:
     site.start()
     site.wait_for_step()
     site.slurm.call("scancel", "--signal=USR1", str(site.number))
-    return "saved, requeued by the script, resumed"
 
 
-def requeue(site: SlurmSite) -> str:
+def requeue(site: SlurmSite) -> None:
     site.start()
     site.wait_for_step()
     site.slurm.call("scontrol", "requeue", str(site.number))
-    return "saved on SIGTERM, requeued by Slurm, resumed"
 
 
-def preempt(site: SlurmSite) -> str:
+def preempt(site: SlurmSite) -> None:
     site.start()
     site.wait_for_step()
     other = SlurmSite(site.slurm, site.folder / "other", site.recipe)
     other.start("--partition=high", "--exclusive", script="#!/bin/bash\nsleep 1\n")
     other.wait_for_state("COMPLETED")
-    return "saved within the grace time, resumed after the other job"
 
 
-def suspend(site: SlurmSite) -> str:
+def suspend(site: SlurmSite) -> None:
     site.start()
     site.wait_for_step()
     site.slurm.call("scontrol", "suspend", str(site.number))
     site.wait_for_state("SUSPENDED")
     time.sleep(8)  # longer than comm.timeout_s
     site.slurm.call("scontrol", "resume", str(site.number))
-    return "continued"
 
 
-def time_limit(site: SlurmSite) -> str:
+def time_limit(site: SlurmSite) -> None:
     """Stop the ranks until Slurm has sent its warning: it looks at time limits only every 30 s."""
     site.start("--time=2", "--signal=USR1@60")
     site.wait_for_step()
@@ -183,7 +195,6 @@ def time_limit(site: SlurmSite) -> str:
         wait(lambda: any(is_pending(rank) for rank in ranks), "no SIGUSR1 before the time limit")
     finally:
         send(ranks, signal.SIGCONT)
-    return "SIGUSR1 before the limit: saved, requeued by the script, resumed"
 
 
 def is_pending(process: int) -> bool:
@@ -195,84 +206,118 @@ def is_pending(process: int) -> bool:
     return bool(found and int(found[1], 16) & SIGUSR1_BIT)
 
 
-def kill_rank(site: SlurmSite) -> str:
+def kill_rank(site: SlurmSite) -> None:
     site.start()
     site.wait_for_step()
     send(site.slurm.rank_processes(NODES[1]), signal.SIGKILL)
-    return "started again by the script in the same allocation"
 
 
-def lose_node(site: SlurmSite) -> str:
+def lose_node(site: SlurmSite) -> None:
     site.start()
     site.wait_for_step()
     site.slurm.lose(NODES[1])
-    wait(lambda: "1" in site.job().get("Restarts", ""), "Slurm did not requeue the job")
+    wait(lambda: site.restarts() > 0, "Slurm did not requeue the job")
     site.slurm.restore(NODES[1])
-    return "requeued by Slurm when the node was down, resumed when it was back"
 
 
-def restart_slurmd(site: SlurmSite) -> str:
+def restart_slurmd(site: SlurmSite) -> None:
     site.start()
     site.wait_for_step()
     os.kill(site.slurm.daemon(NODES[1]), signal.SIGKILL)
     site.slurm.machines[NODES[1]].start(["slurmd", "-D"])
-    return "not noticed by the run"
 
 
-def two_steps(site: SlurmSite) -> str:
+def two_steps(site: SlurmSite) -> None:
     """Start two runs in one job, each as a step of two ranks."""
     words = f"srun --exact --ntasks=2 --cpus-per-task=1 megabatch train {site.recipe} run.dir=runs/$SLURM_JOB_ID"
     site.start(script=f"#!/bin/bash\n{words} &\nfirst=$!\n{words}-b || exit\nwait $first\n")
-    site.wait_for_state("COMPLETED", "FAILED")
-    return "two runs beside each other"
 
 
-def array(site: SlurmSite) -> str:
+def array(site: SlurmSite) -> None:
     """Start an array of two jobs, which may share nodes."""
     site.start("--array=0-1")
-    return "two runs beside each other"
 
 
-SLURM_SCENARIOS: dict[str, tuple[str, Callable[[SlurmSite], str]]] = {
-    UNDISTURBED: ("none", nothing),
-    "usr1": ("scancel --signal=USR1", signal_usr1),
-    "requeue": ("scontrol requeue", requeue),
-    "preempt": ("a job of a partition with priority, GraceTime=60", preempt),
-    "suspend": ("scontrol suspend, 8 s, scontrol resume", suspend),
-    "limit": ("--time=2 --signal=USR1@60", time_limit),
-    "kill": ("kill -9 of a rank", kill_rank),
-    "node": ("a node loses power and its cable", lose_node),
-    "slurmd": ("kill -9 of a slurmd, started again", restart_slurmd),
-    "steps": ("two srun in one job", two_steps),
-    "array": ("--array=0-1", array),
+def mistake(site: SlurmSite) -> None:
+    """Start a command that the first rank rejects while the other one starts."""
+    late = """sh -c '[ $SLURM_PROCID = 0 ] || sleep 1; exec "$@" --no-such-option' sh megabatch train"""
+    site.start(script=documented_script(site.recipe).replace("megabatch train", late))
+
+
+class SlurmCase(NamedTuple):
+    action: str
+    disturb: Callable[[SlurmSite], None]
+    restarts: int = 0  # by Slurm
+    attempts: int = 1  # of a run, that take steps
+    may_repeat: bool = False  # on a busy machine
+    num_runs: int = 1
+    state: str = "COMPLETED"
+
+
+SLURM_SCENARIOS = {
+    UNDISTURBED: SlurmCase("none", nothing),
+    "usr1": SlurmCase("scancel --signal=USR1", signal_usr1, restarts=1, attempts=2),
+    "requeue": SlurmCase("scontrol requeue", requeue, restarts=1, attempts=2),
+    "preempt": SlurmCase("a job of a partition with priority, GraceTime=60", preempt, restarts=1, attempts=2),
+    "suspend": SlurmCase("scontrol suspend, 8 s, scontrol resume", suspend),
+    # The job may reach its time limit again, and the ranks may restart before Slurm gives up a lost node.
+    "limit": SlurmCase("--time=2 --signal=USR1@60", time_limit, restarts=1, attempts=2, may_repeat=True),
+    "kill": SlurmCase("kill -9 of a rank", kill_rank, attempts=2),
+    "node": SlurmCase("a node loses power and its cable", lose_node, restarts=1, attempts=2, may_repeat=True),
+    "slurmd": SlurmCase("kill -9 of a slurmd, started again", restart_slurmd),
+    "steps": SlurmCase("two srun in one job", two_steps, num_runs=2),
+    "array": SlurmCase("--array=0-1", array, num_runs=2),
+    "mistake": SlurmCase("an invalid option, on the first rank first", mistake, num_runs=0, state="FAILED"),
 }
-ATTEMPTS = {"usr1": 2, "requeue": 2, "preempt": 2, "limit": 2, "kill": 2, "node": 2}  # all others: 1
 
 
 def run_slurm(slurm: Slurm, folder: Path, recipe: Path, scenario: Scenario, expected: Path | None) -> Path:
     """Run a scenario of Slurm; return the run's folder."""
-    site = SlurmSite(slurm, folder, recipe)
+    site, case = SlurmSite(slurm, folder, recipe), SLURM_SCENARIOS[scenario.name]
     try:
-        scenario.result = SLURM_SCENARIOS[scenario.name][1](site)
+        case.disturb(site)
         site.wait_for_state("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")
     except (UserError, OSError, subprocess.TimeoutExpired) as error:
         scenario.problems.append(str(error))
-    job = site.job()
+    jobs, restarts = site.jobs(), site.restarts()
+    states = {job.get("JobState", "unknown") for job in jobs}
     site.cancel()
-    if job.get("JobState") != "COMPLETED":
-        scenario.problems.append(f"the job ended as {job.get('JobState')}: {last_line(site.log())}")
+    if states != {case.state}:
+        scenario.problems.append(f"the job ended as {' and '.join(sorted(states))}: {last_line(site.log())}")
     runs = sorted(site.run.parent.glob("*"))
-    wanted = 2 if scenario.name in ("steps", "array") else 1
-    if len(runs) != wanted:
-        scenario.problems.append(f"{len(runs)} runs, expected {wanted}")
+    if len(runs) != case.num_runs:
+        scenario.problems.append(f"{len(runs)} runs, expected {case.num_runs}")
+    counts = [("restarts by Slurm", restarts, case.restarts)]
+    counts += [(f"attempts of {run.name}", begun(run), case.attempts) for run in runs]
+    for name, found, wanted in counts:
+        if found < wanted or (found > wanted and not case.may_repeat):
+            scenario.problems.append(f"{found} {name}, expected {wanted}")
     for run in runs:
-        attempts, found = ATTEMPTS.get(scenario.name, 1), begun(run)
-        # A requeued job may reach its time limit again, and the ranks may restart before Slurm gives up a lost node.
-        if found < attempts or (found > attempts and scenario.name not in ("limit", "node")):
-            scenario.problems.append(f"{run.name}: {found} attempts, expected {attempts}")
         scenario.problems += [*(differences(expected, run) if expected else []), *unfinished(run)]
+    scenario.has_run = case.num_runs > 0
+    scenario.result = observed(site.log(), jobs, restarts, len(runs))
     wait(lambda: slurm.idle_nodes() == len(NODES), "nodes are not idle after the job")
     return site.run
+
+
+def observed(log: str, jobs: Sequence[dict[str, str]], restarts: int, num_runs: int) -> str:
+    """Describe what a job did, from its output and Slurm's records."""
+    signals = dict.fromkeys(re.findall(r"^requeue +(\w+) after step", log, re.MULTILINE))
+    retries = len(re.findall(r"^starting ", log, re.MULTILINE)) - restarts - num_runs
+    parts = [
+        f"{num_runs} runs" * (num_runs > 1),
+        *(f"saved on {name}" for name in signals),
+        f"requeued {times(restarts)}" * (restarts > 0),
+        f"started again in the allocation {times(retries)}" * (retries > 0),
+        "resumed" * ("resumes   after step" in log),
+        "not restarted" * (restarts == 0 and retries <= 0),
+        *(f"exit code {job['ExitCode'].partition(':')[0]}" for job in jobs if job.get("JobState") == "FAILED"),
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def times(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
 # The scenarios of mpirun and mpiexec: an action, and the signal and its receiver.
@@ -431,7 +476,7 @@ def run_launchers(recipe: str, uses_slurm: bool, uses_mpi: bool, cases: Sequence
 
 def run_all(
     launcher: str,
-    scenarios: dict[str, tuple[str, Callable[[SlurmSite], str]]] | dict[str, tuple[str, signal.Signals | None, str]],
+    scenarios: dict[str, SlurmCase] | dict[str, tuple[str, signal.Signals | None, str]],
     run: Callable[[Path, Path, Scenario, Path | None], Path],
     folder: Path,
     cases: Sequence[str],
@@ -447,8 +492,7 @@ def run_all(
         found = run(folder / f"{launcher.replace(' ', '-')}-{name}", folder / "recipe.toml", scenario, expected)
         scenario.seconds = time.monotonic() - began_s
         expected = expected or found
-        verdict = "FAILED" if scenario.problems else "finished" if name == UNDISTURBED else "identical"
-        console.row(name, f"{verdict}, {scenario.seconds:.0f} s, {launcher}: {scenario.result or action}", WIDTH)
+        console.row(name, f"{scenario.bits}, {scenario.seconds:.0f} s, {launcher}: {scenario.result or action}", WIDTH)
         for problem in scenario.problems:
             console.row("", problem, WIDTH)
 
@@ -458,8 +502,7 @@ def finish(report: Report, console: Terminal) -> None:
     for column in ("launcher", "scenario", "action", "result", "bits"):
         table.add_column(column)
     for each in report.scenarios:
-        bits = "differ" if each.problems else "the reference" if each.name == UNDISTURBED else "the same"
-        table.add_row(each.launcher, each.name, each.action, each.result or "finished", bits)
+        table.add_row(each.launcher, each.name, each.action, each.result or "finished", each.bits)
     console.print()
     console.print(table)
     console.print()

@@ -27,8 +27,11 @@ from megabatch_lab.chaos.processes import all_processes, environment_of, is_aliv
 HEAD, NODES = "head", ("node0", "node1")
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "nsenter", "unshare")
 LOG = "job-%a.log"  # %a: the number of the task of an array, else a large number
+FIRST_WITHOUT_CGROUPS = (24, 5)  # the version of Slurm in which cgroups can be disabled
 CPUS = 4  # per node, even if the machine has fewer
 START_S, POLL_S = 30.0, 0.1
+MOST_CHARACTERS = 107  # of a socket's path, on Linux
+LONGEST_SOCKET = "spool-node0/node0_99999.4294967295"  # of a step
 # cred_expire: a requeued job waits for as long, by default two minutes.  SlurmdTimeout: until a lost node is down.
 CONFIG = """
 ClusterName=chaos
@@ -73,12 +76,21 @@ def require_slurm() -> None:
         raise UserError(f"--slurm needs {lacking}; run it as root, with slurm-wlm, munge and iproute2 installed")
 
 
+def cgroup_plugin() -> str:
+    """Return a plugin for cgroup.conf, which slurmd reads although nothing uses cgroups here."""
+    version = subprocess.run(["slurmd", "-V"], capture_output=True, text=True).stdout
+    found = re.search(r"(\d+)\.(\d+)", version)
+    is_old = found is not None and (int(found[1]), int(found[2])) < FIRST_WITHOUT_CGROUPS
+    return "cgroup/v1" if is_old else "disabled"
+
+
 class Machine:
     """A host with a name and separate processes: the head or a node."""
 
     def __init__(self, name: str, host: Host, folder: Path) -> None:
         self.name, self.host, self.folder = name, host, folder
         self.holder: subprocess.Popen[str] | None = None
+        self.daemons: list[subprocess.Popen[bytes]] = []
 
     def boot(self) -> None:
         enter = ["nsenter", f"--net=/run/netns/{self.host.name}"]
@@ -118,7 +130,7 @@ class Machine:
     def start(self, words: Sequence[str]) -> None:
         """Start a daemon in the foreground.  It ends with the machine."""
         with (self.folder / f"{self.name}.out").open("ab") as out:
-            subprocess.Popen(
+            daemon = subprocess.Popen(
                 self.command(words),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -128,6 +140,14 @@ class Machine:
                 start_new_session=True,
                 preexec_fn=partial(begin_child, os.getpid()),
             )
+            self.daemons.append(daemon)
+
+    def require_daemons(self) -> None:
+        """Raise UserError if a daemon has ended."""
+        if any(daemon.poll() is not None for daemon in self.daemons):
+            output = (self.folder / f"{self.name}.out").read_text(errors="replace")
+            found = re.search(r".*(error|fatal): .*", output)
+            raise UserError(f"a daemon of Slurm ended on {self.name}: {found[0] if found else 'no error printed'}")
 
     def processes(self) -> list[int]:
         with suppress(OSError, ValueError):
@@ -159,11 +179,12 @@ class Slurm:
 
     def boot(self) -> None:
         addresses = {name: machine.host.address for name, machine in self.machines.items()}
-        (self.folder / "state").mkdir()
+        for name in ("state", *(f"spool-{name}" for name in NODES)):
+            (self.folder / name).mkdir()
         names = [f"{address} {name}" for name, address in addresses.items()]
         (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
         (self.folder / "slurm.conf").write_text(CONFIG.format(folder=self.folder, cpus=CPUS, **addresses))
-        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # is read, though nothing uses it
+        (self.folder / "cgroup.conf").write_text(f"CgroupPlugin={cgroup_plugin()}\n")
         (self.folder / "munge.key").touch(mode=0o600)
         (self.folder / "munge.key").write_bytes(secrets.token_bytes(1024))
         for machine in self.machines.values():
@@ -174,7 +195,12 @@ class Slurm:
         self.head.start(["slurmctld", "-D"])
         for name in NODES:
             self.machines[name].start(["slurmd", "-D"])
-        wait_for(lambda: self.idle_nodes() == len(NODES), START_S, f"Slurm did not start; see {self.folder}")
+        wait_for(self.is_ready, START_S, f"Slurm did not start; see {self.folder}")
+
+    def is_ready(self) -> bool:
+        for machine in self.machines.values():
+            machine.require_daemons()
+        return self.idle_nodes() == len(NODES)
 
     def idle_nodes(self) -> int:
         return self.call("sinfo", "-h", "-N", "-p", "low", "-t", "idle", "-o", "%n").count("node")
@@ -195,10 +221,10 @@ class Slurm:
             raise UserError(f"sbatch failed: {found.strip()}; see {self.folder}")
         return int(found)
 
-    def job(self, number: int | str) -> dict[str, str]:
-        """Return the fields of `scontrol show job`, such as JobState and Restarts."""
-        shown = self.call("scontrol", "-o", "show", "job", str(number)).partition("\n")[0]
-        return dict(re.findall(r"(\w+)=(\S*)", shown))
+    def jobs(self, number: int) -> list[dict[str, str]]:
+        """Return the fields of `scontrol show job`, such as JobState and Restarts, for each task if it is an array."""
+        shown = self.call("scontrol", "-o", "show", "job", str(number))
+        return [dict(re.findall(r"(\w+)=(\S*)", line)) for line in shown.splitlines() if line.startswith("JobId=")]
 
     def rank_processes(self, node: str | None = None) -> list[int]:
         """Return the running ranks, or those of a node, without the processes that they started."""
@@ -241,6 +267,9 @@ def wait_for(holds: Callable[[], bool], at_most_s: float, problem: str) -> None:
 def slurm_cluster(folder: Path) -> Iterator[Slurm]:
     """Start a cluster; its configuration, state and logs are in `folder`."""
     require_slurm()
+    most = MOST_CHARACTERS - len(f"/{LONGEST_SOCKET}")
+    if len(str(folder)) > most:
+        raise UserError(f"{folder} is too long for Slurm's sockets (at most {most} characters); set TMPDIR to /tmp")
     folder.mkdir()
     with namespaces(1 + len(NODES)) as hosts:
         slurm = Slurm(folder, hosts)

@@ -8,7 +8,8 @@ import typer
 
 from megabatch.cli.overrides import MOST, count_devices, require_folder_of
 from megabatch.errors import UserError, require_one_of
-from megabatch.ranks.lifecycle import exit_like_ranks, print_message, run_as_rank
+from megabatch.ranks.discover import discover
+from megabatch.ranks.lifecycle import exit_like_ranks, print_message, report_start, run_as_rank
 from megabatch.ranks.signals import was_launched
 from megabatch.text import print_line
 
@@ -38,14 +39,16 @@ def selftest(
 
     Under torchrun or srun, it joins the ranks that they started, and no rank fails on purpose.
     """
+    info = discover()
+    report_start(info)
+
     from megabatch.preflight.selftest.run import run_selftest
     from megabatch.ranks.backends import BACKENDS
     from megabatch.ranks.devices import choose_device
-    from megabatch.ranks.discover import discover
 
     require_one_of("--device", device, ["auto", *BACKENDS])
     require_folder_of(json)
-    info, device_type = discover(), choose_device(device)
+    device_type = choose_device(device)
     if info is None:
         num_ranks = MOST_RANKS if device_type == "cpu" else count_devices(device_type)
         num_ranks = num_ranks if ranks is None else ranks
