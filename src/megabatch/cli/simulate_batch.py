@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from megabatch.cli.overrides import require_folder_of
 from megabatch.cli.simulate_output import SIZE_INCHES, mark_ranks, write
 from megabatch.cli.simulate_screen import begin, new_table, print_assumed
-from megabatch.config.reference_results import REFERENCE_RESULTS, epoch_points
+from megabatch.config.reference_results import epoch_points, spans_of
 from megabatch.errors import UserError
 from megabatch.experiments.batch_limit import curve_of_study
 from megabatch.experiments.drawing import color_of, mark_log_ticks, to_svg
@@ -69,9 +69,18 @@ def load_curve(source: str | None, job: Job) -> EpochCurve:
     return fit_epochs(points, "MLPerf's reference convergence points, 75.9 %")
 
 
-def known_spans() -> Spans:
-    spans = [result.bn_span for result in REFERENCE_RESULTS if result.bn_span]
-    return Spans(min(spans), max(spans))
+def known_spans(job: Job) -> Spans:
+    """Return the spans of reference results of this model and data set, else that of the recipe.
+
+    The smallest on ImageNet, 32, is that of Goyal et al. 2017 and of MLPerf's entries on 2,528 to 4,216 GPUs.
+    """
+    spans = spans_of(job.workload.model, job.num_train)
+    if not spans and job.microbatch is None:
+        raise UserError(
+            f"--batch auto: no span of BatchNorm is known to converge for {job.workload.model} on {job.num_train:,} "
+            "images; give a recipe, whose batch.micro is used"
+        )
+    return Spans(min(spans, default=job.microbatch or 1), max(spans, default=job.microbatch or 1))
 
 
 def answer(
@@ -91,7 +100,7 @@ def answer(
         job = replace(job, evaluate_every=MLPERF_EVALUATES_EVERY)
     if question.limits.usd is not None and not cluster.price.usd_per_rank_hour:
         raise UserError(f"--budget: {cluster.name} has no price; add, for example, price.usd_per_rank_hour=2")
-    spans, is_searched = known_spans(), not counts
+    spans, is_searched = known_spans(job), not counts
     if is_searched:
         size = cluster.node.ranks
         counts = [size << doublings for doublings in range((LARGEST_SEARCH // size).bit_length())]
