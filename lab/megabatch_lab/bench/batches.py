@@ -13,10 +13,13 @@ Entries at batches that are not a reference point check the curve of epochs on i
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import replace
 
 from megabatch.cli.simulate_batch import MLPERF_EVALUATES_EVERY, known_spans
 from megabatch.config.reference_results import epoch_points, middle_of
@@ -119,6 +122,19 @@ def compared(rows: list[Published]) -> Iterator[Published]:
             and (int(row.nodes) > 1 or " NVIDIA/" in row.source or row.role == "timed")
         ):
             yield row
+
+
+def fastest_runs(rows: Iterable[Published]) -> dict[tuple[str, int], Published]:
+    """Return the fastest run of MLPerf on each preset as it is, by preset and ranks."""
+    found: dict[tuple[str, int], Published] = {}
+    for row in rows:
+        if row.is_mlperf and row.minutes and row.role != "left out":
+            clusters = (load_cluster(row.cluster, given) for given in (row.overrides.split(), []))
+            place = row.cluster, int(row.ranks)
+            before = found.get(place, row)
+            if len({msgspec.json.encode(replace(cluster, sources={})) for cluster in clusters}) == 1:
+                found[place] = min(before, row, key=lambda run: float(run.minutes))
+    return found
 
 
 def other_line(curve: EpochCurve, system: str, batch: int, epochs: str) -> Line:

@@ -3,6 +3,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from megabatch_lab.bench.batches import fastest_runs
 from megabatch_lab.bench.guide import CLUSTERS, climb, expect_line
 from megabatch_lab.bench.merging import gains
 from megabatch_lab.bench.published import (
@@ -20,6 +21,7 @@ from megabatch_lab.bench.published import (
 )
 from megabatch_lab.bench.simulator import markdown, paper_tables, published_tables, with_table
 
+from megabatch.cli.simulate_batch import PublishedRun, published_runs
 from megabatch.simulate.compute import compute_by_curve
 from megabatch.simulate.load import load_cluster, preset_names, read_cluster, with_device
 from megabatch.simulate.workload import load_workload
@@ -107,6 +109,15 @@ def test_held_out_points_are_not_in_the_curve(clusters: list[HeldOut]) -> None:
             curves = simulated.scenario.cluster.device.curves["fp16"]
             assert not any(machine in point.source for curve in curves for point in curve.points)
             assert simulated.images_per_s != predict(row).simulated.images_per_s
+
+
+def test_runs_in_the_chart_are_the_fastest_rows() -> None:
+    expected = [
+        PublishedRun(cluster=cluster, ranks=ranks, minutes=float(row.minutes), source=row.source)
+        for (cluster, ranks), row in sorted(fastest_runs(ROWS).items())
+    ]
+    assert {run.cluster for run in expected} >= {"xe8545-a100", "r750xa-a100", "dgx1-v100"}
+    assert [run for run in published_runs() if run.source.startswith("mlp-")] == expected
 
 
 def with_measured(prediction: Prediction, ratio: float) -> Prediction:
