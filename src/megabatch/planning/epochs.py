@@ -11,7 +11,6 @@ of one batch from their mean.  It widens every interval, as does a batch beyond 
 
 import math
 from collections.abc import Sequence
-from statistics import fmean
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -75,8 +74,9 @@ def fit_epochs(points: Sequence[EpochPoint], source: str) -> EpochCurve:
         batch: [(fewest + slope * batch) / point.epochs - 1 for point in points if point.batch == batch]
         for batch in batches
     }
-    of_batches = math.fsum(fmean(group) ** 2 for group in errors.values()) / (len(batches) - 2)
-    of_runs = math.fsum((error - fmean(group)) ** 2 for group in errors.values() for error in group)
+    means = {batch: math.fsum(group) / len(group) for batch, group in errors.items()}
+    of_batches = math.fsum(mean * mean for mean in means.values()) / (len(batches) - 2)
+    of_runs = math.fsum((error - means[batch]) ** 2 for batch, group in errors.items() for error in group)
     misfit = math.sqrt(of_batches + of_runs / max(1, len(points) - len(batches)))
     return EpochCurve(
         source=source,
