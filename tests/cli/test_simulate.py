@@ -340,18 +340,18 @@ def test_batch_auto_gives_the_best_batch_for_each_number_of_ranks() -> None:
     assert row["low_minutes"] < row["minutes"] < row["high_minutes"] and Path("plot.svg").stat().st_size > 1000
     shown = " ".join(output(*words, "--within", "1h").split())
     assert "cheapest within 1h: 64 ranks" in shown and "left out: 4,096 ranks" in shown
+    assert [left["ranks"] for left in msgspec.json.decode(Path("rows.json").read_bytes())["left_out"]] == [4096]
 
 
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
         (["--batch", "4096"], "expected auto"),
-        (["--goal", "cost"], "--goal cost needs --batch auto"),
-        (["--batch", "auto", "--goal", "fame"], "fame"),
-        (["--batch", "auto", "--budget", "12eur"], "for example --budget 100usd"),
+        (["--goal", "fame"], "fame"),
+        (["--budget", "12eur"], "for example --budget 100usd"),
         (["--batch", "auto", "--budget", "1usd", "price.usd_per_rank_hour=0"], "price"),
         (["--batch", "auto", "--compare"], "remove --compare"),
-        (["--batch", "auto", "--curve", "nowhere"], "not a run's folder"),
+        (["--curve", "nowhere"], "not a run's folder"),
     ],
 )
 def test_options_of_batch_auto_that_cannot_be_used_are_rejected(words: list[str], problem: str) -> None:

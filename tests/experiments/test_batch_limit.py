@@ -1,5 +1,8 @@
 """The batch-limit study: its design, and its answer on invented results with a known curve."""
 
+import math
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
@@ -20,6 +23,8 @@ from megabatch.experiments.batch_limit import (
 from megabatch.experiments.evidence import Arm, SeedRun, Study
 from megabatch.experiments.page import page
 from megabatch.experiments.plots import draw_plots
+from megabatch.runs.reader import read_summary
+from tests.support.made_up_run import make_run
 
 BATCHES, TARGET, FEWEST, CRITICAL = [64, 256, 1024, 4096], 0.8, 5.0, 1000.0
 NEVER = 1e9
@@ -78,6 +83,8 @@ def test_design_has_an_arm_per_batch_with_two_microbatches_at_least() -> None:
     [
         ([], [64, 256], "2 different batches"),
         (["batch.micro=48"], [96, 192, 256], "whole number of microbatches of 48"),
+        ([], [100, 257, 1000], "at least 8 images, two per batch; nearest: --batches 96,256,992, or give"),
+        ([], [8, 16, 32], "two per batch; give batch.micro=4"),
     ],
 )
 def test_batches_that_cannot_be_studied_are_rejected(overrides: list[str], batches: list[int], problem: str) -> None:
@@ -145,7 +152,34 @@ def test_commands_without_batches_are_rejected(words: list[str], problem: str) -
     assert problem in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_cost_counts_the_images_of_all_runs() -> None:
+def test_cost_counts_the_images_of_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     design = design_of("fashion", ["train.epochs=10"], Limits(batches=BATCHES, seeds=2, trials=3))
     text = cost_of(design)  # 4 batches x 5 runs x 10 epochs of 10,000 images, in whole steps
-    assert 1.9 <= float(text.split()[0]) <= 2.0
+    images = float(text.split()[0])
+    assert 1.9 <= images <= 2.0 and text.endswith("0.6 hours at 1,000 images/s in all, an assumed speed")
+    summary = read_summary(make_run(Path("runs/fashion-001"), steps=4))
+    assert summary and summary.images_per_s
+    hours = 1e6 * images / summary.images_per_s / 3600
+    assert f"{hours:,.1f} hours" in cost_of(design) and cost_of(design).endswith("the speed of runs/fashion-001")
+
+
+def test_forecast_is_as_uncertain_as_its_seeds() -> None:
+    study = made_up_study()
+    for run, factor in zip(study.arms[0].runs, (0.5, 1, 2), strict=True):
+        run.curves[NOISE] = [(1.0, factor * CRITICAL)]
+    found = limit_of(study).forecast
+    assert found and found.doubt(CRITICAL) == pytest.approx(math.log(4) / 4)
+
+
+def test_misfit_does_not_shrink_with_more_seeds() -> None:
+    curve, repeated = (curve_of_study(with_misfit(made_up_study(), copies)) for copies in (1, 4))
+    assert 0.01 < curve.misfit == pytest.approx(repeated.misfit)
+
+
+def with_misfit(study: Study, copies: int) -> Study:
+    """Return the study with batch 256 off the curve, and with each run several times."""
+    study.arms[1].runs[:] = study.arms[2].runs
+    for arm in study.arms:
+        arm.runs[:] = copies * arm.runs
+    return study

@@ -4,7 +4,7 @@ from torch import nn
 from megabatch.config.loading import load_config
 from megabatch.errors import UserError
 from megabatch.optim.groups import parameter_groups
-from megabatch.preflight.preview import activations_by_side, list_parameters
+from megabatch.preflight.preview import activations_by_side, list_parameters, preview
 
 
 @pytest.mark.parametrize("sides", [[8, 32], [32]])
@@ -30,3 +30,10 @@ def test_every_parameter_is_listed_once_even_if_shared_or_frozen() -> None:
         ("2.bias", (3,), "frozen", 0.0, False),
     ]
     assert not any(row.trust_ratio for row in list_parameters(model, groups, has_trust_ratio=False))
+
+
+def test_length_is_judged_as_for_imagenet_if_the_images_are_missing() -> None:
+    config = load_config("resnet50-imagenet-8k", ["data.source=nowhere", "train.epochs=30"], needs_source=False)
+    seen = preview(config, num_ranks=8, needs_images=False)
+    assert any("epochs are expected to reach 75.9%" in warning for warning in seen.findings.warnings)
+    assert any("MLPerf" in reference for reference in seen.findings.references)

@@ -20,11 +20,11 @@ from tests.support.rehearsals import on, tiny, train_through
 TWO_BY_TWO, TWO_HOSTS = regular(2, 2), regular(2, 1)
 
 # Every precision with every optimizer, and every algorithm with 16 and 32 bits, on 1, 2 and 4 ranks.
-NOISE = "train.noise_every=1"
+NOISE, NOISE_IN_TURNS = "train.noise_every=1", "train.noise_every=2"  # turns: graphs and measured steps
 RUNS = [
     (1, None, ("precision.name=fp32", "optim.name=sgd")),
     (1, None, ("precision.name=fp16", "optim.name=lars", NOISE)),
-    (2, None, ("precision.name=bf16", "optim.name=sgd", "comm.algorithm=flat")),
+    (2, None, ("precision.name=bf16", "optim.name=sgd", "comm.algorithm=flat", NOISE)),
     (2, TWO_HOSTS, ("precision.name=amp", "optim.name=lars", "comm.algorithm=hierarchical", NOISE)),
     (4, TWO_BY_TWO, ("precision.name=fp32", "optim.name=lars", "comm.algorithm=torus", "comm.dtype=bf16")),
     (
@@ -34,8 +34,18 @@ RUNS = [
     ),
     (4, TWO_BY_TWO, ("precision.name=bf16", "optim.name=lars", "comm.algorithm=flat")),
     (4, TWO_BY_TWO, ("precision.name=amp", "optim.name=sgd", "comm.algorithm=torus")),
-    (1, None, ("precision.name=fp16", "optim.name=lars", "model.options.dropout=0.5", "model.cuda_graphs=true")),
-    (2, TWO_HOSTS, ("precision.name=amp", "optim.name=sgd", "model.cuda_graphs=true")),
+    (
+        1,
+        None,
+        (
+            "precision.name=fp16",
+            "optim.name=lars",
+            "model.options.dropout=0.5",
+            "model.cuda_graphs=true",
+            NOISE_IN_TURNS,
+        ),
+    ),
+    (2, TWO_HOSTS, ("precision.name=amp", "optim.name=sgd", "model.cuda_graphs=true", NOISE_IN_TURNS)),
 ]
 
 

@@ -77,14 +77,37 @@ def test_critical_batch_of_a_run_is_the_mean_over_progress() -> None:
     assert last.over_run == pytest.approx((10 / 2 + 1000 / 101) / (1 / 2 + 1 / 101))
 
 
+def test_steps_whose_noise_hides_the_gradient_count_at_the_limit() -> None:
+    def over_run(signal: float) -> float | None:
+        average = NoiseAverage()
+        average.add(NoiseRecord(signal=1.0, trace=10.0), 10)
+        average.x = average.y = average.weight = 0.0
+        return average.add(NoiseRecord(signal=signal, trace=10.0), 10).over_run
+
+    limit = over_run(1e-9)
+    assert over_run(-1.0) == pytest.approx(limit) == pytest.approx((10 / 2 + 10) / (1 / 2))
+
+
+def test_interval_over_a_run_holds_its_critical_batch() -> None:
+    random, held = Random(5), 0
+    for _ in range(50):
+        average = NoiseAverage()
+        for _ in range(25):
+            last = average.add(measured(random), NUM * MICRO)
+        assert last.over_run_low is not None and last.over_run is not None and last.over_run_high is not None
+        assert last.over_run_low < last.over_run < last.over_run_high
+        held += last.over_run_low < TRACE / SIGNAL < last.over_run_high
+    assert held >= 47
+
+
 def test_student_t_without_scipy() -> None:
     for degrees in (3, 4, 6, 10, 18, 100):
         assert student_t(degrees) == pytest.approx(intervals.student_t(degrees), rel=0.01)
 
 
 def test_line_on_screen_has_two_digits() -> None:
-    record = NoiseRecord(signal=1.0, trace=1.0, scale=1834.0, low=1512.0, high=None, over_run=746.0)
+    record = NoiseRecord(signal=1.0, trace=1.0, scale=1834.0, low=1512.0, high=None, over_run=746.0, over_run_low=400.0)
     assert describe_noise(record) == (
-        "scale 1,800 (1,500 to any size) at the end, 750 over the run: batches up to about 150 cost few extra epochs "
-        "here, 750 twice as many"
+        "scale 1,800 (1,500 to any size) at the end, 750 (400 to any size) over the run: batches up to about 150 cost "
+        "few extra epochs here, 750 twice as many"
     )

@@ -31,6 +31,15 @@ def test_best_batch_is_that_of_an_exhaustive_search() -> None:
     assert found.epochs == pytest.approx(CURVE.epochs(found.batch), rel=0.01)
 
 
+def test_interval_of_minutes_holds_that_of_the_step() -> None:
+    for curve in (CURVE, replace(CURVE, misfit=0.0)):
+        found = candidate(JOB, CLUSTER, curve, 16, 1024, 64)
+        simulated = found.simulated
+        low, high = (bound_s / simulated.step.total_s for bound_s in (simulated.low_step_s, simulated.high_step_s))
+        assert found.low_minutes <= found.minutes * low * (1 + 1e-9) < found.minutes
+        assert found.high_minutes * (1 + 1e-9) >= found.minutes * high > found.minutes
+
+
 def test_microbatch_divides_the_images_of_a_rank_within_the_spans() -> None:
     flat = replace(CURVE, critical=1e9)  # more images cost nothing
     found = best_batch(JOB, CLUSTER, flat, SPANS, 8)

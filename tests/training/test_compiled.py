@@ -84,6 +84,8 @@ def test_a_compiled_run_matches_to_rounding_on_one_and_two_ranks(ranks: RankPool
     plain = train_alone()
     assert len(plain["losses"]) == 4 and len(plain["tests"]) == 1 and "compiled" not in plain["compiled_by"]
     alone = [train_alone(COMPILED)]  # two ranks find the code compiled by one rank in torch's cache
+    measured = train_alone(COMPILED, "train.noise_every=2")
+    assert all(np.array_equal(measured["state"][name], array) for name, array in alone[0]["state"].items())
     for results in (alone, ranks.run(train_short, COMPILED, num_ranks=2, timeout_s=200)):
         for result in results:
             np.testing.assert_allclose(result["losses"], plain["losses"], rtol=0, atol=1e-5)

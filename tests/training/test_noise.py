@@ -10,7 +10,7 @@ from torch.func import functional_call, grad, vmap
 from megabatch.data.catalog import load_data_set
 from megabatch.models.loss import summed_loss
 from megabatch.ranks.world import World
-from megabatch.runs.noise import ONE_MICROBATCH, noise_record
+from megabatch.runs.noise import ONE_MICROBATCH
 from megabatch.runs.records import NoiseRecord, StepRecord
 from megabatch.training.build import Overrides
 from megabatch.training.loop import train
@@ -48,8 +48,10 @@ def by_samples(world: World, *overrides: str) -> tuple[NoiseRecord, NoiseRecord]
         images, labels = training.images.microbatch(1, index)
         found = vmap(grad(loss), in_dims=(None, 0, 0))(weights, training.normalise(images), labels)
         parts.append(torch.cat([value.flatten(1) for value in found.values()], dim=1).sum(0) / plan.global_batch)
-    squares = [float(sum(part.square().sum() for part in parts)), float(torch.stack(parts).sum(0).square().sum())]
-    expected = noise_record(squares[0], squares[1], config.batch.num_microbatches, plan.microbatch)
+    num, micro = len(parts), plan.microbatch
+    whole = torch.stack(parts).sum(0)
+    trace = micro * float((num * torch.stack(parts) - whole).square().sum()) / (num - 1)  # covariance of microbatches
+    expected = NoiseRecord(signal=float(whole.square().sum()) - trace / (micro * num), trace=trace)
     measured = next(record for record in records if isinstance(record, StepRecord)).noise
     assert measured
     return expected, measured
@@ -72,7 +74,12 @@ def test_noise_does_not_depend_on_the_number_of_ranks(ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize(
-    "overrides", [("precision.name=fp32", "optim.name=lars"), ("precision.name=fp16", "comm.dtype=fp16")]
+    "overrides",
+    [
+        ("precision.name=fp32", "optim.name=lars"),
+        ("precision.name=fp16", "comm.dtype=fp16"),
+        ("precision.name=bf16", "optim.clip_norm=0.1"),
+    ],
 )
 def test_measuring_changes_no_bit_of_the_weights(ranks: RankPool, overrides: tuple[str, ...]) -> None:
     (_, measured), (_, without) = (
@@ -99,3 +106,9 @@ def test_loss_scale_changes_the_noise_only_by_rounding(ranks: RankPool) -> None:
 def test_one_microbatch_has_no_noise_scale(ranks: RankPool) -> None:
     noise, _ = ranks.run(measure, "batch.micro=32", num_ranks=1)[0]
     assert noise[1] == NoiseRecord(reason=ONE_MICROBATCH)
+
+
+def test_run_shorter_than_the_interval_has_the_reason(ranks: RankPool) -> None:
+    noise, _ = ranks.run(measure, "train.noise_every=20", num_ranks=1)[0]
+    assert noise[:3] == [None, None, None]
+    assert noise[3] and "4 steps; make train.noise_every smaller" in (noise[3].reason or "")

@@ -11,8 +11,9 @@ the first, of five runs); ddl is HKBU-HPML/ddl-benchmarks @30de09bc.
 Some pairs of rows differ only in ranks, in the network card, or in the overlap of communication.  The ratio of such a
 pair shows whether that one factor is modelled, independent of the device's speed.
 
-Held out: each row on several nodes is also predicted without its cluster, from curves without the points that ran on
-several nodes of it; and each row of fewer than SMALL images per GPU without all such points of its device.
+Held out: each row on several nodes is also predicted without its cluster, from curves without all points of its
+machines, those of single nodes included; and each row of fewer than SMALL images per GPU without all such points of
+its device.
 """
 
 import csv
@@ -26,6 +27,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from megabatch.errors import UserError
 from megabatch.simulate.cluster import Cluster
 from megabatch.simulate.device import Point
 from megabatch.simulate.load import load_cluster
@@ -36,6 +38,19 @@ from megabatch.simulate.workload import load_workload
 FILE = Path(__file__).with_name("published.csv")
 DIFFERENT = 0.03  # of images/s: below it, the order of two measurements is noise
 SMALL = 60  # images per GPU
+# The machines of a preset's rows on several nodes, as the sources of points name them.
+MACHINES = {
+    "dgx1-v100": ("dgx1_", "C4140"),
+    "dgx2h-v100": ("dgx2h_",),
+    "dgx-a100-2020": ("dgxa100_",),
+    "r750xa-a100": ("R750xa", "DSS8440"),
+    "xe8545-a100": ("XE8545",),
+    "dgx-a100": ("dgxa100_", "R5500G5", "XE9680"),
+    "dgx-h100": ("dgxh100_", "XE9680"),
+    "hkbu-10gbe": ("ddl",),
+    "hkbu-ib100": ("ddl",),
+    "aws-p3-25gbe": ("horovod#779", "aws-samples"),  # both are p3.16xlarge
+}
 
 
 class Published(Struct, frozen=True, kw_only=True):
@@ -176,15 +191,36 @@ def without_points(cluster: Cluster, is_held_out: Callable[[Point], bool]) -> Cl
     return replace(cluster, device=replace(cluster.device, curves=curves))
 
 
-def predict_without_cluster(rows: Sequence[Published]) -> list[Prediction]:
-    """Predict every row on several nodes from curves without such points of its cluster."""
+class HeldOut(NamedTuple):
+    """The rows on several nodes of a cluster, predicted without the points of its machines."""
+
+    cluster: str
+    num_points: int  # removed
+    predictions: list[Prediction]
+    left: list[Published]  # rows that cannot be held out: no point of their GPU remains
+
+
+def predict_without_cluster(rows: Iterable[Published]) -> list[HeldOut]:
     several = [row for row in rows if row.has_speed and int(row.nodes) > 1]
+    return [
+        hold_out(cluster, machines, [row for row in several if row.cluster == cluster])
+        for cluster, machines in MACHINES.items()
+    ]
 
-    def held_out(cluster: str) -> Callable[[Point], bool]:
-        sources = tuple(f"calibrates: {row.source}," for row in several if row.cluster == cluster)
-        return lambda point: point.source.startswith(sources)
 
-    return [predict(row, held_out(row.cluster)) for row in several]
+def hold_out(cluster: str, machines: Sequence[str], rows: Iterable[Published]) -> HeldOut:
+    def is_held_out(point: Point) -> bool:
+        return any(machine in point.source for machine in machines)
+
+    curves = load_cluster(cluster).device.curves.values()
+    num_points = sum(is_held_out(point) for of_one in curves for curve in of_one for point in curve.points)
+    predictions, left = list[Prediction](), list[Published]()
+    for row in rows:
+        try:
+            predictions.append(predict(row, is_held_out))
+        except UserError:  # the curve has no point, or none of this variant
+            left.append(row)
+    return HeldOut(cluster, num_points, predictions, left)
 
 
 def predict_without_small(rows: Iterable[Published]) -> list[Prediction]:

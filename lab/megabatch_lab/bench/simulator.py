@@ -23,6 +23,7 @@ from megabatch_lab.bench.guide import guide_tables
 from megabatch_lab.bench.paper import claims
 from megabatch_lab.bench.published import (
     SMALL,
+    HeldOut,
     Pair,
     Prediction,
     Published,
@@ -109,7 +110,7 @@ def published_tables(rows: list[Published], calibrated: list[Prediction], scores
         "calibrated, one node": node_lines(single),
         "held out, by cluster": held_out_lines(predict_without_cluster(rows)),
         f"held out, below {SMALL} images": [prediction_line(prediction) for prediction in small],
-        f"held out, below {SMALL} images, together": [held_out_line(f"points below {SMALL} images", small)],
+        f"held out, below {SMALL} images, together": [scores_of(small)],
         "left out": [{"rows": str(count), "reason": reason} for reason, count in left_out.most_common()],
     }
 
@@ -187,26 +188,38 @@ def node_lines(predictions: Sequence[Prediction]) -> list[Line]:
     ]
 
 
-def held_out_lines(predictions: Sequence[Prediction]) -> list[Line]:
-    """Group predictions by the cluster that was left out, with totals at the end."""
-    groups: dict[str, list[Prediction]] = {}
-    for prediction in predictions:
-        groups.setdefault(prediction.row.cluster, []).append(prediction)
-    groups["all of MLPerf"] = [prediction for prediction in predictions if prediction.row.is_mlperf]
-    groups["all"] = list(predictions)
-    return [held_out_line(name, group) for name, group in groups.items()]
+def held_out_lines(clusters: Sequence[HeldOut]) -> list[Line]:
+    """Return a line per cluster that was left out, and their total."""
+    together = HeldOut(
+        "all",
+        sum(held_out.num_points for held_out in clusters),
+        [prediction for held_out in clusters for prediction in held_out.predictions],
+        [row for held_out in clusters for row in held_out.left],
+    )
+    return [
+        {
+            "left out": held_out.cluster,
+            "points removed": str(held_out.num_points),
+            "cannot be held out": str(len(held_out.left)),
+            **scores_of(held_out.predictions),
+        }
+        for held_out in (*clusters, together)
+    ]
 
 
-def held_out_line(name: str, group: Sequence[Prediction]) -> Line:
-    return {
-        "left out": name,
-        "rows": str(len(group)),
-        "GPUs": spread([int(prediction.row.ranks) for prediction in group]),
-        "batch": spread([int(prediction.row.batch_per_rank) for prediction in group]),
-        "median error": f"{statistics.median(p.error for p in group):.1%}",
-        "worst": f"{max(p.error for p in group):.1%}",
-        "in their intervals": f"{sum(p.is_in_interval for p in group)}",
-    }
+def scores_of(group: Sequence[Prediction]) -> Line:
+    columns = ("rows", "GPUs", "batch", "median error", "worst", "in their intervals")
+    if not group:
+        return dict.fromkeys(columns, "-")
+    values = (
+        str(len(group)),
+        spread([int(prediction.row.ranks) for prediction in group]),
+        spread([int(prediction.row.batch_per_rank) for prediction in group]),
+        f"{statistics.median(p.error for p in group):.1%}",
+        f"{max(p.error for p in group):.1%}",
+        str(sum(p.is_in_interval for p in group)),
+    )
+    return dict(zip(columns, values, strict=True))
 
 
 def spread(values: Sequence[int]) -> str:

@@ -6,8 +6,9 @@ barrier).  `ratio` is the median over rounds of stock's time divided by ours in 
 speed varies over time.  Our arm writes every row of metrics.jsonl, as `megabatch train` does.  Neither arm evaluates.
 `check_percent` is the share of our step spent on detecting inf and NaN in the gradients, summed over calls.  On CPUs it
 is thread CPU time, because another thread may use the core meanwhile.  `record_percent` is the share spent on recording
-the times of a step.  `noise_percent` is that of measuring the gradient noise scale, from a few steps that are all
-measured, divided by train.noise_every.
+the times of a step.  `noise_percent` is the time that measuring the gradient noise scale adds to a step: the
+median over rounds of blocks in which every step is measured, compared with blocks without, divided by
+train.noise_every.
 """
 
 import dataclasses
@@ -43,7 +44,6 @@ from megabatch.telemetry.activity import Activity
 from megabatch.training import loop
 from megabatch.training.evaluate import NOT_EVALUATED
 from megabatch.training.loop import train
-from megabatch.training.noise import NoiseMeter
 from megabatch.training.numerics import arithmetic
 from megabatch.training.prepare import now, ready_to_train, seconds_between
 from megabatch_lab.bench.report import report
@@ -74,9 +74,8 @@ WORKLOADS = {
 CHECKS = [(loop, "clip_and_check"), (shared_memory, "product_of_halves")]
 # Functions that record the times of activities and compute the times of a row.
 RECORDING = [(Activity, "begin"), (loop, "step_times")]
-# Functions that measure the noise of gradients.
-NOISE = [(NoiseMeter, "note"), (NoiseMeter, "squares")]
-MEASURED_STEPS = 3
+
+TakeStep = Callable[[], object]
 
 
 def run_rank(
@@ -108,15 +107,12 @@ def compare(overrides: Sequence[str], steps_per_block: int, rounds: int, world: 
     ):
         run_folder.begin(config.to_toml(), {}, 0)
         arms = {"ours": our_steps(config, data, world, run_folder), "stock_ddp": stock_steps(config, data, world)}
-        for take_step in arms.values():  # DDP rebuilds its buckets, caches warm up
-            time_block(take_step, steps_per_block)
-        times: dict[str, list[float]] = {arm: [] for arm in arms}
+        warm_up(arms, steps_per_block)
         checks.clear()
         recording.clear()
-        for turn in range(rounds):
-            for arm in sorted(arms, reverse=turn % 2 == 1):
-                times[arm].append(time_block(arms[arm], steps_per_block))
-        noise_s = noise_seconds(config, data, world, run_folder)
+        times = time_in_turns(arms, steps_per_block, rounds)
+        check_s, record_s = (sum(seconds_between(*call) for call in calls) for calls in (checks, recording))
+        noise_share = measure_noise(config, data, world, run_folder, steps_per_block, rounds)
     images = steps_per_block * config.batch.global_batch
     ours, stock = times["ours"], times["stock_ddp"]
     return {
@@ -128,22 +124,38 @@ def compare(overrides: Sequence[str], steps_per_block: int, rounds: int, world: 
         "ours_images_per_s": images / statistics.median(ours),
         "stock_ddp_images_per_s": images / statistics.median(stock),
         "ratio": statistics.median(theirs / mine for theirs, mine in zip(stock, ours, strict=True)),
-        "check_percent": 100 * sum(seconds_between(*check) for check in checks) / sum(ours),
-        "record_percent": 100 * sum(seconds_between(*call) for call in recording) / sum(ours),
-        "noise_percent": 100 * noise_s / config.train.noise_every / (statistics.median(ours) / steps_per_block),
+        "check_percent": 100 * check_s / sum(ours),
+        "record_percent": 100 * record_s / sum(ours),
+        "noise_percent": 100 * noise_share / config.train.noise_every,
     }
 
 
-def noise_seconds(config: RunConfig, data: DataSet, world: World, folder: RunFolder) -> float:
-    """Return the time of this rank for measuring the noise in one step, as if every step were measured."""
-    every_step = replace(config, train=replace(config.train, noise_every=1))
-    with timed(world.device, NOISE) as calls:
-        take_step = our_steps(every_step, data, world, folder)
-        take_step()
-        calls.clear()
-        for _ in range(MEASURED_STEPS):
-            take_step()
-        return sum(seconds_between(*call) for call in calls) / MEASURED_STEPS
+def warm_up(arms: dict[str, TakeStep], num_steps: int) -> None:
+    for take_step in arms.values():  # DDP rebuilds its buckets, caches warm up
+        time_block(take_step, num_steps)
+
+
+def time_in_turns(arms: dict[str, TakeStep], num_steps: int, rounds: int) -> dict[str, list[float]]:
+    """Return the times of blocks of each arm, with the order of arms swapped every round."""
+    times: dict[str, list[float]] = {arm: [] for arm in arms}
+    for turn in range(rounds):
+        for arm in sorted(arms, reverse=turn % 2 == 1):
+            times[arm].append(time_block(arms[arm], num_steps))
+    return times
+
+
+def measure_noise(
+    config: RunConfig, data: DataSet, world: World, folder: RunFolder, num_steps: int, rounds: int
+) -> float:
+    """Return the time that measuring the noise adds to a step, as a share of a step."""
+    arms = {
+        name: our_steps(replace(config, train=replace(config.train, noise_every=every)), data, world, folder)
+        for name, every in (("with", 1), ("without", 0))
+    }
+    warm_up(arms, num_steps)
+    times = time_in_turns(arms, num_steps, rounds)
+    pairs = zip(times["with"], times["without"], strict=True)
+    return statistics.median(measured / plain - 1 for measured, plain in pairs)
 
 
 @contextmanager
@@ -167,7 +179,7 @@ def timed(device: torch.device, functions: Sequence[tuple[Any, str]]) -> Iterato
         yield moments
 
 
-def time_block(take_step: Callable[[], object], num_steps: int) -> float:
+def time_block(take_step: TakeStep, num_steps: int) -> float:
     dist.barrier()
     started_s = time.perf_counter()
     for _ in range(num_steps):
@@ -182,7 +194,7 @@ def in_memory(data: DataSet) -> DataSet:
     return DataSet(train, data.test, data.class_names, data.num_channels)
 
 
-def our_steps(config: Any, data: DataSet, world: World, folder: RunFolder) -> Callable[[], object]:
+def our_steps(config: Any, data: DataSet, world: World, folder: RunFolder) -> TakeStep:
     training = dataclasses.replace(ready_to_train(config, data, world), evaluate=lambda: NOT_EVALUATED)
     records = train(training)
 
@@ -196,7 +208,7 @@ def our_steps(config: Any, data: DataSet, world: World, folder: RunFolder) -> Ca
     return take_step
 
 
-def stock_steps(config: Any, data: DataSet, world: World) -> Callable[[], object]:
+def stock_steps(config: Any, data: DataSet, world: World) -> TakeStep:
     assert isinstance(data.train, ArrayImages)
     losses = train_stock(
         make_model(config, data.shape),

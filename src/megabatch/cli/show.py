@@ -118,7 +118,7 @@ def print_preview(
     for line in seen.findings.references:
         console.print(f"reference  {one_line(line)}")
     if not seen.has_images:
-        console.print("reference  not compared, because the images are missing")
+        console.print("reference  compared as if the images, which are missing, were those of ImageNet")
     for line in [*seen.findings.warnings, *warn_of_device(config.precision, here.kind_for(num_ranks))]:
         console.print(f"warning    {one_line(line)}")
 

@@ -83,16 +83,18 @@ def simulate(
     ] = None,
     goal: Annotated[
         str | None,
-        typer.Option(metavar="time|cost", help="The aim of --batch auto. Default: cost with --within, else time."),
+        typer.Option(
+            metavar="time|cost", help="Aim of --batch auto, which it implies. Default: cost with --within, else time."
+        ),
     ] = None,
     budget: Annotated[
-        str | None, typer.Option(metavar="USD", help="With --batch auto: the fastest run for at most 100usd.")
+        str | None, typer.Option(metavar="USD", help="Find the fastest run for at most 100usd; implies --batch auto.")
     ] = None,
     curve: Annotated[
         str | None,
         typer.Option(
             metavar="RUN|FILE.json",
-            help="With --batch auto: a run that reached its target, or a batch-limit study. Default: MLPerf's points.",
+            help="Run that reached its target, or batch-limit study; implies --batch auto. Default: MLPerf's points.",
         ),
     ] = None,
     profile: ProfileOption = None,
@@ -119,8 +121,10 @@ def simulate(
     from megabatch.simulate.whatif import smallest_within
 
     subject, overrides = split_subject(given)
+    if batch is None and (goal, budget, curve) != (None, None, None):
+        batch = "auto"
     require_one_question(compare=compare, sweep=sweep, ladder=ladder, within=within)
-    require_batch_options(batch, goal, budget, curve, compare or ladder or sweep is not None, batch_per_rank)
+    require_batch_options(batch, goal, compare or ladder or sweep is not None, batch_per_rank)
     require_choices(comm_dtype, algorithm, overlap, compare, ladder)
     require_batch(batch_per_rank)
     require_output(json, plot)
@@ -224,16 +228,10 @@ def require_one_question(**asked: object) -> None:
 def require_batch_options(
     batch: str | None,
     goal: str | None,
-    budget: str | None,
-    curve: str | None,
     has_other_question: bool,
     batch_per_rank: int | None,
 ) -> None:
     if batch is None:
-        given = {"--goal": goal, "--budget": budget, "--curve": curve}
-        for option, value in given.items():
-            if value is not None:
-                raise UserError(f"{option} {value} needs --batch auto; add it")
         return
     if batch != "auto":
         raise UserError(f"--batch {batch}: expected auto; a fixed batch is an override, for example batch.global=8192")

@@ -1,19 +1,23 @@
 """megabatch simulate --batch auto: the best global batch for each number of ranks."""
 
+import csv
 import shlex
 import sys
 from collections.abc import Sequence
 from functools import partial
+from importlib import resources
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
+from msgspec import Struct
 from msgspec.structs import replace
 
 from megabatch.cli.overrides import require_folder_of
 from megabatch.cli.simulate_output import SIZE_INCHES, mark_ranks, write
 from megabatch.cli.simulate_screen import begin, new_table, print_assumed
-from megabatch.config.reference_results import REFERENCE_RESULTS, epoch_points
+from megabatch.config.reference_results import epoch_points, spans_of
 from megabatch.errors import UserError
 from megabatch.experiments.batch_limit import curve_of_study
 from megabatch.experiments.drawing import color_of, mark_log_ticks, to_svg
@@ -33,12 +37,17 @@ if TYPE_CHECKING:
 
 MLPERF_EVALUATES_EVERY = 4  # epochs
 PUBLISHED = "#3f4b59"
-# Runs to 75.9 % (MLPerf's logs) and of the paper, for the chart: label, ranks, minutes.
-RUNS = {
-    "dgx-h100": [("MLPerf v3.0, v4.0", 8, 13.6), ("", 64, 2.51)],
-    "dgx-a100": [("MLPerf v1.1, v2.0", 8, 28.7), ("", 64, 4.534), ("", 1024, 0.575), ("", 4320, 0.347)],
-    "p40-roce100": [("Jia et al. 2018", 2048, 6.6)],
-}
+
+
+class PublishedRun(Struct):
+    cluster: str
+    ranks: int
+    minutes: float
+    source: str
+
+    @property
+    def label(self) -> str:
+        return "MLPerf" if self.source.startswith("mlp-") else self.source
 
 
 class Question(NamedTuple):
@@ -69,9 +78,24 @@ def load_curve(source: str | None, job: Job) -> EpochCurve:
     return fit_epochs(points, "MLPerf's reference convergence points, 75.9 %")
 
 
-def known_spans() -> Spans:
-    spans = [result.bn_span for result in REFERENCE_RESULTS if result.bn_span]
-    return Spans(min(spans), max(spans))
+def published_runs() -> list[PublishedRun]:
+    """Return runs of ResNet-50: MLPerf's to 75.9 %, the fastest on each preset and number of ranks, and the paper's."""
+    with resources.files("megabatch.simulate").joinpath("runs.csv").open() as file:
+        return [msgspec.convert(row, PublishedRun, strict=False) for row in csv.DictReader(file)]
+
+
+def known_spans(job: Job) -> Spans:
+    """Return the spans of reference results of this model and data set, else that of the recipe.
+
+    The smallest on ImageNet, 32, is that of Goyal et al. 2017 and of MLPerf's entries on 2,528 to 4,216 GPUs.
+    """
+    spans = spans_of(job.workload.model, job.num_train)
+    if not spans and job.microbatch is None:
+        raise UserError(
+            f"--batch auto: no span of BatchNorm is known to converge for {job.workload.model} on {job.num_train:,} "
+            "images; give a recipe, whose batch.micro is used"
+        )
+    return Spans(min(spans, default=job.microbatch or 1), max(spans, default=job.microbatch or 1))
 
 
 def answer(
@@ -91,25 +115,24 @@ def answer(
         job = replace(job, evaluate_every=MLPERF_EVALUATES_EVERY)
     if question.limits.usd is not None and not cluster.price.usd_per_rank_hour:
         raise UserError(f"--budget: {cluster.name} has no price; add, for example, price.usd_per_rank_hour=2")
-    spans, is_searched = known_spans(), not counts
+    spans, is_searched = known_spans(job), not counts
     if is_searched:
         size = cluster.node.ranks
         counts = [size << doublings for doublings in range((LARGEST_SEARCH // size).bit_length())]
     found, beyond = best_batches(job, cluster, curve, spans, counts)
+    reason = f"all batches are beyond {curve.largest:,}, the largest known one"
     if is_searched:
         found = refine(job, cluster, curve, spans, found, question.limits, question.goal)
     elif beyond:
-        remarks = [
-            *remarks,
-            f"left out: {', '.join(f'{count:,}' for count in beyond)} ranks, whose batches are all beyond "
-            f"{curve.largest:,}, the largest known one",
-        ]
+        remarks = [*remarks, f"left out: {', '.join(f'{count:,}' for count in beyond)} ranks: {reason}"]
+    left_out = [{"ranks": count, "reason": reason} for count in beyond]
     chosen = choose(found, question.limits, question.goal)
     if json:
-        write(json, "--json", encode(job, cluster, curve, found, chosen))
+        write(json, "--json", encode(job, cluster, curve, found, left_out, chosen))
     if plot:
         title = f"{job.name} on {cluster.name}: the best batch at each number of ranks"
-        write(plot, "--plot", to_svg(partial(draw, found=found, runs=RUNS.get(cluster.name, []), title=title)))
+        runs = [run for run in published_runs() if (run.cluster, job.workload.model) == (cluster.name, "resnet50")]
+        write(plot, "--plot", to_svg(partial(draw, found=found, runs=runs, title=title)))
     print_answer(job, cluster, curve, found, chosen, question, remarks)
 
 
@@ -162,7 +185,14 @@ def print_answer(
     print_assumed(console, cluster)
 
 
-def encode(job: Job, cluster: Cluster, curve: EpochCurve, found: Sequence[Candidate], chosen: Candidate | None) -> str:
+def encode(
+    job: Job,
+    cluster: Cluster,
+    curve: EpochCurve,
+    found: Sequence[Candidate],
+    left_out: Sequence[dict[str, Any]],
+    chosen: Candidate | None,
+) -> str:
     content = {
         "command": shlex.join(["megabatch", *sys.argv[1:]]),
         "cluster": cluster.name,
@@ -171,11 +201,12 @@ def encode(job: Job, cluster: Cluster, curve: EpochCurve, found: Sequence[Candid
         "curve": curve,
         "chosen": chosen.row if chosen else None,
         "rows": [each.row for each in found],
+        "left_out": left_out,
     }
     return msgspec.json.format(msgspec.json.encode(content), indent=2).decode() + "\n"
 
 
-def draw(figure: "Figure", found: Sequence[Candidate], runs: Sequence[tuple[str, int, float]], title: str) -> None:
+def draw(figure: "Figure", found: Sequence[Candidate], runs: Sequence[PublishedRun], title: str) -> None:
     """Draw minutes against ranks, with the best batch at each point, and published runs."""
     figure.set_size_inches(*SIZE_INCHES)
     axes = figure.subplots()
@@ -186,8 +217,9 @@ def draw(figure: "Figure", found: Sequence[Candidate], runs: Sequence[tuple[str,
     axes.plot(ranks, minutes, marker=".", ms=7, lw=1.5, color=color_of(1), label="predicted, best batch")
     for each, x, y in zip(found, ranks, minutes, strict=True):
         axes.annotate(f"{each.batch:,}", (x, y), (4, 5), textcoords="offset points", fontsize=7)
-    for label, x, y in runs:
-        axes.plot([x], [y], "x", color=PUBLISHED, label=label or None)
+    for label, group in groupby(runs, key=lambda run: run.label):
+        places = [(run.ranks, run.minutes) for run in group]
+        axes.plot(*zip(*places, strict=True), "x", color=PUBLISHED, label=label)
     axes.set_yscale("log")
     mark_ranks(axes, sorted(ranks))
     mark_log_ticks(axes.yaxis, min(low), max(high))

@@ -224,20 +224,28 @@ def run_study(design: "Design", command: str, folder: Path | None, out: Path, jo
 
 
 def cost_of(design: "Design") -> str:
-    """Return the images that all runs train on, and the hours they take at a round speed."""
+    """Return the images that all runs train on, and the hours at the speed of the recipe's newest run here."""
     from megabatch.config.loading import load_config, silent
     from megabatch.config.resolve import plan_run
     from megabatch.data.catalog import infer_shape
     from megabatch.experiments.plan import Point, seed_trial
+    from megabatch.runs.folder import numbered_runs
+    from megabatch.runs.reader import read_summary
 
-    images = 0.0
+    images, speed, source = 0.0, 1000.0, "an assumed speed"
+    for path in reversed(numbered_runs(load_config(design.recipe, report=silent).name)):
+        summary = read_summary(path)
+        if summary and summary.images_per_s:
+            speed, source = summary.images_per_s, f"the speed of {path}"
+            break
     for arm in design.arms:
         trial = seed_trial(design, arm, Point(1.0), seed=1)
         config = load_config(trial.recipe, trial.overrides, report=silent)
         plan = plan_run(config, infer_shape(config.data), num_ranks=1)
         searched = design.search.trials if design.search and arm.learning_rates else 0
         images += plan.num_steps * plan.global_batch * (searched + design.num_seeds(arm))
-    return f"{images / 1e6:,.1f} million images: {images / 3.6e6:,.1f} hours at 1,000 images/s in all"
+    hours = images / speed / 3600
+    return f"{images / 1e6:,.1f} million images: {hours:,.1f} hours at {speed:,.0f} images/s in all, {source}"
 
 
 def check_arms(design: "Design") -> None:

@@ -121,7 +121,7 @@ def attach(
         timeout_s: Seconds after which a rank that has not arrived is reported and the process ends.
         loss_is_scaled: Confirms that the loss is scaled (torch.amp.GradScaler), which dtype="fp16" requires.
         noise_every: Steps between measurements of the gradient noise scale, which `noise_scale` of the result returns;
-            0 measures none.
+            0 measures none. Right after a GradScaler changed its scale, steps at the larger scale weigh more.
 
     Returns:
         The all-reduce. It is closed when the process exits.

@@ -282,6 +282,15 @@ def epoch_points(model: str, samples: int) -> list[EpochPoint]:
     ]
 
 
+def spans_of(model: str, samples: int) -> list[int]:
+    """Return the spans of BatchNorm of the results of this model and a data set of this size."""
+    return [
+        result.bn_span
+        for result in REFERENCE_RESULTS
+        if result.bn_span and result.model == model and abs(result.samples / samples - 1) < SAME_SIZE
+    ]
+
+
 def middle_of(epochs: str) -> float:
     """Return the middle of a range such as "81-88"; the value of a single number."""
     return fmean(map(float, epochs.split("-")))

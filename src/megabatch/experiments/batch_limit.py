@@ -7,7 +7,8 @@ epochs, and evaluated on the test images after each epoch.  From these follow
     the limit     the largest batch whose accuracy is lower than the smallest batch's by less than the margin, by the
                   upper end of the interval of the gap, as all smaller batches' are
     the curve     epochs to the target, between evaluations as a straight line, fitted by `planning.epochs`
-    its forecast  from the noise scale of the smallest batch only, until it reached the target
+    its forecast  from the noise scale of the smallest batch only, until it reached the target; its interval is the
+                  range of the seeds
 """
 
 import math
@@ -35,6 +36,7 @@ SCALING = 0.75  # the exponent of learning rates
 SPREAD = (1 / 3, 1.0, 3.0)
 HELD_OUT = 0.2
 FEWEST_BATCHES, MOST_BATCHES = 3, 20
+FEWEST_IMAGES = 8  # per BatchNorm, unless batch.micro is given
 TARGET = "train.target_top1="
 
 
@@ -106,8 +108,17 @@ def design_of(recipe: str, overrides: Sequence[str], limits: Limits) -> Design:
 
 def common_microbatch(batches: Sequence[int], most: int) -> int:
     """Return the largest divisor of all batches up to `most` that leaves at least two microbatches in each."""
-    common = math.gcd(*batches)
-    return next((size for size in range(min(most, min(batches) // 2), 0, -1) if common % size == 0), 1)
+    common, most = math.gcd(*batches), min(most, min(batches) // 2)
+    found = next((size for size in range(most, 0, -1) if common % size == 0), 1)
+    if found < FEWEST_IMAGES:
+        size = max(FEWEST_IMAGES, 1 << most.bit_length() - 1)
+        near = [max(2, round(batch / size)) * size for batch in batches]
+        nearest = f"nearest: --batches {','.join(map(str, near))}, or " if len({*near}) == len(near) else ""
+        raise UserError(
+            f"--batches {','.join(map(str, batches))}: BatchNorm needs a common microbatch of at least {FEWEST_IMAGES} "
+            f"images, two per batch; {nearest}give batch.micro={found}"
+        )
+    return found
 
 
 def grid(config: RunConfig, batch: int) -> tuple[float, ...]:
@@ -166,7 +177,8 @@ def limit_of(study: Study) -> Limit:
     forecast = None
     if first and critical:
         source = f"noise scale of batch {batches[0]}"
-        forecast = curve_of_noise(source, batches[0], fmean(first), fmean(critical), doubt=0.3)
+        low, high = (min(critical), max(critical)) if len(critical) > 1 else (None, None)
+        forecast = curve_of_noise(source, batches[0], fmean(first), fmean(critical), low, high)
     return Limit(largest=largest, points=points, never=never, curve=curve, problem=problem, forecast=forecast)
 
 

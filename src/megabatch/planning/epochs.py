@@ -4,8 +4,9 @@ Legend: E epochs at batch B, E_min those of a small batch; at the critical batch
 
     E(B) = E_min (1 + B / B_crit)
 
-Fit: least squares of the relative errors, with both parameters at least 0.  The misfit is the standard deviation of
-these errors; it widens every interval, as does a batch beyond the known ones.
+Fit: least squares of the relative errors, with both parameters at least 0.  The misfit is the standard deviation of a
+run from the curve: that of a batch's mean, with two degrees of freedom fewer than there are batches, and that of runs
+of one batch from their mean.  It widens every interval, as does a batch beyond the known ones.
 """
 
 import math
@@ -18,6 +19,7 @@ from megabatch.errors import UserError
 
 FEWEST_BATCHES = 3
 DEVIATIONS = 1.64  # nine in ten are within
+LEAST_DOUBT, MOST_DOUBT = 0.1, 1.0  # relative, of epochs by the noise scale
 BEYOND = 0.15  # more uncertainty per factor e beyond the known batches
 
 
@@ -68,8 +70,14 @@ def fit_epochs(points: Sequence[EpochPoint], source: str) -> EpochCurve:
             f"{source}: epochs grow faster than the batch, and all batches are beyond the critical one; train at "
             "smaller batches too"
         )
-    errors = [(fewest + slope * point.batch) / point.epochs - 1 for point in points]
-    misfit = math.sqrt(math.fsum(error * error for error in errors) / max(1, len(points) - 2))
+    errors = {
+        batch: [(fewest + slope * batch) / point.epochs - 1 for point in points if point.batch == batch]
+        for batch in batches
+    }
+    means = {batch: math.fsum(group) / len(group) for batch, group in errors.items()}
+    of_batches = math.fsum(mean * mean for mean in means.values()) / (len(batches) - 2)
+    of_runs = math.fsum((error - means[batch]) ** 2 for batch, group in errors.items() for error in group)
+    misfit = math.sqrt(of_batches + of_runs / max(1, len(points) - len(batches)))
     return EpochCurve(
         source=source,
         fewest=fewest,
@@ -80,14 +88,20 @@ def fit_epochs(points: Sequence[EpochPoint], source: str) -> EpochCurve:
     )
 
 
-def curve_of_noise(source: str, batch: int, epochs: float, critical: float, doubt: float) -> EpochCurve:
-    """Return the curve through one run, whose noise scale gives the critical batch."""
+def curve_of_noise(
+    source: str, batch: int, epochs: float, critical: float, low: float | None, high: float | None
+) -> EpochCurve:
+    """Return the curve through one run, whose noise scale gives the critical batch with its interval.
+
+    At the critical batch, half of the epochs follow from the noise scale, so they are half as uncertain.
+    """
     assert critical > 0
+    doubt = math.log(high / low) / 4 if low and high else MOST_DOUBT
     return EpochCurve(
         source=source,
         fewest=epochs / (1 + batch / critical),
         critical=critical,
-        misfit=doubt / DEVIATIONS,
+        misfit=min(max(doubt, LEAST_DOUBT), MOST_DOUBT) / DEVIATIONS,
         smallest=batch,
         largest=max(batch, round(critical)),
     )

@@ -70,7 +70,7 @@ class StageRow(Struct, frozen=True, kw_only=True):
 
 
 class Preview(Struct, frozen=True, kw_only=True):
-    has_images: bool  # else steps and the size of the last layer are assumed
+    has_images: bool  # else steps, the size of the last layer and, for the findings, ImageNet are assumed
     plan: StepPlan
     learning_rate: Callable[[float], float]
     findings: Findings
@@ -88,7 +88,7 @@ def preview(config: RunConfig, num_ranks: int, needs_images: bool = True) -> Pre
         if needs_images:
             raise
         shape, has_images = assumed_shape(config.batch.global_batch), False
-    findings = preflight(config, shape.num_train) if has_images else Findings([], [])
+    findings = preflight(config, shape.num_train if has_images else IMAGENET.num_train)
     of_noise = warn_of_noise(config.name, config.batch.global_batch, config.batch.microbatch)
     warnings = [*shape.warnings, *findings.warnings, *([of_noise] if of_noise else [])]
     plan = plan_run(config, shape, num_ranks)

@@ -1,60 +1,74 @@
 """The curve of epochs against batch that the noise scale of one run predicts."""
 
-import glob
-import math
 from pathlib import Path
+from typing import NamedTuple
 
 from megabatch.errors import UserError
 from megabatch.planning.epochs import EpochCurve, curve_of_noise
+from megabatch.runs.folder import numbered_runs
 from megabatch.runs.noise import describe_noise, round_off
-from megabatch.runs.reader import listing_of, read_records, read_summary
+from megabatch.runs.reader import listing_of, read_records
 from megabatch.runs.records import EvaluationRecord, NoiseRecord, StepRecord
 from megabatch.runs.settings import TARGET, read_settings
 
 MOST_EARLIER = 10  # runs of the recipe to look at
 
 
-def warn_of_noise(recipe: str, batch: int, microbatch: int, folder: Path = Path("runs")) -> str | None:
+class Training(NamedTuple):
+    """A run until it reached its target, or all of it if it did not."""
+
+    target: float | None
+    reached: bool
+    epochs: float
+    noise: NoiseRecord | None  # on the last measured step
+
+
+def read_training(path: Path) -> Training:
+    target = read_settings(path).get(TARGET)
+    target = target if isinstance(target, float) else None
+    epochs, noise = 0.0, None
+    for record in read_records(path):
+        epochs = record.epoch
+        if isinstance(record, StepRecord):
+            noise = record.noise or noise
+        elif isinstance(record, EvaluationRecord) and target is not None and record.top1 >= target:
+            return Training(target, True, epochs, noise)
+    return Training(target, False, epochs, noise)
+
+
+def warn_of_noise(recipe: str, batch: int, microbatch: int) -> str | None:
     """Return a warning if the batch is beyond the noise scale of the newest earlier run of the recipe."""
-    earlier = sorted(folder.glob(f"{glob.escape(recipe)}-[0-9]*"), reverse=True)
-    for path in earlier[:MOST_EARLIER]:
+    for path in numbered_runs(recipe)[: -MOST_EARLIER - 1 : -1]:
         try:
-            summary, before = read_summary(path), listing_of(path).batch
+            before, run = listing_of(path).batch, read_training(path)
         except (UserError, OSError):
             continue
-        critical = summary.noise.over_run if summary and summary.noise else None
+        critical = run.noise.over_run if run.noise else None
         if critical and before:
             if batch <= max(critical, before):
                 return None
             nearest = max(1, round(critical / microbatch)) * microbatch
             factor = (1 + batch / critical) / (1 + before / critical)
+            goal = f" to {TARGET}={run.target:g}" if run.reached else ""
             return (
                 f"batch.global={batch} is beyond the critical batch {round_off(critical)} of {path}, by its noise "
-                f"scale: about {factor:.2g} times its epochs are expected; nearest: batch.global={nearest}"
+                f"scale: about {factor:.2g} times its {run.epochs:.3g} epochs{goal} are expected, "
+                f"{factor * run.epochs:.3g}; nearest: batch.global={nearest}"
             )
     return None
 
 
 def curve_of_run(path: Path) -> EpochCurve:
     """Return the curve; raise UserError if the run did not reach its target, or measured no noise."""
-    settings, batch = read_settings(path), listing_of(path).batch
-    target = settings.get(TARGET)
-    if not isinstance(target, float) or batch is None:
-        raise UserError(f"{path} has no train.target_top1, and epochs are counted to a target; train it with one")
-    reached: float | None = None
-    noise: NoiseRecord | None = None
-    for record in read_records(path):
-        if isinstance(record, StepRecord):
-            noise = record.noise or noise
-        elif isinstance(record, EvaluationRecord) and record.top1 >= target:
-            reached = record.epoch
-            break
-    if reached is None:
-        raise UserError(f"{path} never reached train.target_top1={target:g}; train for longer, or lower the target")
+    batch, run = listing_of(path).batch, read_training(path)
+    if run.target is None or batch is None:
+        raise UserError(f"{path} has no {TARGET}, and epochs are counted to a target; train it with one")
+    if not run.reached:
+        raise UserError(f"{path} never reached {TARGET}={run.target:g}; train for longer, or lower the target")
+    noise = run.noise
     if noise is None or not noise.over_run:
         why = describe_noise(noise) if noise else "no step was measured (train.noise_every)"
         raise UserError(f"{path} has no noise scale: {why}")
-    doubt = 1.0  # at the critical batch half of the epochs follow from the noise scale
-    if noise.low and noise.high and noise.scale:
-        doubt = max(0.1, 0.5 * math.log(noise.high / noise.low) / 2)
-    return curve_of_noise(f"noise scale of {path}", batch, reached, noise.over_run, min(doubt, 1.0))
+    return curve_of_noise(
+        f"noise scale of {path}", batch, run.epochs, noise.over_run, noise.over_run_low, noise.over_run_high
+    )

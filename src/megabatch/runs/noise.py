@@ -15,7 +15,7 @@ Interval: of the ratio of two means (Fieller 1954).  It has no upper bound if th
 
 import math
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from megabatch.runs.records import Amount, NoiseRecord
 
@@ -45,6 +45,27 @@ def noise_record(sum_of_squares: float, square_of_sum: float, num_microbatches: 
     return NoiseRecord(signal=signal, trace=trace)
 
 
+class Progress(Struct, kw_only=True):
+    """The critical batch of steps: the mean of B over their progress.
+
+    A step at batch b makes 1 / (1 + B / b) of the progress of a step without noise.  If all progress needs S of those,
+    batch b needs S (1 + mean B / b) steps, in which the mean is over progress.
+    """
+
+    made: Amount = 0.0
+    times_scale: Amount = 0.0  # the sum of progress x B
+
+    def add(self, scale: float | None, batch: int) -> None:
+        """Add a step; None is an infinite scale, at which progress x B is b."""
+        progress = 0.0 if scale is None else 1 / (1 + scale / batch)
+        self.made += progress
+        self.times_scale += batch if scale is None else progress * scale
+
+    @property
+    def critical(self) -> float | None:
+        return within(self.times_scale / self.made) if self.made > 0 else None
+
+
 class NoiseAverage(Struct, kw_only=True):
     """Weighted sums over measured steps of signal x, trace y and their products."""
 
@@ -55,9 +76,9 @@ class NoiseAverage(Struct, kw_only=True):
     xx: float = 0.0
     xy: float = 0.0
     yy: float = 0.0
-    # Over the run, see `over_run`.
-    progress: Amount = 0.0
-    noisy_progress: Amount = 0.0
+    over_run: Progress = field(default_factory=Progress)
+    over_run_low: Progress = field(default_factory=Progress)
+    over_run_high: Progress = field(default_factory=Progress)
 
     def add(self, record: NoiseRecord, batch: int) -> NoiseRecord:
         """Add a step, and return its record with the averages so far."""
@@ -69,26 +90,25 @@ class NoiseAverage(Struct, kw_only=True):
             setattr(self, name, DECAY * getattr(self, name) + value)
         self.weight_squared = DECAY * DECAY * self.weight_squared + 1.0
         scale, (low, high) = self.scale, self.interval()
-        if scale is not None:
-            progress = 1 / (1 + scale / batch)
-            self.progress += progress
-            self.noisy_progress += progress * scale
-        reason = NO_SIGNAL if scale is None else None
-        return NoiseRecord(signal=x, trace=y, scale=scale, low=low, high=high, over_run=self.over_run, reason=reason)
+        self.over_run.add(scale, batch)
+        self.over_run_low.add(scale if low is None else low, batch)
+        self.over_run_high.add(scale if low is None else high, batch)
+        return NoiseRecord(
+            signal=x,
+            trace=y,
+            scale=scale,
+            low=low,
+            high=high,
+            over_run=self.over_run.critical,
+            over_run_low=self.over_run_low.critical,
+            over_run_high=self.over_run_high.critical,
+            reason=NO_SIGNAL if scale is None else None,
+        )
 
     @property
     def scale(self) -> float | None:
         """B = trace / signal; None if the mean signal is not positive."""
         return within(self.y / self.x) if self.x > 0 else None
-
-    @property
-    def over_run(self) -> float | None:
-        """The critical batch of the steps so far: the mean of B over their progress.
-
-        A step at batch b makes 1 / (1 + B / b) of the progress of a step without noise.  If all progress needs S of
-        those, batch b needs S (1 + mean B / b) steps, in which the mean is over progress.
-        """
-        return within(self.noisy_progress / self.progress) if self.progress > 0 else None
 
     def interval(self) -> tuple[float | None, float | None]:
         """Return the bounds of B with 95 % confidence.  None: not known, or no upper bound."""
@@ -128,13 +148,18 @@ def describe_noise(noise: NoiseRecord) -> str:
     """Return one line for a person."""
     if noise.scale is None or noise.over_run is None:
         return f"not known: {noise.reason or NO_SIGNAL}"
-    interval = ""
-    if noise.low is not None:
-        interval = f" ({round_off(noise.low)} to {round_off(noise.high) if noise.high is not None else 'any size'})"
+    critical = round_off(noise.over_run)
     return (
-        f"scale {round_off(noise.scale)}{interval} at the end, {round_off(noise.over_run)} over the run: batches up to "
-        f"about {round_off(noise.over_run / 5)} cost few extra epochs here, {round_off(noise.over_run)} twice as many"
+        f"scale {round_off(noise.scale)}{describe_bounds(noise.low, noise.high)} at the end, "
+        f"{critical}{describe_bounds(noise.over_run_low, noise.over_run_high)} over the run: batches up to about "
+        f"{round_off(noise.over_run / 5)} cost few extra epochs here, {critical} twice as many"
     )
+
+
+def describe_bounds(low: float | None, high: float | None) -> str:
+    if low is None:
+        return ""
+    return f" ({round_off(low)} to {round_off(high) if high is not None else 'any size'})"
 
 
 def round_off(value: float) -> str:

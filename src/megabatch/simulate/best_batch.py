@@ -77,7 +77,7 @@ def candidate(job: Job, cluster: Cluster, curve: EpochCurve, num_ranks: int, bat
     simulated = simulate(sized.scenario(cluster, num_ranks))
     assert simulated.minutes is not None and sized.num_steps is not None
     step_s = simulated.step.total_s
-    below = math.hypot(curve.doubt(batch), 1 - simulated.low_step_s / step_s)
+    below = math.hypot(curve.doubt(batch), step_s / simulated.low_step_s - 1)
     above = math.hypot(curve.doubt(batch), simulated.high_step_s / step_s - 1)
     return Candidate(
         batch=batch,

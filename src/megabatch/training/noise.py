@@ -75,7 +75,10 @@ class NoiseMeter:
         return torch.cat([self.sum_of_squares, gradient_norm(optimizer).double().square().reshape(1)])
 
     def record(self, step: int, squares: tuple[float, float]) -> NoiseRecord | None:
-        """Return the estimates of a step from the result of `squares` on the host."""
+        """Return the estimates of a step from the result of `squares` on the host, or why a short run has none."""
+        num_steps = self.plan.num_steps
+        if step + 1 == num_steps < self.every:
+            return NoiseRecord(reason=f"no step was measured: {num_steps} steps; make train.noise_every smaller")
         if not self.is_due(step):
             return None
         if not self.is_measured(step):

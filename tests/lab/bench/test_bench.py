@@ -37,7 +37,8 @@ def test_bench_writes_command_machine_and_rows(tmp_path: Path) -> None:
     for row in written["rows"]:
         assert row["ranks"] == 2 and row["rounds"] == 3
         assert row["ours_images_per_s"] > 0 and row["stock_ddp_images_per_s"] > 0 and row["ratio"] > 0
-        assert all(0 < row[f"{name}_percent"] < 100 for name in ("check", "record", "noise"))
+        assert all(0 < row[f"{name}_percent"] < 100 for name in ("check", "record"))
+        assert abs(row["noise_percent"]) < 100  # a difference of two times
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

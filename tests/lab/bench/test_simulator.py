@@ -1,10 +1,14 @@
 import statistics
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from megabatch_lab.bench.batches import fastest_runs
 from megabatch_lab.bench.guide import CLUSTERS, climb, expect_line
 from megabatch_lab.bench.merging import gains
 from megabatch_lab.bench.published import (
+    MACHINES,
+    HeldOut,
     Pair,
     Prediction,
     Published,
@@ -17,6 +21,7 @@ from megabatch_lab.bench.published import (
 )
 from megabatch_lab.bench.simulator import markdown, paper_tables, published_tables, with_table
 
+from megabatch.cli.simulate_batch import PublishedRun, published_runs
 from megabatch.simulate.compute import compute_by_curve
 from megabatch.simulate.load import load_cluster, preset_names, read_cluster, with_device
 from megabatch.simulate.workload import load_workload
@@ -80,18 +85,39 @@ def test_no_predicted_row_is_a_point_of_a_curve() -> None:
     assert not fitted & {(row.source, row.ranks) for row in ROWS if row.role == "predicted"}
 
 
-def test_held_out_rows_meet_the_goals() -> None:
-    for held_out in (predict_without_cluster(ROWS), predict_without_small(ROWS)):
-        errors = [prediction.error for prediction in held_out]
+@pytest.fixture(scope="module")
+def clusters() -> list[HeldOut]:
+    return predict_without_cluster(ROWS)
+
+
+def test_held_out_rows_meet_the_goals(clusters: list[HeldOut]) -> None:
+    by_cluster = [prediction for held_out in clusters for prediction in held_out.predictions]
+    for predictions in (by_cluster, predict_without_small(ROWS)):
+        errors = [prediction.error for prediction in predictions]
         assert statistics.median(errors) <= 0.07 and max(errors) <= 0.2
-        assert statistics.fmean(prediction.is_in_interval for prediction in held_out) >= 0.9
+        assert statistics.fmean(prediction.is_in_interval for prediction in predictions) >= 0.9
 
 
-def test_held_out_points_are_not_in_the_curve() -> None:
-    row = next(row for row in ROWS if row.cluster == "dgx-h100" and float(row.batch_per_rank) == 50)
-    (without,) = predict_without_cluster([row])
-    assert min(point.batch for point in without.simulated.scenario.cluster.device.curves["fp16"][0].points) == 400
-    assert without.simulated.images_per_s != predict(row).simulated.images_per_s
+def test_held_out_points_are_not_in_the_curve(clusters: list[HeldOut]) -> None:
+    several = Counter(row.cluster for row in ROWS if row.has_speed and int(row.nodes) > 1)
+    assert {held_out.cluster for held_out in clusters} == set(several)
+    for held_out in clusters:
+        assert held_out.num_points >= 1
+        assert len(held_out.predictions) + len(held_out.left) == several[held_out.cluster]
+        for row, simulated in held_out.predictions:
+            machine = next(name for name in MACHINES[held_out.cluster] if name in row.source)
+            curves = simulated.scenario.cluster.device.curves["fp16"]
+            assert not any(machine in point.source for curve in curves for point in curve.points)
+            assert simulated.images_per_s != predict(row).simulated.images_per_s
+
+
+def test_runs_in_the_chart_are_the_fastest_rows() -> None:
+    expected = [
+        PublishedRun(cluster=cluster, ranks=ranks, minutes=float(row.minutes), source=row.source)
+        for (cluster, ranks), row in sorted(fastest_runs(ROWS).items())
+    ]
+    assert {run.cluster for run in expected} >= {"xe8545-a100", "r750xa-a100", "dgx1-v100"}
+    assert [run for run in published_runs() if run.source.startswith("mlp-")] == expected
 
 
 def with_measured(prediction: Prediction, ratio: float) -> Prediction:
