@@ -52,7 +52,13 @@ def test_tars_are_read_in_the_order_of_their_names_and_members(tmp_path: Path) -
 
 
 def test_samples_without_an_image_are_counted_by_suffix(tmp_path: Path, num_scans: list[Path]) -> None:
-    pairs = {"1.jpg": picture(1), "1.cls": "0", "1.txt": "a caption", "2.HEIC": b"x", "2.cls": "1"}
+    pairs: dict[str, bytes | str] = {
+        "1.jpg": picture(1),
+        "1.cls": "0",
+        "1.txt": "a caption",
+        "2.HEIC": b"x",
+        "2.cls": "1",
+    }
     write_tar(tmp_path / "train.tar", [*pairs.items(), ("3.heic", b"x"), ("3.json", {"label": 1}), ("4.txt", "alone")])
     for _ in range(2):  # from the tar, and from its index
         assert read_shards(tmp_path).ignored == ((".heic", 2),)
