@@ -411,7 +411,7 @@ FACTS = [
         ("| evaluations, other work | {} % |", percent(findings.LIMITS)),
         ("| checkpoints | {} % |", percent(findings.WORTH)),
         (
-            "at most {} times the share of the largest class, or less than a {} of the way",
+            "at most {} times the share of the largest class, and at most a {} of the way",
             findings.NEAR_CHANCE,
             part(findings.ABOVE_CHANCE),
         ),
@@ -420,7 +420,7 @@ FACTS = [
         ("is more than {} points above top-1 |", percent(findings.OVERFITS)),
         ("both are below {} %, do not overfit", percent(findings.LOW)),
         ("and rose by at most {} point in the last {} |", percent(findings.CHANGED), part(findings.LAST_PART)),
-        ("need at least {} steps for near chance", findings.FEWEST_STEPS),
+        ('needs at least {} steps, "still', findings.FEWEST_STEPS),
         ("| gradients overflowed | {} % of steps |", percent(ending_rules.SKIPPED_WORTH)),
     ),
     *facts(

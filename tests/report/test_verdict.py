@@ -10,7 +10,7 @@ from megabatch.report.stragglers import rank_charts
 from megabatch.report.verdict import findings_of, headline
 from megabatch.report.view import RankDelays, RunView, excess_s, read_run
 from megabatch.runs import files
-from megabatch.runs.records import EvaluationRecord, GpuUse, Record, StepRecord, StepTimes, TimeBreakdown
+from megabatch.runs.records import EvaluationRecord, GpuUse, Mistakes, Record, StepRecord, StepTimes, TimeBreakdown
 from tests.support.made_up_run import made_up_records, make_run
 
 STEP = StepTimes(data=0.001, forward=0.03, backward=0.06, comm=0.001, update=0.005)
@@ -118,6 +118,15 @@ def test_accuracy_is_explained(
     finding = f" {title}." if title else ""
     reached = f"It reached {100 * top1s[-1]:.1f} % top-1"
     assert headline(view, findings_of(view)).startswith(f"{reached}{in_training}.{finding}")
+
+
+@pytest.mark.parametrize(("top1", "is_near"), [(0.72, True), (0.74, False)])
+def test_chance_is_the_share_of_the_largest_class(top1: float, is_near: bool, tmp_path: Path) -> None:
+    view = read_run(make_run(tmp_path / "run", steps=60))
+    assert view.last_evaluation
+    view.mistakes = Mistakes(class_counts=[70, 30], confusions=None)
+    view.last_evaluation = replace(view.last_evaluation, top1=top1)
+    assert ("It is near chance" in [found.title for found in findings_of(view)]) == is_near
 
 
 def test_early_end_is_explained(tmp_path: Path) -> None:

@@ -309,7 +309,7 @@ ENDING_RULES: tuple[Rule, ...] = (did_not_finish, ended_early, lost_numbers, ove
 
 FALLEN = 0.98  # the last loss over the first
 NEAR_CHANCE = 1.5  # times the share of the largest class
-ABOVE_CHANCE = 0.1  # or less than this part of the way from that share to 1: with two classes, 55 % and not 75 %
+ABOVE_CHANCE = 0.1  # and at most this part of the way from that share to 1: with two classes, 55 % and not 75 %
 CHANGED = 0.01  # of top-1, a rise or fall that is worth a change
 LAST_PART = 0.25  # of the steps
 OVERFITS = 0.10  # top-1 in training minus top-1
