@@ -410,6 +410,17 @@ FACTS = [
         ("| waiting for one rank | {} %, beyond", percent(findings.WORTH)),
         ("| evaluations, other work | {} % |", percent(findings.LIMITS)),
         ("| checkpoints | {} % |", percent(findings.WORTH)),
+        (
+            "at most {} times the share of the largest class, and at most a {} of the way",
+            findings.NEAR_CHANCE,
+            part(findings.ABOVE_CHANCE),
+        ),
+        ("rose by more than {} point in the last {} |", percent(findings.CHANGED), part(findings.LAST_PART)),
+        ("| fell from its best | by more than {} point |", percent(findings.CHANGED)),
+        ("is more than {} points above top-1 |", percent(findings.OVERFITS)),
+        ("both are below {} %, do not overfit", percent(findings.LOW)),
+        ("and rose by at most {} point in the last {} |", percent(findings.CHANGED), part(findings.LAST_PART)),
+        ('needs at least {} steps, "still', findings.FEWEST_STEPS),
         ("| gradients overflowed | {} % of steps |", percent(ending_rules.SKIPPED_WORTH)),
     ),
     *facts(

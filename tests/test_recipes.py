@@ -1,4 +1,4 @@
-"""Every value of an ImageNet recipe equals the value in its source, or its provenance gives the reason."""
+"""Every value of a recipe on ImageNet or CIFAR-10 is that of its source, or its provenance gives the reason."""
 
 import math
 from pathlib import Path
@@ -136,6 +136,13 @@ def half_life(decay: float, every: int, batch: int) -> Any:
     return pytest.approx(math.log(0.5) / math.log(decay) * every * batch / 1_281_167, rel=1e-4)
 
 
+def decay_of(learning_rate: float) -> Any:
+    """Return the weight decay for a mean loss; the source divides 2e-6 x 2,000 by the rate of its summed loss."""
+    return pytest.approx(2e-6 * 2000 / learning_rate / 2000, rel=1e-3)
+
+
+AIRBENCH_BIAS = {"learning_rate": pytest.approx(0.053 * 2000), "momentum": 0.85}
+AIRBENCH_HEAD = {"learning_rate": pytest.approx(0.67 * 2000), "momentum": 0.85}
 INTEL = {"model.options": {"init": "torchvision", "zero_gamma": False}, "data.crop_area": 0.08}
 SOURCES: dict[str, dict[str, Any]] = {
     **{
@@ -230,6 +237,29 @@ SOURCES: dict[str, dict[str, Any]] = {
         "schedule.end": 1e-6,
         "train.ema_half_life_epochs": half_life(0.9999, 1, 4096),
     },
+    # KellerJordan/cifar10-airbench, airbench94_muon.py.  Its loss is a sum over 2,000 images; ours is the mean.
+    "cifar10": {
+        "data.crop_padding": 2,
+        "data.padding_mode": "reflect",
+        "data.flip": "alternating",
+        "data.test_views": "mirror-shift",
+        "batch.global": 2000,
+        "batch.micro": None,
+        "optim.name": "muon",
+        "optim.learning_rate": 0.24,
+        "optim.momentum": 0.6,
+        "optim.muon.others": "sgd",
+        "optim.muon.others_learning_rate": pytest.approx(0.053 * 2000),
+        "optim.groups": [
+            {"parameters": ["*.bias"], "momentum": 0.85, "weight_decay": decay_of(0.053)},
+            {"parameters": ["0.bias"], **AIRBENCH_BIAS, "weight_decay": decay_of(0.053), "until": 3 / 8},
+            {"parameters": ["7.weight"], **AIRBENCH_HEAD, "weight_decay": decay_of(0.67)},
+        ],
+        "schedule.decay": "poly",
+        "schedule.power": 1,
+        "loss.label_smoothing": 0.2,
+        "train.epochs": 8,
+    },
     "resnet50-imagenet-64k-paper": {"batch.global": 65536, "batch.micro": 32, "train.epochs": 90},
     **{
         f"alexnet-bn-imagenet-{size}": columns(row)
@@ -246,8 +276,9 @@ def given_by(name: str) -> dict[str, Any]:
     return {key: value for key, value in flatten(settings) if key in FIELDS and key not in ("about", "provenance")}
 
 
-def test_every_recipe_on_imagenet_is_compared_with_its_source() -> None:
-    assert {name for name in recipe_names() if load_config(name).data.source == "imagenet"} == set(SOURCES)
+def test_every_recipe_on_imagenet_and_cifar10_is_compared_with_its_source() -> None:
+    published = {"imagenet", "cifar-10-batches-bin"}
+    assert {name for name in recipe_names() if load_config(name).data.source in published} == set(SOURCES)
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -261,7 +292,7 @@ def test_every_value_has_a_line_of_provenance_and_published_values_equal_their_s
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_every_recipe_on_imagenet_names_the_result_that_it_repeats(name: str) -> None:
+def test_every_such_recipe_names_the_result_that_it_repeats(name: str) -> None:
     published, config = read_published(name), load_config(name)
     assert published is not None and published.source
     assert (published.top1 is None) == published.source.startswith(("none: ", "borisgin", "databricks"))

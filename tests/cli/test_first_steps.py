@@ -10,7 +10,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import megabatch
-from megabatch.cli.app import app
+from megabatch.cli.app import app, arguments_of_user
 from megabatch.cli.overrides import load_recipe
 from megabatch.config.loading import load_config
 from megabatch.data.catalog import load_data_set
@@ -50,6 +50,12 @@ def test_a_folder_in_place_of_a_recipe_is_trained_with_the_recipe_for_photos(tmp
     assert load_recipe(["photos", "data.source=pets"]).data.source == "pets"
     with pytest.raises(UserError, match="nor a folder of images"):
         load_recipe(["pest"])
+
+
+def test_a_tilde_after_an_option_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell expands `--resume ~/run`, but not `--resume=~/run`."""
+    monkeypatch.setattr("sys.argv", ["megabatch", "eval", "run", "--confusion=~/m.csv", "--data", "~x", "data=~/a=~/b"])
+    assert arguments_of_user() == ["eval", "run", f"--confusion={tmp_path}/m.csv", "--data", "~x", "data=~/a=~/b"]
 
 
 def test_a_tilde_in_a_path_is_the_home_folder(tmp_path: Path) -> None:
@@ -96,8 +102,9 @@ def test_a_full_disk_at_the_end_names_the_model_if_that_is_complete(
 
 
 def test_more_epochs_for_a_finished_run_are_a_new_run_from_its_weights(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"{run} is finished.*: megabatch train {run}/config.toml") as error:
-        invoke("train", "--resume", str(run), "train.epochs=5")
+    for given in (["--resume", str(run)], [f"{run}/config.toml", f"run.dir={run}"]):
+        with pytest.raises(UserError, match=f"{run} is finished.*: megabatch train {run}/config.toml") as error:
+            invoke("train", *given, "train.epochs=5")
     words = str(error.value).partition("megabatch train ")[2].replace("epochs=N", "epochs=5").split()
     code, text = invoke("train", *words, "--dry-run")
     assert code == 0, text
@@ -105,8 +112,9 @@ def test_more_epochs_for_a_finished_run_are_a_new_run_from_its_weights(run: Path
     assert (config.model.weights, config.train.epochs) == (str(run), 5)
 
 
-def test_fit_takes_a_folder_and_holds_out_a_share(run: Path, tmp_path: Path) -> None:
-    photos = run.parent / "pets"
+def test_fit_takes_a_folder_and_holds_out_a_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    photos = make_folder(tmp_path / "pets", per_class=10)
+    (photos / "bag/1.heic").touch()
     settings = ["batch.global=8", "batch.micro=4", "train.epochs=1", "data.image_size=12", "run.threads=1"]
     folder, decoded = load_data_set(load_config("photos", [f"data.source={photos}", *settings[3:4]]).data), []
     images = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (40, 3, 12, 12), np.uint8))
@@ -115,6 +123,9 @@ def test_fit_takes_a_folder_and_holds_out_a_share(run: Path, tmp_path: Path) -> 
         overrides = [*settings, f"run.dir={tmp_path}/fit{num_test}"]
         summary = megabatch.fit(network, train, test, recipe="photos", overrides=overrides)
         assert summary.samples_evaluated == num_test
+        is_folder, text = not isinstance(train, tuple), " ".join(capsys.readouterr().out.split())
+        assert ("has 1 file that is not read as images: 1 .heic" in text) == is_folder
+        assert ("tested on 10% of each class, held out" in text) == (test is None)
         decoded.append(read_card(tmp_path / f"fit{num_test}"))
     assert decoded[0] is not None and tuple(decoded[0].classes) == folder.class_names
     with pytest.raises(UserError, match=r"test=1.5: .*above 0 and below 1"):

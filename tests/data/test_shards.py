@@ -51,6 +51,20 @@ def test_tars_are_read_in_the_order_of_their_names_and_members(tmp_path: Path) -
     assert dataset.train.labels.dtype == np.int64
 
 
+def test_samples_without_an_image_are_counted_by_suffix(tmp_path: Path, num_scans: list[Path]) -> None:
+    pairs: dict[str, bytes | str] = {
+        "1.jpg": picture(1),
+        "1.cls": "0",
+        "1.txt": "a caption",
+        "2.HEIC": b"x",
+        "2.cls": "1",
+    }
+    write_tar(tmp_path / "train.tar", [*pairs.items(), ("3.heic", b"x"), ("3.json", {"label": 1}), ("4.txt", "alone")])
+    for _ in range(2):  # from the tar, and from its index
+        assert read_shards(tmp_path).ignored == ((".heic", 2),)
+    assert len(num_scans) == 1
+
+
 def test_a_location_names_the_shard_the_offset_and_the_member(tmp_path: Path) -> None:
     write_shards(tmp_path)
     where = read_shards(tmp_path).train.where(4)

@@ -10,14 +10,14 @@ from megabatch.report.stragglers import rank_charts
 from megabatch.report.verdict import findings_of, headline
 from megabatch.report.view import RankDelays, RunView, excess_s, read_run
 from megabatch.runs import files
-from megabatch.runs.records import EvaluationRecord, GpuUse, Record, StepRecord, StepTimes, TimeBreakdown
+from megabatch.runs.records import EvaluationRecord, GpuUse, Mistakes, Record, StepRecord, StepTimes, TimeBreakdown
 from tests.support.made_up_run import made_up_records, make_run
 
 STEP = StepTimes(data=0.001, forward=0.03, backward=0.06, comm=0.001, update=0.005)
 
 
 def run_with(folder: Path, times: StepTimes, stage: str = "decode", evaluation_s: float = 0.01) -> RunView:
-    """Return a run whose steps all take these times."""
+    """Return a run whose steps all take these times, and whose accuracy gives no finding."""
     make_run(folder, steps=90, fp16=False)
     wall_s, records = 0.0, list[Record]()
     for record in made_up_records(90, fp16=False, evaluations=9):
@@ -28,7 +28,7 @@ def run_with(folder: Path, times: StepTimes, stage: str = "decode", evaluation_s
         else:
             wall_s += evaluation_s
             part = StepTimes(evaluation=evaluation_s)
-            records.append(replace(record, times=part, wall_s=wall_s, rank_waits_s=[0.1, 0.1]))
+            records.append(replace(record, times=part, wall_s=wall_s, rank_waits_s=[0.1, 0.1], top1=0.7))
     (folder / files.METRICS).write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
     (folder / files.SUMMARY).write_bytes(
         msgspec.json.encode({**msgspec.json.decode((folder / files.SUMMARY).read_bytes()), "wall_s": wall_s})
@@ -59,7 +59,7 @@ def test_largest_share_of_the_time_comes_first_with_a_remedy(
     part = sum(seconds for key, seconds in view.times.totals().items() if key == stage or key in times)
     if times:
         assert findings[0].share == pytest.approx(part / total, rel=0.02)
-    assert headline(view, findings).startswith(title)  # each takes a third of the time
+    assert f"in training). {title}" in headline(view, findings)  # each takes a third of the time
 
 
 def test_frequent_evaluations_get_advice_on_their_interval(tmp_path: Path) -> None:
@@ -85,6 +85,57 @@ def test_constant_loss_is_a_problem(tmp_path: Path) -> None:
     for place in range(100):
         view.steps.of["loss"][place] = 6.9
     assert findings_of(view)[0].title == "The loss does not fall"
+
+
+@pytest.mark.parametrize(
+    ("top1s", "training", "title", "advice"),
+    [
+        ([0.10, 0.11, 0.12, 0.14], 0.12, "It is near chance", "Always predicting the largest class would reach 10.0 %"),
+        ([0.30, 0.50, 0.60, 0.62], 0.65, "It was still improving", "train.epochs=180"),
+        ([0.30, 0.50, 0.70, 0.68], 0.72, "It fell from its best", "after step 45, with 70.0 %"),
+        ([0.30, 0.50, 0.60, 0.605], 0.71, "It overfits", "data.augment"),
+        ([0.20, 0.35, 0.40, 0.40], 0.45, "It underfits", "model.name"),
+        ([0.30, 0.50, 0.60, 0.605], 0.65, None, ""),
+        ([0.30, 0.50, 0.60, 0.605], None, None, ""),  # recorded without top-1 in training
+    ],
+)
+def test_accuracy_is_explained(
+    top1s: list[float], training: float | None, title: str | None, advice: str, tmp_path: Path
+) -> None:
+    """Evaluations follow a quarter, half, three quarters and the end of 60 steps."""
+    make_run(tmp_path / "run", steps=60)
+    results = iter(top1s)
+    records = [
+        replace(record, top1=training if isinstance(record, StepRecord) else next(results))
+        for record in made_up_records(60, evaluations=4)
+    ]
+    (tmp_path / "run" / files.METRICS).write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
+    view = read_run(tmp_path / "run")
+    of_accuracy = [found for found in findings_of(view) if found.title.startswith("It ")]
+    assert [found.title for found in of_accuracy] == ([title] if title else [])
+    assert all(advice in found.advice for found in of_accuracy)
+    in_training = f" ({100 * training:.0f} % in training)" if training else ""
+    finding = f" {title}." if title else ""
+    reached = f"It reached {100 * top1s[-1]:.1f} % top-1"
+    assert headline(view, findings_of(view)).startswith(f"{reached}{in_training}.{finding}")
+
+
+@pytest.mark.parametrize(("top1", "is_near"), [(0.72, True), (0.74, False)])
+def test_chance_is_the_share_of_the_largest_class(top1: float, is_near: bool, tmp_path: Path) -> None:
+    view = read_run(make_run(tmp_path / "run", steps=60))
+    assert view.last_evaluation
+    view.mistakes = Mistakes(class_counts=[70, 30], confusions=None)
+    view.last_evaluation = replace(view.last_evaluation, top1=top1)
+    assert ("It is near chance" in [found.title for found in findings_of(view)]) == is_near
+
+
+def test_early_end_is_explained(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=60)
+    summary = msgspec.json.decode((folder / files.SUMMARY).read_bytes())
+    reason = "train.patience=5: top-1 was best after step 40 (--checkpoint best)"
+    (folder / files.SUMMARY).write_bytes(msgspec.json.encode({**summary, "ended_early": reason}))
+    first = findings_of(read_run(folder))[0]
+    assert (first.title, first.advice) == ("It ended early, as its settings ask", f"{reason}.")
 
 
 def evaluation(step: int, waits: list[float]) -> EvaluationRecord:

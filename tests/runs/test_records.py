@@ -4,7 +4,7 @@ import torch
 
 from megabatch.runs.records import EvaluationRecord, StepRecord, StepTimes, Straggler, TimeBreakdown
 from megabatch.runs.totals import RunTotals
-from megabatch.training.step_metrics import straggler_of
+from megabatch.training.step_metrics import microbatch_result, straggler_of
 
 
 def step(number: int, images_per_s: float = 100.0) -> StepRecord:
@@ -65,6 +65,23 @@ def test_summary_is_the_total_of_the_records() -> None:
     assert summary.straggler == Straggler(rank=5, delay_s=0.2, share=summary.straggler.share)
     assert summary.time_to_target_s == 4  # the first that reached it, not the last
     assert summary.device_mb == 7e3
+
+
+def test_training_top1_is_the_mean_over_the_epoch_of_the_last_evaluation() -> None:
+    totals = RunTotals(global_batch=50, target_top1=None)
+    for number, (epoch, top1) in enumerate([(0.5, 0.1), (1.0, 0.3), (1.5, 0.4), (2.0, 0.6)], 1):
+        totals.add(msgspec.structs.replace(step(number, images_per_s=1.0), epoch=epoch, top1=top1), wall_s=number)
+    assert totals.summary("stopped").training_top1 is None
+    totals.add(evaluation(4, 0.4), wall_s=5)
+    totals.add(msgspec.structs.replace(step(5, images_per_s=1.0), epoch=2.5, top1=0.9), wall_s=6)
+    assert totals.summary("finished").training_top1 == pytest.approx(0.5)
+
+
+def test_right_class_of_a_mixture_is_the_one_with_the_larger_share() -> None:
+    logits, loss = torch.tensor([[3.0, 1.0, 2.0], [0.0, 5.0, 1.0]]), torch.tensor(2.5)
+    for labels, right in ((torch.tensor([0, 2]), 1), (torch.tensor([[0.6, 0.4, 0.0], [0.3, 0.7, 0.0]]), 2)):
+        assert microbatch_result(loss, logits, labels).tolist() == [2.5, right]
+    assert microbatch_result(loss, logits[..., None], torch.tensor([0, 2]))[1].isnan()
 
 
 def test_missing_target_or_evaluation_is_null() -> None:

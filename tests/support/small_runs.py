@@ -42,15 +42,16 @@ def begin_small(world: World, *overrides: str) -> Training:
 
 
 def train_small(world: World, *overrides: str) -> dict[str, Any]:
-    """Train `small_run`; return its losses, its evaluations, and the final state as float64 arrays."""
+    """Train `small_run`; return losses and top-1 of its steps, its evaluations and the final state in float64."""
     training = begin_small(world, *overrides)
-    losses, evaluations, norms = [], [], []
+    losses, top1s, evaluations, norms = [], [], [], []
     for record in train(training):
         if isinstance(record, StepRecord):
             losses.append(record.loss)
+            top1s.append(record.top1)
             norms.append(np.concatenate([tensor.cpu().numpy() for tensor in training.statistics.tensors]))
         elif isinstance(record, EvaluationRecord):
             evaluations.append(record)
     state = {key: value.cpu().numpy() for key, value in training.model.module.state_dict().items()}
     state |= {f"average.{name}": average.cpu().numpy() for name, average in training.average.tensors.items()}
-    return {"losses": losses, "evaluations": evaluations, "norms": norms, "state": state}
+    return {"losses": losses, "top1s": top1s, "evaluations": evaluations, "norms": norms, "state": state}

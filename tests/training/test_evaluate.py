@@ -82,7 +82,7 @@ def reference(labels: np.ndarray, scores: np.ndarray) -> tuple[float, float, flo
     return float(np.mean(precision)), float(np.mean(f1)), error
 
 
-def test_measures_agree_with_the_examples_of_scikit_learn_and_torchmetrics() -> None:
+def test_measures_agree_with_examples_in_the_documentation_of_scikit_learn_and_torchmetrics() -> None:
     def means(labels: list[int], guesses: list[int]) -> list[float]:
         pairs = list(zip(labels, guesses, strict=True))
         columns = [[pairs.count((c, c)), labels.count(c), guesses.count(c)] for c in range(3)]

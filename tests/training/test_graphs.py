@@ -32,6 +32,7 @@ def train_small(world: World, *overrides: str) -> dict[str, Any]:
     records = list(train(training))
     return {
         "losses": [record.loss for record in records if isinstance(record, StepRecord)],
+        "top1s": [record.top1 for record in records if isinstance(record, StepRecord)],
         "tests": [record.test_loss for record in records if isinstance(record, EvaluationRecord)],
         "computed_by": describe_arithmetic(training),
     }
@@ -53,6 +54,7 @@ def test_run_with_graphs_is_the_same_run_to_rounding(overrides: tuple[str, ...])
     tolerance = 2e-2 if "precision.name=amp-bf16" in overrides else 1e-9
     assert graphed["losses"] == pytest.approx(eager["losses"], rel=tolerance)
     assert graphed["tests"] == pytest.approx(eager["tests"], rel=tolerance)
+    assert graphed["top1s"] == eager["top1s"] and len(set(eager["top1s"])) > 1
     assert graphed["computed_by"] == f"{eager['computed_by']}, in graphs"
 
 

@@ -151,7 +151,7 @@ def test_a_run_on_images_with_several_labels(
     assert "loss      weights 1 (blue) to 2.33 (red)" in printed
     (other, *_) = ranks.run(train_whole, tmp_path / "pair", *settings, num_ranks=min(2, ranks.size))
     summary = read_summary(run)
-    assert summary.mean_average_precision is not None and summary.best_mean_average_precision is not None
+    assert summary and summary.mean_average_precision is not None and summary.best_mean_average_precision is not None
     assert other.mean_average_precision == pytest.approx(summary.mean_average_precision, abs=1e-9)
     assert other.test_loss == pytest.approx(summary.test_loss, abs=1e-9) and summary.samples_evaluated == 15
     assert summary.best_mean_average_precision > 0.8

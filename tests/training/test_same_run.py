@@ -38,7 +38,7 @@ def by_ranks(ranks: RankPool) -> Results:
     }
 
 
-def test_losses_agree_to_1e_9_and_evaluations_are_equal_on_1_2_and_4_ranks(
+def test_losses_agree_to_1e_9_and_all_top1_are_equal_on_1_2_and_4_ranks(
     by_ranks: Results,
 ) -> None:
     alone = by_ranks[1][0]
@@ -46,6 +46,7 @@ def test_losses_agree_to_1e_9_and_evaluations_are_equal_on_1_2_and_4_ranks(
     for results in by_ranks.values():
         for result in results:
             np.testing.assert_allclose(result["losses"], alone["losses"], rtol=0, atol=1e-9)
+            assert result["top1s"] == alone["top1s"]
             for ours, theirs in zip(result["evaluations"], alone["evaluations"], strict=True):
                 assert (ours.top1, ours.top5, ours.class_top1) == (theirs.top1, theirs.top5, theirs.class_top1)
                 assert ours.raw_top1 == theirs.raw_top1 is not None
@@ -120,8 +121,8 @@ def test_a_step_is_one_bucket_and_one_small_all_reduce(ranks: RankPool) -> None:
         assert (operations, names) in [(2, []), (0, ["c10d::allreduce_"] * 2)]
 
 
-def plain_losses() -> list[float]:
-    """Return the losses of a plain loop without DDP, its accumulation, or our BatchNorm and optimizer code."""
+def plain_results() -> tuple[list[float], list[float]]:
+    """Return losses and top-1 of a plain loop without DDP, its accumulation, or our BatchNorm and optimizer code."""
     config = small_run("optim.clip_norm=1.5")
     data = load_data_set(config.data)
     plan = plan_run(config, data.shape, 1)
@@ -133,29 +134,33 @@ def plain_losses() -> list[float]:
         name: config.optim.weight_decay if parameter.ndim > 1 else 0.0 for name, parameter in model.named_parameters()
     }
     velocity = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
-    losses = []
+    losses, top1s = [], []
     for step in range(plan.num_steps):
-        loss = torch.zeros((), dtype=torch.float64)
+        loss, num_right = torch.zeros((), dtype=torch.float64), 0
         for index in range(8):
             pixels, labels = images.microbatch(step, index)
             torch.manual_seed(dropout_seed(config.seed, step, index))
             logits = model(normalise(pixels))
             loss = loss + F.cross_entropy(logits, labels, reduction="sum", label_smoothing=0.1) / 32
+            num_right += sum(max(row) == row[label] for row, label in zip(logits.tolist(), labels, strict=True))
         model.zero_grad()
         loss.backward()
         losses.append(loss.item())
+        top1s.append(num_right / 32)
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
         norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()  # type: ignore[union-attr]
         for name, parameter in model.named_parameters():
             gradient = gradients[name] * min(1.0, 1.5 / (norm.item() + 1e-6)) + decays[name] * parameter.detach()
             velocity[name] = 0.9 * velocity[name] + gradient
             parameter.data -= learning_rate(step) * (gradient + 0.9 * velocity[name])
-    return losses
+    return losses, top1s
 
 
 def test_the_run_matches_a_plain_loop(ranks: RankPool) -> None:
-    ours = ranks.run(train_small, "optim.clip_norm=1.5", num_ranks=min(2, ranks.size))[0]["losses"]
-    np.testing.assert_allclose(ours, plain_losses(), rtol=0, atol=1e-9)
+    ours = ranks.run(train_small, "optim.clip_norm=1.5", num_ranks=min(2, ranks.size))[0]
+    losses, top1s = plain_results()
+    np.testing.assert_allclose(ours["losses"], losses, rtol=0, atol=1e-9)
+    assert ours["top1s"] == top1s
 
 
 def test_a_run_on_the_same_number_of_ranks_is_bitwise_reproducible(ranks: RankPool) -> None:

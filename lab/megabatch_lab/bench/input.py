@@ -16,6 +16,8 @@ torchvision_v2     the same files and DataLoader, with torchvision.transforms.v2
 webdataset         the shards of ours_packed, read by webdataset and a DataLoader, with the crops of dataloader_pillow
 raw_decode         simplejpeg.decode_jpeg of files in memory, without crops: only the decoder
 
+Then it prints the cost of each augmentation of these crops (see `augmentation`), such as `mixup_us`.
+
 Sets of images: as_is, the files of the folder; full_size, the same photos scaled to a longer side of 500 and
 re-encoded (4:2:0) at the quality that gives files of 100 KB, the mean of ImageNet.
 """
@@ -56,6 +58,7 @@ from megabatch.data.settings import DataSettings
 from megabatch.errors import UserError
 from megabatch.ranks.machine import usable_cores
 from megabatch.torch_api import allow_torchvision_without_extension
+from megabatch_lab.bench.augmentation import costs_us
 from megabatch_lab.bench.report import in_turns, report
 
 SETS = ("as_is", "full_size")
@@ -143,7 +146,14 @@ def measure(photos: Photos, settings: Settings, rounds: int) -> dict[str, Any]:
         # Arms with processes first: forking a process with several threads is unsafe.
         epochs = {name: opened.enter_context(arms[name]()) for name in reversed(arms)}
         times = take_turns(epochs, len(photos.paths), rounds)
-    return describe_reader(photos, chosen, times, rounds)
+    return describe_reader(photos, chosen, times, rounds) | augmentation_costs(photos, settings)
+
+
+def augmentation_costs(photos: Photos, settings: Settings) -> dict[str, float]:
+    reader = our_reader(photos.folder, settings)
+    samples = np.arange(min(settings.batch, len(photos.paths)))
+    images = reader.make(Request(samples, np.zeros_like(samples))).images
+    return {f"{name}_us": cost for name, cost in costs_us(images).items()}
 
 
 def take_turns(epochs: Mapping[str, Epoch], num_images: int, rounds: int) -> dict[str, list[float]]:

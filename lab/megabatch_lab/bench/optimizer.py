@@ -1,4 +1,4 @@
-"""megabatch bench optimizer: one step of LARS, compared with other implementations and with torch's fused SGD.
+"""megabatch bench optimizer: one step of LARS, compared with other implementations, and of the other optimizers.
 
 Every arm has the weights, gradients, parameter groups and settings of the same network.  Biases and normalisation
 layers have no decay and no trust ratio.  Arms take turns, with a rotated order every round.  The gradients are written
@@ -10,6 +10,8 @@ peers       LARS of pytorch_optimizer, per tensor and with foreach, and Lars of 
 sgd_fused   torch.optim.SGD(fused=True) with momentum: the cost of a step without trust ratios
 checked     ours and sgd_fused after the norm of the whole gradient, by which `megabatch train` detects inf and NaN:
             LARS reuses these norms in its step, SGD cannot
+others      adamw, lamb and muon as `megabatch train` builds them.  muon takes a few rounds only, and is left out for
+            AlexNet, whose step takes a minute
 limit       4 bytes x (7 per weight with a trust ratio: w and g read for the norms, w, g, v read and w, v written; 5 per
             other weight), divided by the bandwidth of torch.add(a, b, out=a), which reads two tensors and writes one,
             on 64 MiB each, with the same threads, in the same rounds.  Weights that stay in the cache between norms and
@@ -19,7 +21,7 @@ limit       4 bytes x (7 per weight with a trust ratio: w and g read for the nor
 import importlib
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,16 +29,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megabatch.config.loading import load_config, silent
+from megabatch.config.resolve import plan_groups
 from megabatch.models.catalog import ModelSettings, build_model
 from megabatch.optim.groups import parameter_groups
 from megabatch.optim.lars import LARS
-from megabatch.optim.optimizers import OPTIMIZERS, OptimSettings, gradient_norm
+from megabatch.optim.optimizers import OPTIMIZERS, OptimSettings, gradient_norm, make_optimizer
 from megabatch.ranks.machine import usable_cores
 from megabatch.torch_api import allow_torchvision_without_extension
 from megabatch_lab.bench.report import in_turns, report
 
 NETWORKS = ("resnet50", "alexnet")
-OUR_ARMS = ("ours", "ours_checked", "sgd_fused", "sgd_checked")
+OTHERS = ("adamw", "lamb", "muon")
+OUR_ARMS = ("ours", "ours_checked", "sgd_fused", "sgd_checked", *OTHERS)
+MUON_ROUNDS = 3
+WITHOUT_MUON = ("alexnet",)  # a step takes 6e12 operations
 LEARNING_RATE, MOMENTUM, DECAY, TRUST_COEFFICIENT = 0.1, 0.9, 5e-5, 0.001
 BANDWIDTH_BYTES = 64 << 20
 
@@ -63,7 +70,7 @@ def measure(name: str, threads: int, rounds: int) -> dict[str, Any]:
     with torch.device("meta"):
         network = build_model(ModelSettings(name=name), seed=1, num_classes=1000, in_channels=3, image_size=224)
     groups = parameter_groups(network, DECAY)
-    source = [random_like(parameter) for parameter in parameters_of(groups)]
+    source = {parameter.shape: random_like(parameter) for parameter in parameters_of(groups)}
     arms: dict[str, torch.optim.Optimizer] = {
         "ours": OPTIMIZERS["lars"](
             copies(groups),
@@ -77,6 +84,7 @@ def measure(name: str, threads: int, rounds: int) -> dict[str, Any]:
         ),
         "sgd_fused": torch.optim.SGD(copies(groups), lr=LEARNING_RATE, momentum=MOMENTUM, fused=True),
         **peers(groups),
+        **{other: make_other(other, name, network) for other in OTHERS if other != "muon" or name not in WITHOUT_MUON},
     }
     moved = [torch.ones(BANDWIDTH_BYTES // 4) for _ in range(2)]
     steps: dict[str, Arm] = {arm: optimizer.step for arm, optimizer in arms.items()}
@@ -84,6 +92,8 @@ def measure(name: str, threads: int, rounds: int) -> dict[str, Any]:
         arms[arm], steps[arm] = arms[of], partial(step_checked, arms[of])
     times: dict[str, list[float]] = {arm: [] for arm in (*arms, "bandwidth")}
     for arm, is_counted in in_turns(times, rounds, warm_up=2):  # the warm-up creates the momentum buffers
+        if arm == "muon" and len(times[arm]) == MUON_ROUNDS:
+            continue
         if arm == "bandwidth":
             took_s = time_call(lambda: torch.add(moved[0], moved[1], out=moved[0]))
         else:
@@ -119,8 +129,14 @@ def describe_variant(
         "ours_checked_s": seconds["ours_checked"],
         "sgd_checked_s": seconds["sgd_checked"],
         "bandwidth_gb_per_s": bytes_per_s / 1e9,
-        **{f"{arm}_s": seconds.get(arm) for arm in ("pytorch_optimizer", "pytorch_optimizer_foreach", "timm")},
+        **{f"{arm}_s": seconds.get(arm) for arm in ("pytorch_optimizer", "pytorch_optimizer_foreach", "timm", *OTHERS)},
     }
+
+
+def make_other(name: str, network_name: str, network: nn.Module) -> torch.optim.Optimizer:
+    settings = [f"model.name={network_name}", f"optim.name={name}", f"optim.weight_decay={DECAY}"]
+    config = load_config("smoke", settings, report=silent)
+    return make_optimizer(copies(plan_groups(config, network)), config.optim)
 
 
 def peers(groups: Groups) -> dict[str, torch.optim.Optimizer]:
@@ -171,11 +187,11 @@ def parameters_of(groups: Iterable[dict[str, Any]]) -> list[Tensor]:
     return [parameter for group in groups for parameter in group["params"]]
 
 
-def write_gradients(optimizer: torch.optim.Optimizer, source: Iterable[Tensor]) -> None:
-    for parameter, gradient in zip(parameters_of(optimizer.param_groups), source, strict=True):
+def write_gradients(optimizer: torch.optim.Optimizer, source: Mapping[torch.Size, Tensor]) -> None:
+    for parameter in parameters_of(optimizer.param_groups):
         if parameter.grad is None:
             parameter.grad = torch.empty_like(parameter)
-        parameter.grad.copy_(gradient)
+        parameter.grad.copy_(source[parameter.shape])
 
 
 def time_call(call: Arm) -> float:

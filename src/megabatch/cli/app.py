@@ -1,6 +1,7 @@
 """The command line, with one file per command. Commands import torch only when they run, so help is instant."""
 
 import errno
+import os
 import sys
 from collections.abc import Callable
 from typing import Annotated
@@ -131,10 +132,21 @@ def describe_usage(error: Exception) -> str:
     return f"{message}{' See' if message.endswith('?') else '; see'} {command} --help"
 
 
+def arguments_of_user() -> list[str]:
+    """Return the arguments of the command, with `~` expanded in `--option=~/path`, which shells leave as it is."""
+    arguments = []
+    for argument in sys.argv[1:]:
+        option, separator, path = argument.partition("=~")
+        if option.startswith("--") and separator:
+            argument = f"{option}={os.path.expanduser('~' + path)}"  # noqa: PTH111  # Path refuses unknown users
+        arguments.append(argument)
+    return arguments
+
+
 def main() -> None:
     """Run a command; print a user's mistake as one line, even one that typer finds, which would print it in a frame."""
     try:
-        sys.exit(app(standalone_mode=False))
+        sys.exit(app(arguments_of_user(), standalone_mode=False))
     except UserError as error:
         print_line(f"megabatch: {error}", to_stderr=True)
     except OSError as error:

@@ -110,6 +110,8 @@ def result_fields(compared: RunComparison, shows_groups: bool) -> list[Field]:
         field("best", lambda run: show_number(run.best_top1, ".4f")),
         field("test loss", lambda run: show_number(run.test_loss, ".4g")),
         field("steps", lambda run: show_number(run.steps, ",")),
+        Field("ended early", [show_reason(run.ended_early) for run in runs], is_text=True),
+        field("training top-1", lambda run: show_number(run.training_top1, ".4f")),
         field("skipped", lambda run: show_number(run.skipped_steps or None, ",")),
         field(f"s to {target}", lambda run: show_number(run.time_to_target_s, ",.1f")),
         *([field(f"steps to {target}", lambda run: show_number(run.steps_to_target, ","))] if has_steps else []),
@@ -129,6 +131,11 @@ def result_fields(compared: RunComparison, shows_groups: bool) -> list[Field]:
 
 def show_number(value: float | None, form: str) -> str:
     return MISSING if value is None else format(value, form)
+
+
+def show_reason(ended_early: str | None) -> str:
+    """Return the setting that ended a run early."""
+    return cut(ended_early.partition(":")[0], LONGEST_CELL) if ended_early else MISSING
 
 
 def show_straggler(late: Straggler | None) -> str:

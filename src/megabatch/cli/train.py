@@ -164,11 +164,11 @@ def found_source(folder: Path) -> list[str]:
 
 
 def finished_run(resume: str, config: "RunConfig") -> Path | None:
-    """Return the run that `resume` names if it is finished and `config` differs from it only in its length."""
+    """Return the run of `resume` or run.dir if it is finished and `config` differs from it only in its length."""
     from megabatch.config.loading import load_config, silent
     from megabatch.config.resolve import decisive_settings
 
-    folder = run_of(resume)
+    folder = run_of(config.run.dir if resume == "auto" and config.run.dir else resume)
     summary = read_summary(folder) if folder else None
     if folder is None or summary is None or summary.status != "finished":
         return None

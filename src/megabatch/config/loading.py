@@ -133,6 +133,7 @@ def load_config(
     Example:
         >>> config = megabatch.load_config("fashion", ["batch.global=512", "optim.learning_rate=0.4"])
     """
+    recipe = expanded(recipe)
     settings: Settings = {"name": default_name(recipe), **read_recipe(recipe)}
     recipe_epochs = dict(flatten(settings)).get(EPOCHS)
     given = [parse_setting(text) for text in overrides]

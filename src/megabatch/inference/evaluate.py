@@ -55,6 +55,10 @@ def evaluate_run(
     if config.data.source.startswith(FROM_PYTHON):
         raise UserError(f"{folder} was started from Python, which holds its model and images; evaluate it there")
     weights = find_weights(folder, checkpoint)
+    if confusion and len(weights.card.classes) > MOST_CLASSES:
+        raise UserError(
+            f"--confusion {confusion}: {len(weights.card.classes):,} classes; the limit is {MOST_CLASSES:,}; omit it"
+        )
     test_image_size = image_size or weights.card.test_image_size
     # Images that cannot be read are left out and listed.
     data = msgspec.structs.replace(config.data, test_image_size=test_image_size, on_error="skip")
@@ -93,8 +97,7 @@ def evaluate_run(
 
 def write_matrix(path: Path, counter: MistakeCounter, classes: tuple[str, ...]) -> None:
     """Write the confusion matrix as CSV: a row per true class, a column per predicted class."""
-    if counter.matrix is None:
-        raise UserError(f"--confusion {path}: {len(classes):,} classes; the limit is {MOST_CLASSES:,}; omit it")
+    assert counter.matrix is not None, "checked before the evaluation"
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(["true class", *classes])

@@ -12,7 +12,7 @@ from megabatch.report import svg
 from megabatch.report.events import RunEvent
 from megabatch.report.html import Markup, join
 from megabatch.report.svg import Frame, Key, Scale, along, along_powers, along_time, chart, scale_of, table
-from megabatch.report.view import Curve, RunView, downsample, finite, means
+from megabatch.report.view import Curve, RunView, downsample, epoch_means, finite, means
 from megabatch.runs.noise import describe_noise, round_off
 
 TABLE_POINTS = 40
@@ -176,6 +176,11 @@ def accuracy_chart(view: RunView, events: Sequence[RunEvent]) -> Markup | None:
     if finite(view.evaluations.of["mean_average_precision"]):
         about += " mAP is the mean over classes of the average precision."
         shown.append(series("mAP", "mean_average_precision", "series-3"))
+    training = epoch_means(view.steps, "top1")
+    if finite(training.y):
+        about += " Training: top-1 of the augmented training images, the mean of each epoch."
+        value = fmt.accuracy(view.training_top1)
+        shown.append(Series("training, augmented", "series-3", in_percent(training), dotted=True, value=value))
     return line_chart(
         "accuracy",
         "Accuracy",

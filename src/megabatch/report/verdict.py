@@ -1,7 +1,8 @@
 """Findings about a run: its bottlenecks and the settings to change, each with a measured value.
 
 Every rule checks one thing and returns a finding or None.  Findings about the end of a run come first, then findings
-about its time in order of their share.  If nothing else is worth changing, compute is the limit, which is good.
+about its accuracy, then findings about its time in order of their share.  If nothing else is worth changing, compute is
+the limit, which is good.
 """
 
 import math
@@ -232,7 +233,6 @@ TIME_RULES: tuple[Rule, ...] = (
 SKIPPED_WORTH = 0.01  # of steps
 FEWEST_SKIPPED = 5
 FEWEST_STEPS = 50  # needed to judge whether the loss falls
-FALLEN = 0.98  # the last loss over the first
 LONGEST_CAUSE = 200
 RESUMES = "The same command resumes from its newest checkpoint."
 ENDINGS: dict[str, tuple[Kind, str, str]] = {
@@ -252,7 +252,7 @@ ENDINGS: dict[str, tuple[Kind, str, str]] = {
 }
 
 
-def ended_early(facts: Facts) -> Finding | None:
+def did_not_finish(facts: Facts) -> Finding | None:
     view = facts.view
     if view.status not in ENDINGS:
         return None
@@ -261,6 +261,14 @@ def ended_early(facts: Facts) -> Finding | None:
     cause = next(causes, "")
     why = f" Its log has: {one_line(cause, LONGEST_CAUSE).rstrip('.')}." if cause else ""
     return Finding(kind, 0.0, f"step {view.num_steps:,}", title, advice.replace("{why}", why))
+
+
+def ended_early(facts: Facts) -> Finding | None:
+    view = facts.view
+    if view.summary is None or view.summary.ended_early is None:
+        return None
+    advice = f"{one_line(view.summary.ended_early, LONGEST_CAUSE)}."
+    return Finding("good", 0.0, f"step {view.num_steps:,}", "It ended early, as its settings ask", advice)
 
 
 def lost_numbers(facts: Facts) -> Finding | None:
@@ -273,19 +281,6 @@ def lost_numbers(facts: Facts) -> Finding | None:
         "optim.clip_norm."
     )
     return Finding("problem", 0.0, fmt.plural(len(bad), "step"), "The loss was not finite", advice)
-
-
-def does_not_learn(facts: Facts) -> Finding | None:
-    losses = finite(facts.view.steps.of["loss"])
-    if len(losses) < FEWEST_STEPS:
-        return None
-    tenth = len(losses) // 10
-    first, last = mean(losses[:tenth]), mean(losses[-tenth:])
-    if last < FALLEN * first:
-        return None
-    advice = "Its last tenth is not below its first. Search for a learning rate with `megabatch lr-range`."
-    value = f"{fmt.number(first, 3)} to {fmt.number(last, 3)}"
-    return Finding("problem", 0.0, value, "The loss does not fall", advice)
 
 
 def overflows(facts: Facts) -> Finding | None:
@@ -308,7 +303,140 @@ def images_skipped(facts: Facts) -> Finding | None:
     return Finding("problem", 0.0, fmt.plural(skipped, "image"), "Images could not be read", advice)
 
 
-ENDING_RULES: tuple[Rule, ...] = (ended_early, lost_numbers, does_not_learn, overflows, images_skipped)
+ENDING_RULES: tuple[Rule, ...] = (did_not_finish, ended_early, lost_numbers, overflows, images_skipped)
+
+# Rules about the accuracy of a run.
+
+FALLEN = 0.98  # the last loss over the first
+NEAR_CHANCE = 1.5  # times the share of the largest class
+ABOVE_CHANCE = 0.1  # and at most this part of the way from that share to 1: with two classes, 55 % and not 75 %
+CHANGED = 0.01  # of top-1, a rise or fall that is worth a change
+LAST_PART = 0.25  # of the steps
+OVERFITS = 0.10  # top-1 in training minus top-1
+LOW = 0.5  # top-1
+
+
+def does_not_learn(facts: Facts) -> Finding | None:
+    losses = finite(facts.view.steps.of["loss"])
+    if len(losses) < FEWEST_STEPS:
+        return None
+    tenth = len(losses) // 10
+    first, last = mean(losses[:tenth]), mean(losses[-tenth:])
+    if last < FALLEN * first:
+        return None
+    advice = "Its last tenth is not below its first. Search for a learning rate with `megabatch lr-range`."
+    value = f"{fmt.number(first, 3)} to {fmt.number(last, 3)}"
+    return Finding("problem", 0.0, value, "The loss does not fall", advice)
+
+
+def is_near_chance(facts: Facts) -> Finding | None:
+    last, largest = facts.view.last_evaluation, share_of_largest_class(facts.view)
+    if last is None or largest is None or facts.view.num_steps < FEWEST_STEPS:
+        return None
+    if last.top1 > min(NEAR_CHANCE * largest, largest + ABOVE_CHANCE * (1 - largest)):
+        return None
+    advice = (
+        f"Always predicting the largest class would reach {fmt.percent(largest, 1)}. Search for a learning rate with "
+        "`megabatch lr-range`, and check the labels."
+    )
+    return Finding("problem", 0.0, fmt.percent(last.top1, 1), "It is near chance", advice)
+
+
+def share_of_largest_class(view: RunView) -> float | None:
+    """Return the share of the test images, or that of equally large classes if their numbers are not recorded."""
+    counts = view.mistakes.class_counts if view.mistakes else []
+    if sum(counts):
+        return max(counts) / sum(counts)
+    classes = view.last_evaluation.class_top1 if view.last_evaluation else []
+    return 1 / len(classes) if classes else None
+
+
+def rise_at_end(view: RunView) -> float | None:
+    """Return the last top-1 minus the best one before the last quarter; None without an evaluation there."""
+    steps, top1s = view.evaluations.of["step"], view.evaluations.of["top1"]
+    earlier = [top1 for step, top1 in zip(steps, top1s, strict=True) if step <= (1 - LAST_PART) * steps[-1]]
+    return top1s[-1] - max(earlier) if earlier else None
+
+
+def is_still_rising(facts: Facts) -> Finding | None:
+    view, rise = facts.view, rise_at_end(facts.view)
+    if view.status != "finished" or rise is None or rise <= CHANGED:
+        return None
+    top1s, epochs = view.evaluations.of["top1"], view.setting("train.epochs")
+    if top1s[-1] < max(top1s):
+        return None
+    longer = f"train.epochs={fmt.number(2 * epochs)}" if isinstance(epochs, int | float) else "more train.steps"
+    advice = f"Top-1 was best at the end of the run, and rose in its last quarter. Train a new run with {longer}."
+    return Finding("limit", 0.0, points(rise), "It was still improving", advice)
+
+
+def fell_from_best(facts: Facts) -> Finding | None:
+    evaluations = facts.view.evaluations
+    if not evaluations:
+        return None
+    steps, top1s = evaluations.of["step"], evaluations.of["top1"]
+    best = max(top1s)
+    if best - top1s[-1] <= CHANGED:
+        return None
+    advice = (
+        f"It was best after step {steps[top1s.index(best)]:,.0f}, with {fmt.percent(best, 1)}. Use those weights with "
+        "`--checkpoint best`. train.patience=5 ends a run that no longer improves."
+    )
+    return Finding("limit", 0.0, points(top1s[-1] - best), "It fell from its best", advice)
+
+
+def overfits(facts: Facts) -> Finding | None:
+    gap = training_gap(facts.view)
+    if gap is None or gap <= OVERFITS:
+        return None
+    advice = (
+        "Top-1 of augmented training images is higher than that of test images by this much. Use more augmentation "
+        "(data.augment) or a larger optim.weight_decay, or start from pretrained weights (recipe finetune)."
+    )
+    return Finding("limit", 0.0, points(gap), "It overfits", advice)
+
+
+def underfits(facts: Facts) -> Finding | None:
+    view, gap, rise = facts.view, training_gap(facts.view), rise_at_end(facts.view)
+    if gap is None or rise is None or gap > OVERFITS or rise > CHANGED:
+        return None
+    if max(view.evaluations.of["top1"][-1], view.training_top1 or 0.0) >= LOW:
+        return None
+    advice = (
+        "Top-1 is low for training and test images, and no longer rises. Use a larger network (model.name), search "
+        "for a higher learning rate with `megabatch lr-range`, or use less augmentation and optim.weight_decay."
+    )
+    return Finding("limit", 0.0, fmt.percent(view.evaluations.of["top1"][-1], 1), "It underfits", advice)
+
+
+def training_gap(view: RunView) -> float | None:
+    """Return top-1 in training minus top-1, at the last evaluation; None if one of them is missing."""
+    if view.last_evaluation is None or view.training_top1 is None:
+        return None
+    return view.training_top1 - view.last_evaluation.top1
+
+
+def points(change: float) -> str:
+    return f"{100 * change:+.1f} points"
+
+
+NOT_LEARNING: tuple[Rule, ...] = (does_not_learn, is_near_chance)  # the first of them, and then no other
+ACCURACY_RULES: tuple[Rule, ...] = (fell_from_best, overfits, underfits, is_still_rising)
+
+
+def accuracy_findings(facts: Facts) -> list[Finding]:
+    stuck = [found for rule in NOT_LEARNING if (found := rule(facts))]
+    return stuck[:1] or [found for rule in ACCURACY_RULES if (found := rule(facts))]
+
+
+def accuracy_sentences(facts: Facts) -> str:
+    """Return sentences on the accuracy and the first finding about it."""
+    view, found = facts.view, accuracy_findings(facts)
+    last, training = view.last_evaluation, view.training_top1
+    in_training = "" if training is None else f" ({fmt.percent(training)} in training)"
+    reached = f"It reached {fmt.percent(last.top1, 1)} top-1{in_training}. " if last else ""
+    return reached + (f"{found[0].title}. " if found else "")
+
 
 MUCH = 0.25  # a share of the wall time that the headline names before compute
 
@@ -318,16 +446,23 @@ def findings_of(view: RunView) -> list[Finding]:
     endings = [found for rule in ENDING_RULES if (found := rule(facts))]
     times = [found for rule in TIME_RULES if (found := rule(facts))]
     good = computes(facts)
-    return [*endings, *sorted(times, key=lambda found: -found.share), *([good] if good else [])]
+    return [
+        *endings,
+        *accuracy_findings(facts),
+        *sorted(times, key=lambda found: -found.share),
+        *([good] if good else []),
+    ]
 
 
 def headline(view: RunView, findings: Sequence[Finding]) -> str:
-    """Return one or two sentences: how the run ended, and its bottleneck."""
+    """Return a few sentences: how the run ended, its accuracy, and its bottleneck."""
     if not view.num_steps:
         return "This run has not taken a step."
     begin = f"This run{ENDINGS[view.status][1].removeprefix('It')}. " if view.status in ENDINGS else ""
+    facts = Facts(view, shares_of(view.times.totals()))
+    begin += accuracy_sentences(facts)
     verb = "limits" if view.status == "running" else "limited"
-    computed = Facts(view, shares_of(view.times.totals())).share(*COMPUTE)
+    computed = facts.share(*COMPUTE)
     limit = max((found for found in findings if found.kind == "limit"), key=lambda found: found.share, default=None)
     if limit and limit.share >= LIMITS:
         if limit.share >= MUCH or limit.share > computed:

@@ -9,7 +9,7 @@ import time
 from array import array
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -323,7 +323,7 @@ def finite(values: Sequence[float]) -> list[float]:
     return [value for value in values if math.isfinite(value)]
 
 
-STEP_COLUMNS = ("step", "epoch", "loss", "lr", "loss_scale", "image_size", "images_per_s")
+STEP_COLUMNS = ("step", "epoch", "loss", "top1", "lr", "loss_scale", "image_size", "images_per_s")
 EVALUATION_COLUMNS = (
     *("step", "epoch", "top1", "raw_top1", "top5", "mean_average_precision", "test_loss", "resident_mb", "device_mb"),
 )
@@ -347,6 +347,15 @@ class Columns:
 
     def curve(self, name: str, along: str = "step") -> Curve:
         return Curve(self.of.get(along, self.end_s), self.of[name])
+
+
+def epoch_means(steps: Columns, name: str) -> Curve:
+    """Return the mean of a column over each epoch, at the epoch's last step.  An epoch without a value is a gap."""
+    epochs = [math.ceil(epoch) for epoch in steps.of["epoch"]]
+    ends = [place for place, (one, following) in enumerate(pairwise([*epochs, -1]), 1) if one != following]
+    spans = pairwise([0, *ends])
+    means = [mean(finite(steps.of[name][begin:end])) for begin, end in spans]
+    return Curve([steps.of["step"][end - 1] for end in ends], means)
 
 
 class RunView:
@@ -394,6 +403,17 @@ class RunView:
     @property
     def written(self) -> str | None:
         return None if self.written_s is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(self.written_s))
+
+    @property
+    def training_top1(self) -> float | None:
+        """Mean top-1 of the training steps in the epoch of the last evaluation, as in the summary."""
+        last = self.last_evaluation
+        if last is None:
+            return None
+        rows = zip(self.steps.of["step"], self.steps.of["epoch"], self.steps.of["top1"], strict=True)
+        epoch = math.ceil(last.epoch)
+        found = [top1 for step, at, top1 in rows if step <= last.step and epoch - 1 < at <= epoch]
+        return mean(known) if (known := finite(found)) else None
 
     def class_name(self, number: int) -> str:
         return self.classes[number] if number < len(self.classes) else f"class {number}"

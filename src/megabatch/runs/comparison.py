@@ -60,9 +60,11 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
     top1: float | None
     top5: float | None
     best_top1: float | None
+    training_top1: float | None
     test_loss: float | None
     target_top1: float | None  # requested, or else the run's setting
     time_to_target_s: float | None  # wall time of the first evaluation that reached it
+    ended_early: str | None
     steps_to_target: int | None  # only for a requested target, or a run without a summary
     wall_s: float | None
     images_per_s: float | None
@@ -114,9 +116,11 @@ def read_outcome(path: Path, settings: Mapping[str, Value], target: float | None
         top1=summary.top1,
         top5=summary.top5,
         best_top1=summary.best_top1,
+        training_top1=summary.training_top1,
         test_loss=summary.test_loss,
         target_top1=asked,
         time_to_target_s=reached.wall_s if reached else None,
+        ended_early=summary.ended_early,
         steps_to_target=reached.step if reached else None,
         wall_s=wall_s,
         images_per_s=summary.images_per_s,

@@ -112,6 +112,8 @@ class StepRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="step"
         step: Optimizer steps taken, from 1.
         epoch: Passes over the training set.
         loss: Mean over the global batch, before the update.
+        top1: Share of its images, as augmented, whose most likely class is right; of mixed images the class with the
+            larger share. None if the network has no score per class in training.
         lr: Learning rate.
         loss_scale: The loss scale; 1 if the loss is not scaled.
         skipped: Gradients overflowed, so weights, optimizer and statistics did not change.
@@ -139,6 +141,7 @@ class StepRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="step"
     step: Count
     epoch: Passes
     loss: float
+    top1: Share | None = None
     lr: float
     loss_scale: Scale
     skipped: bool
@@ -310,6 +313,7 @@ class Summary(Struct, frozen=True, kw_only=True):
         top1: Top-1 of the last evaluation; None before the first, like the other results.
         top5: Top-5 of the last evaluation.
         best_top1: The best top-1 of all evaluations.
+        training_top1: Mean top-1 of the training steps, on augmented images, in the epoch of the last evaluation.
         test_loss: Mean cross-entropy of the last evaluation.
         class_top1: Top-1 of each class.
         precision: Mean precision over classes, and the next three, of the last evaluation.
@@ -342,6 +346,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     top1: Share | None
     top5: Share | None
     best_top1: Share | None
+    training_top1: Share | None = None
     test_loss: float | None
     class_top1: list[Share | None] | None
     precision: Share | None = None

@@ -1,5 +1,7 @@
 """Running totals of records, from which the summary is made."""
 
+import math
+
 import msgspec
 from msgspec import Struct, field
 
@@ -39,7 +41,10 @@ class RunTotals(Struct, kw_only=True):
     training_s: Amount = 0.0
     data_wait: TimeBreakdown = field(default_factory=TimeBreakdown)
     unreadable: set[str] = field(default_factory=set)  # training images, each once: every epoch reads them again
-    epoch_skipped: Count = 0  # since the epoch began
+    epoch_skipped: Count = 0  # this and the next two: since the epoch began
+    epoch_top1: Amount = 0.0  # the sum of the steps' top-1
+    epoch_steps: Count = 0  # that have a top-1
+    training_top1: Share | None = None
     comm_wait_s: Seconds = 0.0
     straggler: Straggler | None = None
     evaluation: EvaluationRecord | None = None
@@ -72,10 +77,13 @@ class RunTotals(Struct, kw_only=True):
         self.training_s += self.global_batch / record.images_per_s
         self.data_wait.add(record.data_wait)
         self.unreadable.update(record.skipped_images)
-        if int(record.epoch) > int(self.epoch):
-            self.epoch_skipped = 0
+        if math.ceil(record.epoch) > math.ceil(self.epoch):
+            self.epoch_skipped, self.epoch_top1, self.epoch_steps = 0, 0.0, 0
         self.epoch = record.epoch
         self.epoch_skipped += len(record.skipped_images)
+        if record.top1 is not None:
+            self.epoch_top1 += record.top1
+            self.epoch_steps += 1
         self.comm_wait_s += record.comm_wait_s
         if record.straggler_delay_s:
             share = record.straggler_delay_s * self.steps / self.training_s
@@ -83,6 +91,7 @@ class RunTotals(Struct, kw_only=True):
 
     def add_evaluation(self, record: EvaluationRecord) -> None:
         self.evaluation = record
+        self.training_top1 = min(1.0, self.epoch_top1 / self.epoch_steps) if self.epoch_steps else None
         self.best_top1 = max(record.top1, self.best_top1 or 0.0)
         if self.best_score is None or record.score > self.best_score:
             self.best_score, self.best_step, self.since_best = record.score, record.step, 0
@@ -116,6 +125,7 @@ class RunTotals(Struct, kw_only=True):
             top1=last.top1 if last else None,
             top5=last.top5 if last else None,
             best_top1=self.best_top1,
+            training_top1=self.training_top1,
             test_loss=last.test_loss if last else None,
             class_top1=last.class_top1 if last else None,
             precision=last.precision if last else None,

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from megabatch.config.loading import load_config, print_to_stderr, silent
+from megabatch.config.loading import expanded, load_config, print_to_stderr, silent
 from megabatch.config.reference_results import require_known
 from megabatch.data.catalog import FROM_PYTHON, load_data_set, split
 from megabatch.data.pipeline.encoded import EncodedImages
@@ -77,8 +77,8 @@ def fit(
               to the recipe's `data.image_size`.
         test: The test images, in the same forms. A share, such as 0.1, holds out that share of each class of `train`.
             With a path, None uses the source's test images, or holds out a tenth if there are none.
-        recipe: The name of a recipe, or the path of a TOML file. Its model and data sections are ignored, except for
-            crops and flips.
+        recipe: The name of a recipe, or the path of a TOML file. Its model section and the source and size of images
+            are ignored; its crops, flips, other augmentation and test views apply.
         overrides: Settings that replace those of the recipe, such as "batch.global=256".
         class_names: A name for each label; by default "0", "1", ...
         resume: "auto" resumes an unfinished run of the same recipe, "never" starts a new run, and a path resumes that
@@ -114,8 +114,8 @@ def fit(
     """
     info = current_rank()
     report = silent if info.rank else print_to_stderr
-    if isinstance(train, str | Path):
-        found = images_at(train, test, recipe, overrides)
+    found = images_at(train, test, recipe, overrides) if isinstance(train, str | Path) else None
+    if found:
         train_images, test_images = found.train, found.test
         class_names = class_names or found.class_names
     else:
@@ -153,7 +153,8 @@ def fit(
         raise UserError("loss.class_weights has no effect on fit(loss=...); omit it, and weight classes in the loss")
     if strict:
         require_known(config, len(train_images))
-    data = DataSet(train_images, test_images, names, channels, warnings=warn_of_names(names, "train"))
+    warnings, tested_on = (found.warnings, found.tested_on) if found else (warn_of_names(names, "train"), "")
+    data = DataSet(train_images, test_images, names, channels, tested_on=tested_on, warnings=warnings)
     with (
         StopRequest(signal.Signals[config.run.preempt_signal]) as stop,
         prepare(
@@ -163,7 +164,7 @@ def fit(
             # A copy, because training changes its device, dtype and forward.
             overrides=Overrides(copy_model(model), wrap_user_loss(loss) if loss else None, optimizer),
             stop_requested=stop.received,
-            resume=resume,
+            resume=expanded(resume),
             retune=retune,
         ) as ready,
         ready.training.world.rank_0_leaves_first(),

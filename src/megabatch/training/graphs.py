@@ -27,6 +27,7 @@ from megabatch.data.pipeline.mix import Mix
 from megabatch.errors import UserError
 from megabatch.torch_api import foreach_add_
 from megabatch.training.parts import Parts
+from megabatch.training.step_metrics import microbatch_result
 
 WARM_UPS = 2  # passes before the capture: libraries select algorithms and allocate
 
@@ -41,7 +42,7 @@ class GraphedMicrobatch:
         trained = {name: p for name, p in parts.network.named_parameters() if p.requires_grad}
         self.parameters = list(trained.values())
         self.aliases = {name: p.detach().requires_grad_() for name, p in trained.items()}
-        self.loss, self.gradients = torch.zeros((), device=self.device), list[torch.Tensor]()
+        self.result, self.gradients = torch.zeros(2, device=self.device), list[torch.Tensor]()
         self.replay: Callable[[], object] = self.compute
         if self.device.type != "cpu":
             self.capture()
@@ -72,12 +73,13 @@ class GraphedMicrobatch:
         parts = self.parts
         parts.statistics.shares = []  # they are updated outside
         logits = functional_call(parts.network, self.aliases, (parts.normalise(self.images, self.mix),))
-        loss = parts.summed_loss(logits, parts.targets(self.labels, logits, self.mix)) / parts.plan.global_batch
+        targets = parts.targets(self.labels, logits, self.mix)
+        loss = parts.summed_loss(logits, targets) / parts.plan.global_batch
         self.gradients = list(torch.autograd.grad(parts.loss_scale.scaled(loss), list(self.aliases.values())))
-        self.loss = loss.detach()
+        self.result = microbatch_result(loss, logits, targets)
 
     def run(self, images: torch.Tensor, labels: torch.Tensor, mix: Mix | None) -> torch.Tensor:
-        """Add the gradients of a microbatch to those of the step, and return its loss."""
+        """Add the gradients of a microbatch to those of the step, and return its result."""
         assert images.shape == self.images.shape, "a graph has one shape"
         self.images.copy_(images)
         self.labels.copy_(labels)
@@ -90,7 +92,7 @@ class GraphedMicrobatch:
         self.parts.statistics.update()
         with torch.no_grad():
             foreach_add_([p.grad for p in self.parameters if p.grad is not None], self.gradients)
-        return self.loss.clone()
+        return self.result.clone()
 
 
 def make_graph(

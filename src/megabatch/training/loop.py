@@ -28,7 +28,7 @@ from megabatch.training.drift import compare_ranks
 from megabatch.training.gpu_use import GpuSampler
 from megabatch.training.not_finite import check_gradients, check_loss, check_scale, check_test_loss
 from megabatch.training.parts import Parts, Training, never
-from megabatch.training.step_metrics import Numbers, StepTotals, step_times
+from megabatch.training.step_metrics import Numbers, StepTotals, microbatch_result, step_times
 
 
 class PendingStep(NamedTuple):
@@ -153,8 +153,9 @@ def forward_backward(
             continue
         with nullcontext() if is_last else run.model.no_sync():
             logits = run.model(run.normalise(images, mix))
-            loss = run.summed_loss(logits, run.targets(labels, logits, mix)) / plan.global_batch
-            run.metrics.add(loss, len(labels))
+            targets = run.targets(labels, logits, mix)
+            loss = run.summed_loss(logits, targets) / plan.global_batch
+            run.metrics.add(microbatch_result(loss, logits, targets), len(labels))
             if is_last:
                 data_wait, skipped = microbatches.take_waits()
                 run.metrics.send(stop=run.stop_requested(), save=save, num_skipped=len(skipped))
@@ -220,6 +221,7 @@ def end_step(run: Training, pending: PendingStep, previous_ended_s: float) -> tu
         step=step + 1,
         epoch=run.plan.epochs_after(step + 1),
         loss=totals.loss,
+        top1=totals.top1,
         lr=run.learning_rate(step),
         loss_scale=loss_scale,
         skipped=totals.overflowed,

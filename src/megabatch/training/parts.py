@@ -92,7 +92,8 @@ class Training(Parts):
     gradients: GradientAllReduce
     metrics: StepMetrics
     noise: NoiseMeter
-    # Images, labels and their mixture to the loss, with gradients added: for all microbatches of a step but the last.
+    # Images, labels and their mixture to `microbatch_result`, with gradients added: for all microbatches of a step but
+    # the last.
     graph: Callable[[torch.Tensor, torch.Tensor, Mix | None], torch.Tensor] | None = None
 
     @property

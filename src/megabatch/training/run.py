@@ -42,6 +42,7 @@ from megabatch.training.traces import record_timeline, trace_step
 
 STEP_SCALARS = {
     "loss": "train/loss",
+    "top1": "train/top1",
     "lr": "train/learning_rate",
     "loss_scale": "train/loss_scale",
     "images_per_s": "speed/images_per_s",

@@ -156,6 +156,8 @@ class Screen:
                 f"{ranked}top-1 {summary.top1:.4f} (best {summary.best_top1:.4f}), top-5 {summary.top5:.4f} "
                 f"on {summary.samples_evaluated:,} images",
             )
+        if summary.training_top1 is not None:
+            self.print_row("training", f"top-1 {summary.training_top1:.4f} in the last epoch, on augmented images")
         if summary.ended_early:
             self.print_row("ended", f"early, by {summary.ended_early}")
         speed = f", {summary.images_per_s:,.0f} images/s" if summary.images_per_s else ""

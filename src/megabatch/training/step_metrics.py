@@ -1,10 +1,11 @@
-"""The small all-reduce of a step: the loss, stop and save flags, waits of each rank, and BatchNorm's statistics.
+"""The small all-reduce of a step: loss, right predictions, stop and save flags, waits of ranks, BatchNorm's statistics.
 
 All of these are known after the last forward pass of the step, so the all-reduce overlaps backward, before the first
 gradients.  The numbers that the host needs are copied to it while the next step runs: see `Numbers`.  Tensors with one
 entry per rank stay on the device, and take the same few kernels for two ranks as for thousands.
 """
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -17,13 +18,14 @@ from megabatch.runs.records import StepTimes
 from megabatch.telemetry.activity import ALL_REDUCE, BACKWARD
 from megabatch.training.batch_norm import RunningStatistics
 
-HEAD = ("loss", "samples", "stop", "save", "skipped")  # the message, before waits and statistics
+HEAD = ("loss", "right", "samples", "stop", "save", "skipped")  # the message, before waits and statistics
 
 
 class StepTotals(Struct, frozen=True):
     """The result of a step over all ranks."""
 
     loss: float  # mean over the global batch
+    top1: float | None  # of the training images, as augmented; None if there is no score per class
     samples: int
     stop: bool  # some rank received a stop signal
     save: bool  # some rank saves the weights
@@ -53,10 +55,27 @@ class Numbers:
         return numbers
 
 
+def microbatch_result(loss: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the loss and the number of images whose most likely class is right, which is NaN without class scores.
+
+    If an image has several classes, or is a mixture, any class with the largest target is right.
+    """
+    loss = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))  # 16 bits cannot count
+    right = torch.full_like(loss, math.nan)
+    if logits.ndim == 2:
+        likely = logits.argmax(1)
+        if targets.ndim == 2:
+            target, largest = targets.gather(1, likely[:, None])[:, 0], targets.amax(1)
+            right = ((target == largest) & (largest > 0)).sum(dtype=loss.dtype)
+        else:
+            right = (likely == targets).sum(dtype=loss.dtype)
+    return torch.stack([loss, right])
+
+
 class StepMetrics:
     """The metrics of the current step.
 
-    `add` every microbatch's loss, `send` before the last backward pass, `receive` after it, and `read` later.  Steps
+    `add` every microbatch's result, `send` before the last backward pass, `receive` after it, and `read` later.  Steps
     are read in order; the next step may be sent before.
     """
 
@@ -64,7 +83,7 @@ class StepMetrics:
         self, gradients: GradientAllReduce, running: RunningStatistics, world: World, dtype: torch.dtype
     ) -> None:
         self.gradients, self.running, self.world = gradients, running, world
-        self.losses: list[torch.Tensor] = []  # of the current step
+        self.results: list[torch.Tensor] = []  # of the microbatches of the current step
         self.samples = 0
         self.sent_wait_s: float | None = None  # None: waits before the first step are not sent
         self.num_read = 0
@@ -78,16 +97,17 @@ class StepMetrics:
         # was launched before the host read this, so that the failed step can be repeated.
         self.has_failed = torch.zeros((), device=world.device)
 
-    def add(self, loss: torch.Tensor, samples: int) -> None:
-        self.losses.append(loss.detach())
+    def add(self, result: torch.Tensor, samples: int) -> None:
+        self.results.append(result)
         self.samples += samples
 
     def send(self, stop: bool, save: bool, num_skipped: int) -> None:
-        self.sent_losses = torch.stack(self.losses)
+        results = torch.stack(self.results)
+        self.sent_losses = results[:, 0]
         self.message.zero_()
-        self.head[0] = self.sent_losses.sum()
+        self.head[:2] = results.sum(0)
         # `fill_` passes the number to a kernel.  A copy from host memory would wait for the device.
-        for place, number in enumerate((self.samples, int(stop), int(save), num_skipped), start=1):
+        for place, number in enumerate((self.samples, int(stop), int(save), num_skipped), start=2):
             self.head[place].fill_(number)
         waited_s = self.gradients.waited_s
         if self.sent_wait_s is not None:
@@ -95,7 +115,7 @@ class StepMetrics:
         if self.running.tensors:
             torch.cat(self.running.tensors, out=self.averages)
         self.future = self.gradients.start_metrics(self.message)
-        self.losses, self.samples, self.sent_wait_s = [], 0, waited_s
+        self.results, self.samples, self.sent_wait_s = [], 0, waited_s
 
     def receive(self) -> None:
         """Wait for the all-reduce of `head` and `statistics`; on an accelerator, only later kernels wait."""
@@ -137,12 +157,13 @@ class StepMetrics:
             numbers: The result of `to_host` for that step.
             skipped: The images that this rank skipped in that step.
         """
-        loss, samples, stop, save, num_skipped, overflowed, has_failed, *others = numbers.read()
+        loss, right, samples, stop, save, num_skipped, overflowed, has_failed, *others = numbers.read()
         rank, least_s, median_s, *squares = others
         delay_s = (median_s - least_s) / max(1, self.num_read)  # a step's waits are sent with the next step
         self.num_read += 1
         return StepTotals(
             loss=loss,
+            top1=None if math.isnan(right) else right / samples,
             samples=int(samples),
             stop=stop > 0,
             save=save > 0,

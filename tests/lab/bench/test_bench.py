@@ -12,6 +12,7 @@ import simplejpeg  # type: ignore[import-untyped]  # has no types
 import torch
 from megabatch_lab.bench import input as bench_input
 from megabatch_lab.bench.allreduce import has_mpi
+from megabatch_lab.bench.augmentation import AUGMENTED, MIXED
 from megabatch_lab.bench.train import WORKLOADS
 from PIL import Image
 from typer.testing import CliRunner
@@ -82,6 +83,7 @@ def test_bench_optimizer_measures_one_thread_and_all(tmp_path: Path) -> None:
         assert row["model"] == "small_cnn" and row["rounds"] == 3 and row["parameters"] > 1000
         assert row["ours_s"] > 0 and row["sgd_fused_s"] > 0 and row["limit_s"] > 0 and row["ratio_to_sgd"] > 0
         assert row["ours_checked_s"] > 0 and row["sgd_checked_s"] > 0
+        assert row["adamw_s"] > 0 and row["lamb_s"] > 0 and row["muon_s"] > 0
         if find_spec("pytorch_optimizer"):
             assert row["peer_lars_s"] > 0 and row["ratio_to_peer"] > 0 and row["peer"]
         else:
@@ -123,6 +125,7 @@ def test_bench_input_measures_all_arms_on_both_sets(tmp_path: Path) -> None:
             assert (row[peer] is None) == (row[ratio] is None)
             assert row[peer] is None or row[peer] > 0
         assert (row["webdataset"] is None) == (find_spec("webdataset") is None)
+        assert {f"{name}_us" for name in ("flip", *AUGMENTED, *MIXED)} <= row.keys()
         assert row["dataloader_workers"] == 2 and row["raw_decode_by"] in ("threads", "processes")
     assert rows[0]["jpeg_quality"] is None and rows[0]["mean_width"] < 90
     assert 1 <= rows[1]["jpeg_quality"] <= 100 and max(rows[1]["mean_width"], rows[1]["mean_height"]) > 400

@@ -18,7 +18,7 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from megabatch.data.sources.files import EncodedDataset
-from megabatch.data.sources.index import INDEX, TEST, TRAIN, cached_index, once_per_host, read_index
+from megabatch.data.sources.index import INDEX, TEST, TRAIN, cached_index, ignored_in, once_per_host, read_index
 from megabatch.data.sources.tars import CLASSES, is_current, is_tar, list_tars, name_classes, scan
 from megabatch.errors import UserError
 from megabatch.io.arrays import Arrays, fingerprint
@@ -159,6 +159,7 @@ def to_dataset(path: Path, index: Arrays) -> EncodedDataset:
         test=test if len(test) else None,
         place=str(path),
         shorter_side=packed_side(index),
+        ignored=ignored_in(index) if "ignored" in index else (),  # a pack has only images
     )
 
 

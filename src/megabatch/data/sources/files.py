@@ -15,7 +15,11 @@ from megabatch.io.arrays import fingerprint
 from megabatch.io.reading import MOST_BYTES
 
 Content = bytes | bytearray | memoryview
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".avif", ".bmp", ".gif", ".ppm", ".tif", ".tiff")
+# Of the formats that `data/pipeline/decode.py` reads.
+IMAGE_SUFFIXES = (
+    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff"),
+    *(".ppm", ".pgm", ".pbm", ".pnm"),
+)
 
 
 class EncodedFiles(Protocol):

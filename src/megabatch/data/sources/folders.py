@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megabatch.data.sources.files import IMAGE_SUFFIXES, Content, EncodedDataset
-from megabatch.data.sources.index import cached_index, stable_ctime_ns
+from megabatch.data.sources.index import cached_index, count_ignored, ignored_in, stable_ctime_ns
 from megabatch.data.sources.labels import (
     LAYOUT,
     are_splits,
@@ -27,7 +27,6 @@ from megabatch.io.reading import MOST_BYTES, read_file
 from megabatch.text import is_plain, listed, one_line
 
 WITHOUT_SPLITS = [""]
-LONGEST_SUFFIX = 20
 MOST_SUFFIXES = 5  # named in a warning
 FLAT_IMAGENET = "ILSVRC2012_val_"
 IMAGENET = "to sort a download of ImageNet into classes, run megabatch pack --imagenet DIR OUT"
@@ -72,13 +71,12 @@ def read_folder(path: Path) -> EncodedDataset:
         for part, name in enumerate(index["parts"])
     ]
     names = tuple(str(name) for name in index["class_names"])
-    ignored = zip(index["ignored"].tolist(), index["ignored_counts"].tolist(), strict=True)
     return EncodedDataset(
         class_names=names,
         train=parts[0],
         test=parts[1] if len(parts) > 1 else None,
         place=str(path),
-        ignored=tuple(ignored),
+        ignored=ignored_in(index),
     )
 
 
@@ -109,8 +107,8 @@ def warn_of_ignored(data: EncodedDataset) -> tuple[str, ...]:
     named = [f"{count:,} {suffix or 'without a suffix'}" for suffix, count in data.ignored]
     is_heic = any(suffix in (".heic", ".heif") for suffix, _ in data.ignored)
     remedy = "; convert .heic to JPEG to use them" if is_heic else ""
-    shown = listed(named, MOST_SUFFIXES)
-    return (f"{data.place} has {plural(total, 'file')} that are not read as images: {shown}{remedy}",)
+    files = plural(total, "file that is", "files that are")
+    return (f"{data.place} has {files} not read as images: {listed(named, MOST_SUFFIXES)}{remedy}",)
 
 
 def is_current(index: Arrays) -> bool:
@@ -135,9 +133,7 @@ def validate_index(index: Arrays) -> None:
             raise ValueError("the number of labels differs from that of images")
         if labels.min() < 0 or labels.max() >= len(names):
             raise ValueError("a label has no class name")
-    ignored, counts = index["ignored"], index["ignored_counts"]
-    if ignored.dtype.kind != "U" or ignored.ndim != 1 or counts.dtype != np.int64 or counts.shape != ignored.shape:
-        raise ValueError("the number of suffixes differs from that of their counts")
+    ignored_in(index)
     if index["ctimes"].dtype != np.int64 or index["ctimes"].shape != index["folder_ends"].shape:
         raise ValueError("the number of times differs from that of folders")
 
@@ -150,15 +146,13 @@ def index_folder(path: Path) -> Arrays:
     if len(parts) > 1:
         require_same_classes(path / parts[0], class_names, path / parts[1], list(listed[1]))
     folders = Texts.of(walk.folders)
-    ignored = sorted(walk.ignored.items(), key=lambda entry: (-entry[1], entry[0]))  # the folders have no order
     index: Arrays = {
         "parts": np.array(parts),
         "class_names": np.array(class_names),
         "folders": folders.content,
         "folder_ends": folders.ends,
         "ctimes": np.array(walk.ctimes_ns, np.int64),
-        "ignored": np.array([one_line(suffix, LONGEST_SUFFIX) for suffix, _ in ignored], np.str_),
-        "ignored_counts": np.array([count for _, count in ignored], np.int64),
+        **count_ignored(walk.ignored),
     }
     for part, classes in enumerate(listed):
         names = Texts.of(f"{name}/{image}" for name, images in classes.items() for image in images)

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
@@ -28,7 +29,7 @@ from megabatch.io.arrays import UNREADABLE, Arrays, read_arrays, write_arrays
 from megabatch.io.tars import BLOCK
 from megabatch.text import is_plain, one_line
 
-FORMAT = 3  # of cached indexes; increased when their contents or the rules for split names change
+FORMAT = 4  # of cached indexes; increased when their contents, the suffixes or the rules for split names change
 TICK_NS = 20_000_000  # upper bound of the resolution of a file system's clock
 INDEX = "index.npz"
 INDEX_FORMAT = 1
@@ -121,6 +122,26 @@ def read_current(path: Path, is_current: Callable[[Arrays], bool]) -> Arrays | N
         return arrays if is_current(arrays) else None
     except UNREADABLE:
         return None
+
+
+LONGEST_SUFFIX = 20  # characters shown
+
+
+def count_ignored(ignored: Counter[str]) -> Arrays:
+    """Return the part of a cached index with the suffixes of files that are not images, the most frequent first."""
+    ordered = sorted(ignored.items(), key=lambda entry: (-entry[1], entry[0]))  # folders have no order
+    return {
+        "ignored": np.array([one_line(suffix, LONGEST_SUFFIX) for suffix, _ in ordered], np.str_),
+        "ignored_counts": np.array([count for _, count in ordered], np.int64),
+    }
+
+
+def ignored_in(index: Arrays) -> tuple[tuple[str, int], ...]:
+    """Return the suffixes of a cached index with their counts.  Raise ValueError if they are damaged."""
+    ignored, counts = index["ignored"], index["ignored_counts"]
+    if ignored.dtype.kind != "U" or ignored.ndim != 1 or counts.dtype != np.int64 or counts.shape != ignored.shape:
+        raise ValueError("the number of suffixes differs from that of their counts")
+    return tuple(zip(ignored.tolist(), counts.tolist(), strict=True))
 
 
 def stable_ctime_ns(path: Path) -> int:

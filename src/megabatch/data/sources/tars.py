@@ -6,6 +6,7 @@ class, as text in .cls or as "label" or "cls" in .json.  A class is a number or 
 """
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
@@ -16,7 +17,15 @@ import numpy as np
 from msgspec import Struct
 
 from megabatch.data.sources.files import IMAGE_SUFFIXES
-from megabatch.data.sources.index import COLUMNS, TEST, TRAIN, require_consistent, stable_ctime_ns
+from megabatch.data.sources.index import (
+    COLUMNS,
+    TEST,
+    TRAIN,
+    count_ignored,
+    ignored_in,
+    require_consistent,
+    stable_ctime_ns,
+)
 from megabatch.data.sources.labels import (
     ALL_TEST_WORDS,
     MAX_NAME_LENGTH,
@@ -44,6 +53,7 @@ class TarSamples(Struct):
     offsets: list[int]
     lengths: list[int]
     labels: list[str]
+    ignored: Counter[str]  # suffixes of members of samples with a label and no image
 
 
 def read_label(member: Member, extension: str, read: Read, path: Path) -> str | None:
@@ -100,6 +110,7 @@ def list_tars(path: Path) -> list[Path]:
 def is_current(index: Arrays, shards: Sequence[Path]) -> bool:
     """Return whether an index from the cache matches the shards.  Raise ValueError if it is damaged."""
     require_consistent(index, SCANNED, "the cache")
+    ignored_in(index)
     names, stamps = index["listed"], index["stamps"]
     if names.dtype.kind != "U" or stamps.dtype != np.int64 or stamps.shape != (2, *names.shape):
         return False
@@ -130,6 +141,7 @@ def scan(tars: Sequence[Path], place: Path) -> Arrays:
         "length": np.array([length for samples in found for length in samples.lengths], np.int64),
         "label": labels,
         "split": split,
+        **count_ignored(sum((samples.ignored for samples in found), Counter[str]())),
     }
 
 
@@ -145,6 +157,7 @@ def split_by_name(names: Sequence[str]) -> list[int | None]:
 def scan_tar(path: Path) -> TarSamples:
     images: dict[str, Member] = {}
     labels: dict[str, str] = {}
+    others: dict[str, str] = {}  # the suffix of another member
     with FileIO(path, opener=open_regular) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # only headers are read
         read = read_in_chunks(file.fileno())
@@ -166,6 +179,8 @@ def scan_tar(path: Path) -> TarSamples:
                     label = read_label(member, extension, read, path)
                     if label is not None:
                         labels[key] = label
+                elif extension != "json":
+                    others[key] = f".{extension}" if extension else ""
         except Damaged as error:
             raise UserError(
                 f"{path} is damaged at offset {error.offset} ({error.reason}); download or write it again"
@@ -178,7 +193,10 @@ def scan_tar(path: Path) -> TarSamples:
             )
     found = list(images.values())
     return TarSamples(
-        [image.offset for image in found], [image.length for image in found], [labels[key] for key in images]
+        [image.offset for image in found],
+        [image.length for image in found],
+        [labels[key] for key in images],
+        Counter(suffix for key, suffix in others.items() if key in labels and key not in images),
     )
 
 
