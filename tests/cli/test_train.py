@@ -117,7 +117,7 @@ def test_a_run_writes_rows_summary_and_recipe(finished: tuple[Path, str]) -> Non
     assert [row["step"] for row in steps] == list(range(1, 51))
     fields = {"step", "epoch", "loss", "lr", "loss_scale", "skipped", "images_per_s", "data_wait_s", "comm_wait_s"}
     fields |= {"kind", "data_wait", "skipped_images", "straggler", "straggler_delay_s", "evaluated", "wall_s", "times"}
-    fields |= {"image_size", "noise"}
+    fields |= {"image_size", "noise", "top1"}
     assert all(set(row) == fields for row in steps)
     for row in steps:
         assert 0 < row["data_wait_s"] <= row["times"]["data"] + 1e-6  # one span is inside the other
@@ -384,7 +384,7 @@ def start_steps() -> list[int]:
 
 
 def evaluated_steps() -> list[int]:
-    return [row["step"] for row in rows() if "top1" in row]
+    return [row["step"] for row in rows() if "test_loss" in row]
 
 
 def test_a_stopped_run_resumes_with_the_printed_or_the_same_command() -> None:
