@@ -200,7 +200,7 @@ def test_the_launcher_names_a_rank_that_raises(results: dict[str, Any], place: s
 
 def test_the_launcher_names_a_rank_that_hangs_in_evaluation_and_not_one_that_waits(results: dict[str, Any]) -> None:
     failed = results["hang in evaluation"]
-    assert failed.rank == FAILING and "Stuck: is in evaluation of step 20" in str(failed)
+    assert failed.rank == FAILING and "Stuck: has been in evaluation of step 20" in str(failed)
 
 
 def test_a_rank_that_is_killed_or_stopped_is_named(results: dict[str, Any]) -> None:

@@ -77,9 +77,14 @@ def test_training_top1_is_the_mean_over_the_epoch_of_the_last_evaluation() -> No
     assert totals.summary("finished").training_top1 == pytest.approx(0.5)
 
 
-def test_right_class_of_a_mixture_is_the_one_with_the_larger_share() -> None:
+def test_a_prediction_is_right_if_no_class_has_a_larger_target() -> None:
     logits, loss = torch.tensor([[3.0, 1.0, 2.0], [0.0, 5.0, 1.0]]), torch.tensor(2.5)
-    for labels, right in ((torch.tensor([0, 2]), 1), (torch.tensor([[0.6, 0.4, 0.0], [0.3, 0.7, 0.0]]), 2)):
+    for labels, right in (
+        (torch.tensor([0, 2]), 1),
+        (torch.tensor([[0.6, 0.4, 0.0], [0.3, 0.7, 0.0]]), 2),  # mixtures
+        (torch.tensor([[0.4, 0.6, 0.0], [0.3, 0.7, 0.0]]), 1),
+        (torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 0.0]]), 1),  # several classes, and none
+    ):
         assert microbatch_result(loss, logits, labels).tolist() == [2.5, right]
     assert microbatch_result(loss, logits[..., None], torch.tensor([0, 2]))[1].isnan()
 

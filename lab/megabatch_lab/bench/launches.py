@@ -13,7 +13,7 @@ arms also compete for the cores.
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
@@ -41,7 +41,7 @@ from megabatch_lab.rehearsal import fake_cuda
 ARMS = ("idle", "threads", "process")
 PHOTOS, PHOTO_SIZE, IMAGE_SIZE, BATCH = 64, (500, 375), 224, 16
 STEPS = 10  # of a turn
-SECONDS_TO_START = 0.5  # until decoders are busy
+MOST_SECONDS = 30.0  # until decoders return a batch
 
 
 def run(rounds: int, threads: int, json_file: Path | None) -> None:
@@ -66,6 +66,8 @@ def run(rounds: int, threads: int, json_file: Path | None) -> None:
             with decoding(images if arm != "idle" else None) as decoded:
                 began_s, before = time.perf_counter(), len(decoded)
                 taken_s = [time_of(records) for _ in range(STEPS)]
+                if arm != "idle":
+                    wait_for_batch(decoded, before)  # a busy machine may decode none during the steps
                 if counts:
                     step_s[arm] += taken_s
                     decoded_per_s[arm].append((len(decoded) - before) * BATCH / (time.perf_counter() - began_s))
@@ -87,6 +89,13 @@ def time_of(records: Iterator[Any]) -> float:
     began_s = time.perf_counter()
     next(records)
     return time.perf_counter() - began_s
+
+
+def wait_for_batch(decoded: Sequence[int], before: int = 0) -> None:
+    """Wait until more than `before` batches are decoded, for a limited time."""
+    ends_s = time.monotonic() + MOST_SECONDS
+    while len(decoded) <= before and time.monotonic() < ends_s:
+        time.sleep(0.01)
 
 
 @contextmanager
@@ -114,7 +123,7 @@ def decoding(images: EncodedImages | None) -> Iterator[list[int]]:
     with ThreadPoolExecutor(1) as beside:
         taking = beside.submit(take)
         try:
-            time.sleep(SECONDS_TO_START)
+            wait_for_batch(decoded)
             yield decoded
         finally:
             ends.set()

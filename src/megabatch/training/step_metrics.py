@@ -61,15 +61,15 @@ def microbatch_result(loss: torch.Tensor, logits: torch.Tensor, targets: torch.T
     If an image has several classes, or is a mixture, any class with the largest target is right.
     """
     loss = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))  # 16 bits cannot count
-    right = torch.full_like(loss, math.nan)
-    if logits.ndim == 2:
-        likely = logits.argmax(1)
-        if targets.ndim == 2:
-            target, largest = targets.gather(1, likely[:, None])[:, 0], targets.amax(1)
-            right = ((target == largest) & (largest > 0)).sum(dtype=loss.dtype)
-        else:
-            right = (likely == targets).sum(dtype=loss.dtype)
-    return torch.stack([loss, right])
+    if logits.ndim != 2:
+        return torch.stack([loss, torch.full_like(loss, math.nan)])
+    likely = logits.argmax(1)
+    if targets.ndim == 2:
+        target, largest = targets.gather(1, likely[:, None])[:, 0], targets.amax(1)
+        right = (target == largest) & (largest > 0)
+    else:
+        right = likely == targets
+    return torch.stack([loss, right.sum(dtype=loss.dtype)])
 
 
 class StepMetrics:
