@@ -96,7 +96,7 @@ REPLACED = {
 # Replacements of placeholders in options of torchrun.
 TORCHRUN = {
     "--node-rank=I": "--node-rank=1",
-    "--nnodes=HOSTS": "--nnodes=2",
+    "--nnodes=NODES": "--nnodes=2",
     "--nproc-per-node=GPUS": "--nproc-per-node=8",
 }
 # Python in pages that another test runs.

@@ -32,7 +32,7 @@ from megabatch.planning.plan import CommDtype, axes_of
 from megabatch.planning.topology import Axis, ClusterShape, Topology
 from megabatch.planning.tuning import Bucket, Tuning
 from megabatch.simulate.cluster import Cluster, Cpu, Device, EngineSettings, Network, Node
-from megabatch.simulate.cores import CoreCosts, Cores, StepTime, core_seconds, gaps_of_hosts
+from megabatch.simulate.cores import CoreCosts, Cores, StepTime, core_seconds, gaps_of_nodes
 from megabatch.simulate.step import AllReduceSettings, Compute, choose_cut, run_without_contention, time_on_cores
 from megabatch_lab.bench.cluster import applying, ready_at_once
 from megabatch_lab.bench.fit_cores import TimedAllReduce, Unlimited, fit_costs
@@ -213,7 +213,7 @@ def measure_exchange_gaps() -> float:
     with hosts(EXCHANGE_HOSTS, EXCHANGE_GBPS) as cluster:
         stream_gbps = cluster.stream_gbps()
         exchange_gbps = statistics.median(cluster.exchange_gbps(PART_BYTES) for _ in range(EXCHANGE_ATTEMPTS))
-    return max(0.0, stream_gbps / exchange_gbps - 1) / gaps_of_hosts(EXCHANGE_HOSTS)
+    return max(0.0, stream_gbps / exchange_gbps - 1) / gaps_of_nodes(EXCHANGE_HOSTS)
 
 
 def median_of(base: Sequence[BaseTimes]) -> BaseTimes:

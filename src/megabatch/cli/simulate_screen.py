@@ -185,7 +185,7 @@ def buckets_table(console: Terminal, buckets: Sequence[Bucket]) -> Table:
 
 
 def print_stages(console: Terminal, result: Simulated) -> None:
-    """Print what each size of the training images costs; the other tables are for the largest."""
+    """Print the cost of each training image size; the other tables are for the largest."""
     if not result.stages:
         return
     console.title(f"image sizes at {ranks_of(result)}", "the other tables are for the largest")

@@ -4,7 +4,7 @@ w weight, g gradient, v momentum buffer, lambda weight decay, mu momentum, eta t
 
     tau = eta |w| / (|g| + lambda |w| + eps),  1 where |w| or |g| is 0;      u = tau (g + lambda w)
 
-you2017   v = mu v + lr u,   w -= v       lr inside the momentum; so does MLPerf's TensorFlow reference
+you2017   v = mu v + lr u,   w -= v       lr inside the momentum, as in MLPerf's TensorFlow reference
 outside   v = mu v + u,      w -= lr v    most PyTorch ports, and NVIDIA's MLPerf code, which multiplies you2017's
                                           momentum by lr / last lr; differs from you2017 only while lr changes
 larc      `outside` with tau = min(tau / lr, 1), so that no step is larger than SGD's

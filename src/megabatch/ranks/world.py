@@ -97,7 +97,7 @@ class World:
             raise
 
     def announce(self, error: BaseException) -> None:
-        """Report an error before any cleanup.  On accelerators, also end what the cleanup would wait for."""
+        """Report an error before any cleanup.  On accelerators, also end collectives that would block it."""
         self.exit_reporter.announce(error)
         if self.owns_process_group and self.may_wait_forever and self.aborting is None:
             self.abort(error)
@@ -351,9 +351,9 @@ def connect(
         store.require_peers()
 
     uses_gloo = BACKENDS["cpu"].name in world.backend.name  # also if it is one of two, as in a self-test
-    has_choice = uses_gloo and not info.is_single_host and not os.environ.get("GLOO_SOCKET_IFNAME")
+    has_choice = uses_gloo and not info.is_single_node and not os.environ.get("GLOO_SOCKET_IFNAME")
     interface = find_interface(store.store, info) if has_choice else None
-    with on_interface(info.is_single_host, interface), activity.interruptible():
+    with on_interface(info.is_single_node, interface), activity.interruptible():
         run_interruptibly(init_process_group, require_all if info.num_ranks > 1 else require)
         try:
             enable_keepalive()

@@ -144,7 +144,7 @@ def candidates(cluster: Cluster, shape: ClusterShape, all_reduce: AllReduceSetti
     is_ring = dtype == "same" and "ring" in cluster.engine_sums
     names = [name for name in ALGORITHMS if algorithm in ("auto", name) and not (name == "flat" and is_ring)]
     plans = [ALGORITHMS[name](shape, dtype) for name in names]
-    if cluster.cpu and shape.num_nodes == 1:  # ranks of one host always exchange through shared memory
+    if cluster.cpu and shape.num_nodes == 1:  # ranks of one node always exchange through shared memory
         plans = [shared_memory(shape)]
     ours = [plan for plan in plans if plan and plan.phases]
     sums = [kind for kind in cluster.engine_sums if algorithm in ("auto", "flat", kind)]

@@ -248,7 +248,7 @@ class Reader:
         if self.watch.num_late > MAX_ABANDONED:
             where = images.files.where(task.image, read=False)
             raise UserError(
-                f"{where} cannot be read: {error}, so do {MAX_ABANDONED} other images; check the disk or file server"
+                f"{where} cannot be read: {error}, like {MAX_ABANDONED} other images; check the disk or file server"
             )
         self.late.add(task.image)
         task.batch.is_late = True

@@ -41,7 +41,7 @@ class Check(Struct, frozen=True, kw_only=True):
 
 
 class SelfTest(Struct, frozen=True, kw_only=True):
-    """The results of a self-test.  They contain no names of hosts or users, no paths and no data."""
+    """The results of a self-test.  They contain no host or user names, no paths and no data."""
 
     megabatch: str
     torch: str
@@ -81,7 +81,7 @@ class RanksDisagree(RuntimeError):
 
 
 def anonymous(error: BaseException | str) -> str:
-    """Return the error as one line without the names of hosts and paths."""
+    """Return the error as one line, without host names and paths."""
     text = str(error).strip().partition("\n")[0]
     if isinstance(error, BaseException):
         text = f"{type(error).__name__}: {text}"
@@ -141,7 +141,7 @@ def free_memory(world: World) -> None:
 
 
 def kind_of(problem: str) -> str:
-    """Return the problem without what differs between ranks that fail alike: numbers, and the memory of a GPU."""
+    """Return the problem without parts that vary between ranks of the same failure: numbers, GPU memory."""
     name = problem.partition(":")[0]
     return name if OUT_OF_MEMORY in name else re.sub(r"\d+", "0", problem)
 

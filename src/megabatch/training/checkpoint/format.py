@@ -148,7 +148,7 @@ class Description(Struct, frozen=True, kw_only=True):
     def problem(self) -> str | None:
         """Return the first contradiction, or None."""
         if self.totals.steps != self.step:
-            return f"its totals are of step {self.totals.steps}, but it is of step {self.step}"
+            return f"its totals are for step {self.totals.steps}, but it is for step {self.step}"
         return None
 
 
@@ -303,7 +303,7 @@ def decode_description(path: Path) -> Description:
     description = decode_json(content, Description)
     problem = description.problem() or totals_problem(description.totals)
     if not problem and is_checkpoint_name(path.name) and step_of(path) != description.step:
-        problem = f"its description is of step {description.step}"
+        problem = f"its description is for step {description.step}"
     if problem:
         raise DamagedCheckpoint(f"checkpoint {path} is damaged: {problem}")
     return description
