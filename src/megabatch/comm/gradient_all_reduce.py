@@ -13,9 +13,9 @@ from torch import nn
 
 from megabatch.comm.accelerator.stream_times import StreamTimes
 from megabatch.comm.accelerator.streams import StreamReducer
-from megabatch.comm.cpu.barrier import Header
+from megabatch.comm.cpu.barrier import BarrierHeader
 from megabatch.comm.cpu.workers import Reducer
-from megabatch.comm.faults.failure import FailureReport
+from megabatch.comm.faults.failure import FailureHandler
 from megabatch.comm.faults.progress import BackwardProgress
 from megabatch.comm.faults.watchdog import Watchdog
 from megabatch.comm.groups import Groups
@@ -87,6 +87,7 @@ class PlansInUse:
 
     @property
     def names(self) -> str:
+        """The names of the algorithms in use."""
         return self.tuning.algorithms if self.tuning else self.default.name
 
 
@@ -144,7 +145,7 @@ class GradientAllReduce:
                 exit_reporter or ExitReporter(groups.names[groups.rank]),
                 groups.set_timeout,
             )
-            self.failure = FailureReport(groups, self.layouts, stack.enter_context(closing(watchdog)))
+            self.failure = FailureHandler(groups, self.layouts, stack.enter_context(closing(watchdog)))
             self.reducer: Reducer | StreamReducer
             if times:
                 self.reducer = StreamReducer(groups, self.failure, times)
@@ -215,17 +216,17 @@ class GradientAllReduce:
 
     def start_metrics(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """Start the all-reduce of a small tensor beside the buckets, without rounding.  Always pass the same tensor."""
-        header = Header(self.progress.step, STEP_METRICS)
+        header = BarrierHeader(self.progress.step, STEP_METRICS)
         return self.reducer.start(STEP_METRICS, tensor, self.plans.exact, header, None, is_last=False)
 
     def sum_noise(self, tensor: torch.Tensor) -> None:
         """Sum a small tensor over the ranks after backward, without rounding.  Always pass the same tensor."""
-        header = Header(self.progress.step - 1, NOISE)
+        header = BarrierHeader(self.progress.step - 1, NOISE)
         self.reducer.start(NOISE, tensor, self.plans.exact, header, None, is_last=True).wait()
 
     def start_bucket(self, bucket: "dist.GradBucket") -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         index, tensor, is_last = bucket.index(), bucket.buffer(), bucket.is_last()
-        header = Header(self.progress.step, index, self.layouts.layout_hash(bucket, tensor))
+        header = BarrierHeader(self.progress.step, index, self.layouts.layout_hash(bucket, tensor))
         plan = self.plans.plan_of(index, tensor.numel())
         self.summed_elements += tensor.numel()
         if self.noise:
@@ -260,6 +261,10 @@ class GradientAllReduce:
         self.failure.raise_error()
 
     def close(self) -> None:
+        """Stop the threads and close the groups of this all-reduce.  Later backward passes raise a UserError.
+
+        In a process that was forked from the rank, do nothing.
+        """
         if os.getpid() == self.pid:  # a forked process must not close the groups of its parent
             atexit.unregister(self.close)
             with on_device(self.device):

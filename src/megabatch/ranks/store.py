@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from megabatch.errors import UserError
 from megabatch.ranks.discover import NOT_KNOWN, RankInfo, launch_name, rendezvous_address
-from megabatch.ranks.failures import FAILURE, PeerFailed, Report, joined_key
+from megabatch.ranks.failures import FAILURE, PeerFailed, RankFailureReport, joined_key
 from megabatch.ranks.machine import (
     LOOPBACK,
     address_towards,
@@ -117,7 +117,7 @@ class RankStore:
         except RuntimeError:
             return None
 
-    def report(self, report: Report) -> None:
+    def report(self, report: RankFailureReport) -> None:
         """Store the failure report for the launcher."""
         self.set(FAILURE, msgspec.json.encode(report).decode())
 
