@@ -401,7 +401,7 @@ def share_without_end(world: World, dies: int | None) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-def left_behind(pids: list[int]) -> list[str]:
+def leftover_segments(pids: list[int]) -> list[str]:
     """Return the files of these processes in /dev/shm.  torch names a file after its process."""
     return [
         path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(tuple(f"torch_{p}_" for p in pids))
@@ -415,12 +415,12 @@ def whoami(world: World) -> int:
 def test_killed_rank_is_named_and_leaves_nothing_in_dev_shm(ranks: RankPool) -> None:
     """The last test of this file, because the pool must start again."""
     pids = ranks.run(whoami, num_ranks=4)
-    assert left_behind(pids) == []
+    assert leftover_segments(pids) == []
     with pytest.raises(RanksFailed, match=r"MissingRank: ranks? (2 has died|[01] has left)") as caught:
         ranks.run(share_without_end, 2, num_ranks=3)  # each has shared and freed memory by then
     assert "rank 2 has died while" in str(caught.value)
-    assert left_behind(pids) == []
+    assert leftover_segments(pids) == []
     pids = ranks.run(whoami, num_ranks=4)
     with pytest.raises(RanksFailed, match="no answer from ranks"):
         ranks.run(share_without_end, None, num_ranks=4, timeout_s=2)  # the pool kills them while they work
-    assert left_behind(pids) == []
+    assert leftover_segments(pids) == []

@@ -160,11 +160,11 @@ class LAMB(torch.optim.Optimizer):
 
     def scratch_for(self, weights: list[Tensor]) -> Tensor:
         """Return memory for the largest update, which is kept between steps."""
-        kept: dict[torch.dtype, Tensor] = self.__dict__.setdefault("kept_scratch", {})  # not pickled
+        cache: dict[torch.dtype, Tensor] = self.__dict__.setdefault("kept_scratch", {})  # not pickled
         size, dtype = max(weight.numel() for weight in weights), weights[0].dtype
-        if dtype not in kept or kept[dtype].numel() < size:
-            kept[dtype] = torch.empty(size, dtype=dtype)
-        return kept[dtype]
+        if dtype not in cache or cache[dtype].numel() < size:
+            cache[dtype] = torch.empty(size, dtype=dtype)
+        return cache[dtype]
 
 
 def adam(

@@ -172,10 +172,10 @@ class Muon(torch.optim.Optimizer):
 
     def batch_of(self, weights: list[Tensor]) -> "Batch":
         key = tuple(map(id, weights))
-        kept: dict[tuple[int, ...], Batch] = self.__dict__.setdefault("kept_batches", {})  # not pickled
-        if key not in kept:
-            kept[key] = make_batch(weights)
-        return kept[key]
+        cache: dict[tuple[int, ...], Batch] = self.__dict__.setdefault("kept_batches", {})  # not pickled
+        if key not in cache:
+            cache[key] = make_batch(weights)
+        return cache[key]
 
 
 class Batch(NamedTuple):
