@@ -34,7 +34,7 @@ from megabatch.config.recipes import recipe_names
 from megabatch.config.schema import RunConfig
 from megabatch.errors import UserError
 from megabatch.experiments.design import read_any_design
-from megabatch.inference.classifier import load
+from megabatch.inference.classifier import Classifier, load
 from megabatch.optim.groups import parameter_groups
 from megabatch.optim.lars import LARS
 from megabatch.ranks.world import connect, current_rank
@@ -96,7 +96,7 @@ REPLACED = {
 # Replacements of placeholders in options of torchrun.
 TORCHRUN = {
     "--node-rank=I": "--node-rank=1",
-    "--nnodes=HOSTS": "--nnodes=2",
+    "--nnodes=NODES": "--nnodes=2",
     "--nproc-per-node=GPUS": "--nproc-per-node=8",
 }
 # Python in pages that another test runs.
@@ -237,7 +237,7 @@ def test_python_in_a_page_runs(page: Path, inside: Path, monkeypatch: pytest.Mon
         exec(compile(text, str(page), "exec"), {"model": torch.nn.Linear(2, 2)})
 
 
-PUBLIC = [fit, load, attach, distribute, LARS, parameter_groups, StepRecord, RunConfig]
+PUBLIC = [fit, load, Classifier, load_config, attach, distribute, LARS, parameter_groups, StepRecord, RunConfig]
 
 
 @pytest.mark.parametrize("public", PUBLIC, ids=lambda public: public.__name__)

@@ -32,7 +32,7 @@ from megabatch.config.loading import load_config
 from megabatch.config.recipes import recipe_names
 from megabatch.config.reference_results import QUANTITIES, REFERENCE_RESULTS
 from megabatch.data import catalog as stored_size
-from megabatch.data.pipeline import decode, erase, reader, threads
+from megabatch.data.pipeline import augment, decode, reader, threads
 from megabatch.data.pipeline import decode as scans
 from megabatch.data.settings import AUTO_HELD_OUT, CENTER_CROP
 from megabatch.data.sources import labels as class_names
@@ -199,7 +199,7 @@ FACTS = [
         ("about 2·2{} (bf16) or 2·2{} (fp16)", *ROUNDOFF),
         ("does not arrive within `timeout_s` ({})", option(hook.attach, "timeout_s")),
     ),
-    *facts("docs/augmentation.md", ("a box of {} to {} % of the image", *map(percent, erase.AREAS))),
+    *facts("docs/augmentation.md", ("a box of {} to {} % of the image", *map(percent, augment.ERASED_AREAS))),
     *facts(
         "docs/batch-size.md",
         ("on every {}th step (`train.noise_every`", FASHION.train.noise_every),

@@ -94,7 +94,7 @@ def strip_code(text: str) -> str:
 
 
 def split_lines(text: str, first_line: int) -> list[tuple[int, str]]:
-    """Paragraph pieces of a docstring; blocks indented by 8 columns more than it, such as examples, are left out."""
+    """Return the lines of a docstring with their numbers, without the code of examples (>>> and ...)."""
     lines = inspect.cleandoc(text).split("\n")
     return [
         (first_line + index, line.strip())

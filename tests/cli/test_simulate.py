@@ -17,7 +17,7 @@ from megabatch.io.numbers import duration, three_digits
 from megabatch.simulate.cores import CoreCosts
 from megabatch.simulate.load import load_cluster
 from megabatch.simulate.scenario import Scenario, simulate
-from megabatch.simulate.step import AllReduceSettings, Step
+from megabatch.simulate.step import AllReduceSettings, SimulatedStep
 from megabatch.simulate.workload import load_workload
 from tests.support.simulated import made_up_profile
 
@@ -281,7 +281,7 @@ def test_invalid_arguments_give_one_line_with_a_remedy(words: list[str], message
 def test_a_bar_has_a_constant_length() -> None:
     for parts in ([1.0, 2.0, 0.0, 0.5, 0.1], [1.0, 0.0, 0.0, 0.0, 0.0], [1e-6, 1.0, 1e-6, 9.0, 1e-6]):
         forward_s, backward_s, update_s, exposed_s, jitter_s = parts
-        step = Step(
+        step = SimulatedStep(
             forward_s=forward_s,
             backward_s=backward_s,
             update_s=update_s,

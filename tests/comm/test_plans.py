@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from megabatch.comm.api import distribute
-from megabatch.comm.faults.failure import FailureReport
+from megabatch.comm.faults.failure import FailureHandler
 from megabatch.comm.gradient_all_reduce import PlansInUse, require_plan
 from megabatch.comm.settings import CommSettings
 from megabatch.errors import UserError
@@ -46,7 +46,7 @@ def test_closing_a_generator_that_trains_is_not_a_failure(
 ) -> None:
     """Communicators are aborted on a failure, which can hang healthy ranks."""
     found: list[type[BaseException]] = []
-    monkeypatch.setattr(FailureReport, "leave", lambda report, error: found.append(type(error)))
+    monkeypatch.setattr(FailureHandler, "leave", lambda report, error: found.append(type(error)))
     with connect(current_rank(), "cpu") as world:
         model, gradients = distribute(nn.Linear(2, 2), world, CommSettings())
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.comm.cpu import shared_memory
-from megabatch.comm.cpu.barrier import Header, MissingRank, RankMismatch, Unmapped
+from megabatch.comm.cpu.barrier import BarrierHeader, MissingRank, RankMismatch, Unmapped
 from megabatch.comm.cpu.shared_memory import CACHE_BYTES, SMALL_BYTES, SharedBuffer, SharedMemory
 from megabatch.errors import UserError
 from megabatch.planning.plan import slices
@@ -175,7 +175,7 @@ def gradients_through_ddp(world: World) -> tuple[list[torch.Tensor], list[int]]:
         def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore
             tensor = bucket.buffer()
             if not tensor.is_shared():  # DDP has rebuilt the bucket
-                buffers[bucket.index()] = memory.share(tensor, Header(bucket=bucket.index()))
+                buffers[bucket.index()] = memory.share(tensor, BarrierHeader(bucket=bucket.index()))
             memory.all_reduce(buffers[bucket.index()], scale=1 / world.num_ranks)
             future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             future.set_result(tensor)
@@ -239,8 +239,8 @@ def disagree(world: World) -> list[str]:
         buffers = [memory.share(torch.ones(size)) for size in (4096, 1024)]
         odd = world.rank == 1
         attempts = [
-            lambda: memory.all_reduce(buffers[odd], Header(step=7, bucket=3 if odd else 2)),
-            lambda: memory.all_reduce(buffers[0], Header(bucket=5, layout=2**64 - 1 if odd else 10)),
+            lambda: memory.all_reduce(buffers[odd], BarrierHeader(step=7, bucket=3 if odd else 2)),
+            lambda: memory.all_reduce(buffers[0], BarrierHeader(bucket=5, layout=2**64 - 1 if odd else 10)),
             lambda: memory.broadcast(buffers[0], root=0) if odd else memory.all_gather(buffers[0]),
             lambda: memory.all_reduce(buffers[0], scale=0.5 if odd else 0.25),
             lambda: memory.share(torch.ones(3 if odd else 5, dtype=torch.float64 if odd else torch.int32)),
@@ -286,7 +286,7 @@ def come_late(world: World) -> list[str]:
         buffer = memory.share(torch.ones(4096))
         if world.rank != 2:
             with missing(said):
-                memory.all_reduce(buffer, Header(step=3, bucket=8))
+                memory.all_reduce(buffer, BarrierHeader(step=3, bucket=8))
             with missing(said):
                 memory.all_reduce(buffer)
         world.all_reduce(torch.ones(1))  # waits until all others have aborted
@@ -329,7 +329,7 @@ def cannot_map(world: World) -> str:
 
             shared_memory.map_storage, kept = refuse, shared_memory.map_storage
         try:
-            memory.share(torch.ones(10), Header(bucket=9))
+            memory.share(torch.ones(10), BarrierHeader(bucket=9))
         except Unmapped as error:
             return str(error)
         finally:
@@ -396,12 +396,12 @@ def share_without_end(world: World, dies: int | None) -> None:
             # there are few shares among many sums.
             buffer = memory.share(torch.ones(100_000))
             for _ in range(200):
-                memory.all_reduce(buffer, Header(step=turn))
+                memory.all_reduce(buffer, BarrierHeader(step=turn))
             if turn == 3 and world.rank == dies:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-def left_behind(pids: list[int]) -> list[str]:
+def leftover_segments(pids: list[int]) -> list[str]:
     """Return the files of these processes in /dev/shm.  torch names a file after its process."""
     return [
         path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(tuple(f"torch_{p}_" for p in pids))
@@ -415,12 +415,12 @@ def whoami(world: World) -> int:
 def test_killed_rank_is_named_and_leaves_nothing_in_dev_shm(ranks: RankPool) -> None:
     """The last test of this file, because the pool must start again."""
     pids = ranks.run(whoami, num_ranks=4)
-    assert left_behind(pids) == []
+    assert leftover_segments(pids) == []
     with pytest.raises(RanksFailed, match=r"MissingRank: ranks? (2 has died|[01] has left)") as caught:
         ranks.run(share_without_end, 2, num_ranks=3)  # each has shared and freed memory by then
     assert "rank 2 has died while" in str(caught.value)
-    assert left_behind(pids) == []
+    assert leftover_segments(pids) == []
     pids = ranks.run(whoami, num_ranks=4)
     with pytest.raises(RanksFailed, match="no answer from ranks"):
         ranks.run(share_without_end, None, num_ranks=4, timeout_s=2)  # the pool kills them while they work
-    assert left_behind(pids) == []
+    assert leftover_segments(pids) == []

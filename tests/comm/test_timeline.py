@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from megabatch.comm.cpu.barrier import Header
+from megabatch.comm.cpu.barrier import BarrierHeader
 from megabatch.comm.work import RankPhases, Work
 from megabatch.planning.plan import Plan
 from megabatch.telemetry.timeline import ALL_STEPS, KEPT_STEPS, LANES, NETWORK, TRAINING, Timeline
@@ -21,7 +21,7 @@ def test_only_the_newest_steps_are_kept(tmp_path: Path) -> None:
     timeline = Timeline(3, ALL_STEPS)
     timeline.restart(origin_s=0.0, first_step=8)
     plan, tensor = Plan("flat", ()), torch.zeros(1)
-    work = Work(0, tensor, 0, 1, Header(), plan, RankPhases([], [], [], False), None, True, None)
+    work = Work(0, tensor, 0, 1, BarrierHeader(), plan, RankPhases([], [], [], False), None, True, None)
     for step in range(8, 8 + 10 * KEPT_STEPS):
         timeline.begin_step(step)
         timeline.note_ready(0, tensor, plan)

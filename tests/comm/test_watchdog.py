@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from megabatch.comm.api import distribute
-from megabatch.comm.cpu.barrier import Header, LateRank, MissingRank
+from megabatch.comm.cpu.barrier import BarrierHeader, LateRank, MissingRank
 from megabatch.comm.faults import failure, watchdog
-from megabatch.comm.faults.failure import FailureReport, Stuck
+from megabatch.comm.faults.failure import FailureHandler, Stuck
 from megabatch.comm.faults.progress import BackwardProgress
 from megabatch.comm.faults.watchdog import Heartbeats, RankStates, Watchdog
 from megabatch.comm.layouts import BucketLayouts
@@ -56,11 +56,11 @@ class Recorder(ExitReporter):
         self.ended.set()
 
 
-def watch(activity: Activity, store: Any, reporter: ExitReporter) -> tuple[FailureReport, Groups]:
+def watch(activity: Activity, store: Any, reporter: ExitReporter) -> tuple[FailureHandler, Groups]:
     layouts, groups = BucketLayouts(nn.Linear(2, 2)), Groups()
     groups.device = type("Device", (), {"type": "cpu"})()
     found = Watchdog(store, 0, (4, 5), activity, BackwardProgress(layouts), reporter)
-    return FailureReport(groups, layouts, found), groups  # type: ignore[arg-type]
+    return FailureHandler(groups, layouts, found), groups  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_report_of_a_late_rank_is_awaited(
     report, _ = watch(activity, store, Recorder())
     late = RankStates(store, 1, (4, 5), timeout_s=0.3)
     monkeypatch.setattr(RankStates, "listen", lambda states, is_enough: late.write("has been in data"))
-    report.record(error, Header(step=12), "node")
+    report.record(error, BarrierHeader(step=12), "node")
     assert type(report.error) is MissingRank and str(error) in str(report.error)
     assert str(report.error).endswith("; rank 5 has been in data") is quoted
 

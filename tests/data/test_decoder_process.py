@@ -18,7 +18,7 @@ from megabatch.data.pipeline.batches import TrainingImages, evaluation_batches
 from megabatch.data.pipeline.decoder_process import DecoderProcess
 from megabatch.data.pipeline.encoded import EncodedImages
 from megabatch.data.pipeline.images import PixelStatistics
-from megabatch.data.pipeline.reader import Reader, Request
+from megabatch.data.pipeline.reader import BatchRequest, Reader
 from megabatch.data.settings import AugmentSettings, DataSettings
 from megabatch.errors import UserError
 from megabatch.planning.batch import BatchSettings, plan_steps
@@ -107,7 +107,7 @@ def test_an_image_that_hangs_is_skipped_or_named(tmp_path: Path, decoder: Decode
     number = 6
     with decoded_in(decoder, EncodedImages(HangingFiles(files, number), settings, 2)) as images:
         whole = EncodedImages(files, settings).read(np.delete(np.arange(len(files)), number))
-        chunks = [partial(Request, chunk, None) for chunk in np.array_split(np.arange(len(files)), 3)]
+        chunks = [partial(BatchRequest, chunk, None) for chunk in np.array_split(np.arange(len(files)), 3)]
         if on_error == "raise":
             with pytest.raises(UserError, match=r"cannot be read: it takes longer than data\.image_timeout_s=1;"):
                 list(Reader(images).prefetch(chunks, 5))
@@ -164,7 +164,7 @@ from megabatch.data.catalog import load_data_set
 from megabatch.data.pipeline.decoder_process import DecoderProcess
 from megabatch.data.pipeline.encoded import EncodedImages
 from megabatch.data.pipeline.images import PixelStatistics
-from megabatch.data.pipeline.reader import Reader, Request
+from megabatch.data.pipeline.reader import BatchRequest, Reader
 from megabatch.data.settings import AugmentSettings, DataSettings
 from tests.support.photos import HangingFiles
 
@@ -172,7 +172,7 @@ settings = DataSettings(source=sys.argv[1], image_size=24, validation=0.25)
 files = load_data_set(settings).train.files
 images = EncodedImages(HangingFiles(files, 7), settings, 2)
 images.decoder = DecoderProcess()
-chunks = [partial(Request, chunk, None) for chunk in np.array_split(np.arange(len(files)), 2)]
+chunks = [partial(BatchRequest, chunk, None) for chunk in np.array_split(np.arange(len(files)), 2)]
 for batch in Reader(images).prefetch(chunks, 9):
     print(images.decoder.process.pid, flush=True)
 """

@@ -18,8 +18,7 @@ from PIL import Image
 from megabatch.data.catalog import load_data_set
 from megabatch.data.pack import write as packing
 from megabatch.data.pack.identity import PackSettings
-from megabatch.data.pack.shards import read_shards
-from megabatch.data.pack.verify import verify
+from megabatch.data.pack.shards import read_shards, verify
 from megabatch.data.pack.write import Packed, Progress, pack
 from megabatch.data.pipeline.shrink import prepare
 from megabatch.data.settings import DataSettings

@@ -12,8 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from megabatch.data.pipeline.augment import Augmentation
-from megabatch.data.pipeline.erase import Erasing
+from megabatch.data.pipeline.augment import Augmentation, Erasing
 from megabatch.data.pipeline.images import PixelStatistics
 from megabatch.data.pipeline.order import BOX, draw
 from megabatch.data.pipeline.policies import (

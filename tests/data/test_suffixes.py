@@ -10,7 +10,7 @@ from PIL import Image
 
 from megabatch.data.catalog import load_data_set, read_encoded
 from megabatch.data.pack.identity import PackSettings
-from megabatch.data.pack.verify import verify
+from megabatch.data.pack.shards import verify
 from megabatch.data.pack.write import pack
 from megabatch.data.settings import DataSettings
 from megabatch.data.sources.files import IMAGE_SUFFIXES, EncodedDataset

@@ -17,7 +17,7 @@ from megabatch.data.catalog import read_encoded
 from megabatch.data.pack.identity import PackSettings
 from megabatch.data.pack.write import pack
 from megabatch.data.pipeline.encoded import EncodedImages
-from megabatch.data.pipeline.reader import Reader, Request
+from megabatch.data.pipeline.reader import BatchRequest, Reader
 from megabatch.data.pipeline.threads import TICKS, Threads, Watch
 from megabatch.data.settings import DataSettings
 from megabatch.data.sources.files import Content
@@ -56,7 +56,9 @@ def images_of(folder: Path, on_error: str, threads: int) -> EncodedImages:
 def read_all(images: EncodedImages, batch_size: int = 5) -> tuple[torch.Tensor, list[str]]:
     """Return all images in order, and the messages about skipped images."""
     chunks = np.split(np.arange(len(images)), range(batch_size, len(images), batch_size))
-    with closing(Reader(images).prefetch((partial(Request, chunk, None) for chunk in chunks), batch_size)) as batches:
+    with closing(
+        Reader(images).prefetch((partial(BatchRequest, chunk, None) for chunk in chunks), batch_size)
+    ) as batches:
         found = [(batch.images.clone(), batch.skipped) for batch in batches]
     return torch.cat([pixels for pixels, _ in found]), [line for _, skipped in found for line in skipped]
 

@@ -11,7 +11,7 @@ from megabatch.cli.app import app
 from megabatch.config.loading import load_config
 from megabatch.errors import UserError
 from megabatch.experiments.design import ArmDesign, Design, SearchDesign, TimeDesign, read_any_design, read_design
-from megabatch.experiments.plan import Point, seed_trial
+from megabatch.experiments.plan import SearchPoint, seed_trial
 from megabatch.runs.totals import RunTotals
 from tests.support.records import step_record
 
@@ -98,7 +98,7 @@ def test_study_without_its_folder_uses_the_written_results(tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     path = write(tmp_path, HEAD.replace("seeds = 2", "seeds = 1") + A)
     design = read_design(path)
-    trial = seed_trial(design, design.arms[0], Point(0.1), seed=1)
+    trial = seed_trial(design, design.arms[0], SearchPoint(0.1), seed=1)
     folder = Path("runs/study-my-study") / trial.name
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(load_config(trial.recipe, trial.overrides).to_toml())

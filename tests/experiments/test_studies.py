@@ -11,14 +11,14 @@ from megabatch.config.loading import load_config, silent
 from megabatch.config.resolve import make_model, plan_run
 from megabatch.data.sources.shapes import FASHION_MNIST_10K, FULL_FASHION_MNIST, DataShape
 from megabatch.experiments.design import Design, TimeDesign, known_studies, read_any_design
-from megabatch.experiments.plan import Point, search_trial, seed_trial
+from megabatch.experiments.plan import SearchPoint, search_trial, seed_trial
 from megabatch.experiments.search import HELD_OUT
 
 ALL = {name: read_any_design(name) for name in known_studies()}
 STUDIES = {name: design for name, design in ALL.items() if isinstance(design, Design)}
 CONFIGS = {
     name: {
-        arm.name: load_config(design.recipe, seed_trial(design, arm, Point(1.0), 1).overrides, report=silent)
+        arm.name: load_config(design.recipe, seed_trial(design, arm, SearchPoint(1.0), 1).overrides, report=silent)
         for arm in design.arms
     }
     for name, design in STUDIES.items()
@@ -94,7 +94,7 @@ def test_large_batch_matches_its_issue() -> None:
     assert epochs and epochs >= 30 and design.seeds == 5
     assert all(config.data.source == "fashion-mnist" for config in configs.values())
     assert round(FULL_FASHION_MNIST.num_train / configs["LARS, 3,072"].batch.global_batch) == 20
-    trial = search_trial(design, design.arms[0], Point(0.1))
+    trial = search_trial(design, design.arms[0], SearchPoint(0.1))
     held_out = load_config(design.recipe, trial.overrides).data.validation
     assert held_out == HELD_OUT and round(held_out * FULL_FASHION_MNIST.num_train) == 5000
     config = configs["LARS, 3,072"]

@@ -15,20 +15,20 @@ EXACT: dict[str, Any] = {"grain": 0.0, "width": None, "tolerance": 0.0}
 DTYPES: tuple[GradientDtype, ...] = ("fp32", "bf16", "fp16")
 
 
-class Step(NamedTuple):
+class TimedStep(NamedTuple):
     gradients: list[Gradient]
     ready_s: list[float]
 
 
-def steps(dtypes: Sequence[GradientDtype], most_gradients: int, most_bytes: int = 8) -> st.SearchStrategy[Step]:
+def steps(dtypes: Sequence[GradientDtype], most_gradients: int, most_bytes: int = 8) -> st.SearchStrategy[TimedStep]:
     """Generate whole seconds, so that sums are exact in any order."""
     gradient = st.builds(Gradient, st.integers(1, most_bytes), st.sampled_from(dtypes))
     timed = st.lists(st.tuples(gradient, st.integers(0, 60)), min_size=1, max_size=most_gradients)
-    return timed.map(lambda pairs: Step([g for g, _ in pairs], sorted(float(ready) for _, ready in pairs)))
+    return timed.map(lambda pairs: TimedStep([g for g, _ in pairs], sorted(float(ready) for _, ready in pairs)))
 
 
-def step_of(sizes: list[int], ready_s: list[float]) -> Step:
-    return Step([Gradient(size, "fp32") for size in sizes], ready_s)
+def step_of(sizes: list[int], ready_s: list[float]) -> TimedStep:
+    return TimedStep([Gradient(size, "fp32") for size in sizes], ready_s)
 
 
 def any_price(seed: int, num_options: int) -> Price:
@@ -81,7 +81,9 @@ def every_cut(gradients: list[Gradient]) -> Iterator[list[list[int]]]:
         yield sorted(buckets, key=lambda bucket: bucket[-1])
 
 
-def every_end(step: Step, price: Price, is_allowed: Callable[[list[int], int], bool]) -> Iterator[tuple[float, int]]:
+def every_end(
+    step: TimedStep, price: Price, is_allowed: Callable[[list[int], int], bool]
+) -> Iterator[tuple[float, int]]:
     """Yield the end and the number of buckets of every cut with every choice of plans."""
     for buckets in every_cut(step.gradients):
         sizes = [sum(step.gradients[index].num_bytes for index in bucket) for bucket in buckets]
@@ -105,7 +107,9 @@ def every_end(step: Step, price: Price, is_allowed: Callable[[list[int], int], b
 @example(step_of([4, 2, 2, 7, 8], [3, 10, 21, 27, 28]), any_price(86228, 1), 0.1, None)
 @example(step_of([1, 7, 4, 6], [3, 7, 26, 27]), any_price(143240, 3), 0.0, 8)
 @example(step_of([5, 2, 7], [2, 4, 15]), any_price(20779, 2), 0.0, 12)
-def test_merge_equals_an_exhaustive_search(step: Step, price: Price, tolerance: float, limit_bytes: int | None) -> None:
+def test_merge_equals_an_exhaustive_search(
+    step: TimedStep, price: Price, tolerance: float, limit_bytes: int | None
+) -> None:
     merged = merge(*step, price, limit_bytes=limit_bytes, grain=0.0, width=None, tolerance=tolerance)
     ends = list(
         every_end(step, price, lambda bucket, size: limit_bytes is None or len(bucket) == 1 or size <= limit_bytes)
@@ -117,14 +121,14 @@ def test_merge_equals_an_exhaustive_search(step: Step, price: Price, tolerance: 
 
 @settings(max_examples=10)
 @given(step=steps(DTYPES[:1], 7), seed=st.integers(0, 2**31))
-def test_merge_equals_an_exhaustive_search_of_two_plans_and_seven_gradients(step: Step, seed: int) -> None:
+def test_merge_equals_an_exhaustive_search_of_two_plans_and_seven_gradients(step: TimedStep, seed: int) -> None:
     price = any_price(seed, 2)
     assert end_of(merge(*step, price, **EXACT)) == min(every_end(step, price, lambda *_: True))[0]
 
 
 @given(step=steps(DTYPES, 30, most_bytes=40), price=prices, limit_bytes=st.none() | st.integers(1, 100))
 def test_merged_buckets_hold_each_gradient_once_in_order_within_the_limit(
-    step: Step, price: Price, limit_bytes: int | None
+    step: TimedStep, price: Price, limit_bytes: int | None
 ) -> None:
     merged = merge(*step, price, limit_bytes=limit_bytes)
     assert sorted(index for bucket in merged for index in bucket.gradients) == list(range(len(step.gradients)))
@@ -147,7 +151,7 @@ def test_merged_buckets_hold_each_gradient_once_in_order_within_the_limit(
         st.tuples(st.floats(0, 20), st.floats(0, 1e-6), st.sampled_from([0.0, 1e-8, 1e-6])), min_size=1, max_size=3
     ),
 )
-def test_merge_never_ends_later_than_simple_rules(step: Step, options: list[tuple[float, float, float]]) -> None:
+def test_merge_never_ends_later_than_simple_rules(step: TimedStep, options: list[tuple[float, float, float]]) -> None:
     price = linear_price(*options)
     found_s = end_of(merge(*step, price, **EXACT))
     each = [[index] for index in range(len(step.gradients))]
@@ -160,7 +164,7 @@ def test_merge_never_ends_later_than_simple_rules(step: Step, options: list[tupl
 
 
 @given(step=steps(DTYPES[:1], 10))
-def test_without_latency_merging_costs_nothing(step: Step) -> None:
+def test_without_latency_merging_costs_nothing(step: TimedStep) -> None:
     price = linear_price((0.0, 2.0, 0.0))
     alone = [price(gradient.num_bytes, "fp32")[0] for gradient in step.gradients]
     assert end_of(merge(*step, price, **EXACT)) == end_s(step.ready_s, alone)
@@ -173,7 +177,7 @@ def test_gradients_hidden_by_backward_are_merged_and_the_last_is_not() -> None:
 
 
 @given(step=steps(DTYPES[:1], 12))
-def test_a_huge_latency_makes_one_bucket(step: Step) -> None:
+def test_a_huge_latency_makes_one_bucket(step: TimedStep) -> None:
     assert len(merge(*step, linear_price((1e6, 1.0, 1.0), (2e6, 0.5, 0.5)))) == 1
 
 
@@ -198,7 +202,7 @@ def test_default_grain_and_width_are_nearly_exact(seed: int) -> None:
     grain=st.floats(0.01, 1),
     limit=st.integers(1, 2000) | st.just(math.inf),
 )
-def test_pieces_are_maximal_within_the_grain(step: Step, grain: float, limit: float) -> None:
+def test_pieces_are_maximal_within_the_grain(step: TimedStep, grain: float, limit: float) -> None:
     gradients, ready_s = step
     sizes = [gradient.num_bytes for gradient in gradients]
 

@@ -16,7 +16,7 @@ def test_run_that_fits_is_started_on_this_node(num_ranks: int, here: Devices) ->
 
 @pytest.mark.parametrize(
     ("num_ranks", "here", "hosts", "per_host"),
-    [(8, GPUS, "2", "4"), (8, CORES, "4", "2"), (512, CPU, "64", "8"), (6, GPUS, "HOSTS", "GPUS")],
+    [(8, GPUS, "2", "4"), (8, CORES, "4", "2"), (512, CPU, "64", "8"), (6, GPUS, "NODES", "GPUS")],
 )
 def test_larger_run_is_started_on_several_nodes(num_ranks: int, here: Devices, hosts: str, per_host: str) -> None:
     (command,) = start_commands(["my.toml"], num_ranks, here)
@@ -27,9 +27,9 @@ def test_larger_run_is_started_on_several_nodes(num_ranks: int, here: Devices, h
 
 
 def test_without_local_gpus_both_commands_for_eight_are_shown() -> None:
-    one_host, several = start_commands(["resnet50-imagenet-4k"], 8, CPU)
-    assert one_host == "megabatch train resnet50-imagenet-4k --ranks 8  # on a host with 8 GPUs"
-    assert several.startswith("torchrun --nnodes=HOSTS --nproc-per-node=GPUS ") and several.endswith("HOSTS x GPUS = 8")
+    one_node, several = start_commands(["resnet50-imagenet-4k"], 8, CPU)
+    assert one_node == "megabatch train resnet50-imagenet-4k --ranks 8  # on a node with 8 GPUs"
+    assert several.startswith("torchrun --nnodes=NODES --nproc-per-node=GPUS ") and several.endswith("NODES x GPUS = 8")
 
 
 def test_ranks_use_local_devices_if_they_suffice() -> None:

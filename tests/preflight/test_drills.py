@@ -37,8 +37,8 @@ def test_line_must_name_the_rank_and_the_cause_in_time(
 ) -> None:
     check = judge("drill", OF[fault], output_of((1.0, "step 1"), (2.0, MARK), line), 100.0, exit_code)
     assert check.passed is passed and "secret" not in check.found
-    assert check.figures["seconds_to_end"] == 98.0
-    assert check.figures.get("seconds_to_line") in (None, line[0] - 2.0)
+    assert check.measurements["seconds_to_end"] == 98.0
+    assert check.measurements.get("seconds_to_line") in (None, line[0] - 2.0)
 
 
 def test_run_that_ends_before_the_fault_fails() -> None:
@@ -51,4 +51,4 @@ def test_every_drill_names_the_failed_rank() -> None:
     with ThreadPoolExecutor(2) as at_once:
         checks = list(at_once.map(lambda drill: run_drill(drill, "cpu", 2), DRILLS))
     assert all(check.passed for check in checks), [check for check in checks if not check.passed]
-    assert all(0 <= check.figures["seconds_to_line"] <= check.figures["seconds_to_end"] for check in checks)
+    assert all(0 <= check.measurements["seconds_to_line"] <= check.measurements["seconds_to_end"] for check in checks)

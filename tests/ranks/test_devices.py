@@ -25,7 +25,7 @@ def test_a_rank_that_sees_one_device_uses_it() -> None:
 
 
 def test_more_ranks_than_devices_fail() -> None:
-    with pytest.raises(UserError, match=r"^8 ranks on this host .*4 devices.*nearest: 4"):
+    with pytest.raises(UserError, match=r"^8 ranks on this node .*4 devices.*nearest: 4"):
         choose_device_index(5, 8, 4)
 
 

@@ -70,7 +70,7 @@ def test_rank_is_read_from_the_variables_of_each_launcher(environment: dict[str,
 def test_rank_size_and_address_are_sufficient(environment: dict[str, str], local_rank: int) -> None:
     info = discover(environment)
     assert info == RankInfo(5, 8, local_rank, NOT_KNOWN)
-    assert not info.is_single_host and not info.is_located
+    assert not info.is_single_node and not info.is_located
     assert rendezvous_address(info, environment) == ("job-master-0", int(environment.get("MASTER_PORT", "29500")))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megabatch.ranks.failures import RankFailed, Report
+from megabatch.ranks.failures import RankFailed, RankFailureReport
 from megabatch.ranks.launch import (
     Attempt,
     file_store,
@@ -70,7 +70,7 @@ def test_the_launcher_reports_the_first_failure(
         if reported_by is not None:
             rank_store = object.__new__(RankStore)
             rank_store.persistent = store
-            rank_store.report(Report(reported_by, 1, "boom"))
+            rank_store.report(RankFailureReport(reported_by, 1, "boom"))
         failed = Attempt([start(code) for code in codes], store, signals).wait()
     assert isinstance(failed, RankFailed)
     assert (failed.rank, str(failed)) == (rank, message)

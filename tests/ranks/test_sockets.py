@@ -47,13 +47,13 @@ def test_ranks_on_a_single_host_listen_on_loopback_and_ignore_gloo_interface(
 
 def test_between_hosts_interface_variables_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
-    with on_interface(is_single_host=True):
+    with on_interface(is_single_node=True):
         assert os.environ["NCCL_SOCKET_IFNAME"] == "ib0" and os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
-    with on_interface(is_single_host=False, gloo_default="eth0"):
+    with on_interface(is_single_node=False, gloo_default="eth0"):
         assert os.environ["GLOO_SOCKET_IFNAME"] == "eth1"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    with on_interface(is_single_host=False, gloo_default="eth0"):
+    with on_interface(is_single_node=False, gloo_default="eth0"):
         assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
     assert "GLOO_SOCKET_IFNAME" not in os.environ
 
@@ -160,7 +160,7 @@ def test_a_port_of_another_launch_is_reported_on_every_rank(monkeypatch: pytest.
     store, first = dist.HashStore(), "Slurm's step 5.0"  # type: ignore[attr-defined]
     require_same_launch(store, RankInfo(0, 2), first)
     require_same_launch(store, RankInfo(1, 2), first)
-    with pytest.raises(UserError, match=r"step 5.1, .*belongs to .*step 5.0; set MASTER_PORT"):
+    with pytest.raises(UserError, match=r"step 5.1, .*port of .*step 5.0; set MASTER_PORT"):
         require_same_launch(store, RankInfo(1, 2), "Slurm's step 5.1")
     with closing(listen_on("127.0.0.1", 0)) as used:
         port = used.getsockname()[1]

@@ -13,14 +13,13 @@ from unittest.mock import patch
 import pytest
 import torch
 from megabatch_lab.rehearsal import fake_cuda
-from megabatch_lab.rehearsal.backends import REHEARSED, Rehearsed
-from megabatch_lab.rehearsal.backends import Work as RehearsedWork
+from megabatch_lab.rehearsal.backends import REHEARSED, FakeWork, Rehearsed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.comm import attach
 from megabatch.comm.accelerator.streams import StreamReducer
-from megabatch.comm.cpu.barrier import Header
+from megabatch.comm.cpu.barrier import BarrierHeader
 from megabatch.comm.cpu.workers import NodeWorker
 from megabatch.comm.faults import failure, watchdog
 from megabatch.comm.gradient_all_reduce import GradientAllReduce
@@ -56,7 +55,7 @@ def start(
 ) -> list[torch.futures.Future[torch.Tensor]]:
     plan, last = gradients.plan, len(tensors) - 1
     return [
-        gradients.reducer.start(key, tensor, plan, Header(step, key, len(tensor)), None, is_last=key == last)
+        gradients.reducer.start(key, tensor, plan, BarrierHeader(step, key, len(tensor)), None, is_last=key == last)
         for key, tensor in enumerate(tensors)
     ]
 
@@ -89,7 +88,8 @@ def order_on_streams(world: World, algorithm: str, num_buckets: int) -> list[lis
         for key in range(num_buckets):
             phases = reducer.phases_for(gradients.plan, 100)
             whole, is_last = torch.ones(100), key == num_buckets - 1
-            node.queue.put(Work(key, whole, 0, 100, Header(), gradients.plan, phases, None, is_last, None))
+            header = BarrierHeader()
+            node.queue.put(Work(key, whole, 0, 100, header, gradients.plan, phases, None, is_last, None))
         node.queue.put(None)
         node.thread.join()
     in_node = [part for part in issued.parts if part[1] != "network"]
@@ -217,7 +217,7 @@ class Abortable(Rehearsed):
 
     has_aborted = False
 
-    def gather_flat(self, out: torch.Tensor, flat: torch.Tensor) -> RehearsedWork:
+    def gather_flat(self, out: torch.Tensor, flat: torch.Tensor) -> FakeWork:
         work = super().gather_flat(out, flat)
 
         def finish() -> None:
@@ -227,7 +227,7 @@ class Abortable(Rehearsed):
                 time.sleep(0.005)
             work.wait()
 
-        return RehearsedWork([], finish)
+        return FakeWork([], finish)
 
     def abort(self) -> None:
         self.has_aborted = True

@@ -29,7 +29,7 @@ from megabatch.planning.topology import regular
 from megabatch.preflight.selftest import checks, measurements, photos, results
 from megabatch.preflight.selftest.checks import jobs_of_checks
 from megabatch.preflight.selftest.measurements import jobs_of_measurements
-from megabatch.preflight.selftest.results import Check, Job, RanksDisagree, SelfTest, count_start, run_jobs
+from megabatch.preflight.selftest.results import Check, CheckJob, RanksDisagree, SelfTest, count_start, run_jobs
 from megabatch.preflight.selftest.run import backend_of_both, run_selftest, two_nodes
 from megabatch.ranks.backends import BACKENDS
 from megabatch.ranks.discover import RankInfo
@@ -87,8 +87,8 @@ def test_every_check_passes_bitwise_and_the_report_is_anonymous(ranks: RankPool)
         "JPEG input",
         f"JPEG input, decoded by {NAME}",
     ):
-        assert found[name].figures["images_per_s"] > 0
-    assert found["all-reduce of 4 KiB in backward"].figures.keys() >= {"ours_s", "stock_ddp_s", "backend_s"}
+        assert found[name].measurements["images_per_s"] > 0
+    assert found["all-reduce of 4 KiB in backward"].measurements.keys() >= {"ours_s", "stock_ddp_s", "backend_s"}
     assert not any("not run" in check.found for check in report.checks)
     text = msgspec.json.encode(report).decode()
     assert not any(word in text for word in (platform.node(), str(Path.home()), f"/{getpass.getuser()}", "/tmp"))
@@ -111,7 +111,7 @@ def test_every_check_passes_on_two_nodes_of_two_ranks(ranks: RankPool) -> None:
     reports = ranks.run(run_on_four, num_ranks=4, timeout_s=180.0, join=join_four)
     assert all(not report.failed for report in reports), reports[0].failed
     assert reports[0].hosts_of == [2, 2] and reports[0].is_simulated
-    plans = {check.figures["plan"] for check in reports[0].checks if check.name.startswith("all-reduce torus")}
+    plans = {check.measurements["plan"] for check in reports[0].checks if check.name.startswith("all-reduce torus")}
     assert len(plans) == 2 and all("between nodes" in plan for plan in plans), plans
     assert sum(check.passed is True for check in reports[0].checks) == len(reports[0].checks) == 15
 
@@ -138,8 +138,8 @@ def check_perturbed_sums(world: World, faulty: tuple[int, ...], amount: float) -
 def test_perturbed_sum_fails(ranks: RankPool, faulty: tuple[int, ...], amount: float, passed: bool) -> None:
     """The same error on all ranks exceeds the bound; a small one on one rank makes it differ from the others."""
     for sums, equality in ranks.run(check_perturbed_sums, faulty, amount, num_ranks=4, join=on("cuda", regular(2, 2))):
-        assert sums.passed is passed and (sums.figures["num_results"] == 2) is (len(faulty) == 1)
-        assert (sums.figures["of_bound"] > 1) is (amount == 1.0)
+        assert sums.passed is passed and (sums.measurements["num_results"] == 2) is (len(faulty) == 1)
+        assert (sums.measurements["of_bound"] > 1) is (amount == 1.0)
         assert equality.passed is (len(faulty) != 1)
 
 
@@ -191,7 +191,7 @@ def run_small_jobs(world: World) -> tuple[list[Any], list[str]]:
         action()
         return [Check(name=name, passed=True, found="fine")]
 
-    jobs = [Job(name, partial(run, action), is_measurement) for name, action, is_measurement in actions]
+    jobs = [CheckJob(name, partial(run, action), is_measurement) for name, action, is_measurement in actions]
     newest = SelfTest(megabatch="", torch="", device="", backend="", num_ranks=2, hosts_of=[2])
     for attempt in range(5):
         of_attempt = dist.PrefixStore(str(attempt), shared)  # type: ignore[attr-defined]

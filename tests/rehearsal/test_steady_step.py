@@ -19,16 +19,16 @@ from megabatch.ranks.world import World
 from megabatch.training.drift import compare_ranks
 from tests.support.pictures import write_files
 from tests.support.rank_pool import RankPool, RanksFailed
-from tests.support.rehearsals import Step, begin, mirrored, on, steady_step, tiny, tiny_for
+from tests.support.rehearsals import SteadyStep, begin, mirrored, on, steady_step, tiny, tiny_for
 
 PRECISIONS = ("fp32", "fp16", "bf16", "amp")
 ALGORITHMS = ("flat", "hierarchical", "torus")
 
 
-def step_of(ranks: RankPool, num_ranks: int, *overrides: str, number: int = 13, traces: bool = False) -> Step:
+def step_of(ranks: RankPool, num_ranks: int, *overrides: str, number: int = 13, traces: bool = False) -> SteadyStep:
     config = tiny_for(num_ranks, *overrides)
     (step,) = ranks.run(steady_step, config, number, traces, num_ranks=1, join=mirrored(num_ranks, ranks_per_node=2))
-    assert isinstance(step, Step)
+    assert isinstance(step, SteadyStep)
     return step
 
 
@@ -61,7 +61,7 @@ def test_host_never_waits_for_the_device_with_decoding_threads(ranks: RankPool, 
     assert step.waits == [] and step.hazards == []
 
 
-def step_without_pinning(world: World, config: RunConfig) -> Step:
+def step_without_pinning(world: World, config: RunConfig) -> SteadyStep:
     """Train although memory of another process cannot be pinned, as in some virtual machines."""
 
     def register(address: int, size: int, flags: int) -> int:

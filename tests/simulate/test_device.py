@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megabatch.errors import UserError
-from megabatch.simulate.device import EXTRAPOLATION, USUAL, Curve, Point, fit_curve
+from megabatch.simulate.device import EXTRAPOLATION, USUAL, Curve, ThroughputPoint, fit_curve
 
 
-def points(variant: str, fixed_ms: float, per_image_ms: float, *batches: float) -> tuple[Point, ...]:
+def points(variant: str, fixed_ms: float, per_image_ms: float, *batches: float) -> tuple[ThroughputPoint, ...]:
     return tuple(
-        Point(batch=batch, images_per_s=1e3 * batch / (fixed_ms + per_image_ms * batch), variant=variant)
+        ThroughputPoint(batch=batch, images_per_s=1e3 * batch / (fixed_ms + per_image_ms * batch), variant=variant)
         for batch in batches
     )
 
@@ -34,7 +34,7 @@ def test_variants_share_the_fixed_time() -> None:
 def test_spread_is_the_deviation_of_machines() -> None:
     draw = random.Random(1)
     noisy = tuple(
-        Point(batch=point.batch, images_per_s=point.images_per_s * math.exp(draw.gauss(0, 0.05)))
+        ThroughputPoint(batch=point.batch, images_per_s=point.images_per_s * math.exp(draw.gauss(0, 0.05)))
         for point in points("", 4, 0.3, *(16, 64, 256) * 40)
     )
     assert fit_curve(Curve(points=noisy)).spread == pytest.approx(0.05, rel=0.2)
@@ -56,7 +56,7 @@ def test_one_batch_takes_the_prior() -> None:
 @pytest.mark.parametrize("gain", [0.96, 1.0, 1.04])
 def test_two_large_batches_do_not_make_small_ones_free(gain: float) -> None:
     """Noise hides t0 at large batches: the same images/s at twice the batch do not prove that launches are free."""
-    pair = (Point(batch=256, images_per_s=7000), Point(batch=512, images_per_s=7000 * gain))
+    pair = (ThroughputPoint(batch=256, images_per_s=7000), ThroughputPoint(batch=512, images_per_s=7000 * gain))
     found = fit_curve(Curve(points=pair))
     assert 8 / found.line.seconds(8) < 0.6 * 7000 and found.line.seconds(256) == pytest.approx(256 / 7000, rel=0.04)
 
@@ -87,7 +87,7 @@ def test_large_batches_leave_small_ones_uncertain() -> None:
     near, far = (
         Curve(
             points=tuple(
-                Point(batch=point.batch, images_per_s=point.images_per_s * math.exp(draw.gauss(0, 0.03)))
+                ThroughputPoint(batch=point.batch, images_per_s=point.images_per_s * math.exp(draw.gauss(0, 0.03)))
                 for point in points("", 4, 0.3, *batches * 8)
             )
         )
@@ -99,9 +99,9 @@ def test_large_batches_leave_small_ones_uncertain() -> None:
 
 def test_waiting_is_not_part_of_the_devices_time() -> None:
     waited = tuple(
-        Point(batch=point.batch, images_per_s=1e3 * point.batch / (1e3 * point.seconds + 2), waited_ms=2)
+        ThroughputPoint(batch=point.batch, images_per_s=1e3 * point.batch / (1e3 * point.seconds + 2), waited_ms=2)
         for point in points("", 4, 0.3, 16, 64, 256)
     )
     assert 1e3 * fit_curve(Curve(points=waited)).line.seconds(32) == pytest.approx(4 + 0.3 * 32, rel=1e-3)
     with pytest.raises(UserError, match="waited_ms"):
-        Curve(points=(Point(batch=1, images_per_s=1000, waited_ms=2),))
+        Curve(points=(ThroughputPoint(batch=1, images_per_s=1000, waited_ms=2),))

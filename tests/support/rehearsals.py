@@ -147,7 +147,7 @@ def train_through(
 
 
 @dataclass
-class Step:
+class SteadyStep:
     """The activity of one step in the middle of a run."""
 
     launches: dict[str, int]
@@ -157,7 +157,7 @@ class Step:
     traced: list[Seen]
 
 
-def steady_step(world: World, config: RunConfig, number: int = STEADY, traces: bool = False) -> Step:
+def steady_step(world: World, config: RunConfig, number: int = STEADY, traces: bool = False) -> SteadyStep:
     fake_cuda.set_lag(fake_cuda.LAG)
     training = begin(config, world)
     records = train(training)
@@ -171,7 +171,7 @@ def steady_step(world: World, config: RunConfig, number: int = STEADY, traces: b
     else:
         next(records)
         traced = []
-    step = Step(
+    step = SteadyStep(
         dict(fake_cuda.launches()),
         fake_cuda.seen("sync"),
         fake_cuda.seen("hazard"),

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from megabatch.training.environment import describe_environment
+from megabatch.training.run import describe_environment
 
 
 def test_the_environment_is_written_from_an_allow_list(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,8 +85,8 @@ TENSOR_LIES: dict[str, Callable[[Tensors], object]] = {
 }
 DESCRIPTION_LIES: dict[str, dict[str, Any]] = {
     "Expected `int` >= 1 - at `$.step`": {"step": -1},
-    "its totals are of step 2, but it is of step 3": {"step": 3},
-    "its description is of step 1": {"step": 1, "totals.steps": 1},
+    "its totals are for step 2, but it is for step 3": {"step": 3},
+    "its description is for step 1": {"step": 1, "totals.steps": 1},
     "`$.totals.skipped_steps`": {"totals.skipped_steps": -1},
     "totals.skipped_steps=99": {"totals.skipped_steps": 99},
     "totals.best_step=99": {"totals.best_step": 99},
@@ -95,7 +95,7 @@ DESCRIPTION_LIES: dict[str, dict[str, Any]] = {
     "`$.totals.training_s`": {"totals.training_s": -1.0},
     "`$.totals.epoch`": {"totals.epoch": "x"},
     "its global batch is 25, expected 24": {"totals.global_batch": 25},
-    "it is of step 99, but the run has 8": {"step": 99, "totals.steps": 99},
+    "it is for step 99, but the run has 8": {"step": 99, "totals.steps": 99},
     "`$.tuning`": {"tuning": {}},
     "`$.checksum`": {"checksum": 5},
 }
@@ -149,7 +149,7 @@ def tell_lies(world: World, folder: str, optimizer: str, lies: list[str], overri
     state, description = (path / STATE).read_bytes(), (path / DESCRIPTION).read_bytes()
     found: dict[str, Any] = {"honest": taken(training, run, path)}
     for lie in lies:
-        target = path.with_name("step-00000099") if "of step 99" in lie else path
+        target = path.with_name("step-00000099") if "for step 99" in lie else path
         path.rename(target)
         rewrite(target, ADAM_LIES.get(lie) or TENSOR_LIES.get(lie, len), DESCRIPTION_LIES.get(lie, {}))
         found[lie] = taken(training, run, target)

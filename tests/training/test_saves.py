@@ -314,9 +314,9 @@ def test_a_buffer_with_nan_is_reported_at_the_first_save_and_fails_the_run_at_th
     result = ranks.run(record, str(tmp_path), EVERY_STEP, spoil_from_6, num_ranks=1)[0]
     (told,) = result["told"]
     assert told.startswith("warning   the model's seen has inf or NaN at step 7, so no checkpoint is written")
-    assert "the last checkpoint is of step 6." in told
+    assert "the last checkpoint is at step 6." in told
     assert result["error"] == (
-        "step 16 could not be saved: the model's seen has inf or NaN at step 16; the last checkpoint is of "
+        "step 16 could not be saved: the model's seen has inf or NaN at step 16; the last checkpoint is at "
         "step 6; fix the cause and start the run again"
     )
     assert set(names(tmp_path)) == {"last", "step-00000004", "step-00000005", "step-00000006"}

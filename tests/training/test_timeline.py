@@ -146,4 +146,4 @@ def test_ranks_of_a_failed_run_write_their_timeline_until_the_failure(ranks: Ran
 
 def test_a_host_that_does_not_see_the_folder_reports_it(tmp_path: Path) -> None:
     said = write_timeline(Timeline(rank=1), tmp_path / "elsewhere")
-    assert said and "elsewhere does not exist on this host" in said and not list(tmp_path.iterdir())
+    assert said and "elsewhere does not exist on this node" in said and not list(tmp_path.iterdir())

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from msgspec import Struct
 
-from megabatch.comm.cpu.barrier import Header
+from megabatch.comm.cpu.barrier import BarrierHeader
 from megabatch.comm.cpu.workers import Reducer
 from megabatch.comm.faults.failure import FirstError
 from megabatch.comm.groups import AXES, Groups
@@ -85,7 +85,7 @@ Arm = Callable[[], None]
 Row = dict[str, Any]
 
 
-class Request(Struct, frozen=True, kw_only=True):
+class ClusterRequest(Struct, frozen=True, kw_only=True):
     """The parsed options of the command."""
 
     num_hosts: int
@@ -105,7 +105,7 @@ def read_request(
     models: Sequence[str] | None,
     compares: bool,
     trains: bool,
-) -> Request:
+) -> ClusterRequest:
     """Parse and check the command-line options before anything starts.  None stands for the default."""
     if not MIN_HOSTS <= num_hosts <= MAX_HOSTS:
         near = clamp(num_hosts, MIN_HOSTS, MAX_HOSTS)
@@ -118,7 +118,7 @@ def read_request(
     defaults = ("2", "1", "bf16") if trains else ("2,4", "1,2.5", "same,bf16")
     options = (ranks_per_host, gbps, comm_dtype)
     setups, rates, comm_dtypes = (option or usual for option, usual in zip(options, defaults, strict=True))
-    request = Request(
+    request = ClusterRequest(
         num_hosts=num_hosts,
         setups=[read_setup(word, num_hosts) for word in setups.split(",")],
         rates_gbps=[read_rate(word) for word in rates.split(",")],
@@ -190,7 +190,7 @@ def clamp(number: int, least: int, most: int) -> int:
 class Task(Struct, frozen=True):
     """The measurements of one set of ranks."""
 
-    request: Request
+    request: ClusterRequest
     sizes: dict[str, list[int]]  # elements of each gradient, by model
     gbps: float
     stream_gbps: float
@@ -203,7 +203,7 @@ class Task(Struct, frozen=True):
         return {"gbps": self.gbps, "hosts": self.request.num_hosts, "ranks_per_host": name_setup(self.ranks)}
 
 
-def run(request: Request, rounds: int, json_file: Path | None) -> list[Row]:
+def run(request: ClusterRequest, rounds: int, json_file: Path | None) -> list[Row]:
     """Create hosts, start ranks on them, and print and return the rows that they measured."""
     require_tools()
     sizes = {model: gradient_sizes(model) for model in request.models}
@@ -272,7 +272,7 @@ class Ours:
         self.num_calls += 1
         last = len(self.buckets) - 1
         futures = [
-            self.reducer.start(key, tensor, plan, Header(self.num_calls, key, len(tensor)), None, key == last)
+            self.reducer.start(key, tensor, plan, BarrierHeader(self.num_calls, key, len(tensor)), None, key == last)
             for key, (tensor, plan) in enumerate(self.buckets)
         ]
         for future in futures:

@@ -74,18 +74,18 @@ def allreduce(
 @app.command()
 def cluster(
     json: Json = None,
-    hosts: Annotated[int, typer.Option(help="Hosts, 2 to 4. Each is a network namespace of this machine.")] = 2,
+    hosts: Annotated[int, typer.Option(help="Nodes, 2 to 4. Each is a network namespace of this machine.")] = 2,
     ranks_per_host: Annotated[
-        str | None, typer.Option(help="Numbers of ranks to try: 2,4 on every host; 2+1 on two hosts.")
+        str | None, typer.Option(help="Numbers of ranks to try: 2,4 on every node; 2+1 on two nodes.")
     ] = None,
     gbps: Annotated[str | None, typer.Option(help="Network card rates to try: 1,2.5.")] = None,
-    comm_dtype: Annotated[str | None, typer.Option(help="Comm dtypes to try between hosts: same,bf16,fp16.")] = None,
+    comm_dtype: Annotated[str | None, typer.Option(help="Comm dtypes to try between nodes: same,bf16,fp16.")] = None,
     models: Models = None,
     rounds: Annotated[int, typer.Option(min=9, max=MOST, help="Turns per arm; the median is reported.")] = 9,
     compare: Annotated[bool, typer.Option("--compare", help="Also force each algorithm in turn.")] = False,
     train: Annotated[bool, typer.Option("--train", help="Compare a training of AlexNet-BN instead.")] = False,
 ) -> None:
-    """Compare our all-reduce between hosts with Gloo as DDP calls it.  Needs root and iproute2."""
+    """Compare our all-reduce between nodes with Gloo as DDP calls it.  Needs root and iproute2."""
     bench = load_bench("cluster")
     require_folder_of(json)
     request = bench.read_request(hosts, ranks_per_host, gbps, comm_dtype, models, compare, train)
@@ -124,7 +124,7 @@ def launches(
     ] = 9,
     threads: Annotated[int, typer.Option(min=1, max=4096, help="Decoding threads.")] = 1,
 ) -> None:
-    """Measure the host's time of a step on a GPU with idle and with busy decoders."""
+    """Measure the host time per step on a GPU, with idle and with busy decoders."""
     bench = load_bench("launches")
     require_folder_of(json)
     bench.run(rounds, threads, json)

@@ -53,7 +53,7 @@ from megabatch.data.pipeline.augment import Augmentation
 from megabatch.data.pipeline.encoded import EncodedImages
 from megabatch.data.pipeline.order import epoch_order
 from megabatch.data.pipeline.orientation import Box
-from megabatch.data.pipeline.reader import Reader, Request
+from megabatch.data.pipeline.reader import BatchRequest, Reader
 from megabatch.data.settings import DataSettings
 from megabatch.errors import UserError
 from megabatch.ranks.machine import usable_cores
@@ -152,7 +152,7 @@ def measure(photos: Photos, settings: Settings, rounds: int) -> dict[str, Any]:
 def augmentation_costs(photos: Photos, settings: Settings) -> dict[str, float]:
     reader = our_reader(photos.folder, settings)
     samples = np.arange(min(settings.batch, len(photos.paths)))
-    images = reader.make(Request(samples, np.zeros_like(samples))).images
+    images = reader.make(BatchRequest(samples, np.zeros_like(samples))).images
     return {f"{name}_us": cost for name, cost in costs_us(images).items()}
 
 
@@ -337,7 +337,7 @@ def our_epoch(reader: Reader, batch: int, seed: int, part: int = 0, num_parts: i
     """Yield the batches that a rank of `megabatch train` reads in one epoch."""
     order = epoch_order(seed, 0, len(reader.images))[part::num_parts]
     parts = np.split(order, range(batch, len(order), batch))
-    requests = (partial(Request, samples, np.full_like(samples, seed)) for samples in parts)
+    requests = (partial(BatchRequest, samples, np.full_like(samples, seed)) for samples in parts)
     with closing(reader.prefetch(requests, batch)) as batches:
         for made in batches:
             yield made.images

@@ -1,4 +1,4 @@
-"""megabatch bench launches: the host's time of a step while images are decoded beside it.
+"""megabatch bench launches: the host time per step while images are decoded in the background.
 
 On a GPU the host only launches kernels, so a step is as slow as the thread that launches them.  This bench runs the
 real trainer on a fake CUDA (rehearsal/fake_cuda.py) with a network so small that launches are most of the work.  It

@@ -29,7 +29,7 @@ from msgspec.structs import replace
 
 from megabatch.errors import UserError
 from megabatch.simulate.cluster import Cluster
-from megabatch.simulate.device import Point
+from megabatch.simulate.device import ThroughputPoint
 from megabatch.simulate.load import load_cluster
 from megabatch.simulate.scenario import Scenario, Simulated, simulate
 from megabatch.simulate.step import AllReduceSettings, Overlap
@@ -165,7 +165,7 @@ def read_rows(path: Path = FILE) -> list[Published]:
         return [msgspec.convert(row, Published, strict=False) for row in csv.DictReader(file)]
 
 
-def predict(row: Published, is_held_out: Callable[[Point], bool] = lambda point: False) -> Prediction:
+def predict(row: Published, is_held_out: Callable[[ThroughputPoint], bool] = lambda point: False) -> Prediction:
     scenario = Scenario(
         workload=load_workload("resnet50"),
         cluster=without_points(load_cluster(row.cluster, row.overrides.split()), is_held_out),
@@ -181,7 +181,7 @@ def predict_all(role: str, rows: Iterable[Published]) -> list[Prediction]:
     return [predict(row) for row in rows if row.role == role]
 
 
-def without_points(cluster: Cluster, is_held_out: Callable[[Point], bool]) -> Cluster:
+def without_points(cluster: Cluster, is_held_out: Callable[[ThroughputPoint], bool]) -> Cluster:
     curves = {
         precision: [
             replace(curve, points=tuple(point for point in curve.points if not is_held_out(point))) for curve in of_one
@@ -209,7 +209,7 @@ def predict_without_cluster(rows: Iterable[Published]) -> list[HeldOut]:
 
 
 def hold_out(cluster: str, machines: Sequence[str], rows: Iterable[Published]) -> HeldOut:
-    def is_held_out(point: Point) -> bool:
+    def is_held_out(point: ThroughputPoint) -> bool:
         return any(machine in point.source for machine in machines)
 
     curves = load_cluster(cluster).device.curves.values()

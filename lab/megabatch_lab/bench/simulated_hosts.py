@@ -32,7 +32,7 @@ from megabatch.planning.plan import CommDtype, axes_of
 from megabatch.planning.topology import Axis, ClusterShape, Topology
 from megabatch.planning.tuning import Bucket, Tuning
 from megabatch.simulate.cluster import Cluster, Cpu, Device, EngineSettings, Network, Node
-from megabatch.simulate.cores import CoreCosts, Cores, StepTime, core_seconds, gaps_of_hosts
+from megabatch.simulate.cores import CoreCosts, Cores, StepTime, core_seconds, gaps_of_nodes
 from megabatch.simulate.step import AllReduceSettings, Compute, choose_cut, run_without_contention, time_on_cores
 from megabatch_lab.bench.cluster import applying, ready_at_once
 from megabatch_lab.bench.fit_cores import TimedAllReduce, Unlimited, fit_costs
@@ -125,7 +125,7 @@ class BaseTimes(NamedTuple):
     stream_share: float  # of the nominal rate that one plain TCP stream reached; 1 without a limit
 
 
-class Training(NamedTuple):
+class TrainingTimes(NamedTuple):
     """Measurements of a training of TRAINED on one host."""
 
     backward: RecordedBackward  # of a rank with a core to itself
@@ -213,7 +213,7 @@ def measure_exchange_gaps() -> float:
     with hosts(EXCHANGE_HOSTS, EXCHANGE_GBPS) as cluster:
         stream_gbps = cluster.stream_gbps()
         exchange_gbps = statistics.median(cluster.exchange_gbps(PART_BYTES) for _ in range(EXCHANGE_ATTEMPTS))
-    return max(0.0, stream_gbps / exchange_gbps - 1) / gaps_of_hosts(EXCHANGE_HOSTS)
+    return max(0.0, stream_gbps / exchange_gbps - 1) / gaps_of_nodes(EXCHANGE_HOSTS)
 
 
 def median_of(base: Sequence[BaseTimes]) -> BaseTimes:
@@ -300,7 +300,7 @@ def cluster_of(costs: CoreCosts, gbps: float, num_cores: float, crowding: float 
     )
 
 
-def measure_training(rounds: int, costs: CoreCosts, num_cores: int) -> Training:
+def measure_training(rounds: int, costs: CoreCosts, num_cores: int) -> TrainingTimes:
     profile = measure((1,), NO_LIMIT_GBPS, Recording(PROFILE_S))[0].profile
     assert profile
     alone_s, beside_s = (
@@ -313,7 +313,7 @@ def measure_training(rounds: int, costs: CoreCosts, num_cores: int) -> Training:
     assert plan
     num_elements = sum(gradient.num_bytes for gradient in backward.gradients) // ELEMENT_BYTES["fp32"]
     reducing_s = core_seconds(plan, shape, num_elements, costs, Cores({num_cores: 1}, num_cores)) / num_cores
-    return Training(
+    return TrainingTimes(
         backward,
         max(profile.forward_s(MICROBATCH) + profile.update_s, alone_s - max(backward.ready_s)),
         max(1.0, (beside_s - reducing_s) / alone_s),
@@ -326,7 +326,7 @@ class MeasuredStep(NamedTuple):
 
 
 def measure_step(
-    case: Case, dtype: CommDtype, training: Training, costs: CoreCosts, num_cores: int, rounds: int
+    case: Case, dtype: CommDtype, training: TrainingTimes, costs: CoreCosts, num_cores: int, rounds: int
 ) -> MeasuredStep:
     shape = topology_of(case.ranks).shape
     evenly = even_cores(shape, num_cores)
@@ -348,7 +348,9 @@ def fit_steps(steps: Sequence[MeasuredStep], costs: CoreCosts) -> CoreCosts:
     return replace(costs, step_unhidden=min(1.0, max(0.0, statistics.fmean(parts))))
 
 
-def step_row(case: Case, dtype: CommDtype, training: Training, costs: CoreCosts, num_cores: int, rounds: int) -> Row:
+def step_row(
+    case: Case, dtype: CommDtype, training: TrainingTimes, costs: CoreCosts, num_cores: int, rounds: int
+) -> Row:
     predicted, taken_s = measure_step(case, dtype, training, costs, num_cores, rounds)
     return make_row("step", case, dtype, "auto", predicted.seconds(costs.step_unhidden), taken_s)
 

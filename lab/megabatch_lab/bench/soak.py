@@ -64,7 +64,7 @@ OVERRIDES = [
 ]
 
 
-class Point(NamedTuple):
+class SoakSample(NamedTuple):
     step: int
     seconds: float
     other_s: float  # CPU seconds of other processes since boot
@@ -102,9 +102,9 @@ def make_photos(folder: Path) -> None:
         Image.fromarray(grey).resize((48, 40)).convert("RGB").save(path, quality=90)
 
 
-def watch(folder: Path, num_steps: int, num_ranks: int) -> tuple[list[Point], set[str]]:
+def watch(folder: Path, num_steps: int, num_ranks: int) -> tuple[list[SoakSample], set[str]]:
     """Return the points of a run, and its files that remain in /dev/shm."""
-    points: list[Point] = []
+    points: list[SoakSample] = []
     pids: set[int] = set()
     files: set[str] = set()
     due = 1
@@ -152,7 +152,7 @@ def ranks_below(launcher: int) -> dict[int, str]:
     return ranks
 
 
-def read_point(step: int, names: dict[int, str], files: set[str]) -> Point:
+def read_point(step: int, names: dict[int, str], files: set[str]) -> SoakSample:
     stats: dict[tuple[str, str], float] = {}
     for pid, process in names.items():
         stats |= {(process, name): float(value) for name, value in read_stats(pid).items()}
@@ -161,10 +161,10 @@ def read_point(step: int, names: dict[int, str], files: set[str]) -> Point:
     found = shared_memory_files(set(names))
     files |= found
     stats["all", "shm_files"] = float(len(found))
-    return Point(step, time.perf_counter(), busy_s() - sum(map(cpu_s, [*names, os.getpid()])), stats)
+    return SoakSample(step, time.perf_counter(), busy_s() - sum(map(cpu_s, [*names, os.getpid()])), stats)
 
 
-def compare(points: Sequence[Point], num_steps: int) -> list[dict[str, Any]]:
+def compare(points: Sequence[SoakSample], num_steps: int) -> list[dict[str, Any]]:
     """Return a row for each value of each process."""
     before, after = tenth(points, num_steps, 1), tenth(points, num_steps, 9)
     apart = statistics.median(p.step for p in after) - statistics.median(p.step for p in before)
@@ -180,20 +180,20 @@ def compare(points: Sequence[Point], num_steps: int) -> list[dict[str, Any]]:
     return rows
 
 
-def compare_speed(points: Sequence[Point], num_steps: int) -> dict[str, Any]:
+def compare_speed(points: Sequence[SoakSample], num_steps: int) -> dict[str, Any]:
     early, late = (rates(tenth(points, num_steps, number)) for number in (0, 9))
     first, last = statistics.median(early), statistics.median(late)
     allowed = max(SLOWER * first, *(spread(part) for part in (early, late)))
     return row_of("all", "steps_per_s", first, last, allowed, worse=first - last)
 
 
-def cores_of_others(points: Sequence[Point], num_steps: int) -> float:
+def cores_of_others(points: Sequence[SoakSample], num_steps: int) -> float:
     """Return the cores that other processes used in the first or last tenth, the larger of the two."""
     parts = [tenth(points, num_steps, number) for number in (0, 9)]
     return max((part[-1].other_s - part[0].other_s) / (part[-1].seconds - part[0].seconds) for part in parts)
 
 
-def rates(points: Sequence[Point]) -> list[float]:
+def rates(points: Sequence[SoakSample]) -> list[float]:
     return [(b.step - a.step) / (b.seconds - a.seconds) for a, b in pairwise(points)]
 
 
@@ -203,7 +203,7 @@ def spread(values: Sequence[float]) -> float:
     return high - low
 
 
-def tenth(points: Sequence[Point], num_steps: int, number: int) -> list[Point]:
+def tenth(points: Sequence[SoakSample], num_steps: int, number: int) -> list[SoakSample]:
     return [point for point in points if (point.step - 1) * 10 // num_steps == number]
 
 

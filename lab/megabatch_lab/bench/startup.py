@@ -89,7 +89,7 @@ class Agreement(NamedTuple):
     store: CountingStore
 
 
-class Step(NamedTuple):
+class StepCounts(NamedTuple):
     num_launches: int
     num_syncs: int
 
@@ -215,7 +215,7 @@ def attributed(function: Callable[..., Any], spans: list[Span]) -> Callable[...,
     return call
 
 
-def steady_step(num_ranks: int, algorithm: str, precision: str) -> Step:
+def steady_step(num_ranks: int, algorithm: str, precision: str) -> StepCounts:
     # Fixed bucket size: otherwise timings would change the number of buckets and of launches.
     choices = [f"comm.algorithm={algorithm}", f"precision.name={precision}", "comm.bucket_mb=25"]
     config = config_for(num_ranks, *choices)
@@ -224,7 +224,7 @@ def steady_step(num_ranks: int, algorithm: str, precision: str) -> Step:
             next(records)
         fake_cuda.reset()
         next(records)
-        return Step(fake_cuda.launches().total(), len(fake_cuda.seen("sync")))
+        return StepCounts(fake_cuda.launches().total(), len(fake_cuda.seen("sync")))
 
 
 def stats_per_node(num_ranks: int) -> int:

@@ -69,7 +69,7 @@ def chaos(
     from megabatch_lab.chaos.launchers import run_launchers
     from megabatch_lab.chaos.namespaces import require_tools
     from megabatch_lab.chaos.report import report_json
-    from megabatch_lab.chaos.run import Request, run_chaos
+    from megabatch_lab.chaos.run import ChaosRequest, run_chaos
     from megabatch_lab.chaos.screen import ChaosScreen
 
     require_folder_of(json)
@@ -105,7 +105,7 @@ def chaos(
         raise UserError(
             f"--ranks {num_ranks} cannot be divided among --hosts {hosts}; nearest: --ranks {num_ranks + 1}"
         )
-    request = Request(
+    request = ChaosRequest(
         command=shlex.join(["megabatch", *sys.argv[1:]]),
         recipe=config.with_run(dir=None).to_toml(),
         timeout_s=config.comm.timeout_s,

@@ -58,7 +58,7 @@ class Scenario(Struct, kw_only=True):
         return "the reference" if self.name == UNDISTURBED else "the same" if self.has_run else "no run"
 
 
-class Report(Struct, kw_only=True):
+class LauncherReport(Struct, kw_only=True):
     versions: str
     scenarios: list[Scenario] = field(default_factory=list)
 
@@ -441,7 +441,7 @@ def version_of(*command: str) -> str:
     return found[0] if found else "?"
 
 
-def run_launchers(recipe: str, uses_slurm: bool, uses_mpi: bool, cases: Sequence[str]) -> Report:
+def run_launchers(recipe: str, uses_slurm: bool, uses_mpi: bool, cases: Sequence[str]) -> LauncherReport:
     """Run the scenarios of Slurm and of MPI, or only those in `cases`, and print a line for each and a table."""
     known = {**(SLURM_SCENARIOS if uses_slurm else {}), **(MPI_SCENARIOS if uses_mpi else {})}
     for case in cases:
@@ -454,7 +454,7 @@ def run_launchers(recipe: str, uses_slurm: bool, uses_mpi: bool, cases: Sequence
     if uses_slurm:
         versions.append(f"Slurm {version_of('slurmctld', '-V')}")
     versions += [f"{each} {version_of(MPI_COMMANDS[each][0], '--version')}" for each in launchers]
-    report = Report(versions=", ".join(versions))
+    report = LauncherReport(versions=", ".join(versions))
     console.row("chaos", report.versions, WIDTH)
     folder = Path(mkdtemp(prefix="chaos-"))
     (folder / "recipe.toml").write_text(recipe)
@@ -480,7 +480,7 @@ def run_all(
     run: Callable[[Path, Path, Scenario, Path | None], Path],
     folder: Path,
     cases: Sequence[str],
-    report: Report,
+    report: LauncherReport,
     console: Terminal,
 ) -> None:
     expected = None
@@ -497,7 +497,7 @@ def run_all(
             console.row("", problem, WIDTH)
 
 
-def finish(report: Report, console: Terminal) -> None:
+def finish(report: LauncherReport, console: Terminal) -> None:
     table = plain_table()
     for column in ("launcher", "scenario", "action", "result", "bits"):
         table.add_column(column)

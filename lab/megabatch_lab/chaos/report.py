@@ -49,7 +49,7 @@ class Tally(Struct, frozen=True, kw_only=True):
     repeated: Spread | None
 
 
-class Report(Struct, kw_only=True):
+class ChaosReport(Struct, kw_only=True):
     command: str
     seed: int
     num_ranks: int
@@ -96,7 +96,7 @@ class Report(Struct, kw_only=True):
         )
 
 
-def report_json(report: Report) -> bytes:
+def report_json(report: ChaosReport) -> bytes:
     """Return the report and its totals as JSON."""
     summary = {
         "injected": report.injected,

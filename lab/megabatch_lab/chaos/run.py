@@ -15,7 +15,7 @@ from megabatch.errors import UserError
 from megabatch_lab.chaos.disturb import Disturbance, check_end
 from megabatch_lab.chaos.faults import FAULTS_A_RUN, NEED_DISK, ONE_HOST, TWO_HOSTS, Kind, Timeline, arrange, draw
 from megabatch_lab.chaos.namespaces import Host, namespaces, stop_signals
-from megabatch_lab.chaos.report import DisturbedRun, Report
+from megabatch_lab.chaos.report import ChaosReport, DisturbedRun
 from megabatch_lab.chaos.site import Site, one_host, several_hosts, small_disk, why_no_disk
 
 PREFIX = "chaos-"  # of the folder in the temporary directory
@@ -27,7 +27,7 @@ SPARE_S = 30.0
 DISK_FACTOR, DISK_EXTRA_BYTES = 3, 16 << 20  # relative to the undisturbed run's folder
 
 
-class Request(Struct, frozen=True, kw_only=True):
+class ChaosRequest(Struct, frozen=True, kw_only=True):
     command: str
     recipe: str  # resolved, as TOML
     timeout_s: float  # its comm.timeout_s
@@ -41,11 +41,11 @@ class Request(Struct, frozen=True, kw_only=True):
 class Screen(Protocol):
     """Receives the outcome of each run; the command line prints it."""
 
-    def begin(self, report: Report, folder: Path) -> None: ...
+    def begin(self, report: ChaosReport, folder: Path) -> None: ...
     def show_run(self, run: DisturbedRun) -> None: ...
 
 
-def run_chaos(request: Request, screen: Screen) -> Report:
+def run_chaos(request: ChaosRequest, screen: Screen) -> ChaosReport:
     folder = Path(mkdtemp(prefix=PREFIX))
     try:
         with ExitStack() as stack:
@@ -67,11 +67,11 @@ def is_kept(folder: Path) -> bool:
 
 
 class Chaos:
-    def __init__(self, request: Request, folder: Path, hosts: Sequence[Host], screen: Screen) -> None:
+    def __init__(self, request: ChaosRequest, folder: Path, hosts: Sequence[Host], screen: Screen) -> None:
         self.request, self.folder, self.hosts, self.screen = request, folder, hosts, screen
         self.recipe = folder / "recipe.toml"
         self.recipe.write_text(request.recipe)
-        self.report = Report(
+        self.report = ChaosReport(
             command=request.command,
             seed=request.seed,
             num_ranks=request.num_ranks,
@@ -79,7 +79,7 @@ class Chaos:
             wanted=request.kills,
         )
 
-    def run(self) -> Report:
+    def run(self) -> ChaosReport:
         started_s = time.monotonic()
         deck = self.choose_deck()
         timeline = self.run_undisturbed()

@@ -9,14 +9,14 @@ from rich.table import Table
 from megabatch.io.terminal import Terminal, plain_table
 from megabatch_lab.chaos.faults import FAULTS_A_RUN, TITLES, Kind
 from megabatch_lab.chaos.judge import PHASES
-from megabatch_lab.chaos.report import DisturbedRun, Injected, Report, Spread, Tally
-from megabatch_lab.chaos.run import Request
+from megabatch_lab.chaos.report import ChaosReport, DisturbedRun, Injected, Spread, Tally
+from megabatch_lab.chaos.run import ChaosRequest
 
 WIDTH = 11  # of the label before a line
 
 
 class ChaosScreen:
-    def __init__(self, command: Sequence[str], request: Request) -> None:
+    def __init__(self, command: Sequence[str], request: ChaosRequest) -> None:
         self.console = Terminal()
         self.command = command
         ranks = f"{request.num_ranks} rank{'s' * (request.num_ranks > 1)}"
@@ -26,7 +26,7 @@ class ChaosScreen:
     def print_row(self, name: str, text: str) -> None:
         self.console.row(name, text, WIDTH)
 
-    def begin(self, report: Report, folder: Path) -> None:
+    def begin(self, report: ChaosReport, folder: Path) -> None:
         for line in report.left_out:
             self.print_row("left out", line)
         self.print_row("undisturbed", f"{report.num_steps} steps, {report.undisturbed_s:.1f} s, in {folder}")
@@ -46,7 +46,7 @@ class ChaosScreen:
         """Return the command that repeats only this run, with the same number of faults."""
         return shlex.join([*self.command, "--only", str(run.number), "--kills", str(max(1, len(run.faults)))])
 
-    def finish(self, report: Report) -> None:
+    def finish(self, report: ChaosReport) -> None:
         self.console.print()
         self.console.print(survived(report))
         self.console.print()
@@ -63,7 +63,7 @@ class ChaosScreen:
         self.print_row("survived" if report.holds else "FAILED", f"{text}; {report.seconds:.0f} s")
 
 
-def rows_of(report: Report) -> list[tuple[str, Kind | None]]:
+def rows_of(report: ChaosReport) -> list[tuple[str, Kind | None]]:
     return [*((title, kind) for kind, title in TITLES.items() if kind in report.kinds), ("all", None)]
 
 
@@ -76,7 +76,7 @@ def tabulate(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     return table
 
 
-def survived(report: Report) -> Table:
+def survived(report: ChaosReport) -> Table:
     """Return a table of faults survived, by kind and phase."""
     rows = [
         [title, *(count(report.tally(kind, phase)) for phase in PHASES), count(report.tally(kind))]
@@ -85,7 +85,7 @@ def survived(report: Report) -> Table:
     return tabulate(["survived", *PHASES, "all"], rows)
 
 
-def durations(report: Report) -> Table:
+def durations(report: ChaosReport) -> Table:
     """Return a table of mean and maximum times."""
     rows = []
     for title, kind in rows_of(report):

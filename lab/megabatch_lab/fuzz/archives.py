@@ -10,7 +10,7 @@ import numpy as np
 
 from megabatch.data.catalog import load_data_set
 from megabatch.data.pack.identity import PackSettings
-from megabatch.data.pack.verify import verify
+from megabatch.data.pack.shards import verify
 from megabatch.data.pack.write import pack
 from megabatch.data.settings import DataSettings
 from megabatch.data.sources.index import INDEX

@@ -9,14 +9,14 @@ from megabatch_lab.fuzz.arrays import ARRAYS
 from megabatch_lab.fuzz.cifar import CIFAR
 from megabatch_lab.fuzz.formats import Format, make_input, write_input
 from megabatch_lab.fuzz.images import IMAGES
-from megabatch_lab.fuzz.outcome import Report
+from megabatch_lab.fuzz.outcome import FuzzReport
 from megabatch_lab.fuzz.texts import TEXTS
 from megabatch_lab.fuzz.trained import RUNS
 
 FORMATS: dict[str, Format] = IMAGES | ARCHIVES | ARRAYS | CIFAR | TEXTS | RUNS
 
 
-def keep_inputs(report: Report, folder: Path) -> None:
+def keep_inputs(report: FuzzReport, folder: Path) -> None:
     """Write the inputs that escaped to a folder."""
     with tempfile.TemporaryDirectory(prefix="megabatch-fuzz-") as scratch, ExitStack() as stack:
         names = {escape.format for escape in report.escapes}

@@ -39,7 +39,7 @@ def fuzz(
     from megabatch.io.disk import write_file
     from megabatch.ranks.machine import usable_cores
     from megabatch_lab.fuzz.catalog import FORMATS, keep_inputs
-    from megabatch_lab.fuzz.run import Request
+    from megabatch_lab.fuzz.run import FuzzRequest
     from megabatch_lab.fuzz.run import fuzz as run_fuzz
     from megabatch_lab.fuzz.screen import FuzzScreen
 
@@ -49,7 +49,7 @@ def fuzz(
         require_one_of("FORMAT", name, FORMATS)
     if keep and keep.exists() and not keep.is_dir():
         raise UserError(f"--keep {keep} is not a folder; give another path")
-    request = Request(
+    request = FuzzRequest(
         formats=chosen,
         inputs=inputs,
         seed=seed,

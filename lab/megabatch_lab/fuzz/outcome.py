@@ -9,7 +9,7 @@ from msgspec import Struct, field
 Kind = Literal["ok", "one line", "escaped"]
 
 
-class Outcome(Struct, frozen=True, kw_only=True):
+class InputOutcome(Struct, frozen=True, kw_only=True):
     format: str
     number: int
     kind: Kind
@@ -29,15 +29,15 @@ class Count(Struct):
     past_header: int = 0
 
 
-class Report(Struct, kw_only=True):
+class FuzzReport(Struct, kw_only=True):
     seed: int
     inputs: int
     seconds: float = 0.0
     counts: list[Count] = field(default_factory=list)
-    escapes: list[Outcome] = field(default_factory=list)
+    escapes: list[InputOutcome] = field(default_factory=list)
 
 
-def count_by_format(names: Iterable[str], outcomes: Iterable[Outcome]) -> list[Count]:
+def count_by_format(names: Iterable[str], outcomes: Iterable[InputOutcome]) -> list[Count]:
     counts = {name: Count(name) for name in names}
     for outcome in outcomes:
         count = counts[outcome.format]
@@ -49,7 +49,7 @@ def count_by_format(names: Iterable[str], outcomes: Iterable[Outcome]) -> list[C
     return list(counts.values())
 
 
-def alike(escapes: Iterable[Outcome]) -> list[tuple[Outcome, int]]:
+def alike(escapes: Iterable[InputOutcome]) -> list[tuple[InputOutcome, int]]:
     """Group escapes by their place in the code; return one example and the count of each, most frequent first."""
     escapes = list(escapes)
     places = Counter((escape.format, escape.where or escape.detail) for escape in escapes)

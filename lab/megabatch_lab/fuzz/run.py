@@ -18,8 +18,8 @@ from msgspec import Struct
 
 from megabatch.io.disk import remove
 from megabatch.text import one_line
-from megabatch_lab.fuzz.outcome import Outcome, Report, count_by_format
-from megabatch_lab.fuzz.worker import READY, Job
+from megabatch_lab.fuzz.outcome import FuzzReport, InputOutcome, count_by_format
+from megabatch_lab.fuzz.worker import READY, FuzzJob
 
 WORKER = [sys.executable, "-m", "megabatch_lab.fuzz.worker"]
 Inputs = list[tuple[str, int]]  # by format and number
@@ -28,7 +28,7 @@ POLL_S = 0.2
 START_TIMEOUT_S = 120.0  # a worker imports torch and trains a small run
 
 
-class Request(Struct, frozen=True, kw_only=True):
+class FuzzRequest(Struct, frozen=True, kw_only=True):
     formats: list[str]
     inputs: int
     seed: int
@@ -38,12 +38,12 @@ class Request(Struct, frozen=True, kw_only=True):
     only: int | None = None  # the number of one input
 
 
-def fuzz(request: Request, show: Callable[[Outcome], None]) -> Report:
+def fuzz(request: FuzzRequest, show: Callable[[InputOutcome], None]) -> FuzzReport:
     """Read all inputs and return the report.  Any thread may call `show`, with each outcome."""
     started_s = time.monotonic()
     inputs = inputs_of(request)
     shares = [inputs[first :: request.workers] for first in range(request.workers)]
-    outcomes: list[Outcome] = []
+    outcomes: list[InputOutcome] = []
     stopping = threading.Event()
     with tempfile.TemporaryDirectory(prefix="megabatch-fuzz-") as scratch, ThreadPoolExecutor(request.workers) as pool:
 
@@ -57,7 +57,7 @@ def fuzz(request: Request, show: Callable[[Outcome], None]) -> Report:
         finally:
             stopping.set()
     escapes = [outcome for outcome in outcomes if outcome.kind == "escaped"]
-    return Report(
+    return FuzzReport(
         seed=request.seed,
         inputs=len(outcomes),
         seconds=time.monotonic() - started_s,
@@ -66,7 +66,7 @@ def fuzz(request: Request, show: Callable[[Outcome], None]) -> Report:
     )
 
 
-def inputs_of(request: Request) -> Inputs:
+def inputs_of(request: FuzzRequest) -> Inputs:
     """Return the inputs, alternating between formats."""
     if request.only is not None:
         return [(name, request.only) for name in request.formats]
@@ -74,7 +74,7 @@ def inputs_of(request: Request) -> Inputs:
     return [(name, number) for number in range(rounds) for name in request.formats][: request.inputs]
 
 
-def read_all(inputs: Inputs, request: Request, scratch: Path, stopping: threading.Event) -> Iterator[Outcome]:
+def read_all(inputs: Inputs, request: FuzzRequest, scratch: Path, stopping: threading.Event) -> Iterator[InputOutcome]:
     """Yield the outcome of each input.  An input that crashes or stalls its worker has escaped."""
     begin = 0
     while begin < len(inputs) and not stopping.is_set():
@@ -85,7 +85,7 @@ def read_all(inputs: Inputs, request: Request, scratch: Path, stopping: threadin
                 begin += 1
             if begin < len(inputs) and not stopping.is_set():
                 name, number = inputs[begin]
-                yield Outcome(format=name, number=number, kind="escaped", detail=worker.end())
+                yield InputOutcome(format=name, number=number, kind="escaped", detail=worker.end())
                 begin += 1
         remove(folder)
 
@@ -95,7 +95,7 @@ class Worker:
         self.process, self.results, self.errors = process, results, errors
         self.is_late = False
 
-    def outcomes(self, most_s: float, stopping: threading.Event) -> Iterator[Outcome]:
+    def outcomes(self, most_s: float, stopping: threading.Event) -> Iterator[InputOutcome]:
         """Yield outcomes until the worker ends or an input takes too long."""
         buffer, deadline_s = b"", time.monotonic() + START_TIMEOUT_S
         while not stopping.is_set():
@@ -108,7 +108,7 @@ class Worker:
             if not chunk:
                 return
             *lines, buffer = (buffer + chunk).split(b"\n")
-            yield from (msgspec.json.decode(line, type=Outcome) for line in lines if line != READY)
+            yield from (msgspec.json.decode(line, type=InputOutcome) for line in lines if line != READY)
             deadline_s = time.monotonic() + most_s
 
     def end(self) -> str:
@@ -121,10 +121,10 @@ class Worker:
 
 
 @contextmanager
-def started_worker(inputs: Inputs, request: Request, folder: Path) -> Iterator[Worker]:
+def started_worker(inputs: Inputs, request: FuzzRequest, folder: Path) -> Iterator[Worker]:
     results, theirs = os.pipe()
     errors = folder / "stderr"
-    job = Job(
+    job = FuzzJob(
         seed=request.seed,
         inputs=inputs,
         most_mb=request.most_mb,

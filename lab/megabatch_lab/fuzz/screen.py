@@ -5,14 +5,14 @@ import threading
 from rich.progress import Progress
 
 from megabatch.io.terminal import Terminal, plain_table
-from megabatch_lab.fuzz.outcome import Outcome, Report, alike
-from megabatch_lab.fuzz.run import Request, inputs_of
+from megabatch_lab.fuzz.outcome import FuzzReport, InputOutcome, alike
+from megabatch_lab.fuzz.run import FuzzRequest, inputs_of
 
 MAX_SHOWN = 20
 
 
 class FuzzScreen:
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: FuzzRequest) -> None:
         self.console = Terminal()
         self.progress = Progress(console=self.console, transient=True, disable=not self.console.is_live)
         self.task = self.progress.add_task("inputs", total=len(inputs_of(request)))
@@ -26,12 +26,12 @@ class FuzzScreen:
     def __exit__(self, *error: object) -> None:
         self.progress.stop()
 
-    def show(self, outcome: Outcome) -> None:
+    def show(self, outcome: InputOutcome) -> None:
         with self.lock:
             self.num_escaped += outcome.kind == "escaped"
             self.progress.update(self.task, advance=1, description=f"inputs, {self.num_escaped:,} escaped")
 
-    def finish(self, report: Report) -> None:
+    def finish(self, report: FuzzReport) -> None:
         table = plain_table()
         table.add_column("format")
         for column in ("inputs", "ok", "one line", "escaped", "past the header"):

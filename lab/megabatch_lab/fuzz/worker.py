@@ -22,7 +22,7 @@ from megabatch.ranks.signals import die_with
 from megabatch.text import LONGEST_SHOWN, one_line
 from megabatch_lab.fuzz.catalog import FORMATS
 from megabatch_lab.fuzz.formats import Bench, make_input, write_input
-from megabatch_lab.fuzz.outcome import Outcome
+from megabatch_lab.fuzz.outcome import InputOutcome
 
 REFUSALS = (UserError, Unreadable)
 MEGABYTE = 1 << 20
@@ -32,7 +32,7 @@ SHOWN_FRAMES = 3
 PACKAGE = "megabatch"
 
 
-class Job(Struct, frozen=True, kw_only=True):
+class FuzzJob(Struct, frozen=True, kw_only=True):
     seed: int
     inputs: list[tuple[str, int]]  # by format and number
     most_mb: int  # memory limit per input
@@ -42,7 +42,7 @@ class Job(Struct, frozen=True, kw_only=True):
 
 
 def main() -> None:
-    job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
+    job = msgspec.json.decode(sys.stdin.buffer.read(), type=FuzzJob)
     die_with(job.parent)
     os.chdir(job.folder)
     with os.fdopen(job.results, "wb", buffering=0) as results:
@@ -50,7 +50,7 @@ def main() -> None:
             results.write(msgspec.json.encode(outcome) + b"\n")
 
 
-def work(job: Job, on_ready: Callable[[], object] = lambda: None) -> Iterator[Outcome]:
+def work(job: FuzzJob, on_ready: Callable[[], object] = lambda: None) -> Iterator[InputOutcome]:
     benches, folder = Path(job.folder, "benches"), Path(job.folder, "input")
     benches.mkdir()
     with ExitStack() as stack:
@@ -68,14 +68,14 @@ def work(job: Job, on_ready: Callable[[], object] = lambda: None) -> Iterator[Ou
             yield outcome
 
 
-def judge(name: str, number: int, bench: Bench, seed: int, folder: Path) -> Outcome:
+def judge(name: str, number: int, bench: Bench, seed: int, folder: Path) -> InputOutcome:
     """Read one input with the reader of its format and judge the result."""
     remove(folder)
     folder.mkdir()
     files, is_valid = make_input(name, FORMATS[name], bench.specimens, seed, number)
     write_input(files, folder)
     past_header = is_valid or FORMATS[name].has_header(files)
-    outcome = Outcome(format=name, number=number, kind="ok", past_header=past_header)
+    outcome = InputOutcome(format=name, number=number, kind="ok", past_header=past_header)
     try:
         bench.read(folder)
     except REFUSALS as error:

@@ -12,8 +12,8 @@ mirrored   One process is rank r of p, and every collective returns the result t
            data of this one.  Usually rank 0, because other ranks would not hold the objects that rank 0 broadcasts.
 
 All log the collectives.  A collective of CUDA tensors counts as one launch on the current stream.  With NCCL the host
-would not wait for it.  Here it waits in `Work.wait`, which is not counted as a synchronisation; with "blocking" for at
-most PATIENCE_S, after which the device is held in the collective.
+would not wait for it.  Here it waits in `FakeWork.wait`, which is not counted as a synchronisation; with "blocking" for
+at most PATIENCE_S, after which the device is held in the collective.
 """
 
 import os
@@ -52,7 +52,7 @@ log: list[Collective] = []
 made: Counter[str] = Counter()
 
 
-class Work(dist.Work):
+class FakeWork(dist.Work):
     """Works of Gloo, and a function to call when they have completed."""
 
     def __init__(
@@ -78,7 +78,7 @@ class Work(dist.Work):
         return future
 
 
-class Group(dist.ProcessGroup):
+class FakeGroup(dist.ProcessGroup):
     """The collectives of megabatch, DDP and torch's object collectives, built on four primitives on flat host tensors.
 
     Signatures follow the calls of torch's C++ code, which are only one overload of torch's stubs.
@@ -91,18 +91,18 @@ class Group(dist.ProcessGroup):
         self.index, self.num_members, self.title = index, size, ""
         made["connected"] += 1
 
-    def reduce_flat(self, flat: torch.Tensor, op: Any, root: int | None) -> Work:
+    def reduce_flat(self, flat: torch.Tensor, op: Any, root: int | None) -> FakeWork:
         """Reduce in place, at all members or only at the root."""
         raise NotImplementedError
 
-    def gather_flat(self, out: torch.Tensor, flat: torch.Tensor) -> Work:
+    def gather_flat(self, out: torch.Tensor, flat: torch.Tensor) -> FakeWork:
         """Gather the tensors of all members in order."""
         raise NotImplementedError
 
-    def broadcast_flat(self, flat: torch.Tensor, root: int) -> Work:
+    def broadcast_flat(self, flat: torch.Tensor, root: int) -> FakeWork:
         raise NotImplementedError
 
-    def exchange_flat(self, out: torch.Tensor, flat: torch.Tensor, received: list[int], sent: list[int]) -> Work:
+    def exchange_flat(self, out: torch.Tensor, flat: torch.Tensor, received: list[int], sent: list[int]) -> FakeWork:
         """Exchange all-to-all, with the number of elements received from and sent to each member."""
         raise NotImplementedError
 
@@ -126,33 +126,33 @@ class Group(dist.ProcessGroup):
         log.append(Collective(op, tensor.dtype, tensor.numel(), self.num_members, stream, num_bytes))
         return host_view(tensor)
 
-    def all_reduce_one(self, tensor: torch.Tensor, op: Any) -> Work:
+    def all_reduce_one(self, tensor: torch.Tensor, op: Any) -> FakeWork:
         host = self.begin("allreduce", tensor, 4 * (1 - 1 / self.num_members))
         flat = host.contiguous().view(-1)
         work = self.reduce_flat(flat, op, None)
-        return Work([work], lambda: host.copy_(flat.view(host.shape)))
+        return FakeWork([work], lambda: host.copy_(flat.view(host.shape)))
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
-        return Work([self.all_reduce_one(tensor, op_of(opts)) for tensor in tensors], results=tensors)
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> FakeWork:  # type: ignore[override]
+        return FakeWork([self.all_reduce_one(tensor, op_of(opts)) for tensor in tensors], results=tensors)
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> FakeWork:
         return self.allreduce(tensors, opts)
 
-    def reduce(self, tensors: Tensors, opts: Any) -> Work:  # type: ignore[override]
+    def reduce(self, tensors: Tensors, opts: Any) -> FakeWork:  # type: ignore[override]
         (tensor,) = tensors
         host = self.begin("reduce", tensor, 1)
         flat = host.contiguous().view(-1)
         work = self.reduce_flat(flat, op_of(opts), opts.rootRank)
-        return Work([work], lambda: host.copy_(flat.view(host.shape)))
+        return FakeWork([work], lambda: host.copy_(flat.view(host.shape)))
 
-    def broadcast(self, tensors: Tensors, opts: Any) -> Work:  # type: ignore[override]
+    def broadcast(self, tensors: Tensors, opts: Any) -> FakeWork:  # type: ignore[override]
         (tensor,) = tensors
         host = self.begin("broadcast", tensor, 1)
         flat = host.contiguous().view(-1)
         work = self.broadcast_flat(flat, opts.rootRank)
-        return Work([work], lambda: host.copy_(flat.view(host.shape)))
+        return FakeWork([work], lambda: host.copy_(flat.view(host.shape)))
 
-    def gather_one(self, outs: Tensors, tensor: torch.Tensor, op: str = "allgather") -> Work:
+    def gather_one(self, outs: Tensors, tensor: torch.Tensor, op: str = "allgather") -> FakeWork:
         """Gather into one tensor, or into one tensor per member."""
         own = self.begin(op, tensor, 2 * (self.num_members - 1), outs).contiguous().view(-1)
         hosts = [host_view(out) for out in outs]
@@ -162,39 +162,39 @@ class Group(dist.ProcessGroup):
         if is_whole:
             return work
         parts = arrived.view(len(outs), -1).unbind()
-        return Work([work], lambda: foreach_copy_([host.view(-1) for host in hosts], parts))
+        return FakeWork([work], lambda: foreach_copy_([host.view(-1) for host in hosts], parts))
 
-    def allgather(self, outs: list[Tensors], tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
-        return Work([self.gather_one(out, tensor) for out, tensor in zip(outs, tensors, strict=True)])
+    def allgather(self, outs: list[Tensors], tensors: Tensors, opts: Any = None) -> FakeWork:  # type: ignore[override]
+        return FakeWork([self.gather_one(out, tensor) for out, tensor in zip(outs, tensors, strict=True)])
 
-    def all_gather_single(self, out: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
+    def all_gather_single(self, out: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> FakeWork:
         return self.gather_one([out], tensor)
 
-    def all_gather_single_coalesced(self, outs: Tensors, tensors: Tensors, opts: Any = None) -> Work:
-        return Work([self.gather_one([out], tensor) for out, tensor in zip(outs, tensors, strict=True)])
+    def all_gather_single_coalesced(self, outs: Tensors, tensors: Tensors, opts: Any = None) -> FakeWork:
+        return FakeWork([self.gather_one([out], tensor) for out, tensor in zip(outs, tensors, strict=True)])
 
-    def gather(self, outs: list[Tensors], tensors: Tensors, opts: Any) -> Work:  # type: ignore[override]
+    def gather(self, outs: list[Tensors], tensors: Tensors, opts: Any) -> FakeWork:  # type: ignore[override]
         (tensor,) = tensors
         gathered = outs[0] if self.index == opts.rootRank else [torch.empty_like(tensor) for _ in range(self.size())]
         return self.gather_one(gathered, tensor, "gather")
 
     def all_to_all_single(
         self, out: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int], opts: Any = None
-    ) -> Work:
+    ) -> FakeWork:
         host = self.begin("alltoall", tensor, 2 * (1 - 1 / self.num_members), [out])
         even = [len(host) // self.num_members] * self.num_members
         return self.exchange_flat(host_view(out), host, received or even, sent or even)
 
-    def reduce_scatter_single(self, out: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
+    def reduce_scatter_single(self, out: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> FakeWork:
         flat = self.begin("reduce_scatter", tensor, 2 * (1 - 1 / self.num_members), [out]).reshape(-1).clone()
         work, own = self.reduce_flat(flat, op_of(opts), None), flat.view(self.num_members, -1)[self.index]
-        return Work([work], lambda: host_view(out).copy_(own.view(out.shape)))
+        return FakeWork([work], lambda: host_view(out).copy_(own.view(out.shape)))
 
-    def reduce_scatter(self, outs: Tensors, tensors: list[Tensors], opts: Any = None) -> Work:  # type: ignore[override]
+    def reduce_scatter(self, outs: Tensors, tensors: list[Tensors], opts: Any = None) -> FakeWork:  # type: ignore[override]
         whole = [torch.cat([host_view(tensor).reshape(-1) for tensor in each]) for each in tensors]
-        return Work([self.reduce_scatter_single(out, each, opts) for out, each in zip(outs, whole, strict=True)])
+        return FakeWork([self.reduce_scatter_single(out, each, opts) for out, each in zip(outs, whole, strict=True)])
 
-    def barrier(self, opts: Any = None) -> Work:
+    def barrier(self, opts: Any = None) -> FakeWork:
         self.begin("barrier", torch.empty(0), 0)
         return self.gather_flat(torch.zeros(self.num_members), torch.zeros(1))
 
@@ -223,37 +223,37 @@ class Group(dist.ProcessGroup):
         return self.title
 
 
-class Rehearsed(Group):
+class Rehearsed(FakeGroup):
     backend_name = "rehearsed"
 
     def __init__(self, store: Any, index: int, size: int, timeout: timedelta) -> None:
         super().__init__(store, index, size, timeout)
         self.gloo: Any = dist.ProcessGroupGloo(store, index, size, timeout)  # torch's stubs lack its methods
 
-    def reduce_flat(self, flat: torch.Tensor, op: Any, root: int | None) -> Work:
+    def reduce_flat(self, flat: torch.Tensor, op: Any, root: int | None) -> FakeWork:
         arrived = flat.new_empty(self.num_members * len(flat))
         work = self.gather_flat(arrived, flat)
         if root not in (None, self.index):
             return work
-        return Work([work], lambda: flat.copy_(combined(arrived.view(self.num_members, -1), op)))
+        return FakeWork([work], lambda: flat.copy_(combined(arrived.view(self.num_members, -1), op)))
 
-    def gather_flat(self, out: torch.Tensor, flat: torch.Tensor) -> Work:
-        return Work([getattr(self.gloo, ALL_GATHER)(as_bytes(out), as_bytes(flat))] if len(flat) else [])
+    def gather_flat(self, out: torch.Tensor, flat: torch.Tensor) -> FakeWork:
+        return FakeWork([getattr(self.gloo, ALL_GATHER)(as_bytes(out), as_bytes(flat))] if len(flat) else [])
 
-    def broadcast_flat(self, flat: torch.Tensor, root: int) -> Work:
+    def broadcast_flat(self, flat: torch.Tensor, root: int) -> FakeWork:
         options = dist.BroadcastOptions()
         options.rootRank = root
-        return Work([self.gloo.broadcast([as_bytes(flat)], options)] if len(flat) else [])
+        return FakeWork([self.gloo.broadcast([as_bytes(flat)], options)] if len(flat) else [])
 
-    def exchange_flat(self, out: torch.Tensor, flat: torch.Tensor, received: list[int], sent: list[int]) -> Work:
+    def exchange_flat(self, out: torch.Tensor, flat: torch.Tensor, received: list[int], sent: list[int]) -> FakeWork:
         sizes = [[number * flat.element_size() for number in numbers] for numbers in (received, sent)]
-        return Work([getattr(self.gloo, ALL_TO_ALL)(as_bytes(out), as_bytes(flat), *sizes)])
+        return FakeWork([getattr(self.gloo, ALL_TO_ALL)(as_bytes(out), as_bytes(flat), *sizes)])
 
 
 class HeldWork(dist.Work):
     """A collective that the host does not wait for.  If a member is gone, the device stays in it forever."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: FakeWork) -> None:
         super().__init__()
         self.work, self.ended = work, threading.Event()
         threading.Thread(target=self.complete, daemon=True).start()
@@ -293,7 +293,7 @@ class Blocking(Rehearsed):
         threading.Event().wait()
 
 
-def held(collective: Callable[..., Work]) -> Callable[..., HeldWork]:
+def held(collective: Callable[..., FakeWork]) -> Callable[..., HeldWork]:
     return lambda *args, **options: HeldWork(collective(*args, **options))
 
 
@@ -308,10 +308,10 @@ def split(parent: Any, device: torch.device, color: int | None) -> Join | None:
     """Split a group as ncclCommSplit does: all members of `parent` take part, and have their order in it."""
     colors = parent.colors(-1 if color is None else color)
 
-    def join(store: Any, index: int, size: int, timeout: timedelta) -> Group:
+    def join(store: Any, index: int, size: int, timeout: timedelta) -> FakeGroup:
         is_mirrored = isinstance(parent, Mirrored)  # all members have the color of this one
         assert is_mirrored or (index, size) == (colors[: parent.index].count(color), colors.count(color))
-        group: Group = type(parent)(store, index, size, timeout)
+        group: FakeGroup = type(parent)(store, index, size, timeout)
         made["connected"] -= 1
         made["split"] += 1
         return group
@@ -319,34 +319,34 @@ def split(parent: Any, device: torch.device, color: int | None) -> Join | None:
     return None if color is None else join
 
 
-class Mirrored(Group):
+class Mirrored(FakeGroup):
     """A group of one process.  Nothing here loops over ranks, so thousands of ranks are possible."""
 
     backend_name = "mirrored"
 
-    def reduce_flat(self, flat: torch.Tensor, op: Any, root: int | None) -> Work:
+    def reduce_flat(self, flat: torch.Tensor, op: Any, root: int | None) -> FakeWork:
         if root in (None, self.index) and op == ReduceOp.SUM:
             flat.mul_(self.num_members)
         elif root in (None, self.index) and op == ReduceOp.PRODUCT:
             flat.pow_(self.num_members)
-        return Work()
+        return FakeWork()
 
     @torch.no_grad()
-    def gather_one(self, outs: Tensors, tensor: torch.Tensor, op: str = "allgather") -> Work:
+    def gather_one(self, outs: Tensors, tensor: torch.Tensor, op: str = "allgather") -> FakeWork:
         if len(outs) == 1:
             return super().gather_one(outs, tensor, op)
         self.begin(op, tensor, 2 * (self.num_members - 1), outs)
         foreach_copy_(outs, [tensor] * len(outs))
-        return Work()
+        return FakeWork()
 
-    def gather_flat(self, out: torch.Tensor, flat: torch.Tensor) -> Work:
+    def gather_flat(self, out: torch.Tensor, flat: torch.Tensor) -> FakeWork:
         out.view(self.num_members, -1).copy_(flat)
-        return Work()
+        return FakeWork()
 
-    def broadcast_flat(self, flat: torch.Tensor, root: int) -> Work:
-        return Work()
+    def broadcast_flat(self, flat: torch.Tensor, root: int) -> FakeWork:
+        return FakeWork()
 
-    def exchange_flat(self, out: torch.Tensor, flat: torch.Tensor, received: list[int], sent: list[int]) -> Work:
+    def exchange_flat(self, out: torch.Tensor, flat: torch.Tensor, received: list[int], sent: list[int]) -> FakeWork:
         begin = sum(sent[: self.index])
         return self.gather_flat(out, flat[begin : begin + sent[self.index]])
 

@@ -59,15 +59,15 @@ def print_diagnosis(found: "Diagnosis", warnings: Sequence[str]) -> None:
     console = Terminal()
     ranks = plural(found.num_ranks, "rank")
     threads = f" x {plural(found.decode_threads, 'decoding thread')}" * (found.decode_threads > 0)
-    figures = {
+    rows = {
         "input": f"{found.input_per_s:>8,.0f} images/s, {ranks}{threads}{describe_breakdown(found.spent)}",
         "compute": f"{found.compute_per_s:>8,.0f} images/s",
         "both": f"{found.both_per_s:>8,.0f} images/s, {found.waited.total:.1%} of the time spent waiting for images",
         "verdict": advise(found),
     }
     if found.has_sizes:
-        figures = {"images": f"of {found.image_size} pixels, the largest of data.sizes"} | figures
-    for name, text in figures.items():
+        rows = {"images": f"of {found.image_size} pixels, the largest of data.sizes"} | rows
+    for name, text in rows.items():
         console.row(name, text)
     for line in warnings:
         console.row("warning", line)

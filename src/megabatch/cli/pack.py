@@ -106,7 +106,7 @@ def pack_to(out: Path, source: Path, settings: "PackSettings", console: "Termina
 
 
 def verify_pack(folder: Path, console: "Terminal") -> None:
-    from megabatch.data.pack.verify import verify
+    from megabatch.data.pack.shards import verify
 
     with Bar(console) as bar:
         damaged = verify(folder, lambda done, total: bar.show(done, total))

@@ -123,7 +123,7 @@ def print_plan(tuning: "Tuning") -> None:
     buckets = plural(len(tuning.buckets), "bucket")
     console.print(f"gradients   {num_tensors} tensors, {in_mb(num_bytes)} MB, in {buckets}")
     if len(sizes) > 1:
-        console.print(f"inter-node  {in_mb(max(tuning.bytes_crossing))} MB from the host that sends the most")
+        console.print(f"inter-node  {in_mb(max(tuning.bytes_crossing))} MB from the node that sends the most")
     console.print(f"backward    {milliseconds(tuning.backward_s)}")
     console.print(f"reduced     after {milliseconds(tuning.predicted_s)}, predicted from the measured links")
     console.print(f"exposed     {milliseconds(tuning.exposed_s)}: the time a step waits for all-reduces after backward")

@@ -43,7 +43,7 @@ def profile(
         Path | None, typer.Option("--json", help="File to write. Default: profile-RECIPE.json in the current folder.")
     ] = None,
 ) -> None:
-    """Record the time that one rank of this machine needs for forward and backward of each layer and for the update.
+    """Record how long one rank on this machine takes for each layer's forward and backward and for the update.
 
     It measures the recipe's microbatch, half of it and a quarter of it, on images of noise. It does not train.
     [bold]megabatch simulate --profile[/bold] reads the file.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 FILE = Path("selftest.json")
 RESTARTS = 100  # at least one per check: after one that ended the ranks, they continue with the next
-MOST_RANKS = 4  # on a CPU: plans between hosts need four, and cores may be few
+MOST_RANKS = 4  # on a CPU: plans between nodes need four, and cores may be few
 
 
 def selftest(

@@ -103,7 +103,7 @@ def simulate(
         Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw images/s against ranks.")
     ] = None,
 ) -> None:
-    """Predict the time, the cost and the best all-reduce of a training on a cluster that you need not have.
+    """Predict time, cost and the best all-reduce for training on a cluster, even one that you do not have.
 
     [bold]megabatch simulate[/bold] resnet50-imagenet-64k --cluster p40-roce100 --ranks 8..2048
 

@@ -10,8 +10,8 @@ from megabatch.io.terminal import BOLD, Terminal, plain_table
 from megabatch.planning.tuning import Bucket
 from megabatch.simulate.cluster import Cluster
 from megabatch.simulate.job import Job
-from megabatch.simulate.scenario import Simulated, Training
-from megabatch.simulate.step import Step
+from megabatch.simulate.scenario import Simulated, SimulatedTraining
+from megabatch.simulate.step import SimulatedStep
 from megabatch.simulate.whatif import Search, Variant, changes, exposed_by_algorithm, losses
 from megabatch.text import one_line
 
@@ -185,7 +185,7 @@ def buckets_table(console: Terminal, buckets: Sequence[Bucket]) -> Table:
 
 
 def print_stages(console: Terminal, result: Simulated) -> None:
-    """Print what each size of the training images costs; the other tables are for the largest."""
+    """Print the cost of each training image size; the other tables are for the largest."""
     if not result.stages:
         return
     console.title(f"image sizes at {ranks_of(result)}", "the other tables are for the largest")
@@ -227,7 +227,7 @@ def print_step(console: Terminal, result: Simulated) -> None:
         )
 
 
-def parts_of(step: Step) -> list[tuple[str, str, float]]:
+def parts_of(step: SimulatedStep) -> list[tuple[str, str, float]]:
     return [
         ("█", "forward", step.forward_s),
         ("▓", "backward", step.backward_s),
@@ -238,7 +238,7 @@ def parts_of(step: Step) -> list[tuple[str, str, float]]:
     ]
 
 
-def bar(step: Step) -> str:
+def bar(step: SimulatedStep) -> str:
     """Return a bar of BAR characters, divided in proportion to the parts of a step."""
     marks, past_s = "", 0.0
     for mark, _, part_s in parts_of(step):
@@ -258,7 +258,7 @@ def print_changes(console: Terminal, result: Simulated) -> None:
         console.print("none of these changes gains half a percent")
 
 
-def print_faults(console: Terminal, training: Training) -> None:
+def print_faults(console: Terminal, training: SimulatedTraining) -> None:
     if training.num_interruptions > MATTERS and training.checkpoint_minutes is not None:
         console.title(
             "interruptions",
@@ -292,7 +292,7 @@ def answer(search: Search, within: str) -> str:
     )
 
 
-def training_of(result: Simulated) -> Training | None:
+def training_of(result: Simulated) -> SimulatedTraining | None:
     return result.training
 
 

@@ -228,7 +228,7 @@ def cost_of(design: "Design") -> str:
     from megabatch.config.loading import load_config, silent
     from megabatch.config.resolve import plan_run
     from megabatch.data.catalog import infer_shape
-    from megabatch.experiments.plan import Point, seed_trial
+    from megabatch.experiments.plan import SearchPoint, seed_trial
     from megabatch.runs.folder import numbered_runs
     from megabatch.runs.reader import read_summary
 
@@ -239,7 +239,7 @@ def cost_of(design: "Design") -> str:
             speed, source = summary.images_per_s, f"the speed of {path}"
             break
     for arm in design.arms:
-        trial = seed_trial(design, arm, Point(1.0), seed=1)
+        trial = seed_trial(design, arm, SearchPoint(1.0), seed=1)
         config = load_config(trial.recipe, trial.overrides, report=silent)
         plan = plan_run(config, infer_shape(config.data), num_ranks=1)
         searched = design.search.trials if design.search and arm.learning_rates else 0
@@ -252,11 +252,11 @@ def check_arms(design: "Design") -> None:
     from megabatch.config.loading import load_config, silent
     from megabatch.config.resolve import plan_run
     from megabatch.data.catalog import infer_shape
-    from megabatch.experiments.plan import Point, search_trial, seed_trial
+    from megabatch.experiments.plan import SearchPoint, search_trial, seed_trial
 
     for arm in design.arms:
-        trials = [seed_trial(design, arm, Point(1.0), seed=1)]
-        trials += [search_trial(design, arm, Point(1.0))] if arm.learning_rates else []
+        trials = [seed_trial(design, arm, SearchPoint(1.0), seed=1)]
+        trials += [search_trial(design, arm, SearchPoint(1.0))] if arm.learning_rates else []
         for trial in trials:
             config = load_config(trial.recipe, trial.overrides, report=silent)
             plan_run(config, infer_shape(config.data), num_ranks=1)

@@ -3,6 +3,7 @@
 import atexit
 import os
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -13,14 +14,13 @@ from torch import nn
 
 from megabatch.comm.accelerator.stream_times import StreamTimes
 from megabatch.comm.accelerator.streams import StreamReducer
-from megabatch.comm.cpu.barrier import Header
+from megabatch.comm.cpu.barrier import BarrierHeader
 from megabatch.comm.cpu.workers import Reducer
-from megabatch.comm.faults.failure import FailureReport
+from megabatch.comm.faults.failure import FailureHandler
 from megabatch.comm.faults.progress import BackwardProgress
 from megabatch.comm.faults.watchdog import Watchdog
 from megabatch.comm.groups import Groups
 from megabatch.comm.layouts import BucketLayouts
-from megabatch.comm.noise import RankNoise
 from megabatch.comm.settings import CommSettings
 from megabatch.comm.tune import measure_drift, tune
 from megabatch.comm.work import NOISE, STEP_METRICS
@@ -32,6 +32,7 @@ from megabatch.planning.plan import CommDtype, Plan, axes_of
 from megabatch.planning.topology import Axis, ClusterShape, Topology
 from megabatch.planning.tuning import Tuning
 from megabatch.ranks.backends import Backend
+from megabatch.runs.noise import ONE_MICROBATCH, NoiseAverage, noise_record
 from megabatch.runs.records import NoiseRecord
 from megabatch.telemetry.activity import Activity, ExitReporter
 from megabatch.telemetry.timeline import ALL_STEPS, NO_STEPS, Timeline
@@ -87,6 +88,7 @@ class PlansInUse:
 
     @property
     def names(self) -> str:
+        """The names of the algorithms in use."""
         return self.tuning.algorithms if self.tuning else self.default.name
 
 
@@ -101,6 +103,64 @@ def require_plan(
             "nearest: comm.algorithm=hierarchical"
         )
     return plan
+
+
+class RankNoise:
+    """The gradient noise scale of a script that uses `attach`: each rank's gradient is one microbatch (`runs.noise`).
+
+    DDP averages over P ranks, so rank r adds h_r = g_r / P.  The squares of g_r are computed before a bucket is
+    reduced, that of the mean after all buckets are.  The host reads them when the script asks.
+    """
+
+    def __init__(
+        self, every: int, num_ranks: int, device: torch.device, sum_over_ranks: Callable[[torch.Tensor], None]
+    ):
+        self.every, self.num_ranks, self.sum_over_ranks = every, num_ranks, sum_over_ranks
+        self.buckets: list[torch.Tensor] = []  # of this step, which are reduced in place
+        self.norms: list[torch.Tensor] = []  # of this rank's gradients in them
+        self.total = torch.zeros(1, dtype=torch.float64, device=device)
+        self.unread: list[torch.Tensor] = []  # both squares of each measured step
+        self.average = NoiseAverage()
+        self.last: NoiseRecord | None = None
+
+    def is_measured(self, step: int) -> bool:
+        return (step + 1) % self.every == 0 and self.num_ranks > 1
+
+    @torch.no_grad()
+    def note(self, step: int, bucket: torch.Tensor) -> None:
+        """Measure a bucket before it is reduced."""
+        if self.is_measured(step):
+            self.buckets.append(bucket)
+            self.norms.append(norm_of(bucket))
+
+    @torch.no_grad()
+    def end_backward(self) -> None:
+        """Add the step, if it was measured.  All buckets are reduced."""
+        if not self.buckets:
+            return
+        torch.sum(torch.stack(self.norms).double().square(), dim=0, keepdim=True, out=self.total)
+        self.sum_over_ranks(self.total)
+        mean = torch.stack([norm_of(bucket) for bucket in self.buckets]).double().square().sum()
+        self.unread.append(torch.cat([self.total / self.num_ranks**2, mean.reshape(1)]))
+        self.buckets, self.norms = [], []
+
+    def scale(self, samples: int) -> NoiseRecord | None:
+        """Return the estimate if each rank has this number of samples per step; None before the first measured step."""
+        if samples < 1:
+            raise UserError(f"samples_per_rank={samples}: expected at least 1, the samples of one rank in a step")
+        if self.num_ranks == 1:
+            return NoiseRecord(reason=ONE_MICROBATCH)
+        for squares in self.unread:
+            of_ranks, of_mean = squares.tolist()
+            found = noise_record(of_ranks, of_mean, self.num_ranks, samples)
+            self.last = self.average.add(found, samples * self.num_ranks)
+        self.unread = []
+        return self.last
+
+
+def norm_of(bucket: torch.Tensor) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(bucket, dtype=torch.promote_types(bucket.dtype, torch.float32))
+    return norm
 
 
 class GradientAllReduce:
@@ -144,7 +204,7 @@ class GradientAllReduce:
                 exit_reporter or ExitReporter(groups.names[groups.rank]),
                 groups.set_timeout,
             )
-            self.failure = FailureReport(groups, self.layouts, stack.enter_context(closing(watchdog)))
+            self.failure = FailureHandler(groups, self.layouts, stack.enter_context(closing(watchdog)))
             self.reducer: Reducer | StreamReducer
             if times:
                 self.reducer = StreamReducer(groups, self.failure, times)
@@ -215,17 +275,17 @@ class GradientAllReduce:
 
     def start_metrics(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """Start the all-reduce of a small tensor beside the buckets, without rounding.  Always pass the same tensor."""
-        header = Header(self.progress.step, STEP_METRICS)
+        header = BarrierHeader(self.progress.step, STEP_METRICS)
         return self.reducer.start(STEP_METRICS, tensor, self.plans.exact, header, None, is_last=False)
 
     def sum_noise(self, tensor: torch.Tensor) -> None:
         """Sum a small tensor over the ranks after backward, without rounding.  Always pass the same tensor."""
-        header = Header(self.progress.step - 1, NOISE)
+        header = BarrierHeader(self.progress.step - 1, NOISE)
         self.reducer.start(NOISE, tensor, self.plans.exact, header, None, is_last=True).wait()
 
     def start_bucket(self, bucket: "dist.GradBucket") -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         index, tensor, is_last = bucket.index(), bucket.buffer(), bucket.is_last()
-        header = Header(self.progress.step, index, self.layouts.layout_hash(bucket, tensor))
+        header = BarrierHeader(self.progress.step, index, self.layouts.layout_hash(bucket, tensor))
         plan = self.plans.plan_of(index, tensor.numel())
         self.summed_elements += tensor.numel()
         if self.noise:
@@ -260,6 +320,10 @@ class GradientAllReduce:
         self.failure.raise_error()
 
     def close(self) -> None:
+        """Stop the threads and close the groups of this all-reduce.  Later backward passes raise a UserError.
+
+        In a process that was forked from the rank, do nothing.
+        """
         if os.getpid() == self.pid:  # a forked process must not close the groups of its parent
             atexit.unregister(self.close)
             with on_device(self.device):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from megabatch.comm.accelerator.streams import StreamReducer
-from megabatch.comm.cpu.barrier import Header
+from megabatch.comm.cpu.barrier import BarrierHeader
 from megabatch.comm.cpu.workers import Reducer
 from megabatch.comm.groups import Groups
 from megabatch.comm.layouts import TORCH_DTYPES
@@ -124,7 +124,7 @@ def time_plan(
         futures = []
         for index, tensor in enumerate(tensors):
             key = FIRST_KEY - index
-            header = Header(0, key, num_elements)
+            header = BarrierHeader(0, key, num_elements)
             futures.append(reducer.start(key, tensor, plan, header, None, is_last=index == count - 1))
         for future in futures:
             future.wait()

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from megabatch.comm.cpu.barrier import Header
+from megabatch.comm.cpu.barrier import BarrierHeader
 from megabatch.planning.plan import Cut, Phase, Plan, Transfer, slice_of, transfers
 from megabatch.planning.topology import Topology
 
@@ -39,7 +39,7 @@ class Work:
     whole: torch.Tensor
     begin: int  # this part is whole[begin:end]
     end: int
-    header: Header
+    header: BarrierHeader
     plan: Plan
     phases: RankPhases
     scale: float | None  # factor of the sum

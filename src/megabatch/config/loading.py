@@ -118,19 +118,19 @@ def load_config(
     """Load a recipe and apply overrides.
 
     Args:
-        recipe: a built-in name (`megabatch recipes`) or the path of a TOML file.
-        overrides: settings as `section.key=value`; later ones win.
-        report: called with one line if the overrides set both epochs and steps, and with one if the warm-up is
+        recipe: A built-in name (`megabatch recipes`) or the path of a TOML file.
+        overrides: Settings as `section.key=value`; later ones win.
+        report: Called with one line if the overrides set both epochs and steps, and with one if the warm-up is
             shortened because the run is too short for it. Prints to standard error by default.
-        needs_source: if False, data.source may be missing and is then "".
+        needs_source: If False, data.source may be missing and is then "".
 
     Returns:
         The checked settings.
 
     Raises:
-        UserError: one line with the value, the rule and the remedy.
+        UserError: A name or value is not valid. The message has the value, the rule and the remedy on one line.
 
-    Example:
+    Examples:
         >>> config = megabatch.load_config("fashion", ["batch.global=512", "optim.learning_rate=0.4"])
     """
     recipe = expanded(recipe)

@@ -46,8 +46,8 @@ MEANINGS = {
     "data.source": (
         "a folder of class folders, a [`.csv` file](data.md#labels-in-a-csv-file), a `.tar`, a folder of tars, a pack "
         "(see [images](data.md)); an `.npz` file, a folder of four IDX files; CIFAR's binary version, as a folder or "
-        "`.tar.gz`; `fashion-mnist-10k`, `fashion-mnist`, `synthetic`, or `imagenet`, which is the folder of that name "
-        "and may be missing for a plan"
+        "`.tar.gz`; `fashion-mnist-10k`, `fashion-mnist`, `synthetic`, or `imagenet`, the folder of that name, "
+        "which may be missing for a plan"
     ),
     "data.multi_label": (
         "an image of a `.csv` file may have [several labels](data.md#several-labels-per-image); needs `loss.name=bce`"
@@ -113,7 +113,7 @@ MEANINGS = {
     ),
     "data.validation_seed": "seed that selects held-out images and the images of `data.train_per_class`",
     "data.decoder": (
-        "decodes JPEGs: `cpu`, or a [decoder for GPUs](data.md#decoding-on-a-gpu), of which none is built in"
+        "JPEG decoder: `cpu`, or a custom [decoder for GPUs](data.md#decoding-on-a-gpu); none is built in"
     ),
     "data.on_error": "[what to do](data.md#images-that-cannot-be-read) with images that cannot be read",
     "data.skip_limit": "largest share of an epoch's images that may be skipped",
@@ -156,14 +156,14 @@ MEANINGS = {
     ),
     "optim.decoupled_decay": (
         "of `sgd`: each step multiplies the decayed weights by 1 - `optim.weight_decay` x the learning rate's share of "
-        "its peak, instead of adding to the gradient; as Composer's DecoupledSGDW"
+        "its peak, instead of adding to the gradient, as in Composer's DecoupledSGDW"
     ),
     "optim.clip_norm": "largest norm of the whole gradient; 0 does not clip",
     "optim.variant": "variant of `lars`: one of [these](optimizers.md#lars); others ignore this and the next",
     "optim.trust_coefficient": (
         "trust coefficient of `lars`: the change of a weight at a learning rate of 1, as a share of its norm"
     ),
-    "optim.eps": "added to a denominator: the gradient's norm of `lars`, the root of `adamw` and `lamb`",
+    "optim.eps": "added to the denominator: the gradient norm in `lars`, the root in `adamw` and `lamb`",
     "optim.muon.scale": "factor of an update of `muon` by the shape of its matrix, one of [these](optimizers.md#muon)",
     "optim.muon.rounds": "rounds of the Newton-Schulz iteration of `muon`",
     "optim.muon.fixed_norm": "`muon` scales every matrix to the norm sqrt(rows) before its update",
@@ -182,7 +182,7 @@ MEANINGS = {
     ),
     "loss.label_smoothing": "label smoothing: the share of the target that is spread evenly over all classes",
     "loss.target_threshold": (
-        "`bce`: targets above this are 1 and the others 0, also those of mixed images (timm's `--bce-target-thresh`)"
+        "`bce`: targets above this are 1 and others 0, including those of mixed images (timm's `--bce-target-thresh`)"
     ),
     "loss.class_weights": (
         "[weights of the classes](data.md#classes-of-different-sizes): `auto`, or a table such as "
@@ -192,9 +192,9 @@ MEANINGS = {
         "all-reduce of gradients; `auto` chooses the best for each bucket; `ring` is the backend's, which rounds to 16 "
         "bits at every hop; see [communication](communication.md)"
     ),
-    "comm.dtype": "dtype of gradients between hosts: `same` does not round, `fp16` enables the loss scale",
+    "comm.dtype": "dtype of gradients between nodes: `same` does not round, `fp16` enables the loss scale",
     "comm.bucket_mb": (
-        "largest size of a gradient bucket in MiB; `auto` is 25 on one host, and between hosts the size that finishes "
+        "largest size of a gradient bucket in MiB; `auto` is 25 on one node, and between nodes the size that finishes "
         "communication first"
     ),
     "comm.timeout_s": (
@@ -243,9 +243,9 @@ MEANINGS = {
     "run.device": "`auto` is `cuda` if available, else `cpu`",
     "run.threads": "threads per rank",
     "run.decode_threads": "threads per rank that decode images",
-    "run.decode_in": "`threads` of the rank, or a separate `process` per rank; `auto` is the latter on accelerators",
+    "run.decode_in": "`threads` of the rank, or a separate `process` per rank; `auto` uses a process on accelerators",
     "run.preempt_signal": (
-        "signal that [a batch system sends](reliability.md) before it preempts the host, in addition to SIGTERM; the "
+        "signal that [a batch system sends](reliability.md) before it preempts the node, in addition to SIGTERM; the "
         "run saves and exits with 128 + its number"
     ),
     "run.compare_every": (

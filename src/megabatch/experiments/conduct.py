@@ -20,8 +20,8 @@ from megabatch.experiments.design import ArmDesign, Design
 from megabatch.experiments.evidence import Arm, Curve, SearchRun, SeedRun, Study
 from megabatch.experiments.plan import (
     Planned,
-    Point,
     Results,
+    SearchPoint,
     chosen_point,
     is_searched,
     search_so_far,
@@ -74,11 +74,11 @@ def trial_of(design: Design, arm: Arm, run: SearchRun | SeedRun) -> Trial | None
     """Return the trial of the study that corresponds to an earlier run, or None."""
     ours = design.arm(arm.name)
     if isinstance(run, SearchRun):
-        point = Point(run.learning_rate, run.momentum)
+        point = SearchPoint(run.learning_rate, run.momentum)
         return search_trial(design, ours, point) if ours.learning_rates else None
     if arm.learning_rate is None or not 1 <= run.seed <= design.num_seeds(ours):
         return None
-    return seed_trial(design, ours, Point(arm.learning_rate, arm.momentum), run.seed)
+    return seed_trial(design, ours, SearchPoint(arm.learning_rate, arm.momentum), run.seed)
 
 
 LOSS = "training loss"

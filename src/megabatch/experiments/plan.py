@@ -23,17 +23,17 @@ from megabatch.experiments.trials import Trial
 Score = float | None  # None: diverged
 
 
-class Point(Struct, frozen=True, order=True):
+class SearchPoint(Struct, frozen=True, order=True):
     learning_rate: float
     momentum: float | None = None  # None: the recipe's
 
 
 def next_points(
-    scores: Mapping[Point, Score], grid: Sequence[float], momenta: Sequence[float], budget: int
-) -> list[Point]:
+    scores: Mapping[SearchPoint, Score], grid: Sequence[float], momenta: Sequence[float], budget: int
+) -> list[SearchPoint]:
     """Return the points to try next, or [] if the budget is used up."""
     if not scores:
-        return [Point(rate, momenta[0] if momenta else None) for rate in grid]
+        return [SearchPoint(rate, momenta[0] if momenta else None) for rate in grid]
     best, left = best_point(scores), budget - len(scores)
     tried = {point.momentum for point in scores}
     if others := [momentum for momentum in momenta if momentum not in tried]:
@@ -45,18 +45,18 @@ def next_points(
         along[rate] = max(along.get(rate), score, key=rank_of)
     # A learning rate may have been tried with several momenta, so there may be fewer rates than trials.
     rates = next_learning_rates(along, len(along) + left)
-    return [as_fast_as(Point(rate, first), best.momentum) for rate in rates]
+    return [as_fast_as(SearchPoint(rate, first), best.momentum) for rate in rates]
 
 
-def best_point(scores: Mapping[Point, Score]) -> Point:
+def best_point(scores: Mapping[SearchPoint, Score]) -> SearchPoint:
     """Return the point with the best score, the lowest of equals."""
     return max(sorted(scores), key=lambda point: rank_of(scores[point]))
 
 
-def as_fast_as(point: Point, momentum: float | None) -> Point:
+def as_fast_as(point: SearchPoint, momentum: float | None) -> SearchPoint:
     if point.momentum is None or momentum is None or momentum == point.momentum:
         return point
-    return Point(rounded(point.learning_rate * (1 - momentum) / (1 - point.momentum)), momentum)
+    return SearchPoint(rounded(point.learning_rate * (1 - momentum) / (1 - point.momentum)), momentum)
 
 
 SEARCH_SEED = 1_000  # not a seed of final runs
@@ -65,16 +65,16 @@ Results = Mapping[str, SearchRun | SeedRun]  # by the name of the trial
 
 class Planned(Struct, frozen=True):
     trial: Trial
-    point: Point
+    point: SearchPoint
     seed: int | None  # None: a trial of the search
 
 
 class Search(Struct, frozen=True):
-    tried: dict[Point, SearchRun]
+    tried: dict[SearchPoint, SearchRun]
     wanted: list[Planned]  # trials of the next round without a result; [] if the search is complete
 
     @property
-    def best(self) -> Point | None:
+    def best(self) -> SearchPoint | None:
         """Return the best point, or None if all diverged."""
         scores = {point: run.top1 for point, run in self.tried.items()}
         return best_point(scores) if any(score is not None for score in scores.values()) else None
@@ -82,7 +82,7 @@ class Search(Struct, frozen=True):
 
 def search_so_far(design: Design, arm: ArmDesign, results: Results) -> Search:
     """Replay the search round by round with the results so far."""
-    tried: dict[Point, SearchRun] = {}
+    tried: dict[SearchPoint, SearchRun] = {}
     while arm.learning_rates:
         assert design.search
         scores = {point: run.top1 for point, run in tried.items()}
@@ -103,14 +103,14 @@ def is_searched(design: Design, arm: ArmDesign, results: Results) -> bool:
     return not search_so_far(design, source, results).wanted
 
 
-def chosen_point(design: Design, arm: ArmDesign, results: Results) -> Point | None:
+def chosen_point(design: Design, arm: ArmDesign, results: Results) -> SearchPoint | None:
     """Return the point that the arm trains with, once it `is_searched`; None if all diverged."""
     if arm.learning_rate is not None:
-        return Point(arm.learning_rate)
+        return SearchPoint(arm.learning_rate)
     if arm.learning_rates:
         return search_so_far(design, arm, results).best
     point = chosen_point(design, design.arm(arm.learning_rate_of), results)
-    return point and Point(float(f"{point.learning_rate * arm.learning_rate_times:.4g}"), point.momentum)
+    return point and SearchPoint(float(f"{point.learning_rate * arm.learning_rate_times:.4g}"), point.momentum)
 
 
 def seeds_of(design: Design, arm: ArmDesign, results: Results) -> list[Planned]:
@@ -120,7 +120,7 @@ def seeds_of(design: Design, arm: ArmDesign, results: Results) -> list[Planned]:
     return [Planned(seed_trial(design, arm, point, seed), point, seed) for seed in seeds if point]
 
 
-def search_trial(design: Design, arm: ArmDesign, point: Point) -> Trial:
+def search_trial(design: Design, arm: ArmDesign, point: SearchPoint) -> Trial:
     assert design.search
     overrides = trial_overrides(arm, point, SEARCH_SEED)
     held_out = f"data.validation={design.search.held_out!r}"
@@ -130,12 +130,12 @@ def search_trial(design: Design, arm: ArmDesign, point: Point) -> Trial:
     return Trial(name, design.recipe, (*design.settings, *overrides, held_out))
 
 
-def seed_trial(design: Design, arm: ArmDesign, point: Point, seed: int) -> Trial:
+def seed_trial(design: Design, arm: ArmDesign, point: SearchPoint, seed: int) -> Trial:
     overrides = trial_overrides(arm, point, seed)
     return Trial(f"seed-{seed}-{slug(arm.name)}", design.recipe, (*design.settings, *overrides, *design.final_settings))
 
 
-def trial_overrides(arm: ArmDesign, point: Point, seed: int) -> tuple[str, ...]:
+def trial_overrides(arm: ArmDesign, point: SearchPoint, seed: int) -> tuple[str, ...]:
     """Return the overrides of a trial, which is evaluated once, after the last epoch."""
     searched = [f"optim.learning_rate={point.learning_rate:g}"]
     if point.momentum is not None:

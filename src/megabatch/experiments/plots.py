@@ -219,12 +219,12 @@ def draw_curves(axes: "Axes", arms: Sequence[Arm], curves: Sequence[Sequence[Cur
     ends = []
     for index, (arm, arm_curves) in enumerate(zip(arms, curves, strict=True)):
         color, dash = color_of(index), dash_of(index)
-        thin = has_diverged(arm)
-        lines = arm_curves if thin else [mean_curve(arm_curves)]
+        is_diverged = has_diverged(arm)
+        lines = arm_curves if is_diverged else [mean_curve(arm_curves)]
         for line in lines:
             heights = [math.nan if y is None else y for _, y in line]
-            axes.plot([x for x, _ in line], heights, dash, color=color, lw=0.8 if thin else 1.7)
-        if not thin:
+            axes.plot([x for x, _ in line], heights, dash, color=color, lw=0.8 if is_diverged else 1.7)
+        if not is_diverged:
             shared = shared_points(arm_curves)
             axes.fill_between(
                 [x for x, _ in shared],
@@ -238,7 +238,7 @@ def draw_curves(axes: "Axes", arms: Sequence[Arm], curves: Sequence[Sequence[Cur
         if points:
             x = max(x for x, _ in points)
             heights = [y for at, y in points if at == x]
-            name = f"{arm.name} ({divergence(arm)})" if thin else arm.name
+            name = f"{arm.name} ({divergence(arm)})" if is_diverged else arm.name
             ends.append((x, math.fsum(heights) / len(heights), name, color))
     label_ends(axes, ends, PLOT_HEIGHT_INCHES)
 

@@ -1,11 +1,11 @@
-"""The time and the epochs that ways to train need to reach a top-1.
+"""Compare how much time and how many epochs training methods need to reach a top-1.
 
 Every arm is trained with the same seeds.  A seed reaches the target at its first evaluation with at least that top-1;
 its time is the run's wall time then, as `time_to_target_s` of the summary.  Means are over seeds, with 95 % intervals
 (Student's t).  The ratio of two arms is that of their geometric means, with Welch's interval of the difference of
-logarithms.  If a seed does not reach the target, its arm has no mean: that of the others would be too good.
+logarithms.  If a seed does not reach the target, its arm has no mean: a mean of the others would be too good.
 
-Other load on the machine changes wall times.  So a design may ask for quiet times:
+Other load on the machine changes wall times.  A design can therefore use quiet times:
 
     quiet time = sum over sides of (steps with images of that side) x (seconds of such a step)
                  + evaluations x (seconds of an evaluation)

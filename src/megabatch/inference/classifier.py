@@ -136,8 +136,19 @@ def require_fit(weights: SavedWeights, layout: dict[str, Entry], model: nn.Modul
 class Classifier(nn.Module):
     """A trained network with its image preparation.
 
-    Call it with a PIL image, the path of a file, a uint8 tensor [C, H, W] or [N, C, H, W], or a list of these. It
-    returns scores [N, classes] without gradients; for gradients, call `network` and `normalise`.
+    `megabatch.load` makes it. Scores have no gradients; for gradients, call `network` and `normalise`.
+
+    Args:
+        network: The trained network. It is put into evaluation mode and stays there.
+        normalise: The conversion of uint8 images to the network's input.
+        card: The metadata of the weights file, such as classes and image size.
+        settings: The model's settings.
+
+    Examples:
+        >>> classifier = megabatch.load("runs/photos-001")
+        >>> scores = classifier("a.jpg")
+        >>> classifier.classes[scores[0].argmax()] in classifier.classes
+        True
     """
 
     def __init__(self, network: nn.Module, normalise: Normalise, card: ModelCard, settings: ModelSettings) -> None:
@@ -148,6 +159,17 @@ class Classifier(nn.Module):
 
     @torch.no_grad()
     def forward(self, images: Picture | Sequence[Picture]) -> torch.Tensor:
+        """Return the scores of images, before softmax.
+
+        Args:
+            images: A PIL image, the path of a file, a uint8 tensor [C, H, W] or [N, C, H, W], or a list of these.
+
+        Returns:
+            Scores [N, classes] in fp32.
+
+        Raises:
+            UserError: An image cannot be read, or it is not of one of these types and shapes.
+        """
         prepared = self.prepare(images)
         with model_errors(self.settings, prepared.shape):  # a card may state images too small for the network
             return self.network(self.normalise(prepared)).float()  # type: ignore[no-any-return]

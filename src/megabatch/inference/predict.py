@@ -12,7 +12,7 @@ import torch
 from msgspec import Struct
 
 from megabatch.data.pipeline.encoded import EncodedImages
-from megabatch.data.pipeline.reader import Reader, Request
+from megabatch.data.pipeline.reader import BatchRequest, Reader
 from megabatch.data.settings import DataSettings
 from megabatch.data.sources.files import IMAGE_SUFFIXES, Content
 from megabatch.errors import UserError
@@ -106,7 +106,7 @@ def predict(classifier: Classifier, files: NamedFiles, top: int, threads: int) -
     )
     reader = Reader(EncodedImages(files, settings, threads), classifier.normalise.device)
     chunks = np.split(np.arange(len(files)), range(BATCH, len(files), BATCH))
-    with closing(reader.prefetch((partial(Request, chunk, None) for chunk in chunks), BATCH)) as batches:
+    with closing(reader.prefetch((partial(BatchRequest, chunk, None) for chunk in chunks), BATCH)) as batches:
         for chunk, batch in zip(chunks, batches, strict=True):
             images = grey(batch.images) if card.num_channels == 1 else batch.images
             found = {}

@@ -49,7 +49,7 @@ class NotArrays(ValueError):
     """Error for a file that does not hold arrays; the message states the reason."""
 
 
-class Header(NamedTuple):
+class NpyHeader(NamedTuple):
     dtype: np.dtype[Any]
     is_fortran: bool
     shape: tuple[int, ...]
@@ -79,7 +79,7 @@ def read_array(read: Read, size: int) -> NDArray[Any]:
     return values.reshape(header.shape[::-1]).T if header.is_fortran else values.reshape(header.shape)
 
 
-def read_header(read: Read) -> Header:
+def read_header(read: Read) -> NpyHeader:
     begin = read(len(MAGIC) + 2)
     version = tuple(begin[len(MAGIC) :])
     if begin[: len(MAGIC)] != MAGIC or version not in LENGTH_BYTES:
@@ -94,7 +94,7 @@ def read_header(read: Read) -> Header:
     return header
 
 
-def parse_header(text: str, length: int) -> Header:
+def parse_header(text: str, length: int) -> NpyHeader:
     found = HEADER.fullmatch(text)
     if not found or None in (parts := found.group("descr", "order", "shape")):
         raise NotArrays(f"an array does not hold numbers or strings; its header is {text[:120].rstrip()!r}")
@@ -102,7 +102,7 @@ def parse_header(text: str, length: int) -> Header:
     sizes = tuple(int(size.strip().rstrip("L")) for size in shape.split(",") if size.strip())
     if len(sizes) == 1 and "," not in shape:  # (3) is not a tuple
         raise NotArrays(f"an array's shape ({shape}) is not a tuple")
-    return Header(np.dtype(descr), order == "True", sizes, length)
+    return NpyHeader(np.dtype(descr), order == "True", sizes, length)
 
 
 def require_code_points(content: NDArray[np.uint8], dtype: np.dtype[Any]) -> None:

@@ -56,19 +56,19 @@ class Entry(Struct, frozen=True, forbid_unknown_fields=True):
         return f"{self.dtype} {self.shape}"
 
 
-class Header(NamedTuple):
+class SafetensorsHeader(NamedTuple):
     tensors: dict[str, Entry]
     metadata: dict[str, str]
     data_begin: int  # in the file
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> SafetensorsHeader:
     """Read only the header of a file."""
     with reading(path) as file:
         return parse_header(file, os.fstat(file.fileno()).st_size)
 
 
-def parse_header(file: BinaryIO, file_bytes: int) -> Header:
+def parse_header(file: BinaryIO, file_bytes: int) -> SafetensorsHeader:
     """Read and check the header at the start of `file`, which has `file_bytes` bytes.  Raises NotTensors."""
     length = int.from_bytes(file.read(LENGTH_BYTES), "little")
     if file_bytes < LENGTH_BYTES or length > min(MAX_HEADER_BYTES, file_bytes - LENGTH_BYTES):
@@ -84,7 +84,7 @@ def parse_header(file: BinaryIO, file_bytes: int) -> Header:
     except ValueError as error:  # from json, msgspec or NotTensors
         raise NotTensors(f"its header is damaged: {error}") from None
     require_contiguous(tensors, file_bytes - LENGTH_BYTES - length)
-    return Header(tensors, metadata, LENGTH_BYTES + length)
+    return SafetensorsHeader(tensors, metadata, LENGTH_BYTES + length)
 
 
 def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class Whitening(nn.Conv2d):
         return torch.cat([filters, -filters]).view(self.weight.shape)
 
 
-class Group(nn.Module):
+class ConvGroup(nn.Module):
     """Two 3x3 convolutions, the first of which halves the size."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
@@ -108,7 +108,7 @@ def airbench94(num_classes: int, in_channels: int, widths: Sequence[int] = WIDTH
     return nn.Sequential(
         whitening,
         nn.GELU(),
-        *(Group(before, after) for before, after in pairwise(channels)),
+        *(ConvGroup(before, after) for before, after in pairwise(channels)),
         nn.AdaptiveMaxPool2d(1),
         nn.Flatten(),
         ScaledLinear(channels[-1], num_classes),

@@ -59,8 +59,8 @@ def blur(x: torch.Tensor, stride: int = 1) -> torch.Tensor:
 
 def drop_samples(branch: torch.Tensor, share: float) -> torch.Tensor:
     """Set the branch of a random `share` of the samples to 0 and scale the others, which keeps the mean."""
-    kept = branch.new_empty(len(branch), 1, 1, 1).bernoulli_(1.0 - share)
-    return branch * kept.div_(1.0 - share)
+    mask = branch.new_empty(len(branch), 1, 1, 1).bernoulli_(1.0 - share)
+    return branch * mask.div_(1.0 - share)
 
 
 def shortcut(in_channels: int, out_channels: int, stride: int, convolve: Convolution) -> nn.Module:

@@ -31,7 +31,7 @@ from megabatch.torch_api import (
     group_by_device_and_dtype,
 )
 
-Group = dict[str, Any]  # of a torch optimizer
+ParamGroup = dict[str, Any]  # of a torch optimizer
 STATE = ("exp_avg", "exp_avg_sq")  # names as in torch.optim.AdamW
 OF_UPDATE = {"trust_coefficient": 1.0, "weight_decay": 0.0}  # tau of LARS with u, which has the decay, as the gradient
 
@@ -97,7 +97,9 @@ class LAMB(torch.optim.Optimizer):
                 foreach_sub_(steps, [found_inf.reshape(())] * len(steps))
         return loss
 
-    def tensors(self) -> Iterator[tuple[Group, list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]]:
+    def tensors(
+        self,
+    ) -> Iterator[tuple[ParamGroup, list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]]:
         """Yield weights, gradients, averages, squares and step counts of one group, device and dtype at a time."""
         for group in self.param_groups:
             weights = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -114,7 +116,7 @@ class LAMB(torch.optim.Optimizer):
 
     def update_each(
         self,
-        group: Group,
+        group: ParamGroup,
         weights: list[Tensor],
         gradients: list[Tensor],
         averages: list[Tensor],
@@ -135,7 +137,7 @@ class LAMB(torch.optim.Optimizer):
 
     def update_foreach(
         self,
-        group: Group,
+        group: ParamGroup,
         weights: list[Tensor],
         gradients: list[Tensor],
         averages: list[Tensor],
@@ -158,15 +160,15 @@ class LAMB(torch.optim.Optimizer):
 
     def scratch_for(self, weights: list[Tensor]) -> Tensor:
         """Return memory for the largest update, which is kept between steps."""
-        kept: dict[torch.dtype, Tensor] = self.__dict__.setdefault("kept_scratch", {})  # not pickled
+        cache: dict[torch.dtype, Tensor] = self.__dict__.setdefault("kept_scratch", {})  # not pickled
         size, dtype = max(weight.numel() for weight in weights), weights[0].dtype
-        if dtype not in kept or kept[dtype].numel() < size:
-            kept[dtype] = torch.empty(size, dtype=dtype)
-        return kept[dtype]
+        if dtype not in cache or cache[dtype].numel() < size:
+            cache[dtype] = torch.empty(size, dtype=dtype)
+        return cache[dtype]
 
 
 def adam(
-    group: Group,
+    group: ParamGroup,
     weights: list[Tensor],
     gradients: list[Tensor],
     averages: list[Tensor],

@@ -4,7 +4,7 @@ w weight, g gradient, v momentum buffer, lambda weight decay, mu momentum, eta t
 
     tau = eta |w| / (|g| + lambda |w| + eps),  1 where |w| or |g| is 0;      u = tau (g + lambda w)
 
-you2017   v = mu v + lr u,   w -= v       lr inside the momentum; so does MLPerf's TensorFlow reference
+you2017   v = mu v + lr u,   w -= v       lr inside the momentum, as in MLPerf's TensorFlow reference
 outside   v = mu v + u,      w -= lr v    most PyTorch ports, and NVIDIA's MLPerf code, which multiplies you2017's
                                           momentum by lr / last lr; differs from you2017 only while lr changes
 larc      `outside` with tau = min(tau / lr, 1), so that no step is larger than SGD's
@@ -34,7 +34,7 @@ from megabatch.optim.momentum import SMALL, Rows, norm, rows_of, step_fused, ste
 from megabatch.torch_api import declare_found_inf_support, foreach_norm, group_by_device_and_dtype
 
 Norm = TypeVar("Norm", float, Tensor)
-Group = dict[str, Any]  # of a torch optimizer
+ParamGroup = dict[str, Any]  # of a torch optimizer
 BUFFER = "momentum_buffer"  # torch.optim.SGD's name, so that either can load the other's state
 
 
@@ -152,7 +152,7 @@ class LARS(torch.optim.Optimizer):
         super().__init__(params, defaults)
         declare_found_inf_support(self)
 
-    def add_param_group(self, param_group: Group) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         settings = self.defaults | param_group
         require_one_of("variant", settings["variant"], VARIANTS)
         for key, (rule, holds) in RULES.items():
@@ -208,7 +208,7 @@ class LARS(torch.optim.Optimizer):
                 norms.append(torch.tensor(each, dtype=torch.float64))
         return torch.cat(norms).square().sum().sqrt()
 
-    def tensors(self) -> Iterator[tuple[Group, list[list[Tensor]]]]:
+    def tensors(self) -> Iterator[tuple[ParamGroup, list[list[Tensor]]]]:
         """Yield weights, gradients and, with momentum, buffers of one group, device and dtype at a time."""
         for group in self.param_groups:
             weights = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -217,7 +217,7 @@ class LARS(torch.optim.Optimizer):
                 filled = [tensors for tensors in lists if tensors]
                 yield from ((group, tensors) for tensors, _ in group_by_device_and_dtype(filled).values())
 
-    def momentum_buffers(self, group: Group, weights: list[Tensor]) -> list[Tensor]:
+    def momentum_buffers(self, group: ParamGroup, weights: list[Tensor]) -> list[Tensor]:
         """Return one buffer per weight, or no buffers without momentum."""
         if group["momentum"] == 0:
             return []
@@ -228,7 +228,7 @@ class LARS(torch.optim.Optimizer):
 
 
 def update_without_trust_ratio(
-    group: Group, found_inf: Tensor | None, weights: list[Tensor], gradients: list[Tensor], *buffers: list[Tensor]
+    group: ParamGroup, found_inf: Tensor | None, weights: list[Tensor], gradients: list[Tensor], *buffers: list[Tensor]
 ) -> None:
     """Update with tau = 1, so all tensors have one factor."""
     factor, step_size = factor_and_step_size(group, 1.0)
@@ -237,7 +237,7 @@ def update_without_trust_ratio(
 
 
 def update_each(
-    group: Group,
+    group: ParamGroup,
     found_inf: Tensor | None,
     norms: list[float] | None,  # of gradients, if known
     weights: list[Tensor],
@@ -258,7 +258,7 @@ def update_each(
 
 
 def update_foreach(
-    group: Group,
+    group: ParamGroup,
     found_inf: Tensor | None,
     norms: list[Tensor] | None,  # of weights and gradients, if known; then the rows contain the gradients
     rows: Rows,
@@ -277,21 +277,21 @@ def update_foreach(
     step_rows(rows, weights, *buffers, **settings)
 
 
-def uses_foreach(group: Group, weights: list[Tensor]) -> bool:
+def uses_foreach(group: ParamGroup, weights: list[Tensor]) -> bool:
     return bool(weights[0].device.type != "cpu" if group["foreach"] is None else group["foreach"])
 
 
-def factor_and_step_size(group: Group, tau: Any) -> tuple[Any, float]:
+def factor_and_step_size(group: ParamGroup, tau: Any) -> tuple[Any, float]:
     """Return the factor of g + lambda w and the step size of the momentum buffer.  lr is part of one of them."""
     lr = group["lr"]
     return (tau * lr, 1.0) if VARIANTS[group["variant"]].lr_in_momentum else (tau, lr)
 
 
-def measures_decayed(group: Group) -> bool:
+def measures_decayed(group: ParamGroup) -> bool:
     return VARIANTS[group["variant"]].measures_decayed
 
 
-def ratio_settings(group: Group) -> dict[str, Any]:
+def ratio_settings(group: ParamGroup) -> dict[str, Any]:
     return {
         "trust_coefficient": group["trust_coefficient"],
         "weight_decay": 0.0 if measures_decayed(group) else group["weight_decay"],  # already in the norm
@@ -300,5 +300,5 @@ def ratio_settings(group: Group) -> dict[str, Any]:
     }
 
 
-def momentum_settings(group: Group) -> dict[str, Any]:
+def momentum_settings(group: ParamGroup) -> dict[str, Any]:
     return {"momentum": group["momentum"], "weight_decay": group["weight_decay"]}

@@ -167,12 +167,12 @@ class Rows:
 def rows_of(optimizer: torch.optim.Optimizer, weights: list[Tensor]) -> Rows:
     """Return the rows for these weights, which the optimizer keeps between steps."""
     key = tuple(map(id, weights))
-    kept: dict[tuple[int, ...], Rows] = optimizer.__dict__.setdefault("kept_rows", {})  # not pickled
-    if key not in kept:
-        for other in [other for other in kept if not set(other).isdisjoint(key)]:
-            del kept[other]
-        kept[key] = Rows(weights)
-    return kept[key]
+    cache: dict[tuple[int, ...], Rows] = optimizer.__dict__.setdefault("kept_rows", {})  # not pickled
+    if key not in cache:
+        for other in [other for other in cache if not set(other).isdisjoint(key)]:
+            del cache[other]
+        cache[key] = Rows(weights)
+    return cache[key]
 
 
 def step_small(

@@ -51,7 +51,7 @@ SCALES: dict[str, Callable[[int, int], float]] = {
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
     "none": lambda rows, columns: 1.0,
 }
-Group = dict[str, Any]  # of a torch optimizer
+ParamGroup = dict[str, Any]  # of a torch optimizer
 
 
 def is_matrix(shape: torch.Size) -> bool:
@@ -98,7 +98,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, defaults | {"rounds": rounds, "scale": scale, "fixed_norm": fixed_norm})
         declare_found_inf_support(self)
 
-    def add_param_group(self, param_group: Group) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             if not is_matrix(parameter.shape):
@@ -125,7 +125,7 @@ class Muon(torch.optim.Optimizer):
                 self.update(group, weights, found_inf)
         return loss
 
-    def update(self, group: Group, weights: list[Tensor], found_inf: Tensor | None) -> None:
+    def update(self, group: ParamGroup, weights: list[Tensor], found_inf: Tensor | None) -> None:
         """Update matrices of one shape."""
         batch = self.batch_of(weights)
         self.add_momentum(group, weights, batch, found_inf)
@@ -145,7 +145,7 @@ class Muon(torch.optim.Optimizer):
             batch.matrices.mul_(is_taken)
         foreach_add_(weights, batch.views, alpha=-lr * SCALES[group["scale"]](rows, columns))
 
-    def add_momentum(self, group: Group, weights: list[Tensor], batch: "Batch", found_inf: Tensor | None) -> None:
+    def add_momentum(self, group: ParamGroup, weights: list[Tensor], batch: "Batch", found_inf: Tensor | None) -> None:
         """Update the buffers, and fill the batch with U."""
         buffers = []
         for weight, view in zip(weights, batch.views, strict=True):
@@ -172,10 +172,10 @@ class Muon(torch.optim.Optimizer):
 
     def batch_of(self, weights: list[Tensor]) -> "Batch":
         key = tuple(map(id, weights))
-        kept: dict[tuple[int, ...], Batch] = self.__dict__.setdefault("kept_batches", {})  # not pickled
-        if key not in kept:
-            kept[key] = make_batch(weights)
-        return kept[key]
+        cache: dict[tuple[int, ...], Batch] = self.__dict__.setdefault("kept_batches", {})  # not pickled
+        if key not in cache:
+            cache[key] = make_batch(weights)
+        return cache[key]
 
 
 class Batch(NamedTuple):

@@ -54,7 +54,7 @@ def ddp_caps(gradients: Sequence[Gradient], buckets: Sequence[Sequence[int]]) ->
     never rebuilds them with find_unused_parameters and a graph that is not static.
 
     Returns None if there is no such list.  Every dtype reads the same list from its start, so dtypes whose n-th buckets
-    differ much have no common list (use one `bucket_cap_mb` then).  Nor can a bucket end with an empty tensor.
+    differ much have no common list (use one `bucket_cap_mb` then).  A bucket cannot end with an empty tensor either.
     """
     sizes: dict[str, list[int]] = {}
     for bucket in buckets:

@@ -1,4 +1,4 @@
-"""Choose the buckets and plans of a run.  Everything is decided here except the measuring.
+"""Choose the buckets and plans of a run.  This module makes all decisions; its caller measures.
 
 Idea: the measured links (cost.Link, one per axis) give the price of every plan for a bucket of any size (`price`).
 `choose` cuts the gradients into buckets and gives each the plan with the earliest predicted end of communication.  If

@@ -248,7 +248,7 @@ class Timing(NamedTuple):
     small_s: float
     gather_s: float
     sum_s: float
-    num_halves: int  # 2 if `sum_s` is of an all-reduce, 1 if it is of a reduce-scatter
+    num_halves: int  # 2 if `sum_s` was measured in an all-reduce, 1 in a reduce-scatter
 
 
 def fit_link(timing: Timing, num_members: int, num_elements: int, comm_bytes: int, element_bytes: int = 4) -> Link:

@@ -29,7 +29,7 @@ class SavedTensor(NamedTuple):
     num_bytes: int  # of the storage
 
 
-class Work(NamedTuple):
+class CountedWork(NamedTuple):
     """Counts of a forward pass."""
 
     flops: dict[str, int]  # by module without its children, in calling order
@@ -81,7 +81,7 @@ def make(settings: ModelSettings, image_size: int, num_classes: int, num_channel
 
 def count_larger(
     settings: ModelSettings, model: nn.Module, image_size: int, num_classes: int, num_channels: int
-) -> Work | None:
+) -> CountedWork | None:
     """Count at twice the height and width; None if the network rejects it or has other parameters then."""
     try:
         with fake_tensors(settings):
@@ -97,7 +97,7 @@ def shapes(model: nn.Module) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
-def run(settings: ModelSettings, model: nn.Module, num_images: int, image_shape: tuple[int, ...]) -> Work:
+def run(settings: ModelSettings, model: nn.Module, num_images: int, image_shape: tuple[int, ...]) -> CountedWork:
     called: dict[str, int] = {}
     input_needs_gradient = set()
 
@@ -131,7 +131,7 @@ def run(settings: ModelSettings, model: nn.Module, num_images: int, image_shape:
         prefix = f"{name}." if name else ""
         children = [child for child, _ in model.get_submodule(name).named_children()]
         called[name] = flops_inside(name) - sum(flops_inside(prefix + child) for child in children)
-    return Work(called, input_needs_gradient, list(saved.values()))
+    return CountedWork(called, input_needs_gradient, list(saved.values()))
 
 
 @contextmanager
@@ -157,7 +157,7 @@ def saved_bytes(saved: Iterable[SavedTensor], is_number: bool) -> int:
     return sum(one.num_bytes for one in saved if one.tensor.is_floating_point() == is_number)
 
 
-def list_layers(model: nn.Module, work: Work, larger: Work | None) -> list[Layer]:
+def list_layers(model: nn.Module, work: CountedWork, larger: CountedWork | None) -> list[Layer]:
     """Return the layers with parameters or FLOPs.  Parameters of a module that is never called are its parent's."""
     trained: dict[str, dict[str, int]] = {name: {} for name in work.flops}
     has_parameters = set()

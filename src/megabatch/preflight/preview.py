@@ -264,18 +264,18 @@ def start_commands(arguments: Sequence[str], num_ranks: int, here: Devices) -> l
     """Return the commands that start a run: on this machine if it fits, else on a larger node or on several nodes.
 
     Other nodes are assumed to be like this machine if it is typical.  Otherwise they have USUAL_GPUS, or the user fills
-    in HOSTS and GPUS.
+    in NODES and GPUS.
     """
     train = f"megabatch train {shlex.join(arguments)}"
     alone = f"{train} --ranks {num_ranks}"
     if here.can_run(num_ranks):
         return [alone]
-    per_host = here.count if here.is_typical else USUAL_GPUS
+    per_node = here.count if here.is_typical else USUAL_GPUS
     fits_one = not here.is_typical and num_ranks <= USUAL_GPUS
-    if fits_one or num_ranks % per_host:
-        sizes, where = "--nnodes=HOSTS --nproc-per-node=GPUS", f"on each host I = 0, 1, ..., HOSTS x GPUS = {num_ranks}"
+    if fits_one or num_ranks % per_node:
+        sizes, where = "--nnodes=NODES --nproc-per-node=GPUS", f"on each node I = 0, 1, ..., NODES x GPUS = {num_ranks}"
     else:
-        sizes = f"--nnodes={num_ranks // per_host} --nproc-per-node={per_host}"
-        where = f"on each of {num_ranks // per_host} hosts, I = 0, 1, ..."
+        sizes = f"--nnodes={num_ranks // per_node} --nproc-per-node={per_node}"
+        where = f"on each of {num_ranks // per_node} nodes, I = 0, 1, ..."
     several = f"torchrun {sizes} {RENDEZVOUS} -m {train}  # {where}"
-    return [f"{alone}  # on a host with {num_ranks} GPUs", several] if fits_one else [several]
+    return [f"{alone}  # on a node with {num_ranks} GPUs", several] if fits_one else [several]

@@ -85,14 +85,14 @@ def cuda_error() -> str:
 def choose_device_index(local_rank: int, num_local_ranks: int, num_visible: int) -> int:
     """Return the index of this rank's device among the visible ones.
 
-    Most launchers let every rank see all devices of its host; srun --gpus-per-task=1 shows each rank only one.
+    Most launchers let every rank see all devices of its node; srun --gpus-per-task=1 shows each rank only one.
     """
     if num_visible == 1:
         return 0
     if num_local_ranks > num_visible:
         raise UserError(
-            f"{num_local_ranks} ranks on this host see {num_visible} devices, and each rank needs its own device; "
-            f"nearest: {num_visible} ranks per host"
+            f"{num_local_ranks} ranks on this node see {num_visible} devices, and each rank needs its own device; "
+            f"nearest: {num_visible} ranks per node"
         )
     return local_rank % num_visible
 
@@ -145,5 +145,5 @@ def require_separate_devices(store: "dist.Store", info: RankInfo, device: torch.
     if other != str(info.rank):
         raise UserError(
             f"ranks {other} and {info.rank} on {platform.node()} both use GPU {device.index} ({properties.name}); "
-            "start one rank per GPU, and let each see all GPUs of its host or only its own"
+            "start one rank per GPU, and let each see all GPUs of its node or only its own"
         )

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from megabatch.errors import UserError
 
-# rank, ranks, rank on this host, ranks on this host
+# rank, ranks, rank on this node, ranks on this node
 COMPLETE = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "Open MPI": (
@@ -57,11 +57,11 @@ class RankInfo(Struct, frozen=True):
     rank: int
     num_ranks: int
     local_rank: int = NOT_KNOWN
-    num_local_ranks: int = NOT_KNOWN  # on this host
+    num_local_ranks: int = NOT_KNOWN  # on this node
 
     @property
-    def is_single_host(self) -> bool:
-        """Whether all ranks are on this host."""
+    def is_single_node(self) -> bool:
+        """Whether all ranks are on this node."""
         return self.num_local_ranks == self.num_ranks
 
     @property
@@ -133,7 +133,7 @@ def read_slurm_step(given: Mapping[str, str]) -> RankInfo | None:
     """Read srun's variables.
 
     In a job's script, outside srun, Slurm also sets SLURM_NTASKS and SLURM_PROCID, but no SLURM_STEP variables.  A step
-    with one task is a shell (srun --pty bash).  So is the step of salloc, whose SLURM_NTASKS is that of the job.
+    with one task is a shell (srun --pty bash).  The same holds for salloc, whose SLURM_NTASKS is the job's.
     """
     size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in given else "SLURM_NTASKS"
     names = ("SLURM_PROCID", size, "SLURM_LOCALID")
@@ -192,7 +192,7 @@ def read_port(environment: Mapping[str, str], default: int) -> int:
         return default
     port = read_number(environment, "MASTER_PORT")
     if not 0 < port <= LARGEST_PORT:
-        raise UserError(f"MASTER_PORT={port} is not a port (1 to {LARGEST_PORT}); set a free port of rank 0's host")
+        raise UserError(f"MASTER_PORT={port} is not a port (1 to {LARGEST_PORT}); set a free port of rank 0's node")
     return port
 
 
@@ -205,12 +205,12 @@ def rendezvous_address(info: RankInfo, environment: Mapping[str, str] = os.envir
         job, step = (int(environment.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
         port = MASTER_PORT + (job + PORTS_BETWEEN_STEPS * step) % NUM_PORTS
         return first_host(environment["SLURM_STEP_NODELIST"]), read_port(environment, port)
-    if info.is_single_host:
-        # The ranks of one mpiexec on one host have the same parent, so two such runs use different ports.  PALS_APID
+    if info.is_single_node:
+        # The ranks of one mpiexec on one node have the same parent, so two such runs use different ports.  PALS_APID
         # identifies the launch even if PALS starts the rank through a script.
         launch = zlib.crc32(environment["PALS_APID"].encode()) if "PALS_APID" in environment else os.getppid()
         return "127.0.0.1", read_port(environment, MASTER_PORT + launch % NUM_PORTS)
-    raise UserError("MASTER_ADDR is not set, but the ranks are on several hosts; set it to the host of rank 0")
+    raise UserError("MASTER_ADDR is not set, but the ranks are on several nodes; set it to the host of rank 0")
 
 
 def launch_name(environment: Mapping[str, str] = os.environ) -> str:

@@ -16,7 +16,7 @@ def joined_key(rank: int) -> str:
     return f"joined/{rank}"
 
 
-class Report(Struct, frozen=True):
+class RankFailureReport(Struct, frozen=True):
     rank: int
     exit_code: int
     message: str  # one line
@@ -44,7 +44,7 @@ def describe_exit(exit_code: int, when: str = "") -> str:
     return f"was ended by {name}{when}{hint}"
 
 
-def report_to_torchrun(report: Report) -> None:
+def report_to_torchrun(report: RankFailureReport) -> None:
     """Write the error file that torchelastic reads; other launchers do not name one."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:

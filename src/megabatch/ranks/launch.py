@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch.distributed as dist
 
-from megabatch.ranks.failures import FAILURE, RankFailed, Report, describe_exit, joined_key
+from megabatch.ranks.failures import FAILURE, RankFailed, RankFailureReport, describe_exit, joined_key
 from megabatch.ranks.machine import LOOPBACK, is_stopped, listen_on, usable_cores
 from megabatch.ranks.signals import LAUNCHER, LauncherSignals, Stopped
 from megabatch.ranks.store import STORE_FILE
@@ -147,7 +147,7 @@ class Attempt:
         repair: Callable[[], object] = do_nothing,  # the store, after ranks that may have been killed while writing
     ) -> None:
         self.ranks, self.store, self.signals, self.stop_s, self.repair = ranks, store, signals, stop_s, repair
-        self.stopped: Report | None = None  # the report of a rank that was stopped for longer
+        self.stopped: RankFailureReport | None = None  # the report of a rank that was stopped for longer
         self.first: RankExit | None = None  # the first failure
         self.deadline_s = 0.0  # for the other ranks to end
         self.is_signal_forwarded = False
@@ -189,7 +189,7 @@ class Attempt:
             if self.stopped_polls[rank.pid] * POLL_INTERVAL_S > self.stop_s:
                 rank.kill()
                 message = f"its process was stopped for {self.stop_s:g} s, by a signal such as SIGSTOP"
-                self.stopped = self.stopped or Report(number, 1, message)
+                self.stopped = self.stopped or RankFailureReport(number, 1, message)
 
     def kill_others(self, running: Sequence["subprocess.Popen[bytes]"]) -> None:
         """Kill the ranks that still run GRACE_S after another one failed. Most detect the failure and end."""
@@ -217,9 +217,9 @@ def is_requested_stop(exit_code: int) -> bool:
     return exit_code > 128
 
 
-def read_report(store: Any) -> Report | None:
+def read_report(store: Any) -> RankFailureReport | None:
     try:
-        return msgspec.json.decode(store.get(FAILURE), type=Report) if store.check([FAILURE]) else None
+        return msgspec.json.decode(store.get(FAILURE), type=RankFailureReport) if store.check([FAILURE]) else None
     except msgspec.DecodeError:  # not written by one of our ranks
         return None
 

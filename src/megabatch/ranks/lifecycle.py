@@ -114,7 +114,7 @@ def exit_code_of(error: BaseException) -> int:
 
 def report_failure(error: BaseException, info: "RankInfo", store: "RankStore | None" = None) -> None:
     """Report the error as one line. The traceback is written to the run's log, or printed if there is no log."""
-    from megabatch.ranks.failures import Report, report_to_torchrun
+    from megabatch.ranks.failures import RankFailureReport, report_to_torchrun
     from megabatch.runs.files import LOG
     from megabatch.runs.folder import append_to_log
 
@@ -125,7 +125,7 @@ def report_failure(error: BaseException, info: "RankInfo", store: "RankStore | N
     is_logged = folder is not None and append_to_log(folder, f"rank {info.rank}: {line}\n{trace}")
     if folder and is_logged and trace:
         line, trace = f"{line} (traceback in {folder / LOG})", ""
-    report = Report(info.rank, code, line, trace)
+    report = RankFailureReport(info.rank, code, line, trace)
     if was_launched() and store:
         store.report(report)
         return

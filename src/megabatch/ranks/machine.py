@@ -100,7 +100,7 @@ def resident_mb() -> float | None:
 # Network interfaces that ranks listen on, and detection of lost hosts.
 #
 # The ports of the store, Gloo and NCCL have no authentication: any process that can connect can disturb the run or take
-# part in it.  So ranks listen only on the interfaces that they need: the loopback interface if all are on this host.
+# part in it.  So ranks listen only on the interfaces that they need: the loopback interface if all are on this node.
 
 LOOPBACK, LOOPBACK_NAME = "127.0.0.1", "lo"  # its name on Linux
 ALL_INTERFACES = ""
@@ -112,17 +112,17 @@ IFREQ = struct.Struct("16s4x4s16x")  # an interface's name and IPv4 address, in 
 
 
 @contextlib.contextmanager
-def on_interface(is_single_host: bool, gloo_default: str | None = None) -> Iterator[None]:
-    """Make Gloo and NCCL listen on the loopback interface in this context, if all ranks are on this host.
+def on_interface(is_single_node: bool, gloo_default: str | None = None) -> Iterator[None]:
+    """Make Gloo and NCCL listen on the loopback interface in this context, if all ranks are on this node.
 
-    GLOO_SOCKET_IFNAME is overridden: a cluster's setting is not needed on one host. NCCL_SOCKET_IFNAME is kept if it is
+    GLOO_SOCKET_IFNAME is overridden: a cluster's setting is not needed on one node. NCCL_SOCKET_IFNAME is kept if it is
     set: it may affect more than the listening address. Between hosts, `gloo_default` replaces Gloo's default, which is
     the address of the host name: that may not resolve, or resolve to a loopback address.
     """
-    values = {"GLOO_SOCKET_IFNAME": LOOPBACK_NAME} if is_single_host else {}
-    if is_single_host and not os.environ.get("NCCL_SOCKET_IFNAME"):
+    values = {"GLOO_SOCKET_IFNAME": LOOPBACK_NAME} if is_single_node else {}
+    if is_single_node and not os.environ.get("NCCL_SOCKET_IFNAME"):
         values["NCCL_SOCKET_IFNAME"] = LOOPBACK_NAME
-    if not is_single_host and gloo_default and not os.environ.get("GLOO_SOCKET_IFNAME"):
+    if not is_single_node and gloo_default and not os.environ.get("GLOO_SOCKET_IFNAME"):
         values["GLOO_SOCKET_IFNAME"] = gloo_default
     values = values if sys.platform == "linux" else {}
     before = {name: os.environ.get(name) for name in values}

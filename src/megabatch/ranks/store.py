@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from megabatch.errors import UserError
 from megabatch.ranks.discover import NOT_KNOWN, RankInfo, launch_name, rendezvous_address
-from megabatch.ranks.failures import FAILURE, PeerFailed, Report, joined_key
+from megabatch.ranks.failures import FAILURE, PeerFailed, RankFailureReport, joined_key
 from megabatch.ranks.machine import (
     LOOPBACK,
     address_towards,
@@ -54,7 +54,7 @@ STORE_FILE = "MEGABATCH_STORE"  # the variable with the path of the launcher's s
 
 
 class UnknownHost(UserError):
-    """The host of rank 0 does not resolve on this host.  Rank 0 cannot report it."""
+    """The host of rank 0 does not resolve on this node.  Rank 0 cannot report it."""
 
 
 class RankStore:
@@ -81,8 +81,8 @@ class RankStore:
         if self.is_first is None:
             try:
                 self.is_first = self.store.add(FAILURES, 1) == 1
-            except RuntimeError:  # rank 0 had the store and is gone, perhaps with its host: one rank per host reports
-                self.is_first = self.info.local_rank == (1 if self.info.is_single_host else 0)
+            except RuntimeError:  # rank 0 had the store and is gone, perhaps with its node: one rank per node reports
+                self.is_first = self.info.local_rank == (1 if self.info.is_single_node else 0)
         return self.is_first
 
     def register(self, error: BaseException) -> bool:
@@ -117,7 +117,7 @@ class RankStore:
         except RuntimeError:
             return None
 
-    def report(self, report: Report) -> None:
+    def report(self, report: RankFailureReport) -> None:
         """Store the failure report for the launcher."""
         self.set(FAILURE, msgspec.json.encode(report).decode())
 
@@ -130,7 +130,7 @@ class RankStore:
 
 
 class RegisteringReporter(ExitReporter):
-    """Registers an error, so that ranks that wait for this one leave."""
+    """Registers an error, so that ranks waiting for this one exit."""
 
     def __init__(self, store: RankStore) -> None:
         super().__init__(store.info.rank)
@@ -337,12 +337,12 @@ def open_any_store(info: RankInfo) -> "dist.Store":  # type: ignore[name-defined
     # `agree_on_name` waits for the ranks; the server would also count a rank of another launch.
     options: dict[str, Any] = {"is_master": info.rank == 0, "wait_for_workers": False}
     if info.rank == 0:  # by default torch's server listens on all interfaces
-        listener = listen_for_ranks(LOOPBACK if info.is_single_host else listen_address(host), port)
+        listener = listen_for_ranks(LOOPBACK if info.is_single_node else listen_address(host), port)
         host = listener.getsockname()[0]
         host = LOOPBACK if host == "0.0.0.0" else host  # all interfaces
         options["master_listen_fd"] = listener.detach()
     else:
-        host = LOOPBACK if info.is_single_host else await_address(host)
+        host = LOOPBACK if info.is_single_node else await_address(host)
     store = dist.TCPStore(host, port, **options)  # type: ignore[attr-defined]
     require_same_launch(store, info, launch_name())
     return store
@@ -387,5 +387,5 @@ def require_same_launch(store: "dist.Store", info: RankInfo, name: str) -> None:
     found = store.get(LAUNCH).decode()
     if found != name:
         raise UserError(
-            f"this rank is of {name}, but the port of its rank 0 belongs to {found}; set MASTER_PORT to a free port"
+            f"this rank belongs to {name}, but the port of its rank 0 to {found}; set MASTER_PORT to a free port"
         )

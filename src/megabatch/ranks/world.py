@@ -50,7 +50,7 @@ class FirstRankFailed(RuntimeError):
     """Rank 0 failed to compute a value for all ranks; rank 0 reports the cause."""
 
 
-class Outcome(Struct, frozen=True):
+class Rank0Result(Struct, frozen=True):
     """The result of `World.from_rank_0` on rank 0: a value or an error message."""
 
     value: msgspec.Raw = msgspec.Raw(b"null")
@@ -97,7 +97,7 @@ class World:
             raise
 
     def announce(self, error: BaseException) -> None:
-        """Report an error before any cleanup.  On accelerators, also end what the cleanup would wait for."""
+        """Report an error before any cleanup.  On accelerators, also end collectives that would block it."""
         self.exit_reporter.announce(error)
         if self.owns_process_group and self.may_wait_forever and self.aborting is None:
             self.abort(error)
@@ -211,16 +211,16 @@ class World:
 
     def from_rank_0(self, make: Callable[[], Value], kind: type[Value]) -> Value:
         """Return the result of `make()` on rank 0 to all ranks, as JSON. If it raises there, all ranks raise."""
-        outcome, error = Outcome(), None
+        outcome, error = Rank0Result(), None
         if self.rank == 0:
             try:
-                outcome = Outcome(msgspec.Raw(msgspec.json.encode(make())))
+                outcome = Rank0Result(msgspec.Raw(msgspec.json.encode(make())))
             except Exception as caught:
                 error, outcome = caught, failed_outcome(caught)
         shared = self.broadcast_text(msgspec.json.encode(outcome).decode())
         if error:
             raise error
-        outcome = msgspec.json.decode(shared, type=Outcome)
+        outcome = msgspec.json.decode(shared, type=Rank0Result)
         if outcome.problem is not None:
             raise (UserError if outcome.is_users else FirstRankFailed)(outcome.problem)
         return msgspec.json.decode(outcome.value, type=kind)
@@ -247,7 +247,7 @@ class World:
                 report_end(store, key, self.num_ranks, msgspec.json.encode(failed_outcome(error)).decode(), waits)
             raise
         if self.rank == 0:
-            report_end(store, key, self.num_ranks, msgspec.json.encode(Outcome()).decode())
+            report_end(store, key, self.num_ranks, msgspec.json.encode(Rank0Result()).decode())
             return
         with self.activity.waiting():
             reported = await_end(store, key, self.activity.patience_s)
@@ -256,7 +256,7 @@ class World:
                 f"rank 0 was lost, or did not report within {self.activity.patience_s:g} s that the run is saved; "
                 "see its output; the same command resumes from the newest checkpoint"
             )
-        outcome = msgspec.json.decode(reported, type=Outcome)
+        outcome = msgspec.json.decode(reported, type=Rank0Result)
         if outcome.problem is not None:
             raise (NotSaved if outcome.is_users else FirstRankFailed)(outcome.problem)
 
@@ -265,9 +265,9 @@ def unchanged(error: BaseException) -> BaseException:
     return error
 
 
-def failed_outcome(error: BaseException) -> Outcome:
+def failed_outcome(error: BaseException) -> Rank0Result:
     problem = str(error).partition("\n")[0]
-    return Outcome(problem=problem or type(error).__name__, is_users=isinstance(error, UserError))
+    return Rank0Result(problem=problem or type(error).__name__, is_users=isinstance(error, UserError))
 
 
 def current_rank() -> RankInfo:
@@ -351,9 +351,9 @@ def connect(
         store.require_peers()
 
     uses_gloo = BACKENDS["cpu"].name in world.backend.name  # also if it is one of two, as in a self-test
-    has_choice = uses_gloo and not info.is_single_host and not os.environ.get("GLOO_SOCKET_IFNAME")
+    has_choice = uses_gloo and not info.is_single_node and not os.environ.get("GLOO_SOCKET_IFNAME")
     interface = find_interface(store.store, info) if has_choice else None
-    with on_interface(info.is_single_host, interface), activity.interruptible():
+    with on_interface(info.is_single_node, interface), activity.interruptible():
         run_interruptibly(init_process_group, require_all if info.num_ranks > 1 else require)
         try:
             enable_keepalive()

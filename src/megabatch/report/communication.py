@@ -41,7 +41,7 @@ class Lane(NamedTuple):
     ready_s: Sequence[float] = ()  # when buckets are ready
 
 
-class Group(NamedTuple):
+class LaneGroup(NamedTuple):
     name: str
     lanes: list[Lane]
 
@@ -50,7 +50,7 @@ def style_of(bucket: int) -> str:
     return f"bucket-{bucket % COLOURS}"
 
 
-def predicted(tuning: Tuning, start_s: float) -> Group:
+def predicted(tuning: Tuning, start_s: float) -> LaneGroup:
     """Return the bars of the plan; backward starts at `start_s`."""
     node: list[Bar] = []
     network: list[Bar] = []
@@ -73,10 +73,10 @@ def predicted(tuning: Tuning, start_s: float) -> Group:
         "backward",
     )
     lanes = [Lane("backward", [backward], [start_s + bucket.ready_s for bucket in tuning.buckets]), Lane("node", node)]
-    return Group("predicted", [lane for lane in (*lanes, Lane("network", network)) if lane.bars])
+    return LaneGroup("predicted", [lane for lane in (*lanes, Lane("network", network)) if lane.bars])
 
 
-def measured(trace: StepTrace) -> Group:
+def measured(trace: StepTrace) -> LaneGroup:
     lanes: dict[str, list[Bar]] = {"training": [], "node": [], "network": []}
     for span in trace.spans:
         if span.end_s <= span.begin_s:
@@ -93,7 +93,7 @@ def measured(trace: StepTrace) -> Group:
         lanes[span.lane].append(Bar(span.begin_s, span.end_s, style + " waits" * span.is_wait, tip, text))
     ready_s = [bucket.ready_s for bucket in trace.buckets]
     found = [Lane(name, bars, ready_s if name == "training" else ()) for name, bars in lanes.items() if bars]
-    return Group("measured", found)
+    return LaneGroup("measured", found)
 
 
 def training_part(name: str) -> str:
@@ -164,7 +164,7 @@ def about(view: RunView) -> str:
     return " ".join(parts)
 
 
-def draw(groups: Sequence[Group], is_shared: bool) -> tuple[Markup, float]:
+def draw(groups: Sequence[LaneGroup], is_shared: bool) -> tuple[Markup, float]:
     """Draw the groups on one time axis or on separate ones; return the drawing and its height."""
     ends = [max((bar.end_s for lane in group.lanes for bar in lane.bars), default=1.0) for group in groups]
     parts, top = [], 0.0
@@ -200,7 +200,7 @@ def draw_lane(lane: Lane, scale: Scale, top: float) -> list[Markup]:
     return parts
 
 
-def span_table(groups: Iterable[Group]) -> Markup:
+def span_table(groups: Iterable[LaneGroup]) -> Markup:
     rows = [
         (group.name, lane.name, bar.tip, fmt.milliseconds(bar.end_s - bar.begin_s))
         for group in groups

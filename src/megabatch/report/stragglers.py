@@ -30,7 +30,7 @@ def rank_charts(view: RunView) -> Markup | None:
 
 
 def nodes_of(view: RunView) -> dict[int, int]:
-    """Return the node of every rank, or {} if the plan is of other ranks."""
+    """Return the node of every rank, or {} if the plan is for other ranks."""
     topology = view.tuning.topology if view.tuning else None
     if topology is None or topology.num_ranks != view.ranks.num_ranks:
         return {}

@@ -14,7 +14,7 @@ from megabatch.runs.settings import TARGET, read_settings
 MOST_EARLIER = 10  # runs of the recipe to look at
 
 
-class Training(NamedTuple):
+class RunToTarget(NamedTuple):
     """A run until it reached its target, or all of it if it did not."""
 
     target: float | None
@@ -23,7 +23,7 @@ class Training(NamedTuple):
     noise: NoiseRecord | None  # on the last measured step
 
 
-def read_training(path: Path) -> Training:
+def read_training(path: Path) -> RunToTarget:
     target = read_settings(path).get(TARGET)
     target = target if isinstance(target, float) else None
     epochs, noise = 0.0, None
@@ -32,8 +32,8 @@ def read_training(path: Path) -> Training:
         if isinstance(record, StepRecord):
             noise = record.noise or noise
         elif isinstance(record, EvaluationRecord) and target is not None and record.top1 >= target:
-            return Training(target, True, epochs, noise)
-    return Training(target, False, epochs, noise)
+            return RunToTarget(target, True, epochs, noise)
+    return RunToTarget(target, False, epochs, noise)
 
 
 def warn_of_noise(recipe: str, batch: int, microbatch: int) -> str | None:

@@ -79,7 +79,7 @@ class Input(Section, frozen=True, kw_only=True):
 class Cpu(Section, frozen=True, kw_only=True):
     """The cores of ranks on CPUs, which communicate on the cores that compute (cores.py)."""
 
-    cores: Positive  # per host, or of the machine if all hosts share one
+    cores: Positive  # per node, or of the machine if all nodes share one
     hosts_on_machine: bool = False
     crowding: Factor = 1.0  # slowdown of a rank while others compute on neighbouring cores
     costs: CoreCosts

@@ -1,8 +1,8 @@
-"""Links between hosts whose ranks run on CPUs: the network card, and the cores that send bytes and add them.
+"""Links between nodes whose ranks run on CPUs: the network card, and the cores that send bytes and add them.
 
 A rank on a CPU sends, receives, rounds and adds itself, so ranks that share cores take turns.
 
-Legend: per byte that a member of a group sends, w is the time of the network card of the busiest host (for everything
+Legend: per byte that a member of a group sends, w is the time of the network card of the busiest node (for everything
 that leaves it), and c is the time of the cores (for everything that the ranks on them do).
 
 Idea: sending overlaps with adding, except for the first and the last message of a sequence:
@@ -11,11 +11,11 @@ The work of cores (`CoreCosts`, seconds of one core per byte) is
     ring         the backend's fp32 all-reduce over all ranks, or between two members
     exchange     the three stages of comm/cpu/process_group.py among more than two members
     exchange_16  the same with 16 bits, including rounding
-    memory       adding or copying in the shared memory of a host
-Adding is included, so gamma is 0.  Links between hosts also contain the work of the plan inside each host, because
+    memory       adding or copying in the shared memory of a node
+Adding is included, so gamma is 0.  Links between nodes also contain the work of the plan inside each node, because
 parts of a bucket are in both at once.
 
-Hosts of a cluster have separate cores; hosts that are namespaces of one machine (`hosts_on_machine`) share its cores.
+Nodes of a cluster have separate cores; nodes that are namespaces of one machine (`hosts_on_machine`) share its cores.
 """
 
 from collections.abc import Mapping
@@ -43,33 +43,33 @@ class CoreCosts(Struct, frozen=True, kw_only=True):
     wire_share: float  # share of the nominal rate that TCP carries; the rest is headers
     exchange_gaps: float  # idle time of the network while the stages of an exchange wait; see exchange_idle
     unhidden: float  # part of the shorter of network and core time that does not overlap, for a sequence of messages
-    leaders_unhidden: float  # the same if all messages of a host pass through one rank
+    leaders_unhidden: float  # the same if all messages of a node pass through one rank
     exchange_unhidden: float  # the same if the stages of an exchange wait for each other
     step_unhidden: float = 0.0  # the same for a whole training step
 
 
 class Cores(NamedTuple):
-    """The hosts whose ranks share some cores."""
+    """The nodes whose ranks share some cores."""
 
-    hosts: Mapping[int, int]  # ranks per host -> number of such hosts on these cores
+    nodes: Mapping[int, int]  # ranks per node -> number of such nodes on these cores
     num_cores: float
 
     @property
-    def num_hosts(self) -> int:
-        return sum(self.hosts.values())
+    def num_nodes(self) -> int:
+        return sum(self.nodes.values())
 
     @property
     def num_ranks(self) -> int:
-        return sum(size * count for size, count in self.hosts.items())
+        return sum(size * count for size, count in self.nodes.items())
 
     @property
     def tensors_touched(self) -> int:
-        """How often a whole tensor is added or copied in shared memory: k-1 times in a host of k ranks."""
-        return sum((size - 1) * count for size, count in self.hosts.items())
+        """How often a whole tensor is added or copied in shared memory: k-1 times in a node of k ranks."""
+        return sum((size - 1) * count for size, count in self.nodes.items())
 
     def members(self, axis: Axis) -> int:
         """Return the number of members of all groups along the axis."""
-        return self.num_hosts if axis == "leaders" else self.num_ranks
+        return self.num_nodes if axis == "leaders" else self.num_ranks
 
     @property
     def turns(self) -> float:
@@ -82,7 +82,7 @@ class Cores(NamedTuple):
 
 
 def cores_of(shape: ClusterShape, num_cores: float, hosts_on_machine: bool) -> Cores:
-    """Return the cores of the machine that all hosts share, or of the busiest host."""
+    """Return the cores of the machine that all nodes share, or of the busiest node."""
     return Cores(dict(shape.node_sizes) if hosts_on_machine else {shape.largest_node: 1}, num_cores)
 
 
@@ -91,10 +91,10 @@ def cpu_links(
     dtype: CommDtype,
     costs: CoreCosts,
     gbps: float,
-    num_cores: float,  # of the machine, or of each host; a fraction if work does not spread evenly
+    num_cores: float,  # of the machine, or of each node; a fraction if work does not spread evenly
     hosts_on_machine: bool,
 ) -> dict[Axis, Link]:
-    """Return the link along every axis of this cluster, for a comm dtype between hosts."""
+    """Return the link along every axis of this cluster, for a comm dtype between nodes."""
     cores = cores_of(shape, num_cores, hosts_on_machine)
     links: dict[Axis, Link] = {}
     if shape.largest_node > 1:
@@ -106,7 +106,7 @@ def cpu_links(
 
 
 def memory_link(shape: ClusterShape, costs: CoreCosts, cores: Cores) -> Link:
-    """Return the link of shared memory.  The ranks of a host, and the hosts that share cores, work at once."""
+    """Return the link of shared memory.  The ranks of a node, and the nodes that share cores, work at once."""
     k = shape.largest_node
     # Per byte of the busiest rank, which adds or copies (k-1)/k of a tensor.
     core_s_per_byte = cores.tensors_touched * k / (k - 1) * costs.memory_s_per_byte
@@ -128,7 +128,7 @@ def network_link(
         wire_s *= 1 + exchange_idle(axis, shape, costs)
     core_s = num_members * core_s_per_byte(axis, shape, dtype, costs)
     cores_s = cores.seconds(core_s, num_members)
-    if axis != "all":  # other parts of the bucket are added in the hosts at the same time
+    if axis != "all":  # other parts of the bucket are added in the nodes at the same time
         cores_s += cores.seconds(memory_core_s_per_byte(axis, shape, dtype, costs, cores), cores.num_ranks)
     unhidden = max(
         costs.exchange_unhidden if staged else costs.unhidden,
@@ -162,20 +162,20 @@ def exchange_idle(axis: Axis, shape: ClusterShape, costs: CoreCosts) -> float:
     """Return the idle time of the network in an exchange, per second of sending.
 
     Stages wait for their slowest message.  Plain TCP with the same exchange, without ranks (bench/exchange_stream.py),
-    idles for 0.14, 0.25, 0.33, 0.38 and 0.41 on 2, 3, 4, 6 and 8 hosts, with little difference between 0.5 and
-    2.5 Gb/s: about 0.55 (1 - 1/H)^2.  Other ranks of the host fill the gaps of one rank.
+    idles for 0.14, 0.25, 0.33, 0.38 and 0.41 on 2, 3, 4, 6 and 8 nodes, with little difference between 0.5 and
+    2.5 Gb/s: about 0.55 (1 - 1/H)^2.  Other ranks of the node fill the gaps of one rank.
     """
     num_at_once = 1 if axis == "leaders" else shape.largest_node
-    return costs.exchange_gaps * gaps_of_hosts(shape.num_nodes) / num_at_once
+    return costs.exchange_gaps * gaps_of_nodes(shape.num_nodes) / num_at_once
 
 
-def gaps_of_hosts(num_hosts: int) -> float:
-    """Return the gaps of this many hosts relative to those of very many."""
-    return (1 - 1 / num_hosts) ** 2
+def gaps_of_nodes(num_nodes: int) -> float:
+    """Return the gaps of this many nodes relative to those of very many."""
+    return (1 - 1 / num_nodes) ** 2
 
 
 def wire_bytes(axis: Axis, shape: ClusterShape, dtype: CommDtype) -> float:
-    """Return the bytes that leave the busiest host per byte that the busiest member sends in an all-reduce."""
+    """Return the bytes that leave the busiest node per byte that the busiest member sends in an all-reduce."""
     phase = Phase("all_reduce", axis, dtype)
     num_elements = BLOCK * shape.num_ranks * shape.num_nodes  # slices are equal along every axis
     width = COMM_DTYPES[dtype].num_bytes
@@ -185,7 +185,7 @@ def wire_bytes(axis: Axis, shape: ClusterShape, dtype: CommDtype) -> float:
 
 
 def consecutive(shape: ClusterShape) -> Topology:
-    """Return a topology of this shape with consecutive ranks per host."""
+    """Return a topology of this shape with consecutive ranks per node."""
     nodes: list[tuple[int, ...]] = []
     for size, count in shape.node_sizes:
         for _ in range(count):
@@ -195,7 +195,7 @@ def consecutive(shape: ClusterShape) -> Topology:
 
 
 def memory_core_s_per_byte(axis: Axis, shape: ClusterShape, dtype: CommDtype, costs: CoreCosts, cores: Cores) -> float:
-    """Return the time of adding and copying inside hosts per byte that a member sends between them."""
+    """Return the time of adding and copying inside nodes per byte that a member sends between them."""
     touched_bytes = 2 * cores.tensors_touched * FP32_BYTES  # per element
     return touched_bytes * costs.memory_s_per_byte / bytes_of_member(axis, shape, dtype)
 

@@ -59,7 +59,7 @@ Positive = Annotated[float, Meta(ge=1e-6, le=1e9)]
 NotNegative = Annotated[float, Meta(ge=0, le=1e9)]
 
 
-class Point(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ThroughputPoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     batch: Positive  # images per device
     images_per_s: Positive  # of one device, as published
     waited_ms: NotNegative = 0.0  # simulated all-reduce and jitter in its step, if it ran on several nodes
@@ -75,7 +75,7 @@ class Curve(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Points of one model in one precision."""
 
     model: str = "resnet50"
-    points: tuple[Point, ...]
+    points: tuple[ThroughputPoint, ...]
     fixed_ms: Positive | None = None  # t0 of a similar device
 
     def __post_init__(self) -> None:
@@ -136,13 +136,13 @@ def fit_curve(curve: Curve, variant: str = "") -> FittedCurve:
     return FittedCurve(line, spread, (low, high), (batches[0], batches[-1]))
 
 
-def per_image_s(points: Sequence[Point], fixed_s: float, variant: str) -> float:
+def per_image_s(points: Sequence[ThroughputPoint], fixed_s: float, variant: str) -> float:
     """Return c of the variant: the geometric mean over its points."""
     own = [point for point in points if point.variant == variant]
     return math.exp(statistics.fmean(math.log(max(1e-12, point.seconds - fixed_s) / point.batch) for point in own))
 
 
-def squares_of(points: Sequence[Point], fixed_s: float) -> float:
+def squares_of(points: Sequence[ThroughputPoint], fixed_s: float) -> float:
     """Return the sum of squares of log(measured / fitted time)."""
     scales = {variant: per_image_s(points, fixed_s, variant) for variant in {point.variant for point in points}}
     return sum(math.log(point.seconds / (fixed_s + scales[point.variant] * point.batch)) ** 2 for point in points)

@@ -38,7 +38,7 @@ LONGEST_RULE = 200  # characters of a rule, which may contain a key of the file
 LEAST_BETA = 1e-12  # s/B, if a link was too fast to measure
 ASSUMED_GBPS, ASSUMED_ALPHA_US = 1.0, 100.0
 PLAN = "measured by megabatch plan"
-NO_NETWORK = "assumed: the plan was measured on one host; set it, for example network.gbps=10"
+NO_NETWORK = "assumed: the plan was measured on one node; set it, for example network.gbps=10"
 
 Tables = dict[str, Any]
 
@@ -57,7 +57,7 @@ def measured_cluster(tuning: Tuning) -> Tables:
     else:
         network |= {"gbps": ASSUMED_GBPS, "alpha_us": ASSUMED_ALPHA_US}
     return {
-        "about": f"{shape.num_nodes} hosts of {k} ranks, as measured",
+        "about": f"{shape.num_nodes} nodes of {k} ranks, as measured",
         "device": {
             "name": "as recorded in the profile",
             "stack": "this installation",

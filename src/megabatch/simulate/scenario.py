@@ -22,7 +22,7 @@ from megabatch.planning.tuning import Bucket
 from megabatch.simulate.cluster import Cluster, Cpu
 from megabatch.simulate.compute import compute_by_curve, compute_by_profile, memory_bytes
 from megabatch.simulate.profile import Profile
-from megabatch.simulate.step import AllReduceSettings, Compute, Step, in_use, run_step, simulate_step, slower
+from megabatch.simulate.step import AllReduceSettings, Compute, SimulatedStep, in_use, run_step, simulate_step, slower
 from megabatch.simulate.workload import Workload, scaled
 
 
@@ -34,7 +34,7 @@ class RunLength(Struct, frozen=True, kw_only=True):
     test_side: int | None = None  # of test images; None: the workload's
 
 
-class Training(Struct, frozen=True, kw_only=True):
+class SimulatedTraining(Struct, frozen=True, kw_only=True):
     steps_s: float
     evaluation_s: float
     faults_s: float  # expected time of checkpoints, repeated steps and restarts
@@ -47,7 +47,9 @@ class Training(Struct, frozen=True, kw_only=True):
         return self.steps_s + self.evaluation_s + self.faults_s
 
 
-def train_for(length: RunLength, steps_s: float, evaluation_s: float, num_ranks: int, cluster: Cluster) -> Training:
+def train_for(
+    length: RunLength, steps_s: float, evaluation_s: float, num_ranks: int, cluster: Cluster
+) -> SimulatedTraining:
     working_s = steps_s + length.num_evaluations * evaluation_s
     faults_s, num_interruptions, interval_s = 0.0, 0.0, math.inf
     faults = cluster.faults
@@ -60,7 +62,7 @@ def train_for(length: RunLength, steps_s: float, evaluation_s: float, num_ranks:
         num_interruptions = working_s * rate
     hours = (working_s + faults_s) / 3600
     price = cluster.price.usd_per_rank_hour
-    return Training(
+    return SimulatedTraining(
         steps_s=steps_s,
         evaluation_s=length.num_evaluations * evaluation_s,
         faults_s=faults_s,
@@ -116,17 +118,17 @@ class StageStep(Struct, frozen=True, kw_only=True):
     """A step with training images of one side."""
 
     stage: Stage
-    step: Step
+    step: SimulatedStep
     memory_bytes: float  # of a rank
 
 
 class Simulated(Struct, frozen=True, kw_only=True):
     scenario: Scenario
-    step: Step  # with the largest training images
+    step: SimulatedStep  # with the largest training images
     stages: list[StageStep] = []  # if the side of training images changes
     low_step_s: float
     high_step_s: float
-    training: Training | None
+    training: SimulatedTraining | None
 
     @property
     def images_per_s(self) -> float:
@@ -206,7 +208,7 @@ def simulate(scenario: Scenario) -> Simulated:
     )
 
 
-def stages_of(scenario: Scenario, largest: Step) -> list[StageStep]:
+def stages_of(scenario: Scenario, largest: SimulatedStep) -> list[StageStep]:
     """Simulate a step of each stage with the buckets and plans of the largest images, as in a run."""
     shape = scenario.cluster.shape(scenario.num_ranks)
     return [
@@ -219,7 +221,7 @@ def stages_of(scenario: Scenario, largest: Step) -> list[StageStep]:
     ]
 
 
-def training_of(scenario: Scenario, step: Step, stages: Sequence[StageStep] = ()) -> Training | None:
+def training_of(scenario: Scenario, step: SimulatedStep, stages: Sequence[StageStep] = ()) -> SimulatedTraining | None:
     """Return the whole training, given a step with the largest images and the stages with others."""
     length = scenario.length
     if not length:
@@ -238,7 +240,7 @@ def training_of(scenario: Scenario, step: Step, stages: Sequence[StageStep] = ()
     )
 
 
-def interval(compute: Compute, cluster: Cluster, scenario: Scenario, step: Step) -> tuple[float, float]:
+def interval(compute: Compute, cluster: Cluster, scenario: Scenario, step: SimulatedStep) -> tuple[float, float]:
     """Return the shortest and the longest expected step."""
     shape, all_reduce = cluster.shape(scenario.num_ranks), scenario.in_use
     given = cluster.uncertainty

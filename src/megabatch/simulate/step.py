@@ -79,7 +79,7 @@ class AllReduceSettings(NamedTuple):
     bucket_mb: float | None = None
 
 
-class Step(Struct, frozen=True, kw_only=True):
+class SimulatedStep(Struct, frozen=True, kw_only=True):
     """The seconds of a step by cause."""
 
     forward_s: float
@@ -100,7 +100,7 @@ class Step(Struct, frozen=True, kw_only=True):
         return self.computing_s + self.exposed_s + self.jitter_s + self.input_s
 
 
-def simulate_step(compute: Compute, cluster: Cluster, num_ranks: int, all_reduce: AllReduceSettings) -> Step:
+def simulate_step(compute: Compute, cluster: Cluster, num_ranks: int, all_reduce: AllReduceSettings) -> SimulatedStep:
     """Simulate a step with the buckets and plans of `choose_cut`."""
     shape = cluster.shape(num_ranks)
     return run_step(compute, cluster, shape, all_reduce, choose_cut(compute, cluster, shape, all_reduce))
@@ -144,7 +144,7 @@ def candidates(cluster: Cluster, shape: ClusterShape, all_reduce: AllReduceSetti
     is_ring = dtype == "same" and "ring" in cluster.engine_sums
     names = [name for name in ALGORITHMS if algorithm in ("auto", name) and not (name == "flat" and is_ring)]
     plans = [ALGORITHMS[name](shape, dtype) for name in names]
-    if cluster.cpu and shape.num_nodes == 1:  # ranks of one host always exchange through shared memory
+    if cluster.cpu and shape.num_nodes == 1:  # ranks of one node always exchange through shared memory
         plans = [shared_memory(shape)]
     ours = [plan for plan in plans if plan and plan.phases]
     sums = [kind for kind in cluster.engine_sums if algorithm in ("auto", "flat", kind)]
@@ -180,7 +180,7 @@ def slower(compute: Compute, factor: float) -> Compute:
     )
 
 
-def time_on_cores(step: Step, cpu: Cpu, shape: ClusterShape) -> StepTime:
+def time_on_cores(step: SimulatedStep, cpu: Cpu, shape: ClusterShape) -> StepTime:
     """Add the work of all-reduces to the cores that compute, for a step simulated without it."""
     cores = cores_of(shape, cpu.cores, cpu.hosts_on_machine)
     reducing_s = sum(core_seconds(b.plan, shape, b.num_elements, cpu.costs, cores) for b in step.buckets)
@@ -215,7 +215,7 @@ def run_step(
     shape: ClusterShape,
     all_reduce: AllReduceSettings,
     buckets: Sequence[Bucket],
-) -> Step:
+) -> SimulatedStep:
     """Simulate a step with the given buckets and plans, which may have been chosen for slightly different links."""
     step = run_without_contention(compute, cluster, shape, all_reduce, buckets)
     if cluster.cpu and buckets:
@@ -233,7 +233,7 @@ def run_without_contention(
     shape: ClusterShape,
     all_reduce: AllReduceSettings,
     buckets: Sequence[Bucket],
-) -> Step:
+) -> SimulatedStep:
     """Simulate a step whose all-reduces use no compute cores and whose images are ready."""
     compute, all_reduce = on_cores(compute, cluster, shape), in_use(all_reduce, compute)
     prices = Prices(cluster, shape, all_reduce.dtype)
@@ -242,7 +242,7 @@ def run_without_contention(
     is_hidden = all_reduce.overlap != "none"
     ready_s = [max(ready[name] for name in b.gradients) if is_hidden else compute.backward_s for b in buckets]
     passages = pass_through(ready_s, costs)
-    return Step(
+    return SimulatedStep(
         forward_s=compute.accumulation * compute.forward_s,
         backward_s=compute.accumulation * compute.backward_s,
         update_s=compute.update_s,

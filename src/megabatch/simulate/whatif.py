@@ -25,7 +25,7 @@ from megabatch.simulate.scenario import Scenario, Simulated, simulate, with_jitt
 from megabatch.simulate.step import (
     AllReduceSettings,
     Prices,
-    Step,
+    SimulatedStep,
     candidates,
     in_use,
     run_step,
@@ -178,7 +178,7 @@ def least_exposed_s(scenario: Scenario) -> float:
     return max(0.0, ready_s + taken_s - compute.backward_s)
 
 
-def changed_step(simulated: Simulated, changed: Scenario) -> Step:
+def changed_step(simulated: Simulated, changed: Scenario) -> SimulatedStep:
     """Simulate the changed step, choosing buckets and plans again only if the change affects them."""
     before, step = simulated.scenario, simulated.step
     compute, cluster, num_ranks = changed.compute, changed.cluster, changed.num_ranks

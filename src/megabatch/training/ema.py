@@ -10,7 +10,7 @@ statistics are averaged like the weights that they belong to; other buffers are 
 the average of its fp32 master weights.
 
 The average depends on the steps and the weights only: every rank computes the same, and a resumed run continues it
-bitwise.  A skipped step counts as any other, with unchanged weights, so the host does not need to know about it.
+bitwise.  A skipped step counts like any other, with unchanged weights, so the host does not need to know about it.
 """
 
 import torch

@@ -17,7 +17,7 @@ from megabatch.data.pipeline.batches import evaluation_batches
 from megabatch.data.pipeline.decode import Unreadable
 from megabatch.data.pipeline.images import ImageSet
 from megabatch.data.pipeline.normalise import Normalise
-from megabatch.data.pipeline.reader import Reader, Request
+from megabatch.data.pipeline.reader import BatchRequest, Reader
 from megabatch.errors import UserError
 from megabatch.models.loss import LossSettings, summed_loss
 from megabatch.ranks.world import World
@@ -99,7 +99,7 @@ class MistakeCounter:
     def example_of(self, confidence: float, sample: float, label: float, predicted: float) -> Example | None:
         """Return the example with its picture; None if the image is no longer readable, which does not end the run."""
         try:
-            batch = Reader(self.images).make(Request(np.array([int(sample)]), None))
+            batch = Reader(self.images).make(BatchRequest(np.array([int(sample)]), None))
         except (UserError, Unreadable, OSError):
             return None
         if not len(batch.labels):

@@ -203,8 +203,8 @@ def pair_of(train: ImageSet, test: Any, report: Callable[[str], None]) -> tuple[
     settings = DataSettings(source="train", image_size=1)
     labels = train.labels.numpy()
     names = tuple(map(str, range(1 + int(labels.max()))))
-    kept, held_out = split(settings, require_share(test), labels, names, "train")
-    return ImageSubset(train, kept), ImageSubset(train, held_out)
+    remaining, held_out = split(settings, require_share(test), labels, names, "train")
+    return ImageSubset(train, remaining), ImageSubset(train, held_out)
 
 
 def require_share(test: float) -> float:

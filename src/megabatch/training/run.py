@@ -1,7 +1,11 @@
 """A whole run on one rank: prepare, start or resume, train.  Rank 0 also writes all records."""
 
 import importlib.util
+import os
+import platform
+import shlex
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,14 +14,18 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+import torch
 from msgspec import Struct
 
+from megabatch import __version__
 from megabatch.config.schema import RunConfig
 from megabatch.data.pipeline.encoded import round_up
 from megabatch.errors import Diverged, NotSaved, UserError
 from megabatch.io.disk import remedy
 from megabatch.planning.batch import StepPlan
 from megabatch.ranks.discover import warn_of_signal
+from megabatch.ranks.launch import COMMAND
+from megabatch.ranks.machine import cpu_name, usable_cores
 from megabatch.ranks.signals import StopRequest
 from megabatch.ranks.store import RUN_FOLDER, USER_ERROR, RankStore
 from megabatch.runs.files import CHECKPOINTS, MISTAKES, MODEL, PLAN, STEP_TRACE, SUMMARY, WEIGHTS
@@ -32,7 +40,7 @@ from megabatch.training.checkpoint.format import describe_arithmetic, save_weigh
 from megabatch.training.checkpoint.resume import Start, new_folder, read_start, report
 from megabatch.training.checkpoint.save import Checkpoints, require_checkpoint_folder
 from megabatch.training.checkpoint.state import restore_training_state
-from megabatch.training.environment import describe_environment
+from megabatch.training.device import accelerator_names
 from megabatch.training.loop import train
 from megabatch.training.mllog import MlperfLog
 from megabatch.training.parts import Training, never
@@ -40,6 +48,27 @@ from megabatch.training.prepare import StoppedEarly, prepare
 from megabatch.training.screen import Screen
 from megabatch.training.traces import record_timeline, trace_step
 
+# Variables that explain a run's speed or numerics.  An allow-list, because an environment also holds secrets.
+VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "GLOO_SOCKET_IFNAME",
+    "LOCAL_WORLD_SIZE",
+    "MKL_NUM_THREADS",
+    "NCCL_ALGO",
+    "NCCL_DEBUG",
+    "NCCL_IB_DISABLE",
+    "NCCL_IB_HCA",
+    "NCCL_PROTO",
+    "NCCL_SOCKET_IFNAME",
+    "OMP_NUM_THREADS",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "SLURM_JOB_ID",
+    "SLURM_JOB_NUM_NODES",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "WORLD_SIZE",
+)
 STEP_SCALARS = {
     "loss": "train/loss",
     "top1": "train/top1",
@@ -385,3 +414,32 @@ class Recorder:
 
 def cannot_write(path: Path, error: OSError) -> str:
     return f"{error.filename or path} cannot be written: {error.strerror or error}; {remedy(error)}, and start again"
+
+
+def describe_environment(num_ranks: int = 1, num_hosts: int = 1) -> dict[str, object]:
+    """Return the machine and software of a run, for env.json."""
+    return {
+        "command": command_line(),
+        "ranks": num_ranks,
+        "hosts": num_hosts,
+        "megabatch": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "host": platform.node(),
+        "cpu": cpu_name(),
+        "cores": len(usable_cores()),
+        "directory": str(Path.cwd()),  # relative paths in the recipe start here
+        "gpus": accelerator_names(),
+        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+    }
+
+
+def command_line() -> str | None:
+    """Return the megabatch command that the user typed; None in a user's script."""
+    given = os.environ.get(COMMAND)
+    program = Path(sys.argv[0])
+    # `megabatch` under srun and mpiexec, `python -m megabatch` under torchrun.
+    if given is None and "megabatch" in (program.name, program.parent.name):
+        given = shlex.join(["megabatch", *sys.argv[1:]])
+    return given

@@ -115,7 +115,7 @@ def buckets_of(events: Sequence[Event], at: Callable[[float], float]) -> list[Tr
 # `comm.timeline`: every rank writes timeline/rank-<r>.json to the run's folder when the run ends, even after an error.
 #
 # Each rank writes its own file: a failed run cannot use collectives, and the traces of a thousand ranks are too
-# large for one.  Ranks on a host without access to the folder print a line instead.
+# large for one.  Ranks on a node without access to the folder print a line instead.
 
 ROUNDS = 9  # barriers to align clocks: a single one may be milliseconds off if a rank waits for a core
 
@@ -141,7 +141,7 @@ def record_timeline(first_step: int, training: Training, folder: Path | None) ->
 def write_timeline(timeline: Timeline, run_folder: Path) -> str | None:
     """Write this rank's timeline.  Return the reason if it cannot be written."""
     if not run_folder.is_dir():
-        return f"{run_folder} does not exist on this host; set run.dir to a folder that all hosts share"
+        return f"{run_folder} does not exist on this node; set run.dir to a folder that all nodes share"
     try:
         make_private(run_folder / TIMELINE)
         timeline.write(run_folder / TIMELINE / f"rank-{timeline.rank}.json")

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from megabatch_lab.bench import hosts as bench_hosts
-from megabatch_lab.bench.cluster import Request, Task, read_request, require_planned_bytes, run
+from megabatch_lab.bench.cluster import ClusterRequest, Task, read_request, require_planned_bytes, run
 from megabatch_lab.bench.gradient_sets import GradientSet, gradient_sizes
 from megabatch_lab.bench.host_ranks import CHECKOUT, run_ranks
 from megabatch_lab.bench.hosts import hosts
@@ -24,7 +24,7 @@ from megabatch.ranks.failures import RankFailed
 
 def request(
     ranks: str | None = None, *, num_hosts: int = 2, gbps: str | None = None, comm_dtype: str | None = None
-) -> Request:
+) -> ClusterRequest:
     return read_request(num_hosts, ranks, gbps, comm_dtype, ["resnet18"], False, False)
 
 

@@ -16,13 +16,13 @@ STEPS = 20_000
 FLAT = {"memory_mb": 250.0, "threads": 9.0, "descriptors": 15.0, "shared_mb": 0.1}
 
 
-def points_of(change: Callable[[int, dict[str, float]], float]) -> list[soak.Point]:
+def points_of(change: Callable[[int, dict[str, float]], float]) -> list[soak.SoakSample]:
     """Return 100 points of one rank; `change` alters the stats at a step and returns the steps per second."""
     points, seconds = [], 0.0
     for step in range(1, STEPS, STEPS // 100):
         stats = dict(FLAT)
         seconds += STEPS / 100 / change(step, stats)
-        points.append(soak.Point(step, seconds, 0.0, {("rank 0", name): value for name, value in stats.items()}))
+        points.append(soak.SoakSample(step, seconds, 0.0, {("rank 0", name): value for name, value in stats.items()}))
     return points
 
 

@@ -8,7 +8,7 @@ import pytest
 from megabatch_lab.fuzz.catalog import FORMATS
 from megabatch_lab.fuzz.formats import Bench, make_input
 from megabatch_lab.fuzz.mutations import MUTATIONS, corrupt_json, zeros_deflated
-from megabatch_lab.fuzz.outcome import Outcome, alike, count_by_format
+from megabatch_lab.fuzz.outcome import InputOutcome, alike, count_by_format
 from megabatch_lab.fuzz.trained import RUNS, without_times
 from megabatch_lab.fuzz.worker import judge
 
@@ -103,11 +103,11 @@ def test_refusal_of_a_valid_input_has_escaped(tmp_path: Path) -> None:
 
 def test_escapes_at_one_place_are_counted_together() -> None:
     outcomes = [
-        Outcome(format="tar", number=number, kind="escaped", detail=f"KeyError: {number}", where="tars.py:1 walk")
+        InputOutcome(format="tar", number=number, kind="escaped", detail=f"KeyError: {number}", where="tars.py:1 walk")
         for number in range(3)
     ]
-    outcomes += [Outcome(format="tar", number=3, kind="escaped", detail="exceeded the time limit")]
-    outcomes += [Outcome(format="png", number=0, kind="ok", past_header=True)]
+    outcomes += [InputOutcome(format="tar", number=3, kind="escaped", detail="exceeded the time limit")]
+    outcomes += [InputOutcome(format="png", number=0, kind="ok", past_header=True)]
     assert [(example.number, count) for example, count in alike(outcomes[:4])] == [(0, 3), (3, 1)]
     png, tar = count_by_format(["png", "tar"], outcomes)
     assert (png.inputs, png.ok, png.past_header, png.escaped) == (1, 1, 1, 0)

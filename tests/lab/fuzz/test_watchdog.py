@@ -8,9 +8,9 @@ import pytest
 from megabatch_lab.fuzz import run, worker
 from megabatch_lab.fuzz.catalog import FORMATS
 from megabatch_lab.fuzz.formats import Bench, Format
-from megabatch_lab.fuzz.outcome import Outcome
-from megabatch_lab.fuzz.run import Request, fuzz
-from megabatch_lab.fuzz.worker import Job, work
+from megabatch_lab.fuzz.outcome import InputOutcome
+from megabatch_lab.fuzz.run import FuzzRequest, fuzz
+from megabatch_lab.fuzz.worker import FuzzJob, work
 
 from tests.support.processes import descendants, is_alive, wait_until
 
@@ -30,7 +30,7 @@ for name, number in job["inputs"]:
         sys.exit(1)
     print(json.dumps({"format": name, "number": number, "kind": "ok"}), file=results)
 """
-REQUEST = Request(formats=["jpeg"], inputs=6, seed=7, most_s=0.3, most_mb=1024, workers=2)
+REQUEST = FuzzRequest(formats=["jpeg"], inputs=6, seed=7, most_s=0.3, most_mb=1024, workers=2)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_input_that_stops_a_worker_has_escaped_and_another_worker_continues(
 ) -> None:
     monkeypatch.setattr(run, "WORKER", [sys.executable, "-c", FAKE_WORKER, failure])
     monkeypatch.setattr(run, "START_TIMEOUT_S", 3.0)
-    shown: list[Outcome] = []
+    shown: list[InputOutcome] = []
     report = fuzz(REQUEST, shown.append)
     assert sorted(outcome.number for outcome in shown) == list(range(6))
     assert [(escape.number, escape.detail) for escape in report.escapes] == [(1, message), (4, message)]
@@ -61,7 +61,7 @@ def test_ctrl_c_ends_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         started.append(popen(*given, **named))
         return started[-1]
 
-    def interrupt(outcome: Outcome) -> None:
+    def interrupt(outcome: InputOutcome) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run, "WORKER", [sys.executable, "-c", FAKE_WORKER, "hangs"])
@@ -82,7 +82,7 @@ def test_input_above_the_memory_limit_has_escaped_and_the_next_is_judged_separat
     monkeypatch.setattr(worker, "limit_memory", lambda more_mb: None)  # this process also runs the tests
     monkeypatch.setattr(worker, "peak_mb", lambda: next(peaks_mb))
     inputs = [("jpeg", number) for number in range(3)]
-    job = Job(seed=7, inputs=inputs, most_mb=500, folder=str(tmp_path), results=0, parent=0)
+    job = FuzzJob(seed=7, inputs=inputs, most_mb=500, folder=str(tmp_path), results=0, parent=0)
     outcomes = list(work(job))
     assert [outcome.kind for outcome in outcomes] == ["ok", "escaped", "ok"]
     assert outcomes[1].detail == "used 800 MB of memory"

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megabatch.comm.cpu.barrier import Header
+from megabatch.comm.cpu.barrier import BarrierHeader
 from megabatch.comm.work import Work
 from megabatch.planning.plan import Phase, Transfer
 from megabatch.telemetry.timeline import BUCKETS, DeviceClock, Timeline, lane_of, name_bucket
@@ -24,7 +24,7 @@ from megabatch.telemetry.timeline import BUCKETS, DeviceClock, Timeline, lane_of
 class Collective:
     """One phase of one bucket on a stream."""
 
-    header: Header
+    header: BarrierHeader
     phase: Phase
     about: dict[str, Any]
     began: torch.Event  # the stream reached it
@@ -44,7 +44,7 @@ class Moment(NamedTuple):
     """The time at which a bucket is ready or reduced, for the timeline."""
 
     happened: torch.Event
-    header: Header
+    header: BarrierHeader
     is_ready: bool
     about: dict[str, Any]
 
@@ -92,7 +92,7 @@ class StreamTimes:
         if self.is_wanted(work.header):
             self.moments.append(Moment(self.event(), work.header, False, {"bucket": work.key}))
 
-    def is_wanted(self, header: Header) -> bool:
+    def is_wanted(self, header: BarrierHeader) -> bool:
         return header.step + 1 in self.timeline.steps
 
     def waiting(self) -> Collective | None:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from megabatch.comm.accelerator.stream_times import StreamTimes
-from megabatch.comm.cpu.barrier import Header
+from megabatch.comm.cpu.barrier import BarrierHeader
 from megabatch.comm.faults.failure import FirstError
 from megabatch.comm.groups import Groups
 from megabatch.comm.order import NodeOrder
@@ -71,7 +71,7 @@ class StreamReducer:
         outer.wait_stream(stream)
 
     def start(
-        self, key: int, tensor: torch.Tensor, plan: Plan, header: Header, scale: float | None, is_last: bool
+        self, key: int, tensor: torch.Tensor, plan: Plan, header: BarrierHeader, scale: float | None, is_last: bool
     ) -> torch.futures.Future[torch.Tensor]:
         """Sum the tensor in place over all ranks, times `scale`.  All ranks start the same tensors in one order."""
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[self.groups.device])

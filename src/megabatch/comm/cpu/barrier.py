@@ -154,7 +154,7 @@ class RankMismatch(RuntimeError):
     """Ranks reached one barrier with different operations."""
 
 
-class Header(Struct, frozen=True):
+class BarrierHeader(Struct, frozen=True):
     """Properties of an operation that the caller knows and all ranks must agree on."""
 
     step: int = 0
@@ -162,7 +162,7 @@ class Header(Struct, frozen=True):
     layout: int = 0  # a hash of names, shapes and strides: 64 bits, not negative
 
 
-NO_HEADER = Header()
+NO_HEADER = BarrierHeader()
 
 
 class Barrier:

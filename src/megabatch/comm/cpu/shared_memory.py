@@ -36,7 +36,7 @@ from megabatch.comm.cpu.barrier import (
     TIMEOUT_S,
     WORDS_PER_RANK,
     Barrier,
-    Header,
+    BarrierHeader,
     Unmapped,
     is_supported,
     map_storage,
@@ -160,7 +160,7 @@ class SharedMemory:
         self.places = ()
         self.barrier.close()
 
-    def share(self, tensor: torch.Tensor, header: Header = NO_HEADER) -> SharedBuffer:
+    def share(self, tensor: torch.Tensor, header: BarrierHeader = NO_HEADER) -> SharedBuffer:
         """Move the tensor's storage into shared memory, unless it is there, and map the storages of all other ranks."""
         if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.dtype not in DTYPE_CODES:
             raise UserError(
@@ -212,7 +212,7 @@ class SharedMemory:
         return SharedBuffer(self.num_buffers, tensors, self.rank, self.chunk_bytes, self.places)
 
     def all_reduce(
-        self, buffer: SharedBuffer, header: Header = NO_HEADER, scale: float | None = None, checks: bool = False
+        self, buffer: SharedBuffer, header: BarrierHeader = NO_HEADER, scale: float | None = None, checks: bool = False
     ) -> None:
         """Replace every rank's tensor with the sum of all, times `scale`.  `checks`: set `is_finite`."""
         if not buffer.is_small:
@@ -224,23 +224,31 @@ class SharedMemory:
         self.quietly(self.add, places, buffer.own, scale)
         self.is_finite = checks and buffer.can_be_checked and math.isfinite(product_of_halves(buffer.own))
 
-    def reduce_scatter(self, buffer: SharedBuffer, header: Header = NO_HEADER, scale: float | None = None) -> None:
+    def reduce_scatter(
+        self, buffer: SharedBuffer, header: BarrierHeader = NO_HEADER, scale: float | None = None
+    ) -> None:
         """Replace slice i of rank i's tensor with the sum.  The rest of the tensor is undefined."""
         self.reduce_slice("reduce_scatter", 0, buffer, header, scale, [self.rank])
 
-    def reduce(self, buffer: SharedBuffer, root: int, header: Header = NO_HEADER, scale: float | None = None) -> None:
+    def reduce(
+        self, buffer: SharedBuffer, root: int, header: BarrierHeader = NO_HEADER, scale: float | None = None
+    ) -> None:
         """Replace the root's tensor with the sum.  The tensors of other ranks are undefined."""
         self.reduce_slice("reduce", root, buffer, header, scale, [root])
 
-    def all_gather(self, buffer: SharedBuffer, header: Header = NO_HEADER, checks: bool = False) -> None:
+    def all_gather(self, buffer: SharedBuffer, header: BarrierHeader = NO_HEADER, checks: bool = False) -> None:
         """Replace slice i of every tensor with that of rank i."""
         self.copy_slice("all_gather", 0, buffer, header, self.rank, checks)
 
-    def broadcast(self, buffer: SharedBuffer, root: int, header: Header = NO_HEADER, checks: bool = False) -> None:
+    def broadcast(
+        self, buffer: SharedBuffer, root: int, header: BarrierHeader = NO_HEADER, checks: bool = False
+    ) -> None:
         """Replace every rank's tensor with the root's."""
         self.copy_slice("broadcast", root, buffer, header, root, checks)
 
-    def arrive(self, operation: str, root: int, buffer: SharedBuffer, header: Header, scale: float | None) -> None:
+    def arrive(
+        self, operation: str, root: int, buffer: SharedBuffer, header: BarrierHeader, scale: float | None
+    ) -> None:
         scale_bits = 0 if scale is None else struct.unpack("q", struct.pack("d", scale))[0]
         self.barrier.arrive(
             (CODES[operation], root, *buffer.words, scale_bits, header.step, header.bucket, header.layout)
@@ -251,7 +259,7 @@ class SharedMemory:
         operation: str,
         root: int,
         buffer: SharedBuffer,
-        header: Header,
+        header: BarrierHeader,
         scale: float | None,
         destinations: Sequence[int],
         checks: bool = False,
@@ -270,7 +278,7 @@ class SharedMemory:
         self.end(checks, products)
 
     def copy_slice(
-        self, operation: str, root: int, buffer: SharedBuffer, header: Header, source: int, checks: bool
+        self, operation: str, root: int, buffer: SharedBuffer, header: BarrierHeader, source: int, checks: bool
     ) -> None:
         """Copy this rank's slice of the source's tensor to all other tensors."""
         self.arrive(operation, root, buffer, header, None)

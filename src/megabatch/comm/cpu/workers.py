@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megabatch.comm.cpu.barrier import Header
+from megabatch.comm.cpu.barrier import BarrierHeader
 from megabatch.comm.cpu.process_group import ProcessGroup
 from megabatch.comm.faults.failure import FirstError
 from megabatch.comm.groups import Groups
@@ -183,7 +183,7 @@ class Reducer:
         return nullcontext()
 
     def start(
-        self, key: int, tensor: torch.Tensor, plan: Plan, header: Header, scale: float | None, is_last: bool
+        self, key: int, tensor: torch.Tensor, plan: Plan, header: BarrierHeader, scale: float | None, is_last: bool
     ) -> torch.futures.Future[torch.Tensor]:
         """Sum the tensor in place over all ranks, times `scale`.  All ranks start the same tensors in one order."""
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()

@@ -12,7 +12,7 @@ import threading
 import torch.distributed as dist
 
 from megabatch.comm.accelerator.stream_times import Collective
-from megabatch.comm.cpu.barrier import Header, LateRank, MissingRank, RankMismatch
+from megabatch.comm.cpu.barrier import BarrierHeader, LateRank, MissingRank, RankMismatch
 from megabatch.comm.faults.progress import WAITS
 from megabatch.comm.faults.watchdog import Watchdog
 from megabatch.comm.groups import Groups
@@ -53,12 +53,12 @@ class FirstError:
         self.has_failed = False  # `error` is set later, when `explain` returns
         self.has_left = threading.Event()  # the training thread has left, or the all-reduce is closed
 
-    def record(self, error: BaseException, header: Header, axis: Axis) -> None:
+    def record(self, error: BaseException, header: BarrierHeader, axis: Axis) -> None:
         if not self.has_failed:
             self.has_failed = True
             self.error = self.explain(error, header, axis)
 
-    def explain(self, error: BaseException, header: Header, axis: Axis) -> BaseException:
+    def explain(self, error: BaseException, header: BarrierHeader, axis: Axis) -> BaseException:
         return error
 
     def close(self) -> None:
@@ -73,7 +73,7 @@ class FirstError:
             raise self.error
 
 
-class FailureReport(FirstError):
+class FailureHandler(FirstError):
     """The first error with the reports of other ranks.  This rank aborts and reports its reason to them."""
 
     def __init__(self, groups: Groups, layouts: BucketLayouts, watchdog: Watchdog) -> None:
@@ -82,12 +82,12 @@ class FailureReport(FirstError):
         self.on_accelerator = groups.device.type != "cpu"
         watchdog.on_hang, watchdog.on_stuck = self.handle_hang, self.handle_stuck
 
-    def record(self, error: BaseException, header: Header, axis: Axis) -> None:
+    def record(self, error: BaseException, header: BarrierHeader, axis: Axis) -> None:
         super().record(error, header, axis)
         if self.on_accelerator:
             self.groups.abort()
 
-    def explain(self, error: BaseException, header: Header, axis: Axis) -> BaseException:
+    def explain(self, error: BaseException, header: BarrierHeader, axis: Axis) -> BaseException:
         """Abort, report the error to the other ranks, and return it with their reports."""
         knows_rank, is_late = True, isinstance(error, LateRank)
         if is_late:

@@ -1,7 +1,7 @@
 """The augmentation of training images.  All draws are functions of (seed, epoch, sample).
 
 The order is that of torchvision's and timm's references: random-resized-crop, flip, policy, colour jitter (see
-`policies`), random erasing (see `erase`).  All but the crop work at the final size.
+`policies`), random erasing.  All but the crop work at the final size.
 
 Random-resized-crop follows Szegedy et al. 2015, as implemented in torchvision.  The area of the box is uniform from
 `area` to 1 of the image, the ratio of width to height is log-uniform from 1/`ratio` to `ratio`, and the position is
@@ -9,6 +9,12 @@ uniform.  Up to ten boxes are drawn until one fits.  If none does, the box is th
 ratio.
 
 An alternating flip (Jordan 2024) mirrors a random half of the images in even epochs, and the other half in odd ones.
+
+Random erasing (Zhong et al. 2017) replaces a box by the mean pixel or by noise.  The area of the box is uniform from
+0.02 to 0.33 of the image, the ratio of height to width is log-uniform from 0.3 to 3.3, and the position is uniform, as
+in torchvision.  Up to ten boxes are drawn until one fits.  torchvision and timm erase normalised images.  Here it is
+done before, so that it costs the training process nothing: the mean is rounded to a whole level, and noise, which is
+normal with the mean and deviation of the training images, is rounded and clipped to the levels 0 to 255.
 """
 
 import math
@@ -17,14 +23,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from megabatch.data.pipeline.erase import Erasing
 from megabatch.data.pipeline.images import PixelStatistics, resize_all
-from megabatch.data.pipeline.order import AUGMENT, CROP, FLIP, Samples, draw, draw_below
+from megabatch.data.pipeline.order import AUGMENT, BOX, CROP, ERASE, FLIP, Samples, draw, draw_below
 from megabatch.data.pipeline.orientation import Box
 from megabatch.data.pipeline.policies import Recolouring
-from megabatch.data.settings import DataSettings
+from megabatch.data.settings import AugmentSettings, DataSettings
 
 ATTEMPTS = 10
+ERASED_AREAS, ERASED_RATIOS = (0.02, 0.33), (0.3, 3.3)
 PADDING_MODES = {"zeros": "constant", "reflect": "reflect"}  # torch's names
 
 
@@ -48,6 +54,49 @@ class RandomCrops:
                 return int(down * (height - rows + 1)), int(right * (width - columns + 1)), rows, columns
         rows, columns = min(height, round(width * self.widest)), min(width, round(height * self.widest))
         return (height - rows) // 2, (width - columns) // 2, rows, columns
+
+
+class Erasing:
+    """The erased boxes of some samples, each in its epoch."""
+
+    def __init__(
+        self, settings: AugmentSettings, seed: int, samples: Samples, epochs: Samples, pixels: PixelStatistics | None
+    ) -> None:
+        assert pixels
+        chosen, high, low, _ = draw(seed, ERASE, samples, epochs)
+        self.chosen: list[bool] = (chosen * 2.0**-32 < settings.erase).tolist()
+        self.keys: list[int] = (high << np.uint64(32) | low).tolist()
+        words = draw(seed, BOX + np.arange(ATTEMPTS)[:, None], samples, epochs)
+        area, ratio, top, left = (draws * 2.0**-32 for draws in words)
+        areas = ERASED_AREAS[0] + (ERASED_AREAS[1] - ERASED_AREAS[0]) * area
+        ratios = ERASED_RATIOS[0] * (ERASED_RATIOS[1] / ERASED_RATIOS[0]) ** ratio
+        attempts = np.stack([np.sqrt(areas * ratios), np.sqrt(areas / ratios), top, left], axis=-1)
+        self.attempts: list[list[list[float]]] = attempts.swapaxes(0, 1).tolist()
+        self.mean, self.deviation = (
+            np.array(values, np.float32)[:, None, None] for values in (pixels.mean, pixels.deviation)
+        )
+        self.with_noise = settings.erase_with == "noise"
+
+    def box(self, which: int, height: int, width: int) -> Box | None:
+        side = math.sqrt(height * width)
+        for tall, wide, down, right in self.attempts[which]:
+            rows, columns = round(side * tall), round(side * wide)
+            if rows < height and columns < width:
+                return int(down * (height - rows + 1)), int(right * (width - columns + 1)), rows, columns
+        return None
+
+    def erase(self, which: int, image: torch.Tensor) -> None:
+        """Erase the box of an image, [C, H, W], in place, if it is drawn."""
+        box = self.box(which, *image.shape[1:]) if self.chosen[which] else None
+        if box is None:
+            return
+        top, left, rows, columns = box
+        values = self.mean
+        if self.with_noise:
+            generator = np.random.Generator(np.random.Philox(key=self.keys[which]))
+            noise = generator.standard_normal((len(image), rows, columns), np.float32)
+            values = self.mean + self.deviation * noise
+        image.numpy()[:, top : top + rows, left : left + columns] = values.round().clip(0, 255).astype(np.uint8)
 
 
 def central_box(height: int, width: int, share: float) -> Box:

@@ -14,7 +14,7 @@ from megabatch.data.pipeline.augment import Augmentation
 from megabatch.data.pipeline.balance import BalancedOrder
 from megabatch.data.pipeline.images import ImageSet, PixelStatistics
 from megabatch.data.pipeline.order import EpochSamples, Samples, samples_at, spread_copies
-from megabatch.data.pipeline.reader import CPU, Batch, Batches, MakeRequest, Reader, Request
+from megabatch.data.pipeline.reader import CPU, Batch, Batches, BatchRequest, MakeRequest, Reader
 from megabatch.data.settings import DataSettings
 from megabatch.planning.batch import StepPlan
 from megabatch.planning.sizes import plan_stages, stage_at
@@ -59,7 +59,7 @@ class TrainingImages:
         copies = None if self.repeats == 1 else (self.plan.global_batch, self.repeats)
         make = partial(training_request, self.seed, len(self.images), positions, side or self.side(step), copies)
         # The decoder process has no labels, so this process makes a balanced request.
-        return partial(Request, *make(self.balanced)) if self.balanced else make
+        return partial(BatchRequest, *make(self.balanced)) if self.balanced else make
 
     def side(self, step: int) -> int:
         return stage_at(self.stages, step).side
@@ -85,17 +85,17 @@ def training_request(
     side: int,
     copies: tuple[int, int] | None = None,
     epoch_samples: EpochSamples | None = None,
-) -> Request:
+) -> BatchRequest:
     """Return the request of a microbatch.  Functions at the top of a file can be sent to the decoder process.
 
     `copies` has the global batch and the number of copies of each sample in it, if there are several.
     """
     spread, repeats = (positions, 1) if copies is None else (spread_copies(positions, *copies), copies[1])
-    return Request(*samples_at(seed, num_samples, spread, repeats, epoch_samples), side)
+    return BatchRequest(*samples_at(seed, num_samples, spread, repeats, epoch_samples), side)
 
 
-def evaluation_request(begin: int, end: int) -> Request:
-    return Request(np.arange(begin, end), None)
+def evaluation_request(begin: int, end: int) -> BatchRequest:
+    return BatchRequest(np.arange(begin, end), None)
 
 
 class Stream:

@@ -256,7 +256,7 @@ def decode_crop(
 ) -> Lines:
     """Decode the box `choose_box(height, width)`, to be resized to `size`.  Pixels are valid until the next call.
 
-    If it `turns` images by their EXIF data, the box is one of the turned image.
+    If it `turns` images by their EXIF data, the box is in the coordinates of the turned image.
     """
     height, width, is_jpeg = read_size(content, max_pixels)
     turn = read_turn(content) if turns else UPRIGHT

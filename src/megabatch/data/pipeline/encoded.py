@@ -126,7 +126,7 @@ class EncodedImages:
     def read_for_device(
         self, sample: int, choose_box: Callable[[int, int], Box], side: int, spent: TimeBreakdown, mirrored: bool
     ) -> FileRead:
-        """Read one image for a decoder on the device.  Anything but an upright baseline JPEG is decoded here."""
+        """Read one image for a decoder on the device.  Any image except an upright baseline JPEG is decoded here."""
         content = self.content(sample, spent)
         height, width, is_jpeg = read_size(content, self.settings.max_pixels)
         is_upright = not self.settings.exif_orientation or read_turn(content) == UPRIGHT

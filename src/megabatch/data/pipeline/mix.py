@@ -1,6 +1,6 @@
 """MixUp (Zhang et al. 2018) and CutMix (Yun et al. 2019) of a microbatch on the device.
 
-Every image is mixed with the previous one of its microbatch, and so are their targets.  One operation serves both:
+Every image and its target are mixed with those of the previous image of the microbatch.  One operation serves both:
 image x and its predecessor y become w x + (1 - w) y with a weight w per pixel, and the target has the mean of w.
 MixUp has one weight for all pixels, from Beta(alpha, alpha).  CutMix has 0 in a box and 1 elsewhere.  The area of the
 box is 1 - Beta(alpha, alpha) of the image, its centre is uniform, and it is clipped at the edges, as in torchvision.

@@ -11,7 +11,7 @@ from megabatch.data.pipeline.encoded import EncodedImages
 from megabatch.data.pipeline.images import ImageSet, PixelStatistics
 from megabatch.data.pipeline.mix import Mix, mix_images
 from megabatch.data.pipeline.order import Samples
-from megabatch.data.pipeline.reader import Reader, Request
+from megabatch.data.pipeline.reader import BatchRequest, Reader
 from megabatch.data.sources.from_python import DatasetImages
 from megabatch.errors import UserError
 
@@ -51,7 +51,7 @@ def evenly_spaced(images: ImageSet, most: int) -> Samples:
 def read_batches(images: ImageSet, samples: Samples) -> Iterator[torch.Tensor]:
     """Yield the images as evaluation sees them, in batches of uint8 [B, C, H, W], without those that are skipped."""
     chunks = np.split(samples, range(CHUNK, len(samples), CHUNK))
-    with closing(Reader(images).prefetch((partial(Request, chunk, None) for chunk in chunks), CHUNK)) as batches:
+    with closing(Reader(images).prefetch((partial(BatchRequest, chunk, None) for chunk in chunks), CHUNK)) as batches:
         for batch in batches:
             yield batch.images
 

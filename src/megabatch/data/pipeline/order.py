@@ -123,7 +123,7 @@ def samples_at(
 def spread_copies(positions: range, global_batch: int, repeats: int) -> Samples:
     """Permute the positions of a step so that the copies of a sample are about global_batch / repeats apart.
 
-    So they are in different microbatches, if there are as many, and BatchNorm and MixUp do not see them together.
+    They are then in different microbatches, if there are enough, so BatchNorm and MixUp do not see them together.
     """
     start = positions.start // global_batch * global_batch
     order = np.concatenate([np.arange(first, global_batch, repeats) for first in range(repeats)])

@@ -30,7 +30,7 @@ ORDERS = list(permutations(range(4)))
 BLACK = (0, 0, 0)
 
 
-class Step(NamedTuple):
+class PolicyStep(NamedTuple):
     operation: str
     value: float = 0.0
 
@@ -125,7 +125,7 @@ OPERATIONS: dict[str, Callable[[Image.Image, float, Look], Image.Image]] = {
 }
 
 
-def apply_steps(picture: Image.Image, steps: Sequence[Step], look: Look) -> Image.Image:
+def apply_steps(picture: Image.Image, steps: Sequence[PolicyStep], look: Look) -> Image.Image:
     for operation, value in steps:
         picture = OPERATIONS[operation](picture, value, look)
     return picture
@@ -163,37 +163,39 @@ def strengths_up_to(most: float) -> list[float]:
     return values
 
 
-def torchvision_step(draws: Draws, strength: int, most: Strengths) -> Step:
+def torchvision_step(draws: Draws, strength: int, most: Strengths) -> PolicyStep:
     operation = TORCHVISION[int(draws.operation * len(TORCHVISION))]
     match operation:
         case "shear_x" | "shear_y":
-            return Step(operation, draws.signed(strengths_up_to(most.shear)[strength]))
+            return PolicyStep(operation, draws.signed(strengths_up_to(most.shear)[strength]))
         case "translate_x":
-            return Step(operation, int(draws.signed(strengths_up_to(most.shift_x)[strength])))
+            return PolicyStep(operation, int(draws.signed(strengths_up_to(most.shift_x)[strength])))
         case "translate_y":
-            return Step(operation, int(draws.signed(strengths_up_to(most.shift_y)[strength])))
+            return PolicyStep(operation, int(draws.signed(strengths_up_to(most.shift_y)[strength])))
         case "rotate":
-            return Step(operation, draws.signed(strengths_up_to(most.degrees)[strength]))
+            return PolicyStep(operation, draws.signed(strengths_up_to(most.degrees)[strength]))
         case "brightness" | "color" | "contrast" | "sharpness":
-            return Step(operation, 1.0 + draws.signed(strengths_up_to(most.enhancement)[strength]))
+            return PolicyStep(operation, 1.0 + draws.signed(strengths_up_to(most.enhancement)[strength]))
         case "posterize":
-            return Step(operation, 8 - round(strength * most.bits / (BINS - 1)))
+            return PolicyStep(operation, 8 - round(strength * most.bits / (BINS - 1)))
         case "solarize":
-            return Step(operation, 255.0 * strengths_up_to(1.0)[BINS - 1 - strength])
-    return Step(operation)
+            return PolicyStep(operation, 255.0 * strengths_up_to(1.0)[BINS - 1 - strength])
+    return PolicyStep(operation)
 
 
-def trivial_augment_wide(settings: AugmentSettings, draws: Sequence[Draws], height: int, width: int) -> list[Step]:
+def trivial_augment_wide(
+    settings: AugmentSettings, draws: Sequence[Draws], height: int, width: int
+) -> list[PolicyStep]:
     most = Strengths(shear=0.99, shift_x=32, shift_y=32, degrees=135, enhancement=0.99, bits=6)
     return [torchvision_step(draws[0], int(draws[0].strength * BINS), most)]
 
 
-def rand_augment(settings: AugmentSettings, draws: Sequence[Draws], height: int, width: int) -> list[Step]:
+def rand_augment(settings: AugmentSettings, draws: Sequence[Draws], height: int, width: int) -> list[PolicyStep]:
     most = Strengths(shear=0.3, shift_x=SHIFT * width, shift_y=SHIFT * height, degrees=30, enhancement=0.9, bits=4)
     return [torchvision_step(each, settings.magnitude, most) for each in draws]
 
 
-def rand_augment_timm(settings: AugmentSettings, draws: Sequence[Draws], height: int, width: int) -> list[Step]:
+def rand_augment_timm(settings: AugmentSettings, draws: Sequence[Draws], height: int, width: int) -> list[PolicyStep]:
     steps = []
     for each in draws:
         if each.strength < settings.probability:
@@ -203,38 +205,38 @@ def rand_augment_timm(settings: AugmentSettings, draws: Sequence[Draws], height:
     return steps
 
 
-def timm_step(draws: Draws, strength: float, increasing: bool, height: int, width: int) -> Step:
+def timm_step(draws: Draws, strength: float, increasing: bool, height: int, width: int) -> PolicyStep:
     """Return the step of a strength from 0 to 1.  With `increasing`, 0 is the weakest of every operation."""
     operation = TIMM[int(draws.operation * len(TIMM))]
     match operation:
         case "rotate":
-            return Step(operation, draws.signed(strength * 30))
+            return PolicyStep(operation, draws.signed(strength * 30))
         case "posterize":
-            return Step(operation, 4 - int(strength * 4) if increasing else int(strength * 4))
+            return PolicyStep(operation, 4 - int(strength * 4) if increasing else int(strength * 4))
         case "solarize":
-            return Step(operation, 256 - int(strength * 256) if increasing else int(strength * 256))
+            return PolicyStep(operation, 256 - int(strength * 256) if increasing else int(strength * 256))
         case "solarize_add":
-            return Step(operation, int(strength * 110))
+            return PolicyStep(operation, int(strength * 110))
         case "color" | "contrast" | "brightness" | "sharpness":
             factor = max(0.1, 1.0 + draws.signed(strength * 0.9)) if increasing else strength * 1.8 + 0.1
-            return Step(operation, factor)
+            return PolicyStep(operation, factor)
         case "shear_x" | "shear_y":
-            return Step(operation, draws.signed(strength * 0.3))
+            return PolicyStep(operation, draws.signed(strength * 0.3))
         case "translate_x":
-            return Step(operation, -draws.signed(strength * TIMM_SHIFT) * width)
+            return PolicyStep(operation, -draws.signed(strength * TIMM_SHIFT) * width)
         case "translate_y":
-            return Step(operation, -draws.signed(strength * TIMM_SHIFT) * height)
-    return Step(operation)
+            return PolicyStep(operation, -draws.signed(strength * TIMM_SHIFT) * height)
+    return PolicyStep(operation)
 
 
-POLICIES: dict[str, Callable[[AugmentSettings, Sequence[Draws], int, int], list[Step]]] = {
+POLICIES: dict[str, Callable[[AugmentSettings, Sequence[Draws], int, int], list[PolicyStep]]] = {
     "trivial_augment_wide": trivial_augment_wide,
     "rand_augment": rand_augment,
     "rand_augment_timm": rand_augment_timm,
 }
 
 
-def colour_jitter(settings: AugmentSettings, factors: Sequence[float], order: int) -> list[Step]:
+def colour_jitter(settings: AugmentSettings, factors: Sequence[float], order: int) -> list[PolicyStep]:
     """Return the steps of colour jitter, given four draws from 0 to 1 and the number of an order."""
     spans = {
         "brightness": settings.brightness,
@@ -248,7 +250,7 @@ def colour_jitter(settings: AugmentSettings, factors: Sequence[float], order: in
         if span:
             centre = 0.0 if operation == "hue" else 1.0
             lowest = -span if operation == "hue" else max(0.0, centre - span)
-            steps.append(Step(operation, lowest + factors[number] * (centre + span - lowest)))
+            steps.append(PolicyStep(operation, lowest + factors[number] * (centre + span - lowest)))
     return steps
 
 
@@ -274,7 +276,7 @@ class Recolouring:
         self.factors = uniform(seed, np.array([JITTER]), samples, epochs) if settings.jitters else []
         self.orders = draw_below(len(ORDERS), draw(seed, JITTER_ORDER, samples, epochs)[0])
 
-    def steps(self, which: int, height: int, width: int) -> list[Step]:
+    def steps(self, which: int, height: int, width: int) -> list[PolicyStep]:
         steps = []
         if self.policy:
             words = self.draws[which]

@@ -54,7 +54,7 @@ IMAGES_PER_PART = 8  # images that a thread loads at a time
 CPU = torch.device("cpu")
 
 
-class Request(NamedTuple):
+class BatchRequest(NamedTuple):
     samples: Samples
     epochs: Samples | None  # None: without augmentation, for evaluation
     side: int | None = None  # None: that of the image set
@@ -76,7 +76,7 @@ class Batch:
     places: list[Place] | None = None
 
 
-MakeRequest = Callable[[], Request]  # called by a thread, because computing the order of an epoch takes a while
+MakeRequest = Callable[[], BatchRequest]  # called by a thread, because computing the order of an epoch takes a while
 Part = Callable[[], None]
 Started = tuple[Batch, list[Future[None]]]
 Batches = Generator[Batch, None, None]
@@ -129,7 +129,7 @@ class Reader:
         self.copying: deque[tuple[torch.Event, torch.Tensor]] = deque()  # memory that a device may still read
         self.on_device = device.type != "cpu" and isinstance(images, EncodedImages) and images.has_device_decoder
 
-    def make(self, request: Request) -> Batch:
+    def make(self, request: BatchRequest) -> Batch:
         """Make a batch in the calling thread."""
         batch, parts = self.split(request, self.new_buffer(len(request.samples)))
         for part in parts:
@@ -248,7 +248,7 @@ class Reader:
         if self.watch.num_late > MAX_ABANDONED:
             where = images.files.where(task.image, read=False)
             raise UserError(
-                f"{where} cannot be read: {error}, so do {MAX_ABANDONED} other images; check the disk or file server"
+                f"{where} cannot be read: {error}, like {MAX_ABANDONED} other images; check the disk or file server"
             )
         self.late.add(task.image)
         task.batch.is_late = True
@@ -341,7 +341,7 @@ class Reader:
             return None
         return self.images.buffer(count, pinned=self.device.type != "cpu")
 
-    def split(self, request: Request, buffer: torch.Tensor | None) -> tuple[Batch, list[Part]]:
+    def split(self, request: BatchRequest, buffer: torch.Tensor | None) -> tuple[Batch, list[Part]]:
         """Return a batch and its parts, which must all be run, in any order and in any thread."""
         samples, epochs, side = request
         augmentation = self.augmentation(samples, epochs, side) if self.augmentation and epochs is not None else None

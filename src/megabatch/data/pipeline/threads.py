@@ -26,7 +26,7 @@ MAX_ABANDONED = 8  # threads; if more hang, the cause is the storage and not the
 class Threads:
     """A thread pool.  On exit, pending jobs are cancelled and running ones are waited for, for up to `patience_s`.
 
-    The threads use `device` as their current one.  A thread that sets none would take memory on device 0 for a context.
+    `device` is the current device of the threads.  Otherwise each would create a context on device 0.
     """
 
     def __init__(self, count: int, name: str, patience_s: float | None, device: torch.device = CPU) -> None:

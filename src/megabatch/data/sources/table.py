@@ -81,20 +81,20 @@ def read_table(path: Path, multi_label: bool = False) -> EncodedDataset:
 
 def parse_table(path: Path, multi_label: bool) -> Arrays:
     names, labels, splits = read_rows(path, multi_label)
-    kept = choose_splits(sorted({*splits}), path)
-    if not kept:
+    used_splits = choose_splits(sorted({*splits}), path)
+    if not used_splits:
         found = "no image" if not names else f"no row of the split {TRAIN_WORDS[0]}"
         raise UserError(f"{path} has {found}; give each image a row with its path and label")
-    rows = [at for at, split in enumerate(splits) if split in kept]
+    rows = [at for at, split in enumerate(splits) if split in used_splits]
     chosen = [labels[at] for at in rows]
-    arrays: Arrays = {"num_parts": np.array(len(kept))}
+    arrays: Arrays = {"num_parts": np.array(len(used_splits))}
     if multi_label:
         class_names, numbers, arrays["label_sets"] = number_sets(chosen, path)
     else:
         class_names, numbers = number_classes(chosen, path)
     arrays["class_names"] = np.array(class_names)
     of_row = dict(zip(rows, numbers.tolist(), strict=True))
-    for part, split in enumerate(kept):
+    for part, split in enumerate(used_splits):
         here = [at for at in rows if splits[at] == split]
         texts = Texts.of(names[at] for at in here)
         arrays[f"names_{part}"], arrays[f"ends_{part}"] = texts.content, texts.ends

@@ -24,7 +24,7 @@ from megabatch.planning.algorithms import ALGORITHMS
 from megabatch.planning.plan import COMM_DTYPES, Plan, error_bound
 from megabatch.preflight.doctor import take_batches
 from megabatch.preflight.selftest.photos import decoded_photos
-from megabatch.preflight.selftest.results import Check, Job
+from megabatch.preflight.selftest.results import Check, CheckJob
 from megabatch.ranks.world import World
 from megabatch.runs.files import WEIGHTS
 from megabatch.runs.records import StepRecord
@@ -50,28 +50,29 @@ SMALL += ["train.steps=6"]
 SETTLED = ["comm.algorithm=hierarchical", "comm.bucket_mb=25", "run.deterministic=true"]  # no choice depends on timing
 
 
-def jobs_of_checks(world: World, reference: World) -> list[Job]:
+def jobs_of_checks(world: World, reference: World) -> list[CheckJob]:
     """Return the checks.  `reference` has the same ranks on their CPUs."""
     jobs = []
     for algorithm in ALGORITHMS:
         for dtype in COMM_DTYPES:
             if world.topology is None or ALGORITHMS[algorithm](world.topology.shape, dtype) is not None:
                 settings = CommSettings(algorithm=algorithm, dtype=dtype, timeout_s=60.0)
-                jobs.append(Job(f"all-reduce {algorithm}, comm dtype {dtype}", partial(check_sum, world, settings)))
+                name = f"all-reduce {algorithm}, comm dtype {dtype}"
+                jobs.append(CheckJob(name, partial(check_sum, world, settings)))
     for count in ALL_REDUCED:
-        jobs.append(Job(f"all-reduce of {describe_bytes(4 * count)}", partial(check_equality, world, count)))
+        jobs.append(CheckJob(f"all-reduce of {describe_bytes(4 * count)}", partial(check_equality, world, count)))
     for precision in TOLERANCE:
         for optimizer in OPTIMIZERS:
             run = partial(check_training, world, reference, precision, optimizer)
-            jobs.append(Job(f"training {precision}, {optimizer}", run))
-    jobs += [Job(f"resume {precision}", partial(check_resume, world, precision)) for precision in ("fp32", "fp16")]
+            jobs.append(CheckJob(f"training {precision}, {optimizer}", run))
+    jobs += [CheckJob(f"resume {precision}", partial(check_resume, world, precision)) for precision in ("fp32", "fp16")]
     if world.device.type == "cpu":
         return jobs
     return [
         *jobs,
-        Job("no host waits in a step", partial(check_waits, world)),
-        Job("CUDA context only on the rank's device, after training", partial(check_contexts, world)),
-        Job("CUDA context only on the rank's device, after decoding", partial(check_contexts_of_decoding, world)),
+        CheckJob("no host waits in a step", partial(check_waits, world)),
+        CheckJob("CUDA context only on the rank's device, after training", partial(check_contexts, world)),
+        CheckJob("CUDA context only on the rank's device, after decoding", partial(check_contexts_of_decoding, world)),
     ]
 
 
@@ -111,7 +112,7 @@ def check_sum(world: World, settings: CommSettings, name: str) -> Sequence[Check
             name=name,
             passed=of_bound <= 1.0 and num_results == 1,
             found=f"{of_bound:.0%} of the bound, {describe_equality(num_results)}",
-            figures={"plan": str(plan), "of_bound": of_bound, "num_results": num_results},
+            measurements={"plan": str(plan), "of_bound": of_bound, "num_results": num_results},
         )
     ]
 
@@ -176,8 +177,8 @@ def check_equality(world: World, num_elements: int, name: str) -> Sequence[Check
         plan = gradients.plans.names
     backend = count_different(world, [world.all_reduce(model.module.contribution).cpu()])
     found = f"{describe_equality(ours)}; of the backend: {describe_equality(backend)}"
-    figures = {"plan": plan, "num_results": ours, "num_results_of_backend": backend}
-    return [Check(name=name, passed=ours == backend == 1, found=found, figures=figures)]
+    measurements = {"plan": plan, "num_results": ours, "num_results_of_backend": backend}
+    return [Check(name=name, passed=ours == backend == 1, found=found, measurements=measurements)]
 
 
 def describe_bytes(num_bytes: int) -> str:
@@ -225,7 +226,7 @@ def check_training(world: World, reference: World, precision: str, optimizer: st
             name=name,
             passed=apart <= TOLERANCE[precision] and repeats,
             found=f"{apart:.1e} from the CPU, {'reproducible' if repeats else 'NOT reproducible'}",
-            figures={"relative": apart, "repeats": repeats, "losses": first, "losses_on_cpu": expected},
+            measurements={"relative": apart, "repeats": repeats, "losses": first, "losses_on_cpu": expected},
         )
     ]
 
@@ -280,7 +281,7 @@ def check_waits(world: World, name: str) -> Sequence[Check]:
             module.set_sync_debug_mode("default")
     waits = sum("synchroniz" in str(warning.message) for warning in caught)
     found = f"{waits} waits in {WATCHED_STEPS} steps"
-    return [Check(name=name, passed=waits == 0, found=found, figures={"syncs_per_step": waits / WATCHED_STEPS})]
+    return [Check(name=name, passed=waits == 0, found=found, measurements={"syncs_per_step": waits / WATCHED_STEPS})]
 
 
 def check_contexts_of_decoding(world: World, name: str) -> Sequence[Check]:
@@ -297,4 +298,4 @@ def check_contexts(world: World, name: str) -> Sequence[Check]:
     wrong = [rank for rank, devices in enumerate(found) if devices]
     devices = ", ".join(map(str, found[wrong[0]])) if wrong else ""
     where = f"rank {wrong[0]} also has one on device {devices}" if wrong else "no other device of this host is in use"
-    return [Check(name=name, passed=not wrong, found=where, figures={"other_devices": found})]
+    return [Check(name=name, passed=not wrong, found=where, measurements={"other_devices": found})]

@@ -153,11 +153,11 @@ def judge(name: str, drill: Drill, output: Output, ended_s: float, exit_code: in
     last = output.lines[-1][1] if output.lines else ""
     if fault_s is None:
         return Check(name=name, passed=False, found=f"the run ended before the fault: {anonymous(last)}")
-    figures = {"exit_code": exit_code, "seconds_to_end": round(ended_s - fault_s, 2)}
+    measurements = {"exit_code": exit_code, "seconds_to_end": round(ended_s - fault_s, 2)}
     if line_s is None:
         found = f"rank {RANK} was not named; ended after {ended_s - fault_s:.1f} s with: {anonymous(last)}"
-        return Check(name=name, passed=False, found=found, figures=figures)
-    figures["seconds_to_line"] = round(line_s - fault_s, 2)
+        return Check(name=name, passed=False, found=found, measurements=measurements)
+    measurements["seconds_to_line"] = round(line_s - fault_s, 2)
     passed = exit_code == 1 and line_s - fault_s <= LINE_WITHIN_S
     found = f"named after {line_s - fault_s:.1f} s, all ranks ended after {ended_s - fault_s:.1f} s"
-    return Check(name=name, passed=passed, found=found, figures=figures)
+    return Check(name=name, passed=passed, found=found, measurements=measurements)

@@ -36,7 +36,7 @@ from megabatch.preflight.selftest.checks import (
     pass_backward,
 )
 from megabatch.preflight.selftest.photos import BATCH, decoded_photos
-from megabatch.preflight.selftest.results import Check, Job
+from megabatch.preflight.selftest.results import Check, CheckJob
 from megabatch.ranks.collectives import all_reduce_often
 from megabatch.ranks.machine import host_identity, resident_mb, usable_cores
 from megabatch.ranks.world import World
@@ -83,34 +83,34 @@ ON_CPU = Workload(
 )
 
 
-def jobs_of_measurements(world: World) -> list[Job]:
+def jobs_of_measurements(world: World) -> list[CheckJob]:
     on_cpu = world.device.type == "cpu"
     workload = ON_CPU if on_cpu else ON_GPU
     jobs = [
-        Job(
+        CheckJob(
             f"all-reduce of {describe_bytes(4 * count)} in backward",
             partial(time_all_reduce, world, count),
             is_measurement=True,
         )
         for count in ALL_REDUCED
     ]
-    jobs.append(Job("steps compared with stock DDP", partial(time_steps, world, workload), is_measurement=True))
+    jobs.append(CheckJob("steps compared with stock DDP", partial(time_steps, world, workload), is_measurement=True))
     speeds: dict[str, float] = {}
     for microbatch in workload.microbatches:
         for precision in workload.precisions:
             run = partial(time_precision, world, workload, [f"precision.name={precision}"], microbatch, speeds)
-            jobs.append(Job(f"{precision}, microbatch {microbatch}", run, is_measurement=True))
+            jobs.append(CheckJob(f"{precision}, microbatch {microbatch}", run, is_measurement=True))
         run = partial(time_graphs, world, workload, microbatch, speeds)
-        jobs.append(Job(f"{workload.compiled} in CUDA graphs, microbatch {microbatch}", run, is_measurement=True))
+        jobs.append(CheckJob(f"{workload.compiled} in CUDA graphs, microbatch {microbatch}", run, is_measurement=True))
     for decoder in [CPU_DECODER, *(() if on_cpu else DECODERS)]:
         on_device = "" if decoder == CPU_DECODER else f", decoded by {decoder}"
         run = partial(time_jpegs, world, speeds, decoder)
-        jobs.append(Job(f"JPEG input{on_device}", run, is_measurement=True))
+        jobs.append(CheckJob(f"JPEG input{on_device}", run, is_measurement=True))
     for microbatch in workload.microbatches[: 1 if on_cpu else None]:
         settings = [f"precision.name={workload.compiled}", "model.compile=true"]
         run = partial(time_precision, world, workload, settings, microbatch, speeds)
-        jobs.append(Job(f"{workload.compiled} compiled, microbatch {microbatch}", run, is_measurement=True))
-    jobs.append(Job("memory", partial(measure_memory, world)))
+        jobs.append(CheckJob(f"{workload.compiled} compiled, microbatch {microbatch}", run, is_measurement=True))
+    jobs.append(CheckJob("memory", partial(measure_memory, world)))
     return jobs
 
 
@@ -152,11 +152,11 @@ def time_all_reduce(world: World, num_elements: int, name: str) -> Sequence[Chec
     taken_s["backend"] /= repeats
     sent = 2 * (world.num_ranks - 1) / world.num_ranks * 4 * num_elements  # as nccl-tests counts
     bus_gb_per_s = sent / taken_s["backend"] / 1e9
-    figures = {"num_bytes": 4 * num_elements, "plan": plan, "backend_bus_gb_per_s": bus_gb_per_s}
-    figures |= {f"{arm}_s": seconds for arm, seconds in taken_s.items()}
+    measurements = {"num_bytes": 4 * num_elements, "plan": plan, "backend_bus_gb_per_s": bus_gb_per_s}
+    measurements |= {f"{arm}_s": seconds for arm, seconds in taken_s.items()}
     found = f"{milliseconds(taken_s['ours'])}, stock DDP {milliseconds(taken_s['stock_ddp'])}, "
     found += f"backend by itself {milliseconds(taken_s['backend'])} ({bus_gb_per_s:.3g} GB/s)"
-    return [Check(name=name, passed=None, found=found, figures=figures)]
+    return [Check(name=name, passed=None, found=found, measurements=measurements)]
 
 
 def configure(workload: Workload, world: World, microbatch: int, accumulation: int = 1, *overrides: str) -> RunConfig:
@@ -176,13 +176,13 @@ def time_steps(world: World, workload: Workload, name: str) -> Sequence[Check]:
         taken_s = in_turns(world, {"ours": lambda: next(ours), "stock_ddp": lambda: next(stock)})
         launches = None if world.device.type == "cpu" else count_launches(ours)
     images_per_s = {arm: config.batch.global_batch / seconds for arm, seconds in taken_s.items()}
-    figures: dict[str, Any] = {f"{arm}_images_per_s": value for arm, value in images_per_s.items()}
+    measurements: dict[str, Any] = {f"{arm}_images_per_s": value for arm, value in images_per_s.items()}
     found = f"{images_per_s['ours']:,.0f} images/s, stock DDP {images_per_s['stock_ddp']:,.0f}"
     if launches is not None:
-        figures["launches_per_step"] = launches
+        measurements["launches_per_step"] = launches
         found += f"; {launches:,.0f} launches per step"
     name = f"steps of {config.model.name}, {config.batch.microbatch} images per rank"
-    return [Check(name=name, passed=None, found=found, figures=figures)]
+    return [Check(name=name, passed=None, found=found, measurements=measurements)]
 
 
 def our_steps(config: RunConfig, data: DataSet, world: World) -> Generator[StepRecord, None, None]:
@@ -228,7 +228,7 @@ def time_precision(
     per_s = images_per_second(world, configure(workload, world, microbatch, 1, *settings))
     speeds[name] = per_s
     found = f"{per_s:,.0f} images/s, {per_s / world.num_ranks:,.0f} per rank"
-    return [Check(name=name, passed=None, found=found, figures={"images_per_s": per_s})]
+    return [Check(name=name, passed=None, found=found, measurements={"images_per_s": per_s})]
 
 
 def time_graphs(
@@ -244,7 +244,7 @@ def time_graphs(
     )
     speeds[name] = graphs
     found = f"{graphs:,.0f} images/s, without {eager:,.0f} ({IN_GRAPHS} microbatches per step)"
-    return [Check(name=name, passed=None, found=found, figures={"images_per_s": graphs, "without_per_s": eager})]
+    return [Check(name=name, passed=None, found=found, measurements={"images_per_s": graphs, "without_per_s": eager})]
 
 
 def images_per_second(world: World, config: RunConfig) -> float:
@@ -286,22 +286,21 @@ def time_jpegs(world: World, speeds: dict[str, float], decoder: str, name: str) 
         per_s, num_threads = (sum(values) for values in zip(*world.all_gather(own), strict=True))
     cores = {(host, core) for host, own in world.all_gather((host_identity(), sorted(usable_cores()))) for core in own}
     per_core, fastest = per_s / min(num_threads, len(cores)), max(speeds.values(), default=0.0)
-    figures = {"images_per_s": per_s, "threads": num_threads, "per_core": per_core, "mean_kb": photos.mean_kb}
-    figures |= {"cores": len(cores), "cores_needed": fastest / per_core}
+    measurements = {"images_per_s": per_s, "threads": num_threads, "per_core": per_core, "mean_kb": photos.mean_kb}
+    measurements |= {"cores": len(cores), "cores_needed": fastest / per_core}
     found = f"{per_s:,.0f} images/s of {photos.mean_kb:.0f} KB, {per_core:,.0f} per core with {num_threads:g} threads "
-    found += f"on {len(cores)} cores; the fastest step above needs {figures['cores_needed']:,.0f} cores"
-    return [Check(name=name, passed=None, found=found, figures=figures)]
+    found += f"on {len(cores)} cores; the fastest step above needs {measurements['cores_needed']:,.0f} cores"
+    return [Check(name=name, passed=None, found=found, measurements=measurements)]
 
 
 def measure_memory(world: World, name: str) -> Sequence[Check]:
     if world.device.type == "cpu":
         found_mb = resident_mb() or 0.0
-        return [
-            Check(name=name, passed=None, found=f"{megabytes(found_mb)} of rank 0", figures={"resident_mb": found_mb})
-        ]
+        found = f"{megabytes(found_mb)} of rank 0"
+        return [Check(name=name, passed=None, found=found, measurements={"resident_mb": found_mb})]
     free, total = torch.cuda.mem_get_info(world.device)
     others = total - free - torch.accelerator.memory_reserved(world.device)
     own_mb = [torch.accelerator.max_memory_allocated(world.device) / 1e6, others / 1e6]
     peaks_mb, others_mb = (list(values) for values in zip(*world.all_gather(own_mb), strict=True))
     found = f"{megabytes(max(peaks_mb))} peak of tensors; contexts, libraries and NCCL {megabytes(max(others_mb))}"
-    return [Check(name=name, passed=None, found=found, figures={"device_mb": peaks_mb, "others_mb": others_mb})]
+    return [Check(name=name, passed=None, found=found, measurements={"device_mb": peaks_mb, "others_mb": others_mb})]

@@ -37,11 +37,11 @@ class Check(Struct, frozen=True, kw_only=True):
     name: str
     passed: bool | None  # None for a measurement
     found: str  # for the terminal
-    figures: dict[str, Any] = field(default_factory=dict)  # measured values
+    measurements: dict[str, Any] = field(default_factory=dict, name="figures")  # by name
 
 
 class SelfTest(Struct, frozen=True, kw_only=True):
-    """The results of a self-test.  They contain no names of hosts or users, no paths and no data."""
+    """The results of a self-test.  They contain no host or user names, no paths and no data."""
 
     megabatch: str
     torch: str
@@ -63,13 +63,13 @@ class SelfTest(Struct, frozen=True, kw_only=True):
         return replace(self, checks=[*self.checks, *checks], seconds=seconds)
 
 
-class Job(NamedTuple):
+class CheckJob(NamedTuple):
     name: str
     run: Callable[[str], Sequence[Check]]  # with the name; all ranks call it
     is_measurement: bool = False  # left out if the time is up
 
 
-class Outcome(Struct):
+class JobOutcome(Struct):
     """The end of a job on a rank."""
 
     problem: str = ""
@@ -81,7 +81,7 @@ class RanksDisagree(RuntimeError):
 
 
 def anonymous(error: BaseException | str) -> str:
-    """Return the error as one line without the names of hosts and paths."""
+    """Return the error as one line, without host names and paths."""
     text = str(error).strip().partition("\n")[0]
     if isinstance(error, BaseException):
         text = f"{type(error).__name__}: {text}"
@@ -100,7 +100,7 @@ def count_start(store: RankStore) -> None:
 
 
 def run_jobs(
-    jobs: Sequence[Job], results: SelfTest, world: World, store: RankStore, budget_s: float
+    jobs: Sequence[CheckJob], results: SelfTest, world: World, store: RankStore, budget_s: float
 ) -> Iterator[SelfTest]:
     """Run the jobs that an earlier attempt has not run, and yield the results so far after each."""
     earlier = world.broadcast_text(store.get(DONE) or "") if world.rank == 0 else world.broadcast_text("")
@@ -126,7 +126,7 @@ def run_jobs(
                 store.set(RUNNING, job.name)
                 store.set(DONE, msgspec.json.encode(results).decode())
             checks, problem = attempt(job)
-            is_late = agree(store, turn, job, world, Outcome(problem, time.perf_counter() - begin_s > budget_s))
+            is_late = agree(store, turn, job, world, JobOutcome(problem, time.perf_counter() - begin_s > budget_s))
             free_memory(world)
         results = results.with_checks(checks, time.perf_counter() - begin_s)
         yield results
@@ -141,12 +141,12 @@ def free_memory(world: World) -> None:
 
 
 def kind_of(problem: str) -> str:
-    """Return the problem without what differs between ranks that fail alike: numbers, and the memory of a GPU."""
+    """Return the problem without parts that vary between ranks of the same failure: numbers, GPU memory."""
     name = problem.partition(":")[0]
     return name if OUT_OF_MEMORY in name else re.sub(r"\d+", "0", problem)
 
 
-def attempt(job: Job) -> tuple[Sequence[Check], str]:
+def attempt(job: CheckJob) -> tuple[Sequence[Check], str]:
     """Run a job.  An error is a failed check, with the problem as its result."""
     try:
         return job.run(job.name), ""
@@ -155,14 +155,14 @@ def attempt(job: Job) -> tuple[Sequence[Check], str]:
         return [failed_check(job, problem)], problem
 
 
-def failed_check(job: Job, problem: str) -> Check:
+def failed_check(job: CheckJob, problem: str) -> Check:
     """Return the result of a job with a problem.  A large batch need not fit into memory to be measured."""
     if job.is_measurement and OUT_OF_MEMORY in problem:
         return Check(name=job.name, passed=None, found="does not fit into memory")
     return Check(name=job.name, passed=False, found=problem)
 
 
-def agree(store: RankStore, turn: int, job: Job, world: World, outcome: Outcome) -> bool:
+def agree(store: RankStore, turn: int, job: CheckJob, world: World, outcome: JobOutcome) -> bool:
     """Wait until all ranks ended the job.  Return rank 0's `is_late`; raise if the job failed on some ranks only."""
     keys = [f"selftest/{turn}/{rank}" for rank in range(world.num_ranks)]
     store.store.set(keys[world.rank], msgspec.json.encode(outcome).decode())
@@ -170,7 +170,7 @@ def agree(store: RankStore, turn: int, job: Job, world: World, outcome: Outcome)
     have_ended = wait_for_keys(store.store, keys, patience_s)
     ended = [rank for rank, key in enumerate(keys) if have_ended or store.store.check([key])]
     texts = get_all(store.store, [keys[rank] for rank in ended])
-    outcomes = {rank: msgspec.json.decode(text, type=Outcome) for rank, text in zip(ended, texts, strict=True)}
+    outcomes = {rank: msgspec.json.decode(text, type=JobOutcome) for rank, text in zip(ended, texts, strict=True)}
     failed = {rank: each.problem for rank, each in outcomes.items() if each.problem}
     is_alike = len(failed) == world.num_ranks and len(set(map(kind_of, failed.values()))) == 1
     if have_ended and (not failed or is_alike):

@@ -99,7 +99,7 @@ def worlds(info: RankInfo, store: RankStore, device_type: str, backend: Backend)
 def two_nodes(info: RankInfo) -> Topology | None:
     """Return a topology of two simulated nodes, so that a single machine also tests plans between nodes."""
     is_divisible = info.num_ranks >= 4 and info.num_ranks % 2 == 0
-    return regular(2, info.num_ranks // 2) if info.is_single_host and is_divisible else None
+    return regular(2, info.num_ranks // 2) if info.is_single_node and is_divisible else None
 
 
 def discover_topology(world: World) -> Topology:

@@ -129,4 +129,4 @@ def totals_problems(totals: RunTotals, training: Training) -> Problems:
     if totals.global_batch != plan.global_batch:
         yield f"its global batch is {totals.global_batch}, expected {plan.global_batch}"
     if totals.steps > plan.num_steps:
-        yield f"it is of step {totals.steps:,}, but the run has {plan.num_steps:,} steps"
+        yield f"it is for step {totals.steps:,}, but the run has {plan.num_steps:,} steps"

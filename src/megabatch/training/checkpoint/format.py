@@ -28,7 +28,14 @@ from msgspec import Meta, Struct
 from megabatch.errors import UserError
 from megabatch.io.disk import fill_hashed, make_private, private, write_hashed, writing
 from megabatch.io.reading import Undecodable, decode_json, read_regular, reading
-from megabatch.io.tensor_header import LENGTH_BYTES, MAX_HEADER_BYTES, Entry, Header, NotTensors, parse_header
+from megabatch.io.tensor_header import (
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    Entry,
+    NotTensors,
+    SafetensorsHeader,
+    parse_header,
+)
 from megabatch.planning.tuning import Tuning, validate_tuning
 from megabatch.runs.files import CHECKPOINTS
 from megabatch.runs.model_card import METADATA, ModelCard
@@ -98,7 +105,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return np.ascontiguousarray(integers).reshape(-1).view(np.uint8).data
 
 
-def read_flat(path: Path, check: Callable[[Header], None] | None = None) -> tuple[torch.Tensor, str]:
+def read_flat(path: Path, check: Callable[[SafetensorsHeader], None] | None = None) -> tuple[torch.Tensor, str]:
     """Return the file's bytes and their sha256.  `check` may raise for the header before memory is allocated."""
     with reading(path) as file:
         file_bytes = os.fstat(file.fileno()).st_size
@@ -109,7 +116,7 @@ def read_flat(path: Path, check: Callable[[Header], None] | None = None) -> tupl
         return torch.from_numpy(flat), fill_hashed(file, flat.data)
 
 
-def parse_flat_header(flat: torch.Tensor) -> Header:
+def parse_flat_header(flat: torch.Tensor) -> SafetensorsHeader:
     length = int.from_bytes(flat[:LENGTH_BYTES].numpy().tobytes(), "little")
     begin = flat[: LENGTH_BYTES + min(length, MAX_HEADER_BYTES)].numpy()  # BytesIO copies it
     return parse_header(io.BytesIO(begin.data), len(flat))
@@ -148,7 +155,7 @@ class Description(Struct, frozen=True, kw_only=True):
     def problem(self) -> str | None:
         """Return the first contradiction, or None."""
         if self.totals.steps != self.step:
-            return f"its totals are of step {self.totals.steps}, but it is of step {self.step}"
+            return f"its totals are for step {self.totals.steps}, but it is for step {self.step}"
         return None
 
 
@@ -260,7 +267,7 @@ def read_checkpoint(
     with damage_raised(path):
         description = decode_description(path)
 
-        def check_header(header: Header) -> None:
+        def check_header(header: SafetensorsHeader) -> None:
             require_fit(path, check_layout and check_layout(description, header.tensors))
 
         flat, found = read_flat(path / STATE, check_header)
@@ -303,7 +310,7 @@ def decode_description(path: Path) -> Description:
     description = decode_json(content, Description)
     problem = description.problem() or totals_problem(description.totals)
     if not problem and is_checkpoint_name(path.name) and step_of(path) != description.step:
-        problem = f"its description is of step {description.step}"
+        problem = f"its description is for step {description.step}"
     if problem:
         raise DamagedCheckpoint(f"checkpoint {path} is damaged: {problem}")
     return description

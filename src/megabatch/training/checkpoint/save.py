@@ -367,7 +367,7 @@ class Checkpoints:
         self.retry_s = time.monotonic() + pause_s(self.num_failures)
 
     def nan_message(self, name: str, step: int) -> str:
-        last = f"the last checkpoint is of step {self.saved_step}" if self.saved_step else "there is no checkpoint yet"
+        last = f"the last checkpoint is at step {self.saved_step}" if self.saved_step else "there is no checkpoint yet"
         return (
             f"{readable_name(name)} has inf or NaN at step {step}, so no checkpoint is written; {last}. Training "
             "continues, and fails at its end if inf or NaN remains. Find its source; register a constant buffer with "
@@ -376,7 +376,7 @@ class Checkpoints:
 
     def not_saved_message(self, step: int, weights: Path | None = None) -> str:
         """Return the error message of a run whose last state could not be saved, but possibly its final `weights`."""
-        last = f"the last checkpoint is of step {self.saved_step}" if self.saved_step else "there is no checkpoint"
+        last = f"the last checkpoint is at step {self.saved_step}" if self.saved_step else "there is no checkpoint"
         if weights and self.is_finite:
             return (
                 f"the checkpoint of step {step} could not be saved: {self.problem}; the trained model is complete: "
