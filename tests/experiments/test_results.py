@@ -13,6 +13,7 @@ from megabatch.config.loading import load_config
 from megabatch.config.reference_results import REFERENCE_RESULTS
 from megabatch.config.schema import RunConfig
 from megabatch.experiments import time_to_accuracy as times
+from megabatch.experiments.batch_limit import target_rows
 from megabatch.experiments.conduct import arm_so_far, earlier_results
 from megabatch.experiments.design import Design, read_design
 from megabatch.experiments.drawing import to_svg
@@ -136,3 +137,17 @@ def test_speedup_of_growing_images_matches_the_json() -> None:
         assert found and found.interval
         words = sentence.format(f"{found.size:.2f}", f"{found.interval.low:.2f} to {found.interval.high:.2f}")
         assert words in " ".join((FOLDER.parent / file).read_text().split())
+
+
+def test_batch_limit_of_fashion_matches_the_json() -> None:
+    study = load_study(FOLDER / "batch-limit-fashion.json")
+    text = " ".join((FOLDER.parent / "batch-size.md").read_text().split())
+    for name, sentence in (
+        ("batch 256", "Batch 256 is {} points lower, but with five seeds the 95 % interval ({})"),
+        ("batch 1024", "Batch 1,024 is {} points lower ({})."),
+    ):
+        gap = top1_gap(study, study.arm(name), study.arm("batch 64"))
+        assert gap and gap.interval
+        assert sentence.format(points(gap.size), range_words(gap.interval)) in text
+    for name, epochs, _, _, _, forecast in target_rows(study)[1:4]:
+        assert f"| {int(name.split()[1]):,} | {epochs} | {forecast} |" in text

@@ -185,7 +185,7 @@ def curve_table(study: Study, name: str) -> str:
         curve = [] if arm.num_diverged else mean_curve([run.curves.get(name, []) for run in arm.runs])
         values = [(value, epoch) for epoch, value in curve if value is not None]
         ends = [values[0], min(values), max(values), values[-1]] if values else []
-        rows.append([arm.name, *([f"{value:.3g} at {epoch:.3g}" for value, epoch in ends] or [divergence(arm)] * 4)])
+        rows.append([arm.name, *([f"{shown(value)} at {epoch:.3g}" for value, epoch in ends] or [divergence(arm)] * 4)])
     return table((name, "first, at epoch", "lowest", "highest", "last"), rows)
 
 
@@ -203,6 +203,10 @@ def origin(study: Study) -> str:
         return ""
     versions = ", ".join(f"{name} {version}" for name, version in study.versions.items())
     return f"Run with {versions} on {study.machine}; total {core_time(study.took_s)}."
+
+
+def shown(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1_000 else f"{value:.3g}"
 
 
 def core_time(core_s: float) -> str:
