@@ -6,12 +6,13 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, requires
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from tools.licences import is_allowed
 from tools.lock import is_for_us
@@ -124,6 +125,8 @@ def test_requirements_of_pinned_packages_are_pinned_in_allowed_versions() -> Non
     versions = pinned("train") | pinned("torch") | pinned("dev")
     for name in versions:
         try:
+            if Version(version(name)).public != versions[name]:  # `make matrix` installs other versions of torch
+                continue
             lines = [Requirement(line) for line in requires(name) or []]
         except PackageNotFoundError:  # CUDA's libraries, and packages for other platforms
             continue

@@ -1,3 +1,5 @@
+from types import ModuleType
+
 import numpy as np
 import pytest
 import torch
@@ -39,7 +41,9 @@ def test_training_microbatches_follow_the_epoch_order() -> None:
 
 
 @pytest.mark.parametrize("repeats", [2, 3, 4])
-def test_repeated_augmentation_has_the_samples_of_timm(monkeypatch: pytest.MonkeyPatch, repeats: int) -> None:
+def test_repeated_augmentation_has_the_samples_of_timm(
+    torchvision: ModuleType, monkeypatch: pytest.MonkeyPatch, repeats: int
+) -> None:
     """timm's sampler gives the copies of a sample to different ranks; here they are in different microbatches."""
     from timm.data.distributed_sampler import RepeatAugSampler
 
