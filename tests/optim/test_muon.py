@@ -40,7 +40,14 @@ def test_the_iteration_is_a_polynomial_of_the_singular_values(shape: tuple[int, 
 def test_muon_equals_torchs_step_by_step_in_float64(
     nesterov: bool, momentum: float, scale: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.Tensor, "bfloat16", Tensor.clone)  # torch's iteration would be in 16 bits
+    # torch's iteration would be in 16 bits; torch 2.15 calls `to`.
+    convert = Tensor.to
+
+    def keep(self: Tensor, *to: Any, **by: Any) -> Tensor:
+        return self.clone() if by.get("dtype") is torch.bfloat16 else convert(self, *to, **by)
+
+    monkeypatch.setattr(Tensor, "bfloat16", Tensor.clone)
+    monkeypatch.setattr(Tensor, "to", keep)
     weights = matrices(*MATRICES)
     theirs = copy.deepcopy(weights)
     settings: dict[str, Any] = {"lr": 1.0, "momentum": momentum, "nesterov": nesterov, "weight_decay": 0.1}

@@ -73,7 +73,8 @@ def test_device_follows_the_local_rank_unless_the_script_set_one(
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: num_visible)
     monkeypatch.setattr(torch.accelerator, "set_device_index", was_set.append)
     bound: list[tuple[list[str], int]] = []
-    near = SimpleNamespace(name="GPU", pci_domain_id=0, pci_bus_id=0xAF, pci_device_id=1)
+    near = SimpleNamespace(name="GPU", major=9, minor=0, pci_domain_id=0, pci_bus_id=0xAF, pci_device_id=1)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_90"])  # a CPU build has an empty list
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: near)
     monkeypatch.setattr(devices, "bind_near_device", lambda lists, index: bound.append((list(map(str, lists)), index)))
     assert set_rank_device(RankInfo(13, 16, 5, 8), "cuda") == torch.device("cuda", expected)

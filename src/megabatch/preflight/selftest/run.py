@@ -1,7 +1,7 @@
 """The self-test: connects the ranks and runs its checks and measurements."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -65,10 +65,13 @@ def describe_world(world: World, is_simulated: bool) -> SelfTest:
 
 
 def software() -> dict[str, str]:
+    cudnn = None
+    with suppress(RuntimeError):  # a cuDNN that does not load; the checks report it
+        cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     versions = {
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
-        "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
+        "cudnn": cudnn,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None,
         "driver": installed_driver(),
         "capability": ".".join(map(str, torch.cuda.get_device_capability())),
