@@ -88,8 +88,9 @@ def parse_recipe(recipe: str) -> Settings:
     except NotToml as error:
         raise UserError(f"{one_line(recipe, LONGEST_PATH)} is not TOML: {error}") from None
     except OSError as error:
+        is_path = "/" in recipe or "." in recipe
+        remedy = "check the path" if is_path else f"nearest: {nearest(recipe, recipe_names())}"
         raise UserError(
             f"recipe {one_line(repr(recipe), LONGEST_PATH)} is neither a built-in recipe (megabatch recipes) "
-            f"nor a readable TOML file nor a folder of images ({error.strerror}); "
-            f"nearest: {nearest(recipe, recipe_names())}"
+            f"nor a readable TOML or CSV file nor a folder of images ({error.strerror}); {remedy}"
         ) from None
