@@ -168,6 +168,7 @@ def patches() -> dict[str, Any]:
         "Stream": torch.Stream,
         "Event": torch.Event,
         "CUDAGraph": Graph,
+        "is_current_stream_capturing": lambda: False,  # a CUDA build of torch 2.11 would call the driver
         "set_sync_debug_mode": lambda mode: setattr(debug, "mode", mode),
         "stream": lambda stream: stream or contextlib.nullcontext(),
         "set_stream": accelerator.set_stream,
