@@ -55,6 +55,7 @@ def test_without_a_gradient_the_scale_has_no_upper_bound() -> None:
     for _ in range(40):
         found.append(average.add(measured(random, [0.0] * SIZE), NUM * MICRO))
     assert all(record.low is None for record in found[:3]) and found[-1].low is not None
+    assert all(record.over_run_low is None and record.over_run_high is None for record in found[:3])
     assert sum(record.high is None for record in found[3:]) > 30
     lost = next(record for record in found if record.scale is None)
     assert lost.reason == NO_SIGNAL and NO_SIGNAL in describe_noise(lost)
@@ -109,5 +110,5 @@ def test_line_on_screen_has_two_digits() -> None:
     record = NoiseRecord(signal=1.0, trace=1.0, scale=1834.0, low=1512.0, high=None, over_run=746.0, over_run_low=400.0)
     assert describe_noise(record) == (
         "scale 1,800 (1,500 to any size) at the end, 750 (400 to any size) over the run: batches up to about 150 cost "
-        "few extra epochs here, 750 twice as many"
+        "few extra epochs here, and 750 costs twice as many"
     )

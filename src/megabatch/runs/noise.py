@@ -100,8 +100,8 @@ class NoiseAverage(Struct, kw_only=True):
             low=low,
             high=high,
             over_run=self.over_run.critical,
-            over_run_low=self.over_run_low.critical,
-            over_run_high=self.over_run_high.critical,
+            over_run_low=None if low is None else self.over_run_low.critical,
+            over_run_high=None if low is None else self.over_run_high.critical,
             reason=NO_SIGNAL if scale is None else None,
         )
 
@@ -152,7 +152,7 @@ def describe_noise(noise: NoiseRecord) -> str:
     return (
         f"scale {round_off(noise.scale)}{describe_bounds(noise.low, noise.high)} at the end, "
         f"{critical}{describe_bounds(noise.over_run_low, noise.over_run_high)} over the run: batches up to about "
-        f"{round_off(noise.over_run / 5)} cost few extra epochs here, {critical} twice as many"
+        f"{round_off(noise.over_run / 5)} cost few extra epochs here, and {critical} costs twice as many"
     )
 
 

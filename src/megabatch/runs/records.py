@@ -89,8 +89,8 @@ class NoiseRecord(Struct, frozen=True, kw_only=True):
         low: Its lower bound with 95 % confidence; None before the fourth measured step.
         high: Its upper bound; None if there is none, or if low is None.
         over_run: The critical batch of the run so far: the mean of `scale` over its progress.
-        over_run_low: The mean of `low`, for which the first three measured steps have `scale`.
-        over_run_high: The mean of `high`, infinite if there is none; None if it has no value.
+        over_run_low: The mean of `low`, for which the first three measured steps have `scale`; None if `low` is.
+        over_run_high: The mean of `high`, infinite if there is none; None if it has no value or `low` is None.
         reason: Why `scale` is None.
     """
 
