@@ -2,6 +2,7 @@
 
 import statistics
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from megabatch.config.loading import load_config
 from megabatch.data.catalog import load_data_set
 from megabatch.data.pack.identity import PackSettings
 from megabatch.data.pack.write import pack
-from megabatch.data.pipeline.batches import TrainingImages, evaluation_batches
+from megabatch.data.pipeline.batches import TrainingImages, evaluation_batches, evaluation_request
 from megabatch.data.pipeline.device_decoder import DECODERS, FileRead, plan_places, require_gpu
-from megabatch.data.pipeline.images import DataSet, PixelStatistics
+from megabatch.data.pipeline.images import DataSet, ImageSubset, PixelStatistics
+from megabatch.data.pipeline.order import Samples
 from megabatch.data.pipeline.reader import PREFETCHED, Reader
 from megabatch.data.settings import AugmentSettings, DataSettings
 from megabatch.errors import UserError
@@ -136,6 +138,29 @@ def test_threads_end_with_the_stream(folder: Path) -> None:
         stream.next()
         assert threading.active_count() > before
     assert threading.active_count() == before
+
+
+class SlowImages:
+    """A custom image set, which may be slow, and the threads that read it."""
+
+    labels = torch.zeros(24, dtype=torch.int64)
+
+    def __init__(self) -> None:
+        self.threads = set[int]()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, samples: Samples) -> torch.Tensor:
+        self.threads.add(threading.get_ident())
+        return torch.zeros(len(samples), 1, 8, 8, dtype=torch.uint8)
+
+
+def test_a_part_of_a_slow_set_is_read_in_advance_like_the_whole() -> None:
+    for part in (np.arange(24), np.arange(4, 12)):
+        slow = SlowImages()
+        (batch,) = Reader(ImageSubset(slow, part)).prefetch(iter([partial(evaluation_request, 0, 8)]), 8)
+        assert len(batch.labels) == 8 and slow.threads and threading.get_ident() not in slow.threads
 
 
 def test_a_wait_is_broken_down_by_activity(folder: Path) -> None:

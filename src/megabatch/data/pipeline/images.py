@@ -38,7 +38,7 @@ class DataSet(Struct, frozen=True):
     test: ImageSet
     class_names: tuple[str, ...]
     num_channels: int
-    # bool [sets, classes] of multi-label images: their labels are numbers of sets of classes.
+    # bool [lists, classes] of multi-label images, whose labels are the numbers of lists of classes.
     label_sets: torch.Tensor | None = None
     tested_on: str = ""  # the origin of the test images, if the source determines it
     warnings: tuple[str, ...] = ()  # about the classes
@@ -130,4 +130,8 @@ class ImageSubset:
         return self.images.read(self.numbers[samples])
 
 
-InMemory = ArrayImages | SyntheticImages | ImageSubset  # sets that are fast to read
+def is_in_memory(images: ImageSet) -> bool:
+    """Return whether the images are fast to read."""
+    while isinstance(images, ImageSubset):
+        images = images.images
+    return isinstance(images, ArrayImages | SyntheticImages)

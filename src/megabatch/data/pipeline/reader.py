@@ -39,7 +39,7 @@ from megabatch.data.pipeline.device_decoder import (
     plan_places,
 )
 from megabatch.data.pipeline.encoded import EncodedImages, at_side
-from megabatch.data.pipeline.images import ImageSet, InMemory
+from megabatch.data.pipeline.images import ImageSet, is_in_memory
 from megabatch.data.pipeline.order import Samples
 from megabatch.data.pipeline.orientation import Box
 from megabatch.data.pipeline.threads import MAX_ABANDONED, Task, Threads, Watch
@@ -157,7 +157,7 @@ class Reader:
             return self.prefetch_to_device(self.prefetch_by_threads(iter(requests), num_ahead))
         # A thread that only gathers pixels competes with compute for the cores and costs more than it hides: 4 % of
         # `bench train`.
-        if isinstance(self.images, InMemory):
+        if is_in_memory(self.images):
             return (self.make(request()) for request in requests)
         return self.prefetch_by_threads(iter(requests), num_ahead)
 
