@@ -149,7 +149,7 @@ class Endless(IterableDataset[Any]):
             (COLOURED.numpy() / 255, LABELS),
             r"^train: images are float64 \[6, 3, 10, 12\], labels \[6\]; expected uint8",
         ),
-        ((COLOURED, LABELS[:5]), r"labels \[5\]; expected uint8 \[N, C, H, W\], .* and \[N\]$"),
+        ((COLOURED, LABELS[:5]), r"labels \[5\]; expected uint8 \[N, C, H, W\], .* and \[N\] or \[N, classes\]$"),
         ((COLOURED, LABELS - 1), r"^train has a label -1; expected .*integer"),
         ((COLOURED, np.full(6, 2**63, np.uint64)), r"^train has a label .*; expected .*integer"),
         ((COLOURED, np.full(6, 2**64 - 1, np.uint64)), r"^train has a label .*; expected .*integer"),

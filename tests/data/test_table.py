@@ -1,13 +1,16 @@
 """Images that a CSV file lists."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from megabatch.cli.overrides import split_arguments
-from megabatch.data.catalog import load_data_set, read_encoded
+from megabatch.data.catalog import load_data_set, read_encoded, with_label_sets
 from megabatch.data.pack.identity import PackSettings
 from megabatch.data.pack.write import pack
 from megabatch.data.pipeline.images import DataSet
@@ -15,6 +18,7 @@ from megabatch.data.settings import DataSettings
 from megabatch.data.sources.table import read_table
 from megabatch.errors import UserError
 from tests.support.photos import CLASSES, make_folder
+from tests.support.pictures import write_tar
 
 pytestmark = pytest.mark.usefixtures("index_cache")
 
@@ -92,10 +96,39 @@ def test_train_takes_the_path_of_a_table(photos: Path) -> None:
 
 def test_sets_of_labels_are_numbered_and_may_be_empty(tmp_path: Path) -> None:
     rows = ["path,label", "a.jpg,dog;cat", "b.jpg,", "c.jpg,cat ; dog;", "d.jpg,ant"]
-    data = read_table(written(tmp_path, "\n".join(rows)), multi_label=True)
+    data = with_label_sets(read_table(written(tmp_path, "\n".join(rows)), multi_label=True))
     assert data.class_names == ("ant", "cat", "dog") and data.label_sets is not None
-    assert data.train.labels.tolist() == [0, 1, 0, 2]
-    assert data.label_sets.tolist() == [[False, True, True], [False, False, False], [True, False, False]]
+    marks = data.label_sets[data.train.labels].tolist()
+    assert marks == [[False, True, True], [False, False, False], [False, True, True], [True, False, False]]
+
+
+def test_packs_tars_and_joined_sources_may_have_several_labels(tmp_path: Path) -> None:
+    """The targets are those of one CSV file.  Its empty list, for a pack, is a semicolon."""
+    lists = ["cat;dog", ";", "dog", "cat", "bird;dog;cat", "dog"]
+    for number in range(6):
+        Image.new("RGB", (8, 8), (40 * number, 0, 0)).save(tmp_path / f"{number}.png")
+    rows = [f"{number}.png,{labels}" for number, labels in enumerate(lists)]
+    table = written(tmp_path, "\n".join(rows))
+    pack(table, tmp_path / "pack", PackSettings())
+    for part, numbers in (("a", range(3)), ("b", range(3, 6))):
+        members: list[tuple[str, Any]] = []
+        for number in numbers:
+            members.append((f"{number}.png", (tmp_path / f"{number}.png").read_bytes()))
+            members.append((f"{number}.json", {"label": [name for name in lists[number].split(";") if name]}))
+        write_tar(tmp_path / f"{part}.tar", members)
+
+    def targets(source: Path, also: Sequence[Path] = ()) -> tuple[tuple[str, ...], list[list[bool]], list[int]]:
+        data = loaded(source, also=[str(path) for path in also], multi_label=True)
+        assert data.label_sets is not None
+        labels = torch.cat([data.train.labels, data.test.labels])
+        return data.class_names, data.label_sets[labels].tolist(), data.count_classes()
+
+    expected = targets(table)
+    assert expected[0] == ("bird", "cat", "dog") and sum(map(sum, expected[1])) == 8
+    assert targets(tmp_path / "pack") == expected
+    assert targets(tmp_path / "a.tar", [tmp_path / "b.tar"]) == expected
+    with pytest.raises(UserError, match="'fashion-mnist-10k' has one label for each image"):
+        loaded(Path("fashion-mnist-10k"), multi_label=True)
 
 
 def test_a_list_of_labels_without_the_setting_is_a_warning(photos: Path, tmp_path: Path) -> None:
@@ -116,7 +149,10 @@ def test_a_list_of_labels_without_the_setting_is_a_warning(photos: Path, tmp_pat
         ("path,label,split\na.jpg,x,train\nb.jpg,x\n", "line 3 has 2 columns; expected 3"),
         ("a.jpg,x\n,y\n", "line 2 has no valid path"),
         ("a.jpg,x\n\x1b[31m.jpg,y\n", "line 2 has no valid path"),
-        ("a.jpg,x\nb.jpg,\n", "line 2 has the label ''"),
+        (
+            "a.jpg,x\nb.jpg,\n",
+            "line 2 has the label ''; expected 1 to 1,000 characters",
+        ),
         (f"a.jpg,x\nb.jpg,{'y' * 1001}\n", "line 2 has the label 'yyy"),
         ("a.jpg,x\nb.jpg,y\na.jpg,y\n", "line 3: a.jpg is also on line 1; remove one"),
         ("path,label,split\na.jpg,x,holdout\n", "line 2 has the split 'holdout'; expected train"),
@@ -146,8 +182,6 @@ def test_only_text_in_utf_8_of_a_limited_size_is_read(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"source": "photos"}, "is not a .csv file"),
-        ({"also": ["x"]}, r"data.also=.* with data.multi_label=true"),
         ({"train_per_class": 5}, "data.train_per_class=5 with data.multi_label=true"),
         ({"sampling": "balanced"}, "data.sampling=balanced with data.multi_label=true"),
     ],

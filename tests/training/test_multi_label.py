@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from torch import nn
+from torch.utils.data import TensorDataset
 
+import megabatch
 from megabatch.config.loading import load_config
 from megabatch.data.catalog import load_data_set
 from megabatch.data.pipeline.images import ArrayImages
@@ -139,6 +141,42 @@ def train_whole(world: World, folder: Path, *settings: str) -> Summary:
     config = load_config("photos", [*SMALL, f"run.dir={folder}", *settings])
     start = decide_start(config, "never", world)
     return train_and_record(config, start, ready_to_train(config, load_data_set(config.data), world))
+
+
+def test_fit_takes_rows_of_labels_as_arrays_or_from_a_dataset(tmp_path: Path) -> None:
+    """Both give the same run, and every label can be learnt: it is the brightness of a quadrant."""
+    draws = np.random.default_rng(0)
+    marks = draws.integers(0, 2, (240, 4))
+    bright = marks.reshape(-1, 1, 2, 2).repeat(4, 2).repeat(4, 3) * 120
+    images = torch.from_numpy((bright + draws.integers(0, 100, (240, 1, 8, 8))).astype(np.uint8))
+    items = TensorDataset(images, torch.from_numpy(marks).float())
+    settings = ["batch.global=24", "batch.micro=12", "train.epochs=12", "loss.name=bce", "run.threads=1"]
+    settings += ["data.flip=false", "data.crop_padding=0", "optim.learning_rate=0.05"]
+    summaries = []
+    for name, train in (("arrays", (images, marks)), ("dataset", items)):
+        torch.manual_seed(1)
+        network = nn.Sequential(nn.Flatten(), nn.Linear(64, 4))
+        folder = f"run.dir={tmp_path / name}"
+        summaries.append(megabatch.fit(network, train, test=0.25, overrides=[*settings, folder]))
+    arrays, dataset = summaries
+    assert arrays.mean_average_precision == dataset.mean_average_precision and arrays.samples_evaluated == 60
+    assert arrays.mean_average_precision is not None and arrays.mean_average_precision > 0.99
+    with pytest.raises(UserError, match="only bce has a target for each class"):
+        megabatch.fit(network, (images, marks), test=0.25, overrides=[f"run.dir={tmp_path / 'other'}"])
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ((torch.zeros(6, 2), torch.zeros(6)), r"labels are \[6, 2\] and \[6\]; expected"),
+        ((torch.zeros(6, 2), torch.zeros(6, 3)), r"labels are \[6, 2\] and \[6, 3\]; expected"),
+        ((torch.zeros(6, 2), torch.full((6, 2), 2.0)), r"labels \[N, classes\] have a 2; expected 1"),
+    ],
+)
+def test_rows_of_labels_that_do_not_fit_are_refused(labels: tuple[torch.Tensor, torch.Tensor], message: str) -> None:
+    images = torch.zeros(6, 1, 8, 8, dtype=torch.uint8)
+    with pytest.raises(UserError, match=message):
+        megabatch.fit(nn.Linear(64, 2), (images, labels[0]), (images, labels[1]))
 
 
 def test_a_run_on_images_with_several_labels(

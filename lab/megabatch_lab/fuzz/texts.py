@@ -13,6 +13,7 @@ from megabatch.config.loading import load_config, silent
 from megabatch.config.recipes import recipe_names
 from megabatch.config.resolve import decisive_settings
 from megabatch.config.schema import FIELDS
+from megabatch.data.catalog import with_label_sets
 from megabatch.data.sources.files import EncodedDataset
 from megabatch.data.sources.table import read_table
 from megabatch.experiments.design import TimeDesign, known_studies, read_any_design
@@ -215,7 +216,7 @@ def corrupt_table(files: Files, rng: Random) -> Files:
 
 def read_both_ways(folder: Path) -> None:
     """Read a table with lists of labels and, if it has no empty label, with one label per image."""
-    data = read_table(folder / TABLE, multi_label=True)
+    data = with_label_sets(read_table(folder / TABLE, multi_label=True))
     if data.label_sets is not None and data.label_sets.any(1).all():
         require_meaning(read_table(folder / TABLE))
     require_meaning(data)

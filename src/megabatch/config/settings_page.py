@@ -49,9 +49,7 @@ MEANINGS = {
         "`.tar.gz`; `fashion-mnist-10k`, `fashion-mnist`, `synthetic`, or `imagenet`, the folder of that name, "
         "which may be missing for a plan"
     ),
-    "data.multi_label": (
-        "an image of a `.csv` file may have [several labels](data.md#several-labels-per-image); needs `loss.name=bce`"
-    ),
+    "data.multi_label": ("an image may have [several labels](data.md#several-labels-per-image); needs `loss.name=bce`"),
     "data.also": "more folders, `.csv` files and tars, merged by class name",
     "data.image_size": "side of a training image in pixels, to which all are resized; with `data.sizes`, the largest",
     "data.sizes": (

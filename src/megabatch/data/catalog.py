@@ -23,7 +23,7 @@ from megabatch.data.sources.cifar import holds_cifar, read_cifar
 from megabatch.data.sources.files import EncodedDataset, EncodedFiles, Subset, concatenate, with_classes
 from megabatch.data.sources.folders import FolderFiles, read_folder, warn_of_classes, warn_of_ignored
 from megabatch.data.sources.index import once_per_host
-from megabatch.data.sources.labels import named_like_splits
+from megabatch.data.sources.labels import named_like_splits, split_lists
 from megabatch.data.sources.shapes import KNOWN_SETS, DataShape
 from megabatch.data.sources.table import SUFFIX, read_table
 from megabatch.errors import UserError, nearest
@@ -45,6 +45,11 @@ def load_data_set(settings: DataSettings, threads: int = 1) -> DataSet:
     source = find_source(settings, settings.image_size)
     if isinstance(source, EncodedDataset):
         return from_encoded(settings, source, threads)
+    if settings.multi_label:
+        raise UserError(
+            f"data.multi_label=true: data.source={settings.source!r} has one label for each image; omit "
+            "data.multi_label"
+        )
     if settings.also:
         raise UserError(
             f"data.also={settings.also}: only folders, CSV files and tars can be joined, but not "
@@ -72,6 +77,7 @@ def load_other_images(
     """
     source = find_source(settings, settings.test_side)
     if isinstance(source, EncodedDataset):
+        source = with_label_sets(source) if settings.multi_label else source
         unknown = sorted({*source.class_names} - {*names})
         if unknown or num_channels != 3:
             reason = f"images of class {unknown[0]!r}" if unknown else "3 channels"
@@ -146,19 +152,25 @@ def read_encoded(path: Path, multi_label: bool = False) -> EncodedDataset:
         ) from error
 
 
+def with_label_sets(dataset: EncodedDataset) -> EncodedDataset:
+    names, sets = split_lists(dataset.class_names, dataset.place)
+    return replace(dataset, class_names=names, label_sets=sets)
+
+
 def from_encoded(settings: DataSettings, dataset: EncodedDataset, threads: int) -> DataSet:
     for also in settings.also:
         path = Path(also)
         if not path.is_dir() and path.suffix not in (".tar", SUFFIX):
             raise UserError(f"data.also={settings.also}: {also} is neither a folder nor a .csv or .tar file; remove it")
-        dataset = concatenate(dataset, read_encoded(path))
+        dataset = concatenate(dataset, read_encoded(path, settings.multi_label))
+    dataset = with_label_sets(dataset) if settings.multi_label else dataset
     train, test = dataset.train, dataset.test
     if settings.train_per_class is not None:
         names, place = dataset.class_names, dataset.place
         train = Subset(train, choose_per_class(settings, settings.train_per_class, train.labels, names, place))
     share, sets = settings.held_out(has_tests=test is not None), dataset.label_sets
     if share:
-        # A set of labels may have a single image, so multi-label images are held out without regard to their labels.
+        # A list of labels may have a single image, so multi-label images are held out without regard to their labels.
         strata, names = (train.labels, dataset.class_names) if sets is None else (0 * train.labels, ("all",))
         to_train, to_test = split(settings, share, strata, names, dataset.place)
         train, test = Subset(train, to_train), Subset(train, to_test)

@@ -82,7 +82,7 @@ class AugmentSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     # A name of NAMED_SOURCES, a folder of class folders, of tars or of IDX files, or a .csv, .tar or .npz file.
     source: str
-    multi_label: bool = False  # an image of the .csv may have several labels
+    multi_label: bool = False  # the class of an image is a list of labels, such as cat;dog
     # More folders, .csv files and tars, joined by class name.
     also: list[Annotated[str, Meta(min_length=1)]] = field(default_factory=list)
     image_size: Side  # of training images; the largest if `sizes` is set
@@ -128,16 +128,10 @@ class DataSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             )
 
     def check_labels(self) -> None:
-        """Raise UserError for settings that a multi-label source does not have."""
+        """Raise UserError for settings that need one label per image."""
         if not self.multi_label:
             return
-        if self.source and not self.source.endswith(".csv"):
-            raise UserError(
-                f"data.multi_label=true: data.source={self.source!r} is not a .csv file, and other sources have one "
-                "label for each image; omit data.multi_label"
-            )
         for name, value in {
-            "also": self.also or None,
             "train_per_class": self.train_per_class,
             "sampling": None if self.sampling == "all" else self.sampling,
         }.items():

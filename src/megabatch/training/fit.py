@@ -20,7 +20,7 @@ from megabatch.data.catalog import FROM_PYTHON, load_data_set, split
 from megabatch.data.pipeline.encoded import EncodedImages
 from megabatch.data.pipeline.images import DataSet, ImageSet, ImageSubset
 from megabatch.data.settings import DataSettings
-from megabatch.data.sources.from_python import as_image_set
+from megabatch.data.sources.from_python import as_image_set, number_label_sets
 from megabatch.data.sources.labels import require_names, warn_of_names
 from megabatch.errors import NotSaved, UserError
 from megabatch.models.loss import SummedLoss, wrap_user_loss
@@ -69,7 +69,8 @@ def fit(
         train: The training images, as one of
 
             - a pair of uint8 images ([N, C, H, W], [N, H, W, C] with 1 or 3 channels, or [N, H, W]) and integer labels
-              from 0, as tensors or numpy arrays;
+              from 0, as tensors or numpy arrays; if an image may have several labels, the labels are [N, classes] of 0
+              and 1, and the recipe's loss must be bce;
             - a torch Dataset of (PIL image or uint8 array, label) with `__getitem__` and `__len__`, or a DataLoader,
               of which only the dataset is used;
             - a custom `ImageSet`;
@@ -116,16 +117,22 @@ def fit(
     report = silent if info.rank else print_to_stderr
     found = images_at(train, test, recipe, overrides) if isinstance(train, str | Path) else None
     if found:
-        train_images, test_images = found.train, found.test
+        train_images, test_images, label_sets = found.train, found.test, found.label_sets
         class_names = class_names or found.class_names
     else:
-        train_images, test_images = pair_of(as_image_set(train, "train", report), test, report)
-    num_classes = 1 + int(max(train_images.labels.max(), test_images.labels.max()))
+        pair = pair_of(as_image_set(train, "train", report), test, report)
+        (train_images, test_images), label_sets = number_label_sets(pair)
+    if label_sets is None:
+        num_classes = 1 + int(max(train_images.labels.max(), test_images.labels.max()))
+    else:
+        num_classes = label_sets.shape[1]
     names = require_names(list(class_names or map(str, range(num_classes))), "class_names")
     if len(names) < num_classes:
         raise UserError(
             f"there is a label {num_classes - 1} but only {len(names)} class_names; give a name for every label"
         )
+    if label_sets is not None and len(names) > num_classes:
+        raise UserError(f"labels are [N, {num_classes}], but there are {len(names)} class_names; give {num_classes}")
     channels, size = channels_and_size(train_images)
     test_channels, test_size = channels_and_size(test_images)
     if test_channels != channels:
@@ -136,7 +143,8 @@ def fit(
         [
             f"model.name={network.__module__}:{network.__qualname__}",
             "model.options={}",
-            f"data.source={FROM_PYTHON}{digest(model, [train_images, test_images], [loss, optimizer])}",
+            f"data.source={FROM_PYTHON}{digest(model, [train_images, test_images], label_sets, [loss, optimizer])}",
+            f"data.multi_label={'false' if label_sets is None else 'true'}",
             f"data.image_size={size}",
             "data.sizes=[]",
             f"data.test_image_size={test_size}",
@@ -154,7 +162,7 @@ def fit(
     if strict:
         require_known(config, len(train_images))
     warnings, tested_on = (found.warnings, found.tested_on) if found else (warn_of_names(names, "train"), "")
-    data = DataSet(train_images, test_images, names, channels, tested_on=tested_on, warnings=warnings)
+    data = DataSet(train_images, test_images, names, channels, label_sets, tested_on, warnings)
     with (
         StopRequest(signal.Signals[config.run.preempt_signal]) as stop,
         prepare(
@@ -201,9 +209,9 @@ def pair_of(train: ImageSet, test: Any, report: Callable[[str], None]) -> tuple[
     if not isinstance(test, float):
         return train, as_image_set(test, "test", report)
     settings = DataSettings(source="train", image_size=1)
-    labels = train.labels.numpy()
+    labels = train.labels if train.labels.ndim == 1 else torch.zeros(len(train), dtype=torch.int64)  # no strata
     names = tuple(map(str, range(1 + int(labels.max()))))
-    remaining, held_out = split(settings, require_share(test), labels, names, "train")
+    remaining, held_out = split(settings, require_share(test), labels.numpy(), names, "train")
     return ImageSubset(train, remaining), ImageSubset(train, held_out)
 
 
@@ -241,10 +249,14 @@ def copy_model(model: nn.Module) -> nn.Module:
         ) from error
 
 
-def digest(model: nn.Module, sets: Sequence[ImageSet], functions: Sequence[object]) -> str:
+def digest(
+    model: nn.Module, sets: Sequence[ImageSet], label_sets: torch.Tensor | None, functions: Sequence[object]
+) -> str:
     """Return a fingerprint of the network, images and functions, so that only a run with the same ones is resumed."""
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     content = hashlib.sha256(str(shapes).encode())
+    if label_sets is not None:
+        content.update(label_sets.numpy().tobytes())
     for images in sets:
         content.update(images.labels.numpy().tobytes())
         if isinstance(images, EncodedImages):

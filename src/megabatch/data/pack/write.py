@@ -63,6 +63,7 @@ ORDER_SEED = 0x7061636B
 PREFETCHED_PER_THREAD = 4  # images that are ready for the writer
 END = bytes(2 * BLOCK)  # of a tar
 BUFFER_BYTES = 1 << 20
+LONGEST_FOLDER = 60  # characters of up to 4 bytes: file systems allow 255 bytes
 ROW: dict[str, type[np.integer[Any]]] = {
     "number": np.int64,
     "offset": np.int64,
@@ -297,7 +298,7 @@ def member_suffix(extension: str) -> str:
 
 def directory_of(class_name: str) -> str:
     """Return the folder of a class in the tar, changed if it is not a valid name: the tar may be unpacked."""
-    name = class_name.replace("/", "_")
+    name = class_name.replace("/", "_")[:LONGEST_FOLDER]
     return name if name.strip(".") else "_" * max(1, len(name))
 
 

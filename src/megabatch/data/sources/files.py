@@ -50,7 +50,7 @@ class EncodedDataset(Struct, frozen=True, kw_only=True):
     test: EncodedFiles | None
     place: str  # for messages
     shorter_side: int | None = None  # to which a pack shrank larger images
-    label_sets: NDArray[np.bool_] | None = None  # [sets, classes] of a multi-label source, whose labels number sets
+    label_sets: NDArray[np.bool_] | None = None  # [lists, classes] of a multi-label source, whose labels number lists
     ignored: tuple[tuple[str, int], ...] = ()  # suffixes of other files in the class folders, with their counts
 
 
@@ -119,5 +119,6 @@ def concatenate(first: EncodedDataset, second: EncodedDataset) -> EncodedDataset
 
 def with_classes(files: EncodedFiles, names: tuple[str, ...], new_names: tuple[str, ...]) -> EncodedFiles:
     """Return the files with labels that index `new_names`, which contains all `names`."""
-    new_labels = np.array([new_names.index(name) for name in names])
+    number_of = {name: number for number, name in enumerate(new_names)}
+    new_labels = np.array([number_of[name] for name in names])
     return Subset(files, np.arange(len(files)), new_labels[files.labels])

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler, Subset
 
-from megabatch.data.pipeline.images import ArrayImages, ImageSet
+from megabatch.data.pipeline.images import ArrayImages, ImageSet, ImageSubset
 from megabatch.data.pipeline.order import Samples
 from megabatch.data.sources.shapes import MOST_CLASSES
 from megabatch.errors import UserError
@@ -68,10 +68,11 @@ def from_arrays(pixels: Any, labels: Any, name: str) -> ArrayImages:
     if not isinstance(pixels, ARRAYS):
         raise UserError(f"{name}: images are of type {type(pixels).__name__}; {WANTED}")
     numbers = to_labels(labels, name)
-    if not is_uint8(pixels) or pixels.ndim not in (3, 4) or not len(pixels) or numbers.shape != (len(pixels),):
+    fits = numbers.ndim in (1, 2) and len(numbers) == len(pixels) > 0
+    if not is_uint8(pixels) or pixels.ndim not in (3, 4) or not fits:
         raise UserError(
             f"{name}: images are {pixels.dtype} {list(pixels.shape)}, labels {list(numbers.shape)}; "
-            "expected uint8 [N, C, H, W], [N, H, W, C] with 1 or 3 channels, or [N, H, W], and [N]"
+            "expected uint8 [N, C, H, W], [N, H, W, C] with 1 or 3 channels, or [N, H, W], and [N] or [N, classes]"
         )
     return ArrayImages(channels_first(to_tensor(pixels)), numbers)
 
@@ -117,6 +118,28 @@ def to_labels(labels: Any, name: str) -> torch.Tensor:
     return numbers
 
 
+def number_label_sets(parts: Sequence[ImageSet]) -> tuple[list[ImageSet], torch.Tensor | None]:
+    """Return images whose labels number the rows of the returned table, bool [rows, classes].
+
+    If the labels are class numbers, return the same images and None.
+    """
+    shapes = [list(part.labels.shape) for part in parts]
+    if all(len(shape) == 1 for shape in shapes):
+        return list(parts), None
+    if any(len(shape) != 2 or shape[1] != shapes[0][1] for shape in shapes):
+        raise UserError(f"labels are {shapes[0]} and {shapes[1]}; expected [N] twice, or [N, classes] twice")
+    labels = torch.cat([part.labels for part in parts])
+    if int(labels.max()) > 1:
+        raise UserError(
+            f"labels [N, classes] have a {int(labels.max())}; expected 1 for each label of an image, else 0"
+        )
+    table, numbers = labels.unique(dim=0, return_inverse=True)
+    numbered = [ImageSubset(part, np.arange(len(part))) for part in parts]
+    for part, found in zip(numbered, numbers.split(list(map(len, parts))), strict=True):
+        part.labels = found
+    return list(numbered), table.bool()
+
+
 class DatasetImages:
     """A map-style Dataset of (image, label), whose images have the same size and number of channels."""
 
@@ -126,7 +149,7 @@ class DatasetImages:
             raise UserError(f"{name}: {type(dataset).__name__} is empty; it must have at least one item")
         self.shape: torch.Size | None = None
         self.shape = self.item(0)[0].shape
-        found = listed_labels(dataset)
+        found: Sequence[int | NDArray[Any]] | None = listed_labels(dataset)
         if found is None or not self.agrees(found):
             if self.length >= MANY:
                 kind = type(dataset).__name__
@@ -143,8 +166,8 @@ class DatasetImages:
     def read(self, samples: Samples) -> torch.Tensor:
         return torch.stack([self.item(number)[0] for number in samples.tolist()])
 
-    def item(self, number: int) -> tuple[torch.Tensor, int]:
-        """Return the image, uint8 [C, H, W], and the label."""
+    def item(self, number: int) -> tuple[torch.Tensor, int | NDArray[Any]]:
+        """Return the image, uint8 [C, H, W], and the label or the row of labels."""
         with READING:
             item = self.dataset[number]
         where = f"{self.name}: item {number} of {type(self.dataset).__name__}"
@@ -157,14 +180,15 @@ class DatasetImages:
                 "with torchvision.transforms.Resize((64, 64)) as the Dataset's transform"
             )
         try:
-            return image, int(item[1])
+            is_row = isinstance(item[1], ARRAYS) and item[1].ndim == 1
+            return image, np.asarray(item[1]) if is_row else int(item[1])
         except (TypeError, ValueError) as error:
             raise UserError(f"{where} has a label of type {type(item[1]).__name__}; expected an integer") from error
 
-    def agrees(self, labels: Sequence[int]) -> bool:
+    def agrees(self, labels: Sequence[int | NDArray[Any]]) -> bool:
         """Return whether some items have the listed labels: a Dataset may change labels when it reads an item."""
         some = np.linspace(0, self.length - 1, min(COMPARED, self.length), dtype=np.int64).tolist()
-        return all(self.item(number)[1] == labels[number] for number in some)
+        return all(np.array_equal(self.item(number)[1], labels[number]) for number in some)
 
 
 def listed_labels(dataset: Any) -> list[int] | None:

@@ -23,7 +23,8 @@ TEST_WORDS = (("val", "valid", "validation", "dev"), ("test", "testing", "eval",
 ALL_TEST_WORDS = tuple(word for words in TEST_WORDS for word in words)
 LAYOUT = "CLASS/IMAGE, or train/CLASS/IMAGE and val/CLASS/IMAGE"
 MAX_LISTED = 3
-SEPARATOR = ";"  # between the labels of an image in a table
+SEPARATOR = ";"  # between the labels of an image
+MOST_MARKS = 1 << 28  # bytes of the table of label sets
 
 
 def parse_class_names(names: NDArray[Any], where: str) -> tuple[str, ...]:
@@ -67,7 +68,7 @@ def parse_labels(labels: NDArray[Any], count: int, where: str) -> NDArray[np.int
     return labels.astype(np.int64)
 
 
-def number_classes(labels: Sequence[str], place: Path) -> tuple[list[str], NDArray[np.int64]]:
+def number_classes(labels: Sequence[str], place: Path | str) -> tuple[list[str], NDArray[np.int64]]:
     """Return the class names and the class of each sample.  If all labels are numbers, they are the class numbers."""
     distinct = sorted(set(labels))
     if not all(re.fullmatch(r"-?[0-9]+", label) for label in distinct):
@@ -79,6 +80,27 @@ def number_classes(labels: Sequence[str], place: Path) -> tuple[list[str], NDArr
         wrong = lowest if lowest < 0 else highest
         raise UserError(f"{place} has a label {wrong}; labels must be from 0 to {MOST_CLASSES - 1}")
     return [str(number) for number in range(highest + 1)], np.array([number_of[label] for label in labels], np.int64)
+
+
+def split_lists(lists: Sequence[str], place: str) -> tuple[tuple[str, ...], NDArray[np.bool_]]:
+    """Return the labels in lists such as cat;dog, and a row for each list that marks its labels.
+
+    In a multi-label source, the class of a sample is its list.  Batches, decoders and packs therefore treat it like any
+    other source, and only targets and evaluation look up the labels of a list.
+    """
+    members = [[name.strip() for name in text.split(SEPARATOR) if name.strip()] for text in lists]
+    flat = [name for names in members for name in names]
+    if not flat:
+        raise UserError(f"{place} has no label; write the labels of an image as cat{SEPARATOR}dog")
+    names, numbers = number_classes(flat, place)
+    if len(lists) * len(names) > MOST_MARKS:
+        raise UserError(
+            f"{place} has {len(lists):,} different lists of {len(names):,} labels; the limit is {MOST_MARKS:,} for "
+            "their product; remove rare labels"
+        )
+    sets = np.zeros((len(lists), len(names)), np.bool_)
+    sets[np.repeat(np.arange(len(lists)), [len(each) for each in members]), numbers] = True
+    return tuple(names), sets
 
 
 def is_split(name: str, words: Sequence[str]) -> bool:

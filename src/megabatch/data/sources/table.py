@@ -1,9 +1,8 @@
 """Images that a CSV file lists: path,label or path,label,split.  Samples are numbered in the order of its rows.
 
 Paths are relative to the folder of the file, or absolute.  Without a column for the split, the header may be missing.
-In a multi-label file a label is a list such as cat;dog, and may be empty.  The label of a sample then is the number of
-its set of labels: batches, decoders and skipped images are those of any other source, and a table has the classes of
-each set.
+A list of labels such as cat;dog is the name of a class, until `labels.split_lists` splits it.  Only in a multi-label
+file may it be empty.
 """
 
 import csv
@@ -35,7 +34,6 @@ SUFFIX = ".csv"
 HEADERS = (["path", "label"], ["path", "label", "split"])
 LONGEST_TABLE = 512 << 20  # bytes, for more than ten million images
 LONGEST_PATH = 4096  # characters
-MOST_MARKS = 1 << 28  # bytes of the table of label sets
 
 
 class TableFiles:
@@ -75,7 +73,6 @@ def read_table(path: Path, multi_label: bool = False) -> EncodedDataset:
         train=parts[0],
         test=parts[1] if len(parts) > 1 else None,
         place=str(path),
-        label_sets=arrays.get("label_sets"),
     )
 
 
@@ -88,10 +85,7 @@ def parse_table(path: Path, multi_label: bool) -> Arrays:
     rows = [at for at, split in enumerate(splits) if split in used_splits]
     chosen = [labels[at] for at in rows]
     arrays: Arrays = {"num_parts": np.array(len(used_splits))}
-    if multi_label:
-        class_names, numbers, arrays["label_sets"] = number_sets(chosen, path)
-    else:
-        class_names, numbers = number_classes(chosen, path)
+    class_names, numbers = number_classes(chosen, path)
     arrays["class_names"] = np.array(class_names)
     of_row = dict(zip(rows, numbers.tolist(), strict=True))
     for part, split in enumerate(used_splits):
@@ -100,29 +94,6 @@ def parse_table(path: Path, multi_label: bool) -> Arrays:
         arrays[f"names_{part}"], arrays[f"ends_{part}"] = texts.content, texts.ends
         arrays[f"labels_{part}"] = np.array([of_row[at] for at in here], np.int64)
     return arrays
-
-
-def number_sets(labels: list[str], path: Path) -> tuple[list[str], NDArray[np.int64], NDArray[np.bool_]]:
-    """Return the class names, the number of each image's set of labels, and the classes of each set."""
-    lists = [[name.strip() for name in label.split(SEPARATOR) if name.strip()] for label in labels]
-    flat = [name for names in lists for name in names]
-    if not flat:
-        raise UserError(f"{path} has no label; write the labels of an image as cat{SEPARATOR}dog")
-    class_names, numbers = number_classes(flat, path)
-    number_of = dict(zip(flat, numbers.tolist(), strict=True))
-    number_of_set: dict[frozenset[int], int] = {}
-    of_images = [
-        number_of_set.setdefault(frozenset(number_of[name] for name in names), len(number_of_set)) for names in lists
-    ]
-    if len(number_of_set) * len(class_names) > MOST_MARKS:
-        raise UserError(
-            f"{path} has {len(number_of_set):,} different sets of {len(class_names):,} labels; the limit is "
-            f"{MOST_MARKS:,} for their product; remove rare labels"
-        )
-    sets = np.zeros((len(number_of_set), len(class_names)), np.bool_)
-    for members, number in number_of_set.items():
-        sets[number, sorted(members)] = True
-    return class_names, np.array(of_images, np.int64), sets
 
 
 def read_rows(path: Path, multi_label: bool) -> tuple[list[str], list[str], list[str]]:
@@ -156,7 +127,7 @@ def read_rows(path: Path, multi_label: bool) -> tuple[list[str], list[str], list
         if split not in valid_splits:
             require_split(split, place)
             valid_splits.add(split)
-        labels.append(label)
+        labels.append(label or SEPARATOR)
         splits.append(split)
     return list(lines), labels, splits
 
@@ -168,13 +139,13 @@ def require_split(split: str, place: str) -> None:
 
 
 def require_label(label: str, place: str, multi_label: bool) -> None:
-    names = [name.strip() for name in label.split(SEPARATOR)] if multi_label else [label]
-    for name in names:
+    for name in label.split(SEPARATOR) if multi_label else [label]:
         if (not name and not multi_label) or len(name) > MAX_NAME_LENGTH or not is_plain(name):
             shown = one_line(name, LONGEST_QUOTED)
+            remedy = "correct it" if name else f"write {SEPARATOR} for an image without labels"
             raise UserError(
                 f"{place} has the label {shown!r}; expected 1 to {MAX_NAME_LENGTH:,} characters without control "
-                "characters; correct it"
+                f"characters; {remedy}"
             )
 
 

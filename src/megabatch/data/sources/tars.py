@@ -1,8 +1,8 @@
 """Finds the samples of WebDataset's tars, which have no index, by reading the headers.
 
 Members with the same path up to the first dot of the file name are one sample: an image (.jpg, .png, ...) and its
-class, as text in .cls or as "label" or "cls" in .json.  A class is a number or a name.  The name of the shard
-(imagenet-val-000003.tar) determines the split.
+class, as text in .cls or as "label" or "cls" in .json.  A class is a number, a name or, in .json, a list of names.  The
+name of the shard (imagenet-val-000003.tar) determines the split.
 """
 
 import os
@@ -29,6 +29,7 @@ from megabatch.data.sources.index import (
 from megabatch.data.sources.labels import (
     ALL_TEST_WORDS,
     MAX_NAME_LENGTH,
+    SEPARATOR,
     TEST_WORDS,
     number_classes,
     require_names,
@@ -69,6 +70,8 @@ def read_label(member: Member, extension: str, read: Read, path: Path) -> str | 
             label = fields.get("label", fields.get("cls")) if isinstance(fields, dict) else None
             if label is None:
                 return None
+            if isinstance(label, list) and all(isinstance(name, str) and name for name in label):
+                label = SEPARATOR.join(label) or SEPARATOR
         if isinstance(label, bool) or not isinstance(label, int | str) or label == "" or not is_plain(str(label)):
             raise ValueError(f"{label!r} is neither a number nor a name")
         if len(str(label)) > MAX_NAME_LENGTH:
