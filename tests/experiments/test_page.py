@@ -32,6 +32,18 @@ def test_page_starts_with_the_answer_and_has_every_value() -> None:
         assert expected in text
 
 
+def test_a_page_of_one_arm_compares_it_with_its_published_result_only() -> None:
+    made = study([msgspec.structs.replace(arm(BASELINE, BASE), published=0.931, tuned=[], num_trials=0)])
+    made = msgspec.structs.replace(made, claims=[], curve_claims=[])
+    text = page(made, [])
+    assert (
+        f"- {BASELINE} reaches 93.00 % (95 % interval 92.75 to 93.25), 0.10 points below the published 93.10 %" in text
+    )
+    assert "A gap is" not in text and "learning rate, which was chosen" not in text
+    (accuracy,) = (drawing for drawing in draw_plots(made) if drawing.name == "accuracy")
+    assert "dashed: the published result" in accuracy.svg and "baseline" not in accuracy.svg + accuracy.caption
+
+
 def test_searched_momenta_are_named() -> None:
     tuned = [searched(0.2, 0.9, 0.9), searched(0.1, 0.93, 0.95), searched(0.4, None, 0.9)]
     trial = msgspec.structs.replace(arm(TRIAL, BASE, rate=0.1), tuned=tuned, num_trials=3, momentum=0.95)

@@ -2,7 +2,7 @@ import msgspec
 import pytest
 
 from megabatch.experiments.evidence import Criterion
-from megabatch.experiments.verdict import judge, judge_claim, rate_at_edge
+from megabatch.experiments.verdict import judge, judge_claim, judge_published, rate_at_edge
 from tests.support.made_up_study import BASELINE, TRIAL, arm, pair, searched, study, untrained
 
 BASE = [0.9300, 0.9310, 0.9290]  # in points, a deviation of 0.1
@@ -158,6 +158,22 @@ def test_single_seed_is_reported() -> None:
     made = pair(BASE, [0.93])
     verdict = judge(made, made.criteria[0])
     assert verdict.holds and "one seed, so no interval" in verdict.text and verdict.text.endswith("one seed shows")
+
+
+@pytest.mark.parametrize(
+    ("published", "holds", "ends"),
+    [
+        # By hand: a deviation of 0.1 in three seeds gives an interval of 4.30 * 0.1 / sqrt(3) = 0.25 on each side.
+        (0.9310, True, "93.00 % (95 % interval 92.75 to 93.25), 0.10 points below the published 93.10 %: it is within"),
+        (0.9274, True, "0.26 points above the published 92.74 %: it is reached"),
+        (0.9326, False, "0.26 points below the published 93.26 %: it is not reached"),
+    ],
+)
+def test_a_published_result_is_compared_with_the_interval(published: float, holds: bool, ends: str) -> None:
+    verdict = judge_published(msgspec.structs.replace(arm(BASELINE, BASE), published=published))
+    assert verdict.holds is holds and ends in verdict.text
+    unfinished = judge_published(msgspec.structs.replace(arm(BASELINE, BASE), published=published, num_seeds=5))
+    assert unfinished.holds is None and "3 of 5" in unfinished.text
 
 
 def test_rate_at_the_edge_of_the_search_is_reported() -> None:

@@ -190,7 +190,7 @@ def run_study(design: "Design", command: str, folder: Path | None, out: Path, jo
     from megabatch.experiments.drawing import require_matplotlib
     from megabatch.experiments.page import write_study
     from megabatch.experiments.trials import SweepScreen, Trial, choose_jobs, run_trials
-    from megabatch.experiments.verdict import judge
+    from megabatch.experiments.verdict import judge, judge_published
     from megabatch.user_code import import_user_code
 
     require_matplotlib()  # find all mistakes before hours of training
@@ -214,8 +214,9 @@ def run_study(design: "Design", command: str, folder: Path | None, out: Path, jo
         screen.row("kept", f"{plural(before.num_runs, 'run')} from {json_file(design, out)}, not repeated")
     with exit_like_ranks():
         found = conductor.conduct()
-    for criterion in found.criteria:
-        verdict = judge(found, criterion)
+    verdicts = [judge(found, criterion) for criterion in found.criteria]
+    verdicts += [judge_published(arm) for arm in found.arms if arm.published is not None]
+    for verdict in verdicts:
         screen.row({True: "holds", False: "missed", None: "unclear"}[verdict.holds], verdict.text)
     for line in answer_lines(found):
         screen.row("answer", line)

@@ -196,6 +196,7 @@ def arm_so_far(design: Design, arm: ArmDesign, results: Results) -> Arm:
         about=arm.about,
         settings=list(arm.settings),
         baseline=arm.baseline,
+        published=arm.published,
         learning_rate=point.learning_rate if point else None,
         momentum=point.momentum if point else None,
         num_trials=most if search.wanted else len(search.tried),  # a search may not use its whole budget

@@ -41,6 +41,7 @@ class ArmDesign(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     learning_rate_times: Rate = 1.0
     seeds: Seeds | None = None  # default: the study's
     baseline: str = ""  # the arm to compare with; default: the study's
+    published: Annotated[float, Meta(gt=0, le=1)] | None = None  # the mean top-1 of a published result
 
 
 class SearchDesign(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

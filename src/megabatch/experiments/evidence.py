@@ -34,6 +34,7 @@ class Arm(Struct, frozen=True, kw_only=True):
     about: str
     settings: list[str]  # section.key=value, specific to the arm
     baseline: str = ""  # the arm to compare with, if not the study's
+    published: float | None = None  # the mean top-1 of a published result
     learning_rate: float | None  # of its runs; None: not found, or not yet
     momentum: float | None = None  # None: the recipe's
     num_trials: int = 0  # of the complete search

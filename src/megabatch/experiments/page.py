@@ -16,6 +16,7 @@ from megabatch.experiments.verdict import (
     judge,
     judge_claim,
     judge_curves,
+    judge_published,
     points,
     range_words,
     rate_at_edge,
@@ -26,12 +27,6 @@ from megabatch.io.disk import write_file
 from megabatch.io.reading import Undecodable, read_json
 
 NONE = "-"
-NOTE = (
-    "Top-1 in %. Intervals contain the mean over seeds with 95 % confidence (Student's t; for gaps Welch's). They are "
-    "about the choice of seeds, not of test images or of the learning rate, which was chosen with one seed. A gap is "
-    "in points below the baseline; a negative gap is above it. An arm with a diverged seed has no mean."
-)
-PAIRED_NOTE = NOTE.replace("for gaps Welch's", "gaps are paired by seed, between runs that start with the same weights")
 
 
 def write_study(study: Study, folder: Path) -> list[Path]:
@@ -72,7 +67,7 @@ def page(study: Study, plots: Sequence[Plot]) -> str:
         answers(study),
         f"Printed by `{study.command}`; every value of every seed is in [{study.name}.json]({study.name}.json).",
         accuracy_table(study),
-        PAIRED_NOTE if study.paired else NOTE,
+        note(study),
         links.pop("accuracy", ""),
         table(rows[0], rows[1:]) if (rows := target_rows(study)) else "",
         links.pop("epochs", ""),
@@ -94,7 +89,8 @@ def answers(study: Study) -> str:
     claims = [f"{claim.text} Here {judge_claim(study, claim).text}." for claim in study.claims]
     curve_claims = [f"{claim.text} Here {judge_curves(study, claim).text}." for claim in study.curve_claims]
     limits = [f"{line[0].upper()}{line[1:]}." for line in answer_lines(study)]
-    return bullets([capital(line) for line in [*criteria, *claims, *curve_claims, *limits]])
+    published = [f"{judge_published(arm).text}." for arm in study.arms if arm.published is not None]
+    return bullets([capital(line) for line in [*criteria, *published, *claims, *curve_claims, *limits]])
 
 
 def capital(line: str) -> str:
@@ -108,6 +104,23 @@ def progress(study: Study) -> str:
     return (
         f"**{study.num_runs} of {study.num_planned} runs are complete.** This page covers only these runs; an arm is "
         "not judged until all its seeds are complete."
+    )
+
+
+def note(study: Study) -> str:
+    """Return the explanation of the table, without the parts that do not apply to this study."""
+    gaps = (
+        "gaps are paired by seed, between runs that start with the same weights" if study.paired else "for gaps Welch's"
+    )
+    are_several, are_searched = len(study.arms) > 1, any(arm.tuned for arm in study.arms)
+    return (
+        "Top-1 in %. Intervals contain the mean over seeds with 95 % confidence (Student's t"
+        + f"; {gaps}" * are_several
+        + "). They are about the choice of seeds, not of test images"
+        + " or of the learning rate, which was chosen with one seed" * are_searched
+        + "."
+        + " A gap is in points below the baseline; a negative gap is above it." * are_several
+        + " An arm with a diverged seed has no mean."
     )
 
 

@@ -39,7 +39,8 @@ def draw_plots(study: Study) -> list[Plot]:
     """Draw the plots for which the study has values."""
     painters: dict[str, tuple[str, Callable[[Study, Figure], None]]] = {}
     if any(arm.runs for arm in study.arms):
-        caption = f"top-1 of every seed (dots), mean and 95 % interval (lines); the band is that of {study.baseline}"
+        caption = "top-1 of every seed (dots), mean and 95 % interval (lines)"
+        caption += f"; the band is that of {study.baseline}" * (len(study.arms) > 1)
         painters["accuracy"] = caption, draw_accuracy
     if any(arm.tuned for arm in study.arms):
         caption = "top-1 on held-out images against the learning rate; rings mark the chosen rates"
@@ -65,7 +66,7 @@ def draw_accuracy(study: Study, figure: "Figure") -> None:
     axes = figure.subplots()
     low, high = accuracy_limits(study)
     beside: dict[str, Any] = {"va": "center", "transform": axes.get_yaxis_transform()}
-    if (spread := top1_spread(baseline)) and spread.interval:
+    if len(arms) > 1 and (spread := top1_spread(baseline)) and spread.interval:
         axes.axvspan(spread.interval.low, spread.interval.high, color="#000000", alpha=0.08, lw=0)
     for row, arm in enumerate(arms):
         color, values = color_of(row), sorted(percents(arm))
@@ -80,17 +81,18 @@ def draw_accuracy(study: Study, figure: "Figure") -> None:
             axes.plot([low], [row], "<", color=color, ms=6, clip_on=False)
             axes.text(0.03, row, " ".join(f"{value:.1f}" for value in beyond), **beside)
         axes.text(1.02, row, beside_row(study, arm), **beside)
-    for row, edge in criterion_edges(study):
+    for row, edge in [*criterion_edges(study), *published_results(study)]:
         axes.plot([edge, edge], [row - 0.42, row + 0.42], color=GREY, lw=1, ls=(0, (2, 1.5)))
-    axes.text(1.02, -0.75, "points below the baseline", color=GREY, **beside)
+    if len(arms) > 1:
+        axes.text(1.02, -0.75, "points below the baseline", color=GREY, **beside)
     axes.set_yticks(range(len(arms)), [arm.name for arm in arms])
     axes.set_ylim(len(arms) - 0.4, -0.6)
     axes.set_xlim(low, high)
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="y", visible=False)
-    axes.set_xlabel(
-        "top-1, %" + ("; dashed: the criterion that an arm's mean must reach" if criterion_edges(study) else "")
-    )
+    dashed = ["the criterion that an arm's mean must reach"] if criterion_edges(study) else []
+    dashed += ["the published result"] if published_results(study) else []
+    axes.set_xlabel("top-1, %" + (f"; dashed: {', or '.join(dashed)}" if dashed else ""))
 
 
 def draw_epochs(study: Study, figure: "Figure") -> None:
@@ -123,7 +125,7 @@ def accuracy_limits(study: Study) -> tuple[float, float]:
     for arm in study.arms:
         if (spread := top1_spread(arm)) and spread.interval:
             values += [spread.interval.low, spread.interval.high]
-    values += [edge for _, edge in criterion_edges(study)]
+    values += [edge for _, edge in [*criterion_edges(study), *published_results(study)]]
     return with_margin([value for value in values if abs(value - best) <= ACCURACY_POINTS])
 
 
@@ -135,6 +137,11 @@ def criterion_edges(study: Study) -> list[tuple[int, float]]:
         if spread and criterion.max_gap_points is not None:
             edges.append((study.arms.index(study.arm(criterion.arm)), spread.mean - criterion.max_gap_points))
     return edges
+
+
+def published_results(study: Study) -> list[tuple[int, float]]:
+    """Return the row of the arm and the published mean."""
+    return [(row, 100 * arm.published) for row, arm in enumerate(study.arms) if arm.published is not None]
 
 
 def draw_search(study: Study, figure: "Figure") -> None:
@@ -272,5 +279,5 @@ def beside_row(study: Study, arm: Arm) -> str:
     if has_diverged(arm) or not arm.runs:
         return divergence(arm)
     if arm is baseline:
-        return "baseline"
+        return "baseline" if len(study.arms) > 1 else ""
     return gap_words(found) if (found := top1_gap(study, arm, baseline)) else ""

@@ -89,6 +89,27 @@ def compare_means(arm: Arm, other: Arm, found: Gap, places: int = 2) -> str:
     return words + (f"95 % interval {range_words(found.interval)})" if found.interval else "one seed, so no interval)")
 
 
+def judge_published(arm: Arm) -> Verdict:
+    """Judge whether the interval of the arm's mean contains the published result."""
+    assert arm.published is not None
+    spread, published = top1_spread(arm), 100 * arm.published
+    if spread is None:
+        return Verdict(None, f"{arm.name}: {divergence(arm)}: undecided")
+    interval = f"95 % interval {range_words(spread.interval)}" if spread.interval else "one seed, so no interval"
+    difference = spread.mean - published
+    where = (
+        f"{arm.name} reaches {points(spread.mean)} % ({interval}), {points(abs(difference))} points "
+        f"{'below' if difference < 0 else 'above'} the published {points(published)} %"
+    )
+    if awaited := seeds_awaited(arm):
+        return Verdict(None, f"so far {where}: not judged until all seeds are complete ({awaited})")
+    if spread.interval is None:
+        return Verdict(None, f"{where}: undecided")
+    if spread.interval.high < published:
+        return Verdict(False, f"{where}: it is not reached")
+    return Verdict(True, f"{where}: it is {'reached' if published < spread.interval.low else 'within the interval'}")
+
+
 def judge_claim(study: Study, claim: Claim) -> Verdict:
     """Judge whether this study agrees with a published result."""
     better, worse = study.arm(claim.better), study.arm(claim.worse)
