@@ -13,6 +13,7 @@ from megabatch.training.evaluate import (
     VIEWS,
     CalibrationCounts,
     Evaluation,
+    MistakeCounter,
     evaluate,
     expected_calibration_error,
 )
@@ -83,6 +84,29 @@ def test_the_calibration_error_is_that_of_an_example_of_torchmetrics() -> None:
     counts = CalibrationCounts(torch.device("cpu"), num_bins=3)
     counts.add(shares.log(), shares.argmax(1) == torch.tensor([0, 1, 2, 0]))
     assert expected_calibration_error(counts.curve()) == pytest.approx(0.2, rel=1e-6)
+
+
+class Coarse(nn.Module):
+    """Scores of few levels, as in 16 bits, so that several classes have the highest."""
+
+    def forward(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores.round()
+
+
+def test_of_equal_scores_the_first_counts_as_in_the_confusion_matrix(ranks: RankPool) -> None:
+    top1, top5, matrix, scores, labels = ranks.run(evaluate_ties, num_ranks=1)[0]
+    assert (scores == scores.max(1, keepdims=True)).sum(1).max() > 1
+    assert top1 == (scores.argmax(1) == labels).mean() == np.trace(matrix) / len(labels) <= top5
+
+
+def evaluate_ties(world: World) -> tuple[float, float, np.ndarray, np.ndarray, np.ndarray]:
+    images, model = images_of(64), nn.Sequential(model_on(world.device), Coarse())
+    normalise = Normalise(measure_pixels(images), world.device, torch.float64)
+    mistakes = MistakeCounter(images, NUM_CLASSES, 0, world)
+    result = evaluate(model, images, normalise, NUM_CLASSES, 8, world, mistakes)
+    assert mistakes.matrix is not None
+    scores = model.eval()(normalise(images.images)).detach().cpu()
+    return result.top1, result.top5, mistakes.matrix.numpy(), scores.numpy(), images.labels.numpy()
 
 
 def test_views_are_averaged_with_the_stated_weights() -> None:
