@@ -20,7 +20,7 @@ from tools.lock import is_for_us
 ROOT = Path(__file__).parents[1]
 OURS = {"megabatch", "tests", "megabatch_lab", "tools"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml"}  # modules whose distribution has another name
+DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}  # by module
 # Packages that our files do not import: the package that imports them, and the name in our code that causes it.
 INDIRECT = {
     "tomli-w": ("msgspec", "msgspec.toml.encode"),

@@ -139,6 +139,19 @@ def test_a_recipes_muon_leaves_the_head_and_vectors_to_another_optimizer() -> No
     assert all(torch.equal(before[name], parameter) for name, parameter in named.items())
 
 
+def test_layer_decay_also_multiplies_the_learning_rate_of_the_other_parameters() -> None:
+    def rates(*overrides: str) -> list[dict[str, float]]:
+        _, optimizer = groups_of_resnet("optim.layer_decay=0.5", "optim.learning_rate=0.02", *overrides)
+        groups = [part.param_groups for part in parts_of(optimizer)]
+        return [
+            {name: group.get("lr_factor", 1.0) for group in part for name in group["param_names"]} for part in groups
+        ]
+
+    (others, of_muon), lower = rates(), rates("optim.muon.others_learning_rate=0.004")
+    assert len({*others.values()}) > 5
+    assert lower == [pytest.approx({name: factor / 5 for name, factor in others.items()}), of_muon]
+
+
 def test_groups_can_express_the_recipe_of_airbench() -> None:
     """Muon on filters; Nesterov SGD with other rates, momentum and decay on biases and head, and one bias for 3/8."""
     biases = '{parameters=["*.bias"], learning_rate=106, momentum=0.85, weight_decay=3.77e-5}'

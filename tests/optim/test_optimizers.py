@@ -1,9 +1,18 @@
+import math
+
 import pytest
 import torch
 from megabatch_lab.studies.lars_in_fp16 import LarsInFp16
 
 from megabatch.errors import UserError
-from megabatch.optim.optimizers import OPTIMIZERS, OptimSettings, clip_gradients, make_optimizer, set_learning_rate
+from megabatch.optim.optimizers import (
+    OPTIMIZERS,
+    OptimSettings,
+    clip_gradients,
+    make_optimizer,
+    set_learning_rate,
+    step_unless,
+)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -106,6 +115,20 @@ def test_a_class_of_torch_gets_the_groups_the_learning_rate_and_its_options() ->
             make_optimizer(groups, OptimSettings(name=name, learning_rate=0.1))
     with pytest.raises(UserError, match=r"optim.options is for .*; leave optim.options out"):
         OptimSettings(name="adamw", learning_rate=0.1, options={"fused": True})
+
+
+@pytest.mark.parametrize("name", ["sgd", "torch.optim:SGD"])
+def test_momentum_starts_at_0_if_the_first_step_of_a_fused_sgd_is_skipped(name: str) -> None:
+    weight = torch.zeros(3, requires_grad=True)
+    groups = [{"params": [weight], "weight_decay": 0.0, "param_names": ["w"]}]
+    options = {} if name == "sgd" else {"momentum": 0.9, "fused": True}
+    with pytest.MonkeyPatch.context() as patch:  # uninitialized memory is not always different from 0
+        patch.setattr(torch, "empty_like", lambda tensor, **how: torch.full_like(tensor, math.nan))
+        optimizer = make_optimizer(groups, OptimSettings(name=name, learning_rate=0.1, options=options))
+        for found_inf, expected in ((1.0, 0.0), (0.0, -0.19 if name == "sgd" else -0.1)):  # `sgd` has Nesterov's form
+            weight.grad = torch.full((3,), math.inf if found_inf else 1.0)
+            step_unless(optimizer, torch.tensor(found_inf))
+            assert weight.tolist() == pytest.approx([expected] * 3)
 
 
 @pytest.mark.parametrize(("name", "eps"), [("adamw", 1e-8), ("lamb", 1e-6), ("lars", 0.0)])

@@ -9,10 +9,11 @@ from megabatch.data.pipeline.normalise import Normalise, measure_pixels
 from megabatch.data.settings import NUM_VIEWS, TestViews
 from megabatch.ranks.world import World
 from megabatch.training.evaluate import (
+    NUM_BINS,
     VIEWS,
     CalibrationCounts,
     Evaluation,
-    class_means,
+    MistakeCounter,
     evaluate,
     expected_calibration_error,
 )
@@ -56,46 +57,56 @@ def test_evaluation_counts_every_image_once_under_any_sharding(ranks: RankPool, 
             assert result.top1 == first.sum().item() / count
             assert result.top5 == within_five.sum().item() / count
             assert result.test_loss == pytest.approx(F.cross_entropy(logits, images.labels).item(), rel=1e-12)
-            for label, accuracy in enumerate(result.class_top1):
-                here = images.labels == label
-                assert accuracy == (first[here].double().mean().item() if here.any() else None)
-            assert result.balanced_accuracy == pytest.approx(np.mean([a for a in result.class_top1 if a is not None]))
-            expected = reference(images.labels.numpy(), logits.softmax(1).detach().numpy())
-            assert (result.precision, result.f1, result.ece) == pytest.approx(expected, rel=1e-9)
-            assert sum(each.count for each in result.reliability) == count
+            agrees_with_scikit_learn(result, images.labels.numpy(), logits.softmax(1).detach().numpy())
 
 
-def reference(labels: np.ndarray, scores: np.ndarray) -> tuple[float, float, float]:
-    """Return macro precision and F1, and the calibration error, one image and one class at a time."""
-    guesses, confidence = scores.argmax(1), scores.max(1)
-    precision, f1 = [], []
-    for label in np.unique(labels):
-        hits = sum(1 for guess, true in zip(guesses, labels, strict=True) if guess == true == label)
-        precision.append(hits / max(1, (guesses == label).sum()))
-        recall = hits / (labels == label).sum()
-        f1.append(0.0 if not hits else 2 / (1 / precision[-1] + 1 / recall))
-    error = 0.0
-    for low in np.arange(15) / 15:
-        inside = (confidence > low) & (confidence <= low + 1 / 15)
-        if inside.any():
-            error += inside.mean() * abs(confidence[inside].mean() - (guesses == labels)[inside].mean())
-    return float(np.mean(precision)), float(np.mean(f1)), error
+def agrees_with_scikit_learn(result: Evaluation, labels: np.ndarray, scores: np.ndarray) -> None:
+    from sklearn.calibration import calibration_curve
+    from sklearn.metrics import precision_recall_fscore_support
+
+    guesses = scores.argmax(1)
+    means = precision_recall_fscore_support(labels, guesses, labels=range(NUM_CLASSES), zero_division=0)
+    precision, recall, f1, seen = means
+    assert result.class_top1 == [recall[label] if seen[label] else None for label in range(NUM_CLASSES)]
+    assert result.class_precision == [precision[label] if label in guesses else None for label in range(NUM_CLASSES)]
+    found = (result.precision, result.balanced_accuracy, result.f1)
+    assert found == pytest.approx([values[seen > 0].mean() for values in (precision, recall, f1)], rel=1e-12)
+    curve = [each for each in result.reliability if each.count]
+    accuracy, confidence = calibration_curve(guesses == labels, scores.max(1), n_bins=NUM_BINS, pos_label=True)
+    assert [each.accuracy for each in curve] == pytest.approx(accuracy, rel=1e-12)
+    assert [each.confidence for each in curve] == pytest.approx(confidence, rel=1e-9)
+    assert sum(each.count for each in curve) == len(labels)
 
 
-def test_measures_agree_with_examples_in_the_documentation_of_scikit_learn_and_torchmetrics() -> None:
-    def means(labels: list[int], guesses: list[int]) -> list[float]:
-        pairs = list(zip(labels, guesses, strict=True))
-        columns = [[pairs.count((c, c)), labels.count(c), guesses.count(c)] for c in range(3)]
-        return [round(mean, 4) for mean in class_means(*map(list, zip(*columns, strict=True)))[1:]]
-
-    # precision_score, recall_score and f1_score with average="macro", and balanced_accuracy_score.
-    assert means([0, 1, 2, 0, 1, 2], [0, 2, 1, 0, 0, 1]) == [0.2222, 0.3333, 0.2667]
-    assert means([0, 1, 0, 0, 1, 0], [0, 1, 0, 0, 0, 1])[1] == 0.625
-    # MulticlassCalibrationError(num_classes=3, n_bins=3, norm="l1").
+def test_the_calibration_error_is_that_of_an_example_of_torchmetrics() -> None:
+    """MulticlassCalibrationError(num_classes=3, n_bins=3, norm="l1") in its documentation."""
     shares = torch.tensor([[0.25, 0.20, 0.55], [0.55, 0.05, 0.40], [0.10, 0.30, 0.60], [0.90, 0.05, 0.05]])
     counts = CalibrationCounts(torch.device("cpu"), num_bins=3)
     counts.add(shares.log(), shares.argmax(1) == torch.tensor([0, 1, 2, 0]))
     assert expected_calibration_error(counts.curve()) == pytest.approx(0.2, rel=1e-6)
+
+
+class Coarse(nn.Module):
+    """Scores of few levels, as in 16 bits, so that several classes have the highest."""
+
+    def forward(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores.round()
+
+
+def test_of_equal_scores_the_first_counts_as_in_the_confusion_matrix(ranks: RankPool) -> None:
+    top1, top5, matrix, scores, labels = ranks.run(evaluate_ties, num_ranks=1)[0]
+    assert (scores == scores.max(1, keepdims=True)).sum(1).max() > 1
+    assert top1 == (scores.argmax(1) == labels).mean() == np.trace(matrix) / len(labels) <= top5
+
+
+def evaluate_ties(world: World) -> tuple[float, float, np.ndarray, np.ndarray, np.ndarray]:
+    images, model = images_of(64), nn.Sequential(model_on(world.device), Coarse())
+    normalise = Normalise(measure_pixels(images), world.device, torch.float64)
+    mistakes = MistakeCounter(images, NUM_CLASSES, 0, world)
+    result = evaluate(model, images, normalise, NUM_CLASSES, 8, world, mistakes)
+    assert mistakes.matrix is not None
+    scores = model.eval()(normalise(images.images)).detach().cpu()
+    return result.top1, result.top5, mistakes.matrix.numpy(), scores.numpy(), images.labels.numpy()
 
 
 def test_views_are_averaged_with_the_stated_weights() -> None:

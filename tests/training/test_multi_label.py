@@ -37,26 +37,18 @@ COUNT, NUM_CLASSES, BATCH = 37, 6, 4
 SETS = torch.tensor([[0, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 1, 0], [0, 0, 1, 0, 1, 0]], dtype=torch.bool)
 
 
-def test_the_average_precision_is_that_of_scikit_learns_example() -> None:
-    found = average_precision(np.array([0.1, 0.4, 0.35, 0.8]), np.array([False, False, True, True]))
-    assert found == pytest.approx(0.8333333333, abs=1e-10)
-
-
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=30).filter(
         lambda rows: any(r[1] for r in rows)
     )
 )
-def test_the_average_precision_is_that_of_a_loop_over_thresholds(rows: list[tuple[int, bool]]) -> None:
-    """Ties are one threshold, so the order of the images does not matter."""
-    positives, area, recall = sum(hit for _, hit in rows), 0.0, 0.0
-    for threshold in sorted({score for score, _ in rows}, reverse=True):
-        hits = [hit for score, hit in rows if score >= threshold]
-        area += sum(hits) / len(hits) * (sum(hits) / positives - recall)
-        recall = sum(hits) / positives
-    for ordered in (rows, rows[::-1]):
-        scores, targets = (np.array(column) for column in zip(*ordered, strict=True))
-        assert average_precision(scores.astype(float), targets) == pytest.approx(area, abs=1e-12)
+def test_the_average_precision_is_that_of_scikit_learn_also_with_equal_scores(rows: list[tuple[int, bool]]) -> None:
+    from sklearn.metrics import average_precision_score
+
+    scores, targets = (np.array(column) for column in zip(*rows, strict=True))
+    assert average_precision(scores.astype(float), targets) == pytest.approx(
+        average_precision_score(targets, scores), abs=1e-12
+    )
 
 
 def images_and_model() -> tuple[ArrayImages, nn.Module]:
@@ -74,27 +66,28 @@ def evaluate_on(world: World) -> Evaluation:
 
 
 def test_an_evaluation_is_exact_and_bitwise_equal_on_1_2_and_4_ranks(ranks: RankPool) -> None:
+    from sklearn.metrics import average_precision_score, precision_recall_fscore_support
+
     images, model = images_and_model()
     logits = model(Normalise(measure_pixels(images), torch.device("cpu"), torch.float64)(images.images)).detach()
     targets = SETS[images.labels]
     alone = ranks.run(evaluate_on, num_ranks=1)[0]
     for num_ranks in (2, 4):
         assert all(result == alone for result in ranks.run(evaluate_on, num_ranks=min(num_ranks, ranks.size)))
-    present = [number for number in range(NUM_CLASSES) if targets[:, number].any()]
+    present = targets.any(0).nonzero().flatten()
     assert len(present) == 4
-    values = [average_precision(logits[:, number].numpy(), targets[:, number].numpy()) for number in present]
-    assert alone.mean_average_precision == alone.score == pytest.approx(np.mean(values), abs=1e-12)
+    precisions = average_precision_score(targets[:, present], logits[:, present])
+    assert alone.mean_average_precision == alone.score == pytest.approx(precisions, abs=1e-12)
     assert alone.top1 == targets[torch.arange(COUNT), logits.argmax(1)].sum().item() / COUNT
     loss = F.binary_cross_entropy_with_logits(logits, targets.double(), reduction="sum").item() / COUNT
     assert alone.test_loss == pytest.approx(loss, rel=1e-12) and alone.samples_evaluated == COUNT
-    predicted, f1 = logits.sigmoid() > 0.5, []
-    for number in range(NUM_CLASSES):
-        true = (predicted & targets)[:, number].sum().item()
-        seen, guessed = targets[:, number].sum().item(), predicted[:, number].sum().item()
-        assert alone.class_top1[number] == (true / seen if seen else None)
-        assert alone.class_precision[number] == (true / guessed if guessed else None)
-        f1 += [2 * true / (seen + guessed)] if seen else []
-    assert alone.f1 == pytest.approx(np.mean(f1), abs=1e-12)
+    predicted = logits.sigmoid() > 0.5
+    precision, recall, f1, seen = precision_recall_fscore_support(targets, predicted, zero_division=0)
+    guessed = predicted.any(0)
+    assert alone.class_top1 == [recall[number] if seen[number] else None for number in range(NUM_CLASSES)]
+    assert alone.class_precision == [precision[number] if guessed[number] else None for number in range(NUM_CLASSES)]
+    found = (alone.precision, alone.balanced_accuracy, alone.f1)
+    assert found == pytest.approx([values[present].mean() for values in (precision, recall, f1)], abs=1e-12)
     assert alone.ece is None and not alone.reliability
 
 

@@ -114,10 +114,10 @@ def plan_groups(config: RunConfig, model: nn.Module) -> list[dict[str, Any]]:
     optim = config.optim
     groups = parameter_groups(model, optim.weight_decay, optim.decay_all)
     head = head_parameters(model)
-    if optim.layer_decay < 1.0:
-        groups = decay_by_layer(groups, layers_of(model, head), optim.layer_decay)
     if optim.name == "muon":
         groups = split_off(groups, not_for_muon(groups, head), "other", changes(optim, optim.muon.group))
+    if optim.layer_decay < 1.0:
+        groups = decay_by_layer(groups, layers_of(model, head), optim.layer_decay)
     if optim.head_learning_rate is not None:
         if not any(name in head for group in groups for name in group["param_names"]):
             raise UserError(

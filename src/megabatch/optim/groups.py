@@ -97,12 +97,16 @@ def matching(patterns: Collection[str], groups: list[dict[str, Any]]) -> list[st
 
 
 def decay_by_layer(groups: list[dict[str, Any]], layers: dict[str, int], decay: float) -> list[dict[str, Any]]:
-    """Give each layer the learning rate of the one above it times `decay`.  The highest keeps the run's."""
+    """Multiply the learning rate of each layer by `decay` once per layer above it."""
     top = max(layers.values())
+    decayed = [members_of(group, lambda name: layers[name] == top) for group in groups]
     for layer in range(top):
         members = {name for name, place in layers.items() if place == layer}
-        groups = split_off(groups, members, f"layer {layer}", {LR_FACTOR: decay ** (top - layer)})
-    return groups
+        for group in groups:
+            factor = group.get(LR_FACTOR, 1.0) * decay ** (top - layer)
+            changes = {"name": f"layer {layer} {group['name']}", LR_FACTOR: factor}
+            decayed.append(members_of(group, members.__contains__) | changes)
+    return [group for group in decayed if group["params"]]
 
 
 def layers_of(model: nn.Module, head: Collection[str]) -> dict[str, int]:

@@ -186,6 +186,7 @@ def adam(
     if all(map(are_alike, weights, averages)):
         fused_adamw_(weights, gradients, averages, squares, [], steps, **settings)
         return
-    dense = [torch.empty_like(weight).copy_(weight) for weight in weights]
+    # In the memory order of the averages: that of weights may have changed since, or a file may not have stored it.
+    dense = [torch.empty_like(average).copy_(weight) for weight, average in zip(weights, averages, strict=True)]
     fused_adamw_(dense, gradients, averages, squares, [], steps, **settings)
     foreach_copy_(weights, dense)

@@ -174,9 +174,13 @@ def sgd(groups: Iterable[dict[str, Any]], settings: OptimSettings) -> torch.opti
         nesterov=settings.momentum > 0 if settings.nesterov is None else settings.nesterov,
         fused=True,
     )
-    for group in optimizer.param_groups:
-        for parameter in group["params"] if group["momentum"] else []:
-            # torch leaves it uninitialized if `found_inf` skips the first step.
+    return start_momentum(optimizer)
+
+
+def start_momentum(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Start the buffers of a fused SGD at 0: torch leaves them uninitialized if `found_inf` skips the first step."""
+    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else []:
+        for parameter in group["params"] if group["fused"] and group["momentum"] and not group["dampening"] else []:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
 
@@ -270,7 +274,7 @@ def make_user_optimizer(
             f"optimizer returned a {type(optimizer).__name__} with other parameter groups than it was given; "
             "pass them unchanged, as in AdamW(groups, lr=settings.learning_rate)"
         )
-    return optimizer
+    return start_momentum(optimizer)
 
 
 def make_by_class(

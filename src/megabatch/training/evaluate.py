@@ -278,12 +278,13 @@ def evaluate(
         if batch.raw_logits is not None:
             raw_counts += (batch.raw_logits.argmax(1) == labels).sum()
         losses[batch.number] = summed_loss(LossSettings(), logits, labels)
-        best = logits.topk(min(5, logits.shape[1])).indices
-        right = best == labels[:, None]
-        marks = torch.stack([right[:, 0], right.any(1), torch.ones_like(labels, dtype=torch.bool)])
+        predicted = logits.argmax(1)  # the first of equal scores, as in the confusion matrix; topk has no such rule
+        right = predicted == labels
+        within_five = right | (logits.topk(min(5, logits.shape[1])).indices == labels[:, None]).any(1)
+        marks = torch.stack([right, within_five, torch.ones_like(right)])
         counts[:3].index_add_(1, labels, marks.long())
-        counts[3].index_add_(0, best[:, 0], torch.ones_like(labels))
-        calibration.add(logits, right[:, 0])
+        counts[3].index_add_(0, predicted, torch.ones_like(labels))
+        calibration.add(logits, right)
         if mistakes:
             mistakes.add(batch.first_sample, labels, logits, batch.is_whole)
 
@@ -294,8 +295,8 @@ def evaluate(
         world.all_reduce(raw_counts)
     top1, top5, total, _ = counts.sum(1).tolist()
     unreadable = gather_unreadable(unreadable, total, images, world)
-    first, _, seen, predicted = counts.tolist()
-    class_precision, precision, recall, f1 = class_means(first, seen, predicted)
+    first, _, seen, guesses = counts.tolist()
+    class_precision, precision, recall, f1 = class_means(first, seen, guesses)
     reliability = calibration.curve()
     if mistakes:
         mistakes.collect(seen)

@@ -88,11 +88,10 @@ def evaluate_labels(
         rows = slice(batch.first_sample, batch.first_sample + len(labels))
         sets[rows], scores[rows] = labels + 1, logits.to(scores.dtype)
         losses[batch.number] = summed_loss(LossSettings(name="bce"), logits, targets.to(scores.dtype))
-        right = targets.gather(1, logits.topk(min(5, num_classes)).indices)
         raw = logits if batch.raw_logits is None else batch.raw_logits
-        raw_right = targets.gather(1, raw.argmax(1, keepdim=True))
-        marks = torch.stack([right[:, 0], right.any(1), raw_right[:, 0], torch.ones_like(right[:, 0])])
-        tops += marks.sum(1)
+        right, raw_right = (targets.gather(1, scored.argmax(1, keepdim=True))[:, 0] for scored in (logits, raw))
+        within_five = right | targets.gather(1, logits.topk(min(5, num_classes)).indices).any(1)
+        tops += torch.stack([right, within_five, raw_right, torch.ones_like(right)]).sum(1)
         predicted = logits > 0
         counts += torch.stack([predicted & targets, targets, predicted]).sum(1)
 
