@@ -209,6 +209,7 @@ SOURCES: dict[str, dict[str, Any]] = {
         "optim.learning_rate": 0.5,
         "optim.momentum": 0.9,
         "optim.weight_decay": 2e-5,
+        "optim.groups": [{"parameters": ["fc.bias"], "weight_decay": 2e-5}],
         "schedule.warmup_epochs": 5,
         "schedule.decay": "cosine",
         "loss.label_smoothing": 0.1,

@@ -22,9 +22,11 @@ def import_user_code(setting: str, name: str) -> Callable[..., Any]:
     try:
         found = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError, TypeError) as error:
+        package = module_name.partition(".")[0]
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == package
+        remedy = f"install {package}, or put it" if is_missing else "expected package.module:factory, installed,"
         raise UserError(
-            f"{setting}={name!r} cannot be imported ({error}); "
-            "expected package.module:factory, installed, on PYTHONPATH or in the current folder"
+            f"{setting}={name!r} cannot be imported ({error}); {remedy} on PYTHONPATH or in the current folder"
         ) from error
     if not callable(found):
         raise UserError(f"{setting}={name!r} is a {type(found).__name__}; it must be a function or a class")

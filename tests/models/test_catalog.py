@@ -80,7 +80,7 @@ def test_custom_factory_gets_the_arguments_it_names() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("no.such.module:net", {}, r"model.name='no.such.module:net' cannot be imported"),
+        ("no.such.module:net", {}, r"^model.name='no.such.module:net' cannot be imported \(.*\); install no, or "),
         (f"{__name__}:missing", {}, r"cannot be imported .*missing"),
         (f"{__name__}:not_a_model", {}, r"returned a int; it must return an nn.Module"),
         (f"{__name__}:__name__", {}, r"is a str; it must be a function"),

@@ -76,7 +76,7 @@ LRS = [3.0 * step / 5 for step in range(1, 6)] + [3.0 * (1 - step / 20) ** 2 + 1
 
 
 class MlperfReference:
-    """mlcommons/training, image_classification/tensorflow2/lars_optimizer.py: `compute_lr`, `_resource_apply_dense`.
+    """mlcommons/training, retired_benchmarks/resnet-tf2/tensorflow2/lars_optimizer.py: `_resource_apply_dense`.
 
     `is_skipped`: the name is in the skip list (BatchNorm and biases), and the parameter neither decays nor is scaled.
     """

@@ -126,7 +126,7 @@ def find_source(settings: DataSettings, side: int) -> DataSet | EncodedDataset:
     if not path.exists() and not get_close_matches(settings.source, NAMED_SOURCES):
         raise NoSource(
             f"data.source={settings.source!r} does not exist; give a folder with a folder of images for each class, or "
-            f"a .csv, .tar or .npz file, or one of {', '.join(NAMED_SOURCES)}"
+            f"a .csv, .tar or .npz file, or CIFAR's binary version, or one of {', '.join(NAMED_SOURCES)}"
         )
     raise UserError(
         f"data.source={settings.source!r} is neither a folder (of class folders, tars, IDX files or CIFAR's binary "
