@@ -385,9 +385,9 @@ FACTS = [
         ("({} MiB of them at most)", folder.MOST_WAITING_BYTES / MIB),
         ("tried again after {} s, {} s, {} s, up to a minute", *[outage.pause_s(count) for count in (1, 2, 3)]),
         ("the smoke recipe, lengthened: {} faults, seed {}", option(chaos, "kills"), option(chaos, "seed")),
-        ("repeatedly with {} faults a run", word(faults.FAULTS_A_RUN)),
+        ("repeatedly, with {} faults per run", word(faults.FAULTS_A_RUN)),
         (
-            "{} runs in {} have `--max-restarts`",
+            "`--max-restarts` in {} runs of {}",
             word(chaos_run.NO_RESTARTS_EVERY - 1),
             word(chaos_run.NO_RESTARTS_EVERY),
         ),
