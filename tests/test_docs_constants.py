@@ -418,7 +418,7 @@ FACTS = [
         ("rose by more than {} point in the last {} |", percent(findings.CHANGED), part(findings.LAST_PART)),
         ("| fell from its best | by more than {} point |", percent(findings.CHANGED)),
         ("is more than {} points above top-1 |", percent(findings.OVERFITS)),
-        ("both are below {} %, do not overfit", percent(findings.LOW)),
+        ("both accuracies are below {} %", percent(findings.LOW)),
         ("and rose by at most {} point in the last {} |", percent(findings.CHANGED), part(findings.LAST_PART)),
         ('needs at least {} steps, "still', findings.FEWEST_STEPS),
         ("| gradients overflowed | {} % of steps |", percent(ending_rules.SKIPPED_WORTH)),
