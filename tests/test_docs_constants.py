@@ -277,13 +277,13 @@ FACTS = [
             reader.PREFETCHED_IMAGES,
             reader.PREFETCHED_BYTES >> 20,
         ),
-        ("the {} of them ends the run", ORDINALS[threads.MAX_ABANDONED + 1]),
+        ("the {} abandoned thread ends the run", ORDINALS[threads.MAX_ABANDONED + 1]),
         (
             "more than {}, or more than 2^{} pixels over all scans",
             scans.MOST_SCANS,
             power_of_two(scans.MOST_SCANNED),
         ),
-        ("with more than {} bytes or pixels they are rejected", decode.MOST_SLOW),
+        ("with more than {} bytes or pixels are rejected", decode.MOST_SLOW),
         (
             "more than {} times their size ({} MiB are always allowed)",
             npz.MOST_EXPANSION,
