@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def recipes() -> None:
-    """List the built-in recipes: the published results that they repeat, and values without a published source."""
+    """List the built-in recipes, with the published results that they repeat and values without a published source."""
     from rich.padding import Padding
     from rich.text import Text
 

@@ -47,7 +47,7 @@ def show(
 
     [bold]megabatch show[/bold] resnet50-imagenet-4k --ranks 8
 
-    The images and the devices need not be present.
+    It needs neither the images nor the devices.
     """
     from megabatch.config.loading import load_config
 
