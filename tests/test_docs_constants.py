@@ -181,7 +181,7 @@ FACTS = [
     ),
     *facts(
         "docs/README.md",
-        ("| {} read or refused in one line, none escaped | `megabatch fuzz` |", option(fuzz, "inputs")),
+        ("| {} files read or rejected with a one-line error, none escaped | `megabatch fuzz` |", option(fuzz, "inputs")),
     ),
     *facts(
         "docs/comparison.md",
