@@ -181,7 +181,10 @@ FACTS = [
     ),
     *facts(
         "docs/README.md",
-        ("| {} files read or rejected with a one-line error, none escaped | `megabatch fuzz` |", option(fuzz, "inputs")),
+        (
+            "| {} files read or rejected with a one-line error, none escaped | `megabatch fuzz` |",
+            option(fuzz, "inputs"),
+        ),
     ),
     *facts(
         "docs/comparison.md",
@@ -240,7 +243,11 @@ FACTS = [
         ("a queue of {} ms", 1e3 * namespaces.QUEUE_S),
         ("one plain TCP stream is measured for {} a second", part(hosts.STREAM_S)),
         ("within {} % of nominal in {} attempts", percent(hosts.STREAM_TOLERANCE), word(hosts.STREAM_ATTEMPTS)),
-        ("within {} % and {} KiB; otherwise the benchmark fails", percent(cluster.BYTES_TOLERANCE), cluster.BYTES_SLACK / 1024),
+        (
+            "within {} % and {} KiB; otherwise the benchmark fails",
+            percent(cluster.BYTES_TOLERANCE),
+            cluster.BYTES_SLACK / 1024,
+        ),
         (
             "The {} % are for headers, 66 bytes per segment; the {} KiB for barriers",
             percent(cluster.BYTES_TOLERANCE),
