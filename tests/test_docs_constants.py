@@ -181,7 +181,10 @@ FACTS = [
     ),
     *facts(
         "docs/README.md",
-        ("| {} read or refused in one line, none escaped | `megabatch fuzz` |", option(fuzz, "inputs")),
+        (
+            "| {} files read or rejected with a one-line error, none escaped | `megabatch fuzz` |",
+            option(fuzz, "inputs"),
+        ),
     ),
     *facts(
         "docs/comparison.md",
@@ -240,7 +243,11 @@ FACTS = [
         ("a queue of {} ms", 1e3 * namespaces.QUEUE_S),
         ("one plain TCP stream is measured for {} a second", part(hosts.STREAM_S)),
         ("within {} % of nominal in {} attempts", percent(hosts.STREAM_TOLERANCE), word(hosts.STREAM_ATTEMPTS)),
-        ("within {} % and {} KiB, or the bench fails", percent(cluster.BYTES_TOLERANCE), cluster.BYTES_SLACK / 1024),
+        (
+            "within {} % and {} KiB; otherwise the benchmark fails",
+            percent(cluster.BYTES_TOLERANCE),
+            cluster.BYTES_SLACK / 1024,
+        ),
         (
             "The {} % are for headers, 66 bytes per segment; the {} KiB for barriers",
             percent(cluster.BYTES_TOLERANCE),
@@ -277,13 +284,13 @@ FACTS = [
             reader.PREFETCHED_IMAGES,
             reader.PREFETCHED_BYTES >> 20,
         ),
-        ("the {} of them ends the run", ORDINALS[threads.MAX_ABANDONED + 1]),
+        ("the {} abandoned thread ends the run", ORDINALS[threads.MAX_ABANDONED + 1]),
         (
             "more than {}, or more than 2^{} pixels over all scans",
             scans.MOST_SCANS,
             power_of_two(scans.MOST_SCANNED),
         ),
-        ("with more than {} bytes or pixels they are rejected", decode.MOST_SLOW),
+        ("with more than {} bytes or pixels are rejected", decode.MOST_SLOW),
         (
             "more than {} times their size ({} MiB are always allowed)",
             npz.MOST_EXPANSION,
@@ -385,9 +392,9 @@ FACTS = [
         ("({} MiB of them at most)", folder.MOST_WAITING_BYTES / MIB),
         ("tried again after {} s, {} s, {} s, up to a minute", *[outage.pause_s(count) for count in (1, 2, 3)]),
         ("the smoke recipe, lengthened: {} faults, seed {}", option(chaos, "kills"), option(chaos, "seed")),
-        ("repeatedly with {} faults a run", word(faults.FAULTS_A_RUN)),
+        ("repeatedly, with {} faults per run", word(faults.FAULTS_A_RUN)),
         (
-            "{} runs in {} have `--max-restarts`",
+            "`--max-restarts` in {} runs of {}",
             word(chaos_run.NO_RESTARTS_EVERY - 1),
             word(chaos_run.NO_RESTARTS_EVERY),
         ),
@@ -418,7 +425,7 @@ FACTS = [
         ("rose by more than {} point in the last {} |", percent(findings.CHANGED), part(findings.LAST_PART)),
         ("| fell from its best | by more than {} point |", percent(findings.CHANGED)),
         ("is more than {} points above top-1 |", percent(findings.OVERFITS)),
-        ("both are below {} %, do not overfit", percent(findings.LOW)),
+        ("both accuracies are below {} %", percent(findings.LOW)),
         ("and rose by at most {} point in the last {} |", percent(findings.CHANGED), part(findings.LAST_PART)),
         ('needs at least {} steps, "still', findings.FEWEST_STEPS),
         ("| gradients overflowed | {} % of steps |", percent(ending_rules.SKIPPED_WORTH)),
@@ -427,9 +434,9 @@ FACTS = [
         "docs/scaling.md",
         ("with the best of {} bucket sizes", word(len(merging.THRESHOLDS_MB))),
         ("over buckets of {} MB, DDP's default", merging.USUAL_MB),
-        ("and {} % more per factor e", percent(device.EXTRAPOLATION)),
+        ("grows by another {} % for each factor e", percent(device.EXTRAPOLATION)),
         ("t0 is about the time of {} images", device.USUAL),
-        ("inside a factor of {}. So one", round(device.WEAK**device.DEVIATIONS, 1)),
+        ("within a factor of {}. One published", round(device.WEAK**device.DEVIATIONS, 1)),
         ("| rows within {}% |", percent(simulator.WIDE_ERROR)),
         ("is off by more than {} % for fused all-reduces", percent(simulator.RATIO_OF_RANKS)),
         ("also miss the {} % between cards", percent(simulator.RATIO_OF_CARDS)),

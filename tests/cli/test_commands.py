@@ -81,9 +81,9 @@ def test_recipes_lists_all_recipes_with_their_provenance_on_80_columns(monkeypat
     text = output("recipes")
     assert recipe_names()
     assert all(f"{name}  " in text for name in recipe_names())
-    assert "resnet50-imagenet-16k  resnet50, batch 16,384, lars, 51 epochs = 51.0 of 224" in text
+    assert "resnet50-imagenet-16k  resnet50, batch 16,384, lars, 51 epochs = 51.0 at 224" in text
     assert "top-1 0.766 on 8 devices in 28.7 minutes; source: libffcv/ffcv-imagenet" in " ".join(text.split())
-    assert "resnet50-ffcv-32 resnet50, batch 4,096, sgd, 32 epochs = 17.9 of 224 pixels" in " ".join(text.split())
+    assert "resnet50-ffcv-32 resnet50, batch 4,096, sgd, 32 epochs = 17.9 at 224 pixels" in " ".join(text.split())
     assert "interpolated: batch.micro, optim.learning_rate" in text and "extrapolated: " in text
     assert all(len(line) <= 80 for line in text.splitlines())
 

@@ -109,6 +109,6 @@ def test_student_t_without_scipy() -> None:
 def test_line_on_screen_has_two_digits() -> None:
     record = NoiseRecord(signal=1.0, trace=1.0, scale=1834.0, low=1512.0, high=None, over_run=746.0, over_run_low=400.0)
     assert describe_noise(record) == (
-        "scale 1,800 (1,500 to any size) at the end, 750 (400 to any size) over the run: batches up to about 150 cost "
-        "few extra epochs here, and 750 costs twice as many"
+        "scale 1,800 (1,500 to any size) at the end, 750 (400 to any size) over the run: a batch of up to about 150 "
+        "needs few extra epochs here, 750 needs twice as many"
     )

@@ -182,7 +182,7 @@ def line(
     else:
         doubt = math.hypot(curve.doubt(ours.batch), curve.doubt(theirs.batch))
         least = min(gain, 1 - by_points(ours) / by_points(theirs))
-        verdict = f"{gain:.1%}, {'likely' if least > doubt else 'in doubt'}"
+        verdict = f"{gain:.1%}, {'likely' if least > doubt else 'uncertain'}"
     return {
         "run": row.source.replace("/results/", " "),
         "GPUs": f"{int(row.ranks):,}",

@@ -83,7 +83,7 @@ def cluster(
     models: Models = None,
     rounds: Annotated[int, typer.Option(min=9, max=MOST, help="Turns per arm; the median is reported.")] = 9,
     compare: Annotated[bool, typer.Option("--compare", help="Also force each algorithm in turn.")] = False,
-    train: Annotated[bool, typer.Option("--train", help="Compare a training of AlexNet-BN instead.")] = False,
+    train: Annotated[bool, typer.Option("--train", help="Compare training steps of AlexNet-BN instead.")] = False,
 ) -> None:
     """Compare our all-reduce between nodes with Gloo as DDP calls it.  Needs root and iproute2."""
     bench = load_bench("cluster")
@@ -136,7 +136,7 @@ def soak(
     steps: Annotated[int, typer.Option(min=1000, max=MOST, help="Steps of the run.")] = 20_000,
     ranks: Annotated[int, typer.Option(min=1, max=MOST, help="Ranks on this machine.")] = 2,
 ) -> None:
-    """Check that memory, threads, files and speed stay flat in a long run.  Exit code 1 if not."""
+    """Check that memory, threads, files and speed stay constant in a long run. If not, exit with code 1."""
     bench = load_bench("soak")
     require_folder_of(json)
     if not bench.run(steps, ranks, json):

@@ -148,7 +148,7 @@ def score_lines(scores: Scores) -> list[Line]:
             "bar": "100%",
         },
         {
-            "measure": "measured rows in the interval, which was set in view of them",
+            "measure": "measured rows inside the interval, whose width was chosen after seeing them",
             "found": f"{scores.share_in_interval:.0%}",
             "bar": "80% to 97%",
         },

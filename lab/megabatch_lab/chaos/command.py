@@ -31,7 +31,7 @@ def chaos(
         list[str] | None,
         typer.Argument(
             metavar="[RECIPE] [section.key=value]...",
-            help="A recipe's name or TOML file (default: smoke, lengthened), then settings that override it.",
+            help="A recipe name or a TOML file (default: smoke, lengthened), followed by overrides of settings.",
             show_default=False,
         ),
     ] = None,

@@ -27,7 +27,7 @@ def fuzz(
     ] = None,
     json: Annotated[Path | None, typer.Option("--json", help="Write the full report to this file.")] = None,
 ) -> None:
-    """Feed corrupted files to every reader: changed bytes, and wrong contents that only an expert would craft.
+    """Feed corrupted files to every reader: changed bytes, and wrong values with correct checksums.
 
     [bold]megabatch fuzz[/bold] jpeg tar --inputs 5000 --seed 3
 

@@ -11,7 +11,7 @@ BATCH = 64
 
 
 def check(given: Arguments = None) -> None:
-    """Read all images of a folder or recipe, and list those that cannot be read. The exit code is then 1.
+    """Read all images of a folder or recipe. If any cannot be read, list them and exit with code 1.
 
     [bold]megabatch check[/bold] photos/
     """

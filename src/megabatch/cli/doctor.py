@@ -25,7 +25,7 @@ def doctor(
 ) -> None:
     """Measure a recipe's input, its compute, and both together; report the bottleneck and what to change.
 
-    Instead of a recipe you can give the folder of a run.
+    The folder of a run can be given instead of a recipe.
     """
     from megabatch.data.catalog import FROM_PYTHON, infer_shape, load_data_set
     from megabatch.preflight.doctor import diagnose

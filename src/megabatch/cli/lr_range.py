@@ -35,7 +35,7 @@ def lr_range(
         typer.Option(help="Folder of the trials; they resume from it. Default: runs/lr-range-RECIPE."),
     ] = None,
 ) -> None:
-    """Search for a recipe's learning rate by full runs, coarse to fine, scored on held-out training images.
+    """Find a recipe's learning rate with full runs, compared on held-out training images.
 
     [bold]megabatch lr-range[/bold] fashion batch.global=1024 --low 0.1 --high 6.4
     """

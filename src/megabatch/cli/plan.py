@@ -24,7 +24,7 @@ def plan(
 ) -> None:
     """Measure the links and show how gradients would be fused and all-reduced, for each bucket, with the reason.
 
-    It does not train. A named data set need not be present; the images of a folder are counted.
+    It does not train. It does not need the images of a named data set. It counts the images of a folder.
     Given the folder of a run, it shows that run's plan.
     [bold]megabatch simulate --cluster this[/bold] uses the measured links.
     Under torchrun, srun or mpiexec, it joins the ranks that they started.

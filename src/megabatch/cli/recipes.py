@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def recipes() -> None:
-    """List the built-in recipes: the published results that they repeat, and values without a published source."""
+    """List the built-in recipes, with the published results that they repeat and values without a published source."""
     from rich.padding import Padding
     from rich.text import Text
 
@@ -39,7 +39,7 @@ def sort_key(config: "RunConfig") -> tuple[int, float]:
 
 
 def length(config: "RunConfig") -> str:
-    """Return the length; for ImageNet also in epochs of 224 pixels, a unit of compute."""
+    """Return the length; for ImageNet also in epochs at 224 pixels, a unit of compute."""
     from megabatch.config.resolve import plan_run
     from megabatch.data.sources.shapes import IMAGENET
     from megabatch.planning.sizes import base_epochs, plan_stages
@@ -48,7 +48,7 @@ def length(config: "RunConfig") -> str:
         return config.train.length
     plan = plan_run(config, IMAGENET, num_ranks=1)
     stages = plan_stages(config.data.sizes, config.data.image_size, plan.num_steps)
-    return f"{config.train.length} = {base_epochs(stages, plan.epochs_after(1)):.1f} of 224 pixels"
+    return f"{config.train.length} = {base_epochs(stages, plan.epochs_after(1)):.1f} at 224 pixels"
 
 
 def describe_result(published: "Published") -> str:

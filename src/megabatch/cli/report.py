@@ -11,7 +11,7 @@ from megabatch.text import print_line
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(help="Folders of runs. Several share their charts.", metavar="RUN..."),
+        typer.Argument(help="Folders of runs. Several runs are drawn in the same charts.", metavar="RUN..."),
     ],
     out: Annotated[
         Path | None,
@@ -22,7 +22,7 @@ def report(
     ] = None,
     is_opened: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
 ) -> None:
-    """Write one HTML file about a run: its bottleneck, its use of time, its learning curves, its mistakes.
+    """Write an HTML report of a run: its bottleneck, use of time, learning curves and mistakes.
 
     It reads only the run's records and needs neither the images nor a GPU. It also works while the run is in progress.
     The file is self-contained, so you can mail it.

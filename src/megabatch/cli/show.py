@@ -47,7 +47,7 @@ def show(
 
     [bold]megabatch show[/bold] resnet50-imagenet-4k --ranks 8
 
-    The images and the devices need not be present.
+    It needs neither the images nor the devices.
     """
     from megabatch.config.loading import load_config
 
@@ -232,7 +232,7 @@ def print_sizes(console: "Terminal", config: "RunConfig", seen: "Preview", predi
     console.print(f"tested at {config.data.test_side} pixels")
     if seen.has_images:
         work = base_epochs([row.stage for row in seen.stages], seen.plan.epochs_after(1))
-        console.print(f"as many pixels as {work:.1f} epochs of 224 pixels")
+        console.print(f"equivalent to {work:.1f} epochs at 224 pixels")
 
 
 def print_groups(console: "Terminal", seen: "Preview") -> None:

@@ -108,7 +108,9 @@ def simulate(
     [bold]megabatch simulate[/bold] resnet50-imagenet-64k --cluster p40-roce100 --ranks 8..2048
 
     It uses the same plans, cost model and buckets as training.
-    A model without a recipe (resnet50) runs in the cluster's 16-bit dtype; train.epochs=90 adds a length on ImageNet.
+    A model without a recipe (resnet50) runs in the cluster's 16-bit dtype.
+
+    With train.epochs=90, it trains for 90 epochs of ImageNet.
     """
     from megabatch.cli.simulate_output import draw, encode, require_output, write
     from megabatch.cli.simulate_screen import print_ladder, print_report, print_variants

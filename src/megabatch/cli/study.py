@@ -63,7 +63,7 @@ def study(
         typer.Option(help="Concurrent runs, of one rank each. Default: one per core; for time-to-accuracy, one."),
     ] = None,
 ) -> None:
-    """Compare ways to train by many runs. It takes hours; if it is stopped, the same command resumes it.
+    """Compare ways to train, with many runs. This takes hours; after a stop, the same command resumes.
 
     [bold]megabatch study time-to-accuracy[/bold] fashion my.toml data.train_per_class=500 --target 0.85
     """

@@ -47,7 +47,7 @@ def train(
         bool, typer.Option("--retune", help="Choose again how a resumed run fuses and all-reduces gradients.")
     ] = False,
     max_restarts: Annotated[
-        int, typer.Option(min=0, max=MOST, help="How often to restart the ranks after a failure.")
+        int, typer.Option(min=0, max=MOST, help="How many times to restart the ranks after a failure.")
     ] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the run that would start, then exit.")] = False,
     strict: Annotated[

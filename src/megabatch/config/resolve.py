@@ -74,7 +74,8 @@ def describe_epochs(config: RunConfig, num_samples: int) -> str:
     resolved = in_epochs(config, num_samples)
     warmup, given = resolved.schedule.warmup_epochs, config.schedule.warmup_epochs
     shortened = f" (warm-up shortened to {warmup:.3g})" if warmup != given else ""
-    return f"{resolved.train.epochs:g} epochs{shortened}"
+    unit = "epoch" if resolved.train.epochs == 1 else "epochs"
+    return f"{resolved.train.epochs:g} {unit}{shortened}"
 
 
 def plan_run(config: RunConfig, shape: DataShape, num_ranks: int) -> StepPlan:

@@ -151,8 +151,8 @@ def describe_noise(noise: NoiseRecord) -> str:
     critical = round_off(noise.over_run)
     return (
         f"scale {round_off(noise.scale)}{describe_bounds(noise.low, noise.high)} at the end, "
-        f"{critical}{describe_bounds(noise.over_run_low, noise.over_run_high)} over the run: batches up to about "
-        f"{round_off(noise.over_run / 5)} cost few extra epochs here, and {critical} costs twice as many"
+        f"{critical}{describe_bounds(noise.over_run_low, noise.over_run_high)} over the run: a batch of up to about "
+        f"{round_off(noise.over_run / 5)} needs few extra epochs here, {critical} needs twice as many"
     )
 
 

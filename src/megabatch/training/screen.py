@@ -185,7 +185,7 @@ class Screen:
         late = summary.straggler
         if late and late.share > REPORTED_STRAGGLER_SHARE:
             delay = f"{milliseconds(late.delay_s)} per step ({late.share:.0%})"
-            self.print_row("straggler", f"rank {late.rank}: the others waited for it {delay}")
+            self.print_row("straggler", f"rank {late.rank}: the other ranks waited for it, {delay}")
         if summary.status == "finished":
             self.print_row("weights", str(self.folder / WEIGHTS))
         if self.has_timeline:
