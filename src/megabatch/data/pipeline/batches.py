@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from megabatch.data.pipeline.augment import Augmentation
-from megabatch.data.pipeline.balance import BalancedOrder
 from megabatch.data.pipeline.images import ImageSet, PixelStatistics
-from megabatch.data.pipeline.order import EpochSamples, Samples, samples_at, spread_copies
+from megabatch.data.pipeline.order import BalancedOrder, EpochSamples, Samples, samples_at, spread_copies
 from megabatch.data.pipeline.reader import CPU, Batch, Batches, BatchRequest, MakeRequest, Reader
 from megabatch.data.settings import DataSettings
 from megabatch.planning.batch import StepPlan
