@@ -23,7 +23,7 @@ from megabatch_lab.fuzz.command import fuzz
 from megabatch.cli.lr_range import lr_range
 from megabatch.cli.pack import pack
 from megabatch.comm import api as hook
-from megabatch.comm import order
+from megabatch.comm import phases
 from megabatch.comm import tune as probe
 from megabatch.comm.accelerator.device_group import backend_timeout_s
 from megabatch.comm.faults import failure, watchdog
@@ -223,7 +223,7 @@ FACTS = [
         ("In fp16 contributions up to 2{} become 0", superscript(power_of_two(COMM_DTYPES["fp16"].underflow))),
         ("about p·2{} (bf16) or p·2{} (fp16)", *ROUNDOFF),
         ("cut into parts of at most {} MiB", pipeline.PART_BYTES / MIB),
-        ("(the next {} parts go first", word(order.DEPTH)),
+        ("(the next {} parts go first", word(phases.DEPTH)),
         ("a prefix keeps the {} most promising states", word(option(merge, "width"))),
         ("end within {} % of the earliest", percent(option(merge, "tolerance"))),
         ("expose at most {} times as much", choosing.SAME),
@@ -235,7 +235,7 @@ FACTS = [
             *[choosing.MEASURED_ELEMENTS * 4 / MIB] * 2,
         ),
         ("keeps buckets of {} MiB", choosing.IN_NODE_MB),
-        ("the node's thread runs {} parts ahead", word(order.DEPTH)),
+        ("the node's thread runs {} parts ahead", word(phases.DEPTH)),
         ("two cores for all nodes, {} rounds", option(bench.cluster, "rounds")),
         ("a queue of {} ms", 1e3 * namespaces.QUEUE_S),
         ("one plain TCP stream is measured for {} a second", part(hosts.STREAM_S)),
