@@ -61,7 +61,7 @@ from megabatch.report import verdict as ending_rules
 from megabatch.report import verdict as findings
 from megabatch.report import verdict as time_rules
 from megabatch.report import view as report_view
-from megabatch.runs import comparison, folder, outage
+from megabatch.runs import comparison, folder
 from megabatch.runs.intervals import CONFIDENCE
 from megabatch.simulate import device
 from megabatch.telemetry import activity, timeline
@@ -383,7 +383,7 @@ FACTS = [
         ("There are {} copies at most", word(background.COPIES)),
         ("with `checkpoint.keep` above {} all of them are written", background.COPIES),
         ("({} MiB of them at most)", folder.MOST_WAITING_BYTES / MIB),
-        ("tried again after {} s, {} s, {} s, up to a minute", *[outage.pause_s(count) for count in (1, 2, 3)]),
+        ("tried again after {} s, {} s, {} s, up to a minute", *[folder.pause_s(count) for count in (1, 2, 3)]),
         ("the smoke recipe, lengthened: {} faults, seed {}", option(chaos, "kills"), option(chaos, "seed")),
         ("repeatedly with {} faults a run", word(faults.FAULTS_A_RUN)),
         (
