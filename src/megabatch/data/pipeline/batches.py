@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -125,9 +124,7 @@ class Stream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.batches.close()
 
 
