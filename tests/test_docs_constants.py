@@ -23,7 +23,7 @@ from megabatch_lab.fuzz.command import fuzz
 from megabatch.cli.lr_range import lr_range
 from megabatch.cli.pack import pack
 from megabatch.comm import api as hook
-from megabatch.comm import order
+from megabatch.comm import phases
 from megabatch.comm import tune as probe
 from megabatch.comm.accelerator.device_group import backend_timeout_s
 from megabatch.comm.faults import failure, watchdog
@@ -61,7 +61,7 @@ from megabatch.report import verdict as ending_rules
 from megabatch.report import verdict as findings
 from megabatch.report import verdict as time_rules
 from megabatch.report import view as report_view
-from megabatch.runs import comparison, folder, outage
+from megabatch.runs import comparison, folder
 from megabatch.runs.intervals import CONFIDENCE
 from megabatch.simulate import device
 from megabatch.telemetry import activity, timeline
@@ -226,7 +226,7 @@ FACTS = [
         ("In fp16 contributions up to 2{} become 0", superscript(power_of_two(COMM_DTYPES["fp16"].underflow))),
         ("about p·2{} (bf16) or p·2{} (fp16)", *ROUNDOFF),
         ("cut into parts of at most {} MiB", pipeline.PART_BYTES / MIB),
-        ("(the next {} parts go first", word(order.DEPTH)),
+        ("(the next {} parts go first", word(phases.DEPTH)),
         ("a prefix keeps the {} most promising states", word(option(merge, "width"))),
         ("end within {} % of the earliest", percent(option(merge, "tolerance"))),
         ("expose at most {} times as much", choosing.SAME),
@@ -238,7 +238,7 @@ FACTS = [
             *[choosing.MEASURED_ELEMENTS * 4 / MIB] * 2,
         ),
         ("keeps buckets of {} MiB", choosing.IN_NODE_MB),
-        ("the node's thread runs {} parts ahead", word(order.DEPTH)),
+        ("the node's thread runs {} parts ahead", word(phases.DEPTH)),
         ("two cores for all nodes, {} rounds", option(bench.cluster, "rounds")),
         ("a queue of {} ms", 1e3 * namespaces.QUEUE_S),
         ("one plain TCP stream is measured for {} a second", part(hosts.STREAM_S)),
@@ -390,7 +390,7 @@ FACTS = [
         ("There are {} copies at most", word(background.COPIES)),
         ("with `checkpoint.keep` above {} all of them are written", background.COPIES),
         ("({} MiB of them at most)", folder.MOST_WAITING_BYTES / MIB),
-        ("tried again after {} s, {} s, {} s, up to a minute", *[outage.pause_s(count) for count in (1, 2, 3)]),
+        ("tried again after {} s, {} s, {} s, up to a minute", *[folder.pause_s(count) for count in (1, 2, 3)]),
         ("the smoke recipe, lengthened: {} faults, seed {}", option(chaos, "kills"), option(chaos, "seed")),
         ("repeatedly, with {} faults per run", word(faults.FAULTS_A_RUN)),
         (

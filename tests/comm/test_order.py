@@ -3,7 +3,7 @@ from collections import deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabatch.comm.order import DEPTH, NodeOrder
+from megabatch.comm.phases import DEPTH, NodeOrder
 
 
 @given(lasts=st.lists(st.booleans(), max_size=30))

@@ -7,8 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from megabatch.comm import groups
-from megabatch.comm.faults.progress import WAITS
-from megabatch.comm.faults.watchdog import MOST, SEARCHES, RankStates
+from megabatch.comm.faults.watchdog import MOST, SEARCHES, WAITS, RankStates
 from megabatch.comm.groups import Groups
 from tests.support.store_requests import CountingStore
 

@@ -12,8 +12,7 @@ from megabatch.comm.api import distribute
 from megabatch.comm.cpu.barrier import BarrierHeader, LateRank, MissingRank
 from megabatch.comm.faults import failure, watchdog
 from megabatch.comm.faults.failure import FailureHandler, Stuck
-from megabatch.comm.faults.progress import BackwardProgress
-from megabatch.comm.faults.watchdog import Heartbeats, RankStates, Watchdog
+from megabatch.comm.faults.watchdog import BackwardProgress, Heartbeats, RankStates, Watchdog
 from megabatch.comm.layouts import BucketLayouts
 from megabatch.comm.settings import CommSettings
 from megabatch.ranks import world as world_module

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 from hypothesis import assume, given
 
-from megabatch.comm import order
+from megabatch.comm import phases
 from megabatch.comm.cpu.workers import NetworkWorker, NodeWorker
 from megabatch.comm.work import RankPhases, Work
 from megabatch.planning.pipeline import Costs, Passage, pass_through
@@ -124,5 +124,5 @@ def test_prediction_equals_the_workers(buckets: list[tuple[float, Costs]]) -> No
     """Buckets have one part each, and one of them is ahead."""
     ready_s, costs = map(list, zip(*buckets, strict=True))
     assume(is_a_step(costs))
-    with patch.object(order, "DEPTH", 1):
+    with patch.object(phases, "DEPTH", 1):
         assert pass_through(ready_s, costs) == run_step(ready_s, costs)

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabatch.data.pipeline.balance import BalancedOrder
 from megabatch.data.pipeline.batches import TrainingImages
 from megabatch.data.pipeline.images import ArrayImages
+from megabatch.data.pipeline.order import BalancedOrder
 from megabatch.data.settings import AugmentSettings, DataSettings
 from megabatch.planning.batch import BatchSettings, plan_steps
 

@@ -1,6 +1,5 @@
-import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise, product
 from typing import Any, NamedTuple
 
@@ -81,19 +80,14 @@ def every_cut(gradients: list[Gradient]) -> Iterator[list[list[int]]]:
         yield sorted(buckets, key=lambda bucket: bucket[-1])
 
 
-def every_end(
-    step: TimedStep, price: Price, is_allowed: Callable[[list[int], int], bool]
-) -> Iterator[tuple[float, int]]:
+def every_end(step: TimedStep, price: Price) -> Iterator[tuple[float, int]]:
     """Yield the end and the number of buckets of every cut with every choice of plans."""
     for buckets in every_cut(step.gradients):
         sizes = [sum(step.gradients[index].num_bytes for index in bucket) for bucket in buckets]
-        if all(map(is_allowed, buckets, sizes)):
-            options = [
-                price(size, step.gradients[bucket[0]].dtype) for size, bucket in zip(sizes, buckets, strict=True)
-            ]
-            ready_s = [step.ready_s[bucket[-1]] for bucket in buckets]
-            for costs in product(*options):
-                yield end_s(ready_s, costs), len(buckets)
+        options = [price(size, step.gradients[bucket[0]].dtype) for size, bucket in zip(sizes, buckets, strict=True)]
+        ready_s = [step.ready_s[bucket[-1]] for bucket in buckets]
+        for costs in product(*options):
+            yield end_s(ready_s, costs), len(buckets)
 
 
 @settings(max_examples=200)
@@ -101,19 +95,14 @@ def every_end(
     step=st.one_of(steps(DTYPES[:1], 6), steps(DTYPES[:2], 5)),
     price=prices,
     tolerance=st.sampled_from([0.0, 0.1]),
-    limit_bytes=st.sampled_from([None, 8, 12]),
 )
 # Rare cases: a later state with fewer buckets is needed, or a plan that crosses beats a cheaper one that does not.
-@example(step_of([4, 2, 2, 7, 8], [3, 10, 21, 27, 28]), any_price(86228, 1), 0.1, None)
-@example(step_of([1, 7, 4, 6], [3, 7, 26, 27]), any_price(143240, 3), 0.0, 8)
-@example(step_of([5, 2, 7], [2, 4, 15]), any_price(20779, 2), 0.0, 12)
-def test_merge_equals_an_exhaustive_search(
-    step: TimedStep, price: Price, tolerance: float, limit_bytes: int | None
-) -> None:
-    merged = merge(*step, price, limit_bytes=limit_bytes, grain=0.0, width=None, tolerance=tolerance)
-    ends = list(
-        every_end(step, price, lambda bucket, size: limit_bytes is None or len(bucket) == 1 or size <= limit_bytes)
-    )
+@example(step_of([4, 2, 2, 7, 8], [3, 10, 21, 27, 28]), any_price(86228, 1), 0.1)
+@example(step_of([1, 7, 4, 6], [3, 7, 26, 27]), any_price(143240, 3), 0.0)
+@example(step_of([5, 2, 7], [2, 4, 15]), any_price(20779, 2), 0.0)
+def test_merge_equals_an_exhaustive_search(step: TimedStep, price: Price, tolerance: float) -> None:
+    merged = merge(*step, price, grain=0.0, width=None, tolerance=tolerance)
+    ends = list(every_end(step, price))
     latest_s = min(end for end, _ in ends) * (1 + max(tolerance, 1e-9))
     fewest = min(num for end, num in ends if end <= latest_s)
     assert (end_of(merged), len(merged)) == min((end, num) for end, num in ends if num == fewest)
@@ -123,20 +112,17 @@ def test_merge_equals_an_exhaustive_search(
 @given(step=steps(DTYPES[:1], 7), seed=st.integers(0, 2**31))
 def test_merge_equals_an_exhaustive_search_of_two_plans_and_seven_gradients(step: TimedStep, seed: int) -> None:
     price = any_price(seed, 2)
-    assert end_of(merge(*step, price, **EXACT)) == min(every_end(step, price, lambda *_: True))[0]
+    assert end_of(merge(*step, price, **EXACT)) == min(every_end(step, price))[0]
 
 
-@given(step=steps(DTYPES, 30, most_bytes=40), price=prices, limit_bytes=st.none() | st.integers(1, 100))
-def test_merged_buckets_hold_each_gradient_once_in_order_within_the_limit(
-    step: TimedStep, price: Price, limit_bytes: int | None
-) -> None:
-    merged = merge(*step, price, limit_bytes=limit_bytes)
+@given(step=steps(DTYPES, 30, most_bytes=40), price=prices)
+def test_merged_buckets_hold_each_gradient_once_in_order(step: TimedStep, price: Price) -> None:
+    merged = merge(*step, price)
     assert sorted(index for bucket in merged for index in bucket.gradients) == list(range(len(step.gradients)))
     assert [bucket.gradients[-1] for bucket in merged] == sorted(bucket.gradients[-1] for bucket in merged)
     for bucket in merged:
         (dtype,) = {step.gradients[index].dtype for index in bucket.gradients}
         size = sum(step.gradients[index].num_bytes for index in bucket.gradients)
-        assert limit_bytes is None or len(bucket.gradients) == 1 or size <= limit_bytes
         assert bucket.costs == price(size, dtype)[bucket.option]
         assert bucket.ready_s == step.ready_s[bucket.gradients[-1]]
     for dtype in DTYPES:
@@ -197,12 +183,8 @@ def test_default_grain_and_width_are_nearly_exact(seed: int) -> None:
     assert found_s < 1.005 * least_s
 
 
-@given(
-    step=steps(DTYPES[:2], 60, most_bytes=1000),
-    grain=st.floats(0.01, 1),
-    limit=st.integers(1, 2000) | st.just(math.inf),
-)
-def test_pieces_are_maximal_within_the_grain(step: TimedStep, grain: float, limit: float) -> None:
+@given(step=steps(DTYPES[:2], 60, most_bytes=1000), grain=st.floats(0.01, 1))
+def test_pieces_are_maximal_within_the_grain(step: TimedStep, grain: float) -> None:
     gradients, ready_s = step
     sizes = [gradient.num_bytes for gradient in gradients]
 
@@ -210,16 +192,16 @@ def test_pieces_are_maximal_within_the_grain(step: TimedStep, grain: float, limi
         nearer_bytes = min(sum(sizes[:end]), sum(sizes[begin:]))
         nearer_s = min(ready_s[end - 1] - ready_s[0], ready_s[-1] - ready_s[begin])
         is_short = ready_s[end - 1] - ready_s[begin] <= grain * nearer_s
-        return is_short and sum(sizes[begin:end]) <= min(limit, grain * nearer_bytes)
+        return is_short and sum(sizes[begin:end]) <= grain * nearer_bytes
 
-    cuts = find_cuts(gradients, ready_s, grain, limit)
+    cuts = find_cuts(gradients, ready_s, grain)
     assert cuts[0] == 0 and cuts[-1] == len(gradients) and cuts == sorted(set(cuts))
     assert all(end - begin == 1 or is_fine(begin, end) for begin, end in pairwise(cuts))
     assert not any(is_fine(begin, end + 1) for begin, end in pairwise(cuts[:-1]))
 
 
 def test_zero_grain_allows_every_cut() -> None:
-    assert find_cuts([Gradient(4, "fp32")] * 5, [0.0] * 5, 0.0, math.inf) == [0, 1, 2, 3, 4, 5]
+    assert find_cuts([Gradient(4, "fp32")] * 5, [0.0] * 5, 0.0) == [0, 1, 2, 3, 4, 5]
 
 
 def test_merge_of_no_gradients_is_empty() -> None:

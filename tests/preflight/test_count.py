@@ -59,7 +59,6 @@ def test_frozen_layers_have_no_gradients_and_no_backward() -> None:
     assert not any(layer.is_in_backward for layer in beginning)
     first = next(layer for layer in frozen.layers if layer.name == "layer2.0.conv1")
     assert first.backward_flops == first.forward_flops  # its input needs no gradient
-    assert frozen.buffer_elements < whole.buffer_elements
 
 
 class OneSize(nn.Module):

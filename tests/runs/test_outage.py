@@ -1,7 +1,7 @@
 import errno
 from pathlib import Path
 
-from megabatch.runs.outage import LONGEST_PAUSE_S, Outage, pause_s
+from megabatch.runs.folder import LONGEST_PAUSE_S, Outage, pause_s
 
 FULL = OSError(errno.ENOSPC, "No space left on device", "runs/x/metrics.jsonl")
 

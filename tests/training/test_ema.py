@@ -20,7 +20,7 @@ from megabatch.ranks.world import World
 from megabatch.runs.records import EvaluationRecord, StepRecord
 from megabatch.runs.totals import RunTotals
 from megabatch.training.batch_norm import RunningStatistics
-from megabatch.training.checkpoint.expected import layout_problems
+from megabatch.training.checkpoint.resume import layout_problems
 from megabatch.training.checkpoint.state import training_state
 from megabatch.training.drift import compare_ranks
 from megabatch.training.ema import WeightAverage

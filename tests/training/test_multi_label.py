@@ -27,7 +27,7 @@ from megabatch.report.page import write_report
 from megabatch.runs.reader import read_summary
 from megabatch.runs.records import Evaluation, Summary
 from megabatch.training.checkpoint.resume import decide_start
-from megabatch.training.evaluate_labels import average_precision, evaluate_labels, require_evaluable
+from megabatch.training.evaluate import average_precision, evaluate_labels, require_evaluable
 from megabatch.training.prepare import ready_to_train
 from megabatch.training.run import train_and_record
 from tests.support.rank_pool import RankPool
@@ -96,7 +96,7 @@ def test_too_many_scores_and_images_without_labels_are_refused(monkeypatch: pyte
     require_evaluable(images, SETS)
     with pytest.raises(UserError, match="no test image has a label"):
         require_evaluable(images, torch.zeros_like(SETS))
-    monkeypatch.setattr("megabatch.training.evaluate_labels.MOST_SCORES", COUNT * NUM_CLASSES - 1)
+    monkeypatch.setattr("megabatch.training.evaluate.MOST_SCORES", COUNT * NUM_CLASSES - 1)
     with pytest.raises(UserError, match=r"37 test images of 6 classes have 222 scores; .* for example 36$"):
         require_evaluable(images, SETS)
 

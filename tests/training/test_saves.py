@@ -19,7 +19,6 @@ from megabatch.config.schema import CheckpointSettings
 from megabatch.data.catalog import load_data_set
 from megabatch.errors import NotSaved
 from megabatch.ranks.world import World
-from megabatch.runs import outage
 from megabatch.runs.reader import read_records, read_summary
 from megabatch.runs.records import EvaluationRecord, Record
 from megabatch.runs.totals import RunTotals
@@ -67,7 +66,7 @@ def record(
     observed = (lambda record: observe(record, training)) if observe else None
     error = None
     with contextlib.redirect_stdout(io.StringIO()) as said, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(outage, "FIRST_PAUSE_S", 0.0)  # a failed write is retried at the next step
+        patch.setattr("megabatch.runs.folder.FIRST_PAUSE_S", 0.0)  # a failed write is retried at the next step
         try:
             train_and_record(config, decide_start(config, "auto", world), training, observe=observed)
         except NotSaved as caught:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from megabatch.io.disk import read_hashed
+from megabatch.io.disk import fill_hashed
 from megabatch.training.checkpoint.format import DTYPES, read_flat, tensors_in, write_tensors
 
 
@@ -46,5 +46,5 @@ def test_both_readers_return_the_tensors_that_were_written(tmp_path: Path) -> No
 
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"12345")
-    with pytest.raises(OSError, match="it ends after 5 of 6 bytes"):
-        read_hashed(tmp_path / "file", memoryview(bytearray(6)))
+    with (tmp_path / "file").open("rb") as file, pytest.raises(OSError, match="it ends after 5 of 6 bytes"):
+        fill_hashed(file, memoryview(bytearray(6)))

@@ -118,7 +118,7 @@ def require_named_model(config: "RunConfig", recipe: str, overrides: Sequence[st
     if Path(recipe).name == CONFIG:
         from megabatch.config.length import dotted_keys
         from megabatch.config.loading import parse_setting
-        from megabatch.models.named_code import require_named
+        from megabatch.models.catalog import require_named
         from megabatch.user_code import is_user_code
 
         given = [key for parsed in map(parse_setting, overrides) for key in dotted_keys(parsed.key, parsed.value)]

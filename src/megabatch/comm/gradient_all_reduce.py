@@ -17,8 +17,7 @@ from megabatch.comm.accelerator.streams import StreamReducer
 from megabatch.comm.cpu.barrier import BarrierHeader
 from megabatch.comm.cpu.workers import Reducer
 from megabatch.comm.faults.failure import FailureHandler
-from megabatch.comm.faults.progress import BackwardProgress
-from megabatch.comm.faults.watchdog import Watchdog
+from megabatch.comm.faults.watchdog import BackwardProgress, Watchdog
 from megabatch.comm.groups import Groups
 from megabatch.comm.layouts import BucketLayouts
 from megabatch.comm.settings import CommSettings

@@ -2,16 +2,18 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from megabatch.comm.cpu.barrier import RankMismatch
 from megabatch.planning.pipeline import GradientDtype
 from megabatch.planning.plan import CommDtype
-from megabatch.torch_api import storage_id
+from megabatch.text import name_ranks
+from megabatch.torch_api import ALL_GATHER, storage_id
 
 
 class Layout(NamedTuple):
@@ -64,6 +66,44 @@ def lacks_gradient(parameter: nn.Parameter) -> bool:
     """Return True if the gradient is absent or zero.  Device memory is not read, because the device may hang."""
     gradient = parameter.grad
     return gradient is None or (gradient.device.type == "cpu" and not bool(gradient.count_nonzero()))
+
+
+Run = Callable[..., None]  # an operation of a process group, by name
+
+
+def require_same(run: Run, names: Sequence[int], layout: int, flat: torch.Tensor) -> None:
+    """Raise RankMismatch if layout or size differ between members.  Blocks the host, so call it once per bucket.
+
+    One small all-reduce gives all members the maximum and the minimum, so all reach the same conclusion.  Only if these
+    differ, an all-gather collects the values of all members for the message.
+    """
+    own = torch.tensor([layout, len(flat)], device=flat.device)
+    bounds = torch.cat([own, -own])
+    run("allreduce", [bounds], max_options())
+    *most, least_layout, least_size = bounds.tolist()
+    if most == [-least_layout, -least_size]:
+        return
+    arrived = torch.empty(2 * len(names), dtype=own.dtype, device=flat.device)
+    run(ALL_GATHER, arrived, own)
+    raise RankMismatch(describe_mismatch(names, arrived.view(-1, 2).tolist()))
+
+
+def max_options() -> Any:
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+    return options
+
+
+def describe_mismatch(names: Sequence[int], values: Sequence[Sequence[int]]) -> str:
+    """Return a message with the ranks of each layout and size."""
+    ranks_with: dict[tuple[int, ...], list[int]] = {}
+    for name, value in zip(names, values, strict=True):
+        ranks_with.setdefault(tuple(value), []).append(name)
+    parts = [
+        f"{name_ranks(ranks)} with {size:,} elements, layout {layout:016x}"
+        for (layout, size), ranks in ranks_with.items()
+    ]
+    return f"{', '.join(parts)}; all ranks must exchange the same tensors in the same order"
 
 
 # Dtypes by their names in planning.

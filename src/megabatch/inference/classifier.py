@@ -25,8 +25,7 @@ from megabatch.data.sources.files import Content
 from megabatch.errors import UserError
 from megabatch.io.reading import read_file
 from megabatch.io.tensor_header import Entry
-from megabatch.models.catalog import ModelSettings, build_model, model_errors
-from megabatch.models.named_code import require_named
+from megabatch.models.catalog import ModelSettings, build_model, model_errors, require_named
 from megabatch.precision.cast import place_model
 from megabatch.precision.policy import PrecisionSettings
 from megabatch.runs.model_card import ModelCard

@@ -25,8 +25,7 @@ from megabatch.runs.model_card import ModelCard
 from megabatch.runs.reader import is_run, started_in
 from megabatch.runs.records import MOST_CLASSES, Evaluation
 from megabatch.training.checkpoint.weights import find_weights
-from megabatch.training.evaluate import MistakeCounter, evaluate
-from megabatch.training.evaluate_labels import evaluate_labels, require_evaluable
+from megabatch.training.evaluate import MistakeCounter, evaluate, evaluate_labels, require_evaluable
 from megabatch.training.numerics import arithmetic, set_cublas_workspace
 
 IMAGE_SIZE = "data.test_image_size="

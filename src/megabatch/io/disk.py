@@ -94,13 +94,8 @@ def write_all(file: BinaryIO, content: memoryview) -> None:
         content = content[file.write(content) :]
 
 
-def read_hashed(path: Path, into: memoryview) -> str:
-    """Fill `into` from a file, and return the sha256 of these bytes."""
-    with reading(path) as file:
-        return fill_hashed(file, into)
-
-
 def fill_hashed(file: BinaryIO, into: memoryview) -> str:
+    """Fill `into` from a file, and return the sha256 of these bytes."""
     digest, begin = hashlib.sha256(), 0
     while begin < len(into):
         count = file.readinto(into[begin : begin + CHUNK_BYTES])  # type: ignore[attr-defined]
@@ -154,18 +149,16 @@ class Locked(BlockingIOError):
         self.holder = holder
 
 
-def take_lock(path: Path, *, wait: bool = False, patience_s: float | None = None) -> TextIO:
+def take_lock(path: Path, *, wait: bool = False) -> TextIO:
     """Take a lock, which is held until the returned file is closed.
 
     Args:
         path: the lock file.
-        wait: wait until the lock is free.
-        patience_s: otherwise, seconds after which `Locked` is raised.
+        wait: wait until the lock is free; otherwise `Locked` is raised after `PATIENCE_S`.
     """
     with ExitStack() as opened:
         file = opened.enter_context(open_private(path))
-        patience_s = PATIENCE_S if patience_s is None else patience_s
-        deadline_s = time.monotonic() + patience_s
+        deadline_s = time.monotonic() + PATIENCE_S
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -174,7 +167,7 @@ def take_lock(path: Path, *, wait: bool = False, patience_s: float | None = None
                 if time.monotonic() >= deadline_s:
                     file.seek(0)
                     raise Locked(path, file.read().strip()) from None
-                time.sleep(patience_s / 10)
+                time.sleep(PATIENCE_S / 10)
         with suppress(OSError):  # on a full disk the holder is unknown
             file.truncate(0)
             file.write(str(os.getpid()))

@@ -123,3 +123,18 @@ def check_logits(settings: ModelSettings, logits: object, expected: tuple[int, i
     if not isinstance(logits, torch.Tensor) or tuple(logits.shape) != expected:
         got = list(logits.shape) if isinstance(logits, torch.Tensor) else f"a {type(logits).__name__}"
         raise UserError(f"model.name={settings.name!r} returned {got}; it must return logits {list(expected)}")
+
+
+def require_named(settings: ModelSettings, named: str | None, where: str, remedy: str) -> None:
+    """Check that the user named the custom code of a model.  Built-in models need not be named.
+
+    The user writes a recipe, which may name any `package.module:factory`.  The folder of a run or the file of a model
+    may come from an untrusted source, and could run arbitrary code with torch.hub:load and its options.  So code that
+    they name is imported only if the user names it too.
+    """
+    if settings.is_user_model and settings.name != named:
+        options = f" with model.options={settings.options}" if settings.options else ""
+        raise UserError(
+            f"{where}: its model is Python code, {settings.name}{options}, which would be imported and run; "
+            f"if you trust it, add {remedy}"
+        )

@@ -128,7 +128,6 @@ def merge(
     ready_s: Sequence[float],
     price: Price,
     *,
-    limit_bytes: int | None = None,  # largest bucket of several gradients
     grain: float = 1 / 8,
     width: int | None = 8,
     tolerance: float = 1e-3,
@@ -138,10 +137,9 @@ def merge(
     `pass_through` of their `ready_s` and `costs` gives the end.
     """
     ready_s = list(accumulate(ready_s, max))  # no bucket starts before the previous one
-    limit = math.inf if limit_bytes is None else limit_bytes
-    cuts = find_cuts(gradients, ready_s, grain, limit)
+    cuts = find_cuts(gradients, ready_s, grain)
     price = cache(price)
-    segments = [segments_from(cuts[place:], gradients, ready_s, price, limit) for place in range(len(cuts))]
+    segments = [segments_from(cuts[place:], gradients, ready_s, price) for place in range(len(cuts))]
     remainders = bound_remainders(segments)
     goal_s = remainders[0].end_s * (1 + tolerance)
     latest_s = math.inf  # the least end so far plus the tolerance
@@ -170,7 +168,7 @@ def num_buckets_of(state: State) -> int:
     return num_buckets
 
 
-def find_cuts(gradients: Sequence[Gradient], ready_s: Sequence[float], grain: float, limit: float) -> list[int]:
+def find_cuts(gradients: Sequence[Gradient], ready_s: Sequence[float], grain: float) -> list[int]:
     """Return the possible cuts, both ends included.
 
     A piece between two cuts has at most the fraction `grain`, in bytes and in time, of everything up to its end and of
@@ -185,28 +183,25 @@ def find_cuts(gradients: Sequence[Gradient], ready_s: Sequence[float], grain: fl
         num_bytes, wait_s = totals[index + 1] - totals[begin], ready_s[index] - ready_s[begin]
         nearer_bytes = min(totals[index + 1], totals[-1] - totals[begin])
         nearer_s = min(ready_s[index] - ready_s[0], ready_s[-1] - ready_s[begin])
-        if num_bytes > min(limit, grain * nearer_bytes) or wait_s > grain * nearer_s:
+        if num_bytes > grain * nearer_bytes or wait_s > grain * nearer_s:
             cuts.append(index)
     return [*cuts, len(gradients)] if gradients else cuts
 
 
 def segments_from(
-    cuts: Sequence[int], gradients: Sequence[Gradient], ready_s: Sequence[float], price: Price, limit: float
+    cuts: Sequence[int], gradients: Sequence[Gradient], ready_s: Sequence[float], price: Price
 ) -> list[Segment]:
-    """Return the segments from the first cut to each later cut, up to the limit."""
+    """Return the segments from the first cut to each later cut."""
     segments = []
-    sizes: dict[GradientDtype, tuple[int, int]] = {}  # number of gradients and bytes
+    sizes: dict[GradientDtype, int] = {}  # bytes
     last: dict[GradientDtype, int] = {}
     for start, end in pairwise(cuts):
         for index in range(start, end):
             num_bytes, dtype = gradients[index]
-            num, total = sizes.get(dtype, (0, 0))
-            sizes[dtype], last[dtype] = (num + 1, total + num_bytes), index
-        if any(num > 1 and total > limit for num, total in sizes.values()):
-            break
+            sizes[dtype], last[dtype] = sizes.get(dtype, 0) + num_bytes, index
         segments.append(
             [
-                PossibleBucket(cuts[0], end, dtype, ready_s[last[dtype]], undominated(price(sizes[dtype][1], dtype)))
+                PossibleBucket(cuts[0], end, dtype, ready_s[last[dtype]], undominated(price(sizes[dtype], dtype)))
                 for dtype in sorted(last, key=last.__getitem__)
             ]
         )

@@ -28,7 +28,7 @@ from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
-from megabatch.planning.plan import COMM_DTYPES, Op, Phase, Plan, largest_slice, slice_of, transfers
+from megabatch.planning.plan import COMM_DTYPES, Op, Phase, Plan, largest_slice, slice_of
 from megabatch.planning.topology import Axis, ClusterShape, Topology, runs_of
 
 Half = Literal["reduce_scatter", "all_gather", "gather", "scatter"]
@@ -131,17 +131,6 @@ def size_of_slice(num_elements: int, parts: int, index: int) -> int:
 def comm_bytes_of(phase: Phase, element_bytes: int) -> int:
     """Return the bytes of one element in the comm dtype; fp32 means the dtype of the tensor."""
     return element_bytes if phase.dtype == "same" else COMM_DTYPES[phase.dtype].num_bytes
-
-
-def bytes_sent(plan: Plan, topology: Topology, num_elements: int, rank: int, element_bytes: int = 4) -> int:
-    """Return the exact number of bytes that `rank` sends, with unequal slices."""
-    total = 0
-    for phase, transfer in zip(plan.phases, transfers(plan, topology, rank, num_elements), strict=True):
-        if transfer:
-            members, begin, end = transfer
-            num_sent = elements_sent(OPS[phase.op], end - begin, len(members), members.index(rank))
-            total += num_sent * comm_bytes_of(phase, element_bytes)
-    return total
 
 
 def elements_sent(halves: Iterable[Half], num_elements: int, num_members: int, place: int) -> int:
@@ -251,7 +240,7 @@ class Timing(NamedTuple):
     num_halves: int  # 2 if `sum_s` was measured in an all-reduce, 1 in a reduce-scatter
 
 
-def fit_link(timing: Timing, num_members: int, num_elements: int, comm_bytes: int, element_bytes: int = 4) -> Link:
+def fit_link(timing: Timing, num_members: int, num_elements: int, comm_bytes: int) -> Link:
     """Return the link whose `group_seconds` equal the measured ones, with `comm_bytes` per element sent.
 
     Consecutive all-reduces overlap and can take less time than their bytes one after another.  Then gamma is 0 and the
@@ -265,4 +254,4 @@ def fit_link(timing: Timing, num_members: int, num_elements: int, comm_bytes: in
     added_s = sum_s - timing.num_halves * bytes_s
     if added_s < 0:
         bytes_s, added_s = sum_s / timing.num_halves, 0.0
-    return Link(alpha_s, bytes_s / (busiest * comm_bytes), added_s / (busiest * element_bytes))
+    return Link(alpha_s, bytes_s / (busiest * comm_bytes), added_s / (busiest * 4))  # summed in fp32

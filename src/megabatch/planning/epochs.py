@@ -44,10 +44,6 @@ class EpochCurve(Struct, frozen=True, kw_only=True):
         distance = max(0.0, math.log(batch / self.largest), math.log(self.smallest / batch) - math.log(8))
         return DEVIATIONS * self.misfit + BEYOND * distance
 
-    def batch_for(self, factor: float) -> float:
-        """Return the batch that needs `factor` times the epochs of a small one."""
-        return (factor - 1) * self.critical
-
 
 def fit_epochs(points: Sequence[EpochPoint], source: str) -> EpochCurve:
     batches = sorted({point.batch for point in points})

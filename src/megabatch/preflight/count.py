@@ -18,7 +18,7 @@ from megabatch.models.catalog import ModelSettings, build_model, model_errors
 from megabatch.models.layers import freeze
 from megabatch.models.loss import LossSettings, summed_loss
 from megabatch.simulate.workload import Layer, Workload
-from megabatch.torch_api import FakeTensorMode, NormBase, silent_fake_tensors, storage_id
+from megabatch.torch_api import FakeTensorMode, silent_fake_tensors, storage_id
 
 IMAGES = 2  # per batch: BatchNorm cannot normalise a single image
 CLEARLY_MORE = 2.0  # ratio of FLOPs at four times the area
@@ -56,7 +56,6 @@ def count_workload(settings: ModelSettings, image_size: int, num_classes: int, n
         layers=list_layers(model, work, larger),
         activation_elements=of_image[True] // torch.float32.itemsize,
         index_bytes=of_image[False],
-        buffer_elements=sum(tensor.numel() for tensor in moving_statistics(model)),
         takes_any_size=larger is not None,
     )
 
@@ -184,10 +183,3 @@ def list_layers(model: nn.Module, work: CountedWork, larger: CountedWork | None)
             )
         )
     return layers
-
-
-def moving_statistics(model: nn.Module) -> list[torch.Tensor]:
-    """Return the running statistics of normalisation layers in training mode."""
-    modules = [module for module in model.modules() if isinstance(module, NormBase) and module.training]
-    buffers = [buffer for module in modules for buffer in (module.running_mean, module.running_var)]
-    return [buffer for buffer in buffers if buffer is not None]

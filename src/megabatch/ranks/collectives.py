@@ -49,15 +49,15 @@ def gather_numbers(numbers: Sequence[int], device: torch.device, group: Any = No
     return gathered
 
 
-def gather_texts(text: str, device: torch.device, group: Any = None) -> list[str]:
+def gather_texts(text: str, device: torch.device) -> list[str]:
     """Return the texts of all ranks. Each rank fills its part of one buffer: most texts are empty, a few are long."""
     own = to_bytes(text, device)
-    sizes = [size for (size,) in gather_numbers([len(own)], device, group)]
+    sizes = [size for (size,) in gather_numbers([len(own)], device)]
     texts = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
-    begin = sum(sizes[: dist.get_rank(group)])
+    begin = sum(sizes[: dist.get_rank()])
     texts[begin : begin + len(own)] = own
     if len(texts):
-        dist.all_reduce(texts, dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(texts, dist.ReduceOp.MAX)
     return [to_text(part) for part in texts.split(sizes)]
 
 
@@ -72,26 +72,26 @@ def broadcast_text(text: str, device: torch.device, group: Any = None, source: i
     return to_text(content)
 
 
-def first_difference(text: str, device: torch.device, group: Any = None) -> Difference | None:
+def first_difference(text: str, device: torch.device) -> Difference | None:
     """Compare a text that should be the same on all ranks; return None if it is."""
     own = digest(text)
-    highest, lowest = all_reduce_max(torch.tensor([own, -own], device=device), group).tolist()
+    highest, lowest = all_reduce_max(torch.tensor([own, -own], device=device)).tolist()
     if highest == -lowest:
         return None
-    digests = gather_numbers([own], device, group)
+    digests = gather_numbers([own], device)
     rank = next(rank for rank, other in enumerate(digests) if other != digests[0])
-    return Difference(rank, broadcast_text(text, device, group), broadcast_text(text, device, group, source=rank))
+    return Difference(rank, broadcast_text(text, device), broadcast_text(text, device, source=rank))
 
 
-def all_reduce_max(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
-    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+def all_reduce_max(tensor: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return tensor
 
 
-def all_reduce_often(tensor: torch.Tensor, count: int, group: Any = None) -> None:
+def all_reduce_often(tensor: torch.Tensor, count: int) -> None:
     """Sum the tensor in place `count` times.  On an accelerator, nothing here waits for the results."""
     for _ in range(count):
-        dist.all_reduce(tensor, group=group)
+        dist.all_reduce(tensor)
 
 
 class TensorSpan(NamedTuple):

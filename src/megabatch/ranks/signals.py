@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 from abc import ABC, abstractmethod
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 from megabatch.text import print_text
@@ -38,9 +38,7 @@ class SignalHandler(ABC):
                     self.before[number] = signal.signal(number, self.receive)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
 

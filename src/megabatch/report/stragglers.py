@@ -37,9 +37,9 @@ def nodes_of(view: RunView) -> dict[int, int]:
     return {rank: number for rank, (number, _) in topology.in_node.items()}
 
 
-def bars_of(delays: Sequence[float], most: int = MOST_BARS) -> list[tuple[int, int, int]]:
+def bars_of(delays: Sequence[float]) -> list[tuple[int, int, int]]:
     """Return the ranks [begin, end) of each bar, and the one of them that delayed the others most."""
-    each = -(-len(delays) // most)
+    each = -(-len(delays) // MOST_BARS)
     spans = [(begin, min(begin + each, len(delays))) for begin in range(0, len(delays), each)]
     return [(begin, end, max(range(begin, end), key=delays.__getitem__)) for begin, end in spans]
 

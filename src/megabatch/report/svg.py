@@ -225,8 +225,8 @@ def label(x: float, y_px: float, text: str, anchor: str = "middle", style: str =
     return tag("text", text, x=percent(x), y=round(y_px, 1), text_anchor=anchor, class_=style or None)
 
 
-def vertical(x: float, top_px: float, bottom_px: float, style: str, tip: str | None = None) -> Markup:
-    return tag("line", class_=style, x1=percent(x), x2=percent(x), y1=top_px, y2=bottom_px, data_tip=tip)
+def vertical(x: float, top_px: float, bottom_px: float, style: str) -> Markup:
+    return tag("line", class_=style, x1=percent(x), x2=percent(x), y1=top_px, y2=bottom_px)
 
 
 def horizontal(y_px: float, style: str) -> Markup:

@@ -11,10 +11,9 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TextIO
 
 import msgspec
@@ -27,16 +26,69 @@ from megabatch.io.disk import (
     open_private,
     open_to_append,
     private,
+    remedy,
     remove_unfinished,
     take_lock,
     write_file,
     writing,
 )
 from megabatch.runs.files import CONFIG, ENVIRONMENT, LOCK, LOG, METRICS, SUMMARY
-from megabatch.runs.outage import FIRST_PAUSE_S, Outage
 from megabatch.runs.reader import length_up_to
 from megabatch.runs.records import Record, Summary
-from megabatch.text import lines_of
+from megabatch.text import lines_of, print_line
+
+# Reports of files that cannot be written: once for each reason, and again when all of them are written.
+
+ReportLine = Callable[[str, str], None]  # called with a name of at most nine characters and a line
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # before the next attempt
+
+
+def report_on_stderr(name: str, text: str) -> None:
+    print_line(f"megabatch: {name}: {text}", to_stderr=True)
+
+
+def pause_s(num_failures: int) -> float:
+    """Return the pause before the next attempt, after `num_failures` failures in a row."""
+    return min(FIRST_PAUSE_S * 2.0 ** min(num_failures - 1, 20), LONGEST_PAUSE_S)
+
+
+class Outage:
+    """Files that cannot be written at the moment.  Thread-safe."""
+
+    def __init__(self, report: ReportLine = report_on_stderr) -> None:
+        self.report = report
+        self.reasons: dict[str, str] = {}  # by the thing that is not written
+        self.lock = threading.Lock()
+
+    def begin(self, what: str, reason: str, text: str) -> None:
+        """Report `text`, unless this reason was reported already."""
+        with self.lock:
+            is_known = reason in self.reasons.values()
+            self.reasons[what] = reason
+        if not is_known:
+            self.report("warning", text)
+
+    def failed(self, what: str, path: Path, error: OSError) -> None:
+        reason = error.strerror or str(error)
+        text = f"{what} cannot be written to {error.filename or path}: {reason}; training continues and retries"
+        self.begin(what, reason, f"{text}; {remedy(error)}")
+
+    def worked(self, what: str) -> None:
+        with self.lock:
+            has_ended = self.reasons.pop(what, None) is not None and not self.reasons
+        if has_ended:
+            self.report("saved", "all pending data is written")
+
+    @contextmanager
+    def survived(self, what: str, path: Path) -> Iterator[None]:
+        """Report an OSError of the block instead of raising it."""
+        try:
+            yield
+        except OSError as error:
+            self.failed(what, path, error)
+        else:
+            self.worked(what)
+
 
 ROWS = "rows of metrics"
 MOST_WAITING_BYTES = 256 << 20  # of rows: half a million steps
@@ -187,9 +239,7 @@ class RunFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.rows:
             self.rows.close()
         self.lock.close()

@@ -46,7 +46,6 @@ class Workload(Struct, frozen=True, kw_only=True):
     layers: list[Layer]  # in the order of forward
     activation_elements: int  # stored for backward, per image
     index_bytes: int  # also stored, in any precision: indices of max-pool, labels
-    buffer_elements: int  # BatchNorm statistics, averaged over ranks every step
     takes_any_size: bool  # images of other sizes use the same parameters
 
     @property

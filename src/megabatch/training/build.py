@@ -32,8 +32,7 @@ from megabatch.training.batch_norm import RunningStatistics
 from megabatch.training.checkpoint.card import make_card, pixels_of
 from megabatch.training.checkpoint.weights import find_weights
 from megabatch.training.ema import WeightAverage
-from megabatch.training.evaluate import MistakeCounter, evaluate
-from megabatch.training.evaluate_labels import evaluate_labels, require_evaluable
+from megabatch.training.evaluate import MistakeCounter, evaluate, evaluate_labels, require_evaluable
 from megabatch.training.parts import Comparison, Parts, never
 
 WHITENED_SAMPLES = 5_000  # images whose patches a whitening layer is measured on

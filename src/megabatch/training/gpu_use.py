@@ -12,7 +12,6 @@ import threading
 from collections import Counter
 from contextlib import suppress
 from ctypes import byref, c_int, c_uint, c_ulonglong, c_void_p
-from types import TracebackType
 from typing import Any, Self
 
 from megabatch.runs.records import GpuUse, Slowdown
@@ -124,9 +123,7 @@ class GpuSampler:
             self.thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.ended.set()  # not joined: a call of a failing driver may not return
 
     def work(self) -> None:

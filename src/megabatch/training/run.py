@@ -29,8 +29,7 @@ from megabatch.ranks.machine import cpu_name, usable_cores
 from megabatch.ranks.signals import StopRequest
 from megabatch.ranks.store import RUN_FOLDER, USER_ERROR, RankStore
 from megabatch.runs.files import CHECKPOINTS, MISTAKES, MODEL, PLAN, STEP_TRACE, SUMMARY, WEIGHTS
-from megabatch.runs.folder import RunFolder, numbering_lock
-from megabatch.runs.outage import ReportLine
+from megabatch.runs.folder import ReportLine, RunFolder, numbering_lock
 from megabatch.runs.records import EvaluationRecord, Record, Status, StepRecord, StepTrace, Summary
 from megabatch.runs.totals import RunTotals
 from megabatch.text import one_line, print_line

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from megabatch_lab.bench import soak
-from megabatch_lab.bench.process_stats import read_stats, shared_memory_files
+from megabatch_lab.bench.soak import read_stats, shared_memory_files
 from typer.testing import CliRunner
 
 from megabatch.cli.app import app

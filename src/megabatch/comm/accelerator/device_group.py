@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megabatch.comm.agreement import require_same
-from megabatch.comm.layouts import comm_dtype_of
+from megabatch.comm.layouts import comm_dtype_of, require_same
 from megabatch.planning.plan import CommDtype, padded_length, padded_slice_of
 from megabatch.ranks.backends import Join
 from megabatch.torch_api import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER

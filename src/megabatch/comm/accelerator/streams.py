@@ -26,8 +26,7 @@ from megabatch.comm.accelerator.stream_times import StreamTimes
 from megabatch.comm.cpu.barrier import BarrierHeader
 from megabatch.comm.faults.failure import FirstError
 from megabatch.comm.groups import Groups
-from megabatch.comm.order import NodeOrder
-from megabatch.comm.phases import PhaseRunner
+from megabatch.comm.phases import NodeOrder, PhaseRunner
 from megabatch.comm.work import RankPhases, Work, phases_of
 from megabatch.planning.plan import Plan, padded_slice_of
 from megabatch.planning.topology import Axis

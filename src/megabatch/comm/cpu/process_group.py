@@ -27,9 +27,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megabatch.comm.agreement import require_same
 from megabatch.comm.cpu.barrier import MissingRank
-from megabatch.comm.layouts import SIXTEEN_BITS, comm_dtype_of
+from megabatch.comm.layouts import SIXTEEN_BITS, comm_dtype_of, require_same
 from megabatch.planning.plan import CommDtype, slice_of, slices
 from megabatch.ranks.backends import Join
 from megabatch.torch_api import ALL_GATHER, ALL_TO_ALL

@@ -15,8 +15,7 @@ from megabatch.comm.cpu.barrier import BarrierHeader
 from megabatch.comm.cpu.process_group import ProcessGroup
 from megabatch.comm.faults.failure import FirstError
 from megabatch.comm.groups import Groups
-from megabatch.comm.order import NodeOrder
-from megabatch.comm.phases import PhaseRunner
+from megabatch.comm.phases import NodeOrder, PhaseRunner
 from megabatch.comm.work import RankPhases, Work, phases_of
 from megabatch.planning.pipeline import num_parts
 from megabatch.planning.plan import Plan, slices

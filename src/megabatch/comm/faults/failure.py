@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from megabatch.comm.accelerator.stream_times import Collective
 from megabatch.comm.cpu.barrier import BarrierHeader, LateRank, MissingRank, RankMismatch
-from megabatch.comm.faults.progress import WAITS
-from megabatch.comm.faults.watchdog import Watchdog
+from megabatch.comm.faults.watchdog import WAITS, Watchdog
 from megabatch.comm.groups import Groups
 from megabatch.comm.layouts import BucketLayouts
 from megabatch.errors import UserError

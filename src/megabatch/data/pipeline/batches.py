@@ -4,16 +4,14 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 import numpy as np
 import torch
 
 from megabatch.data.pipeline.augment import Augmentation
-from megabatch.data.pipeline.balance import BalancedOrder
 from megabatch.data.pipeline.images import ImageSet, PixelStatistics
-from megabatch.data.pipeline.order import EpochSamples, Samples, samples_at, spread_copies
+from megabatch.data.pipeline.order import BalancedOrder, EpochSamples, Samples, samples_at, spread_copies
 from megabatch.data.pipeline.reader import CPU, Batch, Batches, BatchRequest, MakeRequest, Reader
 from megabatch.data.settings import DataSettings
 from megabatch.planning.batch import StepPlan
@@ -126,9 +124,7 @@ class Stream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.batches.close()
 
 

@@ -24,7 +24,7 @@ from megabatch.config.schema import CheckpointSettings
 from megabatch.errors import UserError
 from megabatch.io.disk import make_private, remove_unfinished, replace_link, sync
 from megabatch.runs.files import CHECKPOINTS
-from megabatch.runs.outage import Outage, pause_s
+from megabatch.runs.folder import Outage, pause_s
 from megabatch.runs.records import EvaluationRecord, Record, SaveTimes
 from megabatch.runs.totals import RunTotals
 from megabatch.training.checkpoint.format import (
