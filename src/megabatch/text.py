@@ -1,5 +1,6 @@
 """Printing of text from files, archives and command lines, which may contain any characters."""
 
+import os
 import sys
 import unicodedata
 from collections.abc import Sequence
@@ -13,6 +14,11 @@ MOST_RANKS = 8  # named in a message
 def is_plain(name: str) -> bool:
     """Return whether a name has no control characters, line breaks or undecodable bytes."""
     return not any(unicodedata.category(character) in UNLISTED for character in name)
+
+
+def expand_home(path: str | os.PathLike[str]) -> str:
+    """Return a path with `~` at its start replaced by the home folder. That of an unknown user stays as it is."""
+    return os.path.expanduser(os.fspath(path))  # noqa: PTH111  # Path raises for unknown users, and drops a trailing /
 
 
 def one_line(text: str, longest: int = LONGEST_SHOWN) -> str:

@@ -1,6 +1,7 @@
 """The first hours of a new user: a folder of photos, its flaws, and uses of the trained model."""
 
 import errno
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +67,12 @@ def test_a_tilde_in_a_path_is_the_home_folder(tmp_path: Path) -> None:
     assert (config.run.dir, config.model.weights) == (f"{tmp_path}/run", f"{tmp_path}/w")
 
 
+def test_the_home_of_an_unknown_user_is_a_path_that_does_not_exist() -> None:
+    for call in (lambda: invoke("train", "~nouser/pets", "--dry-run"), lambda: megabatch.load("~nouser/run")):
+        with pytest.raises(UserError, match="~nouser/"):
+            call()
+
+
 def test_ignored_files_are_counted_by_suffix(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "pets")
     for name in ("bag/1.heic", "bag/2.HEIC", "coat/notes.txt", "coat/README"):
@@ -87,6 +94,7 @@ def test_check_lists_all_images_that_cannot_be_read(tmp_path: Path) -> None:
     code, text = invoke("check", "pets")
     assert code == 1 and all(f"bad       {path} cannot be read" in text for path in bad)
     assert "3 classes (ankle 5, bag 5, coat 5)" in text and "2 of 18 images cannot be read" in text
+    assert "pets: 15 + 3 images, " in text
     with pytest.raises(UserError, match=r"data.on_error=skip data.skip_limit=0.07; megabatch check lists all"):
         train_photos(tmp_path / "run", f"data.source={folder}", "data.validation=0.1")
 
@@ -107,7 +115,9 @@ def test_more_epochs_for_a_finished_run_are_a_new_run_from_its_weights(run: Path
     for given in (["--resume", str(run)], [f"{run}/config.toml", f"run.dir={run}"]):
         with pytest.raises(UserError, match=f"{run} is finished.*: megabatch train {run}/config.toml") as error:
             invoke("train", *given, "train.epochs=5")
-    words = str(error.value).partition("megabatch train ")[2].replace("epochs=N", "epochs=5").split()
+    with pytest.raises(UserError, match=f"{run} is a run, not a recipe; resume it with --resume {run}, .*config.toml"):
+        invoke("train", str(run))
+    words = shlex.split(str(error.value).partition("megabatch train ")[2].replace("epochs=N", "epochs=5"))
     code, text = invoke("train", *words, "--dry-run")
     assert code == 0, text
     config = load_recipe(words)
@@ -132,6 +142,8 @@ def test_fit_takes_a_folder_and_holds_out_a_share(tmp_path: Path, capsys: pytest
     assert decoded[0] is not None and tuple(decoded[0].classes) == folder.class_names
     with pytest.raises(UserError, match=r"test=1.5: .*above 0 and below 1"):
         megabatch.fit(network, photos, 1.5)
+    with pytest.raises(UserError, match=r"multi_label=true: megabatch.fit .*; use megabatch train"):
+        megabatch.fit(network, "a.csv", overrides=["data.multi_label=true", "loss.name=bce"])
 
 
 def test_patience_and_a_reached_target_end_a_run_early_and_the_best_checkpoints_are_kept(
@@ -154,6 +166,8 @@ def test_patience_and_a_reached_target_end_a_run_early_and_the_best_checkpoints_
     assert ended is not None and ended.ended_early == "train.stop_at_target=true: top-1 reached 0.01"
     with pytest.raises(UserError, match=r"there is no target; for example train.target_top1=0.9"):
         load_config("photos", ["train.stop_at_target=true"])
+    with pytest.raises(UserError, match=r"train.patience=2 with train.evaluate_every=0: .*evaluate_every=1"):
+        load_config("photos", ["train.patience=2", "train.evaluate_every=0"])
 
 
 def test_eval_takes_the_advice_that_it_gives(run: Path, tmp_path: Path) -> None:

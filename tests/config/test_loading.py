@@ -104,6 +104,7 @@ def test_a_recipe_file_needs_only_settings_without_a_default(tmp_path: Path) -> 
         ),
         ("optim.name=sdg", r"optim.name='sdg' is not one of sgd, lars, adamw, lamb, muon; nearest: optim.name=sgd"),
         ("data.on_error=ignore", r"data.on_error='ignore': expected raise or skip; for example data.on_error='raise'"),
+        ("loss.class_weights=none", r"loss.class_weights='none': expected auto or a table; remove loss.class_weights"),
         ("comm.bucket_mb=big", r"comm.bucket_mb='big': expected a number or auto; for example comm.bucket_mb='auto'"),
         ("optim.variant=lark", r"optim.variant='lark' is not one of you2017, .*nearest: optim.variant=larc"),
         ("optim.trust_coefficient=0", r"optim.trust_coefficient=0: expected a number > 0; for example .*=0.001"),

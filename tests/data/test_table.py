@@ -142,9 +142,9 @@ def test_a_list_of_labels_without_the_setting_is_a_warning(photos: Path, tmp_pat
     [
         ("", "has no image; give"),
         ("path,label\n", "has no image; give"),
-        ("image,class\na.jpg,x\n", "line 1 is 'image,class'; expected the header"),
-        ("a.jpg,x,train\n", "line 1 is 'a.jpg,x,train'; expected the header"),
-        ("a.jpg;x\n", "line 1 is 'a.jpg;x'; expected the header"),
+        ("image,class\na.jpg,x\n", "'image,class'; expected the header path,label or path,label,split; correct it"),
+        ("a.jpg,x,train\n", "line 1 is 'a.jpg,x,train'; expected the header path,label or path,label,split; add it"),
+        ("a.jpg;x\n", "label,split; separate the columns by commas"),
         ("a.jpg,x\nb.jpg\n", "line 2 has 1 columns; expected 2"),
         ("path,label,split\na.jpg,x,train\nb.jpg,x\n", "line 3 has 2 columns; expected 3"),
         ("a.jpg,x\n,y\n", "line 2 has no valid path"),

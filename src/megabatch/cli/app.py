@@ -1,7 +1,6 @@
 """The command line, with one file per command. Commands import torch only when they run, so help is instant."""
 
 import errno
-import os
 import sys
 from collections.abc import Callable
 from typing import Annotated
@@ -32,7 +31,7 @@ from megabatch.cli import (
 )
 from megabatch.errors import UserError
 from megabatch.plugins import find_plugins
-from megabatch.text import one_line, print_line
+from megabatch.text import expand_home, one_line, print_line
 
 # From click, or from the copy of click that typer contains since 0.26.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -138,7 +137,7 @@ def arguments_of_user() -> list[str]:
     for argument in sys.argv[1:]:
         option, separator, path = argument.partition("=~")
         if option.startswith("--") and separator:
-            argument = f"{option}={os.path.expanduser('~' + path)}"  # noqa: PTH111  # Path refuses unknown users
+            argument = f"{option}={expand_home('~' + path)}"
         arguments.append(argument)
     return arguments
 

@@ -24,7 +24,7 @@ def check(given: Arguments = None) -> None:
     config = load_recipe(given)
     settings = msgspec.structs.replace(config.data, on_error="skip", skip_limit=1.0)
     data, console, num_bad = load_data_set(settings, len(usable_cores())), Terminal(), 0
-    console.row("data", f"{settings.source}: {describe_classes(data)}")
+    console.row("data", f"{settings.source}: {len(data.train):,} + {len(data.test):,} images, {describe_classes(data)}")
     for line in data.warnings:
         console.row("warning", line)
     for images in (data.train, data.test):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megabatch.errors import UserError
+from megabatch.text import expand_home
 
 if TYPE_CHECKING:
     from megabatch.config.schema import RunConfig
@@ -77,7 +78,7 @@ def is_images(argument: str) -> bool:
     from megabatch.config.recipes import recipe_names
     from megabatch.runs.reader import is_run
 
-    path = Path(argument).expanduser()
+    path = Path(expand_home(argument))
     with suppress(OSError, ValueError):  # such as a name that is too long
         is_source = path.is_dir() or (path.suffix in (".csv", ".tar", ".npz") and path.is_file())
         return is_source and argument not in recipe_names() and not is_run(path)

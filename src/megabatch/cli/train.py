@@ -4,6 +4,7 @@ import os
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -95,7 +96,8 @@ def train(
         if finished:
             raise UserError(
                 f"{finished} is finished, and its learning rate has decayed; for more training, start a new run from "
-                f"its weights: megabatch train {finished / CONFIG} train.epochs=N model.weights={finished}"
+                f"its weights: megabatch train {quote(str(finished / CONFIG))} train.epochs=N "
+                f"{quote(f'model.weights={finished}')}"
             )
         if strict:
             require_known(config, infer_shape(config.data).num_train)
@@ -147,7 +149,14 @@ def choose_recipe(given: Sequence[str] | None, resume: str, names: Container[str
     """
     folder = run_of(resume)
     if folder is None:
-        return split_arguments(given)
+        recipe, overrides = split_arguments(given)
+        if recipe not in names and is_run(Path(recipe)):
+            shown = quote(recipe)
+            raise UserError(
+                f"{recipe} is a run, not a recipe; resume it with --resume {shown}, or start another with its recipe, "
+                f"{quote(str(Path(recipe, CONFIG)))}"
+            )
+        return recipe, overrides
     recipe, overrides = split_arguments(given, default=str(folder / CONFIG))
     if recipe in names and recipe == read_recipe_and_batch(folder)[0]:
         recipe = str(folder / CONFIG)

@@ -16,7 +16,7 @@ from megabatch.config.recipes import read_recipe
 from megabatch.config.schema import FIELDS, LONGEST_NAME, RunConfig, Settings, flatten, kind_of
 from megabatch.errors import UserError
 from megabatch.io.toml import DEEPEST, Override, parse_override, set_dotted
-from megabatch.text import is_plain, print_line
+from megabatch.text import expand_home, is_plain, print_line
 
 PATHS = ("data.source", "data.also", "model.weights", "run.dir")
 LONGEST_FILE_NAME = 255  # bytes of a path component
@@ -133,7 +133,7 @@ def load_config(
     Examples:
         >>> config = megabatch.load_config("fashion", ["batch.global=512", "optim.learning_rate=0.4"])
     """
-    recipe = expanded(recipe)
+    recipe = expand_home(recipe)
     settings: Settings = {"name": default_name(recipe), **read_recipe(recipe)}
     recipe_epochs = dict(flatten(settings)).get(EPOCHS)
     given = [parse_setting(text) for text in overrides]
@@ -144,7 +144,7 @@ def load_config(
             raise UserError(f"{shown} is not a section; {suggest(override.key)}")
     check_values(settings)
     check_keys(settings)
-    expand_home(settings)
+    expand_paths(settings)
     if not needs_source and isinstance(settings.setdefault("data", {}), dict):
         settings["data"].setdefault("source", "")
     overridden = [key for override in given for key in dotted_keys(override.key, override.value)]
@@ -159,7 +159,7 @@ def load_config(
         raise UserError(explain(str(error), settings)) from None
 
 
-def expand_home(settings: Settings) -> None:
+def expand_paths(settings: Settings) -> None:
     """Replace `~` at the start of paths by the home folder, since shells do not in `section.key=~/photos`."""
     for key in PATHS:
         section, _, name = key.partition(".")
@@ -168,13 +168,9 @@ def expand_home(settings: Settings) -> None:
             continue
         given = table[name]
         if isinstance(given, str):
-            table[name] = expanded(given)
+            table[name] = expand_home(given)
         elif isinstance(given, list):
-            table[name] = [expanded(path) if isinstance(path, str) else path for path in given]
-
-
-def expanded(path: str) -> str:
-    return os.path.expanduser(path)  # noqa: PTH111  # Path would drop a trailing slash and turn "" into "."
+            table[name] = [expand_home(path) if isinstance(path, str) else path for path in given]
 
 
 def default_name(recipe: str) -> str:

@@ -46,7 +46,7 @@ def choices(key: str) -> Iterator[str]:
             yield from ("true", "false")
         elif isinstance(member, msgspec.inspect.DictType):
             yield "a table"
-        else:
+        elif not isinstance(member, msgspec.inspect.NoneType):
             yield "a number"
 
 

@@ -48,6 +48,12 @@ class TrainSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise UserError("neither train.epochs nor train.steps is set; for example train.epochs=12")
         if self.stop_at_target and self.target_top1 is None:
             raise UserError("train.stop_at_target=true: there is no target; for example train.target_top1=0.9")
+        if (self.patience or self.stop_at_target) and not self.evaluate_every:
+            ending = f"patience={self.patience}" if self.patience else "stop_at_target=true"
+            raise UserError(
+                f"train.{ending} with train.evaluate_every=0: only the last step is evaluated; "
+                "for example train.evaluate_every=1"
+            )
 
     @property
     def length(self) -> str:

@@ -29,6 +29,7 @@ from megabatch.models.catalog import ModelSettings, build_model, model_errors, r
 from megabatch.precision.cast import place_model
 from megabatch.precision.policy import PrecisionSettings
 from megabatch.runs.model_card import ModelCard
+from megabatch.text import expand_home
 from megabatch.training.checkpoint.card import pixels_of
 from megabatch.training.checkpoint.format import DTYPES
 from megabatch.training.checkpoint.weights import SavedWeights, find_weights
@@ -67,7 +68,7 @@ def load(
         >>> scores.shape == (2, len(classifier.classes))
         True
     """
-    return make_classifier(find_weights(Path(run).expanduser(), checkpoint), torch.device(device), network, model)
+    return make_classifier(find_weights(Path(expand_home(run)), checkpoint), torch.device(device), network, model)
 
 
 def make_classifier(
@@ -214,7 +215,7 @@ class Classifier(nn.Module):
 
     def prepare_file(self, path: str | Path) -> torch.Tensor:
         try:
-            content = read_file(Path(path).expanduser())
+            content = read_file(Path(expand_home(path)))
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror or error}; give the path of an image") from None
         return self.decode(content, str(path))

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from megabatch.config.loading import expanded, load_config, silent
+from megabatch.config.loading import load_config, silent
 from megabatch.config.schema import RunConfig
 from megabatch.data.catalog import FROM_PYTHON, NAMED_SOURCES, load_data_set, load_other_images
 from megabatch.data.pipeline.images import ImageSet
@@ -24,6 +24,7 @@ from megabatch.runs.files import CONFIG
 from megabatch.runs.model_card import ModelCard
 from megabatch.runs.reader import is_run, started_in
 from megabatch.runs.records import MOST_CLASSES, Evaluation
+from megabatch.text import expand_home
 from megabatch.training.checkpoint.weights import find_weights
 from megabatch.training.evaluate import MistakeCounter, evaluate, evaluate_labels, require_evaluable
 from megabatch.training.numerics import arithmetic, set_cublas_workspace
@@ -128,7 +129,7 @@ def own_images(config: RunConfig, folder: Path, card: ModelCard) -> tuple[ImageS
 
 def other_images(config: RunConfig, source: str, card: ModelCard, threads: int) -> tuple[ImageSet, torch.Tensor | None]:
     settings = msgspec.structs.replace(
-        config.data, source=expanded(source), also=[], validation=0.0, center_crop=card.center_crop
+        config.data, source=expand_home(source), also=[], validation=0.0, center_crop=card.center_crop
     )
     try:
         return load_other_images(settings, card.classes, card.num_channels, threads)

@@ -24,7 +24,7 @@ from megabatch.io.reading import reading
 from megabatch.io.tensor_header import NotTensors, read_header
 from megabatch.models.layers import head_parameters
 from megabatch.runs.files import WEIGHTS
-from megabatch.text import listed, one_line
+from megabatch.text import expand_home, listed, one_line
 from megabatch.torch_api import refused_global
 
 Weights = dict[str, torch.Tensor]
@@ -130,7 +130,7 @@ def strip_added_prefixes(weights: Weights, own: Weights) -> Weights:
 
 def read_weights(path: Path) -> Weights:
     """Read a .safetensors, .pth or .pt file, the folder of a run (its final weights), or one of its checkpoints."""
-    file = file_of(path.expanduser())
+    file = file_of(Path(expand_home(path)))
     if file.suffix not in READERS:
         raise UserError(f"{file} is not one of {', '.join(READERS)}; save a state dict as one of them")
     weights = READERS[file.suffix](file)

@@ -7,6 +7,7 @@ the limit, which is good.
 
 import math
 from collections.abc import Callable, Sequence
+from shlex import quote
 from statistics import median
 from typing import Literal, NamedTuple
 
@@ -77,7 +78,7 @@ def input_advice(view: RunView, stage: str) -> str:
     if shown.startswith(IN_MEMORY) or shown.endswith(".npz"):
         return sentence(threads)
     shorter = f" --shorter-side {-(-8 * size // 7)}" if isinstance(size, int) else ""
-    pack = f"megabatch pack {shown} OUT"
+    pack = f"megabatch pack {quote(shown)} OUT"
     return {
         "decode": f"Store smaller images: {pack}{shorter}, then train with data.source=OUT. Or {threads}.",
         "read": f"Read a few large files from a local disk: {pack}, then train with data.source=OUT.",

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from megabatch.config.loading import expanded, load_config, print_to_stderr, silent
+from megabatch.config.loading import load_config, print_to_stderr, silent
 from megabatch.config.reference_results import require_known
 from megabatch.data.catalog import FROM_PYTHON, load_data_set, split
 from megabatch.data.pipeline.encoded import EncodedImages
@@ -29,6 +29,7 @@ from megabatch.ranks.machine import usable_cores
 from megabatch.ranks.signals import StopRequest
 from megabatch.ranks.world import current_rank
 from megabatch.runs.records import EvaluationRecord, Record, StepRecord, Summary
+from megabatch.text import expand_home
 from megabatch.training.build import Overrides
 from megabatch.training.checkpoint.state import result_of
 from megabatch.training.prepare import prepare
@@ -172,7 +173,7 @@ def fit(
             # A copy, because training changes its device, dtype and forward.
             overrides=Overrides(copy_model(model), wrap_user_loss(loss) if loss else None, optimizer),
             stop_requested=stop.received,
-            resume=expanded(resume),
+            resume=expand_home(resume),
             retune=retune,
         ) as ready,
         ready.training.world.rank_0_leaves_first(),
@@ -199,6 +200,11 @@ def images_at(source: str | Path, test: object, recipe: str, overrides: Sequence
     share = "auto" if test is None else require_share(test)
     given = [f"data.source={source}", f"data.validation={share}", *overrides]
     config = load_config(recipe, given, report=silent)
+    if config.data.multi_label:
+        raise UserError(
+            "data.multi_label=true: megabatch.fit trains on one label per image; use megabatch train with "
+            "model.name=package.module:factory"
+        )
     return load_data_set(config.data, config.run.decode_threads or len(usable_cores()))
 
 

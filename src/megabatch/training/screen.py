@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from shlex import quote
 from statistics import harmonic_mean
 from typing import Any, Self
 
@@ -192,11 +193,11 @@ class Screen:
         if not self.from_python:  # calling `fit` again resumes
             if summary.status == "finished":
                 named = f" --model {self.user_model}" if self.user_model else ""
-                self.print_row("again", f"megabatch eval {self.folder}{named}")
+                self.print_row("again", f"megabatch eval {quote(str(self.folder))}{named}")
             else:
                 named = f" model.name={self.user_model}" if self.user_model else ""
                 ranks = f" --ranks {self.plan.num_ranks}" if was_launched() else ""  # else under the same launcher
-                self.print_row("resume", f"megabatch train{named} --resume {self.folder}{ranks}")
+                self.print_row("resume", f"megabatch train{named} --resume {quote(str(self.folder))}{ranks}")
 
     def target_text(self, summary: Summary) -> str:
         if self.target_top1 is None:
@@ -340,4 +341,4 @@ def describe_classes(data: DataSet) -> str:
     if len(each) > MOST_LISTED:
         low, high = (each[counts.index(choose(counts))] for choose in (min, max))
         each = [low, "...", high] if low != high else [f"{counts[0]:,} each"]
-    return f"{len(data.class_names)} classes ({', '.join(each)})"
+    return f"{plural(len(data.class_names), 'class', 'classes')} ({', '.join(each)})"

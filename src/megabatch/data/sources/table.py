@@ -109,7 +109,9 @@ def read_rows(path: Path, multi_label: bool) -> tuple[list[str], list[str], list
             continue
         if is_first and not (len(cells) == 2 and Path(cells[0]).suffix):
             shown = one_line(",".join(cells), LONGEST_QUOTED)
-            raise UserError(f"{place} is {shown!r}; expected the header path,label or path,label,split; add it")
+            has_path = len(cells) > 1 and any(Path(cell).suffix for cell in cells)
+            remedy = "add it" if has_path else "correct it" if len(cells) > 1 else "separate the columns by commas"
+            raise UserError(f"{place} is {shown!r}; expected the header path,label or path,label,split; {remedy}")
         is_first = False
         if len(cells) != columns:
             raise UserError(
