@@ -142,8 +142,19 @@ def test_fit_takes_a_folder_and_holds_out_a_share(tmp_path: Path, capsys: pytest
     assert decoded[0] is not None and tuple(decoded[0].classes) == folder.class_names
     with pytest.raises(UserError, match=r"test=1.5: .*above 0 and below 1"):
         megabatch.fit(network, photos, 1.5)
-    with pytest.raises(UserError, match=r"multi_label=true: megabatch.fit .*; use megabatch train"):
-        megabatch.fit(network, "a.csv", overrides=["data.multi_label=true", "loss.name=bce"])
+
+
+def test_fit_trains_on_the_labels_of_a_csv_file(tmp_path: Path) -> None:
+    photos = make_folder(tmp_path / "pets", per_class=4)
+    rows = [f"{path.relative_to(photos)},{path.parent.name};new" for path in sorted(photos.glob("*/*.jpg"))]
+    (photos / "labels.csv").write_text("\n".join(rows))
+    settings = ["data.multi_label=true", "loss.name=bce", "batch.global=8", "batch.micro=4", "train.epochs=1"]
+    network = nn.Sequential(nn.Flatten(), nn.Linear(432, 4))
+    settings += ["data.image_size=12", "run.threads=1", f"run.dir={tmp_path}/several"]
+    summary = megabatch.fit(network, photos / "labels.csv", 0.25, recipe="photos", overrides=settings)
+    assert summary.mean_average_precision is not None and summary.samples_evaluated == 3
+    card = read_card(tmp_path / "several")
+    assert card is not None and card.multi_label and card.classes == ["ankle", "bag", "coat", "new"]
 
 
 def test_patience_and_a_reached_target_end_a_run_early_and_the_best_checkpoints_are_kept(

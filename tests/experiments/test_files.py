@@ -93,6 +93,14 @@ def test_studies_in_the_docs_are_valid(tmp_path: Path) -> None:
     assert all(f"`{name}`" in text or f"`[[{name}]]`" in text or f"`[{name}]`" in text for name in fields)
 
 
+def test_trials_of_a_recipe_that_may_end_early_have_all_epochs(tmp_path: Path) -> None:
+    ends_early = ["train.patience=2", "train.target_top1=0.5", "train.stop_at_target=true"]
+    design = read_design(write(tmp_path, HEAD.replace("seeds = 2", f"seeds = 2\nsettings = {ends_early}") + A))
+    trial = seed_trial(design, design.arms[0], SearchPoint(0.1), seed=1)
+    train = load_config(trial.recipe, trial.overrides).train
+    assert (train.patience, train.stop_at_target, train.evaluate_every) == (0, False, 0)
+
+
 def test_study_without_its_folder_uses_the_written_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The results are used as on another machine.  The run exists, as if an earlier study had been stopped."""
     monkeypatch.chdir(tmp_path)

@@ -108,10 +108,10 @@ def test_recipes_have_the_values_that_studies_found(recipe: str, study: str, arm
     ("study", "lower", "higher", "sentence"),
     [
         ("large-batch-90", "Nesterov, 64", "LARS, 1,024", "LARS {} points ahead (95 % interval {})"),
-        ("large-batch-90", "Nesterov, 64", "Nesterov, 1,024", "tuned momentum {} ahead"),
+        ("large-batch-90", "Nesterov, 64", "Nesterov, 1,024", "tuned momentum is {} ahead"),
         ("large-batch-90", "linear scaling, 1,024", "Nesterov, 64", "linear scaling {} behind"),
         ("large-batch", "LARS, 3,072", "Nesterov, 128", "LARS {} points behind (95 % interval {})"),
-        ("large-batch", "Nesterov, 3,072", "Nesterov, 128", "tuned momentum {}"),
+        ("large-batch", "Nesterov, 3,072", "Nesterov, 128", "tuned momentum is {} points behind"),
         ("precision", "fp32", "fp16, dynamic scale", "{} points above (95 % interval {})"),
     ],
 )

@@ -38,7 +38,7 @@ class TrainSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     evaluate_every: Annotated[int, Meta(ge=0, le=10**6)] = 1  # epochs; the last step is always evaluated, 0: only that
     ema_half_life_epochs: Annotated[float, Meta(ge=0, le=10**6)] = 0.0  # of the weights' moving average; 0: none
     ema_every_steps: Annotated[int, Meta(ge=1, le=MOST_STEPS)] = 1  # between updates of the average
-    patience: Annotated[int, Meta(ge=1, le=10**6)] | None = None  # evaluations without a better score that end the run
+    patience: Annotated[int, Meta(ge=0, le=10**6)] = 0  # evaluations without a better score that end the run; 0: none
     stop_at_target: bool = False  # end the run at the first evaluation that reaches target_top1
     examples: Annotated[int, Meta(ge=0, le=1000)] = 24  # most confident mistakes that a run keeps
     noise_every: Annotated[int, Meta(ge=0, le=10**6)] = 20  # steps between measurements of the gradient noise scale

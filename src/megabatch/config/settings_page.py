@@ -218,7 +218,7 @@ MEANINGS = {
     "train.ema_every_steps": "steps between updates of the average",
     "train.patience": (
         "end the run after this many evaluations in a row without a better top-1 (with several labels per image, mAP); "
-        "by default it is trained to its end"
+        "0 never does"
     ),
     "train.stop_at_target": "end the run at the first evaluation that reaches `train.target_top1`",
     "train.examples": (
@@ -272,7 +272,6 @@ DEFAULTS = {
     "optim.muon.others_learning_rate": "`optim.learning_rate`",
     "precision.loss_scale": "dynamic",
     "loss.class_weights": "none",
-    "train.patience": "none",
     "train.epochs": "set this or `train.steps`",
     "train.steps": "set this or `train.epochs`",
     "run.dir": "`runs/<name>-<nnn>`",

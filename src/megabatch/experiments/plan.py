@@ -136,8 +136,9 @@ def seed_trial(design: Design, arm: ArmDesign, point: SearchPoint, seed: int) ->
 
 
 def trial_overrides(arm: ArmDesign, point: SearchPoint, seed: int) -> tuple[str, ...]:
-    """Return the overrides of a trial, which is evaluated once, after the last epoch."""
+    """Return the overrides of a trial, which has all epochs and is evaluated once, after the last one."""
     searched = [f"optim.learning_rate={point.learning_rate:g}"]
     if point.momentum is not None:
         searched.append(f"optim.momentum={point.momentum:g}")
-    return (*arm.settings, f"seed={seed}", *searched, "train.evaluate_every=0")
+    whole = ("train.evaluate_every=0", "train.patience=0", "train.stop_at_target=false")
+    return (*arm.settings, f"seed={seed}", *searched, *whole)

@@ -30,7 +30,7 @@ class RunTotals(Struct, kw_only=True):
 
     global_batch: Count
     target_top1: float | None
-    patience: Count | None = None  # evaluations without a better score that end the run
+    patience: Count = 0  # evaluations without a better score that end the run; 0: none
     stop_at_target: bool = False
     since_best: Count = 0  # evaluations
     steps: Count = 0
@@ -104,7 +104,7 @@ class RunTotals(Struct, kw_only=True):
     @property
     def end_reason(self) -> str | None:
         """Return why the run ends before its last step, or None.  All ranks have the same evaluations."""
-        if self.patience is not None and self.since_best >= self.patience:
+        if self.patience and self.since_best >= self.patience:
             best = f"{self.measure} was best after step {self.best_step}"
             return f"train.patience={self.patience}: {best} (--checkpoint best)"
         if self.stop_at_target and self.time_to_target_s is not None:

@@ -200,11 +200,6 @@ def images_at(source: str | Path, test: object, recipe: str, overrides: Sequence
     share = "auto" if test is None else require_share(test)
     given = [f"data.source={source}", f"data.validation={share}", *overrides]
     config = load_config(recipe, given, report=silent)
-    if config.data.multi_label:
-        raise UserError(
-            "data.multi_label=true: megabatch.fit trains on one label per image; use megabatch train with "
-            "model.name=package.module:factory"
-        )
     return load_data_set(config.data, config.run.decode_threads or len(usable_cores()))
 
 
