@@ -140,6 +140,8 @@ def test_fit_takes_a_folder_and_holds_out_a_share(tmp_path: Path, capsys: pytest
         assert ("tested on 10% of each class, held out" in text) == (test is None)
         decoded.append(read_card(tmp_path / f"fit{num_test}"))
     assert decoded[0] is not None and tuple(decoded[0].classes) == folder.class_names
+    with pytest.raises(UserError, match=r"gone does not exist; give the folder of a run"):
+        megabatch.load(tmp_path / "gone")
     with pytest.raises(UserError, match=r"test=1.5: .*above 0 and below 1"):
         megabatch.fit(network, photos, 1.5)
 

@@ -79,8 +79,12 @@ def test_the_column_split_takes_the_words_of_folders(tmp_path: Path) -> None:
 
 
 def test_labels_that_are_numbers_are_the_class_numbers(tmp_path: Path) -> None:
-    data = read_table(written(tmp_path, "a.jpg,2\nb.jpg,0\nc.jpg,10"))
-    assert data.class_names == tuple(map(str, range(11))) and data.train.labels.tolist() == [2, 0, 10]
+    rows = [f"{label}-{number}.jpg,{label}" for number in range(2) for label in (2, 0, 10)]
+    table = written(tmp_path, "\n".join(rows))
+    data = read_table(table)
+    assert data.class_names == tuple(map(str, range(11))) and data.train.labels.tolist() == [2, 0, 10] * 2
+    (warning,) = loaded(table).warnings
+    assert "no images of 8 classes of 11, such as '1': " in warning and warning.endswith("such as id-0")
 
 
 def test_tables_and_folders_are_joined_by_class_name(photos: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Recipes: the built-in TOML files and those of a user."""
 
 from copy import deepcopy
+from difflib import get_close_matches
 from importlib import resources
 from typing import Annotated
 
@@ -88,8 +89,9 @@ def parse_recipe(recipe: str) -> Settings:
     except NotToml as error:
         raise UserError(f"{one_line(recipe, LONGEST_PATH)} is not TOML: {error}") from None
     except OSError as error:
-        is_path = "/" in recipe or "." in recipe
-        remedy = "check the path" if is_path else f"nearest: {nearest(recipe, recipe_names())}"
+        alike = get_close_matches(recipe[:LONGEST_PATH], recipe_names(), n=1)
+        is_name = alike and "/" not in recipe and "." not in recipe
+        remedy = f"nearest: {alike[0]}" if is_name else "check the path"
         raise UserError(
             f"recipe {one_line(repr(recipe), LONGEST_PATH)} is neither a built-in recipe (megabatch recipes) "
             f"nor a readable TOML or CSV file nor a folder of images ({error.strerror}); {remedy}"

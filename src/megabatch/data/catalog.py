@@ -27,6 +27,7 @@ from megabatch.data.sources.labels import named_like_splits, split_lists
 from megabatch.data.sources.shapes import KNOWN_SETS, DataShape
 from megabatch.data.sources.table import SUFFIX, read_table
 from megabatch.errors import UserError, nearest
+from megabatch.io.numbers import plural
 from megabatch.text import is_plain, listed, one_line
 
 FROM_PYTHON = "python:"  # prefix of data.source in a run whose images were passed to `megabatch.fit`
@@ -179,8 +180,10 @@ def from_encoded(settings: DataSettings, dataset: EncodedDataset, threads: int) 
             f"{dataset.place} has no test images (a val folder, or val-*.tar); "
             "hold out some training images with data.validation=0.1"
         )
+    warnings = warn_of_classes(dataset) + warn_of_ignored(dataset)
     if sets is None:
         require_all_classes(dataset.class_names, train.labels, test.labels, dataset.place)
+        warnings += warn_of_gaps(dataset.class_names, train.labels, dataset.place)
     require_pixels(settings, dataset)
     are_small = settings.center_crop == "auto" and seem_small(dataset.train, settings)
     train_images = EncodedImages(train, settings, threads, are_small)
@@ -193,7 +196,7 @@ def from_encoded(settings: DataSettings, dataset: EncodedDataset, threads: int) 
         num_channels=3,
         label_sets=None if sets is None else torch.from_numpy(sets),
         tested_on="" if is_set_by_user else describe_tests(test, share),
-        warnings=warn_of_classes(dataset) + warn_of_ignored(dataset),
+        warnings=warnings,
     )
 
 
@@ -260,6 +263,18 @@ def require_all_classes(
             )
 
 
+def warn_of_gaps(names: tuple[str, ...], labels: NDArray[np.int64], place: str) -> tuple[str, ...]:
+    """Return a warning if numbers between the class numbers are not used: they may be IDs."""
+    empty = np.flatnonzero(np.bincount(labels, minlength=len(names)) == 0)
+    if not len(empty):
+        return ()
+    return (
+        f"{place} has no images of {plural(len(empty), 'class', 'classes')} of {len(names):,}, such as "
+        f"{names[int(empty[0])]!r}: labels that are numbers are class numbers, from 0; if they are not, make them "
+        f"text, such as id-{names[int(labels[0])]}",
+    )
+
+
 def split(
     settings: DataSettings, share: float, labels: NDArray[np.int64], class_names: tuple[str, ...], place: str
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -271,7 +286,8 @@ def split(
     if 1 in counts:
         name = class_names[int(np.flatnonzero(counts == 1)[0])]
         raise UserError(
-            f"data.validation={share:g}: class {name!r} of {place} has 1 training image; it must have at least 2"
+            f"data.validation={share:g}: class {name!r} of {place} has 1 training image; it must have at least 2: add "
+            "images, or remove the class"
         )
     # A class may have no images, if the class numbers have gaps.
     wanted = np.where(counts, np.clip(np.round(share * counts), 1, counts - 1), 0).astype(np.int64)

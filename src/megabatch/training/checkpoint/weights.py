@@ -56,6 +56,8 @@ def find_weights(run: Path, checkpoint: str | None = None) -> SavedWeights:
         return SavedWeights(run, read_card_metadata(run))
     if checkpoint is None and (run / WEIGHTS).is_file():
         return SavedWeights(run / WEIGHTS, read_card_metadata(run / WEIGHTS))
+    if not run.exists():
+        raise UserError(f"{run} does not exist; give the folder of a run (megabatch runs lists them) or its weights")
     if checkpoint and checkpoint != Path(checkpoint).name:
         raise UserError(f"checkpoint {checkpoint!r} is a path, not a name; give best, last or step-...")
     folder = run / CHECKPOINTS / checkpoint if checkpoint else newest_valid(run, report=lambda damage: None)
