@@ -1,5 +1,6 @@
 """Images that a CSV file lists."""
 
+import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from PIL import Image
 
 from megabatch.cli.overrides import split_arguments
-from megabatch.data.catalog import load_data_set, read_encoded, with_label_sets
+from megabatch.data.catalog import infer_shape, load_data_set, read_encoded, with_label_sets
 from megabatch.data.pack.identity import PackSettings
 from megabatch.data.pack.write import pack
 from megabatch.data.pipeline.images import DataSet
@@ -84,7 +85,7 @@ def test_labels_that_are_numbers_are_the_class_numbers(tmp_path: Path) -> None:
     data = read_table(table)
     assert data.class_names == tuple(map(str, range(11))) and data.train.labels.tolist() == [2, 0, 10] * 2
     (warning,) = loaded(table).warnings
-    assert "no images of 8 classes of 11, such as '1': " in warning and warning.endswith("such as id-0")
+    assert "no training images of 8 classes of 11, such as '1'; " in warning and warning.endswith("such as id-0")
 
 
 def test_tables_and_folders_are_joined_by_class_name(photos: Path, tmp_path: Path) -> None:
@@ -108,7 +109,8 @@ def test_sets_of_labels_are_numbered_and_may_be_empty(tmp_path: Path) -> None:
 
 def test_packs_tars_and_joined_sources_may_have_several_labels(tmp_path: Path) -> None:
     """The targets are those of one CSV file.  Its empty list, for a pack, is a semicolon."""
-    lists = ["cat;dog", ";", "dog", "cat", "bird;dog;cat", "dog"]
+    long = "bird" * 20
+    lists = ["cat;dog", ";", "dog", "cat", f"{long};dog;cat", f"{long};dog"]
     for number in range(6):
         Image.new("RGB", (8, 8), (40 * number, 0, 0)).save(tmp_path / f"{number}.png")
     rows = [f"{number}.png,{labels}" for number, labels in enumerate(lists)]
@@ -128,11 +130,15 @@ def test_packs_tars_and_joined_sources_may_have_several_labels(tmp_path: Path) -
         return data.class_names, data.label_sets[labels].tolist(), data.count_classes()
 
     expected = targets(table)
-    assert expected[0] == ("bird", "cat", "dog") and sum(map(sum, expected[1])) == 8
+    assert expected[0] == (long, "cat", "dog") and sum(map(sum, expected[1])) == 9
+    with tarfile.open(tmp_path / "pack/train-000000.tar") as tar:
+        assert len({name.partition("/")[0] for name in tar.getnames()}) == len({*lists})
     assert targets(tmp_path / "pack") == expected
     assert targets(tmp_path / "a.tar", [tmp_path / "b.tar"]) == expected
-    with pytest.raises(UserError, match="'fashion-mnist-10k' has one label for each image"):
-        loaded(Path("fashion-mnist-10k"), multi_label=True)
+    settings = {"image_size": 16, "multi_label": True}
+    for find in (load_data_set, infer_shape):
+        with pytest.raises(UserError, match="'fashion-mnist-10k' has one label for each image"):
+            find(DataSettings(source="fashion-mnist-10k", **settings))  # type: ignore[arg-type]
 
 
 def test_a_list_of_labels_without_the_setting_is_a_warning(photos: Path, tmp_path: Path) -> None:
@@ -155,7 +161,7 @@ def test_a_list_of_labels_without_the_setting_is_a_warning(photos: Path, tmp_pat
         ("a.jpg,x\n\x1b[31m.jpg,y\n", "line 2 has no valid path"),
         (
             "a.jpg,x\nb.jpg,\n",
-            "line 2 has the label ''; expected 1 to 1,000 characters",
+            "or, if an image may have several labels or none, ;",
         ),
         (f"a.jpg,x\nb.jpg,{'y' * 1001}\n", "line 2 has the label 'yyy"),
         ("a.jpg,x\nb.jpg,y\na.jpg,y\n", "line 3: a.jpg is also on line 1; remove one"),

@@ -68,7 +68,9 @@ def test_groups_whose_members_hold_different_elements_have_no_price(other: Axis)
 
 @settings(max_examples=50)
 @given(topology=topologies(), num_elements=element_counts(), dtype=st.sampled_from([torch.float32, torch.float64]))
-def test_bytes_sent_equal_those_of_the_oracle(topology: Topology, num_elements: int, dtype: torch.dtype) -> None:
+def test_bytes_that_the_reference_counts_equal_those_of_the_oracle(
+    topology: Topology, num_elements: int, dtype: torch.dtype
+) -> None:
     inputs = [torch.zeros(num_elements, dtype=dtype)] * topology.num_ranks
     for _, plan in plans(topology):
         travelled = Oracle(plan, topology, inputs).bytes_between

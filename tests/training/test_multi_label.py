@@ -154,6 +154,10 @@ def test_fit_takes_rows_of_labels_as_arrays_or_from_a_dataset(tmp_path: Path) ->
     arrays, dataset = summaries
     assert arrays.mean_average_precision == dataset.mean_average_precision and arrays.samples_evaluated == 60
     assert arrays.mean_average_precision is not None and arrays.mean_average_precision > 0.99
+    for labels, value in ((marks, "false"), (marks[:, 0], "true")):
+        contrary = [*settings, f"data.multi_label={value}", f"run.dir={tmp_path / 'other'}"]
+        with pytest.raises(UserError, match=f"data.multi_label={value} does not fit the labels of train; omit it"):
+            megabatch.fit(network, (images, labels), test=0.25, overrides=contrary)
     with pytest.raises(UserError, match="only bce has a target for each class"):
         megabatch.fit(network, (images, marks), test=0.25, overrides=[f"run.dir={tmp_path / 'other'}"])
 
@@ -164,6 +168,7 @@ def test_fit_takes_rows_of_labels_as_arrays_or_from_a_dataset(tmp_path: Path) ->
         ((torch.zeros(6, 2), torch.zeros(6)), r"labels are \[6, 2\] and \[6\]; expected"),
         ((torch.zeros(6, 2), torch.zeros(6, 3)), r"labels are \[6, 2\] and \[6, 3\]; expected"),
         ((torch.zeros(6, 2), torch.full((6, 2), 2.0)), r"labels \[N, classes\] have a 2; expected 1"),
+        ((torch.zeros(6, 1), torch.zeros(6, 1)), r"labels \[6, 1\]; expected .* and \[N\] or \[N, classes\]"),
     ],
 )
 def test_rows_of_labels_that_do_not_fit_are_refused(labels: tuple[torch.Tensor, torch.Tensor], message: str) -> None:

@@ -46,11 +46,6 @@ def load_data_set(settings: DataSettings, threads: int = 1) -> DataSet:
     source = find_source(settings, settings.image_size)
     if isinstance(source, EncodedDataset):
         return from_encoded(settings, source, threads)
-    if settings.multi_label:
-        raise UserError(
-            f"data.multi_label=true: data.source={settings.source!r} has one label for each image; omit "
-            "data.multi_label"
-        )
     if settings.also:
         raise UserError(
             f"data.also={settings.also}: only folders, CSV files and tars can be joined, but not "
@@ -102,8 +97,24 @@ def load_other_images(
     return source.test, None
 
 
+def require_one_label(settings: DataSettings) -> None:
+    """Raise UserError for several labels per image, which images in memory do not have."""
+    if settings.multi_label:
+        raise UserError(
+            f"data.multi_label=true: data.source={settings.source!r} has one label for each image; omit "
+            "data.multi_label"
+        )
+
+
 def find_source(settings: DataSettings, side: int) -> DataSet | EncodedDataset:
     """Return the source: images in memory of this side, or files that are decoded to any side."""
+    source = open_source(settings, side)
+    if isinstance(source, DataSet):
+        require_one_label(settings)
+    return source
+
+
+def open_source(settings: DataSettings, side: int) -> DataSet | EncodedDataset:
     if settings.source in NAMED_SOURCES:
         return NAMED_SOURCES[settings.source](settings, side)
     if not settings.source:
@@ -264,15 +275,16 @@ def require_all_classes(
 
 
 def warn_of_gaps(names: tuple[str, ...], labels: NDArray[np.int64], place: str) -> tuple[str, ...]:
-    """Return a warning if numbers between the class numbers are not used: they may be IDs."""
+    """Return a warning if classes have no images.  If names are numbers, they may be IDs."""
     empty = np.flatnonzero(np.bincount(labels, minlength=len(names)) == 0)
     if not len(empty):
         return ()
-    return (
-        f"{place} has no images of {plural(len(empty), 'class', 'classes')} of {len(names):,}, such as "
-        f"{names[int(empty[0])]!r}: labels that are numbers are class numbers, from 0; if they are not, make them "
-        f"text, such as id-{names[int(labels[0])]}",
-    )
+    hint = (
+        "; labels that are numbers are class numbers, from 0: if they are IDs, make them text, such as "
+        f"id-{names[int(labels[0])]}"
+    ) * all(name.isdecimal() for name in names)
+    which = f"{plural(len(empty), 'class', 'classes')} of {len(names):,}, such as {names[int(empty[0])]!r}"
+    return (f"{place} has no training images of {which}{hint}",)
 
 
 def split(
@@ -322,6 +334,8 @@ def shuffle_classes(
 def infer_shape(settings: DataSettings) -> DataShape:
     """Return the shape that `load_data_set` will find.  The images of a named set are not needed."""
     share = settings.held_out(has_tests=True)
+    if settings.source in NAMED_SOURCES and settings.source != "imagenet":
+        require_one_label(settings)
     if settings.source in KNOWN_SETS and not settings.also:
         return KNOWN_SETS[settings.source].part(settings.train_per_class, share)
     if settings.source == "synthetic" and settings.train_per_class is None and not share and not settings.also:

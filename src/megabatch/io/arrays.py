@@ -221,6 +221,9 @@ class Texts:
         if (steps < 0).any() or steps.sum() != len(self.content) or not self.content.all():
             raise ValueError("strings have invalid end offsets or NUL bytes")
 
+    def __iter__(self) -> Iterator[str]:
+        return map(self.__getitem__, range(len(self)))
+
     def __getitem__(self, number: int) -> str:
         start = int(self.ends[number - 1]) if number else 0
         return os.fsdecode(self.content[start : self.ends[number]].tobytes())

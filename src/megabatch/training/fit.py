@@ -158,6 +158,11 @@ def fit(
             f"data.image_size={config.data.image_size} and data.test_image_size={config.data.test_side}: the given "
             f"images have {size} and {test_size} pixels; resize them, and leave these settings out"
         )
+    if config.data.multi_label != (label_sets is not None):
+        raise UserError(
+            f"data.multi_label={str(config.data.multi_label).lower()} does not fit the labels of train; omit it: rows "
+            "of 0 and 1 have several labels per image, and class numbers one"
+        )
     if loss and config.loss.class_weights is not None:
         raise UserError("loss.class_weights has no effect on fit(loss=...); omit it, and weight classes in the loss")
     if strict:

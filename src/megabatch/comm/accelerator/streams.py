@@ -1,7 +1,7 @@
 """All-reduce of an accelerator's tensors on two separate streams.  The host does not wait.
 
 The phases of a bucket within the node are issued on one stream, its network phases on the other, in the order of the
-two threads on CPUs (cpu/workers.py, order.py).  Buckets are not split into parts, because a launch has a fixed cost:
+two threads on CPUs (cpu/workers.py, phases.py).  Buckets are not split into parts, because a launch has a fixed cost:
 
     in the node    a1 b1 c1 d1 a3 e1 b3 f1 ...        each waits, on its stream, for its input:
     network        a2 b2 c2 d2 e2 ...                 a1 for backward, a2 for a1, a3 for a2

@@ -154,7 +154,7 @@ class Reducer:
         network           a2 b2 c2 d2 ...
 
     so the network, which is the bottleneck, is not idle while a node sums.  The order within the node is fixed
-    (order.py).  The network's thread starts a part before it advances those in flight (`ProcessGroup.stages`), so one
+    (phases.py).  The network's thread starts a part before it advances those in flight (`ProcessGroup.stages`), so one
     part is transferred while another is summed.
 
     Accelerators use streams instead of threads and parts (accelerator/streams.py).

@@ -63,7 +63,7 @@ ORDER_SEED = 0x7061636B
 PREFETCHED_PER_THREAD = 4  # images that are ready for the writer
 END = bytes(2 * BLOCK)  # of a tar
 BUFFER_BYTES = 1 << 20
-LONGEST_FOLDER = 60  # characters of up to 4 bytes: file systems allow 255 bytes
+LONGEST_FOLDER = 60  # characters of up to 4 bytes, before the number: file systems allow 255 bytes
 ROW: dict[str, type[np.integer[Any]]] = {
     "number": np.int64,
     "offset": np.int64,
@@ -296,9 +296,11 @@ def member_suffix(extension: str) -> str:
     return ".jpg" if suffix == ".jpeg" else suffix
 
 
-def directory_of(class_name: str) -> str:
+def directory_of(class_name: str, number: int) -> str:
     """Return the folder of a class in the tar, changed if it is not a valid name: the tar may be unpacked."""
-    name = class_name.replace("/", "_")[:LONGEST_FOLDER]
+    name = class_name.replace("/", "_")
+    if len(name) > LONGEST_FOLDER:  # lists of labels may start alike
+        name = f"{name[:LONGEST_FOLDER]}-{number}"
     return name if name.strip(".") else "_" * max(1, len(name))
 
 
@@ -381,7 +383,7 @@ def pack_dataset(
     progress = Progress(total=sum(map(len, parts)))
     for record in itertools.chain(*records):
         progress.add(record)
-    directories = [directory_of(name) for name in dataset.class_names]
+    directories = [directory_of(name, number) for number, name in enumerate(dataset.class_names)]
     num_threads = len(os.sched_getaffinity(0))
     with Threads(num_threads, "megabatch-pack", IMAGE_TIMEOUT_S) as pool:
         for split, files in enumerate(parts):

@@ -68,7 +68,7 @@ def from_arrays(pixels: Any, labels: Any, name: str) -> ArrayImages:
     if not isinstance(pixels, ARRAYS):
         raise UserError(f"{name}: images are of type {type(pixels).__name__}; {WANTED}")
     numbers = to_labels(labels, name)
-    fits = numbers.ndim in (1, 2) and len(numbers) == len(pixels) > 0
+    fits = numbers.shape[:1] == (len(pixels),) != (0,) and numbers.ndim <= 2 and numbers.shape[1:] != (1,)
     if not is_uint8(pixels) or pixels.ndim not in (3, 4) or not fits:
         raise UserError(
             f"{name}: images are {pixels.dtype} {list(pixels.shape)}, labels {list(numbers.shape)}; "
@@ -180,7 +180,7 @@ class DatasetImages:
                 "with torchvision.transforms.Resize((64, 64)) as the Dataset's transform"
             )
         try:
-            is_row = isinstance(item[1], ARRAYS) and item[1].ndim == 1
+            is_row = isinstance(item[1], ARRAYS) and item[1].ndim == 1 and len(item[1]) > 1
             return image, np.asarray(item[1]) if is_row else int(item[1])
         except (TypeError, ValueError) as error:
             raise UserError(f"{where} has a label of type {type(item[1]).__name__}; expected an integer") from error

@@ -69,7 +69,7 @@ def read_table(path: Path, multi_label: bool = False) -> EncodedDataset:
         for part in range(int(arrays["num_parts"]))
     ]
     return EncodedDataset(
-        class_names=tuple(arrays["class_names"].tolist()),
+        class_names=tuple(Texts(arrays["class_names"], arrays["ends_of_names"])),
         train=parts[0],
         test=parts[1] if len(parts) > 1 else None,
         place=str(path),
@@ -86,7 +86,8 @@ def parse_table(path: Path, multi_label: bool) -> Arrays:
     chosen = [labels[at] for at in rows]
     arrays: Arrays = {"num_parts": np.array(len(used_splits))}
     class_names, numbers = number_classes(chosen, path)
-    arrays["class_names"] = np.array(class_names)
+    texts = Texts.of(class_names)
+    arrays["class_names"], arrays["ends_of_names"] = texts.content, texts.ends
     of_row = dict(zip(rows, numbers.tolist(), strict=True))
     for part, split in enumerate(used_splits):
         here = [at for at in rows if splits[at] == split]
@@ -144,7 +145,8 @@ def require_label(label: str, place: str, multi_label: bool) -> None:
     for name in label.split(SEPARATOR) if multi_label else [label]:
         if (not name and not multi_label) or len(name) > MAX_NAME_LENGTH or not is_plain(name):
             shown = one_line(name, LONGEST_QUOTED)
-            remedy = "correct it" if name else f"write {SEPARATOR} for an image without labels"
+            remedy = f"give it one, or, if an image may have several labels or none, {SEPARATOR}"
+            remedy = "correct it" if name else remedy
             raise UserError(
                 f"{place} has the label {shown!r}; expected 1 to {MAX_NAME_LENGTH:,} characters without control "
                 f"characters; {remedy}"

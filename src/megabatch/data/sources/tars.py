@@ -1,7 +1,7 @@
 """Finds the samples of WebDataset's tars, which have no index, by reading the headers.
 
 Members with the same path up to the first dot of the file name are one sample: an image (.jpg, .png, ...) and its
-class, as text in .cls or as "label" or "cls" in .json.  A class is a number, a name or, in .json, a list of names.  The
+class, as text in .cls or as "label" or "cls" in .json.  A class is a number, a name or, in .json, a list of them.  The
 name of the shard (imagenet-val-000003.tar) determines the split.
 """
 
@@ -70,8 +70,8 @@ def read_label(member: Member, extension: str, read: Read, path: Path) -> str | 
             label = fields.get("label", fields.get("cls")) if isinstance(fields, dict) else None
             if label is None:
                 return None
-            if isinstance(label, list) and all(isinstance(name, str) and name for name in label):
-                label = SEPARATOR.join(label) or SEPARATOR
+            if isinstance(label, list) and all(is_listed(name) for name in label):
+                label = SEPARATOR.join(map(str, label)) or SEPARATOR
         if isinstance(label, bool) or not isinstance(label, int | str) or label == "" or not is_plain(str(label)):
             raise ValueError(f"{label!r} is neither a number nor a name")
         if len(str(label)) > MAX_NAME_LENGTH:
@@ -79,9 +79,15 @@ def read_label(member: Member, extension: str, read: Read, path: Path) -> str | 
     except (ValueError, RecursionError) as error:  # includes errors of msgspec and Unicode, and deeply nested JSON
         where = f"{path} at offset {member.offset} ({one_line(member.name)})"
         raise UserError(
-            f"{where} is not a label: {one_line(str(error))}; expected the number or the name of a class"
+            f"{where} is not a label: {one_line(str(error))}; expected the number or the name of a class, or in .json "
+            "a list of them"
         ) from error
     return str(label)
+
+
+def is_listed(name: object) -> bool:
+    """Return whether this may be one of several labels of an image."""
+    return type(name) is int or (isinstance(name, str) and bool(name) and SEPARATOR not in name)
 
 
 def name_classes(path: Path, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -136,7 +136,7 @@ def tensor_in(data: torch.Tensor, entry: Entry) -> torch.Tensor:
     return part.view(dtype).view(entry.shape)
 
 
-FORMAT = 3  # checkpoints of another format are refused
+FORMAT = 4  # checkpoints of another format are refused
 STATE, DESCRIPTION = "state.safetensors", "state.json"
 MAX_DESCRIPTION_BYTES = 64 << 20  # 1000 classes and 1000 unreadable images take 0.1 MB
 NAME = re.compile(r"step-[0-9]{8,18}")
