@@ -181,10 +181,7 @@ FACTS = [
     ),
     *facts(
         "docs/README.md",
-        (
-            "| {} files read or rejected with a one-line error, none escaped | `megabatch fuzz` |",
-            option(fuzz, "inputs"),
-        ),
+        ("| {} inputs: all read, or rejected with a one-line error | `megabatch fuzz` |", option(fuzz, "inputs")),
     ),
     *facts(
         "docs/comparison.md",
@@ -278,7 +275,7 @@ FACTS = [
         ("the crop is {} times its target or larger", decode.LEAST_MARGIN * min(decode.DCT_SCALES)),
         ("decoded at 1/{}, 1/{} or 1/{} of its size", *sorted(decode.DCT_SCALES)),
         ("the box moved by less than {}, {} or {} pixels", *sorted(decode.DCT_SCALES)),
-        ("at most {} of which are in progress or waiting", word(reader.PREFETCHED)),
+        ("at most {} batches are in progress or waiting", word(reader.PREFETCHED)),
         (
             "At least {} images are in progress or waiting, as far as they fit into {} MiB",
             reader.PREFETCHED_IMAGES,
@@ -286,7 +283,7 @@ FACTS = [
         ),
         ("the {} abandoned thread ends the run", ORDINALS[threads.MAX_ABANDONED + 1]),
         (
-            "more than {}, or more than 2^{} pixels over all scans",
+            "more than {} scans, or more than 2^{} pixels over all scans",
             scans.MOST_SCANS,
             power_of_two(scans.MOST_SCANNED),
         ),
@@ -372,7 +369,7 @@ FACTS = [
         ("A grid of `--coarse {}` learning rates", option(lr_range, "coarse")),
         ("(by default an {} to {} times the recipe's)", part(1 / sweep.SPAN), word(sweep.SPAN)),
         ("until `--trials {}` are used up", option(lr_range, "trials")),
-        ("is not set, that is 1/{} of them", round(1 / HELD_OUT)),
+        ("1/{} of the training images is held out", round(1 / HELD_OUT)),
     ),
     *facts(
         "docs/reliability.md",
@@ -427,7 +424,7 @@ FACTS = [
         ("is more than {} points above top-1 |", percent(findings.OVERFITS)),
         ("both accuracies are below {} %", percent(findings.LOW)),
         ("and rose by at most {} point in the last {} |", percent(findings.CHANGED), part(findings.LAST_PART)),
-        ('needs at least {} steps, "still', findings.FEWEST_STEPS),
+        ('needs at least {} steps; "still', findings.FEWEST_STEPS),
         ("| gradients overflowed | {} % of steps |", percent(ending_rules.SKIPPED_WORTH)),
     ),
     *facts(
