@@ -20,7 +20,7 @@ from megabatch.experiments.drawing import to_svg
 from megabatch.experiments.evidence import Study
 from megabatch.experiments.page import load_study, page, plot_file
 from megabatch.experiments.plots import draw_plots
-from megabatch.experiments.verdict import points, range_words, top1_gap
+from megabatch.experiments.verdict import points, range_words, top1_gap, top1_spread
 
 FOLDER = Path(__file__).parents[2] / "docs" / "studies"
 ALL = {path.stem: path.read_bytes() for path in sorted(FOLDER.glob("*.json"))}
@@ -90,6 +90,7 @@ def test_results_match_their_designs(name: str) -> None:
         ("fashion-90-64", "large-batch-90", "Nesterov, 64"),
         ("fashion-90-1k", "large-batch-90", "LARS, 1,024"),
         ("fashion-90-4k", "large-batch-90", "LARS, 4,096"),
+        ("cifar10", "cifar10", "airbench94"),
     ],
 )
 def test_recipes_have_the_values_that_studies_found(recipe: str, study: str, arm: str) -> None:
@@ -122,6 +123,15 @@ def test_table_of_results_matches_the_json(study: str, lower: str, higher: str, 
     readme = (FOLDER.parent / "README.md").read_text().splitlines()
     (row,) = (line for line in readme if f"`megabatch study {study}`" in line)
     assert sentence.format(points(gap.size), range_words(gap.interval)) in row
+
+
+def test_accuracy_on_cifar10_matches_the_json() -> None:
+    spread = top1_spread(load_study(FOLDER / "cifar10.json").arm("airbench94"))
+    assert spread and spread.interval
+    sentence = f"{points(spread.mean)} % (95 % interval {range_words(spread.interval)})"
+    for readme in (FOLDER.parent / "README.md", FOLDER.parent.parent / "README.md"):
+        (row,) = (line for line in readme.read_text().splitlines() if "`megabatch study cifar10`" in line)
+        assert sentence in row
 
 
 def test_speedup_of_growing_images_matches_the_json() -> None:

@@ -164,9 +164,13 @@ def test_single_seed_is_reported() -> None:
     ("published", "holds", "ends"),
     [
         # By hand: a deviation of 0.1 in three seeds gives an interval of 4.30 * 0.1 / sqrt(3) = 0.25 on each side.
-        (0.9310, True, "93.00 % (95 % interval 92.75 to 93.25), 0.10 points below the published 93.10 %: it is within"),
-        (0.9274, True, "0.26 points above the published 92.74 %: it is reached"),
-        (0.9326, False, "0.26 points below the published 93.26 %: it is not reached"),
+        (
+            0.9310,
+            True,
+            "93.00 % (95 % interval 92.75 to 93.25), 0.10 points below the published 93.10 %, which is within",
+        ),
+        (0.9274, True, "0.26 points above the published 92.74 %, which is reached"),
+        (0.9326, False, "0.26 points below the published 93.26 %, which is not reached"),
     ],
 )
 def test_a_published_result_is_compared_with_the_interval(published: float, holds: bool, ends: str) -> None:

@@ -267,6 +267,21 @@ REFERENCE_RESULTS = (
         epochs="4",
         source="megabatch, smoke",
     ),
+    ReferenceResult(
+        model="airbench94",
+        data="cifar-10-batches-bin",
+        optimizer="muon",
+        samples=50_000,
+        batch=2_000,
+        learning_rate=0.24,
+        warmup_epochs=0,
+        momentum=0.6,
+        weight_decay=0,
+        bn_span=500,
+        epochs="8",
+        top1=0.9405,
+        source="megabatch, cifar10",
+    ),
 )
 
 SAME_SIZE = 0.01  # data sets whose sizes differ by less count as the same

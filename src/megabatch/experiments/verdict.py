@@ -106,8 +106,8 @@ def judge_published(arm: Arm) -> Verdict:
     if spread.interval is None:
         return Verdict(None, f"{where}: undecided")
     if spread.interval.high < published:
-        return Verdict(False, f"{where}: it is not reached")
-    return Verdict(True, f"{where}: it is {'reached' if published < spread.interval.low else 'within the interval'}")
+        return Verdict(False, f"{where}, which is not reached")
+    return Verdict(True, f"{where}, which is {'reached' if published < spread.interval.low else 'within the interval'}")
 
 
 def judge_claim(study: Study, claim: Claim) -> Verdict:
