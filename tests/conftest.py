@@ -1,4 +1,5 @@
 import importlib
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,9 @@ from tests.support.skips import count_reasons, read_allowed
 hypothesis.settings.register_profile("untimed", deadline=None)  # no test asserts a wall-clock time
 hypothesis.settings.load_profile("untimed")
 
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; programs that tests start inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TESTS = Path(__file__).parent
 # The tier of a test follows from its folder, unless the test or its module has a marker of another tier.

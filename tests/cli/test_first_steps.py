@@ -50,7 +50,7 @@ def test_a_folder_in_place_of_a_recipe_is_trained_with_the_recipe_for_photos(tmp
     make_folder(tmp_path / "photos")  # a recipe has that name
     assert load_recipe(["photos", "data.source=pets"]).data.source == "pets"
     with pytest.raises(UserError, match=r"nor a folder of images.*nearest: "):
-        load_recipe(["pest"])
+        load_recipe(["foto"])
     with pytest.raises(UserError, match="check the path"):  # a path does not resemble a recipe's name
         load_recipe(["photos/pest"])
 

@@ -1,4 +1,6 @@
 import random
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,24 @@ def test_restarted_ranks_do_not_find_the_dump_signal_of_an_earlier_attempt(monke
     store = RankStore(RankInfo(0, 1, 0, 1))
     assert not lasting.check(["exception_dump"])
     assert store.store.timeout.total_seconds() == START_UP_TIMEOUT_S  # of NCCL's first collectives
+
+
+def test_many_ranks_may_open_more_files_than_the_usual_limit() -> None:
+    """Rank 0 of 2,048 has their connections to its store.  The limit of this process stays as it is."""
+    code = """
+import os, resource, socket
+from megabatch.ranks.discover import RankInfo
+from megabatch.ranks.store import open_any_store
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+for num_ranks in (2, 2048):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    open_any_store(RankInfo(0, num_ranks, 0, num_ranks))
+    print(*resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    few, many = (list(map(int, line.split())) for line in done.stdout.splitlines())
+    assert few[0] == 1024 and many[0] == min(many[1], 8 * 2048 + 512)
 
 
 def test_failures_are_counted_and_a_failed_rank_does_not_wait_for_others() -> None:

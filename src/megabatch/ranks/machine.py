@@ -7,6 +7,7 @@ import fcntl
 import ipaddress
 import os
 import platform
+import resource
 import socket
 import struct
 import sys
@@ -23,6 +24,18 @@ def host_identity() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id")
     known = [boot.read_text().strip(), *(str(link.readlink()) for link in links)] if boot.exists() else []
     return " ".join([platform.node(), *known])
+
+
+SPARE_DESCRIPTORS = 512
+
+
+def allow_descriptors(count: int) -> None:
+    """Raise the limit on open files to this many more than usual, as far as the hard limit permits."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + SPARE_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        allowed = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def is_stopped(process: int) -> bool:

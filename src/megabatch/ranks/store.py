@@ -27,6 +27,7 @@ from megabatch.ranks.failures import FAILURE, PeerFailed, RankFailureReport, joi
 from megabatch.ranks.machine import (
     LOOPBACK,
     address_towards,
+    allow_descriptors,
     host_identity,
     interface_of,
     is_loopback,
@@ -45,6 +46,7 @@ GRACE_S = 30.0
 RESOLVE_S = 10.0  # outside of Kubernetes, the name of rank 0's host is known at once
 LEAVE_S = 10.0  # for the other ranks to read rank 0's result
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 1.0
+SOCKETS_PER_RANK = 8  # at most: connections to the store of rank 0, and those of Gloo between all ranks of a group
 MAX_NAMED = 8  # ranks listed in a message
 # The store's server parses a request from its start again whenever more of it arrives: 16,384 keys take 0.3 s in one
 # request and 0.02 s in eight.
@@ -327,6 +329,7 @@ def open_store(info: RankInfo) -> "dist.Store":  # type: ignore[name-defined]
 
 
 def open_any_store(info: RankInfo) -> "dist.Store":  # type: ignore[name-defined]
+    allow_descriptors(SOCKETS_PER_RANK * info.num_ranks)  # the usual limit is 1,024
     if was_launched() and STORE_FILE in os.environ:
         return dist.FileStore(os.environ[STORE_FILE], -1)  # type: ignore[attr-defined]
     if info.num_ranks == 1 and not was_launched():

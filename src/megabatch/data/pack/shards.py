@@ -6,7 +6,6 @@ of killing the process.
 """
 
 import os
-import resource
 import threading
 import zlib
 from collections.abc import Callable, Sequence
@@ -26,9 +25,9 @@ from megabatch.errors import UserError
 from megabatch.io.arrays import Arrays, fingerprint
 from megabatch.io.reading import MOST_BYTES, Undecodable, decode_json, open_regular, require_file_size
 from megabatch.io.tars import Damaged, member_name
+from megabatch.ranks.machine import allow_descriptors
 from megabatch.text import one_line
 
-SPARE_DESCRIPTORS = 512
 UNFINISHED = ".pack.json"  # in a pack that is being written
 
 
@@ -103,15 +102,6 @@ class ShardFiles:
         """Return a hash of the shards and of the positions and classes of the samples, but not of their contents."""
         names = np.array([path.name for path in self.shards.paths])
         return fingerprint(names, self.shards.sizes, self.shard, self.offset, self.length, self.labels)
-
-
-def allow_descriptors(num_shards: int) -> None:
-    """Raise the limit on open files if there are many shards."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = num_shards + SPARE_DESCRIPTORS
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        allowed = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def holds_shards(path: Path) -> bool:
