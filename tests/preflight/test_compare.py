@@ -201,12 +201,15 @@ def test_rates_of_one_family_can_be_compared() -> None:
     )
 
 
+CIFAR10 = 50_000  # training images, which do not come with megabatch
+
+
 def values_of(config: RunConfig) -> dict[str, object]:
     return {
         "model": config.model.name,
         "data": config.data.source,
         "optimizer": config.optim.name,
-        "samples": infer_shape(config.data).num_train,
+        "samples": CIFAR10 if config.name == "cifar10" else infer_shape(config.data).num_train,
         "batch": config.batch.global_batch,
         "learning_rate": config.optim.learning_rate,
         "trust_coefficient": config.optim.trust_coefficient,
