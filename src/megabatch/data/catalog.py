@@ -275,16 +275,15 @@ def require_all_classes(
 
 
 def warn_of_gaps(names: tuple[str, ...], labels: NDArray[np.int64], place: str) -> tuple[str, ...]:
-    """Return a warning if classes have no images.  If names are numbers, they may be IDs."""
+    """Return a warning if classes have no images.  Numeric names may be IDs."""
     empty = np.flatnonzero(np.bincount(labels, minlength=len(names)) == 0)
     if not len(empty):
         return ()
-    hint = (
-        "; labels that are numbers are class numbers, from 0: if they are IDs, make them text, such as "
-        f"id-{names[int(labels[0])]}"
-    ) * all(name.isdecimal() for name in names)
     which = f"{plural(len(empty), 'class', 'classes')} of {len(names):,}, such as {names[int(empty[0])]!r}"
-    return (f"{place} has no training images of {which}{hint}",)
+    warning = f"{place} has no training images of {which}"
+    if all(name.isdecimal() for name in names):
+        warning += f"; numeric labels are class numbers: write IDs as text, such as id-{names[int(labels[0])]}"
+    return (warning,)
 
 
 def split(

@@ -30,7 +30,7 @@ SPARE_DESCRIPTORS = 512
 
 
 def allow_descriptors(count: int) -> None:
-    """Raise the limit on open files to this many more than usual, as far as the hard limit permits."""
+    """Raise the soft limit on open files to `count` plus a reserve, up to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + SPARE_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < wanted:

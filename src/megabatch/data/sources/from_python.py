@@ -68,8 +68,9 @@ def from_arrays(pixels: Any, labels: Any, name: str) -> ArrayImages:
     if not isinstance(pixels, ARRAYS):
         raise UserError(f"{name}: images are of type {type(pixels).__name__}; {WANTED}")
     numbers = to_labels(labels, name)
-    fits = numbers.shape[:1] == (len(pixels),) != (0,) and numbers.ndim <= 2 and numbers.shape[1:] != (1,)
-    if not is_uint8(pixels) or pixels.ndim not in (3, 4) or not fits:
+    is_table = numbers.ndim == 2 and numbers.shape[1] > 1
+    are_labels = (numbers.ndim == 1 or is_table) and len(numbers) == len(pixels) > 0
+    if not is_uint8(pixels) or pixels.ndim not in (3, 4) or not are_labels:
         raise UserError(
             f"{name}: images are {pixels.dtype} {list(pixels.shape)}, labels {list(numbers.shape)}; "
             "expected uint8 [N, C, H, W], [N, H, W, C] with 1 or 3 channels, or [N, H, W], and [N] or [N, classes]"
