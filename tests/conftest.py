@@ -16,7 +16,8 @@ hypothesis.settings.register_profile("untimed", deadline=None)  # no test assert
 hypothesis.settings.load_profile("untimed")
 
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; programs that tests start inherit it
+# Shells start background jobs with SIGINT ignored, and the programs that tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TESTS = Path(__file__).parent

@@ -141,7 +141,7 @@ def test_threads_end_with_the_stream(folder: Path) -> None:
 
 
 class SlowImages:
-    """A custom image set, which may be slow, and the threads that read it."""
+    """A custom image set that records which threads read it."""
 
     labels = torch.zeros(24, dtype=torch.int64)
 
@@ -156,7 +156,7 @@ class SlowImages:
         return torch.zeros(len(samples), 1, 8, 8, dtype=torch.uint8)
 
 
-def test_a_part_of_a_slow_set_is_read_in_advance_like_the_whole() -> None:
+def test_a_subset_of_a_custom_set_is_prefetched_like_the_whole_set() -> None:
     for part in (np.arange(24), np.arange(4, 12)):
         slow = SlowImages()
         (batch,) = Reader(ImageSubset(slow, part)).prefetch(iter([partial(evaluation_request, 0, 8)]), 8)

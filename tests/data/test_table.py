@@ -108,7 +108,7 @@ def test_sets_of_labels_are_numbered_and_may_be_empty(tmp_path: Path) -> None:
 
 
 def test_packs_tars_and_joined_sources_may_have_several_labels(tmp_path: Path) -> None:
-    """The targets are those of one CSV file.  Its empty list, for a pack, is a semicolon."""
+    """The targets are those of the CSV file, in which a semicolon stands for no label."""
     long = "bird" * 20
     lists = ["cat;dog", ";", "dog", "cat", f"{long};dog;cat", f"{long};dog"]
     for number in range(6):

@@ -93,7 +93,7 @@ def test_studies_in_the_docs_are_valid(tmp_path: Path) -> None:
     assert all(f"`{name}`" in text or f"`[[{name}]]`" in text or f"`[{name}]`" in text for name in fields)
 
 
-def test_trials_of_a_recipe_that_may_end_early_have_all_epochs(tmp_path: Path) -> None:
+def test_trials_ignore_the_early_stopping_of_a_recipe(tmp_path: Path) -> None:
     ends_early = ["train.patience=2", "train.target_top1=0.5", "train.stop_at_target=true"]
     design = read_design(write(tmp_path, HEAD.replace("seeds = 2", f"seeds = 2\nsettings = {ends_early}") + A))
     trial = seed_trial(design, design.arms[0], SearchPoint(0.1), seed=1)

@@ -32,7 +32,7 @@ def test_page_starts_with_the_answer_and_has_every_value() -> None:
         assert expected in text
 
 
-def test_a_page_of_one_arm_compares_it_with_its_published_result_only() -> None:
+def test_page_of_one_arm_compares_it_only_with_its_published_result() -> None:
     made = study([msgspec.structs.replace(arm(BASELINE, BASE), published=0.931, tuned=[], num_trials=0)])
     made = msgspec.structs.replace(made, claims=[], curve_claims=[])
     text = page(made, [])

@@ -38,7 +38,7 @@ def test_bce_weights_the_positive_targets() -> None:
 
 
 @given(counts=st.lists(st.integers(0, 50), min_size=1, max_size=20).filter(any))
-def test_auto_is_balanced_of_scikit_learn(counts: list[int]) -> None:
+def test_auto_equals_scikit_learns_balanced_weights(counts: list[int]) -> None:
     from sklearn.utils.class_weight import compute_class_weight
 
     labels, expected = np.repeat(np.arange(len(counts)), counts), np.ones(len(counts))

@@ -56,8 +56,8 @@ def test_restarted_ranks_do_not_find_the_dump_signal_of_an_earlier_attempt(monke
     assert store.store.timeout.total_seconds() == START_UP_TIMEOUT_S  # of NCCL's first collectives
 
 
-def test_many_ranks_may_open_more_files_than_the_usual_limit() -> None:
-    """Rank 0 of 2,048 has their connections to its store.  The limit of this process stays as it is."""
+def test_the_limit_on_open_files_grows_with_the_number_of_ranks() -> None:
+    """All ranks connect to the store of rank 0.  The limit is raised in another process, because it lasts."""
     code = """
 import os, resource, socket
 from megabatch.ranks.discover import RankInfo

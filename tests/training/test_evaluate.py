@@ -93,7 +93,7 @@ class Coarse(nn.Module):
         return scores.round()
 
 
-def test_of_equal_scores_the_first_counts_as_in_the_confusion_matrix(ranks: RankPool) -> None:
+def test_the_first_of_equal_scores_counts_as_in_the_confusion_matrix(ranks: RankPool) -> None:
     top1, top5, matrix, scores, labels = ranks.run(evaluate_ties, num_ranks=1)[0]
     assert (scores == scores.max(1, keepdims=True)).sum(1).max() > 1
     assert top1 == (scores.argmax(1) == labels).mean() == np.trace(matrix) / len(labels) <= top5

@@ -42,7 +42,7 @@ SETS = torch.tensor([[0, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 1, 0],
         lambda rows: any(r[1] for r in rows)
     )
 )
-def test_the_average_precision_is_that_of_scikit_learn_also_with_equal_scores(rows: list[tuple[int, bool]]) -> None:
+def test_average_precision_equals_scikit_learns_even_with_equal_scores(rows: list[tuple[int, bool]]) -> None:
     from sklearn.metrics import average_precision_score
 
     scores, targets = (np.array(column) for column in zip(*rows, strict=True))
@@ -171,7 +171,7 @@ def test_fit_takes_rows_of_labels_as_arrays_or_from_a_dataset(tmp_path: Path) ->
         ((torch.zeros(6, 1), torch.zeros(6, 1)), r"labels \[6, 1\]; expected .* and \[N\] or \[N, classes\]"),
     ],
 )
-def test_rows_of_labels_that_do_not_fit_are_refused(labels: tuple[torch.Tensor, torch.Tensor], message: str) -> None:
+def test_invalid_rows_of_labels_are_refused(labels: tuple[torch.Tensor, torch.Tensor], message: str) -> None:
     images = torch.zeros(6, 1, 8, 8, dtype=torch.uint8)
     with pytest.raises(UserError, match=message):
         megabatch.fit(nn.Linear(64, 2), (images, labels[0]), (images, labels[1]))

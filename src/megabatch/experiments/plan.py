@@ -136,7 +136,7 @@ def seed_trial(design: Design, arm: ArmDesign, point: SearchPoint, seed: int) ->
 
 
 def trial_overrides(arm: ArmDesign, point: SearchPoint, seed: int) -> tuple[str, ...]:
-    """Return the overrides of a trial, which has all epochs and is evaluated once, after the last one."""
+    """Return the overrides of a trial, which trains for all epochs and is evaluated once, at the end."""
     searched = [f"optim.learning_rate={point.learning_rate:g}"]
     if point.momentum is not None:
         searched.append(f"optim.momentum={point.momentum:g}")

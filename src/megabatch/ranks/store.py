@@ -46,7 +46,7 @@ GRACE_S = 30.0
 RESOLVE_S = 10.0  # outside of Kubernetes, the name of rank 0's host is known at once
 LEAVE_S = 10.0  # for the other ranks to read rank 0's result
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 1.0
-SOCKETS_PER_RANK = 8  # at most: connections to the store of rank 0, and those of Gloo between all ranks of a group
+SOCKETS_PER_RANK = 8  # an upper bound: connections to the store of rank 0, and Gloo's connections between ranks
 MAX_NAMED = 8  # ranks listed in a message
 # The store's server parses a request from its start again whenever more of it arrives: 16,384 keys take 0.3 s in one
 # request and 0.02 s in eight.

@@ -215,7 +215,7 @@ def pair_of(train: ImageSet, test: Any, report: Callable[[str], None]) -> tuple[
     if not isinstance(test, float):
         return train, as_image_set(test, "test", report)
     settings = DataSettings(source="train", image_size=1)
-    labels = train.labels if train.labels.ndim == 1 else torch.zeros(len(train), dtype=torch.int64)  # no strata
+    labels = train.labels if train.labels.ndim == 1 else torch.zeros(len(train), dtype=torch.int64)  # one stratum
     names = tuple(map(str, range(1 + int(labels.max()))))
     remaining, held_out = split(settings, require_share(test), labels.numpy(), names, "train")
     return ImageSubset(train, remaining), ImageSubset(train, held_out)

@@ -1,8 +1,8 @@
 """Images that a CSV file lists: path,label or path,label,split.  Samples are numbered in the order of its rows.
 
 Paths are relative to the folder of the file, or absolute.  Without a column for the split, the header may be missing.
-A list of labels such as cat;dog is the name of a class, until `labels.split_lists` splits it.  Only in a multi-label
-file may it be empty.
+In a multi-label file, a list of labels such as cat;dog is read as the name of a class, and may be empty.
+`labels.split_lists` splits it.
 """
 
 import csv
